@@ -1,0 +1,85 @@
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from trl_otb.energy import realized_energy, token_energy
+
+
+def from_logits(logits, targets):
+    """(log π(y), log Σπ²) of float64 logits, by the plain definitions."""
+    log_probs = logits.double().log_softmax(-1)
+    return log_probs.gather(-1, targets.unsqueeze(-1)).squeeze(-1), (2 * log_probs).logsumexp(-1)
+
+
+@pytest.fixture
+def logits():
+    scale = torch.tensor([0.1, 1.0, 4.0, 20.0]).view(-1, 1, 1)  # from nearly uniform to nearly certain
+    return torch.randn(4, 50, 37, generator=torch.Generator().manual_seed(0)) * scale
+
+
+@pytest.fixture
+def targets(logits):
+    return torch.randint(logits.size(-1), logits.shape[:-1], generator=torch.Generator().manual_seed(1))
+
+
+def test_equals_squared_distance_to_one_hot(logits, targets):
+    one_hot = torch.nn.functional.one_hot(targets, logits.size(-1))
+    expected = (one_hot - logits.double().softmax(-1)).square().sum(-1)
+    torch.testing.assert_close(token_energy(*from_logits(logits, targets)).double(), expected, atol=5e-7, rtol=1e-6)
+
+
+def test_equals_squared_norm_of_the_score_by_autograd(logits, targets):
+    logits = logits.double().requires_grad_()
+    (score,) = torch.autograd.grad(from_logits(logits, targets)[0].sum(), logits)
+    energy = token_energy(*from_logits(logits.detach(), targets))
+    torch.testing.assert_close(energy.double(), score.square().sum(-1), atol=5e-7, rtol=1e-6)
+
+
+def test_range(logits, targets):
+    energy = token_energy(*from_logits(logits, targets))
+    assert energy.dtype == torch.float32
+    assert energy.min() >= 0 and energy.max() <= 2
+    assert energy[3].max() > 1.9  # the near-certain policy makes confident mistakes
+
+
+def test_ends_of_the_range():
+    # certain and right: π(y) = 1, Σπ² = 1; certain and wrong: π(y) = 0, Σπ² = 1; uniform over 4: 1 − 2/4 + 1/4
+    logps = torch.tensor([[0.0, -torch.inf, -torch.tensor(4.0).log()]])
+    log_sum_sq_probs = torch.tensor([[0.0, 0.0, -torch.tensor(4.0).log()]])
+    torch.testing.assert_close(token_energy(logps, log_sum_sq_probs), torch.tensor([[0.0, 2.0, 0.75]]))
+
+
+@pytest.mark.parametrize("p", [1 - 1e-3, 1 - 1e-6, 1 - 1e-9])
+def test_never_negative_for_a_token_the_policy_was_sure_of(p):
+    p = torch.tensor([[p]], dtype=torch.float64)
+    energy = token_energy(p.log(), (p**2 + (1 - p) ** 2).log())  # two tokens: w = 2 (1 − p)²
+    assert 0 <= energy.item()
+    assert energy.item() == pytest.approx(2 * (1 - p.item()) ** 2, abs=2e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_float32_whatever_the_inputs(dtype):
+    x = torch.full((1, 1), -1.0, dtype=dtype)
+    assert token_energy(x, x).dtype == torch.float32
+    assert realized_energy(x, torch.ones(1, 1)).dtype == torch.float32
+
+
+def test_shapes_must_agree():
+    with pytest.raises(ValueError, match=r"\(2, 3\).*\(2, 4\)"):
+        token_energy(torch.zeros(2, 3), torch.zeros(2, 4))
+
+
+def test_realized_energy_accumulates_generated_tokens_alone():
+    energy = torch.tensor([[1.0, 0.5, torch.nan, 0.25]])
+    mask = torch.tensor([[1, 1, 0, 1]])
+    assert realized_energy(energy, mask).tolist() == [[1.0, 1.5, 1.5, 1.75]]
+    # ρ = 2 on the second token scales its energy by 4; one ratio for the completion scales all of it
+    assert realized_energy(energy, mask, torch.tensor([[1.0, 2.0, 1.0, 1.0]])).tolist() == [[1.0, 3.0, 3.0, 3.25]]
+    assert realized_energy(energy, mask, torch.tensor([[2.0]])).tolist() == [[4.0, 6.0, 6.0, 7.0]]
+
+
+def test_the_maths_imports_neither_trl_nor_transformers():
+    code = "import sys, trl_otb.energy, trl_otb.baselines; sys.exit(bool({'trl', 'transformers'} & sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

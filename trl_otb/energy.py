@@ -1,0 +1,62 @@
+"""Energies of the Optimal Token Baseline, from forward probabilities alone. Pure torch.
+
+Notation, here and in `trl_otb.baselines`: B rows (completions), N completions of a prompt, G = B / N groups, T positions
+of the completion, V vocabulary; `mask` is 1 on tokens that the policy generated and 0 on padding and tool output.
+Equations are those of *The Optimal Token Baseline*, https://arxiv.org/abs/2602.07078.
+"""
+
+import torch
+
+
+def token_energy(logps: torch.Tensor, log_sum_sq_probs: torch.Tensor) -> torch.Tensor:
+    """
+    Squared norm of each token's score with respect to the logits: the logit-gradient proxy (Proposition 4.2).
+
+        w_t = ‖e_{y_t} − π_t‖² = 1 − 2·π_t(y_t) + Σ_v π_t(v)²
+
+    It is evaluated as (1 − π_t(y_t))² + Σ_{v≠y_t} π_t(v)², a sum of two terms that rounding cannot make negative.
+
+    Args:
+        logps (`torch.Tensor` of shape `(B, T)`):
+            log π_t(y_t), natural logarithm, at the sampling temperature.
+        log_sum_sq_probs (`torch.Tensor` of shape `(B, T)`):
+            log Σ_v π_t(v)² of the same distributions. Where both are 0, as TRL leaves masked positions, w_t is 0.
+
+    Returns:
+        `torch.Tensor` of shape `(B, T)`, float32 whatever the inputs, in [0, 2]: near 0 for a token that the policy was
+        sure of, near 2 for a confident mistake.
+
+    Raises:
+        ValueError: The two shapes differ.
+    """
+    if logps.shape != log_sum_sq_probs.shape:
+        raise ValueError(
+            f"`logps` has shape {tuple(logps.shape)} and `log_sum_sq_probs` {tuple(log_sum_sq_probs.shape)}: they must "
+            "come from the same forward and agree."
+        )
+    logps, log_sum_sq_probs = logps.float(), log_sum_sq_probs.float()
+    probs_of_others = (log_sum_sq_probs.exp() - (2 * logps).exp()).clamp_(min=0)
+    return torch.expm1(logps).square_().add_(probs_of_others)
+
+
+def realized_energy(
+    energy: torch.Tensor, mask: torch.Tensor, importance_weights: torch.Tensor | None = None
+) -> torch.Tensor:
+    """
+    Realized energy (Definition 3.1): W_t = Σ_{j≤t} ρ_j² w_j over the tokens that the policy generated.
+
+    Args:
+        energy (`torch.Tensor` of shape `(B, T)`):
+            w_t, see [`token_energy`]. What stands where `mask` is 0 is never read, NaN included.
+        mask (`torch.Tensor` of shape `(B, T)`):
+            1 on generated tokens.
+        importance_weights (`torch.Tensor` of shape `(B, T)` or `(B, 1)`, *optional*):
+            Rollout importance ratios ρ_t = π(y_t) / μ(y_t) of policy π over sampler μ; 1 if omitted.
+
+    Returns:
+        `torch.Tensor` of shape `(B, T)`, float32, non-decreasing along T.
+    """
+    energy = energy.float()
+    if importance_weights is not None:
+        energy = energy * importance_weights.float().square()
+    return energy.masked_fill(~mask.bool(), 0.0).cumsum(dim=1)
