@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from trl_otb.baselines import BASELINES, compute_advantages, compute_baselines, lone_tail, reward_to_go
 from trl_otb.energy import token_energy
 
@@ -47,7 +46,16 @@ OPTIONS = [
 
 
 def double_loop(
-    rewards, energy, mask, n, *, baseline="otb", alignment="generated", zero_tail=True, leave_one_out=False, ratios=None
+    rewards,
+    energy,
+    mask,
+    n,
+    *,
+    baseline="otb",
+    alignment="generated",
+    zero_tail=True,
+    leave_one_out=False,
+    ratios=None,
 ):
     """The definitions of the docstrings, in Python floats, one row and one token at a time."""
     rows, length = len(mask), len(mask[0])
@@ -151,7 +159,9 @@ def test_leave_one_out_baseline_ignores_the_own_return():
     torch.testing.assert_close(before, compute_baselines(changed, x.energy, x.mask, x.n, **options)[0])
 
 
-@pytest.mark.parametrize("options", [o for o in OPTIONS if not (o.get("zero_tail") or "baseline" not in o and o["leave_one_out"])])
+@pytest.mark.parametrize(
+    "options", [o for o in OPTIONS if not (o.get("zero_tail") or ("baseline" not in o and o["leave_one_out"]))]
+)
 def test_a_shifted_reward_leaves_advantages_unchanged(options):
     x = Group()
     torch.testing.assert_close(x.advantages(x.rewards + 3, **options), x.advantages(**options), atol=3e-6, rtol=0)
@@ -233,13 +243,20 @@ def test_plain_double_loop(options, dense, weighted, n):
         x.mask[-1] = 0  # one completion without a single generated token
         x.energy[x.n :, ::3] = 0  # and stretches of zero energy
         x.energy[-x.n :] = 0  # a whole group of them
-        rewards = torch.randn(x.energy.shape, generator=torch.Generator().manual_seed(seed)) * x.mask if dense else x.rewards
+        rewards = (
+            torch.randn(x.energy.shape, generator=torch.Generator().manual_seed(seed)) * x.mask if dense else x.rewards
+        )
         rewards = rewards.clone()
         rewards[n - 1] = math.nan
         ratios = x.ratios if weighted else None
         actual = x.advantages(rewards, importance_weights=ratios, **options)
         expected = double_loop(
-            rewards.tolist(), x.energy.tolist(), x.mask.tolist(), n, ratios=ratios.tolist() if weighted else None, **options
+            rewards.tolist(),
+            x.energy.tolist(),
+            x.mask.tolist(),
+            n,
+            ratios=ratios.tolist() if weighted else None,
+            **options,
         )
         torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
 
@@ -256,9 +273,13 @@ def test_reference_implementation(index):
             rewards = case["rewards"]
         else:
             alignment, _, _, zero_tail = name.split("_")
-            options = {"alignment": alignment, "zero_tail": zero_tail == "True", "importance_weights": case["importance_weights"]}
+            options = {
+                "alignment": alignment,
+                "zero_tail": zero_tail == "True",
+                "importance_weights": case["importance_weights"],
+            }
         actual = compute_advantages(rewards, energy, case["mask"], case["num_generations"], **options)
-        torch.testing.assert_close(actual, torch.tensor(expected), atol=1e-5, rtol=0, msg=lambda m: f"{name}: {m}")
+        torch.testing.assert_close(actual, torch.tensor(expected), atol=1e-5, rtol=0, msg=name)
 
 
 # Small cases with the arithmetic beside the number
@@ -268,7 +289,7 @@ def test_by_hand():
     rewards = torch.tensor([1.0, 0.0])
     energy = torch.tensor([[1.0, 1.0, 0.0], [3.0, 1.0, 4.0]])
     mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
-    # W = [[1, 2], [3, 4, 8]]; B_1 = 1·1/(1+3) = 1/4, B_2 = 2·1/(2+4) = 1/3, and the second completion is alone at t = 3
+    # W = [[1, 2], [3, 4, 8]]; B_1 = 1·1/(1+3) = 1/4, B_2 = 2·1/(2+4) = 1/3, and row 2 is alone at t = 3
     expected = torch.tensor([[3 / 4, 2 / 3, 0], [-1 / 4, -1 / 3, 0]])
     torch.testing.assert_close(compute_advantages(rewards, energy, mask, 2), expected)
     assert lone_tail(mask, 2).tolist() == [[False, False, False], [False, False, True]]

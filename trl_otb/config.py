@@ -1,0 +1,127 @@
+import copy
+from dataclasses import dataclass, field, fields
+
+from trl import GRPOConfig
+
+from .baselines import ALIGNMENTS, BASELINES
+
+
+# The loss types of TRL 1.16, each of which multiplies a token's own score by that token's advantage.
+LOSS_TYPES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
+
+
+@dataclass
+class OTBGRPOConfig(GRPOConfig):
+    r"""
+    Configuration class for the [`OTBGRPOTrainer`].
+
+    It inherits every parameter from [`~trl.GRPOConfig`], adds the choice of baseline, and changes one default:
+    `scale_rewards` is `"none"`, as in the paper of the Optimal Token Baseline (https://arxiv.org/abs/2602.07078).
+
+    Parameters:
+        baseline (`str`, *optional*, defaults to `"otb"`):
+            What is subtracted from a completion's return. One of
+
+            - `"otb"`: the Optimal Token Baseline, for every token the mean of the group's returns weighted by the energy
+              that each completion has realized up to that token.
+            - `"ogb"`: the optimal global baseline, weighted by total energy; one number a group.
+            - `"opo"`: weighted by completion length; one number a group.
+            - `"rloo"`: the mean of the other completions' returns.
+            - `"group_mean"`: GRPO's own.
+        alignment (`str`, *optional*, defaults to `"generated"`):
+            Which tokens of a group `"otb"` compares: those with as many generated tokens before them (`"generated"`), or
+            those at the same position in the completion (`"position"`). The two differ only where tool output stands
+            between generated tokens.
+        zero_tail (`bool`, *optional*, defaults to `True`):
+            For `"otb"`, subtract nothing where only the longest completion of a group still generates, as the reference
+            implementation does. If `False`, such tokens get advantage 0.
+        leave_one_out (`bool`, *optional*, defaults to `False`):
+            Leave a completion's own return out of the baseline that is subtracted from it. Removes the bias at small
+            `num_generations`, at the price of more variance. `"group_mean"` left one out is `"rloo"`.
+
+    > [!NOTE]
+    > These parameters have default values different from [`~trl.GRPOConfig`]:
+    > - `scale_rewards`: Defaults to `"none"` instead of `"group"`.
+    """
+
+    scale_rewards: str = field(
+        default="none",
+        metadata={
+            "help": "Specifies the scaling strategy for rewards. Supported values are: `False` or `'none'` (default): "
+            "no scaling is applied. `True` or `'group'`: advantages are divided by the standard deviation of the "
+            "rewards within each group. `'batch'`: by the standard deviation of the rewards across the entire batch."
+        },
+    )
+    baseline: str = field(
+        default="otb",
+        metadata={
+            "help": "What is subtracted from a completion's return: `'otb'` (default), the Optimal Token Baseline, the "
+            "mean of the group's returns weighted, for each token, by the energy realized so far; `'ogb'`, weighted by "
+            "total energy; `'opo'`, weighted by completion length; `'rloo'`, the mean of the others' returns; "
+            "`'group_mean'`, GRPO's own baseline."
+        },
+    )
+    alignment: str = field(
+        default="generated",
+        metadata={
+            "help": "Which tokens of a group `'otb'` compares: `'generated'` (default), those with as many generated "
+            "tokens before them; `'position'`, those at the same position in the completion. They differ only where "
+            "tool output stands between generated tokens."
+        },
+    )
+    zero_tail: bool = field(
+        default=True,
+        metadata={
+            "help": "For `'otb'`, whether to subtract nothing where only the longest completion of a group still "
+            "generates. If `False`, such tokens get advantage 0."
+        },
+    )
+    leave_one_out: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether to leave a completion's own return out of the baseline that is subtracted from it, which "
+            "removes the bias at small `num_generations`."
+        },
+    )
+
+    def __post_init__(self):
+        self._check_otb_options()
+        super().__post_init__()
+
+    @classmethod
+    def from_grpo_config(cls, args: GRPOConfig) -> "OTBGRPOConfig":
+        """
+        A copy of `args` with the defaults of the options that this class adds. Everything else, `scale_rewards`
+        included, stays as it is in `args`.
+        """
+        args = copy.copy(args)  # not re-created: TrainingArguments derives fields from others when it is
+        args.__class__ = cls
+        for option in fields(cls):
+            if not hasattr(args, option.name):
+                setattr(args, option.name, option.default)
+        args._check_otb_options()
+        return args
+
+    def _check_otb_options(self):
+        if self.baseline not in BASELINES:
+            raise ValueError(f"`baseline` is {self.baseline!r}: it must be one of {', '.join(map(repr, BASELINES))}.")
+        if self.alignment not in ALIGNMENTS:
+            raise ValueError(
+                f"`alignment` is {self.alignment!r}: it must be one of {', '.join(map(repr, ALIGNMENTS))}."
+            )
+        if self.scale_rewards not in (True, False, "group", "batch", "none"):
+            raise ValueError(
+                f"`scale_rewards` is {self.scale_rewards!r}: it must be one of 'none', 'group' and 'batch'."
+            )
+        if self.loss_type not in LOSS_TYPES:
+            raise ValueError(
+                f"`loss_type` is {self.loss_type!r}: OTBGRPOTrainer is known to be right with "
+                f"{', '.join(map(repr, LOSS_TYPES))} only. Set one of these."
+            )
+        if self.baseline == "otb" and self.importance_sampling_level == "sequence":
+            raise ValueError(
+                "`importance_sampling_level` is 'sequence' and `baseline` is 'otb': one importance ratio for the whole "
+                "completion gives every token the completion's mean advantage, so a baseline for every token would be "
+                "averaged away. Set `importance_sampling_level='token'`, or a baseline that is one number for a "
+                "completion: 'ogb', 'opo', 'rloo' or 'group_mean'."
+            )

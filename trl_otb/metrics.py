@@ -1,0 +1,109 @@
+"""What a training step says about energies, baselines and the gradient's power. Pure torch; notation of `trl_otb.energy`.
+
+The metrics are formed in two steps, so that a completion can be measured in whichever micro-batch it is trained and a
+group, or a process, can be summed up later: [`completion_statistics`] gives a row of numbers for each completion, and
+[`summarize`] turns the rows of all groups into the logged values.
+"""
+
+import torch
+
+
+STATISTICS = (
+    "tokens",  # generated tokens
+    "energy",  # W_T
+    "advantage",  # Σ_t A_t
+    "abs_advantage",  # Σ_t |A_t|
+    "baseline",  # Σ_t B_t
+    "baseline_std",  # standard deviation of B_t over the completion's positions
+    "lone_tail",  # tokens on the lone tail
+    "power",  # Σ_t w_t A_t²
+    "power_group_mean",  # the same under the group-mean baseline
+)
+
+
+def completion_statistics(
+    energy: torch.Tensor,
+    mask: torch.Tensor,
+    advantages: torch.Tensor,
+    group_mean_advantages: torch.Tensor,
+    baselines: torch.Tensor,
+    lone_tail_tokens: torch.Tensor,
+) -> torch.Tensor:
+    """
+    Args:
+        energy (`torch.Tensor` of shape `(B, T)`):
+            w_t, importance weights included.
+        mask (`torch.Tensor` of shape `(B, T)`):
+            1 on generated tokens.
+        advantages, group_mean_advantages, baselines (`torch.Tensor` of shape `(B, T)` or `(B, 1)`):
+            A_t under the chosen baseline, A under the group mean, and B_t.
+        lone_tail_tokens (`torch.Tensor` of shape `(B, 1)`):
+            Generated tokens on the lone tail.
+
+    Returns:
+        `torch.Tensor` of shape `(B, len(STATISTICS))`, float32.
+    """
+    mask = mask.bool()
+    energy = energy.masked_fill(~mask, 0.0)
+    tokens = mask.sum(dim=1)
+
+    def total(x):
+        return x.expand(mask.shape).masked_fill(~mask, 0.0).sum(dim=1)
+
+    baseline = total(baselines)
+    deviation = baselines - (baseline / tokens.clamp(min=1)).unsqueeze(1)
+    columns = {
+        "tokens": tokens,
+        "energy": energy.sum(dim=1),
+        "advantage": total(advantages),
+        "abs_advantage": total(advantages.abs()),
+        "baseline": baseline,
+        "baseline_std": (total(deviation.square()) / tokens.clamp(min=1)).sqrt(),
+        "lone_tail": lone_tail_tokens.squeeze(1),
+        "power": (energy * advantages.square()).sum(dim=1),
+        "power_group_mean": (energy * group_mean_advantages.square()).sum(dim=1),
+    }
+    return torch.stack([columns[name].float() for name in STATISTICS], dim=1)
+
+
+def summarize(statistics: torch.Tensor, num_generations: int) -> dict[str, float]:
+    """
+    Args:
+        statistics (`torch.Tensor` of shape `(B, len(STATISTICS))`):
+            Rows of [`completion_statistics`] for whole groups, the N rows of a group adjacent.
+        num_generations (`int`):
+            N.
+
+    Returns:
+        `dict[str, float]`: the metrics of the README's table, without their `otb/` prefix. Completions without a
+        generated token (all masked) are left out; with none left, every value is NaN.
+    """
+    columns = dict(zip(STATISTICS, statistics.unbind(dim=1), strict=True))
+    tokens = columns["tokens"]
+    present = tokens > 0
+    completions = present.sum()
+
+    # Standard deviation of W_T within a group, over the completions that have tokens; groups with fewer than 2 say nothing
+    members = present.view(-1, num_generations)
+    size = members.sum(dim=1)
+    grouped_energy = columns["energy"].view(-1, num_generations)
+    mean = grouped_energy.sum(dim=1) / size.clamp(min=1)
+    squares = ((grouped_energy - mean.unsqueeze(1)).square() * members).sum(dim=1)
+    several = size > 1
+    group_std = ((squares / (size - 1).clamp(min=1)).sqrt() * several).sum() / several.sum()
+
+    power, power_group_mean = columns["power"].sum(), columns["power_group_mean"].sum()
+    metrics = {
+        "energy/token_mean": columns["energy"].sum() / tokens.sum(),
+        "energy/completion_mean": columns["energy"].sum() / completions,
+        "energy/group_std": group_std,
+        "baseline/mean": columns["baseline"].sum() / tokens.sum(),
+        "baseline/position_std": columns["baseline_std"].sum() / completions,
+        "advantage/abs_mean": columns["abs_advantage"].sum() / tokens.sum(),
+        "lone_tail_ratio": columns["lone_tail"].sum() / tokens.sum(),
+        "grad_power": power / completions,
+        "grad_power_group_mean": power_group_mean / completions,
+        "grad_power_ratio": power / power_group_mean,
+    }
+    values = torch.stack(list(metrics.values())).tolist()  # one transfer from the device
+    return dict(zip(metrics, values, strict=True))

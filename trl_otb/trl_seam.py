@@ -1,0 +1,378 @@
+"""
+Everything that relies on private parts of TRL, and nothing else.
+
+[`EnergyGRPOTrainer`] is a [`~trl.GRPOTrainer`] with two openings for a subclass, which sees no private part of TRL:
+
+- [`~EnergyGRPOTrainer.score_rollout`] is called once completions are generated and rewarded;
+- [`~EnergyGRPOTrainer.score_micro_batch`] is called in every loss between the policy's forward and its first use of
+  the advantages.
+
+Log Σπ² comes out of TRL's own fused LM head, in the forwards that TRL runs anyway; (B, T, V) logits never exist. What is
+relied on is checked when a trainer is constructed, so that a TRL in which it moved fails there and says so.
+"""
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import trl
+from accelerate.utils import is_peft_model
+from trl import GRPOTrainer
+from trl.extras.profiling import profiling_decorator
+from trl.trainer import grpo_trainer
+from trl.trainer import utils as trl_utils
+
+from .energy import token_energy
+
+
+WORKING_VERSIONS = "trl>=1.16,<1.17"
+
+# The leading parameters of each method that is overridden or called, as the overrides below use them.
+_METHODS = {
+    "_calculate_rewards": ("self", "inputs", "prompts", "completions", "completion_ids_list"),
+    "_compute_loss": ("self", "model", "inputs"),
+    "_generate_and_score_completions": ("self", "inputs"),
+    "_get_per_token_logps_and_entropies": ("self", "model", "input_ids", "attention_mask", "logits_to_keep"),
+    "_prepare_inputs": ("self", "generation_batch"),
+    "get_gamma_weights": ("advantages", "log_ratio_per_token", "mask"),
+    "get_off_policy_mask": (
+        "advantages",
+        "per_token_logps",
+        "sampling_per_token_logps",
+        "mask",
+        "off_policy_threshold",
+    ),
+}
+_FUNCTIONS = {
+    "add_fused_lm_head": ("model", "temperature", "cast_lm_head_to_fp32", "outputs"),
+    "get_config_model_id": ("config",),
+    "nanstd": ("tensor", "dim"),
+    "split_pixel_values_by_grid": ("batch",),
+    "split_tensor_dict": ("tensor_dict", "num_chunks"),
+    "unsplit_pixel_values_by_grid": ("batch",),
+    "shuffle_sequence_dict": ("seq_dict",),
+}
+_ATTRIBUTES = (
+    "_buffered_inputs",
+    "_logs",
+    "_metrics",
+    "_step",
+    "multi_objective_aggregation",
+    "num_generations",
+    "num_generations_eval",
+    "num_iterations",
+    "reward_weights",
+    "scale_rewards",
+    "temperature",
+)
+# What `_compute_loss` passes on to the forward, beside ids and masks.
+_FORWARD_KWARGS = (
+    "pixel_values",
+    "image_grid_thw",
+    "num_images",
+    "pixel_attention_mask",
+    "spatial_shapes",
+    "num_tiles",
+    "image_sizes",
+    "token_type_ids",
+    "mm_token_type_ids",
+    "image_position_ids",
+)
+
+
+def check_trl(attributes_of: GRPOTrainer | None = None) -> None:
+    """
+    Check that what this module relies on inside TRL is there.
+
+    Args:
+        attributes_of (`GRPOTrainer`, *optional*):
+            A constructed trainer, whose attributes are checked too.
+
+    Raises:
+        ImportError: Something moved. The message names it, the installed version and the versions that work.
+    """
+    moved = []
+    for owner, expected in ((GRPOTrainer, _METHODS), (trl_utils, _FUNCTIONS)):
+        for name, parameters in expected.items():
+            function = getattr(owner, name, None)
+            if function is None:
+                moved.append(f"`{owner.__name__}.{name}` is gone")
+            elif tuple(inspect.signature(function).parameters)[: len(parameters)] != parameters:
+                moved.append(f"`{owner.__name__}.{name}` no longer takes ({', '.join(parameters)})")
+    forward = getattr(GRPOTrainer, "_get_per_token_logps_and_entropies", None)
+    if forward is not None:
+        known = inspect.signature(forward).parameters
+        moved += [f"`{forward.__name__}` no longer takes `{name}`" for name in _FORWARD_KWARGS if name not in known]
+    if attributes_of is not None:
+        moved += [f"`GRPOTrainer.{name}` is gone" for name in _ATTRIBUTES if not hasattr(attributes_of, name)]
+    if moved:
+        raise ImportError(
+            f"trl_otb relies on parts of TRL that have moved in trl {trl.__version__}: {'; '.join(moved)}. "
+            f"Install a version that works: pip install '{WORKING_VERSIONS}'."
+        )
+
+
+@dataclass
+class Rollout:
+    """
+    One generation batch of this process, as [`EnergyGRPOTrainer.score_rollout`] gets it.
+
+    Args:
+        returns (`torch.Tensor` of shape `(B_all,)`):
+            Weighted reward of every completion on all processes, in order of process; NaN where no reward function
+            could score it. Of `multi_objective_aggregation="normalize_then_sum"`, the sum of normalised rewards.
+        scale (`torch.Tensor` of shape `(B_all,)`):
+            What `scale_rewards` divides advantages by; 1 for `"none"`.
+        energy (`torch.Tensor` of shape `(B, T)`, *optional*):
+            w_t of this process's completions, if TRL ran a forward of the policy over them.
+        micro_batch_holds_groups (`bool`):
+            Whether rows can be dealt to micro-batches such that each micro-batch holds whole groups.
+    """
+
+    returns: torch.Tensor
+    scale: torch.Tensor
+    energy: torch.Tensor | None
+    micro_batch_holds_groups: bool
+
+
+class _RecordingModel:
+    """Calls the model and keeps the log Σπ² of each call, whatever wraps the model."""
+
+    def __init__(self, model):
+        self._model = model
+        self.log_sum_sq_probs = []
+
+    def __call__(self, *args, **kwargs):
+        outputs = self._model(*args, **kwargs)
+        self.log_sum_sq_probs.append(outputs.log_sum_sq_probs)
+        return outputs
+
+    def __getattr__(self, name):
+        return getattr(self._model, name)
+
+
+class EnergyGRPOTrainer(GRPOTrainer):
+    """A [`~trl.GRPOTrainer`] whose policy forwards yield energies and whose advantages a subclass forms."""
+
+    def __init__(self, *args, **kwargs):
+        check_trl()
+        self._forwards_of_rollout: list | None = None  # (logps, [log Σπ²]) of each forward while a rollout is scored
+        self._inputs_of_loss: dict | None = None  # the micro-batch while its loss is computed
+        self._rewards_per_func: torch.Tensor | None = None
+        super().__init__(*args, **kwargs)
+        check_trl(self)
+        # GRPOTrainer asked its fused LM head for ("log_probs", "entropy"). A second patch answers the fused calls in its
+        # place; the first one keeps answering plain calls.
+        trl_utils.add_fused_lm_head(
+            self.model.get_base_model() if is_peft_model(self.model) else self.model,
+            temperature=self.temperature,
+            cast_lm_head_to_fp32=self.args.cast_lm_head_to_fp32,
+            outputs=("log_probs", "entropy", "log_sum_sq_probs"),
+        )
+
+    # Openings for a subclass
+
+    def score_rollout(self, batch: dict[str, Any], rollout: Rollout) -> None:
+        """
+        Put advantages into `batch`, either final ones under `"advantages"`, `(B,)` or `(B, T)`, or whatever
+        [`score_micro_batch`] needs to form them; tensors and lists with one entry a row are shuffled and split with it.
+        With `batch["groups_whole"]` (a 0-dim tensor) set, rows are shuffled group by group.
+        """
+        raise NotImplementedError
+
+    def score_micro_batch(self, inputs: dict[str, Any], energy: torch.Tensor) -> None:
+        """Called with each micro-batch and its w_t, `(B, T)` without gradient, before its advantages are read."""
+        raise NotImplementedError
+
+    # What a subclass may use
+
+    @property
+    def mode(self) -> str:
+        return "train" if self.model.training else "eval"
+
+    @property
+    def generations(self) -> int:
+        """N in the current mode."""
+        return self.num_generations if self.model.training else self.num_generations_eval
+
+    @staticmethod
+    def generated_mask(batch: dict[str, Any]) -> torch.Tensor:
+        """`(B, T)` 1 on tokens that the policy generated and the loss sees."""
+        mask = batch["completion_mask"]
+        return mask * batch["tool_mask"] if "tool_mask" in batch else mask
+
+    @torch.no_grad()
+    def energy_by_extra_forward(self, batch: dict[str, Any]) -> torch.Tensor:
+        """`(B, T)` w_t of `batch` under the current policy, by one forward without gradient."""
+        self._forwards_of_rollout = []
+        try:
+            with grpo_trainer.disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
+                logps, _, _ = self._get_per_token_logps_and_entropies(
+                    self.model,
+                    torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
+                    torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
+                    batch["completion_ids"].size(1),
+                    batch_size=self.args.per_device_train_batch_size
+                    if self.model.training
+                    else self.args.per_device_eval_batch_size,
+                    **{key: batch[key] for key in _FORWARD_KWARGS if key in batch},
+                )
+            return self._energy_of_forward(logps)
+        finally:
+            self._forwards_of_rollout = None
+
+    def add_metrics(self, metrics: dict[str, float]) -> None:
+        """Add values to the current mode's metrics, which TRL averages until the next log."""
+        for name, value in metrics.items():
+            self._metrics[self.mode][name].append(value)
+
+    def replace_logged_advantages(self, advantages: list[float]) -> None:
+        """Put a number for each completion of the last rollout, on all processes, into the completions table."""
+        logged = self._logs["advantages"]
+        for _ in range(min(len(advantages), len(logged))):
+            logged.pop()
+        logged.extend(advantages)
+
+    # Overrides
+
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        self._rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        return self._rewards_per_func
+
+    def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
+        recording_model = _RecordingModel(model)
+        logps, entropies, aux_loss = super()._get_per_token_logps_and_entropies(recording_model, *args, **kwargs)
+        log_sum_sq_probs = recording_model.log_sum_sq_probs
+        if self._forwards_of_rollout is not None:
+            self._forwards_of_rollout.append((logps, log_sum_sq_probs))
+        elif self._inputs_of_loss is not None:
+            with torch.no_grad():
+                self.score_micro_batch(self._inputs_of_loss, _energy(logps, log_sum_sq_probs))
+        return logps, entropies, aux_loss
+
+    def _generate_and_score_completions(self, inputs):
+        self._forwards_of_rollout = []
+        try:
+            batch = super()._generate_and_score_completions(inputs)
+            old_logps = batch.get("old_per_token_logps")
+            energy = None if old_logps is None else self._energy_of_forward(old_logps)
+        finally:
+            self._forwards_of_rollout = None
+        returns, scale = self._returns_and_scale(self.generations)
+        micro_batches = self.args.steps_per_generation if self.model.training else 1
+        rows = len(batch["completion_ids"])
+        self.score_rollout(
+            batch,
+            Rollout(returns, scale, energy, micro_batch_holds_groups=rows // micro_batches % self.generations == 0),
+        )
+        return batch
+
+    @profiling_decorator
+    def _prepare_inputs(self, generation_batch):
+        # The parent's method with one change: rows are shuffled group by group if the rollout asks for it.
+        if not self.model.training:
+            return super()._prepare_inputs(generation_batch)
+        generate_every = self.args.steps_per_generation * self.num_iterations
+        if self._step % generate_every == 0 or self._buffered_inputs is None:
+            batch = self._generate_and_score_completions(generation_batch)
+            batch = trl_utils.split_pixel_values_by_grid(batch)
+            if "groups_whole" in batch:
+                batch = _shuffle_groups(batch, self.num_generations)
+            else:
+                batch = trl_utils.shuffle_sequence_dict(batch)
+            micro_batches = trl_utils.split_tensor_dict(batch, self.args.steps_per_generation)
+            self._buffered_inputs = [trl_utils.unsplit_pixel_values_by_grid(x) for x in micro_batches]
+        return self._buffered_inputs[self._step % self.args.steps_per_generation]
+
+    def _compute_loss(self, model, inputs):
+        self._inputs_of_loss = inputs
+        try:
+            return super()._compute_loss(model, inputs)
+        finally:
+            self._inputs_of_loss = None
+
+    # Both judge a whole completion by the sign of its advantage: give them one advantage a completion.
+
+    @staticmethod
+    def get_off_policy_mask(advantages, per_token_logps, sampling_per_token_logps, mask, off_policy_threshold):
+        return GRPOTrainer.get_off_policy_mask(
+            _completion_advantage(advantages, mask),
+            per_token_logps,
+            sampling_per_token_logps,
+            mask,
+            off_policy_threshold,
+        )
+
+    @staticmethod
+    def get_gamma_weights(advantages, log_ratio_per_token, mask, *args, **kwargs):
+        return GRPOTrainer.get_gamma_weights(
+            _completion_advantage(advantages, mask), log_ratio_per_token, mask, *args, **kwargs
+        )
+
+    # Internals
+
+    def _energy_of_forward(self, logps: torch.Tensor) -> torch.Tensor:
+        """w_t of the forward that returned these very `logps`: a reference pass can never be mistaken for it."""
+        (log_sum_sq_probs,) = (recorded for of_logps, recorded in self._forwards_of_rollout if of_logps is logps)
+        return _energy(logps, log_sum_sq_probs)
+
+    def _returns_and_scale(self, num_generations: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What GRPOTrainer forms its advantages from, before it subtracts a baseline; see [`Rollout`]."""
+        rewards_per_func, self._rewards_per_func = self._rewards_per_func, None
+        weights = self.reward_weights.to(rewards_per_func.device)
+        unscorable = rewards_per_func.isnan().all(dim=1)
+        normalize_first = self.multi_objective_aggregation == "normalize_then_sum"
+        if normalize_first:
+            grouped = rewards_per_func.view(-1, num_generations, rewards_per_func.size(1))
+            std = _nanstd(grouped, dim=1)
+            grouped = (grouped - grouped.nanmean(dim=1, keepdim=True)) / (std.unsqueeze(1) + 1e-4)
+            rewards_per_func = grouped.view_as(rewards_per_func)
+        returns = (rewards_per_func * weights).nansum(dim=1)
+        returns[unscorable] = torch.nan
+        if normalize_first or self.scale_rewards == "batch":
+            scale = _nanstd(returns, dim=0).expand_as(returns) + 1e-4
+        elif self.scale_rewards == "group":
+            std = _nanstd(returns.view(-1, num_generations), dim=1)
+            scale = std.repeat_interleave(num_generations) + 1e-4
+        else:
+            scale = torch.ones_like(returns)
+        return returns, scale
+
+
+def config_model_id(config) -> str:
+    """Hub id or folder that a model was loaded from."""
+    return trl_utils.get_config_model_id(config)
+
+
+def _energy(logps: torch.Tensor, log_sum_sq_probs: list[torch.Tensor | None]) -> torch.Tensor:
+    """(B, T) w_t of a forward that was run in one or several chunks of rows."""
+    if any(chunk is None for chunk in log_sum_sq_probs):
+        raise RuntimeError(
+            "The policy's forward returned no log Σπ²: something replaced the fused LM head of the model after "
+            "OTBGRPOTrainer was constructed. Construct the trainer last."
+        )
+    return token_energy(logps.detach(), torch.cat(log_sum_sq_probs)[:, -logps.size(1) :])
+
+
+def _nanstd(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Standard deviation over what is not NaN; 0 for a single value, as GRPOTrainer has it."""
+    return trl_utils.nanstd(x, dim=dim) if x.size(dim) > 1 else torch.zeros_like(x.select(dim, 0))
+
+
+def _completion_advantage(advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """(B, 1) mean advantage of a completion's generated tokens."""
+    return (advantages * mask).sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
+
+
+def _shuffle_groups(batch: dict[str, Any], num_generations: int) -> dict[str, Any]:
+    """Permute whole groups of adjacent rows, in every tensor and list of the batch alike."""
+    rows = torch.arange(len(batch["completion_ids"])).view(-1, num_generations)
+    rows = rows[torch.randperm(len(rows))].flatten()
+
+    def permute(value):
+        if value is None or (isinstance(value, torch.Tensor) and value.dim() == 0):
+            return value
+        return value[rows] if isinstance(value, torch.Tensor) else [value[i] for i in rows.tolist()]
+
+    return {key: permute(value) for key, value in batch.items()}
