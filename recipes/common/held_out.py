@@ -1,0 +1,69 @@
+"""Held-out accuracy as avg@k with its standard error, measured by the trainer's own evaluation."""
+
+import statistics
+from collections import defaultdict
+from dataclasses import dataclass
+
+from accelerate.utils import gather_object
+from datasets import Dataset
+from transformers import TrainerCallback
+
+from .problems import Problems, find_answer
+
+
+@dataclass
+class Accuracy:
+    """`mean` over problems of the share of its k samples that are right, and the standard error of that mean."""
+
+    mean: float
+    standard_error: float
+    problems: int
+    samples: int
+
+    def __str__(self):
+        return (
+            f"{100 * self.mean:.1f} % ± {100 * self.standard_error:.1f} (avg@{self.samples}, {self.problems} problems)"
+        )
+
+
+def accuracy(scores: dict[int, list[float]]) -> Accuracy:
+    """Of the scores of each problem's samples. Problems are the unit: samples of one problem are not independent."""
+    means = [statistics.fmean(s) for s in scores.values()]
+    error = statistics.stdev(means) / len(means) ** 0.5 if len(means) > 1 else float("nan")
+    return Accuracy(statistics.fmean(means), error, len(means), round(statistics.fmean(map(len, scores.values()))))
+
+
+class AccuracyReward(TrainerCallback):
+    """
+    The reward function, 1 for a right answer and 0 for a wrong one, which also keeps count: of the tokens generated in
+    training, and of every held-out problem's scores, turned into an [`Accuracy`] after each evaluation.
+    """
+
+    __name__ = "accuracy"  # under which TRL logs it
+
+    def __init__(self, problems: Problems):
+        self.grade = problems.grade
+        self.tokens_generated = 0
+        self.evaluations: list[Accuracy] = []
+        self._scores: list[tuple[int, float]] = []
+
+    @staticmethod
+    def mark(held_out: Dataset) -> Dataset:
+        """Number the held-out problems, so that the reward function can tell them from training."""
+        return held_out.add_column("held_out", list(range(len(held_out))))
+
+    def __call__(self, completions, completion_ids, answer, entry, held_out=None, **kwargs) -> list[float]:
+        texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
+        scores = [self.grade(find_answer(t), a, e) for t, a, e in zip(texts, answer, entry, strict=True)]
+        if held_out is None:
+            self.tokens_generated += sum(map(len, completion_ids))
+        else:
+            self._scores += zip(held_out, scores, strict=True)
+        return scores
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        scores = defaultdict(list)
+        for problem, score in gather_object(self._scores):
+            scores[problem].append(score)
+        self._scores = []
+        self.evaluations.append(accuracy(scores))

@@ -1,0 +1,219 @@
+"""
+Train a policy on verifiable problems with the Optimal Token Baseline.
+
+    accelerate launch recipes/math.py                                              # no hub, no GPU: recipes/math_cpu.yaml
+    accelerate launch recipes/math.py --baseline group_mean                        # the same run with GRPO's own baseline
+    accelerate launch recipes/math.py --model_name_or_path smollm2                 # a real pretrained model, with LoRA
+    accelerate launch recipes/math.py --config recipes/math_lora_1gpu.yaml         # Qwen2.5-1.5B-Instruct, LoRA, one GPU
+    accelerate launch recipes/math.py --dataset_name problems.jsonl --model_name_or_path FOLDER
+    accelerate launch recipes/math.py --resume_from_checkpoint runs/.../checkpoint-100
+
+RESULT
+"""
+
+import os
+import sys
+
+
+# This file is called math.py: as long as its folder is on the path, `import random` would import it for the library's.
+_RECIPES = os.path.dirname(os.path.abspath(__file__))
+sys.path[:] = [os.path.dirname(_RECIPES)] + [p for p in sys.path if os.path.abspath(p or os.curdir) != _RECIPES]
+
+import json
+import logging
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from accelerate.utils import gather_object
+from transformers import AutoTokenizer, PrinterCallback, ProgressCallback
+from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
+from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
+
+from recipes.common.callbacks import CheckpointOnInterrupt, CompactProgress
+from recipes.common.errors import InputError
+from recipes.common.held_out import AccuracyReward
+from recipes.common.pictures import plot_training
+from recipes.common.policies import check_model_folder, embedded_policy, smollm2_policy
+from recipes.common.problems import load_problems, with_prompts
+
+
+# Without --config, these decide for a model whatever flags do not.
+DEFAULT_CONFIGS = {"embedded": "math_cpu.yaml", "smollm2": "math_smollm2.yaml"}
+
+
+@dataclass
+class MathArguments:
+    """Options of this recipe, beside those of OTBGRPOConfig and of TRL's ModelConfig."""
+
+    dataset_name: str = field(
+        default="reasoning_gym:chain_sum",
+        metadata={
+            "help": "`reasoning_gym:TASK`, a local .jsonl, .json, .parquet or .csv file, or a dataset id on the hub."
+        },
+    )
+    dataset_options: str | None = field(
+        default=None,
+        metadata={"help": "Options of the reasoning-gym task, as JSON: `'{\"max_terms\": 6}'`."},
+    )
+    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a hub dataset."})
+    dataset_split: str = field(default="train", metadata={"help": "Split of a hub dataset."})
+    prompt_column: str | None = field(
+        default=None, metadata={"help": "Column that holds the problem; by default prompt, question or problem."}
+    )
+    answer_column: str | None = field(
+        default=None, metadata={"help": "Column that holds the answer; by default answer, solution or target."}
+    )
+    num_train_problems: int = field(default=20_000, metadata={"help": "Problems that reasoning-gym generates."})
+    num_held_out_problems: int = field(
+        default=200, metadata={"help": "Held-out problems; of a file or hub dataset at most a fifth is held out."}
+    )
+    instruction: str = field(
+        default=r"Put your final answer within \boxed{}.",
+        metadata={"help": "Added to every problem; the embedded policy gets the bare expression."},
+    )
+
+
+def parse(argv: list[str]) -> tuple[MathArguments, OTBGRPOConfig, ModelConfig]:
+    parser = TrlParser((MathArguments, OTBGRPOConfig, ModelConfig), prog="math.py")
+    if not torch.accelerator.is_available():
+        parser.set_defaults(use_cpu=True, bf16=False)
+    if "--config" not in argv and not {"-h", "--help"} & set(argv):
+        model = argv[argv.index("--model_name_or_path") + 1 :][:1] if "--model_name_or_path" in argv else ["embedded"]
+        default = DEFAULT_CONFIGS.get("".join(model))
+        argv = ["--config", os.path.join(_RECIPES, default), *argv] if default else argv
+    recipe_args, args, model_args = parser.parse_args_and_config(argv)
+    if recipe_args.num_held_out_problems < 1 or recipe_args.num_train_problems < 1:
+        raise InputError("`num_train_problems` and `num_held_out_problems` must be at least 1.")
+    args.model_init_kwargs = {
+        **(args.model_init_kwargs or {}),
+        "revision": model_args.model_revision,
+        "attn_implementation": model_args.attn_implementation,
+        "dtype": model_args.dtype,
+    }
+    return recipe_args, args, model_args
+
+
+def dataset_options(text: str | None) -> dict:
+    try:
+        options = json.loads(text or "{}")
+    except json.JSONDecodeError as error:
+        raise InputError(f"`dataset_options` is {text!r}: it is not JSON: {error}") from error
+    if not isinstance(options, dict):
+        raise InputError(f"`dataset_options` is {text!r}: it must be a JSON object.")
+    return options
+
+
+def model_path(name: str) -> str:
+    if name == "embedded":
+        return str(embedded_policy())
+    if name == "smollm2":
+        return str(smollm2_policy())
+    if os.path.isdir(name):
+        check_model_folder(Path(name))
+    elif name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise InputError(f"the model folder {name} does not exist.")
+    return name
+
+
+def resume_checkpoint(args: OTBGRPOConfig) -> str | None:
+    checkpoint = args.resume_from_checkpoint
+    if checkpoint is not None and not os.path.isfile(os.path.join(checkpoint, "trainer_state.json")):
+        raise InputError(f"`resume_from_checkpoint` is {checkpoint!r}: no checkpoint of a trainer lies there.")
+    return checkpoint
+
+
+def main(argv: list[str]) -> None:
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("trl_otb").setLevel(logging.INFO)
+
+    recipe_args, args, model_args = parse(argv)
+    checkpoint = resume_checkpoint(args)
+    problems = load_problems(
+        recipe_args.dataset_name,
+        options=dataset_options(recipe_args.dataset_options),
+        config=recipe_args.dataset_config,
+        split=recipe_args.dataset_split,
+        prompt_column=recipe_args.prompt_column,
+        answer_column=recipe_args.answer_column,
+        num_train=recipe_args.num_train_problems,
+        num_held_out=recipe_args.num_held_out_problems,
+        seed=args.seed,
+    )
+    model_name = model_args.model_name_or_path or "embedded"
+    path = model_path(model_name)
+    tokenizer = AutoTokenizer.from_pretrained(
+        path, revision=model_args.model_revision, padding_side="left", truncation_side="left"
+    )
+    embedded = model_name == "embedded"
+    train = with_prompts(problems.train, tokenizer, recipe_args.instruction, embedded)
+    held_out = with_prompts(problems.held_out, tokenizer, recipe_args.instruction, embedded)
+
+    args.eval_on_start = True
+    reward, interrupt = AccuracyReward(problems), CheckpointOnInterrupt()
+    trainer = OTBGRPOTrainer(
+        model=path,
+        reward_funcs=reward,
+        args=args,
+        train_dataset=train,
+        eval_dataset=AccuracyReward.mark(held_out),
+        processing_class=tokenizer,
+        peft_config=get_peft_config(model_args),
+        quantization_config=get_quantization_config(model_args),
+        callbacks=[reward, interrupt],
+    )
+    trainer.remove_callback(PrinterCallback)
+    if not args.disable_tqdm:
+        trainer.remove_callback(ProgressCallback)
+        trainer.add_callback(CompactProgress())
+    say = trainer.accelerator.print
+    say(
+        f"{recipe_args.dataset_name}: {len(train)} problems to train on, {len(held_out)} held out. "
+        f"{model_name}: {sum(p.numel() for p in trainer.model.parameters()):,} parameters. "
+        f"Baseline {args.baseline}, {args.num_generations} completions a problem, "
+        f"{args.generation_batch_size} a generation batch."
+    )
+
+    began = time.perf_counter()
+    trainer.train(resume_from_checkpoint=checkpoint)
+    seconds = time.perf_counter() - began
+    folder = Path(args.output_dir)
+    if interrupt.interrupted:
+        last = folder / f"checkpoint-{trainer.state.global_step}"
+        say(f"Stopped after step {trainer.state.global_step}. Go on with --resume_from_checkpoint {last}")
+        return
+    trainer.evaluate()
+    before, after = reward.evaluations[0], reward.evaluations[-1]
+    tokens = sum(gather_object([reward.tokens_generated]))
+    trainer.save_model()
+    trainer.save_state()
+    if trainer.accelerator.is_main_process:
+        plot_training(
+            trainer.state.log_history,
+            folder / "training.png",
+            f"{model_name} on {recipe_args.dataset_name}, baseline {args.baseline}, N = {args.num_generations}: "
+            f"held-out accuracy {100 * before.mean:.0f} % → {100 * after.mean:.0f} %",
+        )
+        result = {
+            "baseline": args.baseline,
+            "seed": args.seed,
+            "before": vars(before),
+            "after": vars(after),
+            "tokens_generated": tokens,
+            "training_seconds": seconds,
+        }
+        (folder / "result.json").write_text(json.dumps(result, indent=2) + "\n")
+    say(f"Held-out accuracy before: {before}")
+    say(f"Held-out accuracy after:  {after}")
+    say(
+        f"{tokens:,} tokens generated in {trainer.state.global_step} steps and {seconds:.0f} s, first evaluation included."
+    )
+    say(f"{folder}: the model, checkpoints, trainer_state.json (the log), training.png and result.json.")
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except (InputError, FileNotFoundError) as error:
+        sys.exit(f"math.py: error: {error}")
