@@ -1,0 +1,220 @@
+"""
+Runs the trainer in one and in two processes under DDP, ZeRO and FSDP2 on CPUs, and leaves what each process saw.
+
+    python -m tests.processes FOLDER
+
+A process of its own, not pytest's: cases are forked after the heavy imports, which spares each of them 5 s, and a process
+that has already run a backward pass must not be forked.
+"""
+
+import itertools
+import multiprocessing
+import os
+import socket
+import sys
+import traceback
+from pathlib import Path
+
+
+os.environ |= {
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "OMP_NUM_THREADS": "1",
+    "DS_ACCELERATOR": "cpu",
+}
+
+ZERO = {
+    "ACCELERATE_USE_DEEPSPEED": "true",
+    "ACCELERATE_MIXED_PRECISION": "no",
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "auto",
+    "ACCELERATE_GRADIENT_CLIPPING": "1.0",
+    "ACCELERATE_CONFIG_DS_FIELDS": "",
+}
+BACKENDS = {
+    "ddp": {},
+    "zero1": {**ZERO, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "1"},
+    "zero2": {**ZERO, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"},
+    "zero3": {
+        **ZERO,
+        "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
+        "ACCELERATE_DEEPSPEED_ZERO3_INIT": "true",
+        "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true",
+    },
+    "fsdp2": {
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "2",
+        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+        "FSDP_RESHARD_AFTER_FORWARD": "true",
+        "FSDP_OFFLOAD_PARAMS": "false",
+        "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+        "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+        "FSDP_ACTIVATION_CHECKPOINTING": "false",
+        "ACCELERATE_TORCH_DEVICE": "cpu",
+    },
+}
+# 12 rows a rollout on all processes together. Of 3 groups of 4, the middle one straddles two processes.
+SOURCES = {
+    "one extra no-gradient forward": {"num_generations": 4},
+    "the training forward": {"num_generations": 3},
+    "the no-gradient forward that GRPOTrainer runs anyway": {"num_generations": 4, "num_iterations": 2},
+}
+PARTS = [
+    {"lora": lora, "checkpointing": checkpointing, "source": source}
+    for lora, checkpointing, source in itertools.product((False, True), (False, True), SOURCES)
+]
+
+
+def name_of(backend: str, lora: bool, checkpointing: bool, source: str) -> str:
+    return "-".join(
+        [backend, "lora" if lora else "full", "gc" if checkpointing else "plain", str(list(SOURCES).index(source))]
+    )
+
+
+def rollout(prompts, trainer):
+    """Completions that depend only on the row among all processes; the later half is three times as long."""
+    import torch
+
+    first = trainer.accelerator.process_index * len(prompts)
+    ids = []
+    for row in range(first, first + len(prompts)):
+        g = torch.Generator().manual_seed(100 * trainer.state.global_step + row)
+        length = int(torch.randint(2, 6, (1,), generator=g)) * (3 if row >= 6 else 1)
+        ids.append(torch.randint(0, 256, (length,), generator=g).tolist())
+    return {
+        "prompt_ids": [trainer.processing_class(p)["input_ids"] for p in prompts],
+        "completion_ids": ids,
+        "logprobs": None,
+    }
+
+
+def case(model: str, folder: str, lora: bool, checkpointing: bool, source: str) -> dict:
+    import torch
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+    from peft import LoraConfig
+    from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
+
+    from tests import tiny
+
+    fsdp = os.environ.get("ACCELERATE_USE_FSDP") == "true"
+    if fsdp:  # accelerate turns GPU states into FSDP and never CPU ones: name this one so, over gloo
+        PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_GPU)
+    micro_batches = []
+
+    class Recording(OTBGRPOTrainer):
+        def _compute_loss(self, model, inputs):
+            loss = super()._compute_loss(model, inputs)
+            micro_batches.append({key: inputs[key] for key in ("row_of_rollout", "advantages")})
+            return loss
+
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    settings = {
+        **tiny.SETTINGS,
+        **SOURCES[source],
+        "output_dir": folder,
+        "use_cpu": not fsdp,
+        "per_device_train_batch_size": 6 // processes,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 3,
+        "beta": 0.1,
+        "optim": "sgd",
+        "learning_rate": 0.3,
+        "gradient_checkpointing": checkpointing,
+        "max_completion_length": 32,
+    }
+    if "num_iterations" in SOURCES[source]:
+        settings["gradient_accumulation_steps"] = 1
+        settings["per_device_train_batch_size"] = 12 // processes
+    trainer = Recording(
+        model,
+        tiny.even_bytes,
+        args=OTBGRPOConfig(**settings),
+        train_dataset=tiny.prompts(),
+        rollout_func=rollout,
+        peft_config=LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        if lora
+        else None,
+    )
+    trainer.train()
+    trainer.save_model(os.path.join(folder, "saved"))  # collective under sharding
+    weight = next(p for name, p in trainer.model.named_parameters() if "q_proj" in name)
+    local = weight.to_local() if hasattr(weight, "to_local") else getattr(weight, "ds_tensor", weight)
+    whole = weight.ds_numel if hasattr(weight, "ds_numel") else weight.numel()
+    rollouts = settings["gradient_accumulation_steps"]  # micro-batches of the first rollout
+    rows = torch.cat([b["row_of_rollout"] for b in micro_batches[:rollouts]])
+    longest = max(b["advantages"].size(1) for b in micro_batches[:rollouts])
+    padded = [
+        torch.nn.functional.pad(b["advantages"], (0, longest - b["advantages"].size(1)))
+        for b in micro_batches[:rollouts]
+    ]
+    return {
+        "processes": trainer.accelerator.num_processes,
+        "distributed_type": str(trainer.accelerator.distributed_type),
+        "share_held": local.numel() / whole,
+        "advantages": torch.cat(padded)[rows.argsort()],
+        "metrics": [{k: v for k, v in h.items() if k.startswith("otb/")} for h in trainer.state.log_history if "otb/grad_power" in h],
+        "source": trainer.energy_source,
+    }  # fmt: skip
+
+
+def _process(rank: int, world: int, port: int, env: dict, arguments: tuple, result: Path) -> None:
+    import torch
+
+    os.environ |= env
+    if world > 1:
+        addresses = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": str(world)}
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), **addresses}
+    log = os.open(result.with_suffix(".log"), os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    code = 1
+    try:
+        torch.save(case(*arguments), result)
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # gloo's threads can abort the interpreter's teardown after a good run
+
+
+def launch(folder: Path, name: str, world: int, env: dict, model: str, part: dict, timeout: float = 120) -> None:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    arguments = (model, str(folder / name), *part.values())
+    processes = [
+        context.Process(target=_process, args=(rank, world, port, env, arguments, folder / f"{name}.{rank}.pt"))
+        for rank in range(world)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(timeout)
+        if process.is_alive():
+            process.kill()
+
+
+def main(folder: Path) -> None:
+    import deepspeed.ops
+    import torch
+    import transformers.models.qwen3.modeling_qwen3  # noqa: F401
+    import trl.trainer.grpo_trainer  # noqa: F401
+    from trl_otb import OTBGRPOTrainer  # noqa: F401
+
+    from tests import tiny
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled for a minute, and is not needed
+    torch.set_num_threads(1)
+    model = tiny.save_model(folder / "model")
+    for part in PARTS:
+        launch(folder, name_of("single", **part), 1, {}, model, part)
+        for backend, env in BACKENDS.items():
+            launch(folder, name_of(backend, **part), 2, env, model, part)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,61 @@
+"""Two processes equal one, whatever shards the model between them."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.processes import BACKENDS, PARTS, name_of
+
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("processes")
+    subprocess.run([sys.executable, "-m", "tests.processes", str(folder)], cwd=ROOT, check=True, timeout=900)
+    return folder
+
+
+def of_rank(results, name, rank):
+    path = results / f"{name}.{rank}.pt"
+    assert path.exists(), path.with_suffix(".log").read_text()[-3000:]
+    return torch.load(path, weights_only=False)
+
+
+def weights(results, name):
+    (file,) = (results / name / "saved").glob("*model.safetensors")
+    return load_file(file)
+
+
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: name_of("", **part))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_two_processes_equal_one(results, backend, part):
+    single, name = name_of("single", **part), name_of(backend, **part)
+    one = of_rank(results, single, 0)
+    two = [of_rank(results, name, rank) for rank in (0, 1)]
+
+    assert [x["processes"] for x in (one, *two)] == [1, 2, 2]
+    assert [x["source"] for x in (one, *two)] == [part["source"]] * 3
+    expected_type = {"ddp": "MULTI_CPU", "fsdp2": "FSDP"}.get(backend, "DEEPSPEED")
+    assert expected_type in two[0]["distributed_type"]
+    sharded = backend in ("zero3", "fsdp2")
+    assert [x["share_held"] for x in two] == [0.5 if sharded else 1.0] * 2
+
+    lengths = [x["advantages"].size(1) for x in two]
+    assert lengths[0] < lengths[1] == one["advantages"].size(1)  # completion lengths differ between the processes
+    both = [torch.nn.functional.pad(x["advantages"], (0, lengths[1] - x["advantages"].size(1))) for x in two]
+    torch.testing.assert_close(torch.cat(both), one["advantages"], atol=1e-6, rtol=0)
+    assert one["advantages"].abs().max() > 0.05
+
+    for of_one, of_two in zip(one["metrics"], two[0]["metrics"], strict=True):
+        assert of_two == pytest.approx(of_one, rel=1e-4, abs=1e-6)
+    of_one, of_two = weights(results, single), weights(results, name)
+    assert of_one.keys() == of_two.keys()
+    for key in of_one:
+        torch.testing.assert_close(of_two[key], of_one[key], atol=1e-6, rtol=1e-5, msg=key)
