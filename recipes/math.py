@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+import yaml
 from accelerate.utils import gather_object
 from transformers import AutoTokenizer, PrinterCallback, ProgressCallback
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
@@ -84,7 +85,12 @@ def parse(argv: list[str]) -> tuple[MathArguments, OTBGRPOConfig, ModelConfig]:
         model = argv[argv.index("--model_name_or_path") + 1 :][:1] if "--model_name_or_path" in argv else ["embedded"]
         default = DEFAULT_CONFIGS.get("".join(model))
         argv = ["--config", os.path.join(_RECIPES, default), *argv] if default else argv
-    recipe_args, args, model_args = parser.parse_args_and_config(argv)
+    if argv[-1:] == ["--config"]:
+        raise InputError("`--config` needs the path of a YAML file.")
+    try:
+        recipe_args, args, model_args = parser.parse_args_and_config(argv)
+    except (ValueError, TypeError, yaml.YAMLError) as error:  # what a configuration says of its own values
+        raise InputError(str(error)) from error
     if recipe_args.num_held_out_problems < 1 or recipe_args.num_train_problems < 1:
         raise InputError("`num_train_problems` and `num_held_out_problems` must be at least 1.")
     args.model_init_kwargs = {
