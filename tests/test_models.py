@@ -1,0 +1,105 @@
+"""Energies of many kinds of model, against a float64 softmax of each model's own logits."""
+
+import pytest
+import torch
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
+
+from tests import tiny
+
+
+MODELS = {
+    "untied": (Qwen3ForCausalLM, Qwen3Config, {}),
+    "tied": (Qwen3ForCausalLM, Qwen3Config, {"tie_word_embeddings": True}),
+    "llama": (LlamaForCausalLM, LlamaConfig, {}),
+    "logits multiplied": (CohereForCausalLM, CohereConfig, {"logit_scale": 0.25}),
+    "logits divided": (GraniteForCausalLM, GraniteConfig, {"logits_scaling": 4.0}),
+    "soft-capped": (Gemma2ForCausalLM, Gemma2Config, {"final_logit_softcapping": 2.0}),
+    "learned positions": (
+        GPT2LMHeadModel,
+        GPT2Config,
+        {"n_embd": 32, "n_layer": 2, "n_head": 2, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0},
+    ),
+    "mixture of experts": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig,
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    ),
+}
+
+
+def trainer_of(model, tmp_path, **options):
+    args = OTBGRPOConfig(**{**tiny.SETTINGS, "output_dir": str(tmp_path), "temperature": 0.7, **options})
+    trainer = OTBGRPOTrainer(
+        model, tiny.even_bytes, args=args, train_dataset=tiny.prompts(), processing_class=tiny.tokenizer()
+    )
+    trainer.model.train()
+    return trainer
+
+
+def energies(trainer):
+    """(energy of the trainer's extra forward, energy by a float64 softmax of materialised logits, mask)"""
+    g = torch.Generator().manual_seed(0)
+    batch = {
+        "prompt_ids": torch.randint(0, 256, (6, 5), generator=g),
+        "prompt_mask": (torch.arange(5) >= torch.tensor([[0], [0], [2], [3], [0], [4]])).long(),
+        "completion_ids": torch.randint(0, 256, (6, 20), generator=g),
+        "completion_mask": (torch.arange(20) < torch.tensor([[20], [1], [7], [20], [0], [13]])).long(),
+    }
+    actual = trainer.energy_by_extra_forward(batch)
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+    attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+    with torch.no_grad():
+        logits = trainer.model(input_ids=ids, attention_mask=attention).logits.double() / 0.7
+    probs = logits[:, 4:-1].softmax(-1)
+    one_hot = torch.nn.functional.one_hot(batch["completion_ids"], probs.size(-1))
+    return actual, (one_hot - probs).square().sum(-1), batch["completion_mask"]
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_energies_of_every_kind_of_head(kind, tmp_path):
+    model_class, config_class, changes = MODELS[kind]
+    torch.manual_seed(0)
+    model = model_class(tiny.config(config_class, **changes)).float()
+    torch.nn.init.normal_(model.get_output_embeddings().weight, std=2.0)
+    actual, expected, mask = energies(trainer_of(model, tmp_path))
+    torch.testing.assert_close(actual.double() * mask, expected * mask, atol=2e-6, rtol=0)
+    assert (actual[mask == 0] == 0).all()
+    assert expected[mask.bool()].std() > 0.01  # energies that differ, so that a wrong scale would show
+
+
+@pytest.mark.parametrize("options", [{}, {"cast_lm_head_to_fp32": True}], ids=["bf16", "fp32 head"])
+def test_half_precision(options, tmp_path):
+    """A bfloat16 model: the head's rounding is the model's own; Σπ² adds none, being accumulated in float32."""
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(tiny.config()).bfloat16()
+    torch.nn.init.normal_(model.get_output_embeddings().weight, std=0.5)
+    actual, expected, mask = energies(trainer_of(model, tmp_path, **options))
+    assert actual.dtype == torch.float32
+    # The materialised logits are bfloat16 unless the head is cast: 8 bits of mantissa on logits of up to 8
+    tolerance = 1e-5 if options else 2e-2
+    torch.testing.assert_close(actual.double() * mask, expected * mask, atol=tolerance, rtol=0)
+
+
+def test_autocast_to_bfloat16(tmp_path):
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(tiny.config()).float()
+    trainer = trainer_of(model, tmp_path, bf16=True)
+    actual, expected, mask = energies(trainer)
+    assert actual.dtype == torch.float32
+    torch.testing.assert_close(actual.double() * mask, expected * mask, atol=2e-2, rtol=0)
