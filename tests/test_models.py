@@ -29,7 +29,7 @@ MODELS = {
     "llama": (LlamaForCausalLM, LlamaConfig, {}),
     "logits multiplied": (CohereForCausalLM, CohereConfig, {"logit_scale": 0.25}),
     "logits divided": (GraniteForCausalLM, GraniteConfig, {"logits_scaling": 4.0}),
-    "soft-capped": (Gemma2ForCausalLM, Gemma2Config, {"final_logit_softcapping": 2.0}),
+    "soft-capped": (Gemma2ForCausalLM, Gemma2Config, {"final_logit_softcapping": 8.0}),
     "learned positions": (
         GPT2LMHeadModel,
         GPT2Config,

@@ -1,0 +1,106 @@
+"""vLLM's importance-sampling correction, without vLLM: a sampler that returns log-probs takes its place."""
+
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from trl.trainer import grpo_trainer
+from trl_otb import OTBGRPOConfig
+from trl_otb.baselines import compute_advantages
+
+from tests import tiny
+from tests.test_trainer import Recording, energies_by_softmax, mask_of
+
+
+class Sampler:
+    """Stands in for TRL's VLLMGeneration: random completions, with log-probs that are not quite the policy's."""
+
+    def __init__(self, model, **kwargs):
+        self.model = model
+        self.logps = []
+
+    def sync_weights(self):
+        pass
+
+    @torch.no_grad()
+    def generate(self, prompts, images, num_generations, profiler):
+        g = torch.Generator().manual_seed(1)
+        completions = []
+        for prompt in prompts:
+            ids = torch.randint(0, 256, (int(torch.randint(2, 9, (1,), generator=g)),), generator=g)
+            logits = self.model(torch.cat([torch.tensor(prompt), ids]).unsqueeze(0)).logits[0, -len(ids) - 1 : -1]
+            logps = logits.log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+            self.logps.append((logps + 0.4 * torch.randn(len(ids), generator=g)).tolist())
+            completions.append(ids.tolist())
+        self.logps[2][1] = None  # vLLM's NaN, as TRL hands it on
+        return None, completions, [[[lp] for lp in row] for row in self.logps], None
+
+
+@pytest.mark.parametrize("baseline", ["otb", "ogb"])
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+def test_energies_carry_the_squared_ratio(mode, baseline, model_path, tmp_path, monkeypatch):
+    monkeypatch.setattr(grpo_trainer, "VLLMGeneration", Sampler)
+    low, high = 0.6, 1.6
+    settings = {
+        **tiny.SETTINGS,
+        "max_steps": 1,
+        "learning_rate": 0.0,
+        "output_dir": str(tmp_path),
+        "baseline": baseline,
+    }
+    correction = {"use_vllm": True, "vllm_mode": "colocate", "vllm_importance_sampling_mode": mode}
+    clip = {"vllm_importance_sampling_clip_min": low, "vllm_importance_sampling_clip_max": high}
+    trainer = Recording(
+        model_path,
+        tiny.even_bytes,
+        args=OTBGRPOConfig(**settings, **correction, **clip),
+        train_dataset=tiny.prompts(),
+    )
+    trainer.train()
+    assert trainer.energy_source == "the no-gradient forward that GRPOTrainer runs anyway"
+    assert trainer.forwards == {"grad": 1, "no_grad": 1}  # the one that TRL runs for the correction itself
+
+    (batch,) = trainer.micro_batches
+    order = batch["row_of_rollout"].argsort()
+    batch = {k: v[order] for k, v in batch.items() if torch.is_tensor(v) and v.dim()}
+    mask = mask_of(batch).double()
+
+    # ρ from the definitions: the policy's log-probs in float64 against the sampler's
+    policy = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+    attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+    with torch.no_grad():
+        logits = policy(input_ids=ids, attention_mask=attention).logits.double()
+    length = mask.size(1)
+    logps = logits[:, -length - 1 : -1].log_softmax(-1).gather(-1, batch["completion_ids"].unsqueeze(-1)).squeeze(-1)
+    sampled = torch.zeros_like(logps)
+    for i, row in enumerate(trainer.vllm_generation.logps):
+        sampled[i, : len(row)] = torch.tensor([math.nan if x is None else x for x in row])
+    difference = ((logps - sampled) * mask).nan_to_num(nan=0.0)
+    if mode.startswith("sequence"):
+        difference = difference.sum(1, keepdim=True)
+    ratio = difference.exp()
+    if mode.endswith("truncate"):
+        ratio = ratio.clamp(low, high)
+    else:
+        ratio = ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
+    assert ((ratio == low) | (ratio == high) | (ratio == 0)).any() and ratio.unique().numel() > 3
+    if mode.startswith("token"):
+        assert ratio[2, 1] == 1  # unavailable: no correction
+
+    rewards = torch.tensor(
+        tiny.even_bytes([i[m.bool()].tolist() for i, m in zip(batch["completion_ids"], mask, strict=True)])
+    )
+    energy = energies_by_softmax(policy, batch)
+    options = {"baseline": baseline, "importance_weights": ratio}
+    expected = compute_advantages(rewards, energy, mask, 4, **options)
+    actual = batch["advantages"] if batch["advantages"].dim() == 2 else batch["advantages"].unsqueeze(1) * mask
+    torch.testing.assert_close(actual.float(), expected, atol=1e-5, rtol=0)
+    without = compute_advantages(rewards, energy, mask, 4, baseline=baseline)
+    assert (without - expected).abs().max() > 1e-3  # leaving ρ out would show
+
+    # Σ_t ρ_t² w_t A_t², as the gradient's power under the correction
+    power = (ratio.square() * energy * mask * expected.double().square()).sum(1).mean().item()
+    (logged,) = (h["otb/grad_power"] for h in trainer.state.log_history if "otb/grad_power" in h)
+    assert logged == pytest.approx(power, rel=1e-4)
