@@ -20,15 +20,16 @@ import sys
 _RECIPES = os.path.dirname(os.path.abspath(__file__))
 sys.path[:] = [os.path.dirname(_RECIPES)] + [p for p in sys.path if os.path.abspath(p or os.curdir) != _RECIPES]
 
+import argparse
 import json
 import logging
+import shlex
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import yaml
-from accelerate.utils import gather_object
 from transformers import AutoTokenizer, PrinterCallback, ProgressCallback
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
@@ -81,9 +82,12 @@ def parse(argv: list[str]) -> tuple[MathArguments, OTBGRPOConfig, ModelConfig]:
     parser = TrlParser((MathArguments, OTBGRPOConfig, ModelConfig), prog="math.py")
     if not torch.accelerator.is_available():
         parser.set_defaults(use_cpu=True, bf16=False)
+    # `--flag=value` as two words: TrlParser looks for --config as a word of its own
+    argv = [word for given in argv for word in (given.split("=", 1) if given.startswith("--") else [given])]
     if "--config" not in argv and not {"-h", "--help"} & set(argv):
-        model = argv[argv.index("--model_name_or_path") + 1 :][:1] if "--model_name_or_path" in argv else ["embedded"]
-        default = DEFAULT_CONFIGS.get("".join(model))
+        model_flag = argparse.ArgumentParser(add_help=False)
+        model_flag.add_argument("--model_name_or_path", default="embedded")
+        default = DEFAULT_CONFIGS.get(model_flag.parse_known_args(argv)[0].model_name_or_path)
         argv = ["--config", os.path.join(_RECIPES, default), *argv] if default else argv
     if argv[-1:] == ["--config"]:
         raise InputError("`--config` needs the path of a YAML file.")
@@ -126,8 +130,8 @@ def model_path(name: str) -> str:
 
 def resume_checkpoint(args: OTBGRPOConfig) -> str | None:
     checkpoint = args.resume_from_checkpoint
-    if checkpoint is not None and not os.path.isfile(os.path.join(checkpoint, "trainer_state.json")):
-        raise InputError(f"`resume_from_checkpoint` is {checkpoint!r}: no checkpoint of a trainer lies there.")
+    if checkpoint is not None and not os.path.isfile(os.path.join(checkpoint, AccuracyReward.FILE)):
+        raise InputError(f"`resume_from_checkpoint` is {checkpoint!r}: no checkpoint of this recipe lies there.")
     return checkpoint
 
 
@@ -150,14 +154,21 @@ def main(argv: list[str]) -> None:
     )
     model_name = model_args.model_name_or_path or "embedded"
     path = model_path(model_name)
-    tokenizer = AutoTokenizer.from_pretrained(
-        path, revision=model_args.model_revision, padding_side="left", truncation_side="left"
-    )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            path,
+            revision=model_args.model_revision,
+            trust_remote_code=args.trust_remote_code,
+            padding_side="left",
+            truncation_side="left",
+        )
+    except OSError as error:
+        raise InputError(f"`model_name_or_path` is {model_name!r}: {error}") from error
     embedded = model_name == "embedded"
     train = with_prompts(problems.train, tokenizer, recipe_args.instruction, embedded)
     held_out = with_prompts(problems.held_out, tokenizer, recipe_args.instruction, embedded)
 
-    args.eval_on_start = True
+    args.eval_on_start = checkpoint is None  # a resumed run has its first evaluation in the checkpoint
     reward, interrupt = AccuracyReward(problems), CheckpointOnInterrupt()
     trainer = OTBGRPOTrainer(
         model=path,
@@ -182,17 +193,21 @@ def main(argv: list[str]) -> None:
         f"{args.generation_batch_size} a generation batch."
     )
 
+    if checkpoint is not None:
+        reward.resume(checkpoint, trainer.accelerator.is_main_process)
     began = time.perf_counter()
-    trainer.train(resume_from_checkpoint=checkpoint)
+    with interrupt:
+        trainer.train(resume_from_checkpoint=checkpoint)
     seconds = time.perf_counter() - began
     folder = Path(args.output_dir)
     if interrupt.interrupted:
         last = folder / f"checkpoint-{trainer.state.global_step}"
-        say(f"Stopped after step {trainer.state.global_step}. Go on with --resume_from_checkpoint {last}")
+        again = shlex.join([*argv, "--resume_from_checkpoint", str(last)])
+        say(f"Stopped after step {trainer.state.global_step}. Go on with the same command and, at its end, the checkpoint:\n  {sys.argv[0]} {again}")  # fmt: skip
         return
     trainer.evaluate()
     before, after = reward.evaluations[0], reward.evaluations[-1]
-    tokens = sum(gather_object([reward.tokens_generated]))
+    tokens = reward.all_tokens_generated()
     trainer.save_model()
     trainer.save_state()
     if trainer.accelerator.is_main_process:

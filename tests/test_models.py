@@ -61,6 +61,7 @@ def energies(trainer):
         "completion_ids": torch.randint(0, 256, (6, 20), generator=g),
         "completion_mask": (torch.arange(20) < torch.tensor([[20], [1], [7], [20], [0], [13]])).long(),
     }
+    batch = {key: value.to(trainer.accelerator.device) for key, value in batch.items()}
     actual = trainer.energy_by_extra_forward(batch)
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
     attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
@@ -103,3 +104,14 @@ def test_autocast_to_bfloat16(tmp_path):
     actual, expected, mask = energies(trainer)
     assert actual.dtype == torch.float32
     torch.testing.assert_close(actual.double() * mask, expected * mask, atol=2e-2, rtol=0)
+
+
+@pytest.mark.gpu
+def test_energies_on_a_gpu(tmp_path):
+    """TRL's Triton kernel yields them there."""
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(tiny.config()).float()
+    torch.nn.init.normal_(model.get_output_embeddings().weight, std=0.5)
+    actual, expected, mask = energies(trainer_of(model, tmp_path, use_cpu=False))
+    assert actual.is_cuda
+    torch.testing.assert_close(actual.double() * mask, expected * mask, atol=1e-4, rtol=0)

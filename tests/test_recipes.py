@@ -8,14 +8,17 @@ import signal
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from datasets import Dataset
 from recipes import math as recipe
 from recipes.common import held_out, policies, problems
 from recipes.common.errors import InputError
+from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from tests import tiny
@@ -82,6 +85,12 @@ def test_grade_mathematics(answer, gold, grade):
     assert problems.grade_mathematics(answer, gold) == grade
 
 
+def test_what_takes_forever_to_work_out_is_wrong():
+    began = time.monotonic()
+    assert problems.grade_mathematics("9^{9^{9^{9}}}", "42", seconds=1) == 0.0
+    assert time.monotonic() - began < 20
+
+
 def test_accuracy_by_hand():
     result = held_out.accuracy({0: [1.0, 1.0], 1: [0.0, 1.0], 2: [0.0, 0.0]})
     # means 1, 1/2, 0: their mean is 1/2, their standard deviation 1/2, over √3 problems
@@ -108,6 +117,26 @@ def test_a_task_that_grades_by_more_than_the_answer():
     row = countdown.held_out[0]
     assert countdown.grade(row["answer"], row["answer"], row["entry"]) == 1.0
     assert countdown.grade("1", row["answer"], row["entry"]) == 0.0
+
+
+def test_tasks_that_grade_by_structured_data_and_tasks_that_trip():
+    arc = problems.load_problems("reasoning_gym:rearc", num_train=2, num_held_out=2)
+    row = arc.held_out[0]
+    assert (
+        arc.grade(row["answer"], row["answer"], row["entry"]) == 1.0
+    )  # its boards are tuples, which JSON does not know
+    primes = problems.load_problems("reasoning_gym:prime_factorization", num_train=2, num_held_out=2)
+    row = primes.held_out[0]
+    assert primes.grade(row["answer"], row["answer"], row["entry"]) == 1.0
+    assert primes.grade("no idea", row["answer"], row["entry"]) == 0.0  # the task itself raises
+
+
+def test_a_conversation_in_the_prompt_column(data_file):
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
+    loaded = problems.load_problems(data_file([{"prompt": turns, "answer": "2"}] * 2))
+    assert loaded.train["question"][0] == "1+1?"
+    with pytest.raises(InputError, match="row 0 of column 'prompt' holds neither text nor messages"):
+        problems.load_problems(data_file([{"prompt": turns[:1], "answer": "2"}] * 2))
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet", ".csv"])
@@ -316,8 +345,21 @@ def test_ctrl_c_leaves_a_checkpoint_that_resumes_exactly(run, monkeypatch, capsy
     assert f"--resume_from_checkpoint {checkpoint}" in capsys.readouterr().out
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     run("--resume_from_checkpoint", str(checkpoint), output="interrupted")
-    losses = [[h["loss"] for h in log_of(f) if "loss" in h] for f in (whole, folder)]
-    assert len(losses[0]) == len(losses[1]) == 4
+    timings = {"step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second"}
+    of_whole, of_resumed = (
+        [
+            {k: v for k, v in h.items() if k not in timings and not k.startswith("eval_")}
+            for h in log_of(f)
+            if "loss" in h
+        ]
+        for f in (whole, folder)
+    )
+    assert of_whole == of_resumed and len(of_whole) == 4
+    weights, resumed = (load_file(f / "model.safetensors") for f in (whole, folder))
+    assert all(torch.equal(resumed[name], weights[name]) for name in weights)
+    first, second = (json.loads((f / "result.json").read_text()) for f in (whole, folder))
+    for key in ("before", "after", "tokens_generated"):
+        assert first[key] == second[key], key
 
 
 # Wrong input
@@ -334,8 +376,9 @@ def test_ctrl_c_leaves_a_checkpoint_that_resumes_exactly(run, monkeypatch, capsy
         (["--dataset_name", "absent.csv"], "absent.csv does not exist"),
         (["--dataset_name", "reasoning_gym:gsm_symbolic"], "reads only the characters"),
         (["--model_name_or_path", "./absent"], "the model folder ./absent does not exist"),
+        (["--model_name_or_path", "absent"], "`model_name_or_path` is 'absent'"),
         (["--num_held_out_problems", "0"], "must be at least 1"),
-        (["--resume_from_checkpoint", "nowhere"], "no checkpoint of a trainer lies there"),
+        (["--resume_from_checkpoint", "nowhere"], "no checkpoint of this recipe lies there"),
     ],
 )
 def test_wrong_input_is_named_before_a_model_is_loaded(run, flags, message, monkeypatch):
@@ -390,6 +433,12 @@ def test_every_yaml_is_understood(config, tmp_path):
     assert args.baseline == "otb"
 
 
+@pytest.mark.parametrize("flags", [["--model_name_or_path", "smollm2"], ["--model_name_or_path=smollm2"]])
+def test_both_spellings_of_a_flag_choose_the_models_configuration(flags):
+    _, args, model_args = recipe.parse([*flags, "--learning_rate=0.5"])
+    assert (model_args.use_peft, args.max_steps, args.learning_rate) == (True, 20, 0.5)
+
+
 def test_the_cpu_default_needs_no_flag():
     _, args, model_args = recipe.parse([])
     written = yaml.safe_load((ROOT / "recipes" / "math_cpu.yaml").read_text())
@@ -430,6 +479,22 @@ def test_accelerate_launch_from_elsewhere(processes, short_policy, tmp_path):
     tokens = json.loads((tmp_path / "out" / "result.json").read_text())["tokens_generated"]
     lengths = sum(h["completions/mean_length"] * 24 * processes for h in log if "completions/mean_length" in h)
     assert tokens == pytest.approx(lengths)
+
+
+@pytest.mark.slow
+def test_two_processes_share_one_warm_start(tmp_path, monkeypatch):
+    """From an empty cache: one process makes the policy while the other waits for it, and neither for ever."""
+    launch = [str(Path(sys.executable).with_name("accelerate")), "launch", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]  # fmt: skip
+    flags = "--max_steps 1 --per_device_train_batch_size 8 --num_held_out_problems 20 --per_device_eval_batch_size 40"
+    subprocess.run(
+        [*launch, "--multi_gpu", "--num_processes", "2", "--main_process_port", "0", str(ROOT / "recipes" / "math.py"), *flags.split(), "--output_dir", "out"],
+        cwd=tmp_path,
+        env={**os.environ, "TRL_OTB_CACHE": str(tmp_path / "cache")},
+        check=True,
+        timeout=400,
+    )  # fmt: skip
+    assert (tmp_path / "out" / "result.json").exists()
+    assert len([f for f in (tmp_path / "cache").iterdir() if f.is_dir()]) == 1
 
 
 @pytest.mark.slow

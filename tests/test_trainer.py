@@ -225,23 +225,25 @@ def test_forwards_are_counted(train, source, baseline, forwards):
     assert train(baseline=baseline, **SOURCES[source]).forwards == forwards
 
 
-def test_logits_are_never_materialised(train, monkeypatch):
-    largest = 0
-    original = Recording._compute_loss
+@pytest.mark.parametrize("source", SOURCES)
+def test_logits_are_never_materialised(train, monkeypatch, source):
+    """Whatever scores completions never calls the LM head, which alone would make (B, T, V) logits."""
+    scored = 0
+    original = Recording._get_per_token_logps_and_entropies
 
-    def watched(self, model, inputs):
-        nonlocal largest
+    def watched(self, *args, **kwargs):
+        nonlocal scored
+        scored += 1
         head = self.model.get_output_embeddings()
         handle = head.register_forward_hook(lambda *_: pytest.fail("the LM head was called for logits"))
         try:
-            return original(self, model, inputs)
+            return original(self, *args, **kwargs)
         finally:
             handle.remove()
-            largest += 1
 
-    monkeypatch.setattr(Recording, "_compute_loss", watched)
-    train()
-    assert largest == 2
+    monkeypatch.setattr(Recording, "_get_per_token_logps_and_entropies", watched)
+    trainer = train(**SOURCES[source])
+    assert scored == sum(trainer.forwards.values()) > 0
 
 
 def test_whole_groups_are_shuffled(train):
@@ -264,6 +266,21 @@ def test_the_reference_pass_is_not_taken_for_the_policy(train, peft):
     assert (batch["old_per_token_logps"] - batch["ref_per_token_logps"]).abs().max() > 0.01  # a mistake would show
     expected = energies_by_softmax(trainer.model.eval(), batch)
     torch.testing.assert_close(energies[0].double() * mask_of(batch), expected, atol=1e-5, rtol=0)
+
+
+def test_shuffling_groups_moves_every_kind_of_value_alike():
+    rows = torch.arange(12)
+    batch = {
+        "completion_ids": rows.unsqueeze(1), "pixel_values": [torch.tensor(i) for i in range(12)],
+        "num_images": list(range(12)), "absent": None, "num_items_in_batch": torch.tensor(5.0),
+    }  # fmt: skip
+    torch.manual_seed(0)
+    shuffled = trl_seam._shuffle_groups(batch, 3)
+    order = shuffled["completion_ids"].flatten().tolist()
+    assert order != rows.tolist() and sorted(order) == rows.tolist()
+    assert all(order[i : i + 3] == list(range(order[i], order[i] + 3)) and order[i] % 3 == 0 for i in range(0, 12, 3))
+    assert shuffled["num_images"] == order == [int(x) for x in shuffled["pixel_values"]]
+    assert shuffled["absent"] is None and shuffled["num_items_in_batch"] == 5
 
 
 # Options that OTB honours
@@ -328,13 +345,25 @@ def test_sequence_decisions_follow_the_completion_not_the_token():
 
 
 def test_mask_truncated_completions_leave_the_baseline(train):
-    trainer = train(mask_truncated_completions=True, max_steps=6, learning_rate=0.0)
-    seen = 0
+    """Advantages are those of the group without the truncated completions."""
+
+    def by_row(completion_ids, **kwargs):
+        return [float(i % 3) for i in range(len(completion_ids))]
+
+    trainer = train(mask_truncated_completions=True, reward_funcs=by_row, max_steps=8, learning_rate=0.0)
+    compared = 0
     for batch in trainer.micro_batches:
-        truncated = mask_of(batch).sum(1) == 0
-        seen += int(truncated.sum())
-        assert (batch["advantages"][truncated] == 0).all()
-    assert seen > 0
+        rows = batch["row_of_rollout"]
+        energy = energies_by_softmax(trainer.model.eval(), batch).float()
+        for group in rows.view(-1, 4).tolist():
+            here = torch.tensor([rows.tolist().index(row) for row in group])
+            kept = here[mask_of(batch)[here].sum(1) > 0]
+            if 1 < len(kept) < 4:
+                rewards = torch.tensor(by_row([None] * 8))[rows[kept]]
+                expected = compute_advantages(rewards, energy[kept], mask_of(batch)[kept], len(kept))
+                torch.testing.assert_close(batch["advantages"][kept], expected, atol=2e-6, rtol=0)
+                compared += int((expected != 0).any())
+    assert compared > 0
 
 
 @pytest.mark.parametrize("scale", ["group", "batch"])
@@ -403,6 +432,46 @@ def test_several_weighted_and_asynchronous_reward_functions_and_none(train):
     assert not any(math.isnan(v) for v in logged(train(**options), "otb/baseline/mean"))
 
 
+@pytest.mark.parametrize("zero_tail", [True, False])
+def test_unscorable_completions_have_no_statistics(train, zero_tail):
+    def reward(completion_ids, **kwargs):
+        longest = max(range(4), key=lambda i: len(completion_ids[i]))
+        return [None if i == longest else float(i) for i in range(len(completion_ids))]
+
+    trainer = train(reward_funcs=reward, max_steps=1, zero_tail=zero_tail, rollout_func=scripted_rollout)
+    for key in ("baseline/mean", "baseline/position_std", "advantage/abs_mean", "energy/token_mean"):
+        assert math.isfinite(logged(trainer, f"otb/{key}")[0])
+    batch = first_rollout(trainer)
+    rewards = torch.tensor(
+        [
+            math.nan if r is None else r
+            for r in reward(
+                [
+                    i[:n]
+                    for i, n in zip(
+                        batch["completion_ids"].tolist(), batch["completion_mask"].sum(1).tolist(), strict=True
+                    )
+                ]
+            )
+        ]
+    )
+    scorable = mask_of(batch)[~rewards.isnan()]
+    expected = batch["advantages"].abs().sum() / scorable.sum()
+    assert logged(trainer, "otb/advantage/abs_mean")[0] == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_no_reward_varies(train):
+    """The group mean leaves nothing; the lone tail of the default still has A = G. Their ratio says nothing."""
+    trainer = train(
+        reward_funcs=lambda completion_ids, **kwargs: [1.0] * len(completion_ids), rollout_func=scripted_rollout
+    )
+    assert logged(trainer, "otb/grad_power_group_mean") == [0.0, 0.0]
+    assert logged(trainer, "otb/grad_power_ratio") == [None, None]
+    assert logged(trainer, "otb/lone_tail_ratio")[0] > 0 and logged(trainer, "otb/grad_power")[0] > 0
+    trainer = train(reward_funcs=lambda completion_ids, **kwargs: [1.0] * len(completion_ids), zero_tail=False)
+    assert logged(trainer, "otb/grad_power")[0] == pytest.approx(0, abs=1e-9)
+
+
 def test_reward_model(train, tmp_path):
     model = Qwen3ForSequenceClassification(tiny.config(num_labels=1))
     model.save_pretrained(tmp_path / "reward")
@@ -428,8 +497,23 @@ def test_evaluation(train, generations):
     for key in ("eval_loss", "eval_otb/energy/token_mean", "eval_otb/baseline/mean"):
         values = logged(trainer, key)
         assert len(values) == 2 and all(math.isfinite(v) for v in values)
-    # Evaluation in between leaves training as it was
-    assert logged(trainer, "otb/energy/token_mean")[0] == logged(train(), "otb/energy/token_mean")[0]
+    assert len(logged(trainer, "otb/energy/token_mean")) == 2
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_evaluation_in_between_leaves_training_as_it_was(train, source):
+    options = {
+        "rollout_func": scripted_rollout,
+        "max_steps": 4,
+        "optim": "sgd",
+        "learning_rate": 0.1,
+        **SOURCES[source],
+    }
+    evaluated = train(eval_dataset=tiny.prompts(4), eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=4, **options)  # fmt: skip
+    plain = train(**options)
+    # Evaluation draws random numbers, so rows are shuffled otherwise and sums are rounded otherwise, and no more
+    assert_same_weights(evaluated, plain, atol=1e-6, rtol=1e-5)
+    assert logged(evaluated, "otb/grad_power") == pytest.approx(logged(plain, "otb/grad_power"), rel=1e-4)
 
 
 def test_evaluation_with_groups_in_several_batches_is_measured_batch_by_batch(train):

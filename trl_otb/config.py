@@ -34,7 +34,8 @@ class OTBGRPOConfig(GRPOConfig):
             between generated tokens.
         zero_tail (`bool`, *optional*, defaults to `True`):
             For `"otb"`, subtract nothing where only the longest completion of a group still generates, as the reference
-            implementation does. If `False`, such tokens get advantage 0.
+            implementation does: the advantage there is the return, also in a group whose returns are all equal. If `False`,
+            such tokens get advantage 0.
         leave_one_out (`bool`, *optional*, defaults to `False`):
             Leave a completion's own return out of the baseline that is subtracted from it. Removes the bias at small
             `num_generations`, at the price of more variance. `"group_mean"` left one out is `"rloo"`.
@@ -97,7 +98,7 @@ class OTBGRPOConfig(GRPOConfig):
         args = copy.copy(args)  # not re-created: TrainingArguments derives fields from others when it is
         args.__class__ = cls
         for option in fields(cls):
-            if not hasattr(args, option.name):
+            if option.name not in vars(args):
                 setattr(args, option.name, option.default)
         args._check_otb_options()
         return args

@@ -32,9 +32,9 @@ def completion_statistics(
     """
     Args:
         energy (`torch.Tensor` of shape `(B, T)`):
-            w_t, importance weights included.
+            ρ_t² w_t, what the loss sees of a token's energy.
         mask (`torch.Tensor` of shape `(B, T)`):
-            1 on generated tokens.
+            1 on generated tokens of scorable completions; others have no statistics.
         advantages, group_mean_advantages, baselines (`torch.Tensor` of shape `(B, T)` or `(B, 1)`):
             A_t under the chosen baseline, A under the group mean, and B_t.
         lone_tail_tokens (`torch.Tensor` of shape `(B, 1)`):
@@ -93,6 +93,8 @@ def summarize(statistics: torch.Tensor, num_generations: int) -> dict[str, float
     group_std = ((squares / (size - 1).clamp(min=1)).sqrt() * several).sum() / several.sum()
 
     power, power_group_mean = columns["power"].sum(), columns["power_group_mean"].sum()
+    # Where no reward varies the group mean leaves nothing but rounding, and the ratio would say nothing
+    ratio = torch.where(power_group_mean > 1e-6 * power, power / power_group_mean, torch.nan)
     metrics = {
         "energy/token_mean": columns["energy"].sum() / tokens.sum(),
         "energy/completion_mean": columns["energy"].sum() / completions,
@@ -103,7 +105,7 @@ def summarize(statistics: torch.Tensor, num_generations: int) -> dict[str, float
         "lone_tail_ratio": columns["lone_tail"].sum() / tokens.sum(),
         "grad_power": power / completions,
         "grad_power_group_mean": power_group_mean / completions,
-        "grad_power_ratio": power / power_group_mean,
+        "grad_power_ratio": ratio,
     }
     values = torch.stack(list(metrics.values())).tolist()  # one transfer from the device
     return dict(zip(metrics, values, strict=True))

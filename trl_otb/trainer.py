@@ -26,6 +26,7 @@ class _Credit:
     group_mean_advantages: torch.Tensor
     baselines: torch.Tensor
     lone_tail_tokens: torch.Tensor
+    scorable: torch.Tensor
 
     def to_batch(self) -> dict[str, torch.Tensor]:
         return {f"credit_{f.name}": getattr(self, f.name) for f in fields(self)}
@@ -155,7 +156,7 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
         if energy is not None:
             self._measure(batch, energy, credit)
         else:
-            batch |= {f"credit_{f.name}": getattr(credit, f.name) for f in fields(credit)}
+            batch |= credit.to_batch()
 
     def score_micro_batch(self, inputs: dict[str, Any], energy: torch.Tensor) -> None:
         if "returns" in inputs:
@@ -164,8 +165,7 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
             self._hand_out(inputs, credit)
             self._measure(inputs, energy, credit)
         elif "credit_advantages" in inputs:
-            credit = _Credit(*(inputs[f"credit_{f.name}"] for f in fields(_Credit)))
-            self._measure(inputs, self._weighted(energy, inputs), credit)
+            self._measure(inputs, self._weighted(energy, inputs), _Credit.from_batch(inputs))
 
     @staticmethod
     def _weighted(energy: torch.Tensor | None, batch: dict[str, Any]) -> torch.Tensor | None:
@@ -195,12 +195,14 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
         advantages = advantages_over(baselines)
         if advantages.size(1) > 1:
             advantages = advantages.masked_fill(mask == 0, 0.0)
-        scorable = mask.bool() & ~returns.isnan().unsqueeze(1)
+        scorable = ~returns.isnan().unsqueeze(1)
+        tail = lone_tail(mask.bool() & scorable, num_generations, self.args.alignment)
         return _Credit(
             advantages=advantages,
             group_mean_advantages=advantages_over(baselines_of("group_mean")),
             baselines=baselines,
-            lone_tail_tokens=lone_tail(scorable, num_generations, self.args.alignment).sum(dim=1, keepdim=True),
+            lone_tail_tokens=tail.sum(dim=1, keepdim=True),
+            scorable=scorable,
         )
 
     @staticmethod
@@ -225,7 +227,7 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
             batch["row_of_rollout"],
             completion_statistics(
                 energy,
-                self.generated_mask(batch),
+                self.generated_mask(batch) * credit.scorable,
                 credit.advantages,
                 credit.group_mean_advantages,
                 credit.baselines,

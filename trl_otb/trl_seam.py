@@ -19,14 +19,21 @@ import torch
 import trl
 from accelerate.utils import is_peft_model
 from trl import GRPOTrainer
-from trl.extras.profiling import profiling_decorator
-from trl.trainer import grpo_trainer
-from trl.trainer import utils as trl_utils
 
 from .energy import token_energy
 
 
 WORKING_VERSIONS = "trl>=1.16,<1.17"
+
+try:
+    from trl.extras.profiling import profiling_decorator
+    from trl.models import utils as trl_models
+    from trl.trainer import utils as trl_utils
+except ImportError as error:
+    raise ImportError(
+        f"trl_otb relies on parts of TRL that have moved in trl {trl.__version__}: {error}. "
+        f"Install a version that works: pip install '{WORKING_VERSIONS}'."
+    ) from error
 
 # The leading parameters of each method that is overridden or called, as the overrides below use them.
 _METHODS = {
@@ -46,6 +53,7 @@ _METHODS = {
 }
 _FUNCTIONS = {
     "add_fused_lm_head": ("model", "temperature", "cast_lm_head_to_fp32", "outputs"),
+    "FusedCausalLMOutput": ("loss", "log_probs", "entropy", "log_sum_sq_probs"),
     "get_config_model_id": ("config",),
     "nanstd": ("tensor", "dim"),
     "split_pixel_values_by_grid": ("batch",),
@@ -53,6 +61,7 @@ _FUNCTIONS = {
     "unsplit_pixel_values_by_grid": ("batch",),
     "shuffle_sequence_dict": ("seq_dict",),
 }
+_MODEL_FUNCTIONS = {"disable_gradient_checkpointing": ("model", "gradient_checkpointing_kwargs")}
 _ATTRIBUTES = (
     "_buffered_inputs",
     "_logs",
@@ -93,7 +102,7 @@ def check_trl(attributes_of: GRPOTrainer | None = None) -> None:
         ImportError: Something moved. The message names it, the installed version and the versions that work.
     """
     moved = []
-    for owner, expected in ((GRPOTrainer, _METHODS), (trl_utils, _FUNCTIONS)):
+    for owner, expected in ((GRPOTrainer, _METHODS), (trl_utils, _FUNCTIONS), (trl_models, _MODEL_FUNCTIONS)):
         for name, parameters in expected.items():
             function = getattr(owner, name, None)
             if function is None:
@@ -103,7 +112,11 @@ def check_trl(attributes_of: GRPOTrainer | None = None) -> None:
     forward = getattr(GRPOTrainer, "_get_per_token_logps_and_entropies", None)
     if forward is not None:
         known = inspect.signature(forward).parameters
-        moved += [f"`{forward.__name__}` no longer takes `{name}`" for name in _FORWARD_KWARGS if name not in known]
+        moved += [
+            f"`{forward.__name__}` no longer takes `{name}`"
+            for name in ("batch_size", *_FORWARD_KWARGS)
+            if name not in known
+        ]
     if attributes_of is not None:
         moved += [f"`GRPOTrainer.{name}` is gone" for name in _ATTRIBUTES if not hasattr(attributes_of, name)]
     if moved:
@@ -207,7 +220,7 @@ class EnergyGRPOTrainer(GRPOTrainer):
         """`(B, T)` w_t of `batch` under the current policy, by one forward without gradient."""
         self._forwards_of_rollout = []
         try:
-            with grpo_trainer.disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
+            with trl_models.disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
                 logps, _, _ = self._get_per_token_logps_and_entropies(
                     self.model,
                     torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
@@ -314,8 +327,13 @@ class EnergyGRPOTrainer(GRPOTrainer):
 
     def _energy_of_forward(self, logps: torch.Tensor) -> torch.Tensor:
         """w_t of the forward that returned these very `logps`: a reference pass can never be mistaken for it."""
-        (log_sum_sq_probs,) = (recorded for of_logps, recorded in self._forwards_of_rollout if of_logps is logps)
-        return _energy(logps, log_sum_sq_probs)
+        for of_logps, log_sum_sq_probs in self._forwards_of_rollout:
+            if of_logps is logps:
+                return _energy(logps, log_sum_sq_probs)
+        raise RuntimeError(
+            "The old log-probs of the rollout are not those that any forward of the policy returned, so their energies are "
+            f"unknown: something between TRL and trl_otb replaces them. trl_otb is known to work with {WORKING_VERSIONS}."
+        )
 
     def _returns_and_scale(self, num_generations: int) -> tuple[torch.Tensor, torch.Tensor]:
         """What GRPOTrainer forms its advantages from, before it subtracts a baseline; see [`Rollout`]."""

@@ -23,7 +23,7 @@ class CompactProgress(ProgressCallback):
 
 class CheckpointOnInterrupt(TrainerCallback):
     """
-    On Ctrl-C or SIGTERM, finish the step, save a checkpoint and stop; on a second one, stop at once.
+    Within its context, on Ctrl-C or SIGTERM, finish the step, save a checkpoint and stop; on a second one, stop at once.
 
     All processes stop at the same step: a signal need not reach them in the same one.
     """
@@ -31,10 +31,10 @@ class CheckpointOnInterrupt(TrainerCallback):
     def __init__(self):
         self.interrupted = False
 
-    def on_train_begin(self, args, state, control, **kwargs):
+    def __enter__(self):
         self._previous = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
 
-    def on_train_end(self, args, state, control, **kwargs):
+    def __exit__(self, *exception):
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)
 

@@ -1,12 +1,15 @@
 """Held-out accuracy as avg@k with its standard error, measured by the trainer's own evaluation."""
 
+import json
 import statistics
 from collections import defaultdict
 from dataclasses import dataclass
+from pathlib import Path
 
 from accelerate.utils import gather_object
 from datasets import Dataset
 from transformers import TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .problems import Problems, find_answer
 
@@ -36,16 +39,34 @@ def accuracy(scores: dict[int, list[float]]) -> Accuracy:
 class AccuracyReward(TrainerCallback):
     """
     The reward function, 1 for a right answer and 0 for a wrong one, which also keeps count: of the tokens generated in
-    training, and of every held-out problem's scores, turned into an [`Accuracy`] after each evaluation.
+    training, and of every held-out problem's scores, turned into an [`Accuracy`] after each evaluation. Checkpoints keep
+    the counts.
     """
 
     __name__ = "accuracy"  # under which TRL logs it
+    FILE = "held_out_accuracy.json"
 
     def __init__(self, problems: Problems):
         self.grade = problems.grade
-        self.tokens_generated = 0
+        self.tokens_generated = 0  # by this process
         self.evaluations: list[Accuracy] = []
         self._scores: list[tuple[int, float]] = []
+
+    def resume(self, checkpoint: str, is_main_process: bool) -> None:
+        """Take up the counts that were saved with a checkpoint."""
+        saved = json.loads((Path(checkpoint) / self.FILE).read_text())
+        self.evaluations = [Accuracy(**evaluation) for evaluation in saved["evaluations"]]
+        self.tokens_generated = saved["tokens_generated"] if is_main_process else 0
+
+    def on_save(self, args, state, control, **kwargs):
+        saved = {"evaluations": [vars(e) for e in self.evaluations], "tokens_generated": self.all_tokens_generated()}
+        if state.is_world_process_zero:
+            path = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}" / self.FILE
+            path.write_text(json.dumps(saved))
+
+    def all_tokens_generated(self) -> int:
+        """By all processes, all of which must ask."""
+        return sum(gather_object([self.tokens_generated]))
 
     @staticmethod
     def mark(held_out: Dataset) -> Dataset:

@@ -6,6 +6,8 @@ import inspect
 import os
 import random
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -49,7 +51,27 @@ def embedded_policy(steps: int = 2000) -> Path:
     """
     recipe = hashlib.sha256((inspect.getsource(_warm_start) + inspect.getsource(_demonstration)).encode())
     recipe.update(f"{ALPHABET} {CHAIN_SUM} {steps} torch {torch.__version__}".encode())
-    return _cached(f"embedded-{recipe.hexdigest()[:12]}", lambda folder: _warm_start(folder, steps))
+
+    def make(folder: Path) -> None:
+        print("Warm-starting the embedded policy: under a minute, once; it is cached.", flush=True)
+        # In a process of its own: within a launched job, a trainer here would wait for the other processes, which wait
+        # for this one.
+        launched = (
+            "ACCELERATE_",
+            "FSDP_",
+            "TORCHELASTIC_",
+            "MASTER_",
+            "GROUP_",
+            "ROLE_",
+            "LOCAL_",
+            "RANK",
+            "WORLD_SIZE",
+        )
+        alone = {key: value for key, value in os.environ.items() if not key.startswith(launched)}
+        command = [sys.executable, "-m", __name__, str(folder), str(steps)]
+        subprocess.run(command, cwd=Path(__file__).parents[2], env=alone, check=True)
+
+    return _cached(f"embedded-{recipe.hexdigest()[:12]}", make)
 
 
 def _demonstration(expression: str, rng: random.Random) -> str:
@@ -75,7 +97,6 @@ def _warm_start(folder: Path, steps: int, batch_size: int = 32) -> None:
     import reasoning_gym
     from trl import SFTConfig, SFTTrainer
 
-    print("Warm-starting the embedded policy, once; it is cached.", flush=True)
     vocabulary = ["<pad>", "<eos>", *ALPHABET]
     backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token="<pad>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
@@ -178,3 +199,7 @@ def check_model_folder(folder: Path) -> None:
         raise InputError(
             f"the model folder {folder} has no tokenizer: save the model's there with `tokenizer.save_pretrained`."
         )
+
+
+if __name__ == "__main__":
+    _warm_start(Path(sys.argv[1]), int(sys.argv[2]))
