@@ -38,9 +38,9 @@ from transformers import (
     TrainerCallback,
 )
 from trl import GRPOConfig, GRPOTrainer
-from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 
 from recipes.common.policies import embedded_policy
+from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 
 
 N = 4

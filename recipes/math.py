@@ -32,7 +32,6 @@ import torch
 import yaml
 from transformers import AutoTokenizer, PrinterCallback, ProgressCallback
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
-from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 
 from recipes.common.callbacks import CheckpointOnInterrupt, CompactProgress
 from recipes.common.errors import InputError
@@ -40,6 +39,7 @@ from recipes.common.held_out import AccuracyReward
 from recipes.common.pictures import plot_training
 from recipes.common.policies import check_model_folder, embedded_policy, smollm2_policy
 from recipes.common.problems import load_problems, with_prompts
+from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 
 
 # Without --config, these decide for a model whatever flags do not.

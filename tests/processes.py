@@ -92,9 +92,9 @@ def case(model: str, folder: str, lora: bool, checkpointing: bool, source: str) 
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
     from peft import LoraConfig
-    from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 
     from tests import tiny
+    from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 
     fsdp = os.environ.get("ACCELERATE_USE_FSDP") == "true"
     if fsdp:  # accelerate turns GPU states into FSDP and never CPU ones: name this one so, over gloo
@@ -203,9 +203,9 @@ def main(folder: Path) -> None:
     import torch
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401
     import trl.trainer.grpo_trainer  # noqa: F401
-    from trl_otb import OTBGRPOTrainer  # noqa: F401
 
     from tests import tiny
+    from trl_otb import OTBGRPOTrainer  # noqa: F401
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled for a minute, and is not needed
     torch.set_num_threads(1)

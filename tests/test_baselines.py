@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from trl_otb.baselines import BASELINES, compute_advantages, compute_baselines, lone_tail, reward_to_go
 from trl_otb.energy import token_energy
 

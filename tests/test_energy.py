@@ -3,6 +3,7 @@ import sys
 
 import pytest
 import torch
+
 from trl_otb.energy import realized_energy, token_energy
 
 

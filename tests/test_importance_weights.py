@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 from trl.trainer import grpo_trainer
-from trl_otb import OTBGRPOConfig
-from trl_otb.baselines import compute_advantages
 
 from tests import tiny
 from tests.test_trainer import Recording, energies_by_softmax, mask_of
+from trl_otb import OTBGRPOConfig
+from trl_otb.baselines import compute_advantages
 
 
 class Sampler:

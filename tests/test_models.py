@@ -18,9 +18,9 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
-from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 
 from tests import tiny
+from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 
 
 MODELS = {

@@ -14,10 +14,10 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 from packaging.version import Version
-from trl_otb import OTBGRPOConfig, trl_seam
-from trl_otb.metrics import STATISTICS, summarize
 
 from tests.test_recipes import CONFIGS
+from trl_otb import OTBGRPOConfig, trl_seam
+from trl_otb.metrics import STATISTICS, summarize
 
 
 ROOT = Path(__file__).resolve().parent.parent

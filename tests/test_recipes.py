@@ -14,13 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from accelerate.commands.config.config_args import load_config_from_file
 from datasets import Dataset
-from recipes import math as recipe
-from recipes.common import held_out, policies, problems
-from recipes.common.errors import InputError
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
+from recipes import math as recipe
+from recipes.common import held_out, policies, problems
+from recipes.common.errors import InputError
 from tests import tiny
 
 
@@ -431,6 +432,28 @@ def test_every_yaml_is_understood(config, tmp_path):
     for key in set(written) - {"use_cpu", "bf16", "output_dir", "report_to"}:
         assert seen[key] == written[key], key
     assert args.baseline == "otb"
+
+
+@pytest.mark.parametrize(
+    ("name", "distributed_type", "processes"),
+    [
+        ("cpu", "NO", 1),
+        ("single_gpu", "NO", 1),
+        ("multi_gpu", "MULTI_GPU", 8),
+        ("zero1", "DEEPSPEED", 8),
+        ("zero2", "DEEPSPEED", 8),
+        ("zero3", "DEEPSPEED", 8),
+        ("fsdp2", "FSDP", 8),
+    ],
+)
+def test_accelerate_takes_its_configurations(name, distributed_type, processes):
+    config = load_config_from_file(str(ROOT / "recipes" / "accelerate" / f"{name}.yaml"))
+    assert (config.distributed_type, config.num_processes) == (distributed_type, processes)
+    if name.startswith("zero"):
+        assert config.deepspeed_config["zero_stage"] == int(name[-1])
+        assert config.deepspeed_config["zero3_init_flag"] == (name == "zero3")
+    if name == "fsdp2":
+        assert config.fsdp_config["fsdp_version"] == 2
 
 
 @pytest.mark.parametrize("flags", [["--model_name_or_path", "smollm2"], ["--model_name_or_path=smollm2"]])

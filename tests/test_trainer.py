@@ -20,12 +20,12 @@ from transformers import (
     TrainerCallback,
 )
 from trl import GRPOConfig, GRPOTrainer
+
+from tests import tiny
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer, trl_seam
 from trl_otb.baselines import BASELINES, compute_advantages
 from trl_otb.config import LOSS_TYPES
 from trl_otb.metrics import STATISTICS, completion_statistics, summarize
-
-from tests import tiny
 
 
 LORA = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")

@@ -85,7 +85,7 @@ def compute_baselines(
         return torch.zeros(len(rewards), 1, device=mask.device)
 
     if baseline == "otb":
-        returns = _returns_to_go(rewards)  # (B, 1) or (B, T)
+        returns = _returns_to_go(rewards).masked_fill(~scorable.unsqueeze(1), 0.0)  # (B, 1) or (B, T)
         present = mask & scorable.unsqueeze(1)
         weights = realized_energy(energy, present, importance_weights)
         return _token_baseline(returns, weights, present, num_generations, alignment, zero_tail, leave_one_out)
@@ -99,9 +99,12 @@ def compute_baselines(
     else:
         weights = torch.ones_like(returns)
     own_left_out = leave_one_out or baseline == "rloo"
-    mean, defined = _weighted_group_mean(returns, weights, present, num_generations, own_left_out)
-    # With no other scorable return the only baseline that does not look at the completion's own is 0.
-    return torch.where(defined, mean, 0.0)
+    returns, weights, present = (
+        x.view(-1, num_generations, 1) for x in (returns.nan_to_num(nan=0.0), weights * present, present)
+    )
+    mean = _weighted_group_mean(returns, weights, present, own_left_out)
+    # With no other scorable return the mean is 0, the only baseline that does not look at the completion's own.
+    return mean.expand(-1, num_generations, -1).reshape(-1, 1)
 
 
 def compute_advantages(
@@ -242,48 +245,56 @@ def _sum_group(x: torch.Tensor, own_left_out: bool) -> torch.Tensor:
     return before + after
 
 
-def _weighted_group_mean(returns, weights, present, num_generations, own_left_out):
+def _weighted_group_mean(returns, weights, present, own_left_out):
     """
     Mean of `returns` over the group's `present` completions, weighted by `weights`, or plain where all weights are 0.
 
-    Shapes `(B, 1)` or `(B, T)`, broadcast against each other. Returns the mean and where it is defined, `(B, T)`.
+    Shapes `(G, N, 1)` or `(G, N, T)`, broadcast against each other; `weights` is 0 where `present` is False. Returns the
+    mean, `(G, 1, T)`, or `(G, N, T)` with each completion's own return left out, and 0 where nobody is present.
     """
-    shape = torch.broadcast_shapes(returns.shape, weights.shape, present.shape)
-    grouped = (-1, num_generations, shape[1])
-    present = present.expand(shape).reshape(grouped)
-    returns = returns.expand(shape).reshape(grouped).masked_fill(~present, 0.0)
-    weights = weights.expand(shape).reshape(grouped).masked_fill(~present, 0.0)
-    count = _sum_group(present.float(), own_left_out)
     total = _sum_group(weights, own_left_out)
-    weighted = _sum_group(weights * returns, own_left_out) / total
-    if ((total <= 0) & (count > 0)).any():
-        weighted = torch.where(total > 0, weighted, _sum_group(returns, own_left_out) / count)
-    return weighted.expand(grouped).reshape(shape), (count > 0).expand(grouped).reshape(shape)
+    mean = _sum_group(weights * returns, own_left_out) / total
+    without_weight = total <= 0
+    mean.masked_fill_(without_weight, 0.0)
+    if (without_weight & present.any(dim=1, keepdim=True)).any():
+        count = _sum_group(present.float(), own_left_out)
+        plain = _sum_group(present * returns, own_left_out) / count
+        mean = torch.where(without_weight & (count > 0), plain, mean)
+    return mean
 
 
 def _token_baseline(returns, weights, present, num_generations, alignment, zero_tail, leave_one_out):
     """(B, T) B_t of Theorem 4.1. `weights` is W_t; `present` (B, T) marks the generated tokens of scorable rows."""
-    tail = lone_tail(present, num_generations, alignment) if zero_tail else None
-    # Squeezing costs a scatter and a gather: skip it where every completion is one run of generated tokens.
+    # Squeezing copies everything twice: skip it where every completion is one run of generated tokens.
     squeezed = alignment == "generated" and bool((present[:, 1:] & ~present[:, :-1]).any())
-    own_returns = returns
+    aligned, own_returns = present, returns
     if squeezed:
-        index = _generated_index(present)
-        target = torch.where(present, index, present.size(1))  # a spare last column takes what is squeezed out
-        weights = _squeeze(weights, target)
+        aligned = _positions(present) < present.sum(dim=1, keepdim=True)
+        weights = _move(weights, present, aligned)
         if returns.size(1) > 1:
-            returns = _squeeze(returns, target)
-        length = present.sum(dim=1, keepdim=True)
-        present = _positions(present) < length
-    mean, defined = _weighted_group_mean(returns, weights, present, num_generations, leave_one_out)
+            returns = _move(returns, present, aligned)
+    else:
+        weights = weights.masked_fill_(~present, 0.0)
+
+    def grouped(x):
+        return x.view(-1, num_generations, x.size(1))
+
+    baseline = _weighted_group_mean(grouped(returns), grouped(weights), grouped(aligned), leave_one_out)
+    if zero_tail:
+        ends = torch.where(aligned, _positions(aligned) + 1, 0).amax(dim=1)
+        second_longest = grouped(ends.unsqueeze(1)).topk(2, dim=1).values[:, 1:]
+        baseline.masked_fill_(_positions(aligned[:1]) >= second_longest, 0.0)
+    baseline = baseline.expand(-1, num_generations, -1).reshape(present.shape)
+    if leave_one_out and not zero_tail:
+        alone = (_sum_group(grouped(aligned).float(), own_left_out=True) == 0).reshape(present.shape)
     if squeezed:
-        index = index.clamp(min=0)
-        mean, defined = mean.gather(1, index), defined.gather(1, index)
-    if not zero_tail:
-        return torch.where(defined, mean, own_returns)
-    return torch.where(defined & ~tail, mean, 0.0)
+        baseline = _move(baseline, aligned, present)
+    if leave_one_out and not zero_tail:
+        alone = _move(alone, aligned, present) if squeezed else alone
+        baseline = torch.where(alone, own_returns, baseline)
+    return baseline
 
 
-def _squeeze(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Move each row's generated tokens to the front; `target` (B, T) holds their new columns, T for all others."""
-    return x.new_zeros(x.size(0), x.size(1) + 1).scatter(1, target, x)[:, :-1]
+def _move(x: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Put what `x` holds where `source` is True, row by row and in order, where `target` is True; 0 elsewhere."""
+    return torch.zeros_like(x).masked_scatter_(target, x[source])
