@@ -159,7 +159,7 @@ def main(argv):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
     parser.add_argument("--model", help="hub id or folder; by default a small Qwen3 of random weights")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--length", type=int, default=256, help="longest completion; the shortest is half of it")
+    parser.add_argument("--length", type=int, default=128, help="longest completion; the shortest is half of it")
     parser.add_argument("--prompt_length", type=int, default=32)
     parser.add_argument("--steps", type=int, default=4, help="half the optimizer steps of a round")
     parser.add_argument("--rounds", type=int, default=5)
