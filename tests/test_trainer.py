@@ -225,6 +225,32 @@ def test_forwards_are_counted(train, source, baseline, forwards):
     assert train(baseline=baseline, **SOURCES[source]).forwards == forwards
 
 
+@pytest.mark.parametrize(
+    ("source", "baseline", "computed"),
+    [
+        ("the training forward", "otb", 2),
+        ("the training forward", "group_mean", 2),
+        ("one extra no-gradient forward", "otb", 2),
+        ("the no-gradient forward that GRPOTrainer runs anyway", "otb", 1),
+        ("the no-gradient forward that GRPOTrainer runs anyway", "group_mean", 1),
+    ],
+)
+def test_energies_are_computed_once_a_rollout(train, monkeypatch, source, baseline, computed):
+    """Of the forwards above, those that need no Σπ² do not compute it."""
+    yielded = []
+    original = trl_seam._RecordingModel.__call__
+
+    def watched(self, *args, **kwargs):
+        outputs = original(self, *args, **kwargs)
+        yielded.append((outputs.log_sum_sq_probs is not None, len(outputs.log_probs)))
+        return outputs
+
+    monkeypatch.setattr(trl_seam._RecordingModel, "__call__", watched)
+    train(baseline=baseline, **SOURCES[source])
+    assert sum(rows for with_energy, rows in yielded if with_energy) == 8 * computed
+    assert sum(rows for _, rows in yielded) > 8 * computed or source == "the training forward"
+
+
 @pytest.mark.parametrize("source", SOURCES)
 def test_logits_are_never_materialised(train, monkeypatch, source):
     """Whatever scores completions never calls the LM head, which alone would make (B, T, V) logits."""

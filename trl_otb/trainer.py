@@ -158,13 +158,16 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
         else:
             batch |= credit.to_batch()
 
+    def wants_energy(self, inputs: dict[str, Any]) -> bool:
+        return "returns" in inputs or ("credit_advantages" in inputs and self.mode in self._statistics)
+
     def score_micro_batch(self, inputs: dict[str, Any], energy: torch.Tensor) -> None:
         if "returns" in inputs:
             energy, mask = self._weighted(energy, inputs), self.generated_mask(inputs)
             credit = self._credit(inputs["returns"], inputs["advantage_scale"], energy, mask, self.generations)
             self._hand_out(inputs, credit)
             self._measure(inputs, energy, credit)
-        elif "credit_advantages" in inputs:
+        else:
             self._measure(inputs, self._weighted(energy, inputs), _Credit.from_batch(inputs))
 
     @staticmethod

@@ -4,14 +4,17 @@ Everything that relies on private parts of TRL, and nothing else.
 [`EnergyGRPOTrainer`] is a [`~trl.GRPOTrainer`] with two openings for a subclass, which sees no private part of TRL:
 
 - [`~EnergyGRPOTrainer.score_rollout`] is called once completions are generated and rewarded;
-- [`~EnergyGRPOTrainer.score_micro_batch`] is called in every loss between the policy's forward and its first use of
-  the advantages.
+- [`~EnergyGRPOTrainer.score_micro_batch`] is called in every loss that wants energies, between the policy's forward and
+  the first use of the advantages.
 
 Log Σπ² comes out of TRL's own fused LM head, in the forwards that TRL runs anyway; (B, T, V) logits never exist. What is
 relied on is checked when a trainer is constructed, so that a TRL in which it moved fails there and says so.
 """
 
+import functools
 import inspect
+import types
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -175,13 +178,10 @@ class EnergyGRPOTrainer(GRPOTrainer):
         self._rewards_per_func: torch.Tensor | None = None
         super().__init__(*args, **kwargs)
         check_trl(self)
-        # GRPOTrainer asked its fused LM head for ("log_probs", "entropy"). A second patch answers the fused calls in its
-        # place; the first one keeps answering plain calls.
-        trl_utils.add_fused_lm_head(
+        self._yield_energies = _add_energies_to_fused_lm_head(
             self.model.get_base_model() if is_peft_model(self.model) else self.model,
             temperature=self.temperature,
             cast_lm_head_to_fp32=self.args.cast_lm_head_to_fp32,
-            outputs=("log_probs", "entropy", "log_sum_sq_probs"),
         )
 
     # Openings for a subclass
@@ -194,8 +194,12 @@ class EnergyGRPOTrainer(GRPOTrainer):
         """
         raise NotImplementedError
 
+    def wants_energy(self, inputs: dict[str, Any]) -> bool:
+        """Whether [`score_micro_batch`] is to be called with this micro-batch; if not, its Σπ² is not computed."""
+        raise NotImplementedError
+
     def score_micro_batch(self, inputs: dict[str, Any], energy: torch.Tensor) -> None:
-        """Called with each micro-batch and its w_t, `(B, T)` without gradient, before its advantages are read."""
+        """Called with a micro-batch and its w_t, `(B, T)` without gradient, before its advantages are read."""
         raise NotImplementedError
 
     # What a subclass may use
@@ -254,12 +258,15 @@ class EnergyGRPOTrainer(GRPOTrainer):
         return self._rewards_per_func
 
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
+        in_rollout = self._forwards_of_rollout is not None
+        wanted_by_loss = self._inputs_of_loss is not None and self.wants_energy(self._inputs_of_loss)
         recording_model = _RecordingModel(model)
-        logps, entropies, aux_loss = super()._get_per_token_logps_and_entropies(recording_model, *args, **kwargs)
+        with self._yield_energies(in_rollout or wanted_by_loss):
+            logps, entropies, aux_loss = super()._get_per_token_logps_and_entropies(recording_model, *args, **kwargs)
         log_sum_sq_probs = recording_model.log_sum_sq_probs
-        if self._forwards_of_rollout is not None:
+        if in_rollout:
             self._forwards_of_rollout.append((logps, log_sum_sq_probs))
-        elif self._inputs_of_loss is not None:
+        elif wanted_by_loss:
             with torch.no_grad():
                 self.score_micro_batch(self._inputs_of_loss, _energy(logps, log_sum_sq_probs))
         return logps, entropies, aux_loss
@@ -361,6 +368,41 @@ class EnergyGRPOTrainer(GRPOTrainer):
 def config_model_id(config) -> str:
     """Hub id or folder that a model was loaded from."""
     return trl_utils.get_config_model_id(config)
+
+
+def _add_energies_to_fused_lm_head(model, temperature, cast_lm_head_to_fp32):
+    """
+    Make the fused LM head that GRPOTrainer gave `model` yield log Σπ² too, on demand.
+
+    GRPOTrainer asked its head for ("log_probs", "entropy"). A second head answers in its place while the returned context
+    manager is entered with `True`; elsewhere, and for plain forwards, everything is as GRPOTrainer left it.
+    """
+    wanted = False
+    without = model.forward
+    trl_utils.add_fused_lm_head(
+        model,
+        temperature=temperature,
+        cast_lm_head_to_fp32=cast_lm_head_to_fp32,
+        outputs=("log_probs", "entropy", "log_sum_sq_probs"),
+    )
+    with_energies = model.forward
+
+    @functools.wraps(type(model).forward)  # `generate` validates its arguments against the signature
+    def forward(self, *args, **kwargs):
+        return (with_energies if wanted else without)(*args, **kwargs)
+
+    model.forward = types.MethodType(forward, model)
+
+    @contextmanager
+    def yield_energies(yes: bool):
+        nonlocal wanted
+        wanted = yes
+        try:
+            yield
+        finally:
+            wanted = False
+
+    return yield_energies
 
 
 def _energy(logps: torch.Tensor, log_sum_sq_probs: list[torch.Tensor | None]) -> torch.Tensor:
