@@ -229,7 +229,8 @@ def main(argv: list[str]) -> None:
     say(f"Held-out accuracy before: {before}")
     say(f"Held-out accuracy after:  {after}")
     say(
-        f"{tokens:,} tokens generated in {trainer.state.global_step} steps and {seconds:.0f} s, first evaluation included."
+        f"{tokens:,} tokens generated in {trainer.state.global_step} steps; {seconds:.0f} s "
+        + ("with the first evaluation." if checkpoint is None else "since the checkpoint.")
     )
     say(f"{folder}: the model, checkpoints, trainer_state.json (the log), training.png and result.json.")
 
