@@ -235,8 +235,21 @@ def main(argv: list[str]) -> None:
     say(f"{folder}: the model, checkpoints, trainer_state.json (the log), training.png and result.json.")
 
 
+def leave() -> None:
+    """Leave together: a process that is gone early takes the others with it."""
+    if not torch.distributed.is_initialized():
+        return
+    torch.distributed.barrier()
+    if torch.distributed.get_backend() == "gloo":  # its threads can abort the interpreter's teardown after a good run
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+    torch.distributed.destroy_process_group()
+
+
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
+        leave()
     except (InputError, FileNotFoundError) as error:
         sys.exit(f"math.py: error: {error}")

@@ -297,4 +297,4 @@ def _token_baseline(returns, weights, present, num_generations, alignment, zero_
 
 def _move(x: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Put what `x` holds where `source` is True, row by row and in order, where `target` is True; 0 elsewhere."""
-    return torch.zeros_like(x).masked_scatter_(target, x[source])
+    return torch.zeros_like(x).masked_scatter_(target, x.masked_select(source))
