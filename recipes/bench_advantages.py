@@ -7,9 +7,9 @@ How fast advantages are computed, how that scales with length, and how far it is
 Each size is timed for completions with a stretch of tool output in the middle, against a loop over groups that does the same
 sums, and against one read and one write of the inputs. Medians of several runs, after one that warms up.
 
-Seen on one x86-64 core on 2026-11-21: 52 ms for 1024 × 2048, 1.2 times as fast as the loop; 2.1 s for 1024 × 32768, 6 times slower
-than the loop, which works in the processor's cache where the whole-batch operations wait for fresh memory (half of that time is
-the kernel's). From 1024 × 4096 on the time grows linearly. No GPU yet.
+Seen on one x86-64 core on 2026-11-21: 44 to 71 ms for 1024 × 2048 over three calls, 0.9 to 1.4 times the loop's speed; 1.7 s for
+1024 × 32768, 5 times slower than the loop, which works in the processor's cache where whole-batch operations wait for fresh
+memory. From 1024 × 4096 on the time grows linearly. No GPU yet.
 """
 
 import os
