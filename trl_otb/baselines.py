@@ -78,7 +78,8 @@ def compute_baselines(
     Raises:
         ValueError: An option is unknown, or the shapes disagree.
     """
-    _check(rewards, energy, mask, num_generations, baseline, alignment, importance_weights)
+    check_options(baseline, alignment)
+    _check(rewards, energy, mask, num_generations, importance_weights)
     mask = mask.bool()
     scorable = _scorable(rewards)  # (B,)
     if num_generations == 1:  # no group to estimate a baseline from, as in the reference
@@ -174,11 +175,15 @@ def compute_advantages(
     return torch.where(mask.bool() & _scorable(rewards).unsqueeze(1), returns - baselines, 0.0)
 
 
-def _check(rewards, energy, mask, num_generations, baseline, alignment, importance_weights) -> None:
+def check_options(baseline: str, alignment: str) -> None:
+    """Raise a `ValueError` that names the choices if one of the two is not among them."""
     if baseline not in BASELINES:
         raise ValueError(f"`baseline` is {baseline!r}: it must be one of {', '.join(map(repr, BASELINES))}.")
     if alignment not in ALIGNMENTS:
         raise ValueError(f"`alignment` is {alignment!r}: it must be one of {', '.join(map(repr, ALIGNMENTS))}.")
+
+
+def _check(rewards, energy, mask, num_generations, importance_weights) -> None:
     if mask.dim() != 2 or energy.shape != mask.shape:
         raise ValueError(
             f"`energy` has shape {tuple(energy.shape)} and `mask` {tuple(mask.shape)}: both must be (B, T)."
@@ -267,7 +272,7 @@ def _token_baseline(returns, weights, present, num_generations, alignment, zero_
     """(B, T) B_t of Theorem 4.1. `weights` is W_t; `present` (B, T) marks the generated tokens of scorable rows."""
     # Squeezing copies everything twice: skip it where every completion is one run of generated tokens.
     squeezed = alignment == "generated" and bool((present[:, 1:] & ~present[:, :-1]).any())
-    aligned, own_returns = present, returns
+    aligned = present
     if squeezed:
         aligned = _positions(present) < present.sum(dim=1, keepdim=True)
         weights = _move(weights, present, aligned)
@@ -286,13 +291,9 @@ def _token_baseline(returns, weights, present, num_generations, alignment, zero_
         baseline.masked_fill_(_positions(aligned[:1]) >= second_longest, 0.0)
     baseline = baseline.expand(-1, num_generations, -1).reshape(present.shape)
     if leave_one_out and not zero_tail:
-        alone = (_sum_group(grouped(aligned).float(), own_left_out=True) == 0).reshape(present.shape)
-    if squeezed:
-        baseline = _move(baseline, aligned, present)
-    if leave_one_out and not zero_tail:
-        alone = _move(alone, aligned, present) if squeezed else alone
-        baseline = torch.where(alone, own_returns, baseline)
-    return baseline
+        alone = _sum_group(grouped(aligned).float(), own_left_out=True) == 0
+        baseline = torch.where(alone.reshape(present.shape), returns, baseline)
+    return _move(baseline, aligned, present) if squeezed else baseline
 
 
 def _move(x: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

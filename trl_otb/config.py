@@ -3,7 +3,7 @@ from dataclasses import dataclass, field, fields
 
 from trl import GRPOConfig
 
-from .baselines import ALIGNMENTS, BASELINES
+from .baselines import check_options
 
 
 # The loss types of TRL 1.16, each of which multiplies a token's own score by that token's advantage.
@@ -104,12 +104,7 @@ class OTBGRPOConfig(GRPOConfig):
         return args
 
     def _check_otb_options(self):
-        if self.baseline not in BASELINES:
-            raise ValueError(f"`baseline` is {self.baseline!r}: it must be one of {', '.join(map(repr, BASELINES))}.")
-        if self.alignment not in ALIGNMENTS:
-            raise ValueError(
-                f"`alignment` is {self.alignment!r}: it must be one of {', '.join(map(repr, ALIGNMENTS))}."
-            )
+        check_options(self.baseline, self.alignment)
         if self.scale_rewards not in (True, False, "group", "batch", "none"):
             raise ValueError(
                 f"`scale_rewards` is {self.scale_rewards!r}: it must be one of 'none', 'group' and 'batch'."
