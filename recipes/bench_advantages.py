@@ -7,9 +7,10 @@ How fast advantages are computed, how that scales with length, and how far it is
 Each size is timed for completions with a stretch of tool output in the middle, against a loop over groups that does the same
 sums, and against one read and one write of the inputs. Medians of several runs, after one that warms up.
 
-Seen on one x86-64 core on 2026-11-21: 44 to 71 ms for 1024 × 2048 over three calls, 0.9 to 1.4 times the loop's speed; 1.7 s for
-1024 × 32768, 5 times slower than the loop, which works in the processor's cache where whole-batch operations wait for fresh
-memory. From 1024 × 4096 on the time grows linearly. No GPU yet.
+Seen on one x86-64 core on 2026-11-21, two runs: 11 and 12 ms for 1024 × 2048, 5.0 and 5.3 times the loop's speed; 243 ms for
+1024 × 32768, 1.3 times. The time grows linearly, 5 to 8 ns a token; the loop gains on it as its rows get longer and its Python
+weighs less. One read and one write of the inputs took between 2 and 16 ms at 1024 × 2048, so that column says little here.
+No GPU yet.
 """
 
 import os

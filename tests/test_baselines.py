@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from trl_otb import baselines
 from trl_otb.baselines import BASELINES, compute_advantages, compute_baselines, lone_tail, reward_to_go
 from trl_otb.energy import token_energy
 
@@ -198,6 +199,19 @@ def test_a_group_does_not_see_the_others(options):
     x = Group()
     alone = compute_advantages(x.rewards[:4], x.energy[:4], x.mask[:4], 4, **options)
     torch.testing.assert_close(x.advantages(**options)[:4], alone, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("weighted", [False, True], ids=["on-policy", "ratios"])
+def test_blocks_change_nothing(options, weighted, monkeypatch):
+    x = Group()
+    ratios = torch.rand(12, 1) + 0.5 if weighted else None
+    inputs = (x.rewards, x.energy, x.mask, 4)
+    whole = [f(*inputs, importance_weights=ratios, **options) for f in (compute_advantages, compute_baselines)]
+    monkeypatch.setattr(baselines, "_BLOCK", 2 * 4 * 12)  # two groups, then the third
+    blocks = [f(*inputs, importance_weights=ratios, **options) for f in (compute_advantages, compute_baselines)]
+    for one, several in zip(whole, blocks, strict=True):
+        torch.testing.assert_close(several, one, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("options", OPTIONS)

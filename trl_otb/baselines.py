@@ -20,6 +20,9 @@ BASELINES = ("otb", "ogb", "opo", "rloo", "group_mean")
 ENERGY_BASELINES = ("otb", "ogb")  # the others never look at the energies
 ALIGNMENTS = ("generated", "position")
 
+_SOME = 1e-30  # weight added to everybody's: lost in rounding, unless all are 0, where it leaves the plain mean
+_BLOCK = 2**18  # tokens whose intermediate results a processor core can keep in its cache
+
 
 def reward_to_go(token_rewards: torch.Tensor) -> torch.Tensor:
     """
@@ -80,32 +83,8 @@ def compute_baselines(
     """
     check_options(baseline, alignment)
     _check(rewards, energy, mask, num_generations, importance_weights)
-    mask = mask.bool()
-    scorable = _scorable(rewards)  # (B,)
-    if num_generations == 1:  # no group to estimate a baseline from, as in the reference
-        return torch.zeros(len(rewards), 1, device=mask.device)
-
-    if baseline == "otb":
-        returns = _returns_to_go(rewards).masked_fill(~scorable.unsqueeze(1), 0.0)  # (B, 1) or (B, T)
-        present = mask & scorable.unsqueeze(1)
-        weights = realized_energy(energy, present, importance_weights)
-        return _token_baseline(returns, weights, present, num_generations, alignment, zero_tail, leave_one_out)
-
-    returns = _total_returns(rewards).unsqueeze(1)  # (B, 1)
-    present = scorable.unsqueeze(1)
-    if baseline == "opo":
-        weights = mask.sum(dim=1, keepdim=True).float()
-    elif baseline == "ogb":
-        weights = realized_energy(energy, mask, importance_weights)[:, -1:]
-    else:
-        weights = torch.ones_like(returns)
-    own_left_out = leave_one_out or baseline == "rloo"
-    returns, weights, present = (
-        x.view(-1, num_generations, 1) for x in (returns.nan_to_num(nan=0.0), weights * present, present)
-    )
-    mean = _weighted_group_mean(returns, weights, present, own_left_out)
-    # With no other scorable return the mean is 0, the only baseline that does not look at the completion's own.
-    return mean.expand(-1, num_generations, -1).reshape(-1, 1)
+    options = (baseline, alignment, zero_tail, leave_one_out)
+    return _by_blocks(rewards, energy, mask, importance_weights, num_generations, *options, False)
 
 
 def compute_advantages(
@@ -160,19 +139,10 @@ def compute_advantages(
     Raises:
         ValueError: An option is unknown, or the shapes disagree.
     """
-    baselines = compute_baselines(
-        rewards,
-        energy,
-        mask,
-        num_generations,
-        baseline=baseline,
-        alignment=alignment,
-        zero_tail=zero_tail,
-        leave_one_out=leave_one_out,
-        importance_weights=importance_weights,
-    )
-    returns = _returns_to_go(rewards) if baseline == "otb" else _total_returns(rewards).unsqueeze(1)
-    return torch.where(mask.bool() & _scorable(rewards).unsqueeze(1), returns - baselines, 0.0)
+    check_options(baseline, alignment)
+    _check(rewards, energy, mask, num_generations, importance_weights)
+    options = (baseline, alignment, zero_tail, leave_one_out)
+    return _by_blocks(rewards, energy, mask, importance_weights, num_generations, *options, True)
 
 
 def check_options(baseline: str, alignment: str) -> None:
@@ -202,6 +172,62 @@ def _check(rewards, energy, mask, num_generations, importance_weights) -> None:
             f"`importance_weights` has shape {tuple(importance_weights.shape)}: it must be (B, T) = "
             f"{tuple(mask.shape)} for ratios of tokens, or (B, 1) for ratios of completions."
         )
+
+
+def _by_blocks(rewards, energy, mask, importance_weights, num_generations, *options):
+    """[`_block`] of the whole batch; on a CPU by blocks that fit its cache, as fresh memory is what costs there."""
+    rows = max(_BLOCK // max(mask.size(1), 1) // num_generations, 1) * num_generations
+    if mask.device.type != "cpu" or len(mask) <= rows:
+        return _block(rewards, energy, mask, importance_weights, num_generations, *options)
+    result = None
+    for first in range(0, len(mask), rows):
+        block = slice(first, first + rows)
+        weights = None if importance_weights is None else importance_weights[block]
+        part = _block(rewards[block], energy[block], mask[block], weights, num_generations, *options)
+        if result is None:
+            result = part.new_empty(len(mask), part.size(1))
+        result[block] = part
+    return result
+
+
+def _block(
+    rewards,
+    energy,
+    mask,
+    importance_weights,
+    num_generations,
+    baseline,
+    alignment,
+    zero_tail,
+    leave_one_out,
+    subtracted,
+):
+    """Baselines of whole groups or, `subtracted` from the returns, advantages."""
+    scorable = _scorable(rewards).unsqueeze(1)  # (B, 1)
+    returns = _returns_to_go(rewards) if baseline == "otb" else _total_returns(rewards).unsqueeze(1)
+    returns = returns.masked_fill(~scorable, 0.0)  # (B, 1) or (B, T)
+    mask = mask.long() if scorable.all() else mask.long() * scorable
+    if importance_weights is not None:
+        energy = energy.float() * importance_weights.float().square()
+
+    if num_generations == 1:  # no group to estimate a baseline from, as in the reference
+        baselines = torch.zeros(len(rewards), 1, device=mask.device)
+    elif baseline == "otb":
+        return _token_baseline(
+            returns, energy.float(), mask, num_generations, alignment, zero_tail, leave_one_out, subtracted
+        )
+    else:
+        if baseline == "opo":
+            weights = mask.sum(dim=1, keepdim=True).float()
+        elif baseline == "ogb":
+            weights = realized_energy(energy, mask)[:, -1:]
+        else:
+            weights = torch.ones_like(returns)
+        grouped_returns, weights = (x.view(-1, num_generations, 1) for x in (returns, (weights + _SOME) * scorable))
+        mean = _weighted_group_mean(grouped_returns, weights, leave_one_out or baseline == "rloo")
+        # With no other scorable return the mean is 0, the only baseline that does not look at the completion's own.
+        baselines = mean.expand(-1, num_generations, -1).reshape(-1, 1)
+    return (returns - baselines) * mask if subtracted else baselines
 
 
 def _scorable(rewards: torch.Tensor) -> torch.Tensor:
@@ -250,52 +276,51 @@ def _sum_group(x: torch.Tensor, own_left_out: bool) -> torch.Tensor:
     return before + after
 
 
-def _weighted_group_mean(returns, weights, present, own_left_out):
+def _weighted_group_mean(returns, weights, own_left_out):
     """
-    Mean of `returns` over the group's `present` completions, weighted by `weights`, or plain where all weights are 0.
+    Mean of `returns` over the group, weighted by `weights`, which are positive for whoever is present and else 0.
 
-    Shapes `(G, N, 1)` or `(G, N, T)`, broadcast against each other; `weights` is 0 where `present` is False. Returns the
-    mean, `(G, 1, T)`, or `(G, N, T)` with each completion's own return left out, and 0 where nobody is present.
+    Shapes `(G, N, 1)` or `(G, N, T)`, broadcast against each other. Returns `(G, 1, T)`, or `(G, N, T)` with each
+    completion's own return left out, and 0 where nobody is present.
     """
-    total = _sum_group(weights, own_left_out)
-    mean = _sum_group(weights * returns, own_left_out) / total
-    without_weight = total <= 0
-    mean.masked_fill_(without_weight, 0.0)
-    if (without_weight & present.any(dim=1, keepdim=True)).any():
-        count = _sum_group(present.float(), own_left_out)
-        plain = _sum_group(present * returns, own_left_out) / count
-        mean = torch.where(without_weight & (count > 0), plain, mean)
-    return mean
+    return _sum_group(weights * returns, own_left_out) / _sum_group(weights, own_left_out).clamp_(min=1e-38)
 
 
-def _token_baseline(returns, weights, present, num_generations, alignment, zero_tail, leave_one_out):
-    """(B, T) B_t of Theorem 4.1. `weights` is W_t; `present` (B, T) marks the generated tokens of scorable rows."""
-    # Squeezing copies everything twice: skip it where every completion is one run of generated tokens.
-    squeezed = alignment == "generated" and bool((present[:, 1:] & ~present[:, :-1]).any())
-    aligned = present
-    if squeezed:
-        aligned = _positions(present) < present.sum(dim=1, keepdim=True)
-        weights = _move(weights, present, aligned)
-        if returns.size(1) > 1:
-            returns = _move(returns, present, aligned)
+def _token_baseline(returns, energy, mask, num_generations, alignment, zero_tail, leave_one_out, subtracted):
+    """(B, T) B_t of Theorem 4.1 or, `subtracted` from the returns, A_t; 0 where `mask` is 0."""
+    positions = torch.arange(mask.size(1), device=mask.device)
+    squeeze = alignment == "generated"
+    if squeeze:
+        slots = mask.cumsum(dim=1)  # 1, 2, … for generated tokens, and below 0, a column that is cut off, for others
+        ends = slots[:, -1:].clone()
+        slots &= -mask
+        weights = _squeeze(energy, slots).cumsum(dim=1)
+        returns = _squeeze(returns, slots) if returns.size(1) > 1 else returns
+        present = (ends - positions.float()).clamp_(0, 1)
     else:
-        weights = weights.masked_fill_(~present, 0.0)
+        weights = realized_energy(energy, mask)
+        ends = (mask * (positions + 1)).amax(dim=1, keepdim=True)
+        present = mask.float()
+    weights = weights.add_(_SOME).mul_(present)
 
     def grouped(x):
         return x.view(-1, num_generations, x.size(1))
 
-    baseline = _weighted_group_mean(grouped(returns), grouped(weights), grouped(aligned), leave_one_out)
+    baseline = _weighted_group_mean(grouped(returns), grouped(weights), leave_one_out)
     if zero_tail:
-        ends = torch.where(aligned, _positions(aligned) + 1, 0).amax(dim=1)
-        second_longest = grouped(ends.unsqueeze(1)).topk(2, dim=1).values[:, 1:]
-        baseline.masked_fill_(_positions(aligned[:1]) >= second_longest, 0.0)
-    baseline = baseline.expand(-1, num_generations, -1).reshape(present.shape)
-    if leave_one_out and not zero_tail:
-        alone = _sum_group(grouped(aligned).float(), own_left_out=True) == 0
-        baseline = torch.where(alone.reshape(present.shape), returns, baseline)
-    return _move(baseline, aligned, present) if squeezed else baseline
+        second_longest = grouped(ends).topk(2, dim=1).values[:, 1:]
+        baseline.masked_fill_(positions >= second_longest, 0.0)
+    elif leave_one_out:
+        alone = _sum_group(grouped(present), own_left_out=True) == 0
+        baseline = torch.where(alone, grouped(returns), baseline)
+    values = grouped(returns) - baseline if subtracted else baseline.expand(-1, num_generations, -1)
+    if squeeze:
+        values = torch.nn.functional.pad(values, (1, 0)).gather(2, grouped(slots))
+    else:
+        values = values * grouped(mask)
+    return values.reshape(mask.shape)
 
 
-def _move(x: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Put what `x` holds where `source` is True, row by row and in order, where `target` is True; 0 elsewhere."""
-    return torch.zeros_like(x).masked_scatter_(target, x.masked_select(source))
+def _squeeze(x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """(B, T) each row's generated tokens side by side from the left, 0 after them."""
+    return x.new_zeros(len(x), x.size(1) + 1).scatter_(1, slots, x)[:, 1:]
