@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from peft import LoraConfig
 from transformers import (
+    BitsAndBytesConfig,
     CohereConfig,
     CohereForCausalLM,
     Gemma2Config,
@@ -43,10 +45,16 @@ MODELS = {
 }
 
 
-def trainer_of(model, tmp_path, **options):
+def trainer_of(model, tmp_path, peft_config=None, quantization_config=None, **options):
     args = OTBGRPOConfig(**{**tiny.SETTINGS, "output_dir": str(tmp_path), "temperature": 0.7, **options})
     trainer = OTBGRPOTrainer(
-        model, tiny.even_bytes, args=args, train_dataset=tiny.prompts(), processing_class=tiny.tokenizer()
+        model,
+        tiny.even_bytes,
+        args=args,
+        train_dataset=tiny.prompts(),
+        processing_class=tiny.tokenizer(),
+        peft_config=peft_config,
+        quantization_config=quantization_config,
     )
     trainer.model.train()
     return trainer
@@ -104,6 +112,37 @@ def test_autocast_to_bfloat16(tmp_path):
     actual, expected, mask = energies(trainer)
     assert actual.dtype == torch.float32
     torch.testing.assert_close(actual.double() * mask, expected * mask, atol=2e-2, rtol=0)
+
+
+QUANTIZED = {
+    "4 bits": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32},
+    "8 bits": {"load_in_8bit": True},
+}
+
+
+@pytest.mark.parametrize("bits", QUANTIZED)
+def test_quantized_models_train_adapters(bits, model_path, tmp_path):
+    trainer = trainer_of(
+        model_path,
+        tmp_path,
+        peft_config=LoraConfig(target_modules=["q_proj", "v_proj"]),
+        quantization_config=BitsAndBytesConfig(**QUANTIZED[bits]),
+    )
+    assert {p.dtype for p in trainer.model.parameters()} & {torch.uint8, torch.int8}
+    trainer.train()
+    assert trainer.state.log_history[0]["grad_norm"] > 0
+    trainer.model.train()
+    actual, expected, mask = energies(trainer)
+    torch.testing.assert_close(actual.double() * mask, expected * mask, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("bits", QUANTIZED)
+def test_a_quantized_head_is_refused(bits, model_path, tmp_path):
+    everything = BitsAndBytesConfig(**QUANTIZED[bits], llm_int8_skip_modules=["nothing"])
+    with pytest.raises(ValueError, match=r"LM head .* is quantized .* llm_int8_skip_modules=\['lm_head'\]"):
+        trainer_of(
+            model_path, tmp_path, peft_config=LoraConfig(target_modules=["q_proj"]), quantization_config=everything
+        )
 
 
 @pytest.mark.gpu

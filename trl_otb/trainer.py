@@ -7,6 +7,7 @@ from accelerate.logging import get_logger
 from trl import GRPOConfig
 
 from .baselines import ENERGY_BASELINES, compute_baselines, lone_tail
+from .callbacks import InexactResumeNotice
 from .config import OTBGRPOConfig
 from .metrics import STATISTICS, completion_statistics, summarize
 from .trl_seam import EnergyGRPOTrainer, Rollout, config_model_id
@@ -126,6 +127,7 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
         self._statistics: dict[str, _RolloutStatistics] = {}  # by mode, while rows are missing
         self.energy_source: str | None = None  # the forward that yields energies in training, once known
         super().__init__(model, reward_funcs, args, *other_args, **kwargs)
+        self.add_callback(InexactResumeNotice)
 
     def score_rollout(self, batch: dict[str, Any], rollout: Rollout) -> None:
         mask = self.generated_mask(batch)

@@ -178,8 +178,10 @@ class EnergyGRPOTrainer(GRPOTrainer):
         self._rewards_per_func: torch.Tensor | None = None
         super().__init__(*args, **kwargs)
         check_trl(self)
+        policy = self.model.get_base_model() if is_peft_model(self.model) else self.model
+        _check_lm_head(policy)
         self._yield_energies = _add_energies_to_fused_lm_head(
-            self.model.get_base_model() if is_peft_model(self.model) else self.model,
+            policy,
             temperature=self.temperature,
             cast_lm_head_to_fp32=self.args.cast_lm_head_to_fp32,
         )
@@ -368,6 +370,17 @@ class EnergyGRPOTrainer(GRPOTrainer):
 def config_model_id(config) -> str:
     """Hub id or folder that a model was loaded from."""
     return trl_utils.get_config_model_id(config)
+
+
+def _check_lm_head(model) -> None:
+    """The fused head multiplies by the LM head's weight itself, and TRL does not notice if that holds packed numbers."""
+    head = model.get_output_embeddings()
+    if not head.weight.is_floating_point():
+        raise ValueError(
+            f"The LM head of the policy is quantized (a {type(head).__name__} whose weight is {head.weight.dtype}). Its "
+            "log-probs and energies would be wrong, as TRL's fused LM head reads the weight as it is stored. Leave the head "
+            "out: `BitsAndBytesConfig(..., llm_int8_skip_modules=['lm_head'])`, which holds for 4 bits too."
+        )
 
 
 def _add_energies_to_fused_lm_head(model, temperature, cast_lm_head_to_fp32):

