@@ -15,6 +15,8 @@ import sys
 import traceback
 from pathlib import Path
 
+from tests import scripted
+
 
 os.environ |= {
     "HF_HUB_OFFLINE": "1",
@@ -52,6 +54,7 @@ BACKENDS = {
         "ACCELERATE_TORCH_DEVICE": "cpu",
     },
 }
+AGENT_BACKENDS = ("ddp", "zero3", "fsdp2")
 # 12 rows a rollout on all processes together. Of 3 groups of 4, the middle one straddles two processes.
 SOURCES = {
     "one extra no-gradient forward": {"num_generations": 4},
@@ -87,18 +90,24 @@ def rollout(prompts, trainer):
     }
 
 
-def case(model: str, folder: str, lora: bool, checkpointing: bool, source: str) -> dict:
-    import torch
+def fsdp_on_cpu() -> bool:
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
+
+    fsdp = os.environ.get("ACCELERATE_USE_FSDP") == "true"
+    if fsdp:  # accelerate turns GPU states into FSDP and never CPU ones: name this one so, over gloo
+        PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_GPU)
+    return fsdp
+
+
+def case(model: str, folder: str, lora: bool, checkpointing: bool, source: str) -> dict:
+    import torch
     from peft import LoraConfig
 
     from tests import tiny
     from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 
-    fsdp = os.environ.get("ACCELERATE_USE_FSDP") == "true"
-    if fsdp:  # accelerate turns GPU states into FSDP and never CPU ones: name this one so, over gloo
-        PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_GPU)
+    fsdp = fsdp_on_cpu()
     micro_batches = []
 
     class Recording(OTBGRPOTrainer):
@@ -157,6 +166,63 @@ def case(model: str, folder: str, lora: bool, checkpointing: bool, source: str) 
     }  # fmt: skip
 
 
+# Turns of 12 completions: those of the first of two processes have up to five, of the second none but one a second one.
+AGENT_TURNS = [scripted.TURNS[i] for i in (7, 0, 1, 3, 6, 2, 1, 2, 6, 1, 1, 2)]
+
+
+def agent_case(model: str, folder: str) -> dict:
+    import pytest
+    from datasets import Dataset
+
+    from tests import tiny
+    from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
+
+    fsdp = fsdp_on_cpu()
+
+    class Recording(OTBGRPOTrainer):
+        advantages = None
+
+        def _compute_loss(self, model, inputs):
+            loss = super()._compute_loss(model, inputs)
+            if self.advantages is None:
+                self.advantages = inputs["advantages"][inputs["row_of_rollout"].argsort()]
+            return loss
+
+    def progress(completions, completion_ids, **kwargs):
+        """Of turns where there are several, and so on one process only; else a number."""
+        turns = [[0.1 * len(m["content"]) for m in c if m["role"] == "assistant"] for c in completions]
+        return [t if len(t) > 2 else sum(t) for t in turns]
+
+    rows = 12 // int(os.environ.get("WORLD_SIZE", 1))
+    settings = {
+        **tiny.SETTINGS,
+        "output_dir": folder,
+        "use_cpu": not fsdp,
+        "per_device_train_batch_size": rows,
+        "num_generations": 4,
+        "generation_kwargs": {"max_new_tokens": 3},
+        "max_completion_length": 400,
+        "optim": "sgd",
+    }
+    prompts = [[{"role": "user", "content": f"{i}+3?"}] for i in range(6)]
+    with pytest.MonkeyPatch.context() as patch:
+        scripted.script_turns(patch, AGENT_TURNS, lambda trainer: trainer.accelerator.process_index * rows)
+        trainer = Recording(
+            model,
+            progress,
+            args=OTBGRPOConfig(**settings),
+            train_dataset=Dataset.from_dict({"prompt": prompts}),
+            tools=scripted.TOOLS,
+        )
+        trainer.train()
+    trainer.save_model(os.path.join(folder, "saved"))
+    return {
+        "processes": trainer.accelerator.num_processes,
+        "advantages": trainer.advantages,
+        "reward": [h["reward"] for h in trainer.state.log_history if "reward" in h],
+    }
+
+
 def _process(rank: int, world: int, port: int, env: dict, arguments: tuple, result: Path) -> None:
     import torch
 
@@ -169,7 +235,7 @@ def _process(rank: int, world: int, port: int, env: dict, arguments: tuple, resu
     os.dup2(log, 2)
     code = 1
     try:
-        torch.save(case(*arguments), result)
+        torch.save((case if len(arguments) > 2 else agent_case)(*arguments), result)
         if torch.distributed.is_initialized():
             torch.distributed.barrier()
         code = 0
@@ -214,6 +280,9 @@ def main(folder: Path) -> None:
         launch(folder, name_of("single", **part), 1, {}, model, part)
         for backend, env in BACKENDS.items():
             launch(folder, name_of(backend, **part), 2, env, model, part)
+    launch(folder, "agent-single", 1, {}, model, {})
+    for backend in AGENT_BACKENDS:
+        launch(folder, f"agent-{backend}", 2, BACKENDS[backend], model, {})
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.processes import BACKENDS, PARTS, name_of
+from tests.processes import AGENT_BACKENDS, BACKENDS, PARTS, name_of
 
 
 pytestmark = pytest.mark.slow
@@ -57,5 +57,21 @@ def test_two_processes_equal_one(results, backend, part):
         assert of_two == pytest.approx(of_one, rel=1e-4, abs=1e-6)
     of_one, of_two = weights(results, single), weights(results, name)
     assert of_one.keys() == of_two.keys()
+    for key in of_one:
+        torch.testing.assert_close(of_two[key], of_one[key], atol=1e-6, rtol=1e-5, msg=key)
+
+
+@pytest.mark.parametrize("backend", AGENT_BACKENDS)
+def test_unequal_numbers_of_turns(results, backend):
+    """One process takes turns that the other has not, and only its completions earn rewards along the way."""
+    one = of_rank(results, "agent-single", 0)
+    two = [of_rank(results, f"agent-{backend}", rank) for rank in (0, 1)]
+    assert [x["processes"] for x in (one, *two)] == [1, 2, 2]
+    longest = one["advantages"].size(1)
+    both = [torch.nn.functional.pad(x["advantages"], (0, longest - x["advantages"].size(1))) for x in two]
+    torch.testing.assert_close(torch.cat(both), one["advantages"], atol=1e-5, rtol=0)
+    assert one["advantages"].abs().max() > 0.05
+    assert two[0]["reward"] == pytest.approx(one["reward"])
+    of_one, of_two = weights(results, "agent-single"), weights(results, f"agent-{backend}")
     for key in of_one:
         torch.testing.assert_close(of_two[key], of_one[key], atol=1e-6, rtol=1e-5, msg=key)

@@ -1,6 +1,5 @@
 """The trainer on a tiny model, against GRPOTrainer and against independent computations of what it should do."""
 
-import inspect
 import json
 import math
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from transformers import (
 from trl import GRPOConfig, GRPOTrainer
 
 from tests import tiny
+from tests.recording import Recording, energies_by_softmax, first_rollout, logged, mask_of
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer, trl_seam
 from trl_otb.baselines import BASELINES, compute_advantages
 from trl_otb.config import LOSS_TYPES
@@ -29,41 +29,6 @@ from trl_otb.metrics import STATISTICS, completion_statistics, summarize
 
 
 LORA = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-
-
-class Recording(OTBGRPOTrainer):
-    """Keeps every micro-batch as the loss left it, and counts the policy's scoring forwards."""
-
-    def __init__(self, *args, **kwargs):
-        self.micro_batches, self.forwards = [], {"grad": 0, "no_grad": 0}
-        super().__init__(*args, **kwargs)
-
-    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
-        self.forwards["grad" if torch.is_grad_enabled() else "no_grad"] += 1
-        return super()._get_per_token_logps_and_entropies(*args, **kwargs)
-
-    def _compute_loss(self, model, inputs):
-        loss = super()._compute_loss(model, inputs)
-        self.micro_batches.append(dict(inputs))
-        return loss
-
-
-@pytest.fixture
-def train(model_path, tmp_path):
-    """Trains a tiny model and returns the trainer; keywords that are not the config's go to the trainer."""
-
-    def run(cls=Recording, config=OTBGRPOConfig, train=True, reward_funcs=tiny.even_bytes, model=model_path, **kwargs):
-        of_trainer = inspect.signature(GRPOTrainer.__init__).parameters.keys()
-        trainer_args = {key: kwargs.pop(key) for key in list(kwargs) if key in of_trainer}
-        trainer_args.setdefault("train_dataset", tiny.prompts())
-        kwargs.setdefault("output_dir", str(tmp_path / cls.__name__))
-        args = config(**{**tiny.SETTINGS, **kwargs})
-        trainer = cls(model, reward_funcs, args=args, **trainer_args)
-        if train:
-            trainer.train()
-        return trainer
-
-    return run
 
 
 def weights(trainer):
@@ -78,26 +43,6 @@ def assert_same_weights(a, b, **tolerance):
             torch.testing.assert_close(a[name], b[name], msg=name, **tolerance)
         else:
             assert torch.equal(a[name], b[name]), name
-
-
-def logged(trainer, key):
-    return [h[key] for h in trainer.state.log_history if key in h]
-
-
-def mask_of(batch):
-    return batch["completion_mask"] * batch.get("tool_mask", 1)
-
-
-def energies_by_softmax(model, batch, temperature=1.0):
-    """w_t from a float64 softmax of the model's own, materialised logits."""
-    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
-    attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
-    with torch.no_grad():
-        logits = model(input_ids=ids, attention_mask=attention).logits.double() / temperature
-    length = batch["completion_ids"].size(1)
-    probs = logits[:, -length - 1 : -1].softmax(-1)
-    one_hot = torch.nn.functional.one_hot(batch["completion_ids"], probs.size(-1))
-    return (one_hot - probs).square().sum(-1) * mask_of(batch)
 
 
 # The group mean is GRPOTrainer, to the bit
@@ -169,16 +114,6 @@ SOURCES = {
     "one extra no-gradient forward": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
     "the no-gradient forward that GRPOTrainer runs anyway": {"num_iterations": 2},
 }
-
-
-def first_rollout(trainer):
-    """Rows of the first rollout, in the order in which they were generated."""
-    rows, batches = [], trainer.micro_batches
-    while sum(len(b["row_of_rollout"]) for b in rows) < 8:
-        rows.append(batches[len(rows)])
-    order = torch.cat([b["row_of_rollout"] for b in rows]).argsort()
-    keys = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "advantages")
-    return {k: torch.cat([b[k] for b in rows])[order] for k in keys if k in rows[0]}
 
 
 @pytest.mark.parametrize("baseline", BASELINES)

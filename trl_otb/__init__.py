@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .config import OTBGRPOConfig as OTBGRPOConfig
+    from .rewards import TokenRewards as TokenRewards
     from .trainer import OTBGRPOTrainer as OTBGRPOTrainer
 
 
 __version__ = version("trl-otb")
-__all__ = ["OTBGRPOConfig", "OTBGRPOTrainer"]
+__all__ = ["OTBGRPOConfig", "OTBGRPOTrainer", "TokenRewards"]
 
 
 def __getattr__(name: str):
@@ -23,6 +24,10 @@ def __getattr__(name: str):
         from .trainer import OTBGRPOTrainer
 
         return OTBGRPOTrainer
+    if name == "TokenRewards":
+        from .rewards import TokenRewards
+
+        return TokenRewards
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -6,7 +6,7 @@ import torch
 from accelerate.logging import get_logger
 from trl import GRPOConfig
 
-from .baselines import ENERGY_BASELINES, compute_baselines, lone_tail
+from .baselines import ENERGY_BASELINES, compute_baselines, lone_tail, reward_to_go
 from .callbacks import InexactResumeNotice
 from .config import OTBGRPOConfig
 from .metrics import STATISTICS, completion_statistics, summarize
@@ -145,14 +145,16 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
         batch["row_of_rollout"] = torch.arange(rows, device=mask.device)
         self._statistics[self.mode] = _RolloutStatistics(rows, mask.device)
 
+        rewards = rollout.returns[own_rows] if rollout.token_rewards is None else rollout.token_rewards
         if energy is None and needs_energy:
-            batch["returns"], batch["advantage_scale"] = rollout.returns[own_rows], rollout.scale[own_rows]
+            batch["rewards"], batch["advantage_scale"] = rewards, rollout.scale[own_rows]
             batch["groups_whole"] = torch.tensor(True)
             return
         if rows % n == 0:
-            credit = self._credit(rollout.returns[own_rows], rollout.scale[own_rows], energy, mask, n)
+            credit = self._credit(rewards, rollout.scale[own_rows], energy, mask, n)
         else:  # a group straddles processes
-            credit = self._credit(rollout.returns, rollout.scale, *self._gather_tokens(energy, mask), n)
+            rewards = rollout.returns if rollout.token_rewards is None else self._gather_padded(rewards, 0.0)
+            credit = self._credit(rewards, rollout.scale, *self._gather_energy(energy, mask), n)
             credit = _Credit(*(getattr(credit, f.name)[own_rows, : mask.size(1)] for f in fields(credit)))
         self._hand_out(batch, credit)
         if energy is not None:
@@ -161,12 +163,12 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
             batch |= credit.to_batch()
 
     def wants_energy(self, inputs: dict[str, Any]) -> bool:
-        return "returns" in inputs or ("credit_advantages" in inputs and self.mode in self._statistics)
+        return "rewards" in inputs or ("credit_advantages" in inputs and self.mode in self._statistics)
 
     def score_micro_batch(self, inputs: dict[str, Any], energy: torch.Tensor) -> None:
-        if "returns" in inputs:
+        if "rewards" in inputs:
             energy, mask = self._weighted(energy, inputs), self.generated_mask(inputs)
-            credit = self._credit(inputs["returns"], inputs["advantage_scale"], energy, mask, self.generations)
+            credit = self._credit(inputs["rewards"], inputs["advantage_scale"], energy, mask, self.generations)
             self._hand_out(inputs, credit)
             self._measure(inputs, energy, credit)
         else:
@@ -179,17 +181,23 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
             return energy
         return energy * batch["importance_sampling_ratio"].square()
 
-    def _credit(self, returns, scale, energy, mask, num_generations) -> _Credit:
-        """Credit the tokens of whole groups; `energy` may be `None` for a baseline that does not look at it."""
+    def _credit(self, rewards, scale, energy, mask, num_generations) -> _Credit:
+        """
+        Credit the tokens of whole groups, with `rewards` of completions, `(B,)`, or of tokens, `(B, T)`; `energy` may be
+        `None` for a baseline that does not look at it.
+        """
         if energy is None:
             energy = torch.zeros_like(mask, dtype=torch.float32)
 
-        def baselines_of(baseline, **options):
-            return compute_baselines(returns, energy, mask, num_generations, baseline=baseline, **options)
+        returns = (rewards if rewards.dim() == 1 else rewards.sum(dim=1)).unsqueeze(1)
+        credited = reward_to_go(rewards) if rewards.dim() == 2 and self.args.baseline == "otb" else returns
 
-        def advantages_over(baselines):
+        def baselines_of(baseline, **options):
+            return compute_baselines(rewards, energy, mask, num_generations, baseline=baseline, **options)
+
+        def advantages_over(baselines, returns):
             # NaN marks an unscorable completion, or a group too small for a standard deviation: no signal, as in TRL.
-            return ((returns.unsqueeze(1) - baselines) / scale.unsqueeze(1)).nan_to_num(nan=0.0)
+            return ((returns - baselines) / scale.unsqueeze(1)).nan_to_num(nan=0.0)
 
         baselines = baselines_of(
             self.args.baseline,
@@ -197,14 +205,14 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
             zero_tail=self.args.zero_tail,
             leave_one_out=self.args.leave_one_out,
         )
-        advantages = advantages_over(baselines)
+        advantages = advantages_over(baselines, credited)
         if advantages.size(1) > 1:
             advantages = advantages.masked_fill(mask == 0, 0.0)
-        scorable = ~returns.isnan().unsqueeze(1)
+        scorable = ~returns.isnan()
         tail = lone_tail(mask.bool() & scorable, num_generations, self.args.alignment)
         return _Credit(
             advantages=advantages,
-            group_mean_advantages=advantages_over(baselines_of("group_mean")),
+            group_mean_advantages=advantages_over(baselines_of("group_mean"), returns),
             baselines=baselines,
             lone_tail_tokens=tail.sum(dim=1, keepdim=True),
             scorable=scorable,
@@ -216,11 +224,14 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
         advantages = credit.advantages
         batch["advantages"] = advantages.squeeze(1) if advantages.size(1) == 1 else advantages
 
-    def _gather_tokens(self, energy: torch.Tensor | None, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Energies and mask of all processes' rows, padded to the longest; B·T float32 leave each process."""
+    def _gather_padded(self, tokens: torch.Tensor, padding: float) -> torch.Tensor:
+        """Rows of all processes, padded to the longest; 4 B·T bytes leave each process."""
+        return self.accelerator.gather(self.accelerator.pad_across_processes(tokens, dim=1, pad_index=padding))
+
+    def _gather_energy(self, energy: torch.Tensor | None, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = torch.zeros_like(mask, dtype=torch.float32) if energy is None else energy
-        tokens = tokens.masked_fill(mask == 0, -1.0)  # no energy is negative, so one tensor carries both
-        tokens = self.accelerator.gather(self.accelerator.pad_across_processes(tokens, dim=1, pad_index=-1.0))
+        # No energy is negative, so one tensor carries both
+        tokens = self._gather_padded(tokens.masked_fill(mask == 0, -1.0), -1.0)
         return tokens, tokens >= 0
 
     def _measure(self, batch: dict[str, Any], energy: torch.Tensor, credit: _Credit) -> None:

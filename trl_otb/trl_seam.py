@@ -24,6 +24,7 @@ from accelerate.utils import is_peft_model
 from trl import GRPOTrainer
 
 from .energy import token_energy
+from .rewards import RewardRecorder
 
 
 WORKING_VERSIONS = "trl>=1.16,<1.17"
@@ -43,8 +44,10 @@ _METHODS = {
     "_calculate_rewards": ("self", "inputs", "prompts", "completions", "completion_ids_list"),
     "_compute_loss": ("self", "model", "inputs"),
     "_generate_and_score_completions": ("self", "inputs"),
+    "_generate_single_turn": ("self", "prompt_ids", "images", "multimodal_fields", "num_generations"),
     "_get_per_token_logps_and_entropies": ("self", "model", "input_ids", "attention_mask", "logits_to_keep"),
     "_prepare_inputs": ("self", "generation_batch"),
+    "_tool_call_loop": ("self", "prompts", "prompt_ids"),
     "get_gamma_weights": ("advantages", "log_ratio_per_token", "mask"),
     "get_off_policy_mask": (
         "advantages",
@@ -58,6 +61,7 @@ _FUNCTIONS = {
     "add_fused_lm_head": ("model", "temperature", "cast_lm_head_to_fp32", "outputs"),
     "FusedCausalLMOutput": ("loss", "log_probs", "entropy", "log_sum_sq_probs"),
     "get_config_model_id": ("config",),
+    "is_async_callable": ("func",),
     "nanstd": ("tensor", "dim"),
     "split_pixel_values_by_grid": ("batch",),
     "split_tensor_dict": ("tensor_dict", "num_chunks"),
@@ -74,9 +78,14 @@ _ATTRIBUTES = (
     "num_generations",
     "num_generations_eval",
     "num_iterations",
+    "reward_func_names",
+    "reward_funcs",
     "reward_weights",
     "scale_rewards",
     "temperature",
+    "use_vllm",
+    "vllm_mode",
+    "vllm_tensor_parallel_size",
 )
 # What `_compute_loss` passes on to the forward, beside ids and masks.
 _FORWARD_KWARGS = (
@@ -140,6 +149,9 @@ class Rollout:
             could score it. Of `multi_objective_aggregation="normalize_then_sum"`, the sum of normalised rewards.
         scale (`torch.Tensor` of shape `(B_all,)`):
             What `scale_rewards` divides advantages by; 1 for `"none"`.
+        token_rewards (`torch.Tensor` of shape `(B, T)`, *optional*):
+            Where this process's completions earned their returns, if any reward function, on any process, credited single
+            turns or tokens; each row sums to its return.
         energy (`torch.Tensor` of shape `(B, T)`, *optional*):
             w_t of this process's completions, if TRL ran a forward of the policy over them.
         micro_batch_holds_groups (`bool`):
@@ -148,6 +160,7 @@ class Rollout:
 
     returns: torch.Tensor
     scale: torch.Tensor
+    token_rewards: torch.Tensor | None
     energy: torch.Tensor | None
     micro_batch_holds_groups: bool
 
@@ -176,6 +189,9 @@ class EnergyGRPOTrainer(GRPOTrainer):
         self._forwards_of_rollout: list | None = None  # (logps, [log Σπ²]) of each forward while a rollout is scored
         self._inputs_of_loss: dict | None = None  # the micro-batch while its loss is computed
         self._rewards_per_func: torch.Tensor | None = None
+        self._recorder = RewardRecorder()
+        self._completion_lengths: list[int] = []  # tokens of the rollout's completions, tool output included
+        self._prompt_of_idle_turn: list | None = None  # in a tool loop whose turns all processes must take together
         super().__init__(*args, **kwargs)
         check_trl(self)
         policy = self.model.get_base_model() if is_peft_model(self.model) else self.model
@@ -256,8 +272,40 @@ class EnergyGRPOTrainer(GRPOTrainer):
     # Overrides
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        self._rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        self._recorder, functions = RewardRecorder(), self.reward_funcs
+        self._completion_lengths = [len(ids) for ids in completion_ids_list]
+        self.reward_funcs = [
+            function
+            if isinstance(function, torch.nn.Module)
+            else self._recorder.wrap(i, self.reward_func_names[i], function, trl_utils.is_async_callable(function))
+            for i, function in enumerate(functions)
+        ]
+        try:
+            self._rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        finally:
+            self.reward_funcs = functions
         return self._rewards_per_func
+
+    def _tool_call_loop(self, prompts, prompt_ids, *args, **kwargs):
+        # Where a turn involves all processes, one that has no call left must take part in the turns of the others. TRL
+        # lets it go ahead, whereupon processes wait for each other in different places, or take each other's completions.
+        if not self._turns_are_collective():
+            return super()._tool_call_loop(prompts, prompt_ids, *args, **kwargs)
+        self._prompt_of_idle_turn = prompt_ids[0]
+        try:
+            result = super()._tool_call_loop(prompts, prompt_ids, *args, **kwargs)
+            while self._generate_together([], None, {}) is not None:
+                pass
+            return result
+        finally:
+            self._prompt_of_idle_turn = None
+
+    def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, *args, **kwargs):
+        if self._prompt_of_idle_turn is None:
+            return super()._generate_single_turn(
+                prompt_ids, images, multimodal_fields, num_generations, *args, **kwargs
+            )
+        return self._generate_together(prompt_ids, images, multimodal_fields, *args, **kwargs)
 
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
         in_rollout = self._forwards_of_rollout is not None
@@ -281,12 +329,18 @@ class EnergyGRPOTrainer(GRPOTrainer):
             energy = None if old_logps is None else self._energy_of_forward(old_logps)
         finally:
             self._forwards_of_rollout = None
-        returns, scale = self._returns_and_scale(self.generations)
+        returns, scale, factors = self._returns_and_scale(self.generations)
         micro_batches = self.args.steps_per_generation if self.model.training else 1
         rows = len(batch["completion_ids"])
         self.score_rollout(
             batch,
-            Rollout(returns, scale, energy, micro_batch_holds_groups=rows // micro_batches % self.generations == 0),
+            Rollout(
+                returns,
+                scale,
+                self._token_rewards(batch, returns, factors),
+                energy,
+                micro_batch_holds_groups=rows // micro_batches % self.generations == 0,
+            ),
         )
         return batch
 
@@ -344,16 +398,57 @@ class EnergyGRPOTrainer(GRPOTrainer):
             f"unknown: something between TRL and trl_otb replaces them. trl_otb is known to work with {WORKING_VERSIONS}."
         )
 
-    def _returns_and_scale(self, num_generations: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What GRPOTrainer forms its advantages from, before it subtracts a baseline; see [`Rollout`]."""
+    def _turns_are_collective(self) -> bool:
+        if self.accelerator.num_processes == 1:
+            return False
+        if self.use_vllm:
+            return self.vllm_mode == "server" or self.vllm_tensor_parallel_size > 1
+        deepspeed = self.accelerator.state.deepspeed_plugin
+        return self.is_fsdp_enabled or (deepspeed is not None and deepspeed.zero_stage == 3)
+
+    def _generate_together(self, prompt_ids, images, multimodal_fields, *args, **kwargs):
+        """A turn of all processes, in which those without prompts idle; None, and no turn, if none has any."""
+        own = len(prompt_ids)
+        most = self.accelerator.gather(torch.tensor([own], device=self.accelerator.device)).max().item()
+        if most == 0:
+            return None
+        idle = most - own if self.use_vllm else int(own == 0)  # vLLM's slices are of equal length on every process
+        prompt_ids = prompt_ids + [self._prompt_of_idle_turn] * idle
+        images = None if images is None else images + [None] * idle
+        ids, logprobs = super()._generate_single_turn(
+            prompt_ids, images, multimodal_fields, *args, **{"num_generations": 1, **kwargs}
+        )
+        return ids[:own], None if logprobs is None else logprobs[:own]
+
+    def _token_rewards(self, batch, returns, factors) -> torch.Tensor | None:
+        """See [`Rollout`]."""
+        credited = torch.tensor([bool(self._recorder)], device=returns.device)
+        if not self.accelerator.gather(credited).any():
+            return None
+        mask = self.generated_mask(batch)
+        own = slice(self.accelerator.process_index * len(mask), (self.accelerator.process_index + 1) * len(mask))
+        rewards = self._recorder.on_tokens(mask, self._completion_lengths, factors[own])
+        # The rest, which was given for the whole completion, is earned at its last generated token
+        rest = returns[own] - rewards.sum(dim=1)
+        positions = torch.arange(1, mask.size(1) + 1, device=mask.device)
+        last = torch.nn.functional.one_hot((mask * positions).argmax(dim=1), mask.size(1))
+        return rewards + last * rest.unsqueeze(1)
+
+    def _returns_and_scale(self, num_generations: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """
+        What GRPOTrainer forms its advantages from, before it subtracts a baseline, see [`Rollout`]; and by what each
+        function's rewards were multiplied, `(B_all, F)`.
+        """
         rewards_per_func, self._rewards_per_func = self._rewards_per_func, None
         weights = self.reward_weights.to(rewards_per_func.device)
+        factors = weights.expand_as(rewards_per_func)
         unscorable = rewards_per_func.isnan().all(dim=1)
         normalize_first = self.multi_objective_aggregation == "normalize_then_sum"
         if normalize_first:
             grouped = rewards_per_func.view(-1, num_generations, rewards_per_func.size(1))
             std = _nanstd(grouped, dim=1)
             grouped = (grouped - grouped.nanmean(dim=1, keepdim=True)) / (std.unsqueeze(1) + 1e-4)
+            factors = factors / (std + 1e-4).repeat_interleave(num_generations, dim=0)
             rewards_per_func = grouped.view_as(rewards_per_func)
         returns = (rewards_per_func * weights).nansum(dim=1)
         returns[unscorable] = torch.nan
@@ -364,7 +459,7 @@ class EnergyGRPOTrainer(GRPOTrainer):
             scale = std.repeat_interleave(num_generations) + 1e-4
         else:
             scale = torch.ones_like(returns)
-        return returns, scale
+        return returns, scale, factors
 
 
 def config_model_id(config) -> str:
