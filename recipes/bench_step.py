@@ -88,7 +88,7 @@ def _peak() -> float:
     return int(status["VmHWM"].split()[0]) / 2**10
 
 
-def build(cls, config, regime, args, model, tokenizer, folder):
+def build(cls, config, regime, args, model, tokenizer, folder, turns=1):
     vocabulary = model.config.get_text_config().vocab_size
 
     def rollout(prompts, trainer):
@@ -96,7 +96,12 @@ def build(cls, config, regime, args, model, tokenizer, folder):
         lengths = torch.randint(args.length // 2, args.length + 1, (len(prompts),), generator=g).tolist()
         prompt = torch.randint(2, vocabulary, (args.prompt_length,), generator=g).tolist()
         ids = [torch.randint(2, vocabulary, (length,), generator=g).tolist() for length in lengths]
-        return {"prompt_ids": [prompt] * len(prompts), "completion_ids": ids, "logprobs": None}
+        rollouts = {"prompt_ids": [prompt] * len(prompts), "completion_ids": ids, "logprobs": None}
+        if turns > 1:  # each ends with a quarter of tool output, but for the last
+            rollouts["env_mask"] = [
+                [int(t * 4 * turns // n % 4 < 3 or t * turns // n == turns - 1) for t in range(n)] for n in lengths
+            ]
+        return rollouts
 
     def reward(completion_ids, **kwargs):
         return [sum(i % 2 for i in ids) / len(ids) for ids in completion_ids]

@@ -36,6 +36,7 @@ from safetensors.torch import save_file
 from trl.generation.vllm_client import VLLMClient
 
 from recipes import math as math_recipe
+from recipes.common import training
 from recipes.common.policies import smollm2_policy
 from trl_otb import OTBGRPOTrainer
 
@@ -121,7 +122,7 @@ class CountingTrainer(OTBGRPOTrainer):
 
 def train(argv: list[str]) -> None:
     reload_instead_of_nccl(VLLMClient)
-    math_recipe.OTBGRPOTrainer = CountingTrainer
+    training.OTBGRPOTrainer = CountingTrainer
     settings = {
         "model_name_or_path": "smollm2",
         "output_dir": "runs/vllm_on_cpu/run",
@@ -130,7 +131,9 @@ def train(argv: list[str]) -> None:
         "vllm_mode": "server",
         "vllm_server_base_url": f"http://{HOST}:{PORT}",
     }
-    math_recipe.main([word for name, value in settings.items() for word in (f"--{name}", value)] + argv)
+    training.run(
+        math_recipe.RECIPE, [word for name, value in settings.items() for word in (f"--{name}", value)] + argv
+    )
 
 
 if __name__ == "__main__":

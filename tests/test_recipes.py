@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from recipes import math as recipe
-from recipes.common import held_out, policies, problems
+from recipes.common import held_out, policies, problems, sums, training
 from recipes.common.errors import InputError
 from tests import tiny
 
@@ -220,7 +220,7 @@ def test_prompts_for_each_kind_of_policy():
 
 def test_demonstrations_slip_at_the_stated_rates():
     rng = random.Random(0)
-    written = [policies._demonstration("3 + 4 - 2", rng) for _ in range(4000)]
+    written = [sums._demonstration("3 + 4 - 2", rng) for _ in range(4000)]
     worked = [re.fullmatch(r"(-?\d+)-2=(-?\d+)", text) for text in written]
     assert all(match or re.fullmatch(r"-?\d+", text) for match, text in zip(worked, written, strict=True))
     steps = [(int(m[1]), int(m[2])) for m in worked if m]
@@ -233,7 +233,7 @@ def test_demonstrations_slip_at_the_stated_rates():
 def short_policy(tmp_path_factory):
     """The embedded policy after a tenth of its warm start: it writes sums, mostly wrong ones."""
     folder = tmp_path_factory.mktemp("policy") / "embedded"
-    policies._warm_start(folder, steps=200)
+    policies._warm_start("sums", folder, steps=200)
     return folder
 
 
@@ -258,7 +258,7 @@ def test_smollm2_from_its_wheel(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TRL_OTB_CACHE", str(tmp_path / "cache"))
     config = str(ROOT / "recipes" / "math_smollm2.yaml")
     short = "--max_steps 1 --num_held_out_problems 4 --per_device_eval_batch_size 4 --per_device_train_batch_size 8"
-    recipe.main(["--config", config, *short.split(), "--output_dir", str(tmp_path / "run")])
+    training.run(recipe.RECIPE, ["--config", config, *short.split(), "--output_dir", str(tmp_path / "run")])
     assert "smollm2: 139,399,488 parameters" in capsys.readouterr().out  # the model's 134.5 million and the adapter's
     log = json.loads((tmp_path / "run" / "trainer_state.json").read_text())["log_history"]
     energy = next(h["otb/energy/token_mean"] for h in log if "otb/energy/token_mean" in h)
@@ -272,14 +272,14 @@ def test_smollm2_from_its_wheel(tmp_path, monkeypatch, capsys):
 @pytest.fixture
 def run(short_policy, tmp_path, monkeypatch):
     """Runs recipes/math.py in this process, small, and returns the output folder."""
-    monkeypatch.setattr(recipe, "embedded_policy", lambda: short_policy)
+    monkeypatch.setattr(training, "embedded_policy", lambda kind: short_policy)
 
     def start(*flags, output="run"):
         folder = tmp_path / output
         small = (
             "--max_steps 4 --per_device_train_batch_size 16 --num_held_out_problems 20 --per_device_eval_batch_size 40"
         )
-        recipe.main([*small.split(), "--num_train_problems", "200", "--logging_steps", "1", "--disable_tqdm", "true", "--output_dir", str(folder), *flags])  # fmt: skip
+        training.run(recipe.RECIPE, [*small.split(), "--num_train_problems", "200", "--logging_steps", "1", "--disable_tqdm", "true", "--output_dir", str(folder), *flags])  # fmt: skip
         return folder
 
     return start
@@ -426,7 +426,7 @@ def test_wrong_flags_end_without_a_traceback_from_any_folder(flags, message, tmp
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_every_yaml_is_understood(config, tmp_path):
     on_cpu = ["--use_cpu", "--bf16", "false", "--output_dir", str(tmp_path)]
-    recipe_args, args, model_args = recipe.parse(["--config", str(config), *on_cpu])
+    recipe_args, args, model_args = training.parse(recipe.RECIPE, ["--config", str(config), *on_cpu])
     written = yaml.safe_load(config.read_text())
     seen = {**vars(recipe_args), **vars(model_args), **vars(args)}
     for key in set(written) - {"use_cpu", "bf16", "output_dir", "report_to"}:
@@ -458,12 +458,12 @@ def test_accelerate_takes_its_configurations(name, distributed_type, processes):
 
 @pytest.mark.parametrize("flags", [["--model_name_or_path", "smollm2"], ["--model_name_or_path=smollm2"]])
 def test_both_spellings_of_a_flag_choose_the_models_configuration(flags):
-    _, args, model_args = recipe.parse([*flags, "--learning_rate=0.5"])
+    _, args, model_args = training.parse(recipe.RECIPE, [*flags, "--learning_rate=0.5"])
     assert (model_args.use_peft, args.max_steps, args.learning_rate) == (True, 20, 0.5)
 
 
 def test_the_cpu_default_needs_no_flag():
-    _, args, model_args = recipe.parse([])
+    _, args, model_args = training.parse(recipe.RECIPE, [])
     written = yaml.safe_load((ROOT / "recipes" / "math_cpu.yaml").read_text())
     assert (args.max_steps, args.learning_rate) == (written["max_steps"], written["learning_rate"])
     assert model_args.model_name_or_path == "embedded"

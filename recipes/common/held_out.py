@@ -73,8 +73,13 @@ class AccuracyReward(TrainerCallback):
         """Number the held-out problems, so that the reward function can tell them from training."""
         return held_out.add_column("held_out", list(range(len(held_out))))
 
-    def __call__(self, completions, completion_ids, answer, entry, held_out=None, **kwargs) -> list[float]:
-        texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
+    def __call__(
+        self, completions, completion_ids, answer, entry, held_out=None, log_metric=None, **kwargs
+    ) -> list[float]:
+        texts = [c if isinstance(c, str) else c[-1].get("content") or "" for c in completions]
+        if log_metric is not None and not isinstance(completions[0], str):
+            turns = sum(message["role"] == "assistant" for c in completions for message in c)
+            log_metric("turns", turns / len(completions))
         scores = [self.grade(find_answer(t), a, e) for t, a, e in zip(texts, answer, entry, strict=True)]
         if held_out is None:
             self.tokens_generated += sum(map(len, completion_ids))

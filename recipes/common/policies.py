@@ -4,11 +4,11 @@ import hashlib
 import importlib.util
 import inspect
 import os
-import random
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,12 +17,8 @@ from filelock import FileLock
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from . import calculator_dialogues, sums
 from .errors import InputError
-
-
-ALPHABET = "0123456789+-="
-# What the embedded policy is warm-started on, and what `reasoning_gym:chain_sum` asks by default.
-CHAIN_SUM = {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1}
 
 
 def cache_dir() -> Path:
@@ -42,18 +38,44 @@ def _cached(name: str, make: Callable[[Path], None]) -> Path:
     return folder
 
 
-def embedded_policy(steps: int = 2000) -> Path:
+@dataclass(frozen=True)
+class WarmStart:
     """
-    A folder with a 2-layer, 64-wide policy over single characters, warm-started on sums and differences.
+    What a small policy over single characters starts from.
 
-    It imitates a careless pupil: its demonstrations show partial results in seven cases of ten, and every number that
-    they work out is wrong in one case of five. What there is to learn by reinforcement is to be careful.
+    Args:
+        alphabet (`str`):
+            Its tokens, beside padding and `<eos>`.
+        demonstrations (`Callable[[int], list]`):
+            n -> n demonstrations, each a list of (text, whether the policy is to say it).
+        steps (`int`), learning_rate (`float`):
+            Of supervised training on them, 32 a step.
+        chat_template (`str`, *optional*), response_template (`dict`, *optional*):
+            How conversations are written and what the policy says is read, as transformers has it.
     """
-    recipe = hashlib.sha256((inspect.getsource(_warm_start) + inspect.getsource(_demonstration)).encode())
-    recipe.update(f"{ALPHABET} {CHAIN_SUM} {steps} torch {torch.__version__}".encode())
+
+    alphabet: str
+    demonstrations: Callable[[int], list[list[tuple[str, bool]]]]
+    steps: int
+    learning_rate: float
+    chat_template: str | None = None
+    response_template: dict | None = None
+
+
+def embedded_policy(kind: str = "sums", steps: int | None = None) -> Path:
+    """
+    A folder with a 2-layer, 64-wide policy, warm-started on what a careless pupil of `WARM_STARTS[kind]` writes down: what
+    there is to learn by reinforcement is to be careful.
+    """
+    start = WARM_STARTS[kind]
+    steps = steps or start.steps
+    recipe = hashlib.sha256(inspect.getsource(inspect.getmodule(start.demonstrations)).encode())
+    recipe.update(
+        f"{inspect.getsource(_warm_start)} {replace(start, demonstrations=None)} {steps} torch {torch.__version__}".encode()
+    )
 
     def make(folder: Path) -> None:
-        print("Warm-starting the embedded policy: under a minute, once; it is cached.", flush=True)
+        print("Warm-starting the embedded policy: a minute or less, once; it is cached.", flush=True)
         # In a process of its own: within a launched job, a trainer here would wait for the other processes, which wait
         # for this one.
         launched = (
@@ -68,36 +90,14 @@ def embedded_policy(steps: int = 2000) -> Path:
             "WORLD_SIZE",
         )
         alone = {key: value for key, value in os.environ.items() if not key.startswith(launched)}
-        command = [sys.executable, "-m", __name__, str(folder), str(steps)]
+        command = [sys.executable, "-m", __name__, kind, str(folder), str(steps)]
         subprocess.run(command, cwd=Path(__file__).parents[2], env=alone, check=True)
 
-    return _cached(f"embedded-{recipe.hexdigest()[:12]}", make)
+    return _cached(f"embedded-{kind}-{recipe.hexdigest()[:12]}", make)
 
 
-def _demonstration(expression: str, rng: random.Random) -> str:
-    """Of `"3 + 4 - 2"`: `"7-2=5"` with partial results, or `"5"`; numbers slip."""
-
-    def work_out(value: int) -> int:
-        return value + rng.choice([-10, -2, -1, 1, 2, 10]) if rng.random() < 0.2 else value
-
-    first, *rest = expression.split()
-    terms = [int(sign + digits) for sign, digits in zip(rest[::2], rest[1::2], strict=True)]
-    if rng.random() < 0.3:
-        return str(work_out(int(first) + sum(terms)))
-    written, value = "", int(first)
-    for i, term in enumerate(terms, start=1):
-        value = work_out(value + term)
-        written += str(value)
-        if i < len(terms):
-            written += "".join(f"{left:+d}" for left in terms[i:]) + "="
-    return written
-
-
-def _warm_start(folder: Path, steps: int, batch_size: int = 32) -> None:
-    import reasoning_gym
-    from trl import SFTConfig, SFTTrainer
-
-    vocabulary = ["<pad>", "<eos>", *ALPHABET]
+def character_tokenizer(start: WarmStart) -> PreTrainedTokenizerFast:
+    vocabulary = ["<pad>", "<eos>", *start.alphabet]
     backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token="<pad>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     backend.decoder = decoders.Fuse()
@@ -108,20 +108,26 @@ def _warm_start(folder: Path, steps: int, batch_size: int = 32) -> None:
         padding_side="left",
         model_input_names=["input_ids", "attention_mask"],
     )
-    rng = random.Random(0)
-    sums = reasoning_gym.create_dataset("chain_sum", size=steps * batch_size, seed=1, **CHAIN_SUM)
-    expressions = [problem["metadata"]["expression"] for problem in sums]
-    prompts = [e.replace(" ", "") + "=" for e in expressions]
-    texts = [prompt + _demonstration(e, rng) + "<eos>" for prompt, e in zip(prompts, expressions, strict=True)]
-    ids = tokenizer(texts)["input_ids"]
-    of_completion = [
-        [int(t >= len(prompt)) for t in range(len(row))] for prompt, row in zip(prompts, ids, strict=True)
-    ]
-    demonstrations = Dataset.from_dict({"input_ids": ids, "completion_mask": of_completion})
+    tokenizer.chat_template = start.chat_template
+    tokenizer.response_template = start.response_template
+    return tokenizer
+
+
+def _warm_start(kind: str, folder: Path, steps: int, batch_size: int = 32) -> None:
+    from trl import SFTConfig, SFTTrainer
+
+    start = WARM_STARTS[kind]
+    tokenizer = character_tokenizer(start)
+    ids, said = [], []
+    for segments in start.demonstrations(steps * batch_size):
+        tokens = [(token, by_policy) for text, by_policy in segments for token in tokenizer(text)["input_ids"]]
+        ids.append([token for token, _ in tokens])
+        said.append([int(by_policy) for _, by_policy in tokens])
+    demonstrations = Dataset.from_dict({"input_ids": ids, "completion_mask": said})
     torch.manual_seed(0)
     policy = Qwen3ForCausalLM(
         Qwen3Config(
-            vocab_size=len(vocabulary),
+            vocab_size=len(tokenizer),
             hidden_size=64,
             intermediate_size=128,
             num_hidden_layers=2,
@@ -144,7 +150,7 @@ def _warm_start(folder: Path, steps: int, batch_size: int = 32) -> None:
             gradient_checkpointing=False,
             max_steps=steps,
             per_device_train_batch_size=batch_size,
-            learning_rate=6e-3,
+            learning_rate=start.learning_rate,
             adam_beta2=0.98,
             lr_scheduler_type="cosine",
             warmup_steps=20,
@@ -158,6 +164,19 @@ def _warm_start(folder: Path, steps: int, batch_size: int = 32) -> None:
     ).train()
     policy.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+WARM_STARTS = {
+    "sums": WarmStart(sums.ALPHABET, sums.demonstrations, steps=2000, learning_rate=6e-3),
+    "calculator": WarmStart(
+        calculator_dialogues.ALPHABET,
+        calculator_dialogues.demonstrations,
+        steps=2000,
+        learning_rate=4e-3,
+        chat_template=calculator_dialogues.CHAT_TEMPLATE,
+        response_template=calculator_dialogues.RESPONSE_TEMPLATE,
+    ),
+}
 
 
 def smollm2_policy() -> Path:
@@ -202,4 +221,4 @@ def check_model_folder(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    _warm_start(Path(sys.argv[1]), int(sys.argv[2]))
+    _warm_start(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))

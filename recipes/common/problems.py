@@ -11,7 +11,7 @@ from datasets import Dataset, load_dataset
 from transformers import PreTrainedTokenizerBase
 
 from .errors import InputError
-from .policies import ALPHABET, CHAIN_SUM
+from .sums import CHAIN_SUM
 
 
 REASONING_GYM = "reasoning_gym:"
@@ -176,29 +176,30 @@ def _column(data: Dataset, asked_for: str | None, usual: tuple[str, ...], flag: 
 
 def with_prompts(data: Dataset, tokenizer: PreTrainedTokenizerBase, instruction: str, embedded: bool) -> Dataset:
     """
-    Add the `prompt` column: for the embedded policy the bare expression, for a tokenizer with a chat template a
-    conversation, else plain text.
+    Add the `prompt` column: a conversation for a tokenizer with a chat template, else plain text; for an embedded policy of
+    the bare expression.
 
     Raises:
         InputError: The embedded policy cannot read a question.
     """
 
     def prompt(question: str):
-        if embedded:
-            return _squeeze(question)
-        text = f"{question}\n{instruction}".strip()
-        return [{"role": "user", "content": text}] if tokenizer.chat_template else f"{text}\n"
+        text = _squeeze(question, tokenizer) if embedded else f"{question}\n{instruction}".strip()
+        if tokenizer.chat_template:
+            return [{"role": "user", "content": text}]
+        return f"{text}=" if embedded else f"{text}\n"
 
     return data.add_column("prompt", [prompt(question) for question in data["question"]])
 
 
-def _squeeze(question: str) -> str:
-    """`"... problem: 3 + 4 ="` -> `"3+4="`."""
-    prompt = re.sub(r"\s", "", question.split(":")[-1])
-    unknown = sorted(set(prompt) - set(ALPHABET))
+def _squeeze(question: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """`"... problem: 3 + 4 ="` -> `"3+4"`."""
+    prompt = re.sub(r"\s", "", question.split(":")[-1]).removesuffix("=")
+    known = "".join(sorted(token for token in tokenizer.get_vocab() if len(token) == 1))
+    unknown = sorted(set(prompt) - set(known))
     if unknown:
         raise InputError(
-            f"the embedded policy reads only the characters {ALPHABET}, and a question holds {unknown[0]!r}: "
+            f"the embedded policy reads only the characters {known}, and a question holds {unknown[0]!r}: "
             f"{question[:80]!r}. Choose a model with --model_name_or_path."
         )
     return prompt

@@ -1,0 +1,94 @@
+"""
+Sums worked out with a calculator that does one operation a call, by a careless pupil: what the embedded policy of tool_math.py
+is warm-started on.
+
+A conversation is written with few characters, `12+7-35>[12+7]<eos>{19}>[19-35]<eos>{-16}>=-16<eos>`: the problem, a call, what
+the calculator shows, the next call, and the answer.
+"""
+
+import random
+
+from .calculator import evaluate
+from .sums import expressions
+
+
+ALPHABET = "0123456789+-=[]{}>?"
+CHAIN_SUM = {"min_terms": 3, "max_terms": 4, "min_digits": 2, "max_digits": 2}
+
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+    {%- if message.role == 'user' -%}
+        {{- message.content -}}
+    {%- elif message.role == 'assistant' -%}
+        {{- '>' -}}
+        {%- for call in message.tool_calls or [] -%}
+            {%- set arguments = call.function.arguments -%}
+            {%- if call.function.name == 'calculator' and arguments.keys() | list == ['expression'] -%}
+                {{- '[' ~ arguments.expression ~ ']' -}}
+            {%- else -%}
+                {{- '[' ~ call.function.name ~ arguments | tojson ~ ']' -}}
+            {%- endif -%}
+        {%- endfor -%}
+        {{- (message.content or '') ~ eos_token -}}
+    {%- elif message.role == 'tool' -%}
+        {{- '{' ~ ('?' if message.content.startswith('{') else message.content) ~ '}' -}}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '>' -}}{%- endif -%}"""
+RESPONSE_TEMPLATE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": ">",
+    "fields": {
+        "tool_calls": {
+            "open": "[",
+            "close": "]",
+            "repeats": True,
+            "content": "text",
+            "transform": {
+                "type": "function",
+                "function": {"name": "calculator", "arguments": {"expression": "{content}"}},
+            },
+        },
+        "content": {"close": "<eos>", "content": "text"},
+    },
+}
+
+
+def demonstrations(size: int) -> list[list[tuple[str, bool]]]:
+    rng = random.Random(0)
+    return [_demonstration(e.replace(" ", ""), rng) for e in expressions(size, **CHAIN_SUM)]
+
+
+def _demonstration(expression: str, rng: random.Random) -> list[tuple[str, bool]]:
+    """
+    One time in three the pupil guesses. Else digits are miscopied, calls are left open or incomplete, and an intermediate
+    result is taken for the answer, each about one time in twenty.
+    """
+    segments = [(f"{expression}>", False)]
+    first, *terms = expression.replace("-", "+-").split("+")
+    terms = [term if term.startswith("-") else f"+{term}" for term in terms]
+    if rng.random() < 0.35:
+        guess = int(first) + sum(map(int, terms)) + rng.choice([-20, -10, -2, -1, 0, 1, 2, 10, 20])
+        return [*segments, (f"={guess}<eos>", True)]
+    shown = first
+    while terms:
+        call = _copy(shown, rng) + _copy(terms[0], rng)
+        slip = rng.random()
+        if slip < 0.11:  # left open or incomplete: the calculator shows a question mark, and the pupil tries again
+            call = call if slip < 0.06 else f"{shown}{rng.choice('+-')}]"
+            segments += [(f"[{call}<eos>", True), ("{?}>", False)]
+            continue
+        segments.append((f"[{call}]<eos>", True))
+        shown = str(evaluate(call, max_operations=1))
+        segments.append((f"{{{shown}}}>", False))
+        terms.pop(0)
+        if terms and rng.random() < 0.06:
+            break
+    return [*segments, (f"={_copy(shown, rng)}<eos>", True)]
+
+
+def _copy(number: str, rng: random.Random) -> str:
+    if rng.random() < 0.06:
+        place = rng.choice([i for i, character in enumerate(number) if character.isdigit()])
+        number = number[:place] + rng.choice("123456789") + number[place + 1 :]
+    return number
