@@ -4,6 +4,7 @@ import pytest
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM
+from trl import GRPOTrainer
 
 from tests import tiny
 from tests.recording import energies_by_softmax, first_rollout, logged, mask_of
@@ -209,6 +210,31 @@ def test_a_rollout_function_with_turns(train, model_path):
     for row, ends in enumerate(turn_ends(mask_of(batch))):
         rewards[row, ends] = torch.tensor([1.0, -0.5, 0.25][: row % 3 + 1])
     assert_is_double_loop(batch, rewards.tolist(), model_path)
+
+
+@pytest.mark.parametrize(
+    ("vllm", "counts", "idle"),
+    [(True, [2, 5], 3), (True, [2, 0], 0), (True, [0, 4], 4), (False, [2, 5], 0), (False, [0, 5], 1)],
+)
+def test_processes_take_a_turn_together(train, monkeypatch, vllm, counts, idle):
+    """vLLM deals completions out in slices of equal length, so that prompts are made up to the largest number of them."""
+    asked = []
+
+    def generate(self, prompt_ids, images, multimodal_fields, num_generations):
+        assert num_generations == 1
+        asked.append((prompt_ids, images))
+        return [[i] for i in range(len(prompt_ids))], [[0.0]] * len(prompt_ids)
+
+    monkeypatch.setattr(GRPOTrainer, "_generate_single_turn", generate)
+    trainer = train(train=False)
+    monkeypatch.setattr(trainer.accelerator, "gather", lambda own: torch.tensor(counts))
+    trainer.use_vllm, trainer._prompt_of_idle_turn = vllm, [7, 7]
+    own = [[1, 2], [3]][: counts[0]]
+    ids, logps = trainer._generate_single_turn(own, ["an image"] * len(own), {}, num_generations=1)
+    assert asked == [(own + [[7, 7]] * idle, ["an image"] * len(own) + [None] * idle)]
+    assert ids == [[0], [1]][: counts[0]] and len(logps) == counts[0]
+    monkeypatch.setattr(trainer.accelerator, "gather", lambda own: torch.tensor([0, 0]))
+    assert trainer._generate_together([], None, {}) is None and len(asked) == 1
 
 
 # Rewards along the way

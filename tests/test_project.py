@@ -33,7 +33,7 @@ def test_the_notebook_runs(tmp_path):
     resources = {"metadata": {"path": str(ROOT / "recipes")}}
     nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3", resources=resources).execute()
     pictures = [o for c in notebook.cells for o in c.get("outputs", []) if "image/png" in o.get("data", {})]
-    assert len(pictures) == 1
+    assert len(pictures) == 2
     assert str(tmp_path) in str([c["source"] for c in notebook.cells])
 
 
@@ -76,10 +76,16 @@ def test_the_file_tree_of_the_readme_exists():
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
-def test_the_python_example_of_the_readme_is_python():
-    (example,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    compile(example, "README.md", "exec")
-    assert len(example.strip().splitlines()) <= 12
+def test_the_python_examples_of_the_readme():
+    trainer, reward = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    compile(trainer, "README.md", "exec")
+    assert len(trainer.strip().splitlines()) <= 12
+    names = {}
+    exec(reward, names)
+    call = {"role": "assistant", "content": "", "tool_calls": [{}]}
+    conversation = [call, {"role": "tool", "content": "5"}, call, {"role": "tool", "content": "6"}]
+    answer = {"role": "assistant", "content": "6"}
+    assert names["progress"]([[answer], [*conversation, answer], conversation]) == [[0.0], [0.1, 0.1, 0.0], [0.1, 0.1]]
 
 
 def test_the_tested_versions_lie_in_the_promised_ranges():

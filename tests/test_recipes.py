@@ -20,13 +20,14 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from recipes import math as recipe
+from recipes import tool_math
 from recipes.common import held_out, policies, problems, sums, training
 from recipes.common.errors import InputError
 from tests import tiny
 
 
 ROOT = Path(__file__).resolve().parent.parent
-CONFIGS = sorted((ROOT / "recipes").glob("math_*.yaml"))
+CONFIGS = sorted((ROOT / "recipes").glob("*.yaml"))
 
 
 def question_and_answer(rows=10):
@@ -208,11 +209,13 @@ def test_prompts_for_each_kind_of_policy():
     data = Dataset.from_list([{"question": "State it: 3 + 4 - 5 =", "answer": "2"}])
     chat, plain = tiny.tokenizer(), tiny.tokenizer(chat_template=None)
     of = lambda tokenizer, embedded: problems.with_prompts(data, tokenizer, "Box it.", embedded)[0]["prompt"]  # noqa: E731
-    assert of(plain, True) == "3+4-5="
+    pupil, caller = (policies.character_tokenizer(policies.WARM_STARTS[kind]) for kind in ("sums", "calculator"))
+    assert of(pupil, True) == "3+4-5="
+    assert of(caller, True) == [{"role": "user", "content": "3+4-5"}]
     assert of(plain, False) == "State it: 3 + 4 - 5 =\nBox it.\n"
     assert of(chat, False) == [{"role": "user", "content": "State it: 3 + 4 - 5 =\nBox it."}]
     with pytest.raises(InputError, match=r"reads only the characters 0123456789.*'\?'.*--model_name_or_path"):
-        problems.with_prompts(Dataset.from_list(question_and_answer(1)), plain, "", True)
+        problems.with_prompts(Dataset.from_list(question_and_answer(1)), pupil, "", True)
 
 
 # The embedded policy
@@ -426,7 +429,8 @@ def test_wrong_flags_end_without_a_traceback_from_any_folder(flags, message, tmp
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_every_yaml_is_understood(config, tmp_path):
     on_cpu = ["--use_cpu", "--bf16", "false", "--output_dir", str(tmp_path)]
-    recipe_args, args, model_args = training.parse(recipe.RECIPE, ["--config", str(config), *on_cpu])
+    of = tool_math if config.stem.startswith("tool_") else recipe
+    recipe_args, args, model_args = training.parse(of.RECIPE, ["--config", str(config), *on_cpu])
     written = yaml.safe_load(config.read_text())
     seen = {**vars(recipe_args), **vars(model_args), **vars(args)}
     for key in set(written) - {"use_cpu", "bf16", "output_dir", "report_to"}:

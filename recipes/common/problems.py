@@ -195,7 +195,8 @@ def with_prompts(data: Dataset, tokenizer: PreTrainedTokenizerBase, instruction:
 def _squeeze(question: str, tokenizer: PreTrainedTokenizerBase) -> str:
     """`"... problem: 3 + 4 ="` -> `"3+4"`."""
     prompt = re.sub(r"\s", "", question.split(":")[-1]).removesuffix("=")
-    known = "".join(sorted(token for token in tokenizer.get_vocab() if len(token) == 1))
+    vocabulary = tokenizer.get_vocab()
+    known = "".join(sorted((token for token in vocabulary if len(token) == 1), key=vocabulary.get))
     unknown = sorted(set(prompt) - set(known))
     if unknown:
         raise InputError(
