@@ -386,7 +386,7 @@ def test_ctrl_c_leaves_a_checkpoint_that_resumes_exactly(run, monkeypatch, capsy
     ],
 )
 def test_wrong_input_is_named_before_a_model_is_loaded(run, flags, message, monkeypatch):
-    monkeypatch.setattr(recipe, "OTBGRPOTrainer", lambda **kwargs: pytest.fail("a trainer was constructed"))
+    monkeypatch.setattr(training, "OTBGRPOTrainer", lambda **kwargs: pytest.fail("a trainer was constructed"))
     with pytest.raises(ValueError, match=message):
         run(*flags)
 
