@@ -1,0 +1,258 @@
+"""
+Exact gradient variance: pools of completions, the Gram matrix of all their token scores, and what follows from it.
+
+For a fixed policy and prompt, the score of a token is the gradient of its log-prob with respect to the trainable parameters.
+Tokens with the same history have the same score, so it is taken once for each node of the tree that the completions form. With
+the Gram matrix K of the nodes, the squared norm of any estimator's gradient is a quadratic form, whatever its advantages.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+
+from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
+
+
+@dataclass
+class Pool:
+    """
+    M completions of one prompt, U the number of different histories that end in a generated token.
+
+    Args:
+        rewards (`torch.Tensor` of shape `(M,)`):
+            Terminal rewards.
+        energy (`torch.Tensor` of shape `(M, T)`):
+            w_t by the logit-gradient proxy, generated tokens side by side from the left.
+        node (`torch.Tensor` of shape `(M, T)`):
+            The token's row in `gram`, -1 after the completion's end.
+        gram (`torch.Tensor` of shape `(U, U)`):
+            Inner products of token scores, float32.
+        head_norms (`torch.Tensor` of shape `(U, 2)`):
+            Squared norms of the score with respect to the LM head's input, and of the proxy, for comparison.
+        completions (`list[list[int]]`):
+            Their ids, tool output included.
+    """
+
+    rewards: torch.Tensor
+    energy: torch.Tensor
+    node: torch.Tensor
+    gram: torch.Tensor
+    head_norms: torch.Tensor
+    completions: list[list[int]]
+
+    @property
+    def mask(self) -> torch.Tensor:
+        return self.node >= 0
+
+    @property
+    def exact_energy(self) -> torch.Tensor:
+        """`(M, T)` squared norms of the exact scores."""
+        return self.gram.diagonal()[self.node.clamp(min=0)] * self.mask
+
+    def save(self, path: Path) -> None:
+        unfinished = path.with_suffix(".unfinished")
+        torch.save(vars(self), unfinished)
+        unfinished.rename(path)
+
+    @classmethod
+    def load(cls, path: Path) -> "Pool":
+        return cls(**torch.load(path, weights_only=True))
+
+
+class PoolTrainer(OTBGRPOTrainer):
+    """Trains nothing: turns each rollout, M completions of one prompt, into a [`Pool`]."""
+
+    def __init__(self, *args, trainable: Callable[[str], bool], keep: Callable[[Pool], None], **kwargs):
+        self._trainable, self._keep = trainable, keep
+        super().__init__(*args, **kwargs)
+
+    def score_micro_batch(self, inputs, energy):
+        super().score_micro_batch(inputs, energy)
+        self.model.eval()
+        with torch.enable_grad():
+            self._keep(pool_of(self.model, inputs, energy, self.generated_mask(inputs), self._trainable))  # fmt: skip
+        self.model.train()
+
+
+def sample_pools(
+    model: str,
+    tokenizer,
+    reward: Callable,
+    dataset: Dataset,
+    pool_size: int,
+    keep: Callable[[Pool], None],
+    *,
+    tools=None,
+    trainable: Callable[[str], bool] = lambda name: True,
+    max_completion_length: int = 72,
+    seed: int = 0,
+) -> None:
+    """Sample `pool_size` completions of each prompt of `dataset`, in order, and hand their [`Pool`]s to `keep`."""
+    args = OTBGRPOConfig(
+        output_dir="runs/laboratory",
+        num_generations=pool_size,
+        per_device_train_batch_size=pool_size,
+        max_completion_length=max_completion_length,
+        max_tool_calling_iterations=6,
+        max_steps=len(dataset),
+        shuffle_dataset=False,
+        learning_rate=0.0,
+        save_strategy="no",
+        logging_strategy="no",
+        report_to="none",
+        gradient_checkpointing=False,
+        use_cpu=not torch.accelerator.is_available(),
+        bf16=False,
+        model_init_kwargs={"attn_implementation": "eager", "dtype": "float32"},
+        disable_tqdm=True,
+        seed=seed,
+    )
+    PoolTrainer(
+        model,
+        reward,
+        args=args,
+        train_dataset=dataset,
+        processing_class=tokenizer,
+        tools=tools,
+        trainable=trainable,
+        keep=keep,
+    ).train()
+
+
+def pool_of(model, inputs, energy, mask, trainable) -> Pool:
+    parameters = [p for name, p in model.named_parameters() if p.requires_grad and trainable(name)]
+    rows = len(mask)
+    longest = int(mask.sum(1).max())
+    node = torch.full((rows, longest), -1)
+    energies = torch.zeros(rows, longest)
+    nodes: dict[tuple[int, ...], int] = {}
+    scores, head_norms = [], []
+    for row in range(rows):
+        prompt = inputs["prompt_ids"][row][inputs["prompt_mask"][row].bool()]
+        completion = inputs["completion_ids"][row][inputs["completion_mask"][row].bool()]
+        history, generated = completion.tolist(), mask[row].nonzero().squeeze(1).tolist()
+        new = [t for t in generated if tuple(history[: t + 1]) not in nodes]
+        if new:
+            exact, of_head = token_scores(model, parameters, prompt, completion, new)
+            scores.append(exact)
+            head_norms.append(of_head)
+            for t in new:
+                nodes[tuple(history[: t + 1])] = len(nodes)
+        node[row, : len(generated)] = torch.tensor([nodes[tuple(history[: t + 1])] for t in generated])
+        energies[row, : len(generated)] = energy[row, generated]
+    scores = torch.cat(scores)
+    rewards = inputs["rewards"]
+    return Pool(
+        rewards=rewards if rewards.dim() == 1 else rewards.sum(1),
+        energy=energies,
+        node=node,
+        gram=scores @ scores.T,
+        head_norms=torch.cat(head_norms),
+        completions=[ids[m.bool()].tolist() for ids, m in zip(inputs["completion_ids"], inputs["completion_mask"], strict=True)],
+    )  # fmt: skip
+
+
+def token_scores(model, parameters, prompt, completion, positions) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Scores of the completion's tokens at `positions`: `(len(positions), parameters)`; and, `(len(positions), 2)`, the squared
+    norms of the score with respect to the LM head's input and to the logits.
+    """
+    ids = torch.cat([prompt, completion]).unsqueeze(0)
+    at = torch.tensor(positions) + len(prompt) - 1
+    hidden = []
+    handle = model.get_output_embeddings().register_forward_pre_hook(lambda module, args: hidden.append(args[0]))
+    logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0, at].float()
+    handle.remove()
+    logps = logits.log_softmax(-1)
+    tokens = completion[torch.tensor(positions)]
+    chosen = logps.gather(1, tokens.unsqueeze(1)).squeeze(1)
+    eye = torch.eye(len(positions))
+    of_hidden, *gradients = torch.autograd.grad(chosen, [hidden[0], *parameters], eye, is_grads_batched=True)
+    with torch.no_grad():
+        head = of_hidden[:, 0].square().sum((1, 2))
+        of_logits = torch.nn.functional.one_hot(tokens, logps.size(1)) - logps.exp()
+        return torch.cat([g.flatten(1) for g in gradients], 1), torch.stack([head, of_logits.square().sum(1)], 1)
+
+
+@dataclass
+class Moments:
+    """
+    Of an estimator ĝ from groups of N: E‖ĝ‖², ‖Eĝ‖², and with the true gradient g, ⟨Eĝ, g⟩ and ‖g‖², all estimated
+    without bias from groups that share no completion, and averaged over ways to deal the pool into groups.
+    """
+
+    square: float
+    signal: float
+    with_truth: float
+    truth: float
+
+    @property
+    def noise(self) -> float:
+        """tr Var(ĝ)."""
+        return self.square - self.signal
+
+    def __add__(self, other: "Moments") -> "Moments":
+        return Moments(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+    @property
+    def noise_to_signal(self) -> float:
+        return self.noise / self.signal
+
+    @property
+    def cosine(self) -> float:
+        """Of Eĝ to the true gradient."""
+        return self.with_truth / (self.signal * self.truth) ** 0.5
+
+
+def moments(
+    pool: Pool,
+    estimators: dict[str, Callable],
+    n: int,
+    deals: int,
+    seed: int = 0,
+    exact: bool = False,
+) -> dict[str, Moments]:
+    """
+    Moments of the gradient ĝ = 1/N Σ_i Σ_t A_{t,i} s_{t,i} of a group of `n`, for each of `estimators`, functions
+    (rewards, energy, mask, n) -> advantages `(M, T)`. The true gradient is estimated by leave-one-out means.
+    """
+    rng = torch.Generator().manual_seed(seed)
+    size = len(pool.rewards) // n * n
+    groups = size // n
+    if groups < 2:
+        raise ValueError(f"A pool of {len(pool.rewards)} has fewer than two groups of {n}.")
+    energy = pool.exact_energy if exact else pool.energy
+    node, mask, gram = pool.node.clamp(min=0), pool.mask, pool.gram.double()
+    of_group = torch.arange(size) // n
+    sums = {name: [0.0] * 4 for name in estimators}
+    for _ in range(deals):
+        order = torch.randperm(len(pool.rewards), generator=rng)[:size]
+        rewards, w, m = pool.rewards[order], energy[order], mask[order]
+        nodes = node[order]
+
+        index = (of_group.unsqueeze(1) * len(gram) + nodes)[m]
+
+        def of_nodes(advantages, index=index, m=m):
+            """(G, U) what each group's gradient is of the nodes' scores."""
+            flat = torch.zeros(groups * len(gram), dtype=torch.float64)
+            return flat.index_add_(0, index, advantages[m].double() / n).view(groups, len(gram))
+
+        total = rewards.view(-1, n).sum(1).repeat_interleave(n)
+        leave_one_out = ((rewards - (total - rewards) / (n - 1)).unsqueeze(1)).expand(m.shape)
+        truth = of_nodes(leave_one_out)
+        truth_k = truth @ gram
+        unlike = lambda full, own: (full - own) / (groups * (groups - 1))  # noqa: E731
+        truth_square = unlike(truth_k.sum(0) @ truth.sum(0), (truth_k * truth).sum())
+        for name, estimator in estimators.items():
+            c = of_nodes(estimator(rewards, w, m, n))
+            c_k = c @ gram
+            own = (c_k * c).sum()
+            row = sums[name]
+            row[0] += (own / groups).item() / deals
+            row[1] += unlike(c_k.sum(0) @ c.sum(0), own).item() / deals
+            row[2] += unlike(c_k.sum(0) @ truth.sum(0), (c_k * truth).sum()).item() / deals
+            row[3] += truth_square.item() / deals
+    return {name: Moments(*row) for name, row in sums.items()}

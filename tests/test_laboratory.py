@@ -1,0 +1,120 @@
+"""The variance laboratory: scores and moments against independent computations."""
+
+import itertools
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM
+
+from recipes.studies.laboratory import Moments, Pool, moments, sample_pools
+from tests import tiny
+from trl_otb.baselines import compute_advantages
+
+
+@pytest.fixture(scope="module")
+def pools(tmp_path_factory):
+    path = tiny.save_model(tmp_path_factory.mktemp("model"))
+    data = Dataset.from_dict({"prompt": ["1+2=", "3+4="]})
+    kept = []
+    sample_pools(path, tiny.tokenizer(), tiny.even_bytes, data, 12, kept.append, max_completion_length=6)
+    return path, kept
+
+
+def test_scores_are_gradients_of_log_probs(pools):
+    """Every entry of the Gram matrix, by one backward a token."""
+    path, (pool, _) = pools
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    tokenizer = tiny.tokenizer()
+    gradients, nodes = [], []
+    for row in (0, 5):
+        prompt = tokenizer("1+2=")["input_ids"]
+        completion = pool.completions[row]
+        assert len(completion) == pool.mask[row].sum()
+        ids = torch.tensor([prompt + completion])
+        for t, token in enumerate(completion):
+            logits = model(input_ids=ids).logits[0, len(prompt) + t - 1]
+            model.zero_grad()
+            logits.log_softmax(-1)[token].backward()
+            gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+            nodes.append(int(pool.node[row, t]))
+            proxy = (torch.nn.functional.one_hot(torch.tensor(token), len(logits)) - logits.softmax(-1)).square().sum()
+            torch.testing.assert_close(pool.energy[row, t], proxy, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(pool.head_norms[pool.node[row, t], 1], proxy, atol=1e-5, rtol=1e-5)
+    gradients = torch.stack(gradients)
+    torch.testing.assert_close(pool.gram[nodes][:, nodes], gradients @ gradients.T, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(pool.exact_energy[0, 0], gradients[0].square().sum(), atol=1e-4, rtol=1e-4)
+
+
+def test_the_same_history_is_one_node(pools):
+    _, kept = pools
+    for pool in kept:
+        histories = {}
+        for row, completion in enumerate(pool.completions):
+            for t in range(len(completion)):
+                assert histories.setdefault(tuple(completion[: t + 1]), int(pool.node[row, t])) == pool.node[row, t]
+        assert len(histories) == len(pool.gram) == len(set(histories.values()))
+
+
+def group_mean(r, w, m, n):
+    return compute_advantages(r, w, m, n, baseline="group_mean")
+
+
+def otb(r, w, m, n):
+    return compute_advantages(r, w, m, n)
+
+
+def small_pool(size=6):
+    g = torch.Generator().manual_seed(0)
+    scores = torch.randn(2 * size, 3, generator=g)
+    node = torch.arange(2 * size).view(size, 2)
+    node[0, 1] = -1
+    rewards = torch.randn(size, generator=g)
+    return Pool(
+        rewards, torch.rand(size, 2, generator=g), node, scores @ scores.T, torch.zeros(2 * size, 2), []
+    ), scores
+
+
+def test_moments_are_those_of_all_ordered_pairs_of_groups():
+    """With groups of 2 from 6, every way to deal them can be listed: the average over deals tends to the average over them."""
+    pool, scores = small_pool()
+
+    def gradient(rows, estimator):
+        rows = list(rows)
+        a = estimator(pool.rewards[rows], pool.energy[rows], pool.mask[rows], 2)
+        return (
+            sum(a[i, t] * scores[pool.node[r, t]] for i, r in enumerate(rows) for t in range(2) if pool.mask[r, t]) / 2
+        )
+
+    def rloo(r, w, m, n):
+        return compute_advantages(r, w, m, n, baseline="rloo")
+
+    pairs = list(itertools.combinations(range(6), 2))
+    disjoint = [(a, b) for a in pairs for b in pairs if not set(a) & set(b)]
+    expected = Moments(
+        sum(gradient(a, otb).square().sum().item() for a in pairs) / len(pairs),
+        sum((gradient(a, otb) @ gradient(b, otb)).item() for a, b in disjoint) / len(disjoint),
+        sum((gradient(a, otb) @ gradient(b, rloo)).item() for a, b in disjoint) / len(disjoint),
+        sum((gradient(a, rloo) @ gradient(b, rloo)).item() for a, b in disjoint) / len(disjoint),
+    )
+    actual = moments(pool, {"otb": otb}, 2, deals=4000)["otb"]
+    for name in vars(expected):
+        assert getattr(actual, name) == pytest.approx(getattr(expected, name), rel=0.05, abs=0.02), name
+
+
+def test_the_group_mean_is_rloo_scaled(pools):
+    """Identical up to (n − 1)/n, so the same noise to signal and a cosine of 1."""
+    _, (pool, _) = pools
+    seen = moments(pool, {"group_mean": group_mean, "rloo": lambda r, w, m, n: compute_advantages(r, w, m, n, baseline="rloo")}, 4, 50)  # fmt: skip
+    a, b = seen["group_mean"], seen["rloo"]
+    assert a.square == pytest.approx(b.square * 9 / 16) and a.signal == pytest.approx(b.signal * 9 / 16)
+    assert b.with_truth == pytest.approx(b.truth)
+
+
+def test_pools_survive_the_disk_and_too_small_ones_are_named(pools, tmp_path):
+    _, (pool, _) = pools
+    pool.save(tmp_path / "0.pt")
+    again = Pool.load(tmp_path / "0.pt")
+    assert torch.equal(again.gram, pool.gram) and again.completions == pool.completions
+    with pytest.raises(ValueError, match="pool of 12 has fewer than two groups of 8"):
+        moments(pool, {"otb": otb}, 8, 1)
