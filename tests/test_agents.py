@@ -11,7 +11,7 @@ from tests.recording import energies_by_softmax, first_rollout, logged, mask_of
 from tests.scripted import TOOLS, TURNS, script_turns
 from tests.test_baselines import double_loop
 from trl_otb import TokenRewards
-from trl_otb.baselines import ALIGNMENTS, BASELINES
+from trl_otb.baselines import ALIGNMENTS, BASELINES, TOKEN_BASELINES
 from trl_otb.rewards import turn_ends
 
 
@@ -86,13 +86,13 @@ def test_the_mask_is_what_the_policy_said(train, monkeypatch):
 
 
 @pytest.mark.parametrize("alignment", ALIGNMENTS)
-@pytest.mark.parametrize("zero_tail", [True, False])
-def test_tools(train, monkeypatch, model_path, alignment, zero_tail):
+@pytest.mark.parametrize("options", [{"zero_tail": True}, {"zero_tail": False}, {"baseline": "otb_shrunk"}], ids=str)
+def test_tools(train, monkeypatch, model_path, alignment, options):
     script_turns(monkeypatch)
-    trainer = train(reward_funcs=by_length, tools=TOOLS, alignment=alignment, zero_tail=zero_tail, **AGENT)
+    trainer = train(reward_funcs=by_length, tools=TOOLS, alignment=alignment, **options, **AGENT)
     batch = first_rollout(trainer)
     assert (mask_of(batch).sum(1) < batch["completion_mask"].sum(1)).sum() == 5
-    assert_is_double_loop(batch, rewards_of(batch), model_path, alignment=alignment, zero_tail=zero_tail)
+    assert_is_double_loop(batch, rewards_of(batch), model_path, alignment=alignment, **options)
 
 
 def test_the_default_alignment_counts_generated_tokens(train):
@@ -298,7 +298,7 @@ def test_turns_of_one_conversation(train, monkeypatch, model_path):
     assert logged(trainer, "reward") == [pytest.approx(rewards.sum(1).mean().item())]
 
 
-@pytest.mark.parametrize("baseline", [b for b in BASELINES if b != "otb"])
+@pytest.mark.parametrize("baseline", [b for b in BASELINES if b not in TOKEN_BASELINES])
 def test_baselines_of_completions_use_the_sum(train, baseline):
     def tokens(completion_ids, **kwargs):
         return [TokenRewards([0.1 * (i % 2 == 0) for i in ids]) for ids in completion_ids]

@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from trl_otb import baselines
-from trl_otb.baselines import BASELINES, compute_advantages, compute_baselines, lone_tail, reward_to_go
+from trl_otb.baselines import (
+    BASELINES,
+    TOKEN_BASELINES,
+    compute_advantages,
+    compute_baselines,
+    lone_tail,
+    reward_to_go,
+)
 from trl_otb.energy import token_energy
 
 
@@ -37,7 +44,12 @@ class Group:
 
 
 OPTIONS = [
-    *[{"baseline": b, "leave_one_out": loo} for b in BASELINES if b != "otb" for loo in (False, True)],
+    *[{"baseline": b, "leave_one_out": loo} for b in BASELINES if b not in TOKEN_BASELINES for loo in (False, True)],
+    *[
+        {"baseline": "otb_shrunk", "alignment": a, "leave_one_out": loo}
+        for a in ("generated", "position")
+        for loo in (False, True)
+    ],
     *[
         {"alignment": a, "zero_tail": z, "leave_one_out": loo}
         for a in ("generated", "position")
@@ -81,9 +93,23 @@ def double_loop(
         others = [j for j in range(first, first + n) if not math.isnan(total[j]) and j != i]
         for t, (p, own, own_energy) in steps[i].items():
             if n == 1:
-                out[i][p] = own if baseline == "otb" else total[i]
+                out[i][p] = own if baseline in TOKEN_BASELINES else total[i]
                 continue
-            if baseline != "otb":
+            if baseline == "otb_shrunk":
+                terms = []
+                for j in others if leave_one_out else [*others, i]:
+                    last, to_go, energy_before = -1, total[j], 0.0
+                    now = 0.0  # the energy of j's t-th token, if it has one
+                    for u, (_, g, e) in sorted(steps[j].items()):
+                        if u == t:
+                            now = e - energy_before
+                        if u <= t:
+                            to_go = g
+                        energy_before, last = e, u
+                    if alignment == "position" and dense and t <= last:  # also between j's own tokens
+                        to_go = sum(rewards[j][t:])
+                    terms.append((energy_before + 2.0 * now, to_go))
+            elif baseline != "otb":
                 out_of_group = leave_one_out or baseline == "rloo"
                 members = others if out_of_group else [*others, i]
                 weight = {
@@ -139,6 +165,38 @@ def test_ogb_is_otb_at_the_last_token_of_equally_long_completions():
     torch.testing.assert_close(
         x.advantages(mask=full, baseline="ogb")[:, -1], x.advantages(mask=full)[:, -1], atol=1e-6, rtol=0
     )
+
+
+def test_shrunk_baseline_is_ogb_where_no_token_stands_out_and_by_hand_else():
+    """One completion of one token, one of two; W_T = 1 and 2; κ = 2."""
+    rewards, mask = torch.tensor([1.0, 0.0]), torch.tensor([[1, 0], [1, 1]])
+    even = torch.tensor([[1.0, 0.0], [1.0, 1.0]])
+    shrunk = compute_baselines(rewards, even, mask, 2, baseline="otb_shrunk")
+    # t = 1: (1 + 2·1)·1 / (3 + (2 + 2·1)) = 3/7; t = 2, where the first has ended: 1·1 / (1 + (2 + 2·1)) = 1/5
+    torch.testing.assert_close(shrunk[1], torch.tensor([3 / 7, 1 / 5]))
+    same = torch.full((2, 2), 0.5)  # equal lengths and energies: no time is unlike another
+    shrunk, ogb = (compute_baselines(rewards, same, torch.ones(2, 2), 2, baseline=b) for b in ("otb_shrunk", "ogb"))
+    torch.testing.assert_close(shrunk, ogb.expand(2, 2))
+
+
+def test_shrunk_baseline_minimises_the_penalised_power():
+    """By gradient descent on what the module's docstring minimises."""
+    x = Group()
+    rewards, energy, mask = x.rewards[:4], (x.energy * x.mask)[:4], torch.ones(4, 12)
+    total = energy.sum(1)
+    group = (total * rewards).sum() / total.sum()
+    b = torch.zeros(12, requires_grad=True)
+    optimizer = torch.optim.LBFGS([b], max_iter=200, tolerance_grad=1e-9)
+
+    def power():
+        optimizer.zero_grad()
+        value = (energy * (rewards.unsqueeze(1) - b).square()).sum() + (total.sum() / 2 * (b - group).square()).sum()
+        value.backward()
+        return value
+
+    optimizer.step(power)
+    shrunk = compute_baselines(rewards, energy, mask, 4, baseline="otb_shrunk")
+    torch.testing.assert_close(shrunk[0], b.detach(), atol=1e-4, rtol=1e-4)
 
 
 def test_leave_one_out_relation():
@@ -381,7 +439,7 @@ def test_inputs_are_left_alone():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"baseline": "mean"}, "'mean'.*'otb', 'ogb', 'opo', 'rloo', 'group_mean'"),
+        ({"baseline": "mean"}, "'mean'.*'otb', 'otb_shrunk', 'ogb', 'opo', 'rloo', 'group_mean'"),
         ({"alignment": "turn"}, "'turn'.*'generated', 'position'"),
         ({"num_generations": 5}, "5 and there are 12 rows"),
         ({"num_generations": 0}, "0 and there are 12 rows"),

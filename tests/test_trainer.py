@@ -23,7 +23,7 @@ from trl import GRPOConfig, GRPOTrainer
 from tests import tiny
 from tests.recording import Recording, energies_by_softmax, first_rollout, logged, mask_of
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer, trl_seam
-from trl_otb.baselines import BASELINES, compute_advantages
+from trl_otb.baselines import BASELINES, TOKEN_BASELINES, compute_advantages
 from trl_otb.config import LOSS_TYPES
 from trl_otb.metrics import STATISTICS, completion_statistics, summarize
 
@@ -128,7 +128,7 @@ def test_advantages_are_those_of_a_float64_softmax(train, model_path, source, ba
     )
     expected = compute_advantages(rewards, energy, mask_of(batch), 4, baseline=baseline)
     actual = batch["advantages"]
-    if baseline != "otb":
+    if baseline not in TOKEN_BASELINES:
         actual = actual.unsqueeze(1) * mask_of(batch)
     torch.testing.assert_close(actual, expected, atol=2e-6, rtol=0)
     assert expected.abs().max() > 0.01
@@ -615,7 +615,7 @@ def test_wrong_kind_of_args(model_path):
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ({"baseline": "mean"}, "`baseline` is 'mean'.*'otb', 'ogb', 'opo', 'rloo', 'group_mean'"),
+        ({"baseline": "mean"}, "`baseline` is 'mean'.*'otb', 'otb_shrunk', 'ogb', 'opo', 'rloo', 'group_mean'"),
         ({"alignment": "turn"}, "`alignment` is 'turn'.*'generated', 'position'"),
         ({"scale_rewards": "std"}, "`scale_rewards` is 'std'.*'none', 'group'"),
         ({"loss_type": "ppo"}, "`loss_type` is 'ppo'.*'dapo'"),

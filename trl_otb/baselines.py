@@ -9,6 +9,15 @@ Every baseline is a weighted mean of the group's returns, B = Σ_i ω_i G_i / Σ
 | `"opo"`        | generated tokens        | a group      | OPO, https://arxiv.org/abs/2505.23585    |
 | `"ogb"`        | total energy W_T        | a group      | the constant that minimises variance    |
 | `"otb"`        | realized energy W_t     | a position t | Theorem 4.1, https://arxiv.org/abs/2602.07078 |
+| `"otb_shrunk"` | W_T + κ w_t, κ = 2      | a position t | below                                   |
+
+`"otb_shrunk"` is for small groups, where few completions reach a late token and a baseline of their own for every token is
+mostly noise. If the scores of different tokens were orthogonal, the power of the gradient under baselines b_t would be
+Σ_t Σ_i w_{t,i} (G_{t,i} − b_t)², least at the mean weighted by w_t. It is minimised here with a penalty (Σ_i W_{T,i} / κ) (b_t − b)²
+at every t that pulls b_t towards one number for the group, b = Σ_i W_{T,i} G_{t,i} / Σ_i W_{T,i}; setting the derivative to 0
+gives the weights above. Completions that have ended stay in the mean with W_T and the reward-to-go of their last token,
+which for a terminal reward is the return, so there is no lone tail. κ was chosen, and the result measured, on exact
+gradients: recipes/studies/README.md.
 """
 
 import torch
@@ -16,10 +25,12 @@ import torch
 from .energy import realized_energy
 
 
-BASELINES = ("otb", "ogb", "opo", "rloo", "group_mean")
-ENERGY_BASELINES = ("otb", "ogb")  # the others never look at the energies
+BASELINES = ("otb", "otb_shrunk", "ogb", "opo", "rloo", "group_mean")
+ENERGY_BASELINES = ("otb", "otb_shrunk", "ogb")  # the others never look at the energies
+TOKEN_BASELINES = ("otb", "otb_shrunk")  # of the reward-to-go of every token; the others are of whole completions
 ALIGNMENTS = ("generated", "position")
 
+_KAPPA = 2.0  # of `"otb_shrunk"`
 _SOME = 1e-30  # weight added to everybody's: lost in rounding, unless all are 0, where it leaves the plain mean
 _BLOCK = 2**18  # tokens whose intermediate results a processor core can keep in its cache
 
@@ -75,8 +86,7 @@ def compute_baselines(
     The baseline B that [`compute_advantages`] subtracts; same arguments.
 
     Returns:
-        `torch.Tensor`, float32, of shape `(B, 1)` where one number serves a whole completion (every baseline but
-        `"otb"`), else `(B, T)`. Meaningless where `mask` is 0 and for completions whose reward is NaN.
+        `torch.Tensor`, float32, of shape `(B, T)` for `TOKEN_BASELINES`, else `(B, 1)`, one number for a completion. Meaningless where `mask` is 0 and for completions whose reward is NaN.
 
     Raises:
         ValueError: An option is unknown, or the shapes disagree.
@@ -106,11 +116,11 @@ def compute_advantages(
 
     Args:
         rewards (`torch.Tensor` of shape `(B,)` or `(B, T)`):
-            One return a completion, or a reward a token. Of the latter `"otb"` forms the reward-to-go G_t
-            ([`reward_to_go`]); the other baselines are defined on whole completions and use the sum, as GRPO does.
+            One return a completion, or a reward a token. Of the latter the `TOKEN_BASELINES` form the reward-to-go G_t
+            ([`reward_to_go`]); the others are defined on whole completions and use the sum, as GRPO does.
             A NaN marks an unscorable completion: it leaves its group's baseline and gets advantage 0.
         energy (`torch.Tensor` of shape `(B, T)`):
-            w_t, see [`~trl_otb.energy.token_energy`]. Read by `"otb"` and `"ogb"` alone, and only where `mask` is 1.
+            w_t, see [`~trl_otb.energy.token_energy`]. Read by `ENERGY_BASELINES` alone, and only where `mask` is 1.
         mask (`torch.Tensor` of shape `(B, T)`):
             1 on tokens that the policy generated.
         num_generations (`int`):
@@ -118,7 +128,7 @@ def compute_advantages(
         baseline (`str`, *optional*, defaults to `"otb"`):
             One of `BASELINES`.
         alignment (`str`, *optional*, defaults to `"generated"`):
-            For `"otb"`, what t counts: generated tokens, or positions of the completion (`"position"`, the reference's
+            For `TOKEN_BASELINES`, what t counts: generated tokens, or positions of the completion (`"position"`, the reference's
             single-turn form). The two differ where tool output stands between generated tokens.
         zero_tail (`bool`, *optional*, defaults to `True`):
             For `"otb"`, on the lone tail ([`lone_tail`]): B_t = 0, so A_t = G_t, as the reference does. If `False`,
@@ -204,7 +214,7 @@ def _block(
 ):
     """Baselines of whole groups or, `subtracted` from the returns, advantages."""
     scorable = _scorable(rewards).unsqueeze(1)  # (B, 1)
-    returns = _returns_to_go(rewards) if baseline == "otb" else _total_returns(rewards).unsqueeze(1)
+    returns = _returns_to_go(rewards) if baseline in TOKEN_BASELINES else _total_returns(rewards).unsqueeze(1)
     returns = returns.masked_fill(~scorable, 0.0)  # (B, 1) or (B, T)
     mask = mask.long() if scorable.all() else mask.long() * scorable
     if importance_weights is not None:
@@ -212,9 +222,10 @@ def _block(
 
     if num_generations == 1:  # no group to estimate a baseline from, as in the reference
         baselines = torch.zeros(len(rewards), 1, device=mask.device)
-    elif baseline == "otb":
+    elif baseline in TOKEN_BASELINES:
+        shrunk = scorable if baseline == "otb_shrunk" else None
         return _token_baseline(
-            returns, energy.float(), mask, num_generations, alignment, zero_tail, leave_one_out, subtracted
+            returns, energy.float(), mask, num_generations, alignment, zero_tail, leave_one_out, subtracted, shrunk
         )
     else:
         if baseline == "opo":
@@ -286,22 +297,33 @@ def _weighted_group_mean(returns, weights, own_left_out):
     return _sum_group(weights * returns, own_left_out) / _sum_group(weights, own_left_out).clamp_(min=1e-38)
 
 
-def _token_baseline(returns, energy, mask, num_generations, alignment, zero_tail, leave_one_out, subtracted):
-    """(B, T) B_t of Theorem 4.1 or, `subtracted` from the returns, A_t; 0 where `mask` is 0."""
+def _token_baseline(
+    returns, energy, mask, num_generations, alignment, zero_tail, leave_one_out, subtracted, shrunk=None
+):
+    """
+    (B, T) B_t of Theorem 4.1 or, `subtracted` from the returns, A_t; 0 where `mask` is 0. With `shrunk`, `(B, 1)` whether
+    the completion is scorable, that of `"otb_shrunk"`.
+    """
     positions = torch.arange(mask.size(1), device=mask.device)
     squeeze = alignment == "generated"
     if squeeze:
         slots = mask.cumsum(dim=1)  # 1, 2, … for generated tokens, and below 0, a column that is cut off, for others
         ends = slots[:, -1:].clone()
         slots &= -mask
-        weights = _squeeze(energy, slots).cumsum(dim=1)
+        energy = _squeeze(energy, slots)
         returns = _squeeze(returns, slots) if returns.size(1) > 1 else returns
         present = (ends - positions.float()).clamp_(0, 1)
     else:
-        weights = realized_energy(energy, mask)
+        energy = energy.masked_fill(mask == 0, 0.0)
         ends = (mask * (positions + 1)).amax(dim=1, keepdim=True)
         present = mask.float()
-    weights = weights.add_(_SOME).mul_(present)
+    if shrunk is None:
+        weights = energy.cumsum(dim=1).add_(_SOME).mul_(present)
+    else:
+        weights = (energy.cumsum(dim=1)[:, -1:] + _KAPPA * energy).add_(_SOME).mul_(shrunk)
+        zero_tail = False
+        if returns.size(1) > 1:  # after its last token a completion keeps that token's reward-to-go
+            returns = torch.where(positions < ends, returns, returns.gather(1, (ends - 1).clamp(min=0)))
 
     def grouped(x):
         return x.view(-1, num_generations, x.size(1))
@@ -310,7 +332,7 @@ def _token_baseline(returns, energy, mask, num_generations, alignment, zero_tail
     if zero_tail:
         second_longest = grouped(ends).topk(2, dim=1).values[:, 1:]
         baseline.masked_fill_(positions >= second_longest, 0.0)
-    elif leave_one_out:
+    elif leave_one_out and shrunk is None:
         alone = _sum_group(grouped(present), own_left_out=True) == 0
         baseline = torch.where(alone, grouped(returns), baseline)
     values = grouped(returns) - baseline if subtracted else baseline.expand(-1, num_generations, -1)

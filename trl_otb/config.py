@@ -3,7 +3,7 @@ from dataclasses import dataclass, field, fields
 
 from trl import GRPOConfig
 
-from .baselines import check_options
+from .baselines import TOKEN_BASELINES, check_options
 
 
 # The loss types of TRL 1.16, each of which multiplies a token's own score by that token's advantage.
@@ -24,12 +24,14 @@ class OTBGRPOConfig(GRPOConfig):
 
             - `"otb"`: the Optimal Token Baseline, for every token the mean of the group's returns weighted by the energy
               that each completion has realized up to that token.
+            - `"otb_shrunk"`: the same with token energies, shrunk towards `"ogb"`: less noisy in small groups. See
+              [`trl_otb.baselines`].
             - `"ogb"`: the optimal global baseline, weighted by total energy; one number a group.
             - `"opo"`: weighted by completion length; one number a group.
             - `"rloo"`: the mean of the other completions' returns.
             - `"group_mean"`: GRPO's own.
         alignment (`str`, *optional*, defaults to `"generated"`):
-            Which tokens of a group `"otb"` compares: those with as many generated tokens before them (`"generated"`), or
+            Which tokens of a group `"otb"` and `"otb_shrunk"` compare: those with as many generated tokens before them (`"generated"`), or
             those at the same position in the completion (`"position"`). The two differ only where tool output stands
             between generated tokens.
         zero_tail (`bool`, *optional*, defaults to `True`):
@@ -57,7 +59,8 @@ class OTBGRPOConfig(GRPOConfig):
         default="otb",
         metadata={
             "help": "What is subtracted from a completion's return: `'otb'` (default), the Optimal Token Baseline, the "
-            "mean of the group's returns weighted, for each token, by the energy realized so far; `'ogb'`, weighted by "
+            "mean of the group's returns weighted, for each token, by the energy realized so far; `'otb_shrunk'`, shrunk "
+            "towards `'ogb'`, for small groups; `'ogb'`, weighted by "
             "total energy; `'opo'`, weighted by completion length; `'rloo'`, the mean of the others' returns; "
             "`'group_mean'`, GRPO's own baseline."
         },
@@ -65,7 +68,7 @@ class OTBGRPOConfig(GRPOConfig):
     alignment: str = field(
         default="generated",
         metadata={
-            "help": "Which tokens of a group `'otb'` compares: `'generated'` (default), those with as many generated "
+            "help": "Which tokens of a group `'otb'` and `'otb_shrunk'` compare: `'generated'` (default), those with as many generated "
             "tokens before them; `'position'`, those at the same position in the completion. They differ only where "
             "tool output stands between generated tokens."
         },
@@ -114,9 +117,9 @@ class OTBGRPOConfig(GRPOConfig):
                 f"`loss_type` is {self.loss_type!r}: OTBGRPOTrainer is known to be right with "
                 f"{', '.join(map(repr, LOSS_TYPES))} only. Set one of these."
             )
-        if self.baseline == "otb" and self.importance_sampling_level == "sequence":
+        if self.baseline in TOKEN_BASELINES and self.importance_sampling_level == "sequence":
             raise ValueError(
-                "`importance_sampling_level` is 'sequence' and `baseline` is 'otb': one importance ratio for the whole "
+                f"`importance_sampling_level` is 'sequence' and `baseline` is {self.baseline!r}: one ratio for the whole "
                 "completion gives every token the completion's mean advantage, so a baseline for every token would be "
                 "averaged away. Set `importance_sampling_level='token'`, or a baseline that is one number for a "
                 "completion: 'ogb', 'opo', 'rloo' or 'group_mean'."

@@ -6,7 +6,7 @@ import torch
 from accelerate.logging import get_logger
 from trl import GRPOConfig
 
-from .baselines import ENERGY_BASELINES, compute_baselines, lone_tail, reward_to_go
+from .baselines import ENERGY_BASELINES, TOKEN_BASELINES, compute_baselines, lone_tail, reward_to_go
 from .callbacks import InexactResumeNotice
 from .config import OTBGRPOConfig
 from .metrics import STATISTICS, completion_statistics, summarize
@@ -190,7 +190,7 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
             energy = torch.zeros_like(mask, dtype=torch.float32)
 
         returns = (rewards if rewards.dim() == 1 else rewards.sum(dim=1)).unsqueeze(1)
-        credited = reward_to_go(rewards) if rewards.dim() == 2 and self.args.baseline == "otb" else returns
+        credited = reward_to_go(rewards) if rewards.dim() == 2 and self.args.baseline in TOKEN_BASELINES else returns
 
         def baselines_of(baseline, **options):
             return compute_baselines(rewards, energy, mask, num_generations, baseline=baseline, **options)
