@@ -1,12 +1,16 @@
 """
 Long horizons: how time and memory of a step grow with the length of a completion of many turns, and what part of them is OTB's.
 
-    OMP_NUM_THREADS=1 python recipes/bench_horizon.py          # some minutes on one core; writes runs/bench_horizon/
+    OMP_NUM_THREADS=1 python recipes/bench_horizon.py          # half an hour on one core; writes runs/bench_horizon/
     python recipes/bench_horizon.py --longest 32768            # on a GPU
 
 For each length, GRPOTrainer and OTBGRPOTrainer train in turn on the same scripted completions of 32 turns, a quarter of their
 tokens tool output, with a small model. OTB's own share is everything between the forward and the loss: energies, baselines,
 advantages and metrics.
+
+Seen on one x86-64 core on 2026-11-21, `--longest 4096`, 8 minutes: OTB's own share 3.9 ms a step at 512 tokens and 5.2 ms at 4,096,
+so far below proportion (it is mostly the number of operations), of whole steps of 0.6 and 14.6 s, whose attention is quadratic;
+whole steps 1.00 to 1.05 of GRPOTrainer's with another job on the machine, peak memory 0.98 to 1.00.
 """
 
 import os

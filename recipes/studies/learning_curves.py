@@ -1,0 +1,297 @@
+"""
+Does N = 4 do the work of N = 32? Learning curves over generated tokens, by baseline and group size, over seeds.
+
+    OMP_NUM_THREADS=1 python recipes/studies/learning_curves.py --task calculator --worker 0 --workers 2 &
+    OMP_NUM_THREADS=1 python recipes/studies/learning_curves.py --task calculator --worker 1 --workers 2
+    python recipes/studies/learning_curves.py --plot_only
+
+Every run trains the embedded policy of a task with 16 problems a step. Learning rates are tuned per arm, on two seeds of their
+own and the same grid, by the mean reward over the run; the other seeds then run with the best one. A run that is saved is not
+run again. Everything lands in runs/studies/learning_curves; the results are in recipes/studies/README.md.
+"""
+
+import os
+import sys
+
+
+_STUDIES = os.path.dirname(os.path.abspath(__file__))
+_ROOT = os.path.dirname(os.path.dirname(_STUDIES))
+sys.path[:] = [_ROOT] + [p for p in sys.path if os.path.abspath(p or os.curdir) != _STUDIES]
+
+import argparse
+import json
+import statistics
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from filelock import FileLock, Timeout
+from matplotlib.figure import Figure
+from transformers import AutoTokenizer, PrinterCallback
+
+from recipes import tool_math
+from recipes.common import calculator_dialogues, sums
+from recipes.common.held_out import AccuracyReward
+from recipes.common.policies import embedded_policy
+from recipes.common.problems import load_problems, with_prompts
+from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
+
+
+@dataclass(frozen=True)
+class Task:
+    """Steps of a run by N: as many as its arm needs to come to its end."""
+
+    steps: dict[int, int]
+    learning_rates: tuple[float, ...]
+    max_completion_length: int
+    threshold: float
+
+
+TASKS = {
+    "calculator": Task({4: 100, 8: 80, 32: 40}, (2e-4, 4e-4, 8e-4, 1.6e-3), 72, 0.85),
+    "sums": Task({4: 400, 8: 400, 32: 300}, (2e-4, 4e-4, 8e-4, 1.6e-3), 24, 0.55),
+}
+BASELINES = ("group_mean", "rloo", "opo", "ogb", "otb", "otb_shrunk")
+TUNING_SEEDS = (101, 102)
+SEEDS = (1, 2, 3, 4, 5)
+
+
+@dataclass(frozen=True)
+class Run:
+    task: str
+    baseline: str
+    n: int
+    learning_rate: float
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.task}-{self.baseline}-n{self.n}-lr{self.learning_rate:g}-seed{self.seed}"
+
+
+def train(run: Run) -> dict:
+    task = TASKS[run.task]
+    path = str(embedded_policy(run.task))
+    tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
+    options = {"sums": sums.CHAIN_SUM, "calculator": calculator_dialogues.CHAIN_SUM}[run.task]
+    problems = load_problems(
+        "reasoning_gym:chain_sum", options=options, num_train=20_000, num_held_out=200, seed=run.seed
+    )
+    reward = AccuracyReward(problems)
+    tools = None
+    if run.task == "calculator":
+        tools = tool_math.calculator_tool(tool_math.ToolMathArguments(max_operations=1))
+    trainer = OTBGRPOTrainer(
+        path,
+        reward,
+        args=OTBGRPOConfig(
+            output_dir="runs/studies/learning_curves/work",
+            baseline=run.baseline,
+            num_generations=run.n,
+            per_device_train_batch_size=16 * run.n,
+            learning_rate=run.learning_rate,
+            seed=run.seed,
+            max_steps=task.steps[run.n],
+            max_completion_length=task.max_completion_length,
+            max_tool_calling_iterations=6,
+            lr_scheduler_type="constant_with_warmup",
+            warmup_steps=10,
+            per_device_eval_batch_size=400,
+            num_generations_eval=4,
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            gradient_checkpointing=False,
+            use_cpu=True,
+            bf16=False,
+            disable_tqdm=True,
+        ),
+        train_dataset=with_prompts(problems.train, tokenizer, "", embedded=True),
+        eval_dataset=AccuracyReward.mark(with_prompts(problems.held_out, tokenizer, "", embedded=True)),
+        processing_class=tokenizer,
+        callbacks=[reward],
+        tools=tools,
+    )
+    trainer.remove_callback(PrinterCallback)
+    began = time.perf_counter()
+    trainer.train()
+    seconds = time.perf_counter() - began
+    trainer.evaluate()
+    log = [entry for entry in trainer.state.log_history if "loss" in entry]
+    lengths = [float(entry["completions/mean_length"]) for entry in log]
+    return {
+        **vars(run),
+        "reward": [float(entry["reward"]) for entry in log],
+        "grad_norm": [float(entry["grad_norm"]) for entry in log],
+        "grad_power": [entry["otb/grad_power"] for entry in log],
+        "tokens": [16 * run.n * sum(lengths[: i + 1]) for i in range(len(log))],  # generated, tool output left out
+        "held_out": reward.evaluations[-1].mean,
+        "seconds": seconds,
+    }
+
+
+def best_learning_rate(folder: Path, task: str, baseline: str, n: int) -> float | None:
+    """By the mean reward over the runs with the tuning seeds, once all of them are there."""
+    scores = {}
+    for rate in TASKS[task].learning_rates:
+        paths = [folder / f"{Run(task, baseline, n, rate, seed).name}.json" for seed in TUNING_SEEDS]
+        if not all(path.exists() for path in paths):
+            return None
+        scores[rate] = statistics.fmean(statistics.fmean(json.loads(p.read_text())["reward"]) for p in paths)
+    return max(scores, key=scores.get)
+
+
+def perform(runs: list[Run], folder: Path) -> None:
+    """Train what is not saved yet; a run that another worker is at is left to it."""
+    for i, run in enumerate(runs):
+        path = folder / f"{run.name}.json"
+        if path.exists():
+            continue
+        try:
+            with FileLock(folder / f"{run.name}.lock", timeout=0):
+                if path.exists():
+                    continue
+                result = train(run)
+                path.with_suffix(".unfinished").write_text(json.dumps(result))
+                path.with_suffix(".unfinished").rename(path)
+                print(f"[{i + 1}/{len(runs)}] {run.name}: held-out {result['held_out']:.3f}, worst gradient norm {max(result['grad_norm']):.2f}, {result['seconds']:.0f} s", flush=True)  # fmt: skip
+        except Timeout:
+            continue
+
+
+def smooth(values: list[float], width: int = 5) -> list[float]:
+    return [statistics.fmean(values[max(0, i - width + 1) : i + 1]) for i in range(len(values))]
+
+
+def tokens_to(result: dict, threshold: float) -> float | None:
+    """Generated tokens until the reward, averaged over five steps, first reaches the threshold."""
+    for reward, tokens in zip(smooth(result["reward"]), result["tokens"], strict=True):
+        if reward >= threshold:
+            return tokens
+    return None
+
+
+def collapsed(result: dict) -> bool:
+    """The last tenth of the run earns less than two thirds of the best tenth before it."""
+    width = max(1, len(result["reward"]) // 10)
+    rewards = smooth(result["reward"], width)
+    return rewards[-1] < 2 / 3 * max(rewards)
+
+
+def mean_and_interval(values: list[float], draws: int = 2000) -> str:
+    """Mean with a 95 % interval by bootstrap over seeds."""
+    rng = torch.Generator().manual_seed(0)
+    x = torch.tensor(values, dtype=torch.float64)
+    means = x[torch.randint(len(x), (draws, len(x)), generator=rng)].mean(1)
+    low, high = means.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return f"{x.mean():.3g} ({low:.3g}–{high:.3g})"
+
+
+def report(folder: Path) -> None:
+    results = [json.loads(p.read_text()) for p in sorted(folder.glob("*.json"))]
+    lines = []
+    for task in TASKS:
+        arms = [(n, b) for n in sorted(TASKS[task].steps) for b in BASELINES]
+        arms = {arm: best_learning_rate(folder, task, arm[1], arm[0]) for arm in arms}
+        arms = {arm: rate for arm, rate in arms.items() if rate is not None}
+        of = {
+            (n, b): [r for r in results if (r["task"], r["baseline"], r["n"], r["learning_rate"]) == (task, b, n, rate) and r["seed"] in SEEDS]
+            for (n, b), rate in arms.items()
+        }  # fmt: skip
+        of = {arm: rows for arm, rows in of.items() if rows}
+        if not of:
+            continue
+        threshold = TASKS[task].threshold
+        lines += [f"\n### {task}: 16 problems a step, threshold {threshold:.0%} of training reward\n"]
+        lines += ["| N | baseline | learning rate | seeds | tokens to threshold (thousands) | held-out at the end (%) | worst gradient norm | collapsed |", "|---|---|---|---|---|---|---|---|"]  # fmt: skip
+        for (n, b), rows in of.items():
+            reached = [t / 1000 for r in rows if (t := tokens_to(r, threshold)) is not None]
+            missed = f", {len(rows) - len(reached)} never" if len(reached) < len(rows) else ""
+            tokens = mean_and_interval(reached) + missed if reached else "never"
+            lines.append(f"| {n} | {b} | {arms[n, b]:g} | {len(rows)} | {tokens} | {mean_and_interval([100 * r['held_out'] for r in rows])} | {statistics.median(max(r['grad_norm']) for r in rows):.2f} | {sum(map(collapsed, rows))} |")  # fmt: skip
+        rates = TASKS[task].learning_rates
+        lines += [f"\nTuning, mean reward over the run by learning rate ({len(TUNING_SEEDS)} seeds):\n"]
+        lines += [
+            "| N | baseline | " + " | ".join(f"{rate:g}" for rate in rates) + " |",
+            "|---" * (2 + len(rates)) + "|",
+        ]
+        for n, b in of:
+            cells = []
+            for rate in rates:
+                rows = [r for r in results if (r["task"], r["baseline"], r["n"], r["learning_rate"]) == (task, b, n, rate) and r["seed"] in TUNING_SEEDS]  # fmt: skip
+                score = statistics.fmean(statistics.fmean(r["reward"]) for r in rows)
+                broken = sum(map(collapsed, rows))
+                cells.append(f"{score:.3f}" + (f", {broken} collapsed" if broken else ""))
+            lines.append(f"| {n} | {b} | " + " | ".join(cells) + " |")
+        plot(task, of, folder / f"{task}.png")
+    text = "\n".join(lines) + "\n"
+    (folder / "tables.md").write_text(text)
+    print(text)
+
+
+COLORS = {
+    "group_mean": "0.4",
+    "rloo": "tab:green",
+    "opo": "tab:brown",
+    "ogb": "tab:orange",
+    "otb": "tab:blue",
+    "otb_shrunk": "tab:red",
+}
+
+
+def plot(task: str, of: dict[tuple[int, str], list[dict]], path: Path) -> None:
+    sizes = sorted({n for n, _ in of})
+    figure = Figure(figsize=(4.2 * len(sizes), 6.5), layout="constrained")
+    axes = figure.subplots(2, len(sizes), squeeze=False, sharey="row", sharex="col")
+    for column, n in enumerate(sizes):
+        top, bottom = axes[:, column]
+        for baseline, color in COLORS.items():
+            rows = of.get((n, baseline), [])
+            for i, row in enumerate(rows):
+                thousands = [t / 1000 for t in row["tokens"]]
+                top.plot(thousands, smooth(row["reward"]), color=color, alpha=0.6, linewidth=1, label=None if i else baseline)  # fmt: skip
+                bottom.plot(thousands, smooth(row["grad_norm"]), color=color, alpha=0.6, linewidth=1)
+        top.axhline(TASKS[task].threshold, color="black", linewidth=0.8, linestyle=":")
+        top.set_title(f"N = {n}", fontsize=10)
+        bottom.set(xlabel="generated tokens (thousands)", yscale="log")
+        for axis in (top, bottom):
+            axis.grid(alpha=0.3)
+    axes[0, 0].set_ylabel("reward (share of right answers)")
+    axes[1, 0].set_ylabel("gradient norm")
+    axes[0, 0].legend(fontsize=8)
+    figure.suptitle(f"{task}: learning by baseline and group size, a line a seed, means over 5 steps", fontsize=11)
+    figure.savefig(path, dpi=120)
+
+
+def main(argv):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
+    parser.add_argument("--task", choices=TASKS, default="calculator")
+    parser.add_argument("--baselines", nargs="+", choices=BASELINES, default=list(BASELINES))
+    parser.add_argument("--sizes", nargs="+", type=int, choices=(4, 8, 32), default=[4, 8, 32])
+    parser.add_argument("--worker", type=int, default=0, help="start from another end than the other workers")
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--plot_only", action="store_true", help="make tables and pictures from what is saved")
+    parser.add_argument("--output_dir", default="runs/studies/learning_curves")
+    args = parser.parse_args(argv)
+    if not 0 <= args.worker < args.workers:
+        parser.error("--worker must be at least 0 and less than --workers")
+    warnings.filterwarnings("ignore")
+    folder = Path(args.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    if not args.plot_only:
+        arms = [(n, b) for n in args.sizes for b in args.baselines]
+        arms = arms[args.worker :: args.workers] + [a for i, a in enumerate(arms) if i % args.workers != args.worker]
+        for n, b in arms:
+            rates = TASKS[args.task].learning_rates
+            perform([Run(args.task, b, n, rate, seed) for rate in rates for seed in TUNING_SEEDS], folder)
+        for n, b in arms:
+            while (rate := best_learning_rate(folder, args.task, b, n)) is None:
+                time.sleep(5)  # another worker is tuning it
+            perform([Run(args.task, b, n, rate, seed) for seed in SEEDS], folder)
+    report(folder)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

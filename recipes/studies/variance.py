@@ -1,0 +1,305 @@
+"""
+How noisy is the gradient under each baseline? Exactly, on small policies, over groups of 2 to 128.
+
+    OMP_NUM_THREADS=1 python recipes/studies/variance.py                # about 40 minutes on one core; can be stopped and run again
+    python recipes/studies/variance.py --only sums                      # one task
+    python recipes/studies/variance.py --plot_only                      # tables and pictures from what is saved
+
+For each task and stage of training: pools of completions of fixed prompts, exact per-token scores (laboratory.py), and from
+their Gram matrix the noise-to-signal ratio tr Var(ĝ) / ‖Eĝ‖² of the gradient of a group and the cosine of Eĝ to the true one.
+Everything lands in runs/studies/variance; the results are in recipes/studies/README.md.
+"""
+
+import os
+import sys
+
+
+_STUDIES = os.path.dirname(os.path.abspath(__file__))
+_ROOT = os.path.dirname(os.path.dirname(_STUDIES))
+sys.path[:] = [_ROOT] + [p for p in sys.path if os.path.abspath(p or os.curdir) != _STUDIES]
+
+import argparse
+import json
+import warnings
+from dataclasses import dataclass
+from functools import reduce
+from operator import add
+from pathlib import Path
+
+import torch
+from matplotlib.figure import Figure
+from tqdm import tqdm
+from transformers import AutoTokenizer
+
+from recipes import math as math_recipe
+from recipes import tool_math
+from recipes.common import calculator_dialogues, sums, training
+from recipes.common.held_out import AccuracyReward
+from recipes.common.policies import embedded_policy
+from recipes.common.problems import load_problems, with_prompts
+from recipes.studies.laboratory import Moments, Pool, moments, sample_pools
+from trl_otb.baselines import ENERGY_BASELINES, compute_advantages
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A task at a stage of training: `steps` of its recipe with group_mean, seed 0."""
+
+    task: str
+    steps: int
+    prompts: int
+    pool: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.task}-{self.steps}"
+
+
+SETTINGS = [
+    Setting("sums", 0, 24, 512),
+    Setting("sums", 200, 24, 512),
+    Setting("calculator", 0, 12, 384),
+    Setting("calculator", 12, 12, 384),
+]
+GROUPS = [2, 4, 8, 16, 32, 128]
+ESTIMATORS = {
+    "none": None,
+    "group_mean": {"baseline": "group_mean"},
+    "rloo": {"baseline": "rloo"},
+    "opo": {"baseline": "opo"},
+    "ogb": {"baseline": "ogb"},
+    "ogb, one left out": {"baseline": "ogb", "leave_one_out": True},
+    "otb": {"baseline": "otb"},
+    "otb, no zero tail": {"baseline": "otb", "zero_tail": False},
+    "otb, one left out": {"baseline": "otb", "leave_one_out": True},
+    "otb_shrunk": {"baseline": "otb_shrunk"},
+    "otb_shrunk, one left out": {"baseline": "otb_shrunk", "leave_one_out": True},
+}
+# What is dealt again and again for each pool; larger groups come fewer to a deal
+DEALS = {2: 10, 4: 20, 8: 20, 16: 30, 32: 40, 128: 100}
+
+
+def advantages(options):
+    if options is None:
+        return lambda rewards, energy, mask, n: rewards.unsqueeze(1) * mask
+    return lambda rewards, energy, mask, n: compute_advantages(rewards, energy, mask, n, **options)
+
+
+def policy(setting: Setting, folder: Path) -> Path:
+    if setting.steps == 0:
+        return embedded_policy(setting.task)
+    output = folder / "policy"
+    checkpoint = output / f"checkpoint-{setting.steps}"
+    if not (output / "result.json").exists():
+        recipe = {"sums": math_recipe, "calculator": tool_math}[setting.task].RECIPE
+        steps = str(setting.steps)
+        flags = ["--baseline", "group_mean", "--max_steps", steps, "--save_steps", steps, "--seed", "0"]
+        training.run(recipe, [*flags, "--output_dir", str(output), "--disable_tqdm", "true"])
+    return checkpoint
+
+
+def collect(setting: Setting, folder: Path) -> None:
+    """Pools of the setting's prompts; those that are there already are sampled no more."""
+    pools = folder / "pools"
+    pools.mkdir(parents=True, exist_ok=True)
+    done = len(list(pools.glob("*.pt")))
+    if done == setting.prompts:
+        return
+    path = str(policy(setting, folder))
+    tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
+    options = {"sums": sums.CHAIN_SUM, "calculator": calculator_dialogues.CHAIN_SUM}[setting.task]
+    problems = load_problems(
+        "reasoning_gym:chain_sum", options=options, num_train=setting.prompts, num_held_out=1, seed=11
+    )
+    prompts = with_prompts(problems.train, tokenizer, "", embedded=True).select(range(done, setting.prompts))
+    bar = tqdm(total=setting.prompts, initial=done, desc=f"{setting.name}: pools")
+
+    def keep(pool: Pool) -> None:
+        pool.save(pools / f"{bar.n}.pt")
+        bar.update()
+
+    tools = None
+    if setting.task == "calculator":
+        tools = tool_math.calculator_tool(tool_math.ToolMathArguments(max_operations=1))
+    sample_pools(path, tokenizer, AccuracyReward(problems), prompts, setting.pool, keep, tools=tools, seed=done)
+    bar.close()
+
+
+def analyse(setting: Setting, folder: Path) -> None:
+    """Moments of every pool under every estimator, and how good the proxy is, as JSON beside the pools."""
+    for path in tqdm(sorted((folder / "pools").glob("*.pt")), desc=f"{setting.name}: moments"):
+        target = folder / f"{path.stem}.json"
+        if target.exists():
+            continue
+        pool = Pool.load(path)
+        figures = {"reward": pool.rewards.mean().item(), "proxy": proxy_quality(pool), "moments": {}}
+        energetic = {n: o for n, o in ESTIMATORS.items() if o and o["baseline"] in ENERGY_BASELINES}
+        for n in GROUPS:
+            seen = moments(pool, {name: advantages(o) for name, o in ESTIMATORS.items()}, n, DEALS[n])
+            exact = moments(pool, {name: advantages(o) for name, o in energetic.items()}, n, DEALS[n], exact=True)
+            seen |= {f"{name}, exact norms": m for name, m in exact.items()}
+            figures["moments"][n] = {name: vars(m) for name, m in seen.items()}
+        figures["power"] = forward_only_power(pool)
+        unfinished = target.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps(figures))
+        unfinished.rename(target)
+
+
+def proxy_quality(pool: Pool) -> dict[str, float]:
+    """Correlations of the proxy with exact squared norms, over tokens and over completions."""
+    mask, node = pool.mask, pool.node.clamp(min=0)
+    exact = pool.exact_energy
+    of_head = pool.head_norms[node, 0] * mask
+    completion = torch.zeros(len(mask), len(pool.gram)).scatter_add_(1, node, mask.float())
+    whole = ((completion @ pool.gram) * completion).sum(1)
+
+    def correlation(a, b):
+        return torch.corrcoef(torch.stack([a.double(), b.double()]))[0, 1].item()
+
+    return {
+        "token, LM head's input": correlation(pool.energy[mask], of_head[mask]),
+        "token, all parameters": correlation(pool.energy[mask], exact[mask]),
+        "completion W_T, sum of token norms": correlation(pool.energy.sum(1), exact.sum(1)),
+        "completion W_T, norm of the whole score": correlation(pool.energy.sum(1), whole),
+    }
+
+
+def forward_only_power(pool: Pool, n: int = 8) -> dict[str, float]:
+    """What the trainer logs as `otb/grad_power`, Σ w A² a completion, under each estimator."""
+    size = len(pool.rewards) // n * n
+    rewards, energy, mask = pool.rewards[:size], pool.energy[:size], pool.mask[:size]
+    return {
+        name: ((advantages(o)(rewards, energy, mask, n) ** 2) * energy).sum().item() / size
+        for name, o in ESTIMATORS.items()
+    }
+
+
+@dataclass
+class Ratio:
+    """Noise to signal over that of group_mean, with a 95 % interval by bootstrap over prompts, and the cosine."""
+
+    value: float
+    low: float
+    high: float
+    cosine: float
+
+    def __str__(self):
+        return f"{self.value:.2f} ({self.low:.2f}–{self.high:.2f}), {min(self.cosine, 1):.3f}"
+
+
+def ratio(of: list[Moments], group_mean: list[Moments], draws: int = 1000) -> Ratio:
+    def value(rows):
+        ours, theirs = (reduce(add, (m[i] for i in rows)) for m in (of, group_mean))
+        return ours.noise_to_signal / theirs.noise_to_signal
+
+    rng = torch.Generator().manual_seed(0)
+    drawn = [value(torch.randint(len(of), (len(of),), generator=rng).tolist()) for _ in range(draws)]
+    low, high = torch.tensor(drawn).quantile(torch.tensor([0.025, 0.975])).tolist()
+    return Ratio(value(range(len(of))), low, high, reduce(add, of).cosine)
+
+
+def load(folder: Path, parity: int | None) -> list[dict]:
+    """Of the prompts with an even (0) or odd (1) number, or of all, those on which rewards vary."""
+    paths = sorted(folder.glob("*.json"), key=lambda p: int(p.stem))
+    figures = [json.loads(p.read_text()) for p in paths if parity is None or int(p.stem) % 2 == parity]
+    return [f for f in figures if 0.02 < f["reward"] < 0.98]
+
+
+def report(settings: list[Setting], output: Path) -> None:
+    """Tables as Markdown, and pictures, from what is saved."""
+    lines, ratios = [], {}
+    for setting in settings:
+        figures = load(output / setting.name, parity=1)
+        if not figures:
+            continue
+        every = load(output / setting.name, parity=None)
+        mean = sum(f["reward"] for f in every) / len(every)
+        lines += [f"\n### {setting.name}: {len(figures)} prompts, mean reward {mean:.2f}\n"]
+        lines += ["| | " + " | ".join(f"N = {n}" for n in GROUPS) + " |", "|---" * (len(GROUPS) + 1) + "|"]
+        names = list(figures[0]["moments"][str(GROUPS[0])])
+        of = {(n, name): [Moments(**f["moments"][str(n)][name]) for f in figures] for n in GROUPS for name in names}
+        for name in names:
+            cells = [ratio(of[n, name], of[n, "group_mean"]) for n in GROUPS]
+            ratios[setting.name, name] = cells
+            lines.append(f"| {name} | " + " | ".join(map(str, cells)) + " |")
+    lines += ["\n### The proxy: correlation with exact squared norms, mean over prompts\n"]
+    shown = [s for s in settings if any((output / s.name).glob("*.json"))]
+    lines += ["| | " + " | ".join(s.name for s in shown) + " |", "|---" * (len(shown) + 1) + "|"]
+    every = {s.name: load(output / s.name, parity=None) for s in shown}
+    for key in every[shown[0].name][0]["proxy"]:
+        means = [sum(f["proxy"][key] for f in every[s.name]) / len(every[s.name]) for s in shown]
+        lines.append(f"| {key} | " + " | ".join(f"{m:.2f}" for m in means) + " |")
+    lines += [
+        "\n### `otb/grad_power` (no forward but the policy's) against the exact E‖ĝ‖², both over group_mean's, N = 8\n"
+    ]
+    lines += ["| | " + " | ".join(s.name for s in shown) + " |", "|---" * (len(shown) + 1) + "|"]
+    for name in ESTIMATORS:
+        cells = []
+        for s in shown:
+            power = [sum(f["power"][x] for f in every[s.name]) for x in (name, "group_mean")]
+            exact = [sum(f["moments"]["8"][x]["square"] for f in every[s.name]) for x in (name, "group_mean")]
+            cells.append(f"{power[0] / power[1]:.2f}, {exact[0] / exact[1]:.2f}")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    text = "\n".join(lines) + "\n"
+    (output / "tables.md").write_text(text)
+    print(text)
+    plot(shown, ratios, output / "variance.png")
+    print(f"{output}: tables.md and variance.png, beside the data.")
+
+
+def plot(settings, ratios, path: Path) -> None:
+    styles = {
+        "group_mean": ("0.4", "-"),
+        "opo": ("tab:brown", "-"),
+        "ogb": ("tab:orange", "-"),
+        "ogb, one left out": ("tab:orange", ":"),
+        "otb": ("tab:blue", "-"),
+        "otb, one left out": ("tab:blue", ":"),
+        "otb_shrunk": ("tab:red", "-"),
+        "otb_shrunk, one left out": ("tab:red", ":"),
+    }
+    figure = Figure(figsize=(4 * len(settings), 7), layout="constrained")
+    axes = figure.subplots(2, len(settings), squeeze=False, sharex=True, sharey="row")
+    for column, setting in enumerate(settings):
+        top, bottom = axes[:, column]
+        for name, (color, line) in styles.items():
+            cells = ratios[setting.name, name]
+            top.plot(GROUPS, [c.value for c in cells], line, color=color, marker="o", markersize=3, label=name)
+            if line == "-" and name != "group_mean":
+                top.fill_between(GROUPS, [c.low for c in cells], [c.high for c in cells], color=color, alpha=0.12)
+            bottom.plot(GROUPS, [min(c.cosine, 1) for c in cells], line, color=color, marker="o", markersize=3)
+        task = {"sums": "sums, one turn", "calculator": "sums with a calculator, several turns"}[setting.task]
+        top.set_title(f"{task}\nafter {setting.steps} training steps", fontsize=10)
+        top.set(xscale="log", ylim=(0, 1.6))
+        bottom.set(xlabel="completions a prompt, N", ylim=(0.9, 1.005))
+        bottom.set_xticks(GROUPS, map(str, GROUPS))
+        bottom.minorticks_off()
+        for axis in (top, bottom):
+            axis.grid(alpha=0.3)
+    axes[0, 0].set_ylabel("noise to signal of the gradient,\nover that of the group mean")
+    axes[1, 0].set_ylabel("cosine of the expected gradient\nto the true one")
+    axes[0, -1].legend(fontsize=8)
+    figure.suptitle("Exact gradient noise by baseline and group size\n(lower is better; bands: 95 % bootstrap over prompts)", fontsize=11)  # fmt: skip
+    figure.savefig(path, dpi=120)
+
+
+def main(argv):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
+    parser.add_argument("--only", choices=["sums", "calculator"], help="one task")
+    parser.add_argument("--plot_only", action="store_true", help="make tables and pictures from what is saved")
+    parser.add_argument("--output_dir", default="runs/studies/variance")
+    args = parser.parse_args(argv)
+    warnings.filterwarnings("ignore")
+    output = Path(args.output_dir)
+    settings = [s for s in SETTINGS if args.only in (None, s.task)]
+    if not args.plot_only:
+        for setting in settings:
+            collect(setting, output / setting.name)
+            analyse(setting, output / setting.name)
+    elif not any(output.glob("*/*.json")):
+        parser.error(f"nothing is saved under {output} yet: run without --plot_only first")
+    report(settings, output)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
