@@ -1,0 +1,172 @@
+"""
+The paper's figures 1 to 5, on the embedded policy with a calculator.
+
+    OMP_NUM_THREADS=1 python recipes/studies/figures.py        # about 5 minutes on one core; a run that is saved is not run again
+    python recipes/studies/figures.py --plot_only              # from what is saved
+
+1: gradient norm and reward over training, by baseline. 2: the power of the gradient before a collapse, at a learning rate that is
+too high. 3: completions of a group differ in total energy. 4: realized energy, token by token, with changing ranks. 5: the
+probability of a token against the norm of its logit gradient. Everything lands in runs/studies/figures; training runs are
+those of learning_curves.py, and lie with them.
+"""
+
+import os
+import sys
+
+
+_STUDIES = os.path.dirname(os.path.abspath(__file__))
+_ROOT = os.path.dirname(os.path.dirname(_STUDIES))
+sys.path[:] = [_ROOT] + [p for p in sys.path if os.path.abspath(p or os.curdir) != _STUDIES]
+
+import argparse
+import json
+import warnings
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from matplotlib.figure import Figure
+from transformers import AutoTokenizer
+
+from recipes import tool_math
+from recipes.common.policies import embedded_policy
+from recipes.studies.learning_curves import COLORS, Run, perform, smooth
+from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
+
+
+BASELINES = ("group_mean", "otb", "otb_shrunk")
+N, STABLE, TOO_HIGH, SEEDS = 4, 8e-4, 3.2e-3, (1, 2, 3)
+PROBLEM, ANSWER, GROUP = "12+71-35", 48, 8
+
+
+class Sample(OTBGRPOTrainer):
+    """Keeps a micro-batch with its energies and log-probs."""
+
+    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+        self.logps = None
+        result = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        self.logps = result[0].detach()
+        return result
+
+    def score_micro_batch(self, inputs, energy):
+        super().score_micro_batch(inputs, energy)
+        self.seen = {"mask": self.generated_mask(inputs).bool(), "energy": energy, "rewards": inputs["rewards"]}
+
+
+def sample(size: int) -> dict[str, torch.Tensor]:
+    """A rollout of `size` completions of one problem: `mask`, `energy` and `logps`, each `(size, T)`, and `rewards`."""
+    path = embedded_policy("calculator")
+
+    def right(completions, **kwargs):
+        return [float(c[-1].get("content") == f"={ANSWER}") for c in completions]
+
+    trainer = Sample(
+        str(path),
+        right,
+        args=OTBGRPOConfig(
+            output_dir="runs/studies/figures/work",
+            num_generations=size,
+            per_device_train_batch_size=size,
+            max_completion_length=72,
+            max_tool_calling_iterations=6,
+            learning_rate=0.0,
+            max_steps=1,
+            save_strategy="no",
+            report_to="none",
+            gradient_checkpointing=False,
+            use_cpu=True,
+            bf16=False,
+            disable_tqdm=True,
+            seed=3,
+        ),
+        train_dataset=Dataset.from_dict({"prompt": [[{"role": "user", "content": PROBLEM}]]}),
+        processing_class=AutoTokenizer.from_pretrained(path, padding_side="left"),
+        tools=tool_math.calculator_tool(tool_math.ToolMathArguments(max_operations=1)),
+    )
+    trainer.train()
+    return {**trainer.seen, "logps": trainer.logps}
+
+
+def over_training(folder: Path, rate: float) -> dict[str, list[dict]]:
+    runs = {b: [Run("calculator", b, N, rate, seed) for seed in SEEDS] for b in BASELINES}
+    return {b: [json.loads((folder / f"{r.name}.json").read_text()) for r in rs] for b, rs in runs.items()}
+
+
+def plot_over_training(of: dict[str, list[dict]], panels: dict[str, str], title: str, path: Path) -> None:
+    figure = Figure(figsize=(5.5 * len(panels), 3.8), layout="constrained")
+    axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axis, (key, label) in zip(axes, panels.items(), strict=True):
+        for baseline, rows in of.items():
+            for i, row in enumerate(rows):
+                axis.plot(smooth(row[key]), color=COLORS[baseline], alpha=0.7, label=None if i else baseline)
+        axis.set(xlabel="training step", ylabel=label, yscale="linear" if key == "reward" else "log")
+        axis.grid(alpha=0.3)
+    axes[0].legend()
+    figure.suptitle(f"{title}\n({len(SEEDS)} seeds, N = {N}, means over 5 steps)", fontsize=11)
+    figure.savefig(path, dpi=120)
+
+
+def plot_group(group: dict[str, torch.Tensor], path: Path) -> None:
+    """Figures 3 and 4."""
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    order = group["energy"].mul(group["mask"]).sum(1).argsort()
+    for place, row in enumerate(order.tolist()):
+        energy = group["energy"][row][group["mask"][row]].cumsum(0)
+        color = "tab:green" if group["rewards"][row] > 0 else "tab:red"
+        left.bar(place, energy[-1], color=color)
+        left.text(place, energy[-1], f"{len(energy)}", ha="center", va="bottom", fontsize=9)
+        right.plot(range(1, len(energy) + 1), energy, color=color, marker=".", alpha=0.8)
+    left.set(xlabel="completion, by energy (above: generated tokens)", ylabel="total energy $W_T$", xticks=[])
+    right.set(xlabel="generated token t", ylabel="realized energy $W_t$")
+    right.grid(alpha=0.3)
+    figure.suptitle(f"{GROUP} completions of {PROBLEM} with a calculator (green: right, red: wrong)", fontsize=11)
+    figure.savefig(path, dpi=120)
+
+
+def plot_tokens(rollout: dict[str, torch.Tensor], path: Path) -> None:
+    """Figure 5."""
+    probability = rollout["logps"][rollout["mask"]].exp()
+    energy = rollout["energy"][rollout["mask"]]
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axis = figure.subplots()
+    axis.scatter(probability, energy.sqrt(), s=8, alpha=0.4, label="a generated token")
+    p = torch.linspace(0, 1, 100)
+    axis.plot(p, 2**0.5 * (1 - p), "k--", linewidth=1, label="all else on one other token: √2 (1 − π)")
+    axis.plot(p, 1 - p, "k:", linewidth=1, label="all else spread thin: 1 − π")
+    axis.set(xlabel="probability of the token, π(y)", ylabel="norm of its logit gradient, √w")
+    axis.legend(fontsize=8)
+    axis.grid(alpha=0.3)
+    axis.set_title(f"{len(probability):,} tokens of {len(rollout['mask'])} completions of {PROBLEM}", fontsize=10)
+    figure.savefig(path, dpi=120)
+
+
+def main(argv):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
+    parser.add_argument("--plot_only", action="store_true")
+    parser.add_argument("--output_dir", default="runs/studies/figures")
+    parser.add_argument("--runs_dir", default="runs/studies/learning_curves", help="where training runs are saved")
+    args = parser.parse_args(argv)
+    warnings.filterwarnings("ignore")
+    folder, runs = Path(args.output_dir), Path(args.runs_dir)
+    for path in (folder, runs):
+        path.mkdir(parents=True, exist_ok=True)
+    saved = folder / "rollout.pt"
+    if not args.plot_only:
+        if not saved.exists():
+            torch.save(sample(256), saved)
+        perform([Run("calculator", b, N, rate, seed) for rate in (STABLE, TOO_HIGH) for b in BASELINES for seed in SEEDS], runs)  # fmt: skip
+    elif not saved.exists():
+        parser.error(f"nothing is saved under {folder} yet: run without --plot_only first")
+    panels = {"reward": "reward (share of right answers)", "grad_norm": "gradient norm"}
+    plot_over_training(over_training(runs, STABLE), panels, f"Learning rate {STABLE:g}", folder / "figure1.png")
+    panels = {"reward": panels["reward"], "grad_power": "estimated power of the gradient, Σ w A² a completion"}
+    plot_over_training(over_training(runs, TOO_HIGH), panels, f"Learning rate {TOO_HIGH:g}: collapse", folder / "figure2.png")  # fmt: skip
+    rollout = torch.load(saved, weights_only=True)
+    plot_group({key: value[:GROUP] for key, value in rollout.items()}, folder / "figure3_4.png")
+    plot_tokens(rollout, folder / "figure5.png")
+    print(f"{folder}: figure1.png, figure2.png, figure3_4.png and figure5.png.")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

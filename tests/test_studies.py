@@ -1,0 +1,122 @@
+"""The studies and benchmarks from end to end, small; and what their tables are made of."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from recipes.studies import figures, learning_curves, variance
+from recipes.studies.laboratory import Moments, Pool
+from recipes.studies.learning_curves import Run, best_learning_rate, collapsed, tokens_to
+
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def result(run, reward, held_out=0.5):
+    steps = len(reward)
+    values = {"reward": reward, "grad_norm": [1.0] * steps, "grad_power": [1.0] * steps}
+    return {**vars(run), **values, "tokens": [100.0 * (i + 1) for i in range(steps)], "held_out": held_out, "seconds": 1.0}  # fmt: skip
+
+
+def test_tokens_to_a_threshold_and_collapse():
+    run = Run("sums", "otb", 4, 1e-3, 1)
+    assert tokens_to(result(run, [0.0] * 4 + [1.0] * 6), 0.6) == 700  # three of five steps are 1 at the seventh
+    assert tokens_to(result(run, [0.0] * 10), 0.6) is None
+    assert collapsed(result(run, [0.2] * 10 + [0.9] * 10 + [0.0] * 10))
+    assert not collapsed(result(run, [0.2] * 10 + [0.9] * 20))
+
+
+def test_learning_rates_are_chosen_on_seeds_of_their_own(tmp_path):
+    task = learning_curves.TASKS["sums"]
+    assert not set(learning_curves.TUNING_SEEDS) & set(learning_curves.SEEDS)
+    for i, rate in enumerate(task.learning_rates):
+        for seed in learning_curves.TUNING_SEEDS:
+            assert best_learning_rate(tmp_path, "sums", "otb", 4) is None  # not before all are there
+            run = Run("sums", "otb", 4, rate, seed)
+            (tmp_path / f"{run.name}.json").write_text(json.dumps(result(run, [0.1 * i if i != 2 else 0.9] * 10)))
+    assert best_learning_rate(tmp_path, "sums", "otb", 4) == task.learning_rates[2]
+
+
+def test_a_ratio_sums_noise_and_signal_over_prompts():
+    group_mean = [Moments(4.0, 1.0, 1.0, 1.0), Moments(10.0, 4.0, 4.0, 4.0)]  # noise 3 and 6, signal 1 and 4
+    ours = [Moments(2.0, 1.0, 1.0, 1.0), Moments(5.0, 4.0, 4.0, 4.0)]  # noise 1 and 1
+    seen = variance.ratio(ours, group_mean)
+    assert seen.value == pytest.approx((2 / 5) / (9 / 5)) and seen.cosine == pytest.approx(1.0)
+    assert seen.low == pytest.approx(1 / 6) and seen.high == pytest.approx(1 / 3)
+
+
+def test_the_proxy_of_a_pool_that_it_fits():
+    """Orthogonal scores whose squared norms are the energies: every correlation is 1."""
+    node = torch.arange(6).view(3, 2)
+    energy = torch.tensor([[0.1, 0.2], [0.5, 0.4], [1.5, 0.3]])
+    gram = torch.diag(energy.flatten())
+    pool = Pool(torch.ones(3), energy, node, gram, torch.stack([energy.flatten()] * 2, 1), [[]] * 3)
+    assert list(variance.proxy_quality(pool).values()) == [pytest.approx(1.0)] * 4
+
+
+@pytest.mark.slow
+def test_the_variance_study_can_be_stopped_and_run_again(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(variance, "SETTINGS", [variance.Setting("sums", 0, 4, 32)])
+    monkeypatch.setattr(variance, "GROUPS", [2, 4, 8])
+    monkeypatch.setattr(variance, "DEALS", {2: 2, 4: 2, 8: 2})
+    variance.main(["--output_dir", str(tmp_path)])
+    pools = sorted((tmp_path / "sums-0" / "pools").glob("*.pt"))
+    assert len(pools) == 4
+    table = (tmp_path / "tables.md").read_text()
+    assert "| otb_shrunk |" in table and "| group_mean | 1.00 (1.00–1.00)" in table
+    (tmp_path / "variance.png").unlink()
+    sampled = [p.stat().st_mtime_ns for p in pools]
+    (tmp_path / "sums-0" / "1.json").unlink()
+    variance.main(["--output_dir", str(tmp_path)])
+    assert [p.stat().st_mtime_ns for p in pools] == sampled and (tmp_path / "sums-0" / "1.json").exists()
+    variance.main(["--output_dir", str(tmp_path), "--plot_only"])
+    assert (tmp_path / "variance.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_learning_curves_and_figures(tmp_path, monkeypatch, capsys):
+    task = learning_curves.Task({4: 4, 8: 4, 32: 4}, (4e-4,), 72, 0.1)
+    monkeypatch.setattr(learning_curves, "TASKS", {"calculator": task})
+    for name, value in {"TUNING_SEEDS": (101,), "SEEDS": (1, 2)}.items():
+        monkeypatch.setattr(learning_curves, name, value)
+    runs, flags = tmp_path / "runs", ["--sizes", "4", "--baselines", "group_mean", "otb"]
+    learning_curves.main([*flags, "--output_dir", str(runs)])
+    assert len(list(runs.glob("*.json"))) == 6
+    assert "| 4 | otb | 0.0004 | 2 |" in (runs / "tables.md").read_text()
+    assert (runs / "calculator.png").stat().st_size > 10_000
+    capsys.readouterr()
+    learning_curves.main([*flags, "--output_dir", str(runs)])
+    assert "held-out" not in capsys.readouterr().out.split("###")[0]  # nothing is trained again
+
+    for name, value in {"BASELINES": ("group_mean", "otb"), "STABLE": 4e-4, "TOO_HIGH": 4e-4, "SEEDS": (1,)}.items():
+        monkeypatch.setattr(figures, name, value)
+    monkeypatch.setattr(figures, "sample", lambda size, of=figures.sample: of(16))
+    figures.main(["--output_dir", str(tmp_path / "figures"), "--runs_dir", str(runs)])
+    for name in ("figure1", "figure2", "figure3_4", "figure5"):
+        assert (tmp_path / "figures" / f"{name}.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("study", [variance, figures], ids=["variance", "figures"])
+def test_nothing_to_plot_is_said(study, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        study.main(["--output_dir", str(tmp_path), "--plot_only"])
+    assert "nothing is saved" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "flags", "said"),
+    [
+        ("bench_step.py", "--rounds 1 --steps 2 --length 8", "one extra forward"),
+        ("bench_advantages.py", "--repeats 1 --longest 2048", "1024 × 2048"),
+        ("bench_horizon.py", "--rounds 1 --longest 512 --output_dir horizon", "horizon.png"),
+    ],
+)
+def test_benchmarks_run(script, flags, said, tmp_path):
+    command = [sys.executable, str(ROOT / "recipes" / script), *flags.split()]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and said in done.stdout, done.stdout + done.stderr
