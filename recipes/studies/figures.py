@@ -30,6 +30,7 @@ from transformers import AutoTokenizer
 
 from recipes import tool_math
 from recipes.common.policies import embedded_policy
+from recipes.studies.laboratory import BARE
 from recipes.studies.learning_curves import COLORS, Run, perform, smooth
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 
@@ -71,13 +72,8 @@ def sample(size: int) -> dict[str, torch.Tensor]:
             max_tool_calling_iterations=6,
             learning_rate=0.0,
             max_steps=1,
-            save_strategy="no",
-            report_to="none",
-            gradient_checkpointing=False,
-            use_cpu=True,
-            bf16=False,
-            disable_tqdm=True,
             seed=3,
+            **BARE,
         ),
         train_dataset=Dataset.from_dict({"prompt": [[{"role": "user", "content": PROBLEM}]]}),
         processing_class=AutoTokenizer.from_pretrained(path, padding_side="left"),

@@ -16,6 +16,17 @@ from datasets import Dataset
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 
 
+# Of every training run of a study: nothing beside the numbers
+BARE = {
+    "save_strategy": "no",
+    "report_to": "none",
+    "gradient_checkpointing": False,
+    "use_cpu": True,
+    "bf16": False,
+    "disable_tqdm": True,
+}
+
+
 @dataclass
 class Pool:
     """
@@ -100,15 +111,10 @@ def sample_pools(
         max_steps=len(dataset),
         shuffle_dataset=False,
         learning_rate=0.0,
-        save_strategy="no",
         logging_strategy="no",
-        report_to="none",
-        gradient_checkpointing=False,
-        use_cpu=not torch.accelerator.is_available(),
-        bf16=False,
         model_init_kwargs={"attn_implementation": "eager", "dtype": "float32"},
-        disable_tqdm=True,
         seed=seed,
+        **BARE,
     )
     PoolTrainer(
         model,

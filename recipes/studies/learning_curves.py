@@ -36,6 +36,7 @@ from recipes.common import calculator_dialogues, sums
 from recipes.common.held_out import AccuracyReward
 from recipes.common.policies import embedded_policy
 from recipes.common.problems import load_problems, with_prompts
+from recipes.studies.laboratory import BARE
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 
 
@@ -101,12 +102,7 @@ def train(run: Run) -> dict:
             per_device_eval_batch_size=400,
             num_generations_eval=4,
             logging_steps=1,
-            save_strategy="no",
-            report_to="none",
-            gradient_checkpointing=False,
-            use_cpu=True,
-            bf16=False,
-            disable_tqdm=True,
+            **BARE,
         ),
         train_dataset=with_prompts(problems.train, tokenizer, "", embedded=True),
         eval_dataset=AccuracyReward.mark(with_prompts(problems.held_out, tokenizer, "", embedded=True)),
