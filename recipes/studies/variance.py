@@ -198,6 +198,12 @@ def ratio(of: list[Moments], group_mean: list[Moments], draws: int = 1000) -> Ra
     return Ratio(value(range(len(of))), low, high, reduce(add, of).cosine)
 
 
+def rank_correlation(a: list[float], b: list[float]) -> float:
+    """Spearman's."""
+    ranks = [torch.tensor(x).argsort().argsort().double() for x in (a, b)]
+    return torch.corrcoef(torch.stack(ranks))[0, 1].item()
+
+
 def load(folder: Path, parity: int | None) -> list[dict]:
     """Of the prompts with an even (0) or odd (1) number, or of all, those on which rewards vary."""
     paths = sorted(folder.glob("*.json"), key=lambda p: int(p.stem))
@@ -233,13 +239,18 @@ def report(settings: list[Setting], output: Path) -> None:
         "\n### `otb/grad_power` (no forward but the policy's) against the exact E‖ĝ‖², both over group_mean's, N = 8\n"
     ]
     lines += ["| | " + " | ".join(s.name for s in shown) + " |", "|---" * (len(shown) + 1) + "|"]
+    over_group_mean = {}
+    for s in shown:
+        power, exact = ({name: sum(value(f, name) for f in every[s.name]) for name in ESTIMATORS} for value in (
+            lambda f, name: f["power"][name], lambda f, name: f["moments"]["8"][name]["square"]
+        ))  # fmt: skip
+        over_group_mean[s.name] = {n: (power[n] / power["group_mean"], exact[n] / exact["group_mean"]) for n in power}
     for name in ESTIMATORS:
-        cells = []
-        for s in shown:
-            power = [sum(f["power"][x] for f in every[s.name]) for x in (name, "group_mean")]
-            exact = [sum(f["moments"]["8"][x]["square"] for f in every[s.name]) for x in (name, "group_mean")]
-            cells.append(f"{power[0] / power[1]:.2f}, {exact[0] / exact[1]:.2f}")
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+        lines.append(
+            f"| {name} | " + " | ".join("{:.2f}, {:.2f}".format(*over_group_mean[s.name][name]) for s in shown) + " |"
+        )
+    ranks = [rank_correlation(*map(list, zip(*over_group_mean[s.name].values(), strict=True))) for s in shown]
+    lines.append("| rank correlation of the two | " + " | ".join(f"{r:.2f}" for r in ranks) + " |")
     text = "\n".join(lines) + "\n"
     (output / "tables.md").write_text(text)
     print(text)
