@@ -156,7 +156,7 @@ def main(argv):
         parser.error(f"nothing is saved under {folder} yet: run without --plot_only first")
     panels = {"reward": "reward (share of right answers)", "grad_norm": "gradient norm"}
     plot_over_training(over_training(runs, STABLE), panels, f"Learning rate {STABLE:g}", folder / "figure1.png")
-    panels = {"reward": panels["reward"], "grad_power": "estimated power of the gradient, Σ w A² a completion"}
+    panels = {"reward": panels["reward"], "grad_power": "power of the gradient, Σ w A²"}
     plot_over_training(over_training(runs, TOO_HIGH), panels, f"Learning rate {TOO_HIGH:g}: collapse", folder / "figure2.png")  # fmt: skip
     rollout = torch.load(saved, weights_only=True)
     plot_group({key: value[:GROUP] for key, value in rollout.items()}, folder / "figure3_4.png")
