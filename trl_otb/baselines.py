@@ -49,6 +49,25 @@ def reward_to_go(token_rewards: torch.Tensor) -> torch.Tensor:
     return token_rewards.float().flip(1).cumsum(dim=1).flip(1)
 
 
+def returns_for(rewards: torch.Tensor, baseline: str) -> torch.Tensor:
+    """
+    What `baseline` is subtracted from.
+
+    Args:
+        rewards (`torch.Tensor` of shape `(B,)` or `(B, T)`):
+            One return a completion, or a reward a token.
+        baseline (`str`):
+            One of `BASELINES`.
+
+    Returns:
+        `torch.Tensor`, float32: the reward-to-go, `(B, T)`, of token rewards under `TOKEN_BASELINES`, else the return of
+        the whole completion, `(B, 1)`. A terminal return is the reward-to-go of every token.
+    """
+    if rewards.dim() == 1:
+        return rewards.float().unsqueeze(1)
+    return reward_to_go(rewards) if baseline in TOKEN_BASELINES else rewards.float().sum(dim=1, keepdim=True)
+
+
 def lone_tail(mask: torch.Tensor, num_generations: int, alignment: str = "generated") -> torch.Tensor:
     """
     Positions of the group's longest completion after every other completion has ended.
@@ -86,13 +105,12 @@ def compute_baselines(
     The baseline B that [`compute_advantages`] subtracts; same arguments.
 
     Returns:
-        `torch.Tensor`, float32, of shape `(B, T)` for `TOKEN_BASELINES`, else `(B, 1)`, one number for a completion. Meaningless where `mask` is 0 and for completions whose reward is NaN.
+        `torch.Tensor`, float32, of shape `(B, T)` for `TOKEN_BASELINES`, else `(B, 1)`, one number for a completion.
+        Meaningless where `mask` is 0 and for completions whose reward is NaN.
 
     Raises:
         ValueError: An option is unknown, or the shapes disagree.
     """
-    check_options(baseline, alignment)
-    _check(rewards, energy, mask, num_generations, importance_weights)
     options = (baseline, alignment, zero_tail, leave_one_out)
     return _by_blocks(rewards, energy, mask, importance_weights, num_generations, *options, False)
 
@@ -149,8 +167,6 @@ def compute_advantages(
     Raises:
         ValueError: An option is unknown, or the shapes disagree.
     """
-    check_options(baseline, alignment)
-    _check(rewards, energy, mask, num_generations, importance_weights)
     options = (baseline, alignment, zero_tail, leave_one_out)
     return _by_blocks(rewards, energy, mask, importance_weights, num_generations, *options, True)
 
@@ -184,8 +200,11 @@ def _check(rewards, energy, mask, num_generations, importance_weights) -> None:
         )
 
 
-def _by_blocks(rewards, energy, mask, importance_weights, num_generations, *options):
+def _by_blocks(rewards, energy, mask, importance_weights, num_generations, baseline, alignment, *other_options):
     """[`_block`] of the whole batch; on a CPU by blocks that fit its cache, as fresh memory is what costs there."""
+    check_options(baseline, alignment)
+    _check(rewards, energy, mask, num_generations, importance_weights)
+    options = (baseline, alignment, *other_options)
     rows = max(_BLOCK // max(mask.size(1), 1) // num_generations, 1) * num_generations
     if mask.device.type != "cpu" or len(mask) <= rows:
         return _block(rewards, energy, mask, importance_weights, num_generations, *options)
@@ -214,8 +233,7 @@ def _block(
 ):
     """Baselines of whole groups or, `subtracted` from the returns, advantages."""
     scorable = _scorable(rewards).unsqueeze(1)  # (B, 1)
-    returns = _returns_to_go(rewards) if baseline in TOKEN_BASELINES else _total_returns(rewards).unsqueeze(1)
-    returns = returns.masked_fill(~scorable, 0.0)  # (B, 1) or (B, T)
+    returns = returns_for(rewards, baseline).masked_fill(~scorable, 0.0)  # (B, 1) or (B, T)
     mask = mask.long() if scorable.all() else mask.long() * scorable
     if importance_weights is not None:
         energy = energy.float() * importance_weights.float().square()
@@ -244,16 +262,6 @@ def _block(
 def _scorable(rewards: torch.Tensor) -> torch.Tensor:
     """(B,) False for completions with a NaN reward."""
     return ~(rewards.isnan() if rewards.dim() == 1 else rewards.isnan().any(dim=1))
-
-
-def _total_returns(rewards: torch.Tensor) -> torch.Tensor:
-    """(B,) return of the whole completion."""
-    return rewards.float() if rewards.dim() == 1 else rewards.float().sum(dim=1)
-
-
-def _returns_to_go(rewards: torch.Tensor) -> torch.Tensor:
-    """(B, 1) or (B, T): a terminal return is the reward-to-go of every token."""
-    return rewards.float().unsqueeze(1) if rewards.dim() == 1 else reward_to_go(rewards)
 
 
 def _positions(mask: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ import torch
 from accelerate.logging import get_logger
 from trl import GRPOConfig
 
-from .baselines import ENERGY_BASELINES, TOKEN_BASELINES, compute_baselines, lone_tail, reward_to_go
+from .baselines import ENERGY_BASELINES, compute_baselines, lone_tail, returns_for
 from .callbacks import InexactResumeNotice
 from .config import OTBGRPOConfig
 from .metrics import STATISTICS, completion_statistics, summarize
@@ -141,7 +141,7 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
         self._say_once_where_energies_come_from(source)
         energy = self._weighted(energy, batch)
 
-        own_rows = slice(self.accelerator.process_index * rows, (self.accelerator.process_index + 1) * rows)
+        own_rows = self.own_rows(rows)
         batch["row_of_rollout"] = torch.arange(rows, device=mask.device)
         self._statistics[self.mode] = _RolloutStatistics(rows, mask.device)
 
@@ -189,15 +189,12 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
         if energy is None:
             energy = torch.zeros_like(mask, dtype=torch.float32)
 
-        returns = (rewards if rewards.dim() == 1 else rewards.sum(dim=1)).unsqueeze(1)
-        credited = reward_to_go(rewards) if rewards.dim() == 2 and self.args.baseline in TOKEN_BASELINES else returns
-
         def baselines_of(baseline, **options):
             return compute_baselines(rewards, energy, mask, num_generations, baseline=baseline, **options)
 
-        def advantages_over(baselines, returns):
+        def advantages_over(baselines, baseline):
             # NaN marks an unscorable completion, or a group too small for a standard deviation: no signal, as in TRL.
-            return ((returns - baselines) / scale.unsqueeze(1)).nan_to_num(nan=0.0)
+            return ((returns_for(rewards, baseline) - baselines) / scale.unsqueeze(1)).nan_to_num(nan=0.0)
 
         baselines = baselines_of(
             self.args.baseline,
@@ -205,14 +202,14 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
             zero_tail=self.args.zero_tail,
             leave_one_out=self.args.leave_one_out,
         )
-        advantages = advantages_over(baselines, credited)
+        advantages = advantages_over(baselines, self.args.baseline)
         if advantages.size(1) > 1:
             advantages = advantages.masked_fill(mask == 0, 0.0)
-        scorable = ~returns.isnan()
+        scorable = ~returns_for(rewards, "group_mean").isnan()
         tail = lone_tail(mask.bool() & scorable, num_generations, self.args.alignment)
         return _Credit(
             advantages=advantages,
-            group_mean_advantages=advantages_over(baselines_of("group_mean"), returns),
+            group_mean_advantages=advantages_over(baselines_of("group_mean"), "group_mean"),
             baselines=baselines,
             lone_tail_tokens=tail.sum(dim=1, keepdim=True),
             scorable=scorable,

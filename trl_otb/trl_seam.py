@@ -237,6 +237,10 @@ class EnergyGRPOTrainer(GRPOTrainer):
         mask = batch["completion_mask"]
         return mask * batch["tool_mask"] if "tool_mask" in batch else mask
 
+    def own_rows(self, rows: int) -> slice:
+        """Where this process's `rows` rows stand among those of all processes."""
+        return slice(self.accelerator.process_index * rows, (self.accelerator.process_index + 1) * rows)
+
     @torch.no_grad()
     def energy_by_extra_forward(self, batch: dict[str, Any]) -> torch.Tensor:
         """`(B, T)` w_t of `batch` under the current policy, by one forward without gradient."""
@@ -426,7 +430,7 @@ class EnergyGRPOTrainer(GRPOTrainer):
         if not self.accelerator.gather(credited).any():
             return None
         mask = self.generated_mask(batch)
-        own = slice(self.accelerator.process_index * len(mask), (self.accelerator.process_index + 1) * len(mask))
+        own = self.own_rows(len(mask))
         rewards = self._recorder.on_tokens(mask, self._completion_lengths, factors[own])
         # The rest, which was given for the whole completion, is earned at its last generated token
         rest = returns[own] - rewards.sum(dim=1)

@@ -28,9 +28,8 @@ from datasets import Dataset
 from matplotlib.figure import Figure
 from transformers import AutoTokenizer
 
-from recipes import tool_math
 from recipes.common.policies import embedded_policy
-from recipes.studies.laboratory import BARE
+from recipes.studies.laboratory import BARE, calculator
 from recipes.studies.learning_curves import COLORS, Run, perform, smooth
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 
@@ -77,7 +76,7 @@ def sample(size: int) -> dict[str, torch.Tensor]:
         ),
         train_dataset=Dataset.from_dict({"prompt": [[{"role": "user", "content": PROBLEM}]]}),
         processing_class=AutoTokenizer.from_pretrained(path, padding_side="left"),
-        tools=tool_math.calculator_tool(tool_math.ToolMathArguments(max_operations=1)),
+        tools=calculator(),
     )
     trainer.train()
     return {**trainer.seen, "logps": trainer.logps}

@@ -13,6 +13,9 @@ from pathlib import Path
 import torch
 from datasets import Dataset
 
+from recipes import tool_math
+from recipes.common import calculator_dialogues, sums
+from recipes.common.problems import Problems, load_problems, with_prompts
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 
 
@@ -25,6 +28,25 @@ BARE = {
     "bf16": False,
     "disable_tqdm": True,
 }
+
+
+def task_of(
+    name: str, tokenizer, num_train: int, num_held_out: int, seed: int
+) -> tuple[Problems, Dataset, Dataset, list | None]:
+    """Of an embedded policy's task, "sums" or "calculator": problems, prompts to train on and held-out ones, and tools."""
+    options = {"sums": sums.CHAIN_SUM, "calculator": calculator_dialogues.CHAIN_SUM}[name]
+    problems = load_problems(
+        "reasoning_gym:chain_sum", options=options, num_train=num_train, num_held_out=num_held_out, seed=seed
+    )
+    train, held_out = (
+        with_prompts(data, tokenizer, "", embedded=True) for data in (problems.train, problems.held_out)
+    )
+    return problems, train, held_out, calculator() if name == "calculator" else None
+
+
+def calculator() -> list[Callable]:
+    """The tool of the embedded policy: one operation a call."""
+    return tool_math.calculator_tool(tool_math.ToolMathArguments(max_operations=1))
 
 
 @dataclass

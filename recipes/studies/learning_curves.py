@@ -31,12 +31,9 @@ from filelock import FileLock, Timeout
 from matplotlib.figure import Figure
 from transformers import AutoTokenizer, PrinterCallback
 
-from recipes import tool_math
-from recipes.common import calculator_dialogues, sums
 from recipes.common.held_out import AccuracyReward
 from recipes.common.policies import embedded_policy
-from recipes.common.problems import load_problems, with_prompts
-from recipes.studies.laboratory import BARE
+from recipes.studies.laboratory import BARE, task_of
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 
 
@@ -76,14 +73,8 @@ def train(run: Run) -> dict:
     task = TASKS[run.task]
     path = str(embedded_policy(run.task))
     tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
-    options = {"sums": sums.CHAIN_SUM, "calculator": calculator_dialogues.CHAIN_SUM}[run.task]
-    problems = load_problems(
-        "reasoning_gym:chain_sum", options=options, num_train=20_000, num_held_out=200, seed=run.seed
-    )
+    problems, prompts, held_out, tools = task_of(run.task, tokenizer, 20_000, num_held_out=200, seed=run.seed)
     reward = AccuracyReward(problems)
-    tools = None
-    if run.task == "calculator":
-        tools = tool_math.calculator_tool(tool_math.ToolMathArguments(max_operations=1))
     trainer = OTBGRPOTrainer(
         path,
         reward,
@@ -104,8 +95,8 @@ def train(run: Run) -> dict:
             logging_steps=1,
             **BARE,
         ),
-        train_dataset=with_prompts(problems.train, tokenizer, "", embedded=True),
-        eval_dataset=AccuracyReward.mark(with_prompts(problems.held_out, tokenizer, "", embedded=True)),
+        train_dataset=prompts,
+        eval_dataset=AccuracyReward.mark(held_out),
         processing_class=tokenizer,
         callbacks=[reward],
         tools=tools,

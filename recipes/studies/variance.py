@@ -33,11 +33,10 @@ from transformers import AutoTokenizer
 
 from recipes import math as math_recipe
 from recipes import tool_math
-from recipes.common import calculator_dialogues, sums, training
+from recipes.common import training
 from recipes.common.held_out import AccuracyReward
 from recipes.common.policies import embedded_policy
-from recipes.common.problems import load_problems, with_prompts
-from recipes.studies.laboratory import Moments, Pool, moments, sample_pools
+from recipes.studies.laboratory import Moments, Pool, moments, sample_pools, task_of
 from trl_otb.baselines import ENERGY_BASELINES, compute_advantages
 
 
@@ -107,20 +106,14 @@ def collect(setting: Setting, folder: Path) -> None:
         return
     path = str(policy(setting, folder))
     tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
-    options = {"sums": sums.CHAIN_SUM, "calculator": calculator_dialogues.CHAIN_SUM}[setting.task]
-    problems = load_problems(
-        "reasoning_gym:chain_sum", options=options, num_train=setting.prompts, num_held_out=1, seed=11
-    )
-    prompts = with_prompts(problems.train, tokenizer, "", embedded=True).select(range(done, setting.prompts))
+    problems, prompts, _, tools = task_of(setting.task, tokenizer, setting.prompts, num_held_out=1, seed=11)
+    prompts = prompts.select(range(done, setting.prompts))
     bar = tqdm(total=setting.prompts, initial=done, desc=f"{setting.name}: pools")
 
     def keep(pool: Pool) -> None:
         pool.save(pools / f"{bar.n}.pt")
         bar.update()
 
-    tools = None
-    if setting.task == "calculator":
-        tools = tool_math.calculator_tool(tool_math.ToolMathArguments(max_operations=1))
     sample_pools(path, tokenizer, AccuracyReward(problems), prompts, setting.pool, keep, tools=tools, seed=done)
     bar.close()
 
