@@ -4,13 +4,10 @@ What OTB costs beside GRPOTrainer: step time, peak memory and forwards, in each 
     python recipes/bench_step.py                                     # a small model: about 5 minutes on two cores
     python recipes/bench_step.py --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 --prompt_length 256 --length 1024
 
-The two trainers take turns, round by round, in one process, on the same scripted completions: without generation the step is
-the shortest, and a cost the most visible. Times are of whole optimizer steps; a ratio is taken round by round, and its
-median and range over the rounds are printed. Memory is the peak of the round, of the GPU's allocator or of the process.
-
-Seen on two x86-64 cores on 2026-11-21, `OMP_NUM_THREADS=2 python recipes/bench_step.py` (7.3 million parameters, 5 rounds, 5
-minutes), OTB over GRPO: with TRL's no-grad forward 0.997 (0.988 to 1.057), with the training forward 1.009 (0.928 to 1.076), with
-one extra forward 1.324 (1.301 to 1.346; a forward is a third of such a step); memory 1.012, 1.004 and 1.002. No GPU yet.
+The two trainers take turns, round by round and in changing order, in one process, on the same scripted completions: without
+generation the step is the shortest, and a cost the most visible. Times are medians over a round's rollouts, a step; a ratio is
+taken round by round, and its median and range over the rounds are printed. Memory is the peak of the round, of the GPU's
+allocator or of the process. The README has what was seen on two CPU cores; no GPU yet.
 """
 
 import os
@@ -153,10 +150,10 @@ def measure(trainer) -> dict[str, float]:
     handle.remove()
     trainer.remove_callback(meter)
     passes = trainer.num_iterations
-    steps = meter.seconds[passes:]  # the first rollout warms up
-    # A rollout's first step pays for scoring it, so whole rollouts are compared
+    # A rollout's first step pays for scoring it, so whole rollouts are compared; the first one warms up
+    rollouts = [sum(meter.seconds[i : i + passes]) for i in range(passes, len(meter.seconds), passes)]
     return {
-        "seconds": statistics.fmean(steps),
+        "seconds": statistics.median(rollouts) / passes,
         "peak": _peak(),
         "forwards": forwards / len(meter.seconds),
     }
@@ -194,8 +191,9 @@ def main(argv):
     figures = []
     for regime in REGIMES:
         rounds = {"grpo": [], "otb": []}
-        for _ in range(args.rounds):
-            for arm, cls, config in (("grpo", GRPOTrainer, GRPOConfig), ("otb", OTBGRPOTrainer, OTBGRPOConfig)):
+        for turn in range(args.rounds):
+            arms = [("grpo", GRPOTrainer, GRPOConfig), ("otb", OTBGRPOTrainer, OTBGRPOConfig)]
+            for arm, cls, config in arms if turn % 2 == 0 else reversed(arms):
                 with tempfile.TemporaryDirectory() as folder:
                     fresh = type(model)(model.config).to(model.dtype)
                     fresh.load_state_dict(model.state_dict())
