@@ -5,9 +5,11 @@ import itertools
 import pytest
 import torch
 from datasets import Dataset
+from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM
 
-from recipes.studies.laboratory import Moments, Pool, moments, sample_pools
+from recipes.studies import variance
+from recipes.studies.laboratory import Moments, Pool, moments, sample_pools, task_of
 from tests import tiny
 from trl_otb.baselines import compute_advantages
 
@@ -44,6 +46,31 @@ def test_scores_are_gradients_of_log_probs(pools):
     gradients = torch.stack(gradients)
     torch.testing.assert_close(pool.gram[nodes][:, nodes], gradients @ gradients.T, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(pool.exact_energy[0, 0], gradients[0].square().sum(), atol=1e-4, rtol=1e-4)
+
+
+def test_scores_of_an_adapter_are_those_of_its_last_block(tmp_path, monkeypatch):
+    """The path of SmolLM2 in the variance study, with a tiny model in its place."""
+    base = tiny.save_model(tmp_path / "base")
+    monkeypatch.setattr(variance, "smollm2_policy", lambda: base)
+    setting = variance.Setting("smollm2", 0, prompts=1, pool=6)
+    variance.collect(setting, tmp_path)
+    pool = Pool.load(tmp_path / "pools" / "0.pt")
+
+    model = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "policy", is_trainable=True, dtype=torch.float32)
+    tokenizer = tiny.tokenizer()
+    _, prompts, _, _ = task_of("smollm2", tokenizer, 1, num_held_out=1, seed=11)
+    prompt = tokenizer.apply_chat_template(prompts[0]["prompt"], add_generation_prompt=True)["input_ids"]
+    completion = pool.completions[0]
+    logps = model(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    parameters = [p for name, p in model.named_parameters() if "lora" in name and ".layers.1." in name]
+    assert len(parameters) == 2 * 7
+    scores = [
+        torch.cat([g.flatten() for g in torch.autograd.grad(logps[t, token], parameters, retain_graph=True)])
+        for t, token in enumerate(completion)
+    ]
+    nodes = pool.node[0, : len(completion)]
+    scores = torch.stack(scores)
+    torch.testing.assert_close(pool.gram[nodes][:, nodes], scores @ scores.T, atol=1e-4, rtol=1e-4)
 
 
 def test_the_same_history_is_one_node(pools):

@@ -12,9 +12,11 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
+from peft import PeftModel
 
+from recipes import math as math_recipe
 from recipes import tool_math
-from recipes.common import calculator_dialogues, sums
+from recipes.common import calculator_dialogues, long_dialogues, sums, training
 from recipes.common.problems import Problems, load_problems, with_prompts
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 
@@ -30,18 +32,36 @@ BARE = {
 }
 
 
+_CHAIN_SUMS = {
+    "sums": sums.CHAIN_SUM,
+    "calculator": calculator_dialogues.CHAIN_SUM,
+    "long_calculator": long_dialogues.CHAIN_SUM,
+}
+
+
 def task_of(
     name: str, tokenizer, num_train: int, num_held_out: int, seed: int
 ) -> tuple[Problems, Dataset, Dataset, list | None]:
-    """Of an embedded policy's task, "sums" or "calculator": problems, prompts to train on and held-out ones, and tools."""
-    options = {"sums": sums.CHAIN_SUM, "calculator": calculator_dialogues.CHAIN_SUM}[name]
+    """Of "sums", "calculator", "long_calculator" or "smollm2": problems, prompts to train on and held-out ones, and tools."""
+    if name == "smollm2":
+        recipe_args = smollm2_recipe()[0]
+        options, instruction = training.dataset_options(recipe_args.dataset_options), recipe_args.instruction
+    else:
+        options = _CHAIN_SUMS[name]
+        instruction = ""
     problems = load_problems(
         "reasoning_gym:chain_sum", options=options, num_train=num_train, num_held_out=num_held_out, seed=seed
     )
     train, held_out = (
-        with_prompts(data, tokenizer, "", embedded=True) for data in (problems.train, problems.held_out)
+        with_prompts(data, tokenizer, instruction, embedded=name != "smollm2")
+        for data in (problems.train, problems.held_out)
     )
-    return problems, train, held_out, calculator() if name == "calculator" else None
+    return problems, train, held_out, calculator() if name.endswith("calculator") else None
+
+
+def smollm2_recipe():
+    """What `recipes/math.py --model_name_or_path smollm2` is run with: its own, the trainer's and the model's arguments."""
+    return training.parse(math_recipe.RECIPE, ["--model_name_or_path", "smollm2"])
 
 
 def calculator() -> list[Callable]:
@@ -102,16 +122,22 @@ class PoolTrainer(OTBGRPOTrainer):
         self._trainable, self._keep = trainable, keep
         super().__init__(*args, **kwargs)
 
-    def score_micro_batch(self, inputs, energy):
-        super().score_micro_batch(inputs, energy)
+    def score_rollout(self, batch, rollout):
         self.model.eval()
         with torch.enable_grad():
-            self._keep(pool_of(self.model, inputs, energy, self.generated_mask(inputs), self._trainable))  # fmt: skip
+            self._keep(pool_of(self.model, batch, rollout.returns, self.generated_mask(batch), self._trainable))
         self.model.train()
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        return 0.0 * sum(p.sum() for p in model.parameters() if p.requires_grad)
+
+
+# Kernels of attention have no batched backward
+SCORABLE = {"attn_implementation": "eager", "dtype": "float32"}
 
 
 def sample_pools(
-    model: str,
+    model: str | PeftModel,
     tokenizer,
     reward: Callable,
     dataset: Dataset,
@@ -132,9 +158,8 @@ def sample_pools(
         max_tool_calling_iterations=6,
         max_steps=len(dataset),
         shuffle_dataset=False,
-        learning_rate=0.0,
         logging_strategy="no",
-        model_init_kwargs={"attn_implementation": "eager", "dtype": "float32"},
+        model_init_kwargs=SCORABLE if isinstance(model, str) else None,
         seed=seed,
         **BARE,
     )
@@ -150,12 +175,11 @@ def sample_pools(
     ).train()
 
 
-def pool_of(model, inputs, energy, mask, trainable) -> Pool:
+def pool_of(model, inputs, rewards, mask, trainable) -> Pool:
     parameters = [p for name, p in model.named_parameters() if p.requires_grad and trainable(name)]
     rows = len(mask)
     longest = int(mask.sum(1).max())
     node = torch.full((rows, longest), -1)
-    energies = torch.zeros(rows, longest)
     nodes: dict[tuple[int, ...], int] = {}
     scores, head_norms = [], []
     for row in range(rows):
@@ -170,15 +194,13 @@ def pool_of(model, inputs, energy, mask, trainable) -> Pool:
             for t in new:
                 nodes[tuple(history[: t + 1])] = len(nodes)
         node[row, : len(generated)] = torch.tensor([nodes[tuple(history[: t + 1])] for t in generated])
-        energies[row, : len(generated)] = energy[row, generated]
-    scores = torch.cat(scores)
-    rewards = inputs["rewards"]
+    scores, head_norms = torch.cat(scores), torch.cat(head_norms)
     return Pool(
-        rewards=rewards if rewards.dim() == 1 else rewards.sum(1),
-        energy=energies,
+        rewards=rewards,
+        energy=head_norms[node.clamp(min=0), 1] * (node >= 0),
         node=node,
         gram=scores @ scores.T,
-        head_norms=torch.cat(head_norms),
+        head_norms=head_norms,
         completions=[ids[m.bool()].tolist() for ids, m in zip(inputs["completion_ids"], inputs["completion_mask"], strict=True)],
     )  # fmt: skip
 
@@ -192,7 +214,7 @@ def token_scores(model, parameters, prompt, completion, positions) -> tuple[torc
     at = torch.tensor(positions) + len(prompt) - 1
     hidden = []
     handle = model.get_output_embeddings().register_forward_pre_hook(lambda module, args: hidden.append(args[0]))
-    logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0, at].float()
+    logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), logits_to_keep=at).logits[0].float()
     handle.remove()
     logps = logits.log_softmax(-1)
     tokens = completion[torch.tensor(positions)]

@@ -21,6 +21,7 @@ sys.path[:] = [_ROOT] + [p for p in sys.path if os.path.abspath(p or os.curdir) 
 import argparse
 import json
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
@@ -28,15 +29,17 @@ from pathlib import Path
 
 import torch
 from matplotlib.figure import Figure
+from peft import AutoPeftModelForCausalLM, get_peft_model
 from tqdm import tqdm
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import get_peft_config
 
 from recipes import math as math_recipe
 from recipes import tool_math
 from recipes.common import training
 from recipes.common.held_out import AccuracyReward
-from recipes.common.policies import embedded_policy
-from recipes.studies.laboratory import Moments, Pool, moments, sample_pools, task_of
+from recipes.common.policies import embedded_policy, smollm2_policy
+from recipes.studies.laboratory import SCORABLE, Moments, Pool, moments, sample_pools, smollm2_recipe, task_of
 from trl_otb.baselines import ENERGY_BASELINES, compute_advantages
 
 
@@ -59,7 +62,14 @@ SETTINGS = [
     Setting("sums", 200, 24, 512),
     Setting("calculator", 0, 12, 384),
     Setting("calculator", 12, 12, 384),
+    Setting("smollm2", 0, 8, 256),
+    Setting("smollm2", 20, 8, 256),
 ]
+TITLES = {
+    "sums": "sums, one turn",
+    "calculator": "sums with a calculator, several turns",
+    "smollm2": "SmolLM2-135M, LoRA, sums of two",
+}
 GROUPS = [2, 4, 8, 16, 32, 128]
 ESTIMATORS = {
     "none": None,
@@ -86,15 +96,27 @@ def advantages(options):
 
 def policy(setting: Setting, folder: Path) -> Path:
     if setting.steps == 0:
-        return embedded_policy(setting.task)
+        return embedded_policy(setting.task) if setting.task != "smollm2" else fresh_adapter(folder / "policy")
     output = folder / "policy"
     checkpoint = output / f"checkpoint-{setting.steps}"
     if not (output / "result.json").exists():
-        recipe = {"sums": math_recipe, "calculator": tool_math}[setting.task].RECIPE
+        recipe = tool_math.RECIPE if setting.task == "calculator" else math_recipe.RECIPE
         steps = str(setting.steps)
         flags = ["--baseline", "group_mean", "--max_steps", steps, "--save_steps", steps, "--seed", "0"]
+        if setting.task == "smollm2":
+            flags += ["--model_name_or_path", "smollm2", "--num_held_out_problems", "4"]
         training.run(recipe, [*flags, "--output_dir", str(output), "--disable_tqdm", "true"])
     return checkpoint
+
+
+def fresh_adapter(folder: Path) -> Path:
+    """The LoRA adapter that training starts from."""
+    if not (folder / "adapter_config.json").exists():
+        torch.manual_seed(0)
+        base = AutoModelForCausalLM.from_pretrained(smollm2_policy(), **SCORABLE)
+        get_peft_model(base, get_peft_config(smollm2_recipe()[2])).save_pretrained(folder)
+        AutoTokenizer.from_pretrained(smollm2_policy()).save_pretrained(folder)
+    return folder
 
 
 def collect(setting: Setting, folder: Path) -> None:
@@ -114,8 +136,23 @@ def collect(setting: Setting, folder: Path) -> None:
         pool.save(pools / f"{bar.n}.pt")
         bar.update()
 
-    sample_pools(path, tokenizer, AccuracyReward(problems), prompts, setting.pool, keep, tools=tools, seed=done)
+    if setting.task == "smollm2":
+        model = AutoPeftModelForCausalLM.from_pretrained(path, is_trainable=True, **SCORABLE)
+        options = {
+            "trainable": of_last_block(model),
+            "max_completion_length": smollm2_recipe()[1].max_completion_length,
+        }
+    else:
+        model, options = path, {}
+    sample_pools(
+        model, tokenizer, AccuracyReward(problems), prompts, setting.pool, keep, tools=tools, seed=done, **options
+    )
     bar.close()
+
+
+def of_last_block(model) -> Callable[[str], bool]:
+    """The adapter's parameters there: with all thirty blocks, the scores of a pool would not fit."""
+    return lambda name: f".layers.{model.config.num_hidden_layers - 1}." in name
 
 
 def analyse(setting: Setting, folder: Path) -> None:
@@ -208,7 +245,8 @@ def report(settings: list[Setting], output: Path) -> None:
     """Tables as Markdown, and pictures, from what is saved."""
     lines, ratios = [], {}
     for setting in settings:
-        figures = load(output / setting.name, parity=1)
+        # κ of otb_shrunk was chosen on even-numbered prompts of the embedded policies
+        figures = load(output / setting.name, parity=None if setting.task == "smollm2" else 1)
         if not figures:
             continue
         every = load(output / setting.name, parity=None)
@@ -272,8 +310,7 @@ def plot(settings, ratios, path: Path) -> None:
             if line == "-" and name != "group_mean":
                 top.fill_between(GROUPS, [c.low for c in cells], [c.high for c in cells], color=color, alpha=0.12)
             bottom.plot(GROUPS, [min(c.cosine, 1) for c in cells], line, color=color, marker="o", markersize=3)
-        task = {"sums": "sums, one turn", "calculator": "sums with a calculator, several turns"}[setting.task]
-        top.set_title(f"{task}\nafter {setting.steps} training steps", fontsize=10)
+        top.set_title(f"{TITLES[setting.task]}\nafter {setting.steps} training steps", fontsize=10)
         top.set(xscale="log", ylim=(0, 1.6))
         bottom.set(xlabel="completions a prompt, N", ylim=(0.9, 1.005))
         bottom.set_xticks(GROUPS, map(str, GROUPS))
@@ -289,7 +326,7 @@ def plot(settings, ratios, path: Path) -> None:
 
 def main(argv):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
-    parser.add_argument("--only", choices=["sums", "calculator"], help="one task")
+    parser.add_argument("--only", choices=list(TITLES), help="one task")
     parser.add_argument("--plot_only", action="store_true", help="make tables and pictures from what is saved")
     parser.add_argument("--output_dir", default="runs/studies/variance")
     args = parser.parse_args(argv)
