@@ -5,11 +5,12 @@ import itertools
 import pytest
 import torch
 from datasets import Dataset
-from peft import AutoPeftModelForCausalLM
+from peft import AutoPeftModelForCausalLM, get_peft_model
 from transformers import AutoModelForCausalLM
+from trl import get_peft_config
 
 from recipes.studies import variance
-from recipes.studies.laboratory import Moments, Pool, moments, sample_pools, task_of
+from recipes.studies.laboratory import Moments, Pool, moments, sample_pools, smollm2_recipe, task_of
 from tests import tiny
 from trl_otb.baselines import compute_advantages
 
@@ -50,10 +51,13 @@ def test_scores_are_gradients_of_log_probs(pools):
 
 def test_scores_of_an_adapter_are_those_of_its_last_block(tmp_path, monkeypatch):
     """The path of SmolLM2 in the variance study, with a tiny model in its place."""
-    base = tiny.save_model(tmp_path / "base")
-    monkeypatch.setattr(variance, "smollm2_policy", lambda: base)
-    setting = variance.Setting("smollm2", 0, prompts=1, pool=6)
-    variance.collect(setting, tmp_path)
+    base = AutoModelForCausalLM.from_pretrained(tiny.save_model(tmp_path / "base"))
+    adapter = get_peft_config(smollm2_recipe()[2])
+    adapter.init_lora_weights = False  # else one half of the scores would be 0
+    get_peft_model(base, adapter).save_pretrained(tmp_path / "policy")
+    tiny.tokenizer().save_pretrained(tmp_path / "policy")
+    monkeypatch.setattr(variance, "policy", lambda setting, folder: folder / "policy")
+    variance.collect(variance.Setting("smollm2", 20, prompts=1, pool=6), tmp_path)
     pool = Pool.load(tmp_path / "pools" / "0.pt")
 
     model = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "policy", is_trainable=True, dtype=torch.float32)
@@ -70,7 +74,8 @@ def test_scores_of_an_adapter_are_those_of_its_last_block(tmp_path, monkeypatch)
     ]
     nodes = pool.node[0, : len(completion)]
     scores = torch.stack(scores)
-    torch.testing.assert_close(pool.gram[nodes][:, nodes], scores @ scores.T, atol=1e-4, rtol=1e-4)
+    largest = scores.square().sum(1).max()
+    torch.testing.assert_close(pool.gram[nodes][:, nodes] / largest, scores @ scores.T / largest, atol=1e-4, rtol=1e-4)
 
 
 def test_the_same_history_is_one_node(pools):

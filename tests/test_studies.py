@@ -79,7 +79,7 @@ def test_the_variance_study_can_be_stopped_and_run_again(tmp_path, monkeypatch, 
 
 @pytest.mark.slow
 def test_learning_curves_and_figures(tmp_path, monkeypatch, capsys):
-    task = learning_curves.Task({4: 4, 8: 4, 32: 4}, (4e-4,), 72, 0.1)
+    task = learning_curves.Task({4: 4, 8: 4, 32: 4}, (4e-4,), 0.1, 72)
     monkeypatch.setattr(learning_curves, "TASKS", {"calculator": task})
     for name, value in {"TUNING_SEEDS": (101,), "SEEDS": (1, 2)}.items():
         monkeypatch.setattr(learning_curves, name, value)

@@ -43,13 +43,15 @@ class Task:
 
     steps: dict[int, int]
     learning_rates: tuple[float, ...]
-    max_completion_length: int
     threshold: float
+    max_completion_length: int
+    max_calls: int = 6
 
 
 TASKS = {
-    "calculator": Task({4: 100, 8: 80, 32: 40}, (2e-4, 4e-4, 8e-4, 1.6e-3), 72, 0.85),
-    "sums": Task({4: 400, 8: 400, 32: 300}, (2e-4, 4e-4, 8e-4, 1.6e-3), 24, 0.55),
+    "sums": Task({4: 400, 8: 400, 32: 300}, (2e-4, 4e-4, 8e-4, 1.6e-3), 0.55, 24),
+    "calculator": Task({4: 100, 8: 80, 32: 40}, (2e-4, 4e-4, 8e-4, 1.6e-3), 0.85, 72),
+    "long_calculator": Task({4: 60, 8: 50, 32: 40}, (1e-4, 2e-4, 4e-4, 8e-4), 0.55, 180, max_calls=14),
 }
 BASELINES = ("group_mean", "rloo", "opo", "ogb", "otb", "otb_shrunk")
 TUNING_SEEDS = (101, 102)
@@ -87,7 +89,7 @@ def train(run: Run) -> dict:
             seed=run.seed,
             max_steps=task.steps[run.n],
             max_completion_length=task.max_completion_length,
-            max_tool_calling_iterations=6,
+            max_tool_calling_iterations=task.max_calls,
             lr_scheduler_type="constant_with_warmup",
             warmup_steps=10,
             per_device_eval_batch_size=400,

@@ -29,16 +29,15 @@ from pathlib import Path
 
 import torch
 from matplotlib.figure import Figure
-from peft import AutoPeftModelForCausalLM, get_peft_model
+from peft import AutoPeftModelForCausalLM
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import get_peft_config
+from transformers import AutoTokenizer
 
 from recipes import math as math_recipe
 from recipes import tool_math
 from recipes.common import training
 from recipes.common.held_out import AccuracyReward
-from recipes.common.policies import embedded_policy, smollm2_policy
+from recipes.common.policies import embedded_policy
 from recipes.studies.laboratory import SCORABLE, Moments, Pool, moments, sample_pools, smollm2_recipe, task_of
 from trl_otb.baselines import ENERGY_BASELINES, compute_advantages
 
@@ -62,8 +61,7 @@ SETTINGS = [
     Setting("sums", 200, 24, 512),
     Setting("calculator", 0, 12, 384),
     Setting("calculator", 12, 12, 384),
-    Setting("smollm2", 0, 8, 256),
-    Setting("smollm2", 20, 8, 256),
+    Setting("smollm2", 20, 10, 256),
 ]
 TITLES = {
     "sums": "sums, one turn",
@@ -96,7 +94,7 @@ def advantages(options):
 
 def policy(setting: Setting, folder: Path) -> Path:
     if setting.steps == 0:
-        return embedded_policy(setting.task) if setting.task != "smollm2" else fresh_adapter(folder / "policy")
+        return embedded_policy(setting.task)
     output = folder / "policy"
     checkpoint = output / f"checkpoint-{setting.steps}"
     if not (output / "result.json").exists():
@@ -107,16 +105,6 @@ def policy(setting: Setting, folder: Path) -> Path:
             flags += ["--model_name_or_path", "smollm2", "--num_held_out_problems", "4"]
         training.run(recipe, [*flags, "--output_dir", str(output), "--disable_tqdm", "true"])
     return checkpoint
-
-
-def fresh_adapter(folder: Path) -> Path:
-    """The LoRA adapter that training starts from."""
-    if not (folder / "adapter_config.json").exists():
-        torch.manual_seed(0)
-        base = AutoModelForCausalLM.from_pretrained(smollm2_policy(), **SCORABLE)
-        get_peft_model(base, get_peft_config(smollm2_recipe()[2])).save_pretrained(folder)
-        AutoTokenizer.from_pretrained(smollm2_policy()).save_pretrained(folder)
-    return folder
 
 
 def collect(setting: Setting, folder: Path) -> None:
