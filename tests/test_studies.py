@@ -26,6 +26,7 @@ def test_tokens_to_a_threshold_and_collapse():
     run = Run("sums", "otb", 4, 1e-3, 1)
     assert tokens_to(result(run, [0.0] * 4 + [1.0] * 6), 0.6) == 700  # three of five steps are 1 at the seventh
     assert tokens_to(result(run, [0.0] * 10), 0.6) is None
+    assert tokens_to(result(run, [1.0] + [0.0] * 9), 0.6) is None  # one lucky step is no mean over five
     assert collapsed(result(run, [0.2] * 10 + [0.9] * 10 + [0.0] * 10))
     assert not collapsed(result(run, [0.2] * 10 + [0.9] * 20))
 

@@ -19,6 +19,7 @@ from recipes import tool_math
 from recipes.common import calculator_dialogues, long_dialogues, sums, training
 from recipes.common.problems import Problems, load_problems, with_prompts
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
+from trl_otb.baselines import compute_advantages
 
 
 # Of every training run of a study: nothing beside the numbers
@@ -231,7 +232,7 @@ def token_scores(model, parameters, prompt, completion, positions) -> tuple[torc
 class Moments:
     """
     Of an estimator ĝ from groups of N: E‖ĝ‖², ‖Eĝ‖², and with the true gradient g, ⟨Eĝ, g⟩ and ‖g‖², all estimated
-    without bias from groups that share no completion, and averaged over ways to deal the pool into groups.
+    without bias from completions that they do not share, and averaged over ways to deal the pool into groups.
     """
 
     square: float
@@ -267,7 +268,10 @@ def moments(
 ) -> dict[str, Moments]:
     """
     Moments of the gradient ĝ = 1/N Σ_i Σ_t A_{t,i} s_{t,i} of a group of `n`, for each of `estimators`, functions
-    (rewards, energy, mask, n) -> advantages `(M, T)`. The true gradient is estimated by leave-one-out means.
+    (rewards, energy, mask, n) -> advantages `(M, T)`.
+
+    The true gradient is estimated, for the groups of one half of the pool, from the other half taken as one group, with the
+    baseline "ogb" of the others: it has no bias, and little noise.
     """
     rng = torch.Generator().manual_seed(seed)
     size = len(pool.rewards) // n * n
@@ -277,32 +281,34 @@ def moments(
     energy = pool.exact_energy if exact else pool.energy
     node, mask, gram = pool.node.clamp(min=0), pool.mask, pool.gram.double()
     of_group = torch.arange(size) // n
-    sums = {name: [0.0] * 4 for name in estimators}
+    halves = [slice(0, groups // 2 * n), slice(groups // 2 * n, size)]
+    sums = {name: torch.zeros(4, dtype=torch.float64) for name in estimators}
     for _ in range(deals):
         order = torch.randperm(len(pool.rewards), generator=rng)[:size]
-        rewards, w, m = pool.rewards[order], energy[order], mask[order]
-        nodes = node[order]
+        rewards, w, m, nodes = pool.rewards[order], energy[order], mask[order], node[order]
 
-        index = (of_group.unsqueeze(1) * len(gram) + nodes)[m]
+        def of_nodes(advantages, group, m=m, nodes=nodes):
+            """What each group's gradient is of the nodes' scores: (groups, U)."""
+            sizes = group.bincount()
+            share = advantages.double() / sizes[group].unsqueeze(1)
+            flat = torch.zeros(len(sizes) * len(gram), dtype=torch.float64)
+            index = (group.unsqueeze(1) * len(gram) + nodes)[m]
+            return flat.index_add_(0, index, share[m]).view(len(sizes), len(gram))
 
-        def of_nodes(advantages, index=index, m=m):
-            """(G, U) what each group's gradient is of the nodes' scores."""
-            flat = torch.zeros(groups * len(gram), dtype=torch.float64)
-            return flat.index_add_(0, index, advantages[m].double() / n).view(groups, len(gram))
-
-        total = rewards.view(-1, n).sum(1).repeat_interleave(n)
-        leave_one_out = ((rewards - (total - rewards) / (n - 1)).unsqueeze(1)).expand(m.shape)
-        truth = of_nodes(leave_one_out)
+        truth = of_nodes(
+            torch.cat([
+                compute_advantages(rewards[h], w[h], m[h], h.stop - h.start, baseline="ogb", leave_one_out=True)
+                for h in halves
+            ]),
+            (torch.arange(size) >= halves[1].start).long(),
+        )  # fmt: skip
         truth_k = truth @ gram
-        unlike = lambda full, own: (full - own) / (groups * (groups - 1))  # noqa: E731
-        truth_square = unlike(truth_k.sum(0) @ truth.sum(0), (truth_k * truth).sum())
         for name, estimator in estimators.items():
-            c = of_nodes(estimator(rewards, w, m, n))
+            c = of_nodes(estimator(rewards, w, m, n), of_group)
             c_k = c @ gram
             own = (c_k * c).sum()
-            row = sums[name]
-            row[0] += (own / groups).item() / deals
-            row[1] += unlike(c_k.sum(0) @ c.sum(0), own).item() / deals
-            row[2] += unlike(c_k.sum(0) @ truth.sum(0), (c_k * truth).sum()).item() / deals
-            row[3] += truth_square.item() / deals
-    return {name: Moments(*row) for name, row in sums.items()}
+            signal = (c_k.sum(0) @ c.sum(0) - own) / (groups * (groups - 1))  # of unlike groups
+            first, second = c[: groups // 2].mean(0), c[groups // 2 :].mean(0)
+            with_truth = (first @ truth_k[1] + second @ truth_k[0]) / 2
+            sums[name] += torch.stack([own / groups, signal, with_truth, truth_k[0] @ truth[1]]) / deals
+    return {name: Moments(*row.tolist()) for name, row in sums.items()}

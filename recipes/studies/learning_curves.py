@@ -54,6 +54,7 @@ TASKS = {
     "long_calculator": Task({4: 60, 8: 50, 32: 40}, (1e-4, 2e-4, 4e-4, 8e-4), 0.55, 180, max_calls=14),
 }
 BASELINES = ("group_mean", "rloo", "opo", "ogb", "otb", "otb_shrunk")
+WINDOW = 5  # steps over which rewards are averaged
 TUNING_SEEDS = (101, 102)
 SEEDS = (1, 2, 3, 4, 5)
 
@@ -150,13 +151,16 @@ def perform(runs: list[Run], folder: Path) -> None:
             continue
 
 
-def smooth(values: list[float], width: int = 5) -> list[float]:
+def smooth(values: list[float], width: int = WINDOW) -> list[float]:
     return [statistics.fmean(values[max(0, i - width + 1) : i + 1]) for i in range(len(values))]
 
 
 def tokens_to(result: dict, threshold: float) -> float | None:
     """Generated tokens until the reward, averaged over five steps, first reaches the threshold."""
-    for reward, tokens in zip(smooth(result["reward"]), result["tokens"], strict=True):
+    of_whole_windows = slice(WINDOW - 1, None)
+    for reward, tokens in zip(
+        smooth(result["reward"])[of_whole_windows], result["tokens"][of_whole_windows], strict=True
+    ):
         if reward >= threshold:
             return tokens
     return None

@@ -194,26 +194,31 @@ def forward_only_power(pool: Pool, n: int = 8) -> dict[str, float]:
 
 @dataclass
 class Ratio:
-    """Noise to signal over that of group_mean, with a 95 % interval by bootstrap over prompts, and the cosine."""
+    """
+    Noise to signal over that of group_mean, with a 95 % interval by bootstrap over prompts, and the cosine of the expected
+    gradient to the true one, with its standard error by the same.
+    """
 
     value: float
     low: float
     high: float
     cosine: float
+    cosine_error: float
 
     def __str__(self):
-        return f"{self.value:.2f} ({self.low:.2f}–{self.high:.2f}), {min(self.cosine, 1):.3f}"
+        return f"{self.value:.2f} ({self.low:.2f}–{self.high:.2f}), {self.cosine:.3f} ± {self.cosine_error:.3f}"
 
 
 def ratio(of: list[Moments], group_mean: list[Moments], draws: int = 1000) -> Ratio:
-    def value(rows):
+    def values(rows):
         ours, theirs = (reduce(add, (m[i] for i in rows)) for m in (of, group_mean))
-        return ours.noise_to_signal / theirs.noise_to_signal
+        return ours.noise_to_signal / theirs.noise_to_signal, ours.cosine
 
     rng = torch.Generator().manual_seed(0)
-    drawn = [value(torch.randint(len(of), (len(of),), generator=rng).tolist()) for _ in range(draws)]
-    low, high = torch.tensor(drawn).quantile(torch.tensor([0.025, 0.975])).tolist()
-    return Ratio(value(range(len(of))), low, high, reduce(add, of).cosine)
+    drawn = torch.tensor([values(torch.randint(len(of), (len(of),), generator=rng).tolist()) for _ in range(draws)])
+    low, high = drawn[:, 0].quantile(torch.tensor([0.025, 0.975])).tolist()
+    value, cosine = values(range(len(of)))
+    return Ratio(value, low, high, cosine, drawn[:, 1].std().item())
 
 
 def rank_correlation(a: list[float], b: list[float]) -> float:
@@ -297,10 +302,10 @@ def plot(settings, ratios, path: Path) -> None:
             top.plot(GROUPS, [c.value for c in cells], line, color=color, marker="o", markersize=3, label=name)
             if line == "-" and name != "group_mean":
                 top.fill_between(GROUPS, [c.low for c in cells], [c.high for c in cells], color=color, alpha=0.12)
-            bottom.plot(GROUPS, [min(c.cosine, 1) for c in cells], line, color=color, marker="o", markersize=3)
+            bottom.plot(GROUPS, [c.cosine for c in cells], line, color=color, marker="o", markersize=3)
         top.set_title(f"{TITLES[setting.task]}\nafter {setting.steps} training steps", fontsize=10)
         top.set(xscale="log", ylim=(0, 1.6))
-        bottom.set(xlabel="completions a prompt, N", ylim=(0.9, 1.005))
+        bottom.set(xlabel="completions a prompt, N", ylim=(0.9, 1.01))
         bottom.set_xticks(GROUPS, map(str, GROUPS))
         bottom.minorticks_off()
         for axis in (top, bottom):
