@@ -6,6 +6,7 @@ Tokens with the same history have the same score, so it is taken once for each n
 the Gram matrix K of the nodes, the squared norm of any estimator's gradient is a quadratic form, whatever its advantages.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -254,8 +255,9 @@ class Moments:
 
     @property
     def cosine(self) -> float:
-        """Of Eĝ to the true gradient."""
-        return self.with_truth / (self.signal * self.truth) ** 0.5
+        """Of Eĝ to the true gradient; NaN where noise leaves one of the squares negative."""
+        squares = self.signal * self.truth
+        return self.with_truth / squares**0.5 if squares > 0 else math.nan
 
 
 def moments(
