@@ -93,11 +93,11 @@ def test_learning_curves_and_figures(tmp_path, monkeypatch, capsys):
     learning_curves.main([*flags, "--output_dir", str(runs)])
     assert "held-out" not in capsys.readouterr().out.split("###")[0]  # nothing is trained again
 
-    for name, value in {"BASELINES": ("group_mean", "otb"), "STABLE": 4e-4, "TOO_HIGH": 4e-4, "SEEDS": (1,)}.items():
+    for name, value in {"BASELINES": ("group_mean", "otb"), "TASK": "calculator", "RATE": 4e-4, "SEEDS": (1,)}.items():
         monkeypatch.setattr(figures, name, value)
     monkeypatch.setattr(figures, "sample", lambda size, of=figures.sample: of(16))
     figures.main(["--output_dir", str(tmp_path / "figures"), "--runs_dir", str(runs)])
-    for name in ("figure1", "figure2", "figure3_4", "figure5"):
+    for name in ("figure1_2", "figure3_4", "figure5"):
         assert (tmp_path / "figures" / f"{name}.png").stat().st_size > 10_000
 
 

@@ -1,11 +1,11 @@
 """
-The paper's figures 1 to 5, on the embedded policy with a calculator.
+The paper's figures 1 to 5, on embedded policies with a calculator.
 
-    OMP_NUM_THREADS=1 python recipes/studies/figures.py        # about 5 minutes on one core; a run that is saved is not run again
+    OMP_NUM_THREADS=1 python recipes/studies/figures.py        # about 10 minutes on one core; a run that is saved is not run again
     python recipes/studies/figures.py --plot_only              # from what is saved
 
-1: gradient norm and reward over training, by baseline. 2: the power of the gradient before a collapse, at a learning rate that is
-too high. 3: completions of a group differ in total energy. 4: realized energy, token by token, with changing ranks. 5: the
+1 and 2: reward, gradient norm and the gradient's power over training, by baseline, in sums of ten turns at a learning rate that
+the group mean does not bear. 3: completions of a group differ in total energy. 4: realized energy, token by token, with changing ranks. 5: the
 probability of a token against the norm of its logit gradient. Everything lands in runs/studies/figures; training runs are
 those of learning_curves.py, and lie with them.
 """
@@ -35,7 +35,7 @@ from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 
 
 BASELINES = ("group_mean", "otb", "otb_shrunk")
-N, STABLE, TOO_HIGH, SEEDS = 4, 8e-4, 3.2e-3, (1, 2, 3)
+TASK, RATE, N, SEEDS = "long_calculator", 4e-4, 4, (1, 2, 3)
 PROBLEM, ANSWER, GROUP = "12+71-35", 48, 8
 
 
@@ -82,14 +82,19 @@ def sample(size: int) -> dict[str, torch.Tensor]:
     return {**trainer.seen, "logps": trainer.logps}
 
 
-def over_training(folder: Path, rate: float) -> dict[str, list[dict]]:
-    runs = {b: [Run("calculator", b, N, rate, seed) for seed in SEEDS] for b in BASELINES}
-    return {b: [json.loads((folder / f"{r.name}.json").read_text()) for r in rs] for b, rs in runs.items()}
+def training_runs() -> dict[str, list[Run]]:
+    return {b: [Run(TASK, b, N, RATE, seed) for seed in SEEDS] for b in BASELINES}
 
 
-def plot_over_training(of: dict[str, list[dict]], panels: dict[str, str], title: str, path: Path) -> None:
-    figure = Figure(figsize=(5.5 * len(panels), 3.8), layout="constrained")
-    axes = figure.subplots(1, len(panels), squeeze=False)[0]
+def plot_over_training(of: dict[str, list[dict]], path: Path) -> None:
+    """Figures 1 and 2."""
+    panels = {
+        "reward": "reward (share of right answers)",
+        "grad_norm": "gradient norm",
+        "grad_power": "power of the gradient, Σ w A²",
+    }
+    figure = Figure(figsize=(5 * len(panels), 3.8), layout="constrained")
+    axes = figure.subplots(1, len(panels))
     for axis, (key, label) in zip(axes, panels.items(), strict=True):
         for baseline, rows in of.items():
             for i, row in enumerate(rows):
@@ -97,7 +102,11 @@ def plot_over_training(of: dict[str, list[dict]], panels: dict[str, str], title:
         axis.set(xlabel="training step", ylabel=label, yscale="linear" if key == "reward" else "log")
         axis.grid(alpha=0.3)
     axes[0].legend()
-    figure.suptitle(f"{title}\n({len(SEEDS)} seeds, N = {N}, means over 5 steps)", fontsize=11)
+    figure.suptitle(
+        f"{TASK}: sums of eight to ten numbers with a calculator, learning rate {RATE:g}\n"
+        f"({len(SEEDS)} seeds, N = {N}, means over 5 steps)",
+        fontsize=11,
+    )
     figure.savefig(path, dpi=120)
 
 
@@ -150,17 +159,17 @@ def main(argv):
     if not args.plot_only:
         if not saved.exists():
             torch.save(sample(256), saved)
-        perform([Run("calculator", b, N, rate, seed) for rate in (STABLE, TOO_HIGH) for b in BASELINES for seed in SEEDS], runs)  # fmt: skip
+        perform([run for of_baseline in training_runs().values() for run in of_baseline], runs)
     elif not saved.exists():
         parser.error(f"nothing is saved under {folder} yet: run without --plot_only first")
-    panels = {"reward": "reward (share of right answers)", "grad_norm": "gradient norm"}
-    plot_over_training(over_training(runs, STABLE), panels, f"Learning rate {STABLE:g}", folder / "figure1.png")
-    panels = {"reward": panels["reward"], "grad_power": "power of the gradient, Σ w A²"}
-    plot_over_training(over_training(runs, TOO_HIGH), panels, f"Learning rate {TOO_HIGH:g}: collapse", folder / "figure2.png")  # fmt: skip
+    results = {
+        b: [json.loads((runs / f"{run.name}.json").read_text()) for run in rs] for b, rs in training_runs().items()
+    }
+    plot_over_training(results, folder / "figure1_2.png")
     rollout = torch.load(saved, weights_only=True)
     plot_group({key: value[:GROUP] for key, value in rollout.items()}, folder / "figure3_4.png")
     plot_tokens(rollout, folder / "figure5.png")
-    print(f"{folder}: figure1.png, figure2.png, figure3_4.png and figure5.png.")
+    print(f"{folder}: figure1_2.png, figure3_4.png and figure5.png.")
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ SETTINGS = [
     Setting("sums", 200, 24, 512),
     Setting("calculator", 0, 12, 384),
     Setting("calculator", 12, 12, 384),
-    Setting("smollm2", 20, 10, 256),
+    Setting("smollm2", 20, 30, 256),
 ]
 TITLES = {
     "sums": "sums, one turn",
