@@ -17,7 +17,7 @@ from filelock import FileLock
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from . import calculator_dialogues, long_dialogues, sums
+from . import calculator_dialogues, sums
 from .errors import InputError
 
 
@@ -177,7 +177,9 @@ WARM_STARTS = {
         response_template=calculator_dialogues.RESPONSE_TEMPLATE,
     ),
 }
-WARM_STARTS["long_calculator"] = replace(WARM_STARTS["calculator"], demonstrations=long_dialogues.demonstrations)
+WARM_STARTS["long_calculator"] = replace(
+    WARM_STARTS["calculator"], demonstrations=calculator_dialogues.long_demonstrations
+)
 
 
 def smollm2_policy() -> Path:

@@ -17,7 +17,7 @@ from peft import PeftModel
 
 from recipes import math as math_recipe
 from recipes import tool_math
-from recipes.common import calculator_dialogues, long_dialogues, sums, training
+from recipes.common import calculator_dialogues, sums, training
 from recipes.common.problems import Problems, load_problems, with_prompts
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 from trl_otb.baselines import compute_advantages
@@ -37,7 +37,7 @@ BARE = {
 _CHAIN_SUMS = {
     "sums": sums.CHAIN_SUM,
     "calculator": calculator_dialogues.CHAIN_SUM,
-    "long_calculator": long_dialogues.CHAIN_SUM,
+    "long_calculator": calculator_dialogues.LONG_CHAIN_SUM,
 }
 
 

@@ -54,7 +54,6 @@ TASKS = {
     "long_calculator": Task({4: 60, 8: 50, 32: 40}, (1e-4, 2e-4, 4e-4, 8e-4), 0.55, 180, max_calls=14),
 }
 BASELINES = ("group_mean", "rloo", "opo", "ogb", "otb", "otb_shrunk")
-WINDOW = 5  # steps over which rewards are averaged
 TUNING_SEEDS = (101, 102)
 SEEDS = (1, 2, 3, 4, 5)
 
@@ -151,16 +150,20 @@ def perform(runs: list[Run], folder: Path) -> None:
             continue
 
 
-def smooth(values: list[float], width: int = WINDOW) -> list[float]:
+def window(values: list[float]) -> int:
+    """Steps to average over: a twentieth of the run, and at least five."""
+    return max(5, len(values) // 20)
+
+
+def smooth(values: list[float], width: int | None = None) -> list[float]:
+    width = width or window(values)
     return [statistics.fmean(values[max(0, i - width + 1) : i + 1]) for i in range(len(values))]
 
 
 def tokens_to(result: dict, threshold: float) -> float | None:
-    """Generated tokens until the reward, averaged over five steps, first reaches the threshold."""
-    of_whole_windows = slice(WINDOW - 1, None)
-    for reward, tokens in zip(
-        smooth(result["reward"])[of_whole_windows], result["tokens"][of_whole_windows], strict=True
-    ):
+    """Generated tokens until the smoothed reward first reaches the threshold."""
+    whole_windows = slice(window(result["reward"]) - 1, None)
+    for reward, tokens in zip(smooth(result["reward"])[whole_windows], result["tokens"][whole_windows], strict=True):
         if reward >= threshold:
             return tokens
     return None
@@ -236,25 +239,27 @@ COLORS = {
 
 def plot(task: str, of: dict[tuple[int, str], list[dict]], path: Path) -> None:
     sizes = sorted({n for n, _ in of})
-    figure = Figure(figsize=(4.2 * len(sizes), 6.5), layout="constrained")
+    figure = Figure(figsize=(max(6, 4.2 * len(sizes)), 6.5), layout="constrained")
     axes = figure.subplots(2, len(sizes), squeeze=False, sharey="row", sharex="col")
     for column, n in enumerate(sizes):
+        for axis, key in zip(axes[:, column], ("reward", "grad_norm"), strict=True):
+            for baseline, color in COLORS.items():
+                if rows := of.get((n, baseline)):
+                    curves = torch.tensor([smooth(row[key]) for row in rows])
+                    thousands = torch.tensor([row["tokens"] for row in rows]).mean(0) / 1000
+                    axis.plot(thousands, curves.mean(0), color=color, label=baseline)
+                    axis.fill_between(thousands, curves.amin(0), curves.amax(0), color=color, alpha=0.12, linewidth=0)
+            axis.grid(alpha=0.3)
         top, bottom = axes[:, column]
-        for baseline, color in COLORS.items():
-            rows = of.get((n, baseline), [])
-            for i, row in enumerate(rows):
-                thousands = [t / 1000 for t in row["tokens"]]
-                top.plot(thousands, smooth(row["reward"]), color=color, alpha=0.6, linewidth=1, label=None if i else baseline)  # fmt: skip
-                bottom.plot(thousands, smooth(row["grad_norm"]), color=color, alpha=0.6, linewidth=1)
         top.axhline(TASKS[task].threshold, color="black", linewidth=0.8, linestyle=":")
         top.set_title(f"N = {n}", fontsize=10)
         bottom.set(xlabel="generated tokens (thousands)", yscale="log")
-        for axis in (top, bottom):
-            axis.grid(alpha=0.3)
     axes[0, 0].set_ylabel("reward (share of right answers)")
     axes[1, 0].set_ylabel("gradient norm")
     axes[0, 0].legend(fontsize=8)
-    figure.suptitle(f"{task}: learning by baseline and group size, a line a seed, means over 5 steps", fontsize=11)
+    figure.suptitle(
+        f"{task}: learning by baseline and group size\n(smoothed; mean and range of the seeds)", fontsize=11
+    )
     figure.savefig(path, dpi=120)
 
 
