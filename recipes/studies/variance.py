@@ -305,14 +305,14 @@ def plot(settings, ratios, path: Path) -> None:
             bottom.plot(GROUPS, [c.cosine for c in cells], line, color=color, marker="o", markersize=3)
         top.set_title(f"{TITLES[setting.task]}\nafter {setting.steps} training steps", fontsize=10)
         top.set(xscale="log", ylim=(0, 1.6))
-        bottom.set(xlabel="completions a prompt, N", ylim=(0.9, 1.01))
+        bottom.set(xlabel="completions a prompt, N", ylim=(0.9, 1.03))
         bottom.set_xticks(GROUPS, map(str, GROUPS))
         bottom.minorticks_off()
         for axis in (top, bottom):
             axis.grid(alpha=0.3)
     axes[0, 0].set_ylabel("noise to signal of the gradient,\nover that of the group mean")
     axes[1, 0].set_ylabel("cosine of the expected gradient\nto the true one")
-    axes[0, -1].legend(fontsize=8)
+    axes[1, 0].legend(*axes[0, 0].get_legend_handles_labels(), fontsize=8, loc="lower right")
     figure.suptitle("Exact gradient noise by baseline and group size\n(lower is better; bands: 95 % bootstrap over prompts)", fontsize=11)  # fmt: skip
     figure.savefig(path, dpi=120)
 
