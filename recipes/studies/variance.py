@@ -1,7 +1,7 @@
 """
 How noisy is the gradient under each baseline? Exactly, on small policies, over groups of 2 to 128.
 
-    OMP_NUM_THREADS=1 python recipes/studies/variance.py                # about 40 minutes on one core; can be stopped and run again
+    OMP_NUM_THREADS=1 python recipes/studies/variance.py                # about two hours on one core; can be stopped and run again
     python recipes/studies/variance.py --only sums                      # one task
     python recipes/studies/variance.py --plot_only                      # tables and pictures from what is saved
 
@@ -36,8 +36,9 @@ from transformers import AutoTokenizer
 from recipes import math as math_recipe
 from recipes import tool_math
 from recipes.common import training
+from recipes.common.errors import InputError
 from recipes.common.held_out import AccuracyReward
-from recipes.common.policies import embedded_policy
+from recipes.common.policies import embedded_policy, smollm2_policy
 from recipes.studies.laboratory import SCORABLE, Moments, Pool, moments, sample_pools, smollm2_recipe, task_of
 from trl_otb.baselines import ENERGY_BASELINES, compute_advantages
 
@@ -327,6 +328,11 @@ def main(argv):
     output = Path(args.output_dir)
     settings = [s for s in SETTINGS if args.only in (None, s.task)]
     if not args.plot_only:
+        if any(setting.task == "smollm2" for setting in settings):
+            try:
+                smollm2_policy()
+            except InputError as error:
+                parser.error(f"{error}; or leave it out with --only sums and --only calculator")
         for setting in settings:
             collect(setting, output / setting.name)
             analyse(setting, output / setting.name)
