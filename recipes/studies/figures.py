@@ -30,7 +30,7 @@ from transformers import AutoTokenizer
 
 from recipes.common.policies import embedded_policy
 from recipes.studies.laboratory import BARE, calculator
-from recipes.studies.learning_curves import COLORS, Run, perform, smooth
+from recipes.studies.learning_curves import COLORS, Run, perform, smooth, window
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 
 
@@ -82,10 +82,6 @@ def sample(size: int) -> dict[str, torch.Tensor]:
     return {**trainer.seen, "logps": trainer.logps}
 
 
-def training_runs() -> dict[str, list[Run]]:
-    return {b: [Run(TASK, b, N, RATE, seed) for seed in SEEDS] for b in BASELINES}
-
-
 def plot_over_training(of: dict[str, list[dict]], path: Path) -> None:
     """Figures 1 and 2."""
     panels = {
@@ -93,6 +89,7 @@ def plot_over_training(of: dict[str, list[dict]], path: Path) -> None:
         "grad_norm": "gradient norm",
         "grad_power": "power of the gradient, Σ w A²",
     }
+    averaged = window(of[BASELINES[0]][0]["reward"])
     figure = Figure(figsize=(5 * len(panels), 3.8), layout="constrained")
     axes = figure.subplots(1, len(panels))
     for axis, (key, label) in zip(axes, panels.items(), strict=True):
@@ -104,7 +101,7 @@ def plot_over_training(of: dict[str, list[dict]], path: Path) -> None:
     axes[0].legend()
     figure.suptitle(
         f"{TASK}: sums of eight to ten numbers with a calculator, learning rate {RATE:g}\n"
-        f"({len(SEEDS)} seeds, N = {N}, means over 5 steps)",
+        f"({len(SEEDS)} seeds, N = {N}, means over {averaged} steps)",
         fontsize=11,
     )
     figure.savefig(path, dpi=120)
@@ -156,15 +153,16 @@ def main(argv):
     for path in (folder, runs):
         path.mkdir(parents=True, exist_ok=True)
     saved = folder / "rollout.pt"
+    training_runs = [Run(TASK, b, N, RATE, seed) for b in BASELINES for seed in SEEDS]
     if not args.plot_only:
         if not saved.exists():
             torch.save(sample(256), saved)
-        perform([run for of_baseline in training_runs().values() for run in of_baseline], runs)
+        perform(training_runs, runs)
     elif not saved.exists():
         parser.error(f"nothing is saved under {folder} yet: run without --plot_only first")
-    results = {
-        b: [json.loads((runs / f"{run.name}.json").read_text()) for run in rs] for b, rs in training_runs().items()
-    }
+    results = {b: [] for b in BASELINES}
+    for run in training_runs:
+        results[run.baseline].append(json.loads((runs / f"{run.name}.json").read_text()))
     plot_over_training(results, folder / "figure1_2.png")
     rollout = torch.load(saved, weights_only=True)
     plot_group({key: value[:GROUP] for key, value in rollout.items()}, folder / "figure3_4.png")

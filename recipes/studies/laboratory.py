@@ -32,7 +32,8 @@ BARE = {
     "bf16": False,
     "disable_tqdm": True,
 }
-
+# Kernels of attention have no batched backward
+SCORABLE = {"attn_implementation": "eager", "dtype": "float32"}
 
 _CHAIN_SUMS = {
     "sums": sums.CHAIN_SUM,
@@ -132,10 +133,6 @@ class PoolTrainer(OTBGRPOTrainer):
 
     def compute_loss(self, model, inputs, *args, **kwargs):
         return 0.0 * sum(p.sum() for p in model.parameters() if p.requires_grad)
-
-
-# Kernels of attention have no batched backward
-SCORABLE = {"attn_implementation": "eager", "dtype": "float32"}
 
 
 def sample_pools(
