@@ -11,8 +11,8 @@ import pytest
 import torch
 from trl import GRPOTrainer
 
-from tests import tiny
-from tests.recording import Recording
+from tests.helpers import tiny
+from tests.helpers.recording import Recording
 from trl_otb import OTBGRPOConfig
 
 

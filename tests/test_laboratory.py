@@ -129,13 +129,15 @@ def test_moments_are_those_of_all_deals():
             third = [r for r in others if r not in second]
             a, b, c = (gradient(rows) for rows in (first, second, third))
             seen.append(
-                torch.stack([
-                    (a @ a + b @ b + c @ c) / 3,
-                    (a @ b + a @ c + b @ c) / 3,
-                    (a @ truth(others) + (b + c) / 2 @ truth(first)) / 2,
-                    truth(first) @ truth(others),
-                ])
-            )  # fmt: skip
+                torch.stack(
+                    [
+                        (a @ a + b @ b + c @ c) / 3,
+                        (a @ b + a @ c + b @ c) / 3,
+                        (a @ truth(others) + (b + c) / 2 @ truth(first)) / 2,
+                        truth(first) @ truth(others),
+                    ]
+                )
+            )
     expected = torch.stack(seen).mean(0)
     actual = moments(pool, {"otb": otb}, 2, deals=4000)["otb"]
     torch.testing.assert_close(torch.tensor(list(vars(actual).values())), expected, rtol=0.05, atol=0.02)
@@ -144,7 +146,12 @@ def test_moments_are_those_of_all_deals():
 def test_the_group_mean_is_rloo_scaled(pools):
     """Identical up to (n − 1)/n, so the same noise to signal and the same cosine."""
     _, (pool, _) = pools
-    seen = moments(pool, {"group_mean": group_mean, "rloo": lambda r, w, m, n: compute_advantages(r, w, m, n, baseline="rloo")}, 4, 50)  # fmt: skip
+    seen = moments(
+        pool,
+        {"group_mean": group_mean, "rloo": lambda r, w, m, n: compute_advantages(r, w, m, n, baseline="rloo")},
+        4,
+        50,
+    )
     a, b = seen["group_mean"], seen["rloo"]
     assert a.square == pytest.approx(b.square * 9 / 16) and a.signal == pytest.approx(b.signal * 9 / 16)
     assert a.with_truth == pytest.approx(b.with_truth * 3 / 4)

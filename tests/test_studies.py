@@ -19,7 +19,13 @@ ROOT = Path(__file__).resolve().parent.parent
 def result(run, reward, held_out=0.5):
     steps = len(reward)
     values = {"reward": reward, "grad_norm": [1.0] * steps, "grad_power": [1.0] * steps}
-    return {**vars(run), **values, "tokens": [100.0 * (i + 1) for i in range(steps)], "held_out": held_out, "seconds": 1.0}  # fmt: skip
+    return {
+        **vars(run),
+        **values,
+        "tokens": [100.0 * (i + 1) for i in range(steps)],
+        "held_out": held_out,
+        "seconds": 1.0,
+    }
 
 
 def test_tokens_to_a_threshold_and_collapse():

@@ -9,9 +9,9 @@ class InexactResumeNotice(TrainerCallback):
     """
     Says when a checkpoint lies inside a generation buffer.
 
-    [`~trl.GRPOTrainer`] trains on a buffer of completions for `steps_per_generation × num_iterations` micro-batches and
-    does not keep it in a checkpoint. A run resumed from inside one generates anew and differs from one that was never
-    interrupted; nothing is lost.
+    [`~trl.GRPOTrainer`] trains on a buffer of completions for `steps_per_generation × num_iterations` micro-batches
+    and does not keep it in a checkpoint. A run resumed from inside one generates anew and differs from one that was
+    never interrupted; nothing is lost.
     """
 
     def __init__(self):

@@ -3,11 +3,20 @@ from dataclasses import dataclass, field, fields
 
 from trl import GRPOConfig
 
-from .baselines import TOKEN_BASELINES, check_options
+from .baselines import ALIGNMENTS, BASELINES, check_options, find_baseline
 
 
 # The loss types of TRL 1.16, each of which multiplies a token's own score by that token's advantage.
 LOSS_TYPES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
+
+
+def _baseline_help() -> str:
+    built_in = [entry for entry in BASELINES.values() if entry.built_in]
+    return (
+        "What is subtracted from a completion's return. "
+        + " ".join(f"`'{entry.name}'`: {entry.summary[:1].lower()}{entry.summary[1:]}" for entry in built_in)
+        + " Or a name registered with `trl_otb.register_baseline`, or `module:function`."
+    )
 
 
 @dataclass
@@ -20,27 +29,22 @@ class OTBGRPOConfig(GRPOConfig):
 
     Parameters:
         baseline (`str`, *optional*, defaults to `"otb"`):
-            What is subtracted from a completion's return. One of
-
-            - `"otb"`: the Optimal Token Baseline, for every token the mean of the group's returns weighted by the energy
-              that each completion has realized up to that token.
-            - `"otb_shrunk"`: the same with token energies, shrunk towards `"ogb"`: less noisy in small groups. See
-              [`trl_otb.baselines`].
-            - `"ogb"`: the optimal global baseline, weighted by total energy; one number a group.
-            - `"opo"`: weighted by completion length; one number a group.
-            - `"rloo"`: the mean of the other completions' returns.
-            - `"group_mean"`: GRPO's own.
+            What is subtracted from a completion's return: a name in `trl_otb.baselines.BASELINES`, whose docstrings
+            say what each is and when to use it; a name of your own, registered with [`trl_otb.register_baseline`]
+            before the config is made; or `"module:function"`.
         alignment (`str`, *optional*, defaults to `"generated"`):
-            Which tokens of a group `"otb"` and `"otb_shrunk"` compare: those with as many generated tokens before them (`"generated"`), or
-            those at the same position in the completion (`"position"`). The two differ only where tool output stands
-            between generated tokens.
+            Which tokens of a group a baseline per token compares: those with as many generated tokens before them
+            (`"generated"`), or those at the same position in the completion (`"position"`). The two differ only where
+            tool output stands between generated tokens.
         zero_tail (`bool`, *optional*, defaults to `True`):
-            For `"otb"`, subtract nothing where only the longest completion of a group still generates, as the reference
-            implementation does: the advantage there is the return, also in a group whose returns are all equal. If `False`,
-            such tokens get advantage 0.
+            For `"otb"`, subtract nothing where only the longest completion of a group still generates, as the
+            reference implementation does: the advantage there is the return, also in a group whose returns are all
+            equal. If `False`, such tokens get advantage 0.
         leave_one_out (`bool`, *optional*, defaults to `False`):
             Leave a completion's own return out of the baseline that is subtracted from it. Removes the bias at small
-            `num_generations`, at the price of more variance. `"group_mean"` left one out is `"rloo"`.
+            `num_generations`, at the price of more variance. `"group_mean"` with one left out is `"rloo"`.
+
+    An option that the chosen baseline does not look at is rejected when it is set.
 
     > [!NOTE]
     > These parameters have default values different from [`~trl.GRPOConfig`]:
@@ -55,22 +59,14 @@ class OTBGRPOConfig(GRPOConfig):
             "rewards within each group. `'batch'`: by the standard deviation of the rewards across the entire batch."
         },
     )
-    baseline: str = field(
-        default="otb",
-        metadata={
-            "help": "What is subtracted from a completion's return: `'otb'` (default), the Optimal Token Baseline, the "
-            "mean of the group's returns weighted, for each token, by the energy realized so far; `'otb_shrunk'`, shrunk "
-            "towards `'ogb'`, for small groups; `'ogb'`, weighted by "
-            "total energy; `'opo'`, weighted by completion length; `'rloo'`, the mean of the others' returns; "
-            "`'group_mean'`, GRPO's own baseline."
-        },
-    )
+    baseline: str = field(default="otb", metadata={"help": _baseline_help()})
     alignment: str = field(
         default="generated",
         metadata={
-            "help": "Which tokens of a group `'otb'` and `'otb_shrunk'` compare: `'generated'` (default), those with as many generated "
-            "tokens before them; `'position'`, those at the same position in the completion. They differ only where "
-            "tool output stands between generated tokens."
+            "help": "Which tokens of a group a baseline per token compares: `'generated'` (default), those with as "
+            "many generated tokens before them; `'position'`, those at the same position in the completion. They "
+            "differ only where tool output stands between generated tokens.",
+            "choices": list(ALIGNMENTS),
         },
     )
     zero_tail: bool = field(
@@ -107,7 +103,12 @@ class OTBGRPOConfig(GRPOConfig):
         return args
 
     def _check_otb_options(self):
-        check_options(self.baseline, self.alignment)
+        if not isinstance(self.baseline, str):
+            raise ValueError(
+                f"`baseline` is {self.baseline!r}: a config holds text. Register the function with "
+                "`trl_otb.register_baseline(name)` and set `baseline=name`."
+            )
+        check_options(self.baseline, self.alignment, self.zero_tail)
         if self.scale_rewards not in (True, False, "group", "batch", "none"):
             raise ValueError(
                 f"`scale_rewards` is {self.scale_rewards!r}: it must be one of 'none', 'group' and 'batch'."
@@ -117,10 +118,11 @@ class OTBGRPOConfig(GRPOConfig):
                 f"`loss_type` is {self.loss_type!r}: OTBGRPOTrainer is known to be right with "
                 f"{', '.join(map(repr, LOSS_TYPES))} only. Set one of these."
             )
-        if self.baseline in TOKEN_BASELINES and self.importance_sampling_level == "sequence":
+        if find_baseline(self.baseline).per_token and self.importance_sampling_level == "sequence":
+            per_completion = ", ".join(repr(entry.name) for entry in BASELINES.values() if not entry.per_token)
             raise ValueError(
-                f"`importance_sampling_level` is 'sequence' and `baseline` is {self.baseline!r}: one ratio for the whole "
-                "completion gives every token the completion's mean advantage, so a baseline for every token would be "
-                "averaged away. Set `importance_sampling_level='token'`, or a baseline that is one number for a "
-                "completion: 'ogb', 'opo', 'rloo' or 'group_mean'."
+                f"`importance_sampling_level` is 'sequence' and `baseline` is {self.baseline!r}: one ratio for the "
+                "whole completion gives every token the completion's mean advantage, so a baseline per token would be "
+                "averaged away. Set `importance_sampling_level='token'`, or a baseline that is one number per "
+                f"completion: {per_completion}."
             )

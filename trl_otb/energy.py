@@ -1,8 +1,8 @@
 """Energies of the Optimal Token Baseline, from forward probabilities alone. Pure torch.
 
-Notation, here and in `trl_otb.baselines`: B rows (completions), N completions of a prompt, G = B / N groups, T positions
-of the completion, V vocabulary; `mask` is 1 on tokens that the policy generated and 0 on padding and tool output.
-Equations are those of *The Optimal Token Baseline*, https://arxiv.org/abs/2602.07078.
+Notation, in this module and wherever shapes are given: B rows (completions), N completions per prompt, G = B / N
+groups, T positions of the completion, V vocabulary; `mask` is 1 on tokens that the policy generated and 0 on padding
+and tool output. Equations are those of *The Optimal Token Baseline*, https://arxiv.org/abs/2602.07078.
 """
 
 import torch
@@ -23,20 +23,38 @@ def token_energy(logps: torch.Tensor, log_sum_sq_probs: torch.Tensor) -> torch.T
             log Σ_v π_t(v)² of the same distributions. Where both are 0, as TRL leaves masked positions, w_t is 0.
 
     Returns:
-        `torch.Tensor` of shape `(B, T)`, float32 whatever the inputs, in [0, 2]: near 0 for a token that the policy was
-        sure of, near 2 for a confident mistake.
+        `torch.Tensor` of shape `(B, T)`, float32 whatever the inputs, in [0, 2]: near 0 for a token that the policy
+        was sure of, near 2 for a confident mistake.
 
     Raises:
         ValueError: The two shapes differ.
     """
     if logps.shape != log_sum_sq_probs.shape:
         raise ValueError(
-            f"`logps` has shape {tuple(logps.shape)} and `log_sum_sq_probs` {tuple(log_sum_sq_probs.shape)}: they must "
-            "come from the same forward and agree."
+            f"`logps` has shape {tuple(logps.shape)} and `log_sum_sq_probs` {tuple(log_sum_sq_probs.shape)}: they "
+            "must come from the same forward and agree."
         )
     logps, log_sum_sq_probs = logps.float(), log_sum_sq_probs.float()
     probs_of_others = (log_sum_sq_probs.exp() - (2 * logps).exp()).clamp_(min=0)
     return torch.expm1(logps).square_().add_(probs_of_others)
+
+
+def importance_weighted(energy: torch.Tensor, importance_weights: torch.Tensor | None) -> torch.Tensor:
+    """
+    ρ_t² w_t: the energy of a token in a loss that multiplies the token by its importance ratio.
+
+    Args:
+        energy (`torch.Tensor` of shape `(B, T)`):
+            w_t, see [`token_energy`].
+        importance_weights (`torch.Tensor` of shape `(B, T)` or `(B, 1)`, *optional*):
+            Rollout importance ratios ρ_t = π(y_t) / μ(y_t) of policy π over sampler μ, per token or per completion; 1
+            if omitted.
+
+    Returns:
+        `torch.Tensor` of shape `(B, T)`, float32.
+    """
+    energy = energy.float()
+    return energy if importance_weights is None else energy * importance_weights.float().square()
 
 
 def realized_energy(
@@ -47,16 +65,13 @@ def realized_energy(
 
     Args:
         energy (`torch.Tensor` of shape `(B, T)`):
-            w_t, see [`token_energy`]. What stands where `mask` is 0 is never read, NaN included.
+            w_t, see [`token_energy`]. Values where `mask` is 0 are ignored and may be NaN.
         mask (`torch.Tensor` of shape `(B, T)`):
             1 on generated tokens.
         importance_weights (`torch.Tensor` of shape `(B, T)` or `(B, 1)`, *optional*):
-            Rollout importance ratios ρ_t = π(y_t) / μ(y_t) of policy π over sampler μ; 1 if omitted.
+            See [`importance_weighted`].
 
     Returns:
         `torch.Tensor` of shape `(B, T)`, float32, non-decreasing along T.
     """
-    energy = energy.float()
-    if importance_weights is not None:
-        energy = energy * importance_weights.float().square()
-    return energy.masked_fill(~mask.bool(), 0.0).cumsum(dim=1)
+    return importance_weighted(energy, importance_weights).masked_fill(~mask.bool(), 0.0).cumsum(dim=1)

@@ -1,4 +1,4 @@
-"""What a training step says about energies, baselines and the gradient's power. Pure torch; notation of `trl_otb.energy`.
+"""Metrics of energies, baselines and the gradient's power. Pure torch; the notation is that of `trl_otb.energy`.
 
 The metrics are formed in two steps, so that a completion can be measured in whichever micro-batch it is trained and a
 group, or a process, can be summed up later: [`completion_statistics`] gives a row of numbers for each completion, and
@@ -32,7 +32,7 @@ def completion_statistics(
     """
     Args:
         energy (`torch.Tensor` of shape `(B, T)`):
-            ρ_t² w_t, what the loss sees of a token's energy.
+            ρ_t² w_t.
         mask (`torch.Tensor` of shape `(B, T)`):
             1 on generated tokens of scorable completions; others have no statistics.
         advantages, group_mean_advantages, baselines (`torch.Tensor` of shape `(B, T)` or `(B, 1)`):
@@ -83,7 +83,8 @@ def summarize(statistics: torch.Tensor, num_generations: int) -> dict[str, float
     present = tokens > 0
     completions = present.sum()
 
-    # Standard deviation of W_T within a group, over the completions that have tokens; groups with fewer than 2 say nothing
+    # Standard deviation of W_T within a group, over the completions that have tokens; groups with fewer than 2 say
+    # nothing
     members = present.view(-1, num_generations)
     size = members.sum(dim=1)
     grouped_energy = columns["energy"].view(-1, num_generations)

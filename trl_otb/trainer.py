@@ -1,60 +1,27 @@
 import textwrap
-from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from accelerate.logging import get_logger
 from trl import GRPOConfig
 
-from .baselines import ENERGY_BASELINES, compute_baselines, lone_tail, returns_for
+from .baselines import Baseline, find_baseline
 from .callbacks import InexactResumeNotice
 from .config import OTBGRPOConfig
-from .metrics import STATISTICS, completion_statistics, summarize
-from .trl_seam import EnergyGRPOTrainer, Rollout, config_model_id
+from .metrics import summarize
+from .rollout import Rollout
+from .seam import EnergyGRPOTrainer, config_model_id
 
 
 logger = get_logger(__name__)
 
 
-@dataclass
-class _Credit:
-    """
-    What generated tokens are credited with, and what their metrics need beside energies: each `(B, T)`, or `(B, 1)` where
-    one number serves the completion. Until energies are known it travels with the rows of a batch, as `credit_*`.
-    """
-
-    advantages: torch.Tensor
-    group_mean_advantages: torch.Tensor
-    baselines: torch.Tensor
-    lone_tail_tokens: torch.Tensor
-    scorable: torch.Tensor
-
-    def to_batch(self) -> dict[str, torch.Tensor]:
-        return {f"credit_{f.name}": getattr(self, f.name) for f in fields(self)}
-
-    @classmethod
-    def from_batch(cls, batch: dict[str, Any]) -> "_Credit":
-        return cls(**{f.name: batch[f"credit_{f.name}"] for f in fields(cls)})
-
-
-class _RolloutStatistics:
-    """A row of statistics for each completion of a rollout, in whichever micro-batch it is measured."""
-
-    def __init__(self, rows: int, device: torch.device):
-        self.table = torch.zeros(rows, len(STATISTICS), device=device)
-        self.missing = rows
-
-    def fill(self, rows: torch.Tensor, statistics: torch.Tensor) -> None:
-        self.table[rows] = statistics
-        self.missing -= len(rows)
-
-
 class OTBGRPOTrainer(EnergyGRPOTrainer):
     """
-    [`~trl.GRPOTrainer`] with the Optimal Token Baseline: every token gets the baseline that minimises the variance of the
-    gradient, estimated from the forward probabilities of the group it was sampled in. The method was introduced in the
-    paper [The Optimal Token Baseline: Variance Reduction for Long-Horizon
-    LLM-RL](https://huggingface.co/papers/2602.07078).
+    [`~trl.GRPOTrainer`] with the Optimal Token Baseline: every token gets a baseline of its own, the mean of its
+    group's returns weighted by the energy that each completion has realized so far, estimated from forward
+    probabilities. The method was introduced in the paper [The Optimal Token Baseline: Variance Reduction for
+    Long-Horizon LLM-RL](https://huggingface.co/papers/2602.07078).
 
     It takes the arguments of [`~trl.GRPOTrainer`] and behaves like it wherever the baseline says nothing.
 
@@ -62,10 +29,13 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
 
         A_{t,i} = G_{t,i} − B_t,   B_t = Σ_i W_{t,i} G_{t,i} / Σ_i W_{t,i}.
 
-    Energies cost no logits: Σπ² comes out of TRL's fused LM head. Which forward yields it depends on the run and is said
-    once in the log: the no-gradient forward that TRL runs itself (reused batches, vLLM's importance-sampling
-    correction); else the training forward, where a micro-batch holds whole groups (`per_device_train_batch_size` is a
-    multiple of `num_generations`); else one extra forward without gradient. All give the same advantages.
+    Energies cost no logits: Σπ² comes out of TRL's fused LM head. `energy_source`, logged once, names the forward
+    used: the no-gradient forward that TRL runs itself (reused batches, vLLM's importance-sampling correction); else
+    the training forward, where a micro-batch holds whole groups (`per_device_train_batch_size` is a multiple of
+    `num_generations`); else one extra forward without gradient. All give the same advantages.
+
+    `rollouts["train"]` and `rollouts["eval"]` are the last generation batches, token by token: see
+    [`~trl_otb.rollout.Rollout`].
 
     Example:
 
@@ -121,143 +91,88 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
             args = OTBGRPOConfig.from_grpo_config(args)
             if args.scale_rewards != "none":
                 logger.warning(
-                    f"OTBGRPOTrainer got a GRPOConfig and keeps its `scale_rewards={args.scale_rewards!r}`. The paper of "
-                    "the Optimal Token Baseline does not scale: use OTBGRPOConfig, or set `scale_rewards='none'`."
+                    f"OTBGRPOTrainer got a GRPOConfig and keeps its `scale_rewards={args.scale_rewards!r}`. The paper "
+                    "of the Optimal Token Baseline does not scale: use OTBGRPOConfig, or set `scale_rewards='none'`."
                 )
-        self._statistics: dict[str, _RolloutStatistics] = {}  # by mode, while rows are missing
-        self.energy_source: str | None = None  # the forward that yields energies in training, once known
+        self.energy_source: str | None = None  # the forward that energies come from in training, once known
         super().__init__(model, reward_funcs, args, *other_args, **kwargs)
         self.add_callback(InexactResumeNotice)
 
-    def score_rollout(self, batch: dict[str, Any], rollout: Rollout) -> None:
-        mask = self.generated_mask(batch)
-        rows, n = len(mask), self.generations
-        needs_energy = self.args.baseline in ENERGY_BASELINES
-        energy, source = rollout.energy, "the no-gradient forward that GRPOTrainer runs anyway"
-        if energy is None and needs_energy and not rollout.micro_batch_holds_groups:
-            energy, source = self.energy_by_extra_forward(batch), "one extra no-gradient forward"
-        elif energy is None:
+    def score_rollout(self, rollout: Rollout, batch: dict[str, Any]) -> None:
+        needs_energy = self._baseline.uses_energy
+        source = "the no-gradient forward that GRPOTrainer runs anyway"
+        if rollout.energy is None and needs_energy and not self.micro_batch_holds_groups(rollout):
+            rollout.energy, source = self.energy_by_extra_forward(batch), "one extra no-gradient forward"
+        elif rollout.energy is None:
             source = "the training forward"
-        self._say_once_where_energies_come_from(source)
-        energy = self._weighted(energy, batch)
-
-        own_rows = self.own_rows(rows)
-        batch["row_of_rollout"] = torch.arange(rows, device=mask.device)
-        self._statistics[self.mode] = _RolloutStatistics(rows, mask.device)
-
-        rewards = rollout.returns[own_rows] if rollout.token_rewards is None else rollout.token_rewards
-        if energy is None and needs_energy:
-            batch["rewards"], batch["advantage_scale"] = rewards, rollout.scale[own_rows]
-            batch["groups_whole"] = torch.tensor(True)
-            return
-        if rows % n == 0:
-            credit = self._credit(rewards, rollout.scale[own_rows], energy, mask, n)
-        else:  # a group straddles processes
-            rewards = rollout.returns if rollout.token_rewards is None else self._gather_padded(rewards, 0.0)
-            credit = self._credit(rewards, rollout.scale, *self._gather_energy(energy, mask), n)
-            credit = _Credit(*(getattr(credit, f.name)[own_rows, : mask.size(1)] for f in fields(credit)))
-        self._hand_out(batch, credit)
-        if energy is not None:
-            self._measure(batch, energy, credit)
+        self._log_energy_source_once(source)
+        if rollout.energy is None and needs_energy:
+            return  # each micro-batch is credited in its loss
+        if len(rollout) % rollout.num_generations == 0:
+            self._credit(rollout, rollout.rows)
         else:
-            batch |= credit.to_batch()
+            self._credit_straddled_groups(rollout)
+        if rollout.energy is not None:
+            self._measure(rollout, rollout.rows)
 
-    def wants_energy(self, inputs: dict[str, Any]) -> bool:
-        return "rewards" in inputs or ("credit_advantages" in inputs and self.mode in self._statistics)
+    def score_rows(self, rollout: Rollout, rows: torch.Tensor) -> None:
+        if self._baseline.uses_energy:
+            self._credit(rollout, rows)
+        self._measure(rollout, rows)
 
-    def score_micro_batch(self, inputs: dict[str, Any], energy: torch.Tensor) -> None:
-        if "rewards" in inputs:
-            energy, mask = self._weighted(energy, inputs), self.generated_mask(inputs)
-            credit = self._credit(inputs["rewards"], inputs["advantage_scale"], energy, mask, self.generations)
-            self._hand_out(inputs, credit)
-            self._measure(inputs, energy, credit)
-        else:
-            self._measure(inputs, self._weighted(energy, inputs), _Credit.from_batch(inputs))
+    @property
+    def _baseline(self) -> Baseline:
+        return find_baseline(self.args.baseline)
 
-    @staticmethod
-    def _weighted(energy: torch.Tensor | None, batch: dict[str, Any]) -> torch.Tensor | None:
-        """ρ_t² w_t, where the sampler was not the policy."""
-        if energy is None or "importance_sampling_ratio" not in batch:
-            return energy
-        return energy * batch["importance_sampling_ratio"].square()
-
-    def _credit(self, rewards, scale, energy, mask, num_generations) -> _Credit:
-        """
-        Credit the tokens of whole groups, with `rewards` of completions, `(B,)`, or of tokens, `(B, T)`; `energy` may be
-        `None` for a baseline that does not look at it.
-        """
-        if energy is None:
-            energy = torch.zeros_like(mask, dtype=torch.float32)
-
-        def baselines_of(baseline, **options):
-            return compute_baselines(rewards, energy, mask, num_generations, baseline=baseline, **options)
-
-        def advantages_over(baselines, baseline):
-            # NaN marks an unscorable completion, or a group too small for a standard deviation: no signal, as in TRL.
-            return ((returns_for(rewards, baseline) - baselines) / scale.unsqueeze(1)).nan_to_num(nan=0.0)
-
-        baselines = baselines_of(
-            self.args.baseline,
+    def _credit(self, rollout: Rollout, rows: torch.Tensor) -> None:
+        rollout.credit(
+            rows,
+            baseline=self.args.baseline,
             alignment=self.args.alignment,
             zero_tail=self.args.zero_tail,
             leave_one_out=self.args.leave_one_out,
         )
-        advantages = advantages_over(baselines, self.args.baseline)
-        if advantages.size(1) > 1:
-            advantages = advantages.masked_fill(mask == 0, 0.0)
-        scorable = ~returns_for(rewards, "group_mean").isnan()
-        tail = lone_tail(mask.bool() & scorable, num_generations, self.args.alignment)
-        return _Credit(
-            advantages=advantages,
-            group_mean_advantages=advantages_over(baselines_of("group_mean"), "group_mean"),
-            baselines=baselines,
-            lone_tail_tokens=tail.sum(dim=1, keepdim=True),
-            scorable=scorable,
-        )
 
-    @staticmethod
-    def _hand_out(batch: dict[str, Any], credit: _Credit) -> None:
-        # One number a completion goes out as GRPOTrainer's own `(B,)`, so that nothing downstream can tell the difference.
-        advantages = credit.advantages
-        batch["advantages"] = advantages.squeeze(1) if advantages.size(1) == 1 else advantages
+    def _credit_straddled_groups(self, rollout: Rollout) -> None:
+        """Where a group's rows lie on several processes, each of them credits the rows of all, and keeps its own."""
+        energy = torch.zeros_like(rollout.mask, dtype=torch.float32) if rollout.energy is None else rollout.energy
+        # No energy is negative, so one tensor carries both energies and mask; 4 B·T bytes leave each process
+        energy = self._gather_padded(energy.masked_fill(rollout.mask == 0, -1.0), -1.0)
+        per_token = rollout.rewards.dim() == 2
+        everybody = Rollout(
+            **dict.fromkeys(("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")),
+            mask=(energy >= 0).long(),
+            num_generations=rollout.num_generations,
+            rewards=self._gather_padded(rollout.rewards, 0.0)
+            if per_token
+            else self.accelerator.gather(rollout.rewards),
+            scale=self.accelerator.gather(rollout.scale),
+            energy=energy,
+        )
+        self._credit(everybody, everybody.rows)
+        rollout.take_credit_from(everybody, self.own_rows(len(rollout)))
 
     def _gather_padded(self, tokens: torch.Tensor, padding: float) -> torch.Tensor:
-        """Rows of all processes, padded to the longest; 4 B·T bytes leave each process."""
+        """Rows of all processes, padded to the longest."""
         return self.accelerator.gather(self.accelerator.pad_across_processes(tokens, dim=1, pad_index=padding))
 
-    def _gather_energy(self, energy: torch.Tensor | None, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens = torch.zeros_like(mask, dtype=torch.float32) if energy is None else energy
-        # No energy is negative, so one tensor carries both
-        tokens = self._gather_padded(tokens.masked_fill(mask == 0, -1.0), -1.0)
-        return tokens, tokens >= 0
-
-    def _measure(self, batch: dict[str, Any], energy: torch.Tensor, credit: _Credit) -> None:
-        """Take down the statistics of these rows and, when they were the last ones of the rollout, log them."""
-        statistics = self._statistics.get(self.mode)
-        if statistics is None:  # a later pass over a rollout that was measured in its first
+    def _measure(self, rollout: Rollout, rows: torch.Tensor) -> None:
+        """Record these rows' statistics and, when they were the last ones of the rollout, log them."""
+        rollout.measure(rows)
+        if rollout.unmeasured > 0:
             return
-        statistics.fill(
-            batch["row_of_rollout"],
-            completion_statistics(
-                energy,
-                self.generated_mask(batch) * credit.scorable,
-                credit.advantages,
-                credit.group_mean_advantages,
-                credit.baselines,
-                credit.lone_tail_tokens,
-            ),
+        self.add_metrics(
+            {
+                f"otb/{name}": value
+                for name, value in summarize(
+                    self.accelerator.gather(rollout.statistics), rollout.num_generations
+                ).items()
+            }
         )
-        if statistics.missing > 0:
-            return
-        del self._statistics[self.mode]
-        table = self.accelerator.gather(statistics.table)
-        metrics = summarize(table, self.generations)
-        self.add_metrics({f"otb/{name}": value for name, value in metrics.items()})
-        columns = dict(zip(STATISTICS, table.unbind(dim=1), strict=True))
-        self.replace_logged_advantages((columns["advantage"] / columns["tokens"].clamp(min=1)).tolist())
+        self.replace_logged_advantages(self.accelerator.gather(rollout.completion_advantages()).tolist())
 
-    def _say_once_where_energies_come_from(self, source: str) -> None:
+    def _log_energy_source_once(self, source: str) -> None:
         if self.energy_source is None and self.model.training:
             self.energy_source = source
-            use = "" if self.args.baseline in ENERGY_BASELINES else f", for metrics only under {self.args.baseline!r}"
+            use = "" if self._baseline.uses_energy else f", for metrics only under {self.args.baseline!r}"
             logger.info(f"Energies come from {source}{use}.")

@@ -7,8 +7,9 @@ import torch
 from transformers import AutoModelForCausalLM
 from trl.trainer import grpo_trainer
 
-from tests import tiny
-from tests.test_trainer import Recording, energies_by_softmax, mask_of
+from tests.helpers import tiny
+from tests.helpers.oracles import energies_by_softmax, mask_of
+from tests.helpers.recording import Recording
 from trl_otb import OTBGRPOConfig
 from trl_otb.baselines import compute_advantages
 
@@ -62,7 +63,7 @@ def test_energies_carry_the_squared_ratio(mode, baseline, model_path, tmp_path, 
     assert trainer.forwards == {"grad": 1, "no_grad": 1}  # the one that TRL runs for the correction itself
 
     (batch,) = trainer.micro_batches
-    order = batch["row_of_rollout"].argsort()
+    order = batch["rows_of_rollout"].argsort()
     batch = {k: v[order] for k, v in batch.items() if torch.is_tensor(v) and v.dim()}
     mask = mask_of(batch).double()
 

@@ -1,10 +1,10 @@
 """
 Runs the trainer in one and in two processes under DDP, ZeRO and FSDP2 on CPUs, and leaves what each process saw.
 
-    python -m tests.processes FOLDER
+    python -m tests.helpers.processes FOLDER
 
-A process of its own, not pytest's: cases are forked after the heavy imports, which spares each of them 5 s, and a process
-that has already run a backward pass must not be forked.
+A process of its own, not pytest's: cases are forked after the heavy imports, which spares each of them 5 s, and a
+process that has already run a backward pass must not be forked.
 """
 
 import itertools
@@ -15,7 +15,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from tests import scripted
+from tests.helpers import scripted
 
 
 os.environ |= {
@@ -104,7 +104,7 @@ def case(model: str, folder: str, lora: bool, checkpointing: bool, source: str) 
     import torch
     from peft import LoraConfig
 
-    from tests import tiny
+    from tests.helpers import tiny
     from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 
     fsdp = fsdp_on_cpu()
@@ -113,7 +113,7 @@ def case(model: str, folder: str, lora: bool, checkpointing: bool, source: str) 
     class Recording(OTBGRPOTrainer):
         def _compute_loss(self, model, inputs):
             loss = super()._compute_loss(model, inputs)
-            micro_batches.append({key: inputs[key] for key in ("row_of_rollout", "advantages")})
+            micro_batches.append({key: inputs[key] for key in ("rows_of_rollout", "advantages")})
             return loss
 
     processes = int(os.environ.get("WORLD_SIZE", 1))
@@ -150,7 +150,7 @@ def case(model: str, folder: str, lora: bool, checkpointing: bool, source: str) 
     local = weight.to_local() if hasattr(weight, "to_local") else getattr(weight, "ds_tensor", weight)
     whole = weight.ds_numel if hasattr(weight, "ds_numel") else weight.numel()
     rollouts = settings["gradient_accumulation_steps"]  # micro-batches of the first rollout
-    rows = torch.cat([b["row_of_rollout"] for b in micro_batches[:rollouts]])
+    rows = torch.cat([b["rows_of_rollout"] for b in micro_batches[:rollouts]])
     longest = max(b["advantages"].size(1) for b in micro_batches[:rollouts])
     padded = [
         torch.nn.functional.pad(b["advantages"], (0, longest - b["advantages"].size(1)))
@@ -161,12 +161,17 @@ def case(model: str, folder: str, lora: bool, checkpointing: bool, source: str) 
         "distributed_type": str(trainer.accelerator.distributed_type),
         "share_held": local.numel() / whole,
         "advantages": torch.cat(padded)[rows.argsort()],
-        "metrics": [{k: v for k, v in h.items() if k.startswith("otb/")} for h in trainer.state.log_history if "otb/grad_power" in h],
+        "metrics": [
+            {k: v for k, v in h.items() if k.startswith("otb/")}
+            for h in trainer.state.log_history
+            if "otb/grad_power" in h
+        ],
         "source": trainer.energy_source,
-    }  # fmt: skip
+    }
 
 
-# Turns of 12 completions: those of the first of two processes have up to five, of the second none but one a second one.
+# Turns of 12 completions: those of the first of two processes have up to five, of the second none but one a second
+# one.
 AGENT_TURNS = [scripted.TURNS[i] for i in (7, 0, 1, 3, 6, 2, 1, 2, 6, 1, 1, 2)]
 
 
@@ -174,7 +179,7 @@ def agent_case(model: str, folder: str) -> dict:
     import pytest
     from datasets import Dataset
 
-    from tests import tiny
+    from tests.helpers import tiny
     from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 
     fsdp = fsdp_on_cpu()
@@ -185,7 +190,7 @@ def agent_case(model: str, folder: str) -> dict:
         def _compute_loss(self, model, inputs):
             loss = super()._compute_loss(model, inputs)
             if self.advantages is None:
-                self.advantages = inputs["advantages"][inputs["row_of_rollout"].argsort()]
+                self.advantages = inputs["advantages"][inputs["rows_of_rollout"].argsort()]
             return loss
 
     def progress(completions, completion_ids, **kwargs):
@@ -270,7 +275,7 @@ def main(folder: Path) -> None:
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401
     import trl.trainer.grpo_trainer  # noqa: F401
 
-    from tests import tiny
+    from tests.helpers import tiny
     from trl_otb import OTBGRPOTrainer  # noqa: F401
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled for a minute, and is not needed

@@ -6,12 +6,13 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer
 
-from tests import tiny
-from tests.recording import energies_by_softmax, first_rollout, logged, mask_of
-from tests.scripted import TOOLS, TURNS, script_turns
-from tests.test_baselines import double_loop
+from tests.helpers import tiny
+from tests.helpers.oracles import double_loop, energies_by_softmax, mask_of
+from tests.helpers.recording import first_rollout
+from tests.helpers.scripted import TOOLS, TURNS, script_turns
+from tests.helpers.settings import logged
 from trl_otb import TokenRewards
-from trl_otb.baselines import ALIGNMENTS, BASELINES, TOKEN_BASELINES
+from trl_otb.baselines import ALIGNMENTS, BASELINES
 from trl_otb.rewards import turn_ends
 
 
@@ -41,7 +42,10 @@ class Keep:
 
 
 def rewards_of(batch):
-    return [len(row) % 7 / 7 for row in (ids[m] for ids, m in zip(batch["completion_ids"], batch["completion_mask"].bool(), strict=True))]  # fmt: skip
+    return [
+        len(row) % 7 / 7
+        for row in (ids[m] for ids, m in zip(batch["completion_ids"], batch["completion_mask"].bool(), strict=True))
+    ]
 
 
 def assert_is_double_loop(batch, rewards, model_path, **options):
@@ -79,7 +83,13 @@ def test_the_mask_is_what_the_policy_said(train, monkeypatch):
         assert said[row] == expected[row], row
     assert expected[5].startswith(said[5]) and len(TURNS[5][0]) < len(said[5]) < len(expected[5])  # cut in a turn
     results = [[m["content"] for m in c if m["role"] == "tool"] for c in keep.completions]
-    assert results[:5] == [["5", "35"], [], [], ["{'error': 'out of order'}", "{'error': 'Tool unknown not found.'}", "2", "4"], []]  # fmt: skip
+    assert results[:5] == [
+        ["5", "35"],
+        [],
+        [],
+        ["{'error': 'out of order'}", "{'error': 'Tool unknown not found.'}", "2", "4"],
+        [],
+    ]
     assert turn_ends(mask_of(batch)).sum(1).tolist() == [3, 1, 1, 3, 1, 2, 2, 5]
     turns = [sum(m["role"] == "assistant" for m in c) for c in keep.completions]
     assert turns == [3, 1, 1, 3, 1, 2, 2, 5]  # a turn is an assistant message
@@ -101,7 +111,10 @@ def test_the_default_alignment_counts_generated_tokens(train):
 
 def test_a_result_that_leaves_no_room_for_a_turn(train, monkeypatch, model_path):
     """The completion then ends with tool output, and has one turn."""
-    script_turns(monkeypatch, [["<tool_call>\n" + '{"name": "chatter", "arguments": {"length": 30}}\n</tool_call>', "x"], ["= 5"]])  # fmt: skip
+    script_turns(
+        monkeypatch,
+        [["<tool_call>\n" + '{"name": "chatter", "arguments": {"length": 30}}\n</tool_call>', "x"], ["= 5"]],
+    )
     options = {**AGENT, "max_completion_length": 400}
     trainer = train(reward_funcs=by_length, tools=TOOLS, **options)
     length = first_rollout(trainer)["completion_mask"].sum(1).max().item()
@@ -172,8 +185,19 @@ def test_environments_mixed_in_a_batch(train, monkeypatch, model_path):
         "environment_factory": {"adder": Adder, "repeater": Repeater},
     }
     trainer = train(reward_funcs=None, **options)
-    batch = {k: torch.cat([b[k] for b in trainer.micro_batches]) for k in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "advantages", "row_of_rollout")}  # fmt: skip
-    batch = {k: v[batch["row_of_rollout"].argsort()] for k, v in batch.items()}
+    batch = {
+        k: torch.cat([b[k] for b in trainer.micro_batches])
+        for k in (
+            "prompt_ids",
+            "prompt_mask",
+            "completion_ids",
+            "completion_mask",
+            "tool_mask",
+            "advantages",
+            "rows_of_rollout",
+        )
+    }
+    batch = {k: v[batch["rows_of_rollout"].argsort()] for k, v in batch.items()}
     mask = mask_of(batch)
     rewards = torch.zeros(16, mask.size(1))
     ends = turn_ends(mask)
@@ -198,7 +222,10 @@ def test_a_rollout_function_with_turns(train, model_path):
             stretches = torch.randint(1, 6, (2 * (row % 3) + 1,), generator=g).tolist()
             masks.append([(k + 1) % 2 for k, length in enumerate(stretches) for _ in range(length)])
             ids.append(torch.randint(0, 256, (sum(stretches),), generator=g).tolist())
-        prompt_ids = [trainer.processing_class.apply_chat_template(p, add_generation_prompt=True, return_dict=False) for p in prompts]  # fmt: skip
+        prompt_ids = [
+            trainer.processing_class.apply_chat_template(p, add_generation_prompt=True, return_dict=False)
+            for p in prompts
+        ]
         return {"prompt_ids": prompt_ids, "completion_ids": ids, "logprobs": None, "env_mask": masks}
 
     def progress(completion_ids, **kwargs):
@@ -217,7 +244,9 @@ def test_a_rollout_function_with_turns(train, model_path):
     [(True, [2, 5], 3), (True, [2, 0], 0), (True, [0, 4], 4), (False, [2, 5], 0), (False, [0, 5], 1)],
 )
 def test_processes_take_a_turn_together(train, monkeypatch, vllm, counts, idle):
-    """vLLM deals completions out in slices of equal length, so that prompts are made up to the largest number of them."""
+    """
+    vLLM deals completions out in slices of equal length, so that prompts are made up to the largest number of them.
+    """
     asked = []
 
     def generate(self, prompt_ids, images, multimodal_fields, num_generations):
@@ -228,10 +257,10 @@ def test_processes_take_a_turn_together(train, monkeypatch, vllm, counts, idle):
     monkeypatch.setattr(GRPOTrainer, "_generate_single_turn", generate)
     trainer = train(train=False)
     monkeypatch.setattr(trainer.accelerator, "gather", lambda own: torch.tensor(counts))
-    trainer.use_vllm, trainer._prompt_of_idle_turn = vllm, [7, 7]
+    trainer.use_vllm, stand_in = vllm, [trainer.processing_class.eos_token_id]
     own = [[1, 2], [3]][: counts[0]]
-    ids, logps = trainer._generate_single_turn(own, ["an image"] * len(own), {}, num_generations=1)
-    assert asked == [(own + [[7, 7]] * idle, ["an image"] * len(own) + [None] * idle)]
+    ids, logps = trainer._generate_together(own, ["an image"] * len(own), {}, num_generations=1)
+    assert asked == [(own + [stand_in] * idle, ["an image"] * len(own) + [None] * idle)]
     assert ids == [[0], [1]][: counts[0]] and len(logps) == counts[0]
     monkeypatch.setattr(trainer.accelerator, "gather", lambda own: torch.tensor([0, 0]))
     assert trainer._generate_together([], None, {}) is None and len(asked) == 1
@@ -298,7 +327,7 @@ def test_turns_of_one_conversation(train, monkeypatch, model_path):
     assert logged(trainer, "reward") == [pytest.approx(rewards.sum(1).mean().item())]
 
 
-@pytest.mark.parametrize("baseline", [b for b in BASELINES if b not in TOKEN_BASELINES])
+@pytest.mark.parametrize("baseline", [b for b in BASELINES if not BASELINES[b].per_token])
 def test_baselines_of_completions_use_the_sum(train, baseline):
     def tokens(completion_ids, **kwargs):
         return [TokenRewards([0.1 * (i % 2 == 0) for i in ids]) for ids in completion_ids]

@@ -21,7 +21,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from tests import tiny
+from tests.helpers import tiny
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 
 

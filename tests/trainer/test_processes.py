@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.processes import AGENT_BACKENDS, BACKENDS, PARTS, name_of
+from tests.helpers.processes import AGENT_BACKENDS, BACKENDS, PARTS, name_of
 
 
 pytestmark = pytest.mark.slow
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("processes")
-    subprocess.run([sys.executable, "-m", "tests.processes", str(folder)], cwd=ROOT, check=True, timeout=900)
+    subprocess.run([sys.executable, "-m", "tests.helpers.processes", str(folder)], cwd=ROOT, check=True, timeout=900)
     return folder
 
 

@@ -1,4 +1,6 @@
-"""Turns of a policy that are written in advance, through TRL's own loop of tool calls: only what is sampled is replaced."""
+"""
+Turns of a policy that are written in advance, through TRL's own loop of tool calls: only what is sampled is replaced.
+"""
 
 import json
 import re

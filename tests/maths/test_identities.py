@@ -1,0 +1,180 @@
+"""Identities that hold for every baseline, or tell them apart."""
+
+import math
+
+import pytest
+import torch
+
+from tests.helpers.oracles import OPTIONS, Rollouts
+from trl_otb.baselines import advantages, assign_credit, compute_advantages, reward_to_go
+
+
+def baselines_of(*inputs, **options):
+    credit = assign_credit(*inputs, **options)
+    return credit.returns - credit.advantages
+
+
+@pytest.mark.parametrize("n", [2, 3, 8])
+def test_equal_energies_give_the_group_mean(n):
+    x = Rollouts(n=n, tools=False)
+    full = torch.ones_like(x.mask)
+    otb = x.advantages(energy=torch.full_like(x.energy, 0.7), mask=full)
+    torch.testing.assert_close(otb, x.advantages(mask=full, baseline="group_mean"), atol=1e-6, rtol=0)
+
+
+def test_equal_lengths_make_opo_the_group_mean():
+    x = Rollouts()
+    full = torch.ones_like(x.mask)
+    torch.testing.assert_close(x.advantages(mask=full, baseline="opo"), x.advantages(mask=full, baseline="group_mean"))
+
+
+def test_rloo_is_the_group_mean_left_one_out_and_n_over_n_minus_one_of_it():
+    x = Rollouts()
+    rloo = x.advantages(baseline="rloo")
+    torch.testing.assert_close(rloo, x.advantages(baseline="group_mean", leave_one_out=True))
+    torch.testing.assert_close(rloo, 4 / 3 * x.advantages(baseline="group_mean"))
+
+
+def test_ogb_is_otb_at_the_last_token_of_equally_long_completions():
+    x = Rollouts()
+    full = torch.ones_like(x.mask)
+    torch.testing.assert_close(
+        x.advantages(mask=full, baseline="ogb")[:, -1], x.advantages(mask=full)[:, -1], atol=1e-6, rtol=0
+    )
+
+
+def test_shrunk_baseline_is_ogb_where_no_token_stands_out_and_by_hand_else():
+    """One completion of one token, one of two; W_T = 1 and 2; κ = 2."""
+    rewards, mask = torch.tensor([1.0, 0.0]), torch.tensor([[1, 0], [1, 1]])
+    even = torch.tensor([[1.0, 0.0], [1.0, 1.0]])
+    shrunk = baselines_of(rewards, even, mask, 2, baseline="otb_shrunk")
+    # t = 1: (1 + 2·1)·1 / (3 + (2 + 2·1)) = 3/7; t = 2, where the first has ended: 1·1 / (1 + (2 + 2·1)) = 1/5
+    torch.testing.assert_close(shrunk[1], torch.tensor([3 / 7, 1 / 5]))
+    same = torch.full((2, 2), 0.5)  # equal lengths and energies: no time is unlike another
+    shrunk, ogb = (baselines_of(rewards, same, torch.ones(2, 2), 2, baseline=b) for b in ("otb_shrunk", "ogb"))
+    torch.testing.assert_close(shrunk, ogb.expand(2, 2))
+
+
+def test_shrunk_baseline_minimises_the_penalised_power():
+    """By gradient descent on what the module's docstring minimises."""
+    x = Rollouts()
+    rewards, energy, mask = x.rewards[:4], (x.energy * x.mask)[:4], torch.ones(4, 12)
+    total = energy.sum(1)
+    group = (total * rewards).sum() / total.sum()
+    b = torch.zeros(12, requires_grad=True)
+    optimizer = torch.optim.LBFGS([b], max_iter=200, tolerance_grad=1e-9)
+
+    def power():
+        optimizer.zero_grad()
+        value = (energy * (rewards.unsqueeze(1) - b).square()).sum() + (total.sum() / 2 * (b - group).square()).sum()
+        value.backward()
+        return value
+
+    optimizer.step(power)
+    shrunk = baselines_of(rewards, energy, mask, 4, baseline="otb_shrunk")
+    torch.testing.assert_close(shrunk[0], b.detach(), atol=1e-4, rtol=1e-4)
+
+
+def test_leave_one_out_relation():
+    """A_i = (1 − W_i/ΣW)(R_i − B^{(−i)}): the own return shrinks the advantage (SPEC of the method, on bias)."""
+    x = Rollouts(tools=False)
+    full = torch.ones_like(x.mask)
+    energy = x.energy.cumsum(1)
+    share = energy / energy.view(-1, x.n, 12).sum(1).repeat_interleave(x.n, 0)
+    torch.testing.assert_close(
+        x.advantages(mask=full), (1 - share) * x.advantages(mask=full, leave_one_out=True), atol=1e-5, rtol=0
+    )
+
+
+def test_leave_one_out_baseline_ignores_the_own_return():
+    x = Rollouts()
+    changed = x.rewards.clone()
+    changed[0] += 5
+    options = {"leave_one_out": True}
+    generated = x.mask[0].bool()
+    before, after = (baselines_of(r, x.energy, x.mask, x.n, **options)[0, generated] for r in (x.rewards, changed))
+    torch.testing.assert_close(before, after, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "options", [o for o in OPTIONS if not (o.get("zero_tail") or ("baseline" not in o and o["leave_one_out"]))]
+)
+def test_a_shifted_reward_leaves_advantages_unchanged(options):
+    x = Rollouts()
+    torch.testing.assert_close(x.advantages(x.rewards + 3, **options), x.advantages(**options), atol=3e-6, rtol=0)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("scale", [1e-6, 1e6])
+def test_scaling_all_energies_changes_nothing(options, scale):
+    x = Rollouts()
+    torch.testing.assert_close(
+        x.advantages(energy=x.energy * scale, **options), x.advantages(**options), atol=2e-6, rtol=0
+    )
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_more_padding_changes_nothing(options):
+    x = Rollouts()
+    pad = torch.nn.functional.pad
+    padded = x.advantages(energy=pad(x.energy, (0, 5), value=math.nan), mask=pad(x.mask, (0, 5)), **options)
+    assert torch.equal(padded, pad(x.advantages(**options), (0, 5)))
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_permuting_a_group_permutes_its_advantages(options):
+    x = Rollouts()
+    order = torch.tensor([2, 0, 3, 1, 4, 5, 6, 7, 11, 10, 9, 8])
+    permuted = x.advantages(x.rewards[order], energy=x.energy[order], mask=x.mask[order], **options)
+    torch.testing.assert_close(permuted, x.advantages(**options)[order], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_group_does_not_see_the_others(options):
+    x = Rollouts()
+    alone = compute_advantages(x.rewards[:4], x.energy[:4], x.mask[:4], 4, **options)
+    torch.testing.assert_close(x.advantages(**options)[:4], alone, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("weighted", [False, True], ids=["on-policy", "ratios"])
+def test_blocks_change_nothing(options, weighted, monkeypatch):
+    x = Rollouts()
+    ratios = torch.rand(12, 1) + 0.5 if weighted else None
+    inputs = (x.rewards, x.energy, x.mask, 4)
+    whole = assign_credit(*inputs, importance_weights=ratios, **options)
+    monkeypatch.setattr(advantages, "_BLOCK", 2 * 4 * 12)  # two groups, then the third
+    blocks = assign_credit(*inputs, importance_weights=ratios, **options)
+    for one, several in zip(whole, blocks, strict=True):
+        torch.testing.assert_close(several, one, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_terminal_token_reward_is_the_scalar_reward(options):
+    x = Rollouts()
+    last = (x.mask * torch.arange(1, 13)).argmax(1)
+    dense = torch.zeros_like(x.energy)
+    dense[torch.arange(len(dense)), last] = x.rewards
+    assert torch.equal(x.advantages(dense, **options), x.advantages(**options))
+
+
+def test_reward_to_go_counts_rewards_on_tool_output():
+    assert reward_to_go(torch.tensor([[0, 1, 0, 2]])).tolist() == [[3.0, 3.0, 2.0, 2.0]]
+
+
+def test_alignments_agree_without_tool_output_and_differ_with_it():
+    plain, tools = Rollouts(tools=False), Rollouts()
+    assert torch.equal(plain.advantages(alignment="position"), plain.advantages())
+    assert not torch.allclose(tools.advantages(alignment="position"), tools.advantages())
+
+
+def test_tool_output_shifts_nothing():
+    """Inserting tool output of any length between generated tokens leaves the advantages of those tokens alone."""
+    x = Rollouts(groups=1, tools=False)
+    gap = torch.zeros(4, 3, dtype=torch.long)
+    insert = [torch.cat([a[:, :2], gap.to(a.dtype), a[:, 2:]], 1) for a in (x.energy, x.mask)]
+    rows = torch.tensor([True, False, True, False])
+    energy = torch.where(rows[:, None], insert[0], torch.nn.functional.pad(x.energy, (0, 3)))
+    mask = torch.where(rows[:, None], insert[1], torch.nn.functional.pad(x.mask, (0, 3)))
+    shifted = x.advantages(energy=energy, mask=mask)
+    assert torch.equal(shifted[mask.bool()], x.advantages()[x.mask.bool()])

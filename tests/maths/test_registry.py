@@ -1,0 +1,162 @@
+"""The register of baselines, and baselines of a user's own."""
+
+import sys
+
+import pytest
+import torch
+
+import trl_otb
+from tests.helpers.oracles import WEIGHTS, Rollouts
+from trl_otb.baselines import BASELINES, assign_credit, check_options, find_baseline
+
+
+@pytest.fixture(autouse=True)
+def registry():
+    before = dict(BASELINES)
+    yield
+    BASELINES.clear()
+    BASELINES.update(before)
+
+
+def own_otb(group):
+    """The paper's, written as a user would."""
+    return group.mean(group.energy.cumsum(-1) * group.present)
+
+
+def test_every_baseline_has_a_specification_and_an_oracle():
+    assert set(WEIGHTS) == set(BASELINES)
+    for entry in BASELINES.values():
+        docstring = entry.function.__doc__
+        assert "B" in docstring and "ω" not in entry.summary and entry.summary.startswith("Per ")
+        assert "biased" in docstring.lower(), f"{entry.name} does not say whether it is biased"
+
+
+@pytest.mark.parametrize("leave_one_out", [False, True])
+@pytest.mark.parametrize("dense", [False, True], ids=["terminal", "dense"])
+def test_a_function_registered_imported_or_given_is_the_same_baseline(dense, leave_one_out, tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(
+        "def weighted(group):\n    return group.mean(group.energy.cumsum(-1) * group.present)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    trl_otb.register_baseline("mine")(own_otb)
+    x = Rollouts()
+    rewards = torch.randn_like(x.energy) * x.mask if dense else x.rewards
+    expected = x.advantages(rewards, baseline="otb", zero_tail=leave_one_out, leave_one_out=leave_one_out)
+    for baseline in ("mine", own_otb, "mine:weighted"):
+        actual = x.advantages(rewards, baseline=baseline, leave_one_out=leave_one_out)
+        torch.testing.assert_close(actual, expected, atol=1e-6, rtol=0)
+
+
+def test_the_decorator_returns_the_function_and_takes_flags():
+    @trl_otb.register_baseline("mean", per_token=False, uses_energy=False)
+    def mean(group):
+        return group.returns.mean(1, keepdim=True)
+
+    assert mean.__name__ == "mean" and not find_baseline("mean").uses_energy
+    x = Rollouts()
+    credit = assign_credit(x.rewards, x.energy, x.mask, x.n, baseline="mean")
+    assert credit.advantages.shape == (12, 1)
+    torch.testing.assert_close(x.advantages(baseline="mean"), x.advantages(baseline="group_mean"))
+
+
+@pytest.mark.parametrize(
+    ("baseline", "shape"),
+    [
+        (lambda g: 0.0, "number"),
+        (lambda g: torch.zeros(()), "scalar"),
+        (lambda g: torch.zeros(12), "(T,)"),
+        (lambda g: torch.zeros(3, 1, 1), "(G, 1, 1)"),
+        (lambda g: torch.zeros(3, 4, 12, dtype=torch.float64), "(G, N, T)"),
+    ],
+    ids=str,
+)
+def test_whatever_fits_is_broadcast(baseline, shape):
+    x = Rollouts()
+    expected = x.rewards.unsqueeze(1) * x.mask
+    torch.testing.assert_close(x.advantages(baseline=baseline), expected)
+
+
+def nan_at_the_end(group):
+    return torch.where(group.present.sum(1, keepdim=True) == 0, torch.nan, group.mean(group.present))
+
+
+def test_values_that_no_token_is_compared_with_may_be_nan():
+    x = Rollouts()
+    x.mask[:, 8:] = 0
+    assert x.advantages(baseline=nan_at_the_end).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("baseline", "message"),
+    [
+        (lambda g: g.returns[:2], r"'.*lambda.*' returned a tensor of shape \(2, 4, 1\).*\(G, N, T\) = \(3, 4, 12\)"),
+        (lambda g: torch.zeros(3, 4, 13), r"of shape \(3, 4, 13\)"),
+        (lambda g: None, "returned a NoneType"),
+        (lambda g: "0", "returned a str"),
+        (lambda g: g.returns * torch.inf, r"returned -?inf for prompt 0, completion 0, token 0: it must be finite"),
+        (lambda g: g.energy.sum(1, keepdim=True) * torch.nan, "returned nan for prompt 0, completion 0, token 0"),
+    ],
+)
+def test_what_a_function_returns_is_checked(baseline, message):
+    with pytest.raises(ValueError, match=message):
+        Rollouts(tools=False).advantages(baseline=baseline)
+
+
+def test_one_number_per_completion_must_be_one():
+    trl_otb.register_baseline("mine", per_token=False)(lambda group: group.energy)
+    with pytest.raises(ValueError, match=r"'mine' returned a tensor of shape \(3, 4, 12\).*\(G, N, 1\) = \(3, 4, 1\)"):
+        Rollouts().advantages(baseline="mine")
+
+
+@pytest.mark.parametrize(
+    ("baseline", "message"),
+    [
+        (
+            "absent",
+            "'absent': it must be one of 'otb', .*'group_mean', a name registered with .* or 'module:function'",
+        ),
+        ("nowhere:f", "'nowhere:f', which cannot be imported: No module named 'nowhere'"),
+        ("math:absent", "'math:absent', which cannot be imported"),
+        ("math:pi", "'math:pi', which is a float: it must be a function"),
+        (":f", "':f', which cannot be imported"),
+        (3, "`baseline` is 3"),
+    ],
+)
+def test_a_baseline_that_is_not_there(baseline, message):
+    with pytest.raises(ValueError, match=message):
+        Rollouts().advantages(baseline=baseline)
+
+
+@pytest.mark.parametrize("name", ["", "a:b", None])
+def test_names_that_cannot_be(name):
+    with pytest.raises(ValueError, match="must be text that is not empty and holds no colon"):
+        trl_otb.register_baseline(name)
+
+
+def test_a_name_is_given_once():
+    with pytest.raises(ValueError, match=r"'otb' is registered already, by trl_otb\.baselines\.family\.otb"):
+        trl_otb.register_baseline("otb")(own_otb)
+    with pytest.raises(TypeError, match="'mine' is a int: it must be a function"):
+        trl_otb.register_baseline("mine")(3)
+    trl_otb.register_baseline("mine")(own_otb)
+    trl_otb.register_baseline("mine")(own_otb)  # a notebook's cell, run again
+    with pytest.raises(ValueError, match=r"'mine' is registered already, by tests\.maths\.test_registry\.own_otb"):
+        trl_otb.register_baseline("mine")(nan_at_the_end)
+
+
+@pytest.mark.parametrize("baseline", BASELINES)
+def test_options_that_a_baseline_does_not_look_at_are_rejected(baseline):
+    entry = BASELINES[baseline]
+    for option, value, looked_at in (
+        ("alignment", "position", entry.per_token),
+        ("zero_tail", False, entry.zero_tail),
+    ):
+        if looked_at:
+            check_options(baseline, **{option: value})
+            continue
+        message = f"`{option}` is {value!r} and `baseline` is {baseline!r}"
+        with pytest.raises(ValueError, match=message):
+            check_options(baseline, **{option: value})
+        with pytest.raises(ValueError, match=message):
+            Rollouts().advantages(baseline=baseline, **{option: value})

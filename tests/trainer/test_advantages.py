@@ -1,0 +1,147 @@
+"""Energies and advantages are what the definitions say, whichever forward energies come from."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.helpers import tiny
+from tests.helpers.oracles import energies_by_softmax, mask_of
+from tests.helpers.recording import Recording, first_rollout
+from tests.helpers.settings import LORA, SOURCES, assert_same_weights
+from trl_otb.baselines import BASELINES, compute_advantages
+from trl_otb.seam.trainer import shuffle_groups
+
+
+@pytest.mark.parametrize("baseline", BASELINES)
+@pytest.mark.parametrize("source", SOURCES)
+def test_advantages_are_those_of_a_float64_softmax(train, model_path, source, baseline):
+    trainer = train(baseline=baseline, temperature=0.7, learning_rate=0.0, max_steps=1, **SOURCES[source])
+    batch = first_rollout(trainer)
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    energy = energies_by_softmax(model, batch, temperature=0.7)
+    rewards = torch.tensor(
+        tiny.even_bytes([i[m].tolist() for i, m in zip(batch["completion_ids"], mask_of(batch).bool(), strict=True)])
+    )
+    expected = compute_advantages(rewards, energy, mask_of(batch), 4, baseline=baseline)
+    actual = batch["advantages"]
+    if not BASELINES[baseline].per_token:
+        actual = actual.unsqueeze(1) * mask_of(batch)
+    torch.testing.assert_close(actual, expected, atol=2e-6, rtol=0)
+    assert expected.abs().max() > 0.01
+
+
+def test_all_sources_give_the_same_advantages_and_weights(train):
+    """One generation batch of the same completions, dealt to one micro-batch, to four, and used twice."""
+    trainers = {name: train(max_steps=1, **options) for name, options in SOURCES.items()}
+    assert [t.energy_source for t in trainers.values()] == list(SOURCES)
+    reference, *others = trainers.values()
+    for other in others:
+        torch.testing.assert_close(
+            first_rollout(other)["advantages"], first_rollout(reference)["advantages"], atol=1e-6, rtol=0
+        )
+        assert_same_weights(other, reference, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("source", "baseline", "forwards"),
+    [
+        ("the training forward", "otb", {"grad": 2, "no_grad": 0}),
+        ("the training forward", "group_mean", {"grad": 2, "no_grad": 0}),
+        ("one extra no-gradient forward", "otb", {"grad": 8, "no_grad": 2}),
+        ("one extra no-gradient forward", "rloo", {"grad": 8, "no_grad": 0}),
+        ("the no-gradient forward that GRPOTrainer runs anyway", "otb", {"grad": 2, "no_grad": 1}),
+    ],
+)
+def test_forwards_are_counted(train, source, baseline, forwards):
+    assert train(baseline=baseline, **SOURCES[source]).forwards == forwards
+
+
+@pytest.mark.parametrize(
+    ("source", "baseline", "computed"),
+    [
+        ("the training forward", "otb", 2),
+        ("the training forward", "group_mean", 2),
+        ("one extra no-gradient forward", "otb", 2),
+        ("the no-gradient forward that GRPOTrainer runs anyway", "otb", 1),
+        ("the no-gradient forward that GRPOTrainer runs anyway", "group_mean", 1),
+    ],
+)
+def test_energies_are_computed_once_a_rollout(train, monkeypatch, source, baseline, computed):
+    """Of the forwards above, those that need no Σπ² do not compute it."""
+    forwards = []
+    original = Recording._get_per_token_logps_and_entropies
+
+    def watched(self, model, *args, **kwargs):
+        hook = model.register_forward_hook(
+            lambda module, args, outputs: forwards.append(
+                (outputs.log_sum_sq_probs is not None, len(outputs.log_probs))
+            )
+        )
+        try:
+            return original(self, model, *args, **kwargs)
+        finally:
+            hook.remove()
+
+    monkeypatch.setattr(Recording, "_get_per_token_logps_and_entropies", watched)
+    train(baseline=baseline, **SOURCES[source])
+    assert sum(rows for with_energy, rows in forwards if with_energy) == 8 * computed
+    assert sum(rows for _, rows in forwards) > 8 * computed or source == "the training forward"
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_logits_are_never_materialised(train, monkeypatch, source):
+    """Whatever scores completions never calls the LM head, which alone would make (B, T, V) logits."""
+    scored = 0
+    original = Recording._get_per_token_logps_and_entropies
+
+    def watched(self, *args, **kwargs):
+        nonlocal scored
+        scored += 1
+        head = self.model.get_output_embeddings()
+        handle = head.register_forward_hook(lambda *_: pytest.fail("the LM head was called for logits"))
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            handle.remove()
+
+    monkeypatch.setattr(Recording, "_get_per_token_logps_and_entropies", watched)
+    trainer = train(**SOURCES[source])
+    assert scored == sum(trainer.forwards.values()) > 0
+
+
+def test_whole_groups_are_shuffled(train):
+    trainer = train(per_device_train_batch_size=4, gradient_accumulation_steps=4, max_steps=8, learning_rate=0.0)
+    rows = [b["rows_of_rollout"].tolist() for b in trainer.micro_batches]
+    assert all(r == list(range(r[0], r[0] + 4)) and r[0] % 4 == 0 for r in rows)
+    assert {r[0] for r in rows[:4]} == {0, 4, 8, 12}
+    assert len({tuple(r[0] for r in rows[i : i + 4]) for i in range(0, 32, 4)}) > 1
+
+
+@pytest.mark.parametrize("peft", [{}, {"peft_config": LORA}], ids=["full", "lora"])
+def test_the_reference_pass_is_not_taken_for_the_policy(train, peft):
+    """Once the policy has left the reference, energies must be the policy's."""
+    trainer = train(beta=0.1, num_iterations=2, max_steps=3, learning_rate=0.1, **peft)
+    trainer.model.train()
+    batch = trainer._generate_and_score_completions([{"prompt": "1+1=", "answer": "2"}] * 8)
+    assert (batch["old_per_token_logps"] - batch["ref_per_token_logps"]).abs().max() > 0.01  # a mistake would show
+    expected = energies_by_softmax(trainer.model.eval(), batch)
+    actual = trainer.rollouts["train"].energy.double() * mask_of(batch)
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
+
+
+def test_shuffling_groups_moves_every_kind_of_value_alike():
+    rows = torch.arange(12)
+    batch = {
+        "completion_ids": rows.unsqueeze(1),
+        "pixel_values": [torch.tensor(i) for i in range(12)],
+        "num_images": list(range(12)),
+        "absent": None,
+        "num_items_in_batch": torch.tensor(5.0),
+    }
+    torch.manual_seed(0)
+    shuffled = shuffle_groups(batch, 3)
+    order = shuffled["completion_ids"].flatten().tolist()
+    assert order != rows.tolist() and sorted(order) == rows.tolist()
+    assert all(order[i : i + 3] == list(range(order[i], order[i] + 3)) and order[i] % 3 == 0 for i in range(0, 12, 3))
+    assert shuffled["num_images"] == order == [int(x) for x in shuffled["pixel_values"]]
+    assert shuffled["absent"] is None and shuffled["num_items_in_batch"] == 5

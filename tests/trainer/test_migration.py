@@ -1,0 +1,152 @@
+"""What works with GRPOTrainer works here."""
+
+import math
+
+import pytest
+import torch
+from datasets import Dataset, IterableDataset
+from peft import PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForSequenceClassification, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from tests.helpers import tiny
+from tests.helpers.oracles import mask_of
+from tests.helpers.recording import first_rollout
+from tests.helpers.settings import LORA, SOURCES, assert_same_weights, logged, scripted_rollout
+
+
+def test_conversational_dataset(train):
+    data = Dataset.from_dict({"prompt": [[{"role": "user", "content": f"{i}+{i}?"}] for i in range(8)]})
+    assert logged(train(train_dataset=data), "otb/energy/token_mean")
+
+
+def test_iterable_dataset(train):
+    data = IterableDataset.from_generator(lambda: iter({"prompt": f"{i}+{i}="} for i in range(8)))
+    assert logged(train(train_dataset=data), "otb/energy/token_mean")
+
+
+def test_several_weighted_and_asynchronous_reward_functions_and_none(train):
+    async def length(completion_ids, **kwargs):
+        return [-float(len(ids)) for ids in completion_ids]
+
+    def sometimes(completion_ids, **kwargs):
+        return [None if i % 2 else 1.0 for i in range(len(completion_ids))]
+
+    options = {"reward_funcs": [tiny.even_bytes, length, sometimes], "reward_weights": [1.0, 0.1, 0.5]}
+    grpo = train(GRPOTrainer, GRPOConfig, scale_rewards="none", **options)
+    assert_same_weights(grpo, train(baseline="group_mean", **options))
+    assert not any(math.isnan(v) for v in logged(train(**options), "otb/baseline/mean"))
+
+
+@pytest.mark.parametrize("zero_tail", [True, False])
+def test_unscorable_completions_have_no_statistics(train, zero_tail):
+    def reward(completion_ids, **kwargs):
+        longest = max(range(4), key=lambda i: len(completion_ids[i]))
+        return [None if i == longest else float(i) for i in range(len(completion_ids))]
+
+    trainer = train(reward_funcs=reward, max_steps=1, zero_tail=zero_tail, rollout_func=scripted_rollout)
+    for key in ("baseline/mean", "baseline/position_std", "advantage/abs_mean", "energy/token_mean"):
+        assert math.isfinite(logged(trainer, f"otb/{key}")[0])
+    batch = first_rollout(trainer)
+    rewards = torch.tensor(
+        [
+            math.nan if r is None else r
+            for r in reward(
+                [
+                    i[:n]
+                    for i, n in zip(
+                        batch["completion_ids"].tolist(), batch["completion_mask"].sum(1).tolist(), strict=True
+                    )
+                ]
+            )
+        ]
+    )
+    scorable = mask_of(batch)[~rewards.isnan()]
+    expected = batch["advantages"].abs().sum() / scorable.sum()
+    assert logged(trainer, "otb/advantage/abs_mean")[0] == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_no_reward_varies(train):
+    """The group mean leaves nothing; the lone tail of the default still has A = G. Their ratio says nothing."""
+    trainer = train(
+        reward_funcs=lambda completion_ids, **kwargs: [1.0] * len(completion_ids), rollout_func=scripted_rollout
+    )
+    assert logged(trainer, "otb/grad_power_group_mean") == [0.0, 0.0]
+    assert logged(trainer, "otb/grad_power_ratio") == [None, None]
+    assert logged(trainer, "otb/lone_tail_ratio")[0] > 0 and logged(trainer, "otb/grad_power")[0] > 0
+    trainer = train(reward_funcs=lambda completion_ids, **kwargs: [1.0] * len(completion_ids), zero_tail=False)
+    assert logged(trainer, "otb/grad_power")[0] == pytest.approx(0, abs=1e-9)
+
+
+def test_reward_model(train, tmp_path):
+    model = Qwen3ForSequenceClassification(tiny.config(num_labels=1))
+    model.save_pretrained(tmp_path / "reward")
+    tiny.tokenizer().save_pretrained(tmp_path / "reward")
+    trainer = train(reward_funcs=str(tmp_path / "reward"))
+    assert logged(trainer, "otb/grad_power")
+
+
+def test_unscorable_completions_get_no_advantage(train):
+    def reward(completion_ids, **kwargs):
+        return [None if i == 1 else float(i) for i in range(len(completion_ids))]
+
+    batch = first_rollout(train(reward_funcs=reward, max_steps=1))
+    assert (batch["advantages"][1] == 0).all() and (batch["advantages"][[0, 2, 3], 0] != 0).all()
+
+
+@pytest.mark.parametrize("generations", [1, 2, 4])
+def test_evaluation(train, generations):
+    trainer = train(
+        eval_dataset=tiny.prompts(4),
+        eval_strategy="steps",
+        eval_steps=1,
+        per_device_eval_batch_size=4,
+        num_generations_eval=generations,
+    )
+    for key in ("eval_loss", "eval_otb/energy/token_mean", "eval_otb/baseline/mean"):
+        values = logged(trainer, key)
+        assert len(values) == 2 and all(math.isfinite(v) for v in values)
+    assert len(logged(trainer, "otb/energy/token_mean")) == 2
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_evaluation_in_between_leaves_training_as_it_was(train, source):
+    options = {
+        "rollout_func": scripted_rollout,
+        "max_steps": 4,
+        "optim": "sgd",
+        "learning_rate": 0.1,
+        **SOURCES[source],
+    }
+    evaluated = train(
+        eval_dataset=tiny.prompts(4), eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=4, **options
+    )
+    plain = train(**options)
+    # Evaluation draws random numbers, so rows are shuffled otherwise and sums are rounded otherwise, and no more
+    assert_same_weights(evaluated, plain, atol=1e-6, rtol=1e-5)
+    assert logged(evaluated, "otb/grad_power") == pytest.approx(logged(plain, "otb/grad_power"), rel=1e-4)
+
+
+def test_evaluation_with_groups_in_several_batches_is_measured_batch_by_batch(train):
+    trainer = train(train=False, eval_dataset=tiny.prompts(4), per_device_eval_batch_size=8)
+    metrics = trainer.evaluate()
+    assert metrics["eval_otb/energy/token_mean"] > 0
+
+
+def test_callbacks_see_the_metrics(train):
+    seen = []
+
+    class Watch(TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            seen.append(logs)
+
+    train(callbacks=[Watch()])
+    assert "otb/grad_power_ratio" in seen[0]
+
+
+def test_model_instance_processing_class_and_lora(train, model_path):
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    trainer = train(model=model, processing_class=AutoTokenizer.from_pretrained(model_path), peft_config=LORA)
+    assert isinstance(trainer.model, PeftModel) and logged(trainer, "otb/energy/token_mean")
+    trained = get_peft_model(AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32), LORA)
+    assert logged(train(model=trained, beta=0.1), "otb/energy/token_mean")

@@ -1,0 +1,152 @@
+"""Options that OTB honours."""
+
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from tests.helpers import tiny
+from tests.helpers.oracles import energies_by_softmax, mask_of
+from tests.helpers.recording import first_rollout
+from tests.helpers.settings import SETTINGS, assert_same_weights, logged, scripted_rollout, weights
+from trl_otb import OTBGRPOTrainer
+from trl_otb.baselines import compute_advantages
+from trl_otb.config import LOSS_TYPES
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_every_loss_type_trains_on_token_advantages(train, loss_type):
+    """Compared with a loss computed by hand from the advantages, on-policy, where every ratio is 1."""
+    trainer = train(loss_type=loss_type, max_steps=1, train=False, max_grad_norm=0.0)
+    gradient = {}
+
+    class Keep(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+            gradient.update({n: p.grad.clone() for n, p in model.named_parameters()})
+
+    trainer.add_callback(Keep())
+    model = AutoModelForCausalLM.from_pretrained(trainer.model.config._name_or_path, dtype=torch.float32)
+    trainer.train()
+    (batch,) = trainer.micro_batches
+    mask, advantages = mask_of(batch), batch["advantages"]
+    assert advantages.shape == mask.shape
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+    attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+    length = mask.size(1)
+    logps = model(input_ids=ids, attention_mask=attention).logits[:, -length - 1 : -1].log_softmax(-1)
+    logps = logps.gather(-1, batch["completion_ids"].unsqueeze(-1)).squeeze(-1)
+    # d ratio / d logp = 1 at ratio 1 for every one of them; SAPO's soft gate has slope 1 there, VESPO's φ is 1
+    weight = {
+        "grpo": mask / mask.sum(1, keepdim=True) / len(mask),
+        "sapo": mask / mask.sum(1, keepdim=True) / len(mask),
+        "dr_grpo": mask / (len(mask) * trainer.max_completion_length),
+        "luspo": mask / len(mask),
+        "cispo": 0.2 * mask / mask.sum(),  # TRL clamps CISPO's ratio at `epsilon_high`, 0.2, itself
+    }.get(loss_type, mask / mask.sum())
+    (-(weight * advantages) * logps).sum().backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(gradient[name], p.grad, atol=1e-5, rtol=1e-3, msg=name)
+
+
+@pytest.mark.parametrize("setting", [k for k in SETTINGS if k != "sequence ratios"])
+def test_otb_trains_under_every_setting(train, setting):
+    trainer = train(**SETTINGS[setting])
+    assert all(p.isfinite().all() for p in weights(trainer).values())
+    # A rollout that is used twice is measured once
+    rollouts = len([h for h in trainer.state.log_history if "reward" in h])
+    assert len(logged(trainer, "otb/energy/token_mean")) == rollouts > 0
+    if setting != "mask_truncated":  # there every completion of a rollout may be masked, and nothing measured
+        assert all(math.isfinite(v) for v in logged(trainer, "otb/energy/token_mean"))
+
+
+def test_sequence_decisions_follow_the_completion_not_the_token():
+    """Off-policy masking and VESPO judge a whole completion: one decision a row, by its mean advantage."""
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    advantages = torch.tensor([[0.5, -0.1, 0.0], [0.1, 0.1, -0.9]])
+    far = torch.full((2, 3), 1.0)
+    keep = OTBGRPOTrainer.get_off_policy_mask(advantages, torch.zeros(2, 3), far, mask, 0.5)
+    assert keep.tolist() == [[1], [0]]
+    log_ratio = torch.full((2, 3), 0.3)
+    phi = OTBGRPOTrainer.get_gamma_weights(advantages, log_ratio, mask, None)
+    expected = GRPOTrainer.get_gamma_weights(torch.tensor([[1.0], [-1.0]]), log_ratio, mask, None)
+    assert torch.equal(phi, expected)
+
+
+def test_mask_truncated_completions_leave_the_baseline(train):
+    """Advantages are those of the group without the truncated completions."""
+
+    def by_row(completion_ids, **kwargs):
+        return [float(i % 3) for i in range(len(completion_ids))]
+
+    trainer = train(mask_truncated_completions=True, reward_funcs=by_row, max_steps=8, learning_rate=0.0)
+    compared = 0
+    for batch in trainer.micro_batches:
+        rows = batch["rows_of_rollout"]
+        energy = energies_by_softmax(trainer.model.eval(), batch).float()
+        for group in rows.view(-1, 4).tolist():
+            here = torch.tensor([rows.tolist().index(row) for row in group])
+            kept = here[mask_of(batch)[here].sum(1) > 0]
+            if 1 < len(kept) < 4:
+                rewards = torch.tensor(by_row([None] * 8))[rows[kept]]
+                expected = compute_advantages(rewards, energy[kept], mask_of(batch)[kept], len(kept))
+                torch.testing.assert_close(batch["advantages"][kept], expected, atol=2e-6, rtol=0)
+                compared += int((expected != 0).any())
+    assert compared > 0
+
+
+@pytest.mark.parametrize("scale", ["group", "batch"])
+def test_scale_rewards_divides_by_the_standard_deviation(train, scale):
+    options = {"max_steps": 1, "learning_rate": 0.0}
+    plain, scaled = (first_rollout(train(scale_rewards=s, **options)) for s in ("none", scale))
+    ids = [i[m].tolist() for i, m in zip(plain["completion_ids"], mask_of(plain).bool(), strict=True)]
+    rewards = torch.tensor(tiny.even_bytes(ids)).view(-1, 4 if scale == "group" else 8)
+    std = rewards.std(dim=1).repeat_interleave(rewards.size(1)).unsqueeze(1)
+    torch.testing.assert_close(scaled["advantages"], plain["advantages"] / (std + 1e-4), atol=1e-5, rtol=1e-4)
+
+
+def test_alignment_zero_tail_and_leave_one_out_reach_the_advantages(train):
+    default, *others = (
+        first_rollout(train(max_steps=1, gradient_accumulation_steps=2, rollout_func=scripted_rollout, **options))[
+            "advantages"
+        ]
+        for options in ({}, {"alignment": "position"}, {"zero_tail": False}, {"leave_one_out": True})
+    )
+    assert all(not torch.allclose(default, other) for other in others)
+
+
+def test_moe_auxiliary_loss(train, tmp_path):
+    config = tiny.config(
+        Qwen3MoeConfig,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        output_router_logits=True,
+        router_aux_loss_coef=0.1,
+    )
+    path = tiny.save_model(tmp_path / "moe", Qwen3MoeForCausalLM, config)
+    grpo = train(GRPOTrainer, GRPOConfig, model=path, scale_rewards="none")
+    assert_same_weights(grpo, train(model=path, baseline="group_mean"))
+    trainer = train(model=path, max_steps=1, learning_rate=0.0)
+    assert logged(trainer, "aux_loss") and logged(trainer, "otb/energy/token_mean")
+    batch = first_rollout(trainer)
+    energy = energies_by_softmax(trainer.model.eval(), batch)
+    expected = (energy.sum() / mask_of(batch).sum()).item()
+    assert logged(trainer, "otb/energy/token_mean")[0] == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("alignment", ["generated", "position"])
+def test_environment_output_adds_no_energy_and_no_advantage(train, alignment):
+    trainer = train(rollout_func=scripted_rollout, max_steps=1, alignment=alignment, learning_rate=0.0)
+    batch = first_rollout(trainer)
+    mask = mask_of(batch)
+    assert (mask.sum(1) < batch["completion_mask"].sum(1)).any()
+    energy = energies_by_softmax(trainer.model.eval(), batch)
+    rewards = torch.tensor(
+        tiny.even_bytes(
+            [i[m.bool()].tolist() for i, m in zip(batch["completion_ids"], batch["completion_mask"], strict=True)]
+        )
+    )
+    expected = compute_advantages(rewards, energy, mask, 4, alignment=alignment)
+    torch.testing.assert_close(batch["advantages"], expected, atol=2e-6, rtol=0)

@@ -1,0 +1,43 @@
+"""The group mean is GRPOTrainer, to the bit."""
+
+import pytest
+import torch
+from trl import GRPOConfig, GRPOTrainer
+
+from tests.helpers import tiny
+from tests.helpers.settings import SETTINGS, assert_same_weights, weights
+from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_group_mean_gives_the_weights_and_logs_of_grpo_trainer(train, setting):
+    options = {"scale_rewards": "none", **SETTINGS[setting]}
+    grpo = train(GRPOTrainer, GRPOConfig, **options)
+    otb = train(OTBGRPOTrainer, OTBGRPOConfig, baseline="group_mean", **options)
+    assert_same_weights(grpo, otb)
+    timings = ("step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second")
+    for of_grpo, of_otb in zip(grpo.state.log_history, otb.state.log_history, strict=True):
+        shared = {k: v for k, v in of_otb.items() if not k.startswith("otb/") and k not in timings}
+        assert shared == {k: v for k, v in of_grpo.items() if k not in timings}
+    untrained = weights(train(train=False, baseline="group_mean", **options))
+    assert any(not torch.equal(p, untrained[name]) for name, p in weights(otb).items()), "nothing was trained"
+
+
+def test_group_mean_normalises_several_rewards_first_as_grpo_trainer_does(train):
+    options = {
+        "reward_funcs": [tiny.even_bytes, lambda completion_ids, **kwargs: [-len(ids) / 8 for ids in completion_ids]],
+        "reward_weights": [1.0, 0.3],
+        "multi_objective_aggregation": "normalize_then_sum",
+    }
+    grpo = train(GRPOTrainer, GRPOConfig, **options)
+    # GRPOTrainer subtracts the batch's mean there, which equals every group's: 0 up to rounding
+    assert_same_weights(grpo, train(baseline="group_mean", **options), atol=1e-5, rtol=0)
+
+
+def test_a_group_with_one_scorable_completion_carries_no_signal_as_in_grpo_trainer(train):
+    def reward(completion_ids, **kwargs):
+        return [r if i in (0, 5, 6, 7) else None for i, r in enumerate(tiny.even_bytes(completion_ids))]
+
+    for scale in ("none", "group"):
+        grpo = train(GRPOTrainer, GRPOConfig, scale_rewards=scale, reward_funcs=reward)
+        assert_same_weights(grpo, train(baseline="group_mean", scale_rewards=scale, reward_funcs=reward))

@@ -1,0 +1,113 @@
+"""The seam to TRL: what moved is named, and nothing fails silently."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from trl import GRPOTrainer
+
+from tests.helpers import tiny
+from tests.helpers.settings import SOURCES
+from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
+from trl_otb.project import trl_requirement
+from trl_otb.seam import contract, trainer
+
+
+HASHES = Path(__file__).parent / "trl_sources.json"
+
+
+def test_the_trl_requirement_is_what_the_seam_expects():
+    contract.check_trl()
+
+
+def test_the_sources_in_trl_that_we_build_on_are_those_that_were_read():
+    """When this fails: read each of the named sources again, mend what builds on them, and run `make hashes`."""
+    seen, known = contract.source_hashes(), json.loads(HASHES.read_text())
+    assert [name for name in sorted(seen | known) if seen.get(name) != known.get(name)] == []
+
+
+@pytest.mark.parametrize("name", [*contract.METHODS, *contract.FUNCTIONS])
+@pytest.mark.parametrize("how", ["gone", "other parameters"])
+def test_a_part_of_trl_that_moved_is_named_at_construction(name, how, monkeypatch, model_path, tmp_path):
+    owner = GRPOTrainer if name in contract.METHODS else contract.trl_utils
+    if how == "gone":
+        monkeypatch.delattr(owner, name)
+    else:
+        monkeypatch.setattr(owner, name, lambda nothing: None)
+    args = OTBGRPOConfig(**tiny.SETTINGS, output_dir=str(tmp_path))
+    with pytest.raises(ImportError) as caught:
+        OTBGRPOTrainer(model_path, tiny.even_bytes, args=args, train_dataset=tiny.prompts())
+    assert name in str(caught.value) and f"pip install '{trl_requirement()}'" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", contract.ATTRIBUTES)
+def test_an_attribute_that_moved_is_named(name):
+    attributes = dict.fromkeys(set(contract.ATTRIBUTES) - {name})
+    with pytest.raises(ImportError, match=f"`GRPOTrainer.{name}` is gone"):
+        contract.check_trl(type("Trainer", (), attributes)())
+
+
+def test_a_replaced_lm_head_is_noticed(train):
+    from trl.trainer.utils import add_fused_lm_head
+
+    for options in SOURCES.values():
+        trainer = train(train=False, **options)
+        add_fused_lm_head(trainer.model, outputs=("log_probs", "entropy"))
+        with pytest.raises(RuntimeError, match="replaced the fused LM head"):
+            trainer.train()
+
+
+# A TRL that goes another way must not train on as plain GRPO
+
+
+@pytest.mark.parametrize("baseline", ["otb", "group_mean"])
+def test_a_loss_that_runs_no_forward_of_ours_is_an_error(train, monkeypatch, baseline):
+    def loss_of_another_trl(self, model, inputs):
+        logits = model(input_ids=inputs["completion_ids"]).logits
+        return (logits.mean(dim=(1, 2)) * inputs["advantages"]).mean()
+
+    monkeypatch.setattr(GRPOTrainer, "_compute_loss", loss_of_another_trl)
+    trainer = train(train=False, baseline=baseline)
+    # Not found missing at construction, as a method that no longer calls another keeps its parameters
+    with pytest.raises(ImportError, match=r"relies on parts of TRL that have moved .* the loss"):
+        trainer.train()
+
+
+def test_where_energies_are_still_to_come_trls_own_advantages_leave_the_batch(train):
+    trainer = train(train=False)
+    trainer.model.train()
+    batch = trainer._generate_and_score_completions([{"prompt": "1+1=", "answer": "2"}] * 8)
+    assert "advantages" not in batch and trainer.rollouts["train"].advantages is None
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.001])
+@pytest.mark.parametrize("scale", ["none", "group"])
+def test_advantages_that_trl_forms_otherwise_stop_the_first_rollout(train, monkeypatch, scale, factor):
+    generate = GRPOTrainer._generate_and_score_completions
+
+    def otherwise(self, inputs):
+        batch = generate(self, inputs)
+        return batch | {"advantages": batch["advantages"] * factor}
+
+    monkeypatch.setattr(GRPOTrainer, "_generate_and_score_completions", otherwise)
+    trainer = train(train=False, scale_rewards=scale)
+    if factor == 1.0:
+        trainer.train()
+        return
+    with pytest.raises(ImportError, match="how GRPOTrainer forms its advantages: for completion"):
+        trainer.train()
+
+
+def test_rewards_that_bypass_the_seam_are_an_error(train, monkeypatch):
+    monkeypatch.setattr(trainer.EnergyGRPOTrainer, "_calculate_rewards", GRPOTrainer._calculate_rewards)
+    with pytest.raises(ImportError, match="rewards no longer come from"):
+        train()
+
+
+def test_no_energy_is_lost_between_the_chunks_of_a_forward():
+    from trl_otb.seam.head import Forward
+
+    forward = Forward(torch.zeros(3, 2), [torch.zeros(2, 4), None])
+    with pytest.raises(RuntimeError, match="no log Σπ²"):
+        forward.energy()

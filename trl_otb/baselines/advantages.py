@@ -1,0 +1,208 @@
+"""From rewards, energies and a baseline to the advantage of every token."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from ..energy import importance_weighted
+from .groups import Groups
+from .registry import Baseline, check_options, find_baseline
+
+
+class Credit(NamedTuple):
+    """
+    What each generated token is credited with.
+
+    Args:
+        advantages (`torch.Tensor` of shape `(B, T)`, or `(B, 1)` under one number per completion):
+            A = G − B; 0 for completions that cannot be scored and, of shape `(B, T)`, where nothing was generated.
+        returns (`torch.Tensor` of shape `(B, T)` or `(B, 1)`):
+            G; 0 for completions that cannot be scored. G − A is the baseline.
+        lone_tail_tokens (`torch.Tensor` of shape `(B, 1)`):
+            How many of a completion's generated tokens are on the lone tail.
+    """
+
+    advantages: torch.Tensor
+    returns: torch.Tensor
+    lone_tail_tokens: torch.Tensor
+
+
+_BLOCK = 2**18  # tokens whose intermediate results a processor core can keep in its cache
+
+
+def assign_credit(
+    rewards: torch.Tensor,
+    energy: torch.Tensor,
+    mask: torch.Tensor,
+    num_generations: int,
+    *,
+    baseline: str | Callable = "otb",
+    alignment: str = "generated",
+    zero_tail: bool = True,
+    leave_one_out: bool = False,
+    importance_weights: torch.Tensor | None = None,
+) -> Credit:
+    """Advantages with what they were made of, the trainer's entry; arguments and errors of [`compute_advantages`]."""
+    check_options(baseline, alignment, zero_tail, leave_one_out)
+    _check_shapes(rewards, energy, mask, num_generations, importance_weights)
+    rule = find_baseline(baseline)
+
+    def credit_of(rows: slice) -> Credit:
+        groups = Groups(
+            rewards[rows],
+            importance_weighted(energy[rows], None if importance_weights is None else importance_weights[rows]),
+            mask[rows],
+            num_generations,
+            per_token=rule.per_token,
+            alignment=alignment,
+            leave_one_out=leave_one_out,
+        )
+        return _credit(groups, rule, zero_tail)
+
+    rows = max(_BLOCK // max(mask.size(1), 1) // num_generations, 1) * num_generations
+    if mask.device.type != "cpu" or len(mask) <= rows:
+        return credit_of(slice(None))
+    whole = None  # on a CPU by blocks that fit its cache, as fresh memory is what costs there
+    for first in range(0, len(mask), rows):
+        block = slice(first, first + rows)
+        part = credit_of(block)
+        if whole is None:
+            whole = Credit(*(values.new_empty(len(mask), values.size(1)) for values in part))
+        for values, of_part in zip(whole, part, strict=True):
+            values[block] = of_part
+    return whole
+
+
+def _credit(groups: Groups, rule: Baseline, zero_tail: bool) -> Credit:
+    if groups.shape[1] == 1:  # nobody to compare with
+        baseline = torch.zeros_like(groups.returns)
+    else:
+        baseline = rule.function(groups)
+        if not rule.built_in:
+            baseline = _checked(baseline, rule, groups)
+        if rule.zero_tail and zero_tail:
+            baseline = baseline * (1 - groups.lone_tail)
+        elif rule.zero_tail and groups.leave_one_out:
+            baseline = torch.where(groups.alone, groups.returns, baseline)
+    advantages = groups.returns - baseline
+    if rule.per_token:
+        advantages = groups.in_place(advantages.expand(groups.shape))
+    else:
+        advantages = advantages.reshape(-1, 1) * groups.row_scorable
+    return Credit(advantages, groups.row_returns, groups.lone_tail_tokens)
+
+
+def compute_advantages(
+    rewards: torch.Tensor,
+    energy: torch.Tensor,
+    mask: torch.Tensor,
+    num_generations: int,
+    *,
+    baseline: str | Callable = "otb",
+    alignment: str = "generated",
+    zero_tail: bool = True,
+    leave_one_out: bool = False,
+    importance_weights: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """
+    Advantages A_{t,i} = G_{t,i} − B_{t,i}; for `"otb"` (Theorem 4.1)
+
+        B_t = Σ_i W_{t,i} G_{t,i} / Σ_i W_{t,i}   over the completions i of the group with a t-th generated token.
+
+    Args:
+        rewards (`torch.Tensor` of shape `(B,)` or `(B, T)`):
+            One return per completion, or one reward per token. From the latter a baseline per token takes the
+            reward-to-go G_t ([`~trl_otb.baselines.reward_to_go`]), a baseline per completion the sum, as GRPO does. A
+            NaN marks a completion that cannot be scored: it leaves its group's baseline and gets advantage 0.
+        energy (`torch.Tensor` of shape `(B, T)`):
+            w_t, see [`~trl_otb.energy.token_energy`]. Values where `mask` is 0 are ignored and may be NaN.
+        mask (`torch.Tensor` of shape `(B, T)`):
+            1 on tokens that the policy generated.
+        num_generations (`int`):
+            N. The N rows of a group are adjacent. With N = 1 every baseline is 0.
+        baseline (`str` or `Callable`, *optional*, defaults to `"otb"`):
+            A name in `BASELINES`, `"module:function"`, or a function of [`~trl_otb.baselines.Groups`].
+        alignment (`str`, *optional*, defaults to `"generated"`):
+            What t counts for a baseline per token: generated tokens, or positions of the completion (`"position"`, the
+            reference's single-turn form). The two differ where tool output stands between generated tokens.
+        zero_tail (`bool`, *optional*, defaults to `True`):
+            For `"otb"`, whether B = 0, and so A = G, where only the group's longest completion still generates. If
+            `False`, A = 0 there.
+        leave_one_out (`bool`, *optional*, defaults to `False`):
+            Take a completion's own term out of numerator and denominator: B no longer depends on the completion it is
+            subtracted from, and the gradient is unbiased. At a token where no other completion is left B = 0, which
+            keeps the gradient unbiased (A = G), except that `"otb"` with `zero_tail=False` skips the token (A = 0).
+        importance_weights (`torch.Tensor` of shape `(B, T)` or `(B, 1)`, *optional*):
+            Rollout importance ratios ρ; every w_j is scaled by ρ_j². They weigh the energies only, not the returns.
+
+    Returns:
+        `torch.Tensor` of shape `(B, T)`, float32 whatever the inputs, 0 where `mask` is 0.
+
+    Raises:
+        ValueError: An option is unknown or not looked at by `baseline`, the shapes disagree, or a baseline of the
+            user's own returned something that is not finite or does not fit `(G, N, T)`.
+    """
+    credit = assign_credit(
+        rewards,
+        energy,
+        mask,
+        num_generations,
+        baseline=baseline,
+        alignment=alignment,
+        zero_tail=zero_tail,
+        leave_one_out=leave_one_out,
+        importance_weights=importance_weights,
+    )
+    return credit.advantages if find_baseline(baseline).per_token else credit.advantages * mask.float()
+
+
+def _check_shapes(rewards, energy, mask, num_generations, importance_weights) -> None:
+    if mask.dim() != 2 or energy.shape != mask.shape:
+        raise ValueError(
+            f"`energy` has shape {tuple(energy.shape)} and `mask` {tuple(mask.shape)}: both must be (B, T)."
+        )
+    if rewards.shape not in (mask.shape, mask.shape[:1]):
+        raise ValueError(
+            f"`rewards` has shape {tuple(rewards.shape)}: it must be (B,) = ({len(mask)},), one return per "
+            f"completion, or (B, T) = {tuple(mask.shape)}, one reward per token."
+        )
+    if num_generations < 1 or len(mask) % num_generations != 0:
+        raise ValueError(
+            f"`num_generations` is {num_generations} and there are {len(mask)} rows: the batch must hold whole groups."
+        )
+    if importance_weights is not None and importance_weights.shape not in (mask.shape, (len(mask), 1)):
+        raise ValueError(
+            f"`importance_weights` has shape {tuple(importance_weights.shape)}: it must be (B, T) = "
+            f"{tuple(mask.shape)} for ratios per token, or (B, 1) for ratios per completion."
+        )
+
+
+def _checked(baseline, rule: Baseline, groups: Groups) -> torch.Tensor:
+    """What a user's function returned, with three axes; values that no token is compared with may be anything."""
+    shape = groups.shape if rule.per_token else (*groups.shape[:2], 1)
+    if not isinstance(baseline, torch.Tensor | float | int):
+        raise ValueError(
+            f"The baseline {rule.name!r} returned a {type(baseline).__name__}: it must return a tensor that can be "
+            f"broadcast to {shape}."
+        )
+    baseline = torch.as_tensor(baseline, device=groups.returns.device).float()
+    try:
+        baseline = baseline.expand(shape)
+    except RuntimeError as error:
+        kind = "(G, N, T)" if rule.per_token else "(G, N, 1)"
+        raise ValueError(
+            f"The baseline {rule.name!r} returned a tensor of shape {tuple(baseline.shape)}: it must be one that can "
+            f"be broadcast to {kind} = {shape}."
+        ) from error
+    finite = baseline.isfinite()
+    broken = ~finite & (groups.present if rule.per_token else groups.scorable).bool()
+    if broken.any():
+        prompt, completion, token = broken.nonzero()[0].tolist()
+        value = baseline[prompt, completion, token].item()
+        raise ValueError(
+            f"The baseline {rule.name!r} returned {value} for prompt {prompt}, completion {completion}, token "
+            f"{token}: it must be finite wherever a completion is present. A weighted mean whose weights are all 0 is "
+            "a usual cause; `group.mean` takes the plain mean there."
+        )
+    return baseline.where(finite, torch.zeros((), device=baseline.device))

@@ -1,0 +1,211 @@
+"""The completions of a prompt side by side, token by token. Pure torch; the notation is that of `trl_otb.energy`."""
+
+from functools import cached_property
+
+import torch
+
+
+ALIGNMENTS = ("generated", "position")
+
+_LEAST_WEIGHT = 1e-30  # added to everybody's: lost in rounding, unless all weights are 0
+
+
+def reward_to_go(token_rewards: torch.Tensor) -> torch.Tensor:
+    """
+    G_t = Σ_{k≥t} r_k, undiscounted.
+
+    Args:
+        token_rewards (`torch.Tensor` of shape `(B, T)`):
+            r_t. A reward counts wherever it stands, on tool output too; padding must hold 0.
+
+    Returns:
+        `torch.Tensor` of shape `(B, T)`, float32.
+    """
+    return token_rewards.float().flip(1).cumsum(dim=1).flip(1)
+
+
+class Groups:
+    """
+    G prompts with N completions each, aligned: what a baseline is a function of.
+
+    Under `alignment="generated"` the t-th token that one completion generated meets the t-th of another, tool output
+    being squeezed out; under `"position"` tokens meet at the same position of the completion.
+
+    Args:
+        rewards (`torch.Tensor` of shape `(B,)` or `(B, T)`):
+            One return per completion, or one reward per token. NaN marks a completion that cannot be scored.
+        energy (`torch.Tensor` of shape `(B, T)`):
+            ρ_t² w_t. Values where `mask` is 0 are ignored and may be NaN.
+        mask (`torch.Tensor` of shape `(B, T)`):
+            1 on generated tokens.
+        num_generations (`int`):
+            N; the N rows of a prompt are adjacent.
+        per_token (`bool`, *optional*, defaults to `True`):
+            Whether token rewards become a reward-to-go per token, or one sum per completion.
+        alignment (`str`, *optional*, defaults to `"generated"`):
+            `"generated"` or `"position"`.
+        leave_one_out (`bool`, *optional*, defaults to `False`):
+            Whether [`mean`] leaves a completion's own return out of its baseline.
+
+    Every attribute below has three axes, prompt by completion by token, and is formed when it is first asked for.
+    """
+
+    def __init__(
+        self,
+        rewards: torch.Tensor,
+        energy: torch.Tensor,
+        mask: torch.Tensor,
+        num_generations: int,
+        *,
+        per_token: bool = True,
+        alignment: str = "generated",
+        leave_one_out: bool = False,
+    ):
+        self.per_token = per_token
+        self.leave_one_out = leave_one_out
+        self.row_scorable = ~(rewards.isnan() if rewards.dim() == 1 else rewards.isnan().any(dim=1)).unsqueeze(1)
+        if rewards.dim() == 1:
+            returns = rewards.float().unsqueeze(1)
+        else:
+            returns = reward_to_go(rewards) if per_token else rewards.float().sum(dim=1, keepdim=True)
+        self.row_returns = returns.masked_fill(~self.row_scorable, 0.0)  # (B, 1) or (B, T), not aligned
+        self._mask = mask.long() * self.row_scorable
+        self._energy = energy
+        self._num_generations = num_generations
+        self._squeezed = alignment == "generated"
+
+    # What a baseline sees
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(G, N, T)"""
+        return len(self._mask) // self._num_generations, self._num_generations, self._mask.size(1)
+
+    @cached_property
+    def returns(self) -> torch.Tensor:
+        """
+        `(G, N, T)` G_t, or `(G, N, 1)` where one return serves the completion; 0 if it cannot be scored.
+
+        After its last token a completion keeps that token's reward-to-go.
+        """
+        if self.row_returns.size(1) == 1:
+            return self._grouped(self.row_returns)
+        returns = self._aligned(self.row_returns)
+        last = returns.gather(2, (self._ends - 1).clamp(min=0))
+        return torch.where(self._positions < self._ends, returns, last)
+
+    @cached_property
+    def energy(self) -> torch.Tensor:
+        """`(G, N, T)` ρ_t² w_t, 0 where `present` is 0."""
+        if self._squeezed:
+            return self._aligned(self._energy.float())
+        return self._grouped(self._energy.float().masked_fill(self._mask == 0, 0.0))
+
+    @cached_property
+    def present(self) -> torch.Tensor:
+        """`(G, N, T)` 1 where the completion can be scored and has a t-th generated token, else 0."""
+        # Float, here and below: on a CPU, arithmetic between float and bool takes ten times as long
+        if self._squeezed:
+            return (self._ends - self._positions.float()).clamp_(0, 1)
+        return self._grouped(self._mask).float()
+
+    @property
+    def scorable(self) -> torch.Tensor:
+        """`(G, N, 1)` 0 for completions with a NaN reward, else 1."""
+        return self._grouped(self.row_scorable).float()
+
+    def mean(self, weights: torch.Tensor, leave_one_out: bool | None = None) -> torch.Tensor:
+        """
+        Σ_i ω_i G_i / Σ_i ω_i over the group or, with one left out, over the other completions.
+
+        Args:
+            weights (`torch.Tensor` broadcastable to `(G, N, T)`):
+                ω, not negative. A completion that cannot be scored counts for nothing.
+            leave_one_out (`bool`, *optional*):
+                By default, the run's option.
+
+        Returns:
+            `torch.Tensor` of shape `(G, 1, T)`, or `(G, N, T)` with one left out; with 1 in the place of T where one
+            number serves all tokens. Where all weights are 0 it is the plain mean over the completions present at t
+            (for a baseline per completion, over all that can be scored), and 0 where there are none.
+        """
+        leave_one_out = self.leave_one_out if leave_one_out is None else leave_one_out
+        at_least = self.present if self.per_token else self.scorable
+        weights = torch.add(weights.float(), at_least, alpha=_LEAST_WEIGHT).mul_(self.scorable)
+        total = _sum_of_group(weights, leave_one_out)
+        return _sum_of_group(weights * self.returns, leave_one_out) / total.clamp_(min=1e-38)
+
+    # The lone tail
+
+    @property
+    def lone_tail(self) -> torch.Tensor:
+        """
+        `(G, 1, T)` 1 where at most the group's longest completion still generates, else 0; with N = 1, 1 throughout.
+        """
+        return (self._positions >= self._second_end).float()
+
+    @property
+    def lone_tail_tokens(self) -> torch.Tensor:
+        """`(B, 1)` how many of a completion's generated tokens are on the lone tail."""
+        if self._squeezed:
+            return (self._ends - self._second_end).clamp_(min=0).view(-1, 1)
+        return (self.present * self.lone_tail).sum(dim=2).long().view(-1, 1)
+
+    @property
+    def alone(self) -> torch.Tensor:
+        """`(G, N, T)` bool: where no other completion of the group is present."""
+        return _sum_of_group(self.present, own_left_out=True) == 0
+
+    # Alignment
+
+    def in_place(self, values: torch.Tensor) -> torch.Tensor:
+        """`(G, N, T)` aligned values -> `(B, T)`, each at its token; 0 where no token was generated."""
+        if self._squeezed:
+            values = torch.nn.functional.pad(values, (1, 0)).gather(2, self._grouped(self._slots))
+        else:
+            values = values * self._grouped(self._mask)
+        return values.reshape(self._mask.shape)
+
+    def _aligned(self, values: torch.Tensor) -> torch.Tensor:
+        """`(B, T)` -> `(G, N, T)`: generated tokens side by side from the left, 0 after them; or as they stand."""
+        if self._squeezed:
+            values = values.new_zeros(len(values), values.size(1) + 1).scatter_(1, self._slots, values)[:, 1:]
+        return self._grouped(values)
+
+    @cached_property
+    def _slots(self) -> torch.Tensor:
+        """`(B, T)` 1, 2, … for generated tokens, and 0, a column that is cut off, for others."""
+        return self._mask.cumsum(dim=1) & -self._mask
+
+    @cached_property
+    def _ends(self) -> torch.Tensor:
+        """`(G, N, 1)` one past the completion's last position."""
+        if self._squeezed:
+            return self._grouped(self._mask.sum(dim=1, keepdim=True))
+        return self._grouped((self._mask * (self._positions + 1)).amax(dim=1, keepdim=True))
+
+    @property
+    def _second_end(self) -> torch.Tensor:
+        """`(G, 1, 1)` where the second longest completion ends, 0 with N = 1."""
+        if self._num_generations == 1:
+            return torch.zeros_like(self._ends)
+        return self._ends.topk(2, dim=1).values[:, 1:]
+
+    @property
+    def _positions(self) -> torch.Tensor:
+        return torch.arange(self._mask.size(1), device=self._mask.device)
+
+    def _grouped(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.reshape(-1, self._num_generations, rows.size(1))
+
+
+def _sum_of_group(x: torch.Tensor, own_left_out: bool) -> torch.Tensor:
+    """`(G, N, T)` -> `(G, 1, T)`, or `(G, N, T)` the sum over the others."""
+    if not own_left_out:
+        return x.sum(dim=1, keepdim=True)
+    # Sums before and after, rather than the total minus the own term, which would cancel where the own term dominates.
+    before = x.cumsum(dim=1).roll(1, dims=1)
+    after = x.flip(1).cumsum(dim=1).flip(1).roll(-1, dims=1)
+    before[:, 0] = 0
+    after[:, -1] = 0
+    return before + after

@@ -1,0 +1,132 @@
+"""What a generation batch knows, row by row. Pure torch; the notation is that of `trl_otb.energy`."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from .baselines import assign_credit
+from .metrics import STATISTICS, completion_statistics
+
+
+@dataclass
+class Rollout:
+    """
+    A generation batch of one process: what was generated, what it earned, and what each token is credited with.
+
+    Rows are in the order of generation, the completions of a prompt adjacent. `trainer.rollouts["train"]` and
+    `trainer.rollouts["eval"]` are the last ones.
+
+    Args:
+        prompt_ids, prompt_mask (`torch.Tensor` of shape `(B, P)`):
+            The prompts, padded on the left.
+        completion_ids, completion_mask (`torch.Tensor` of shape `(B, T)`):
+            The completions, tool output included, padded on the right.
+        mask (`torch.Tensor` of shape `(B, T)`):
+            1 on tokens that the policy generated and the loss sees.
+        num_generations (`int`):
+            N.
+        rewards (`torch.Tensor` of shape `(B,)` or `(B, T)`):
+            One return per completion or, where single turns or tokens were rewarded, one reward per token. NaN where
+            no reward function could score the completion.
+        scale (`torch.Tensor` of shape `(B,)`):
+            What `scale_rewards` divides advantages by; 1 for `"none"`.
+        energy (`torch.Tensor` of shape `(B, T)`, *optional*):
+            ρ_t² w_t; NaN in rows whose forward has not run yet, `None` before the first.
+
+    Attributes:
+        advantages (`torch.Tensor` of shape `(B, T)`, or `(B, 1)` under a baseline per completion):
+            (G − B) / scale; `None` before the first credit, NaN in rows that wait for their energies.
+        baselines (`torch.Tensor` of the same shape):
+            B, in units of the reward.
+        statistics (`torch.Tensor` of shape `(B, len(STATISTICS))`):
+            Rows of [`~trl_otb.metrics.completion_statistics`], NaN where they are not measured yet.
+    """
+
+    prompt_ids: torch.Tensor
+    prompt_mask: torch.Tensor
+    completion_ids: torch.Tensor
+    completion_mask: torch.Tensor
+    mask: torch.Tensor
+    num_generations: int
+    rewards: torch.Tensor
+    scale: torch.Tensor
+    energy: torch.Tensor | None = None
+    advantages: torch.Tensor | None = field(default=None, init=False)
+    baselines: torch.Tensor | None = field(default=None, init=False)
+    group_mean_advantages: torch.Tensor | None = field(default=None, init=False)
+    lone_tail_tokens: torch.Tensor | None = field(default=None, init=False)
+    statistics: torch.Tensor | None = field(default=None, init=False)
+    unmeasured: int = field(init=False)
+
+    def __post_init__(self):
+        self.unmeasured = len(self.mask)
+
+    def __len__(self) -> int:
+        return len(self.mask)
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """`(B,)` the numbers of all rows."""
+        return torch.arange(len(self), device=self.mask.device)
+
+    @property
+    def scorable(self) -> torch.Tensor:
+        """`(B,)` bool: False where no reward function could score the completion."""
+        return ~(self.rewards.isnan() if self.rewards.dim() == 1 else self.rewards.isnan().any(dim=1))
+
+    def hear(self, rows: torch.Tensor, energy: torch.Tensor) -> None:
+        """Take the `energy` of these `rows`, `(b, T)`."""
+        self._fill("energy", rows, energy)
+
+    def credit(self, rows: torch.Tensor, **options) -> None:
+        """
+        Form the advantages of these `rows`, which hold whole groups, with `options` of
+        [`~trl_otb.baselines.assign_credit`]. A baseline that reads energies needs theirs.
+        """
+        mask, rewards = self.mask[rows], self.rewards[rows]
+        energy = torch.zeros_like(mask, dtype=torch.float32) if self.energy is None else self.energy[rows]
+        credit = assign_credit(rewards, energy, mask, self.num_generations, **options)
+        of_group_mean = assign_credit(rewards, energy, mask, self.num_generations, baseline="group_mean")
+        scale = self.scale[rows].unsqueeze(1)
+        # A group too small for a standard deviation has a NaN scale: no signal, as in TRL.
+        self._fill("advantages", rows, (credit.advantages / scale).nan_to_num(nan=0.0))
+        self._fill("baselines", rows, credit.returns - credit.advantages)
+        self._fill("group_mean_advantages", rows, (of_group_mean.advantages / scale).nan_to_num(nan=0.0))
+        self._fill("lone_tail_tokens", rows, credit.lone_tail_tokens)
+
+    def take_credit_from(self, whole: "Rollout", rows: slice) -> None:
+        """Take what `whole`, in which this rollout is `rows`, was credited with; its rows may be longer."""
+        for name in ("advantages", "baselines", "group_mean_advantages", "lone_tail_tokens"):
+            setattr(self, name, getattr(whole, name)[rows, : self.mask.size(1)])
+
+    def advantages_of(self, rows: torch.Tensor) -> torch.Tensor:
+        """`(b, T)`, or `(b,)` under a baseline per completion, as GRPOTrainer has it."""
+        advantages = self.advantages[rows]
+        return advantages.squeeze(1) if advantages.size(1) == 1 else advantages
+
+    def measure(self, rows: torch.Tensor) -> None:
+        """Record these rows' statistics, once they have energies and advantages."""
+        statistics = completion_statistics(
+            self.energy[rows],
+            self.mask[rows] * self.scorable[rows].unsqueeze(1),
+            self.advantages[rows],
+            self.group_mean_advantages[rows],
+            self.baselines[rows],
+            self.lone_tail_tokens[rows],
+        )
+        self._fill("statistics", rows, statistics)
+        self.unmeasured -= len(rows)
+
+    def completion_advantages(self) -> torch.Tensor:
+        """`(B,)` the mean advantage of each completion's generated tokens."""
+        columns = dict(zip(STATISTICS, self.statistics.unbind(dim=1), strict=True))
+        return columns["advantage"] / columns["tokens"].clamp(min=1)
+
+    def _fill(self, name: str, rows: torch.Tensor, values: torch.Tensor) -> None:
+        if len(rows) == len(self) and bool((rows == self.rows).all()):
+            setattr(self, name, values)
+            return
+        if getattr(self, name) is None:
+            missing = torch.nan if values.is_floating_point() else 0
+            setattr(self, name, values.new_full((len(self), *values.shape[1:]), missing))
+        getattr(self, name)[rows] = values

@@ -1,0 +1,15 @@
+"""
+Everything that relies on private parts of TRL, and nothing else.
+
+- `contract`: which parts, checked when a trainer is constructed;
+- `head`: Σπ² from TRL's fused LM head;
+- `returns`: what GRPOTrainer forms its advantages from, restated;
+- `tool_loop`: turns that all processes take together;
+- `trainer`: [`EnergyGRPOTrainer`], the overrides, with two openings for a subclass that sees no private part of TRL.
+"""
+
+from .contract import check_trl
+from .trainer import EnergyGRPOTrainer, config_model_id
+
+
+__all__ = ["EnergyGRPOTrainer", "check_trl", "config_model_id"]

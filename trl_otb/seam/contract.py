@@ -1,0 +1,141 @@
+"""The private parts of TRL that are relied on, so that a TRL in which they moved fails at construction and says so."""
+
+import hashlib
+import inspect
+import sys
+
+import trl
+from trl import GRPOTrainer
+
+from ..project import trl_requirement
+
+
+def moved(what: str) -> ImportError:
+    return ImportError(
+        f"trl_otb relies on parts of TRL that have moved in trl {trl.__version__}: {what}. Install a version that was "
+        f"tested: pip install '{trl_requirement()}'."
+    )
+
+
+try:
+    from trl.models import utils as trl_models
+    from trl.trainer import utils as trl_utils
+except ImportError as error:
+    raise moved(str(error)) from error
+
+# The leading parameters of each method that is overridden or called, as the overrides use them.
+METHODS = {
+    "_calculate_rewards": ("self", "inputs", "prompts", "completions", "completion_ids_list"),
+    "_compute_loss": ("self", "model", "inputs"),
+    "_generate_and_score_completions": ("self", "inputs"),
+    "_generate_single_turn": ("self", "prompt_ids", "images", "multimodal_fields", "num_generations"),
+    "_get_per_token_logps_and_entropies": ("self", "model", "input_ids", "attention_mask", "logits_to_keep"),
+    "_prepare_inputs": ("self", "generation_batch"),
+    "_tool_call_loop": ("self", "prompts", "prompt_ids"),
+    "get_gamma_weights": ("advantages", "log_ratio_per_token", "mask"),
+    "get_off_policy_mask": (
+        "advantages",
+        "per_token_logps",
+        "sampling_per_token_logps",
+        "mask",
+        "off_policy_threshold",
+    ),
+}
+FUNCTIONS = {
+    "add_fused_lm_head": ("model", "temperature", "cast_lm_head_to_fp32", "outputs"),
+    "FusedCausalLMOutput": ("loss", "log_probs", "entropy", "log_sum_sq_probs"),
+    "get_config_model_id": ("config",),
+    "is_async_callable": ("func",),
+    "nanstd": ("tensor", "dim"),
+    "split_pixel_values_by_grid": ("batch",),
+    "split_tensor_dict": ("tensor_dict", "num_chunks"),
+    "unsplit_pixel_values_by_grid": ("batch",),
+    "shuffle_sequence_dict": ("seq_dict",),
+}
+MODEL_FUNCTIONS = {"disable_gradient_checkpointing": ("model", "gradient_checkpointing_kwargs")}
+ATTRIBUTES = (
+    "_buffered_inputs",
+    "_logs",
+    "_metrics",
+    "_step",
+    "_tokenizer",
+    "multi_objective_aggregation",
+    "num_generations",
+    "num_generations_eval",
+    "num_iterations",
+    "reward_func_names",
+    "reward_funcs",
+    "reward_weights",
+    "scale_rewards",
+    "temperature",
+    "tools",
+    "use_vllm",
+    "vllm_mode",
+    "vllm_tensor_parallel_size",
+)
+# What `_compute_loss` passes on to the forward, beside ids and masks.
+FORWARD_KWARGS = (
+    "pixel_values",
+    "image_grid_thw",
+    "num_images",
+    "pixel_attention_mask",
+    "spatial_shapes",
+    "num_tiles",
+    "image_sizes",
+    "token_type_ids",
+    "mm_token_type_ids",
+    "image_position_ids",
+)
+
+_OWNERS = ((GRPOTrainer, METHODS), (trl_utils, FUNCTIONS), (trl_models, MODEL_FUNCTIONS))
+
+
+def check_trl(attributes_of: GRPOTrainer | None = None) -> None:
+    """
+    Check that what the seam relies on inside TRL is there.
+
+    Args:
+        attributes_of (`GRPOTrainer`, *optional*):
+            A constructed trainer, whose attributes are checked too.
+
+    Raises:
+        ImportError: Something moved. The message names it, the installed version and the versions that were tested.
+    """
+    found = []
+    for owner, expected in _OWNERS:
+        for name, parameters in expected.items():
+            function = getattr(owner, name, None)
+            if function is None:
+                found.append(f"`{owner.__name__}.{name}` is gone")
+            elif tuple(inspect.signature(function).parameters)[: len(parameters)] != parameters:
+                found.append(f"`{owner.__name__}.{name}` no longer takes ({', '.join(parameters)})")
+    forward = getattr(GRPOTrainer, "_get_per_token_logps_and_entropies", None)
+    if forward is not None:
+        known = inspect.signature(forward).parameters
+        found += [
+            f"`{forward.__name__}` no longer takes `{name}`"
+            for name in ("batch_size", *FORWARD_KWARGS)
+            if name not in known
+        ]
+    if attributes_of is not None:
+        found += [f"`GRPOTrainer.{name}` is gone" for name in ATTRIBUTES if not hasattr(attributes_of, name)]
+    if found:
+        raise moved("; ".join(found))
+
+
+def source_hashes() -> dict[str, str]:
+    """A short hash of the source of every part of TRL that is overridden, restated, intercepted or called."""
+    return {
+        f"{owner.__name__}.{name}": hashlib.sha256(inspect.getsource(getattr(owner, name)).encode()).hexdigest()[:12]
+        for owner, expected in _OWNERS
+        for name in expected
+        if hasattr(owner, name)
+    }
+
+
+if __name__ == "__main__":  # `make drift`
+    try:
+        check_trl()
+    except ImportError as drift:
+        sys.exit(f"contract: {drift}")
+    print(f"contract: trl {trl.__version__} has every part that trl_otb relies on, with the parameters it expects")

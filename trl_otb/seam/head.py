@@ -1,0 +1,107 @@
+"""Σπ² from TRL's own fused LM head, in the forwards that TRL runs anyway; (B, T, V) logits never exist."""
+
+import functools
+import types
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from ..energy import token_energy
+from .contract import trl_utils
+
+
+@dataclass
+class Forward:
+    """
+    A forward that scored completions.
+
+    Args:
+        logps (`torch.Tensor` of shape `(B, T)`):
+            What TRL made of it.
+        log_sum_sq_probs (`list`):
+            log Σπ² of each chunk of rows it was run in, `None` where the head did not compute it.
+    """
+
+    logps: torch.Tensor
+    log_sum_sq_probs: list[torch.Tensor | None]
+
+    def energy(self) -> torch.Tensor:
+        """`(B, T)` w_t, without gradient."""
+        if not self.log_sum_sq_probs or any(chunk is None for chunk in self.log_sum_sq_probs):
+            raise RuntimeError(
+                "The policy's forward returned no log Σπ²: something replaced the fused LM head of the model after "
+                "OTBGRPOTrainer was constructed. Construct the trainer last."
+            )
+        length = self.logps.size(1)
+        with torch.no_grad():
+            return token_energy(self.logps.detach(), torch.cat(self.log_sum_sq_probs)[:, -length:])
+
+
+class EnergyHead:
+    """
+    The fused LM head that GRPOTrainer gave the policy, made to compute log Σπ² too whenever somebody listens.
+
+    GRPOTrainer asked its head for ("log_probs", "entropy"). A second head takes its place while a forward is recorded;
+    elsewhere, and for plain forwards, everything is as GRPOTrainer left it.
+
+    Raises:
+        ValueError: The LM head is quantized.
+    """
+
+    def __init__(self, policy, temperature: float, cast_lm_head_to_fp32: bool):
+        _check_lm_head(policy)
+        self.listener: Callable[[Forward], None] | None = None
+        self._recording = False
+        without = policy.forward
+        trl_utils.add_fused_lm_head(
+            policy,
+            temperature=temperature,
+            cast_lm_head_to_fp32=cast_lm_head_to_fp32,
+            outputs=("log_probs", "entropy", "log_sum_sq_probs"),
+        )
+        with_energies = policy.forward
+
+        @functools.wraps(type(policy).forward)  # `generate` validates its arguments against the signature
+        def forward(module, *args, **kwargs):
+            return (with_energies if self._recording else without)(*args, **kwargs)
+
+        policy.forward = types.MethodType(forward, policy)
+
+    @contextmanager
+    def listening(self, listener: Callable[[Forward], None]):
+        """Within this context `listener` gets every forward that scores completions, as soon as it has run."""
+        self.listener = listener
+        try:
+            yield
+        finally:
+            self.listener = None
+
+    @contextmanager
+    def recording(self, model: torch.nn.Module):
+        """Within this context the calls of `model`, the policy in whatever wraps it, fill the list that is yielded."""
+        log_sum_sq_probs = []
+        hook = model.register_forward_hook(
+            lambda module, args, outputs: log_sum_sq_probs.append(outputs.log_sum_sq_probs)
+        )
+        self._recording = True
+        try:
+            yield log_sum_sq_probs
+        finally:
+            self._recording = False
+            hook.remove()
+
+
+def _check_lm_head(model) -> None:
+    """
+    The fused head multiplies by the LM head's weight itself, and TRL does not notice if that holds packed numbers.
+    """
+    head = model.get_output_embeddings()
+    if not head.weight.is_floating_point():
+        raise ValueError(
+            f"The LM head of the policy is quantized (a {type(head).__name__} whose weight is {head.weight.dtype}). "
+            "Its log-probs and energies would be wrong, as TRL's fused LM head reads the weight as it is stored. "
+            "Leave the head out: `BitsAndBytesConfig(..., llm_int8_skip_modules=['lm_head'])`, which holds for 4 bits "
+            "too."
+        )

@@ -1,0 +1,275 @@
+"""The overrides of GRPOTrainer."""
+
+from typing import Any
+
+import torch
+from accelerate.utils import is_peft_model
+from trl import GRPOTrainer
+from trl.extras.profiling import profiling_decorator
+
+from ..baselines import assign_credit
+from ..energy import importance_weighted
+from ..rewards import RewardRecorder
+from ..rollout import Rollout
+from .contract import FORWARD_KWARGS, check_trl, moved, trl_models, trl_utils
+from .head import EnergyHead, Forward
+from .returns import Returns, weigh_rewards
+from .tool_loop import CollectiveToolLoop
+
+
+ROWS = "rows_of_rollout"  # the one key that micro-batches carry for us
+
+
+class EnergyGRPOTrainer(CollectiveToolLoop):
+    """A [`~trl.GRPOTrainer`] whose policy forwards yield energies and whose advantages a subclass forms."""
+
+    def __init__(self, *args, **kwargs):
+        check_trl()
+        self.rollouts: dict[str, Rollout] = {}  # the last one of each mode, "train" and "eval"
+        self._recorder: RewardRecorder | None = None  # from the rewards of a rollout to its advantages
+        super().__init__(*args, **kwargs)
+        check_trl(self)
+        policy = self.model.get_base_model() if is_peft_model(self.model) else self.model
+        self._energy_head = EnergyHead(policy, self.temperature, self.args.cast_lm_head_to_fp32)
+
+    # Openings for a subclass
+
+    def score_rollout(self, rollout: Rollout, batch: dict[str, Any]) -> None:
+        """Called with each new rollout and the batch that TRL made of it: give it advantages, or leave them to
+        [`score_rows`], in which case rows are shuffled group by group."""
+        raise NotImplementedError
+
+    def score_rows(self, rollout: Rollout, rows: torch.Tensor) -> None:
+        """Called in the loss, between the policy's forward and the first use of the advantages, with the rows of a
+        micro-batch that have just got their energies, until all of the rollout's rows are measured."""
+        raise NotImplementedError
+
+    # What a subclass may use
+
+    @property
+    def mode(self) -> str:
+        return "train" if self.model.training else "eval"
+
+    @property
+    def generations(self) -> int:
+        """N in the current mode."""
+        return self.num_generations if self.model.training else self.num_generations_eval
+
+    def own_rows(self, rows: int) -> slice:
+        """Where this process's `rows` rows stand among those of all processes."""
+        return slice(self.accelerator.process_index * rows, (self.accelerator.process_index + 1) * rows)
+
+    def micro_batch_holds_groups(self, rollout: Rollout) -> bool:
+        """Whether rows can be dealt to micro-batches such that each micro-batch holds whole groups."""
+        micro_batches = self.args.steps_per_generation if self.model.training else 1
+        return len(rollout) // micro_batches % self.generations == 0
+
+    @torch.no_grad()
+    def energy_by_extra_forward(self, batch: dict[str, Any]) -> torch.Tensor:
+        """`(B, T)` w_t of `batch` under the current policy, by one forward without gradient."""
+        forwards: list[Forward] = []
+        listening = self._energy_head.listening(forwards.append)
+        checkpointing = self.args.gradient_checkpointing_kwargs
+        with listening, trl_models.disable_gradient_checkpointing(self.model, checkpointing):
+            self._get_per_token_logps_and_entropies(
+                self.model,
+                torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
+                torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
+                batch["completion_ids"].size(1),
+                batch_size=self.args.per_device_train_batch_size
+                if self.model.training
+                else self.args.per_device_eval_batch_size,
+                **{key: batch[key] for key in FORWARD_KWARGS if key in batch},
+            )
+        return forwards[0].energy()
+
+    def add_metrics(self, metrics: dict[str, float]) -> None:
+        """Add values to the current mode's metrics, which TRL averages until the next log."""
+        for name, value in metrics.items():
+            self._metrics[self.mode][name].append(value)
+
+    def replace_logged_advantages(self, advantages: list[float]) -> None:
+        """Put a number for each completion of the last rollout, on all processes, into the completions table."""
+        logged = self._logs["advantages"]
+        for _ in range(min(len(advantages), len(logged))):
+            logged.pop()
+        logged.extend(advantages)
+
+    # Overrides
+
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        functions = self.reward_funcs
+        self._recorder = RewardRecorder(list(map(len, completion_ids_list)))
+        self.reward_funcs = [
+            function
+            if isinstance(function, torch.nn.Module)
+            else self._recorder.wrap(i, self.reward_func_names[i], function, trl_utils.is_async_callable(function))
+            for i, function in enumerate(functions)
+        ]
+        try:
+            rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        finally:
+            self.reward_funcs = functions
+        self._recorder.rewards_per_func = rewards
+        return rewards
+
+    def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
+        listener = self._energy_head.listener
+        if listener is None:
+            return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+        with self._energy_head.recording(model) as log_sum_sq_probs:
+            result = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+        listener(Forward(result[0], log_sum_sq_probs))
+        return result
+
+    def _generate_and_score_completions(self, inputs):
+        forwards: list[Forward] = []
+        with self._energy_head.listening(forwards.append):
+            batch = super()._generate_and_score_completions(inputs)
+        recorder, self._recorder = self._recorder, None
+        if recorder is None:
+            raise moved("rewards no longer come from `GRPOTrainer._calculate_rewards`")
+        returns = weigh_rewards(
+            recorder.rewards_per_func,
+            self.reward_weights,
+            self.generations,
+            self.scale_rewards,
+            self.multi_objective_aggregation,
+        )
+        if self.mode == "train" and "train" not in self.rollouts:
+            self._check_group_mean(batch["advantages"], returns)
+        rollout = self._rollout_of(batch, returns, recorder, _energy_of(batch, forwards))
+        self.rollouts[self.mode] = rollout
+        self.score_rollout(rollout, batch)
+        batch[ROWS] = rollout.rows
+        if rollout.advantages is None:
+            del batch["advantages"]  # TRL's own: if nothing takes their place, the loss must not go on with them
+        else:
+            batch["advantages"] = rollout.advantages_of(rollout.rows)
+        return batch
+
+    @profiling_decorator
+    def _prepare_inputs(self, generation_batch):
+        # The parent's method with one change: rows are shuffled group by group if their advantages are still to come.
+        if not self.model.training:
+            return super()._prepare_inputs(generation_batch)
+        generate_every = self.args.steps_per_generation * self.num_iterations
+        if self._step % generate_every == 0 or self._buffered_inputs is None:
+            batch = self._generate_and_score_completions(generation_batch)
+            batch = trl_utils.split_pixel_values_by_grid(batch)
+            if "advantages" in batch:
+                batch = trl_utils.shuffle_sequence_dict(batch)
+            else:
+                batch = shuffle_groups(batch, self.num_generations)
+            micro_batches = trl_utils.split_tensor_dict(batch, self.args.steps_per_generation)
+            self._buffered_inputs = [trl_utils.unsplit_pixel_values_by_grid(x) for x in micro_batches]
+        return self._buffered_inputs[self._step % self.args.steps_per_generation]
+
+    def _compute_loss(self, model, inputs):
+        rollout, rows = self.rollouts[self.mode], inputs[ROWS]
+        if rollout.unmeasured == 0:
+            return super()._compute_loss(model, inputs)
+        unmeasured = rollout.unmeasured
+
+        def score(forward: Forward) -> None:
+            rollout.hear(rows, forward.energy())
+            with torch.no_grad():
+                self.score_rows(rollout, rows)
+            inputs["advantages"] = rollout.advantages_of(rows)
+
+        try:
+            with self._energy_head.listening(score):
+                loss = super()._compute_loss(model, inputs)
+        except KeyError as error:
+            if error.args != ("advantages",):
+                raise
+            raise moved("the loss reads the advantages before the policy's forward has run") from error
+        if rollout.unmeasured == unmeasured:
+            raise moved("the loss no longer runs the policy's forward, so that it has no energies")
+        return loss
+
+    # Both judge a whole completion by the sign of its advantage: give them one advantage per completion.
+
+    @staticmethod
+    def get_off_policy_mask(advantages, per_token_logps, sampling_per_token_logps, mask, off_policy_threshold):
+        return GRPOTrainer.get_off_policy_mask(
+            _completion_advantage(advantages, mask),
+            per_token_logps,
+            sampling_per_token_logps,
+            mask,
+            off_policy_threshold,
+        )
+
+    @staticmethod
+    def get_gamma_weights(advantages, log_ratio_per_token, mask, *args, **kwargs):
+        return GRPOTrainer.get_gamma_weights(
+            _completion_advantage(advantages, mask), log_ratio_per_token, mask, *args, **kwargs
+        )
+
+    # Internals
+
+    def _rollout_of(
+        self, batch: dict[str, Any], returns: Returns, recorder: RewardRecorder, energy: torch.Tensor | None
+    ) -> Rollout:
+        mask = batch["completion_mask"]
+        mask = mask * batch["tool_mask"] if "tool_mask" in batch else mask
+        own = self.own_rows(len(mask))
+        rewards = returns.returns[own]
+        credited = torch.tensor([bool(recorder)], device=rewards.device)
+        if self.accelerator.gather(credited).any():
+            rewards = recorder.token_rewards(mask, rewards, returns.factors[own])
+        ids = {key: batch[key] for key in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")}
+        scale = returns.scale[own]
+        return Rollout(**ids, mask=mask, num_generations=self.generations, rewards=rewards, scale=scale, energy=energy)
+
+    def _check_group_mean(self, advantages: torch.Tensor, returns: Returns) -> None:
+        """Compare `advantages`, TRL's own of this process, with the group mean's formed from what was intercepted."""
+        every = torch.ones(len(returns.returns), 1, device=advantages.device)
+        ours = assign_credit(returns.returns, every, every, self.generations, baseline="group_mean").advantages
+        own = self.own_rows(len(advantages))
+        expected = (ours.squeeze(1) / returns.scale)[own].nan_to_num(nan=0.0)
+        difference = (expected - advantages) * returns.scale[own]
+        rounding = 1e-5 * (1 + returns.returns.abs().nan_to_num(nan=0.0).max())
+        if (difference.abs() > rounding).any():
+            row = difference.abs().argmax().item()
+            raise moved(
+                "how GRPOTrainer forms its advantages: for completion "
+                f"{row} of the first rollout it has {advantages[row].item():.6g}, and the rewards, weights and scale "
+                f"that trl_otb relies on give {expected[row].item():.6g}"
+            )
+
+
+def config_model_id(config) -> str:
+    """Hub id or folder that a model was loaded from."""
+    return trl_utils.get_config_model_id(config)
+
+
+def _energy_of(batch: dict[str, Any], forwards: list[Forward]) -> torch.Tensor | None:
+    """
+    ρ_t² w_t of the forward that returned the batch's very log-probs: a reference pass can never be mistaken for it.
+    """
+    logps = batch.get("old_per_token_logps")
+    if logps is None:
+        return None
+    for forward in forwards:
+        if forward.logps is logps:
+            return importance_weighted(forward.energy(), batch.get("importance_sampling_ratio"))
+    raise moved("the old log-probs of the rollout are not those that any forward of the policy returned")
+
+
+def _completion_advantage(advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """(B, 1) mean advantage of a completion's generated tokens."""
+    return (advantages * mask).sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
+
+
+def shuffle_groups(batch: dict[str, Any], num_generations: int) -> dict[str, Any]:
+    """Permute whole groups of adjacent rows, in every tensor and list of the batch alike."""
+    rows = torch.arange(len(batch["completion_ids"])).view(-1, num_generations)
+    rows = rows[torch.randperm(len(rows))].flatten()
+
+    def permute(value):
+        if value is None or (isinstance(value, torch.Tensor) and value.dim() == 0):
+            return value
+        return value[rows] if isinstance(value, torch.Tensor) else [value[i] for i in rows.tolist()]
+
+    return {key: permute(value) for key, value in batch.items()}
