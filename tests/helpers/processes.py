@@ -7,12 +7,12 @@ A process of its own, not pytest's: cases are forked after the heavy imports, wh
 process that has already run a backward pass must not be forked.
 """
 
-import itertools
 import multiprocessing
 import os
 import socket
 import sys
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.helpers import scripted
@@ -61,16 +61,40 @@ SOURCES = {
     "the training forward": {"num_generations": 3},
     "the no-gradient forward that GRPOTrainer runs anyway": {"num_generations": 4, "num_iterations": 2},
 }
-PARTS = [
-    {"lora": lora, "checkpointing": checkpointing, "source": source}
-    for lora, checkpointing, source in itertools.product((False, True), (False, True), SOURCES)
-]
+OWN_BASELINE = "tests.helpers.processes:own_baseline"
 
 
-def name_of(backend: str, lora: bool, checkpointing: bool, source: str) -> str:
-    return "-".join(
-        [backend, "lora" if lora else "full", "gc" if checkpointing else "plain", str(list(SOURCES).index(source))]
-    )
+def own_baseline(group):
+    """A user's: weights of a token's own energy."""
+    return group.mean(group.energy + 0.1 * group.present)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a case trains with, whatever the backend."""
+
+    source: str
+    lora: bool
+    checkpointing: bool
+    baseline: str = "otb"
+
+    @property
+    def name(self) -> str:
+        kind = f"{'lora' if self.lora else 'full'}-{'gc' if self.checkpointing else 'plain'}"
+        return f"{kind}-{list(SOURCES).index(self.source)}{'' if self.baseline == 'otb' else '-own'}"
+
+
+def pairwise() -> list[tuple[str, Part]]:
+    """(backend, part): every two of backend, source of energies, adapter and checkpointing meet in some case."""
+    cases = []
+    for b, backend in enumerate(BACKENDS):
+        for i, source in enumerate(SOURCES):
+            lora = (b + (i == 2)) % 2 == 1
+            cases.append((backend, Part(source, lora, checkpointing=(i + lora) % 2 == 1)))
+    return cases + [("ddp", Part(source, False, False, OWN_BASELINE)) for source in SOURCES]
+
+
+CASES = pairwise()
 
 
 def rollout(prompts, trainer):
@@ -100,7 +124,7 @@ def fsdp_on_cpu() -> bool:
     return fsdp
 
 
-def case(model: str, folder: str, lora: bool, checkpointing: bool, source: str) -> dict:
+def case(model: str, folder: str, part: Part) -> dict:
     import torch
     from peft import LoraConfig
 
@@ -119,7 +143,7 @@ def case(model: str, folder: str, lora: bool, checkpointing: bool, source: str) 
     processes = int(os.environ.get("WORLD_SIZE", 1))
     settings = {
         **tiny.SETTINGS,
-        **SOURCES[source],
+        **SOURCES[part.source],
         "output_dir": folder,
         "use_cpu": not fsdp,
         "per_device_train_batch_size": 6 // processes,
@@ -128,10 +152,12 @@ def case(model: str, folder: str, lora: bool, checkpointing: bool, source: str) 
         "beta": 0.1,
         "optim": "sgd",
         "learning_rate": 0.3,
-        "gradient_checkpointing": checkpointing,
+        "gradient_checkpointing": part.checkpointing,
+        "baseline": part.baseline,
+        "leave_one_out": part.baseline != "otb",
         "max_completion_length": 32,
     }
-    if "num_iterations" in SOURCES[source]:
+    if "num_iterations" in SOURCES[part.source]:
         settings["gradient_accumulation_steps"] = 1
         settings["per_device_train_batch_size"] = 12 // processes
     trainer = Recording(
@@ -141,7 +167,7 @@ def case(model: str, folder: str, lora: bool, checkpointing: bool, source: str) 
         train_dataset=tiny.prompts(),
         rollout_func=rollout,
         peft_config=LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-        if lora
+        if part.lora
         else None,
     )
     trainer.train()
@@ -251,12 +277,12 @@ def _process(rank: int, world: int, port: int, env: dict, arguments: tuple, resu
     os._exit(code)  # gloo's threads can abort the interpreter's teardown after a good run
 
 
-def launch(folder: Path, name: str, world: int, env: dict, model: str, part: dict, timeout: float = 120) -> None:
+def launch(folder: Path, name: str, world: int, env: dict, model: str, *part: Part) -> None:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     context = multiprocessing.get_context("fork")
-    arguments = (model, str(folder / name), *part.values())
+    arguments = (model, str(folder / name), *part)
     processes = [
         context.Process(target=_process, args=(rank, world, port, env, arguments, folder / f"{name}.{rank}.pt"))
         for rank in range(world)
@@ -264,7 +290,7 @@ def launch(folder: Path, name: str, world: int, env: dict, model: str, part: dic
     for process in processes:
         process.start()
     for process in processes:
-        process.join(timeout)
+        process.join(timeout=120)
         if process.is_alive():
             process.kill()
 
@@ -281,13 +307,13 @@ def main(folder: Path) -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled for a minute, and is not needed
     torch.set_num_threads(1)
     model = tiny.save_model(folder / "model")
-    for part in PARTS:
-        launch(folder, name_of("single", **part), 1, {}, model, part)
-        for backend, env in BACKENDS.items():
-            launch(folder, name_of(backend, **part), 2, env, model, part)
-    launch(folder, "agent-single", 1, {}, model, {})
+    for part in dict.fromkeys(part for _, part in CASES):
+        launch(folder, f"single-{part.name}", 1, {}, model, part)
+    for backend, part in CASES:
+        launch(folder, f"{backend}-{part.name}", 2, BACKENDS[backend], model, part)
+    launch(folder, "agent-single", 1, {}, model)
     for backend in AGENT_BACKENDS:
-        launch(folder, f"agent-{backend}", 2, BACKENDS[backend], model, {})
+        launch(folder, f"agent-{backend}", 2, BACKENDS[backend], model)
 
 
 if __name__ == "__main__":

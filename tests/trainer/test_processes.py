@@ -8,11 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.helpers.processes import AGENT_BACKENDS, BACKENDS, PARTS, name_of
+from tests.helpers.processes import AGENT_BACKENDS, CASES
 
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -33,15 +33,14 @@ def weights(results, name):
     return load_file(file)
 
 
-@pytest.mark.parametrize("part", PARTS, ids=lambda part: name_of("", **part))
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "part"), CASES, ids=lambda value: getattr(value, "name", value))
 def test_two_processes_equal_one(results, backend, part):
-    single, name = name_of("single", **part), name_of(backend, **part)
+    single, name = f"single-{part.name}", f"{backend}-{part.name}"
     one = of_rank(results, single, 0)
     two = [of_rank(results, name, rank) for rank in (0, 1)]
 
     assert [x["processes"] for x in (one, *two)] == [1, 2, 2]
-    assert [x["source"] for x in (one, *two)] == [part["source"]] * 3
+    assert [x["source"] for x in (one, *two)] == [part.source] * 3
     expected_type = {"ddp": "MULTI_CPU", "fsdp2": "FSDP"}.get(backend, "DEEPSPEED")
     assert expected_type in two[0]["distributed_type"]
     sharded = backend in ("zero3", "fsdp2")
