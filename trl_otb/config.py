@@ -3,7 +3,7 @@ from dataclasses import dataclass, field, fields
 
 from trl import GRPOConfig
 
-from .baselines import ALIGNMENTS, BASELINES, check_options, find_baseline
+from .baselines import ALIGNMENTS, BASELINES, check_options
 
 
 # The loss types of TRL 1.16, each of which multiplies a token's own score by that token's advantage.
@@ -117,12 +117,4 @@ class OTBGRPOConfig(GRPOConfig):
             raise ValueError(
                 f"`loss_type` is {self.loss_type!r}: OTBGRPOTrainer is known to be right with "
                 f"{', '.join(map(repr, LOSS_TYPES))} only. Set one of these."
-            )
-        if find_baseline(self.baseline).per_token and self.importance_sampling_level == "sequence":
-            per_completion = ", ".join(repr(entry.name) for entry in BASELINES.values() if not entry.per_token)
-            raise ValueError(
-                f"`importance_sampling_level` is 'sequence' and `baseline` is {self.baseline!r}: one ratio for the "
-                "whole completion gives every token the completion's mean advantage, so a baseline per token would be "
-                "averaged away. Set `importance_sampling_level='token'`, or a baseline that is one number per "
-                f"completion: {per_completion}."
             )

@@ -1,11 +1,18 @@
 """What a generation batch knows, row by row. Pure torch; the notation is that of `trl_otb.energy`."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from .baselines import assign_credit
 from .metrics import STATISTICS, completion_statistics
+
+
+def generated_mask(batch: dict[str, Any]) -> torch.Tensor:
+    """`(B, T)` 1 on tokens of TRL's `batch` that the policy generated and the loss sees."""
+    mask = batch["completion_mask"]
+    return mask * batch["tool_mask"] if "tool_mask" in batch else mask
 
 
 @dataclass

@@ -1,4 +1,5 @@
 import textwrap
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from .baselines import Baseline, find_baseline
 from .callbacks import InexactResumeNotice
 from .config import OTBGRPOConfig
 from .metrics import summarize
+from .project import version
 from .rollout import Rollout
 from .seam import EnergyGRPOTrainer, config_model_id
 
@@ -98,6 +100,32 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
         super().__init__(model, reward_funcs, args, *other_args, **kwargs)
         self.add_callback(InexactResumeNotice)
 
+    def train(self, *args, **kwargs):
+        """As [`~trl.GRPOTrainer`]'s; a dataset too small for a single step is a `ValueError`."""
+        prompts_per_batch = self.args.generation_batch_size // self.num_generations
+        dataset = self.train_dataset
+        if hasattr(dataset, "__len__") and len(dataset) < prompts_per_batch:
+            raise ValueError(
+                f"`train_dataset` has {len(dataset)} prompts and a generation batch takes {prompts_per_batch} "
+                f"({self.args.generation_batch_size} completions, {self.num_generations} per prompt): not a single "
+                "step could be trained. Give more prompts, or lower `per_device_train_batch_size`, "
+                "`gradient_accumulation_steps` or `steps_per_generation`."
+            )
+        return super().train(*args, **kwargs)
+
+    def create_model_card(self, *args, **kwargs):
+        super().create_model_card(*args, **kwargs)
+        card = Path(self.args.output_dir) / "README.md"
+        if not self.is_world_process_zero() or not card.is_file():
+            return
+        base_model = config_model_id(self.model.config) or type(self.model).__name__
+        with card.open("a", encoding="utf-8") as file:
+            file.write(
+                f"\n## Baseline\n\nTrained from `{base_model}` with trl_otb {version()}: "
+                f"`baseline={self.args.baseline!r}`, `leave_one_out={self.args.leave_one_out}`, `num_generations="
+                f"{self.num_generations}`, `scale_rewards={self.args.scale_rewards!r}`.\n"
+            )
+
     def score_rollout(self, rollout: Rollout, batch: dict[str, Any]) -> None:
         needs_energy = self._baseline.uses_energy
         source = "the no-gradient forward that GRPOTrainer runs anyway"
@@ -119,6 +147,10 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
         if self._baseline.uses_energy:
             self._credit(rollout, rows)
         self._measure(rollout, rows)
+
+    @property
+    def credits_tokens(self) -> bool:
+        return self._baseline.per_token
 
     @property
     def _baseline(self) -> Baseline:

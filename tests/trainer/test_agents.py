@@ -406,36 +406,6 @@ def test_async_reward_functions_credit_turns(train):
     assert torch.equal(plain.micro_batches[-1]["advantages"], credited.micro_batches[-1]["advantages"])
 
 
-def too_many(completion_ids, **kwargs):
-    return [0.0, 0.0, [1.0, 2.0]] + [0.0] * (len(completion_ids) - 3)
-
-
-def too_few_tokens(completion_ids, **kwargs):
-    return [0.0, TokenRewards([1.0] * (len(completion_ids[1]) - 1))] + [0.0] * (len(completion_ids) - 2)
-
-
-def not_finite(completion_ids, **kwargs):
-    return [[float("nan")]] + [0.0] * (len(completion_ids) - 1)
-
-
-def nothing_in_a_turn(completion_ids, **kwargs):
-    return [0.0] * (len(completion_ids) - 1) + [[None]]
-
-
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        (too_many, "'too_many' returned 2 rewards for completion 2, which has 1 turns.*one number for each assistant"),
-        (too_few_tokens, "'too_few_tokens' returned 7 rewards for completion 1, which has 8 tokens.*`completion_ids`"),
-        (not_finite, "'not_finite' returned nan as reward 0 of completion 0.*must be finite"),
-        (nothing_in_a_turn, "'nothing_in_a_turn' returned None as reward 0 of completion 7.*gets None as a whole"),
-    ],
-)
-def test_wrong_rewards_are_named(train, function, message):
-    with pytest.raises(ValueError, match=message):
-        train(reward_funcs=function, generation_kwargs={"min_new_tokens": 8, "max_new_tokens": 8})
-
-
 def test_masked_completions_need_no_reward_per_turn(train):
     def turns(completion_ids, **kwargs):
         return [[1.0] for _ in completion_ids]

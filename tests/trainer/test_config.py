@@ -49,10 +49,10 @@ def test_wrong_kind_of_args(model_path):
         ({"alignment": "turn"}, "`alignment` is 'turn'.*'generated', 'position'"),
         ({"scale_rewards": "std"}, "`scale_rewards` is 'std'.*'none', 'group'"),
         ({"loss_type": "ppo"}, "`loss_type` is 'ppo'.*'dapo'"),
-        (
-            {"importance_sampling_level": "sequence"},
-            "'sequence' and `baseline` is 'otb'.*Set `importance_sampling_level='token'`",
-        ),
+        ({"baseline": "otb_shrunk", "zero_tail": False}, "`zero_tail` is False and `baseline` is 'otb_shrunk'"),
+        ({"baseline": "ogb", "alignment": "position"}, "`alignment` is 'position' and `baseline` is 'ogb'.*'otb'"),
+        ({"baseline": len}, "`baseline` is <built-in function len>: a config holds text. Register the function"),
+        ({"baseline": "nowhere:mine"}, "`baseline` is 'nowhere:mine', which cannot be imported"),
     ],
 )
 def test_what_cannot_be_honoured_is_rejected(option, message, tmp_path):

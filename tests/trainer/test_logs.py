@@ -1,5 +1,7 @@
 """What a run leaves behind: table, card, logs."""
 
+from pathlib import Path
+
 import pandas as pd
 import pytest
 import torch
@@ -32,6 +34,8 @@ def test_model_card_and_tags(train, tmp_path):
     card = (tmp_path / "run" / "README.md").read_text()
     assert "The Optimal Token Baseline" in card and "2602.07078" in card and "- otb" in card
     assert "DeepSeekMath" not in card
+    base = Path(card.split("Trained from `")[1].split("`")[0])
+    assert base.is_dir() and "`baseline='otb'`, `leave_one_out=False`, `num_generations=4`" in card
 
 
 def test_metrics_are_what_the_readme_says(train):

@@ -150,3 +150,9 @@ def test_model_instance_processing_class_and_lora(train, model_path):
     assert isinstance(trainer.model, PeftModel) and logged(trainer, "otb/energy/token_mean")
     trained = get_peft_model(AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32), LORA)
     assert logged(train(model=trained, beta=0.1), "otb/energy/token_mean")
+
+
+def test_a_dataset_too_small_for_a_step_is_named(train):
+    with pytest.raises(ValueError, match=r"`train_dataset` has 1 prompts and a generation batch takes 2 .*Give more"):
+        train(train_dataset=tiny.prompts(1))
+    train(train_dataset=tiny.prompts(2), max_steps=1)

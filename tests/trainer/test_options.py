@@ -10,9 +10,9 @@ from trl import GRPOConfig, GRPOTrainer
 from tests.helpers import tiny
 from tests.helpers.oracles import energies_by_softmax, mask_of
 from tests.helpers.recording import first_rollout
-from tests.helpers.settings import SETTINGS, assert_same_weights, logged, scripted_rollout, weights
+from tests.helpers.settings import SETTINGS, SOURCES, assert_same_weights, logged, scripted_rollout, weights
 from trl_otb import OTBGRPOTrainer
-from trl_otb.baselines import compute_advantages
+from trl_otb.baselines import BASELINES, compute_advantages, register_baseline
 from trl_otb.config import LOSS_TYPES
 
 
@@ -50,7 +50,7 @@ def test_every_loss_type_trains_on_token_advantages(train, loss_type):
         torch.testing.assert_close(gradient[name], p.grad, atol=1e-5, rtol=1e-3, msg=name)
 
 
-@pytest.mark.parametrize("setting", [k for k in SETTINGS if k != "sequence ratios"])
+@pytest.mark.parametrize("setting", SETTINGS)
 def test_otb_trains_under_every_setting(train, setting):
     trainer = train(**SETTINGS[setting])
     assert all(p.isfinite().all() for p in weights(trainer).values())
@@ -150,3 +150,66 @@ def test_environment_output_adds_no_energy_and_no_advantage(train, alignment):
     )
     expected = compute_advantages(rewards, energy, mask, 4, alignment=alignment)
     torch.testing.assert_close(batch["advantages"], expected, atol=2e-6, rtol=0)
+
+
+# A baseline of the user's own, and ratios per sequence
+
+
+def own_otb(group):
+    return group.mean(group.energy.cumsum(-1) * group.present)
+
+
+@pytest.fixture
+def own_baseline(monkeypatch):
+    monkeypatch.setattr("trl_otb.baselines.registry.BASELINES", dict(BASELINES))
+    register_baseline("own_otb")(own_otb)
+
+
+@pytest.mark.parametrize("leave_one_out", [False, True])
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_users_own_baseline_trains_as_the_same_one_of_ours(train, own_baseline, source, leave_one_out):
+    options = {"leave_one_out": leave_one_out, "rollout_func": scripted_rollout, **SOURCES[source]}
+    ours = train(zero_tail=leave_one_out, **options)
+    own = train(baseline="own_otb", **options)
+    assert own.energy_source == ours.energy_source == source
+    assert_same_weights(own, ours, atol=1e-7, rtol=1e-6)
+
+
+def test_a_users_own_baseline_that_fails_is_named(train, own_baseline):
+    register_baseline("broken")(lambda group: group.returns * math.nan)
+    with pytest.raises(ValueError, match="The baseline 'broken' returned nan for prompt 0, completion 0, token 0"):
+        train(baseline="broken")
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo", "bnpo", "luspo", "sapo", "cispo"])
+def test_ratios_per_sequence_with_one_advantage_per_completion_are_gspo(train, own_baseline, loss_type):
+    """GSPO-token's equality to GSPO: the group mean, once as a baseline per token, once as GRPOTrainer has it."""
+    register_baseline("mean_per_token", uses_energy=False)(lambda group: group.returns.mean(1, keepdim=True))
+    # A small clip range and large steps, so that ratios leave 1 and some are clipped
+    options = {
+        "importance_sampling_level": "sequence",
+        "loss_type": loss_type,
+        "num_iterations": 3,
+        "max_steps": 6,
+        "learning_rate": 0.03,
+        "epsilon": 0.05,
+        "optim": "sgd",
+        "epsilon_high": 5.0 if loss_type == "cispo" else 0.05,  # CISPO's is the largest ratio itself
+    }
+    gspo = train(GRPOTrainer, GRPOConfig, scale_rewards="none", **options)
+    assert_same_weights(train(baseline="mean_per_token", **options), gspo, atol=1e-6, rtol=1e-4)
+    if loss_type not in ("sapo", "cispo"):
+        assert max(logged(gspo, "clip_ratio/region_mean")) > 0
+    plain = train(baseline="mean_per_token", **{**options, "importance_sampling_level": "token"})
+    a, b = weights(plain), weights(gspo)
+    assert any((a[name] - b[name]).abs().max() > 1e-6 for name in a)  # another ratio would show
+
+
+def test_ratios_per_sequence_keep_the_advantages_of_tokens(train):
+    """The ratio of every token is its sequence's, and its gradient the token's own."""
+    trainer = train(importance_sampling_level="sequence", num_iterations=2, max_steps=4, learning_rate=0.05)
+    assert trainer.importance_sampling_level == "sequence"
+    advantages = trainer.rollouts["train"].advantages
+    assert advantages.shape == trainer.rollouts["train"].mask.shape and advantages.std(1).max() > 0
+    for batch in trainer.micro_batches:  # what is buffered for the next iteration is left alone
+        assert batch["old_per_token_logps"].max() <= 0

@@ -4,6 +4,7 @@ Everything that relies on private parts of TRL, and nothing else.
 - `contract`: which parts, checked when a trainer is constructed;
 - `head`: Σπ² from TRL's fused LM head;
 - `returns`: what GRPOTrainer forms its advantages from, restated;
+- `gspo_token`: one importance ratio per completion beside one advantage per token;
 - `tool_loop`: turns that all processes take together;
 - `trainer`: [`EnergyGRPOTrainer`], the overrides, with two openings for a subclass that sees no private part of TRL.
 """

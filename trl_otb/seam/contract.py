@@ -59,6 +59,7 @@ ATTRIBUTES = (
     "_metrics",
     "_step",
     "_tokenizer",
+    "importance_sampling_level",
     "multi_objective_aggregation",
     "num_generations",
     "num_generations_eval",

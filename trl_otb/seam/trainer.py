@@ -1,5 +1,6 @@
 """The overrides of GRPOTrainer."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,8 +11,9 @@ from trl.extras.profiling import profiling_decorator
 from ..baselines import assign_credit
 from ..energy import importance_weighted
 from ..rewards import RewardRecorder
-from ..rollout import Rollout
+from ..rollout import Rollout, generated_mask
 from .contract import FORWARD_KWARGS, check_trl, moved, trl_models, trl_utils
+from .gspo_token import ratios_per_token, spread_sequence_ratio
 from .head import EnergyHead, Forward
 from .returns import Returns, weigh_rewards
 from .tool_loop import CollectiveToolLoop
@@ -42,6 +44,11 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
     def score_rows(self, rollout: Rollout, rows: torch.Tensor) -> None:
         """Called in the loss, between the policy's forward and the first use of the advantages, with the rows of a
         micro-batch that have just got their energies, until all of the rollout's rows are measured."""
+        raise NotImplementedError
+
+    @property
+    def credits_tokens(self) -> bool:
+        """Whether advantages differ between the tokens of a completion."""
         raise NotImplementedError
 
     # What a subclass may use
@@ -166,27 +173,37 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
         return self._buffered_inputs[self._step % self.args.steps_per_generation]
 
     def _compute_loss(self, model, inputs):
-        rollout, rows = self.rollouts[self.mode], inputs[ROWS]
-        if rollout.unmeasured == 0:
+        if self.importance_sampling_level == "sequence" and self.credits_tokens:
+            inputs, spread = dict(inputs), True  # a copy: the micro-batch is used again
+        else:
+            spread = False
+        rollout, unmeasured = self.rollouts[self.mode], self.rollouts[self.mode].unmeasured
+        if not spread and unmeasured == 0:
             return super()._compute_loss(model, inputs)
-        unmeasured = rollout.unmeasured
 
-        def score(forward: Forward) -> None:
-            rollout.hear(rows, forward.energy())
-            with torch.no_grad():
-                self.score_rows(rollout, rows)
-            inputs["advantages"] = rollout.advantages_of(rows)
+        def on_forward(forward: Forward) -> None:
+            if unmeasured > 0:
+                self._score_micro_batch(inputs, forward)
+            if spread:
+                spread_sequence_ratio(inputs, forward.logps)
 
         try:
-            with self._energy_head.listening(score):
+            with self._energy_head.listening(on_forward), ratios_per_token(self) if spread else nullcontext():
                 loss = super()._compute_loss(model, inputs)
         except KeyError as error:
             if error.args != ("advantages",):
                 raise
             raise moved("the loss reads the advantages before the policy's forward has run") from error
-        if rollout.unmeasured == unmeasured:
+        if 0 < unmeasured == rollout.unmeasured:
             raise moved("the loss no longer runs the policy's forward, so that it has no energies")
         return loss
+
+    def _score_micro_batch(self, inputs: dict[str, Any], forward: Forward) -> None:
+        rollout, rows = self.rollouts[self.mode], inputs[ROWS]
+        rollout.hear(rows, forward.energy())
+        with torch.no_grad():
+            self.score_rows(rollout, rows)
+        inputs["advantages"] = rollout.advantages_of(rows)
 
     # Both judge a whole completion by the sign of its advantage: give them one advantage per completion.
 
@@ -211,8 +228,7 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
     def _rollout_of(
         self, batch: dict[str, Any], returns: Returns, recorder: RewardRecorder, energy: torch.Tensor | None
     ) -> Rollout:
-        mask = batch["completion_mask"]
-        mask = mask * batch["tool_mask"] if "tool_mask" in batch else mask
+        mask = generated_mask(batch)
         own = self.own_rows(len(mask))
         rewards = returns.returns[own]
         credited = torch.tensor([bool(recorder)], device=rewards.device)
