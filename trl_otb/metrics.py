@@ -7,6 +7,8 @@ group, or a process, can be summed up later: [`completion_statistics`] gives a r
 
 import torch
 
+from .blocks import by_blocks
+
 
 STATISTICS = (
     "tokens",  # generated tokens
@@ -32,7 +34,7 @@ def completion_statistics(
     """
     Args:
         energy (`torch.Tensor` of shape `(B, T)`):
-            ρ_t² w_t.
+            ρ_t² w_t, finite.
         mask (`torch.Tensor` of shape `(B, T)`):
             1 on generated tokens of scorable completions; others have no statistics.
         advantages, group_mean_advantages, baselines (`torch.Tensor` of shape `(B, T)` or `(B, 1)`):
@@ -43,27 +45,27 @@ def completion_statistics(
     Returns:
         `torch.Tensor` of shape `(B, len(STATISTICS))`, float32.
     """
-    mask = mask.bool()
-    energy = energy.masked_fill(~mask, 0.0)
-    tokens = mask.sum(dim=1)
 
-    def total(x):
-        return x.expand(mask.shape).masked_fill(~mask, 0.0).sum(dim=1)
+    def statistics_of(rows: slice) -> tuple[torch.Tensor]:
+        m = mask[rows].float()
+        w, a, a_mean, b = energy[rows] * m, advantages[rows], group_mean_advantages[rows], baselines[rows]
+        tokens = m.sum(dim=1)
+        baseline = (b * m).sum(dim=1)
+        deviation = (b - (baseline / tokens.clamp(min=1)).unsqueeze(1)).square_()
+        columns = {
+            "tokens": tokens,
+            "energy": w.sum(dim=1),
+            "advantage": (a * m).sum(dim=1),
+            "abs_advantage": (a.abs() * m).sum(dim=1),
+            "baseline": baseline,
+            "baseline_std": ((deviation * m).sum(dim=1) / tokens.clamp(min=1)).sqrt(),
+            "lone_tail": lone_tail_tokens[rows].squeeze(1).float(),
+            "power": (w * a.square()).sum(dim=1),
+            "power_group_mean": (w * a_mean.square()).sum(dim=1),
+        }
+        return (torch.stack([columns[name] for name in STATISTICS], dim=1),)
 
-    baseline = total(baselines)
-    deviation = baselines - (baseline / tokens.clamp(min=1)).unsqueeze(1)
-    columns = {
-        "tokens": tokens,
-        "energy": energy.sum(dim=1),
-        "advantage": total(advantages),
-        "abs_advantage": total(advantages.abs()),
-        "baseline": baseline,
-        "baseline_std": (total(deviation.square()) / tokens.clamp(min=1)).sqrt(),
-        "lone_tail": lone_tail_tokens.squeeze(1),
-        "power": (energy * advantages.square()).sum(dim=1),
-        "power_group_mean": (energy * group_mean_advantages.square()).sum(dim=1),
-    }
-    return torch.stack([columns[name].float() for name in STATISTICS], dim=1)
+    return by_blocks(statistics_of, mask)[0]
 
 
 def summarize(statistics: torch.Tensor, num_generations: int) -> dict[str, float]:

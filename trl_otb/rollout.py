@@ -90,15 +90,15 @@ class Rollout:
         Form the advantages of these `rows`, which hold whole groups, with `options` of
         [`~trl_otb.baselines.assign_credit`]. A baseline that reads energies needs theirs.
         """
-        mask, rewards = self.mask[rows], self.rewards[rows]
-        energy = torch.zeros_like(mask, dtype=torch.float32) if self.energy is None else self.energy[rows]
+        mask, rewards, scale = self._take(rows, "mask", "rewards", "scale")
+        energy = torch.zeros_like(mask, dtype=torch.float32) if self.energy is None else self._take(rows, "energy")[0]
         credit = assign_credit(rewards, energy, mask, self.num_generations, **options)
         of_group_mean = assign_credit(rewards, energy, mask, self.num_generations, baseline="group_mean")
-        scale = self.scale[rows].unsqueeze(1)
         # A group too small for a standard deviation has a NaN scale: no signal, as in TRL.
-        self._fill("advantages", rows, (credit.advantages / scale).nan_to_num(nan=0.0))
+        scale = scale.nan_to_num(nan=torch.inf).unsqueeze(1)
         self._fill("baselines", rows, credit.returns - credit.advantages)
-        self._fill("group_mean_advantages", rows, (of_group_mean.advantages / scale).nan_to_num(nan=0.0))
+        self._fill("advantages", rows, credit.advantages / scale)
+        self._fill("group_mean_advantages", rows, of_group_mean.advantages / scale)
         self._fill("lone_tail_tokens", rows, credit.lone_tail_tokens)
 
     def take_credit_from(self, whole: "Rollout", rows: slice) -> None:
@@ -113,14 +113,9 @@ class Rollout:
 
     def measure(self, rows: torch.Tensor) -> None:
         """Record these rows' statistics, once they have energies and advantages."""
-        statistics = completion_statistics(
-            self.energy[rows],
-            self.mask[rows] * self.scorable[rows].unsqueeze(1),
-            self.advantages[rows],
-            self.group_mean_advantages[rows],
-            self.baselines[rows],
-            self.lone_tail_tokens[rows],
-        )
+        names = ("energy", "mask", "advantages", "group_mean_advantages", "baselines", "lone_tail_tokens", "scorable")
+        energy, mask, *credited, scorable = self._take(rows, *names)
+        statistics = completion_statistics(energy, mask * scorable.unsqueeze(1), *credited)
         self._fill("statistics", rows, statistics)
         self.unmeasured -= len(rows)
 
@@ -129,8 +124,16 @@ class Rollout:
         columns = dict(zip(STATISTICS, self.statistics.unbind(dim=1), strict=True))
         return columns["advantage"] / columns["tokens"].clamp(min=1)
 
+    def _are_all(self, rows: torch.Tensor) -> bool:
+        return len(rows) == len(self) and bool((rows == self.rows).all())
+
+    def _take(self, rows: torch.Tensor, *names: str) -> list[torch.Tensor]:
+        """These rows of what `names` name, not copied where they are all rows."""
+        every = self._are_all(rows)
+        return [getattr(self, name) if every else getattr(self, name)[rows] for name in names]
+
     def _fill(self, name: str, rows: torch.Tensor, values: torch.Tensor) -> None:
-        if len(rows) == len(self) and bool((rows == self.rows).all()):
+        if self._are_all(rows):
             setattr(self, name, values)
             return
         if getattr(self, name) is None:

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tests.helpers.oracles import OPTIONS, Rollouts
-from trl_otb.baselines import advantages, assign_credit, compute_advantages, reward_to_go
+from trl_otb import blocks
+from trl_otb.baselines import assign_credit, compute_advantages, reward_to_go
 
 
 def baselines_of(*inputs, **options):
@@ -143,9 +144,9 @@ def test_blocks_change_nothing(options, weighted, monkeypatch):
     ratios = torch.rand(12, 1) + 0.5 if weighted else None
     inputs = (x.rewards, x.energy, x.mask, 4)
     whole = assign_credit(*inputs, importance_weights=ratios, **options)
-    monkeypatch.setattr(advantages, "_BLOCK", 2 * 4 * 12)  # two groups, then the third
-    blocks = assign_credit(*inputs, importance_weights=ratios, **options)
-    for one, several in zip(whole, blocks, strict=True):
+    monkeypatch.setattr(blocks, "TOKENS", 2 * 4 * 12)  # two groups, then the third
+    in_blocks = assign_credit(*inputs, importance_weights=ratios, **options)
+    for one, several in zip(whole, in_blocks, strict=True):
         torch.testing.assert_close(several, one, atol=1e-6, rtol=0)
 
 

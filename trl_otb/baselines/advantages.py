@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..blocks import by_blocks
 from ..energy import importance_weighted
 from .groups import Groups
 from .registry import Baseline, check_options, find_baseline
@@ -26,9 +27,6 @@ class Credit(NamedTuple):
     advantages: torch.Tensor
     returns: torch.Tensor
     lone_tail_tokens: torch.Tensor
-
-
-_BLOCK = 2**18  # tokens whose intermediate results a processor core can keep in its cache
 
 
 def assign_credit(
@@ -60,18 +58,7 @@ def assign_credit(
         )
         return _credit(groups, rule, zero_tail)
 
-    rows = max(_BLOCK // max(mask.size(1), 1) // num_generations, 1) * num_generations
-    if mask.device.type != "cpu" or len(mask) <= rows:
-        return credit_of(slice(None))
-    whole = None  # on a CPU by blocks that fit its cache, as fresh memory is what costs there
-    for first in range(0, len(mask), rows):
-        block = slice(first, first + rows)
-        part = credit_of(block)
-        if whole is None:
-            whole = Credit(*(values.new_empty(len(mask), values.size(1)) for values in part))
-        for values, of_part in zip(whole, part, strict=True):
-            values[block] = of_part
-    return whole
+    return Credit(*by_blocks(credit_of, mask, rows_together=num_generations))
 
 
 def _credit(groups: Groups, rule: Baseline, zero_tail: bool) -> Credit:
