@@ -1,32 +1,25 @@
 """
-How fast advantages are computed, how that scales with length, and how far it is from what memory allows.
+How long advantages take, how that scales with length, and how far it is from what memory allows.
 
-    OMP_NUM_THREADS=1 python recipes/bench_advantages.py         # about a minute on one core
-    python recipes/bench_advantages.py --device cuda
+    OMP_NUM_THREADS=1 python -m recipes.benchmarks.advantages         # about a minute on one core
+    python -m recipes.benchmarks.advantages --device cuda
 
-Each size is timed for completions with a stretch of tool output in the middle, against a loop over groups that does the same
-sums, and against one read and one write of the inputs. Medians of several runs, after one that warms up.
-
-Seen on one x86-64 core on 2026-11-21, two runs: 11 and 12 ms for 1024 × 2048, 5.0 and 5.3 times the loop's speed; 243 ms for
-1024 × 32768, 1.3 times. The time grows linearly, 5 to 8 ns a token; the loop gains on it as its rows get longer and its Python
-weighs less. One read and one write of the inputs took between 2 and 16 ms at 1024 × 2048, so that column says little here.
-No GPU yet.
+Timed is what a training step runs once energies are known, `Rollout.credit` and `Rollout.measure`: advantages under
+`otb`, those under the group mean for the metrics, and the metrics' sums. Beside it: `compute_advantages` alone, a loop
+over groups that forms the same advantages, and one read and one write of the inputs. Completions have a stretch of
+tool output in the middle. Medians of several runs, after one that warms up.
 """
-
-import os
-import sys
-
-
-_RECIPES = os.path.dirname(os.path.abspath(__file__))
-sys.path[:] = [os.path.dirname(_RECIPES)] + [p for p in sys.path if os.path.abspath(p or os.curdir) != _RECIPES]
 
 import argparse
 import statistics
+import sys
 import time
 
 import torch
 
+from recipes.benchmarks.table import print_row
 from trl_otb.baselines import compute_advantages
+from trl_otb.rollout import Rollout
 
 
 SIZES = [(64, 2048), (1024, 2048), (1024, 4096), (1024, 8192), (1024, 16384), (1024, 32768)]
@@ -41,6 +34,18 @@ def rollouts(rows, length, device):
     mask = (position < ends) & ~((position >= begin) & (position < begin + length // 8))
     energy = torch.rand(rows, length, generator=g)
     return torch.randn(rows, generator=g).to(device), energy.to(device), mask.long().to(device)
+
+
+def training_step(rewards, energy, mask):
+    """Everything that a step adds once energies are known."""
+    rollout = Rollout(mask, mask, mask, mask, mask, N, rewards, torch.ones_like(rewards), energy)
+    rollout.credit(rollout.rows, baseline="otb")
+    rollout.measure(rollout.rows)
+    return rollout.advantages
+
+
+def advantages(rewards, energy, mask):
+    return compute_advantages(rewards, energy, mask, N)
 
 
 def loop_over_groups(rewards, energy, mask):
@@ -81,26 +86,28 @@ def seconds(function, *inputs, repeats):
 
 
 def main(argv):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[1], allow_abbrev=False)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--longest", type=int, default=32768)
+    parser.add_argument("--longest", type=int, default=32768, help="longest completions, in tokens")
     args = parser.parse_args(argv)
 
-    def ours(rewards, energy, mask):
-        return compute_advantages(rewards, energy, mask, N)
-
-    print(f"{args.device}, {torch.get_num_threads()} threads, torch {torch.__version__}, N = {N}")
-    print(f"{'B × T':>14}{'ours':>12}{'ns a token':>12}{'loop':>12}{'loop / ours':>13}{'ours / read+write':>19}")
+    print(f"{args.device}, {torch.get_num_threads()} threads, torch {torch.__version__}, N = {N}; ms, ns per token")
+    columns = ("B × T", "step", "ns", "advantages", "ns", "loop", "loop / step", "read+write")
+    print_row(*columns, first=14)
     for rows, length in SIZES:
         if length > args.longest:
             continue
         inputs = rollouts(rows, length, args.device)
-        torch.testing.assert_close(ours(*inputs), loop_over_groups(*inputs), atol=1e-4, rtol=1e-4)
-        a = seconds(ours, *inputs, repeats=args.repeats)
-        b = seconds(loop_over_groups, *inputs, repeats=min(args.repeats, 3))
-        floor = seconds(read_and_write, *inputs, repeats=args.repeats)
-        print(f"{f'{rows} × {length}':>14}{1e3 * a:>9.1f} ms{1e9 * a / rows / length:>12.2f}{1e3 * b:>9.1f} ms{b / a:>13.1f}{a / floor:>19.1f}", flush=True)  # fmt: skip
+        torch.testing.assert_close(training_step(*inputs), loop_over_groups(*inputs), atol=1e-4, rtol=1e-4)
+        step, alone, floor = (
+            seconds(f, *inputs, repeats=args.repeats) for f in (training_step, advantages, read_and_write)
+        )
+        loop = seconds(loop_over_groups, *inputs, repeats=min(args.repeats, 3))
+        per_token = 1e9 / rows / length
+        cells = [f"{rows} × {length}", f"{1e3 * step:.1f}", f"{per_token * step:.1f}", f"{1e3 * alone:.1f}"]
+        cells += [f"{per_token * alone:.1f}", f"{1e3 * loop:.1f}", f"{loop / step:.1f}", f"{1e3 * floor:.1f}"]
+        print_row(*cells, first=14)
 
 
 if __name__ == "__main__":

@@ -1,28 +1,23 @@
 """
-Long horizons: how time and memory of a step grow with the length of a completion of many turns, and what part of them is OTB's.
+Long horizons: how time and memory of a step grow with a completion of many turns, and OTB's own share of them.
 
-    OMP_NUM_THREADS=1 python recipes/bench_horizon.py          # half an hour on one core; writes runs/bench_horizon/
-    python recipes/bench_horizon.py --longest 32768            # on a GPU
+    OMP_NUM_THREADS=1 python -m recipes.benchmarks.horizon     # half an hour on one core; writes runs/bench_horizon/
+    python -m recipes.benchmarks.horizon --longest 32768       # on a GPU
 
-For each length, GRPOTrainer and OTBGRPOTrainer train in turn on the same scripted completions of 32 turns, a quarter of their
-tokens tool output, with a small model. OTB's own share is everything between the forward and the loss: energies, baselines,
-advantages and metrics.
+For each length, GRPOTrainer and OTBGRPOTrainer train in turn on the same scripted completions of 32 turns, a quarter
+of their tokens tool output, with a small model. OTB's own share is everything between the forward and the loss:
+energies, baselines, advantages and metrics.
 
-Seen on one x86-64 core on 2026-11-21, `--longest 4096`, 8 minutes: OTB's own share 3.9 ms a step at 512 tokens and 5.2 ms at 4,096,
-so far below proportion (it is mostly the number of operations), of whole steps of 0.6 and 14.6 s, whose attention is quadratic;
-whole steps 1.00 to 1.05 of GRPOTrainer's with another job on the machine, peak memory 0.98 to 1.00.
+Seen on one x86-64 core on 2026-11-21, `--longest 4096`, 8 minutes: OTB's own share is 3.9 ms per step at 512 tokens and
+5.2 ms at 4,096, of whole steps of 0.6 and 14.6 s, whose attention is quadratic. Whole steps took 1.00 to 1.05 of
+GRPOTrainer's, with another job on the machine; peak memory was 0.98 to 1.00 of its.
 """
-
-import os
-import sys
-
-
-_RECIPES = os.path.dirname(os.path.abspath(__file__))
-sys.path[:] = [os.path.dirname(_RECIPES)] + [p for p in sys.path if os.path.abspath(p or os.curdir) != _RECIPES]
 
 import argparse
 import json
+import os
 import statistics
+import sys
 import tempfile
 import time
 import warnings
@@ -33,8 +28,9 @@ import torch
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
-from recipes.bench_step import _synchronize, build, measure
-from recipes.common.policies import embedded_policy
+from recipes.benchmarks.step import _synchronize, build, measure
+from recipes.benchmarks.table import print_row
+from recipes.toy import sums
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 
 
@@ -63,20 +59,28 @@ class TimedTrainer(OTBGRPOTrainer):
     def score_rollout(self, *args):
         self._timed(super().score_rollout, *args)
 
-    def score_micro_batch(self, *args):
-        self._timed(super().score_micro_batch, *args)
+    def score_rows(self, *args):
+        self._timed(super().score_rows, *args)
 
 
 def figures_of(length: int, rounds: int) -> dict:
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(
         Qwen3Config(
-            hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
-            head_dim=16, vocab_size=1024, max_position_embeddings=2 * length, pad_token_id=0, eos_token_id=1,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            head_dim=16,
+            vocab_size=1024,
+            max_position_embeddings=2 * length,
+            pad_token_id=0,
+            eos_token_id=1,
             bos_token_id=None,
         )
-    )  # fmt: skip
-    tokenizer = AutoTokenizer.from_pretrained(embedded_policy())
+    )
+    tokenizer = AutoTokenizer.from_pretrained(sums())
     args = argparse.Namespace(length=length, prompt_length=32, steps=2, gradient_checkpointing=False)
     arms = {"grpo": (GRPOTrainer, GRPOConfig), "otb": (TimedTrainer, OTBGRPOConfig)}
     seen = {arm: [] for arm in arms}
@@ -108,8 +112,19 @@ def plot(figures: list[dict], path: Path, device: str) -> None:
     )
     left.plot(lengths, [f["own_seconds"] for f in figures], "^-", color="tab:red", label="of which OTB's own")
     first = figures[0]
-    left.plot(lengths, [first["own_seconds"] * n / lengths[0] for n in lengths], ":", color="tab:red", label="in proportion to length")  # fmt: skip
-    left.set(xscale="log", yscale="log", xlabel="longest completion (tokens, 32 turns)", ylabel="seconds a step of 16 completions")  # fmt: skip
+    left.plot(
+        lengths,
+        [first["own_seconds"] * n / lengths[0] for n in lengths],
+        ":",
+        color="tab:red",
+        label="in proportion to length",
+    )
+    left.set(
+        xscale="log",
+        yscale="log",
+        xlabel="longest completion (tokens, 32 turns)",
+        ylabel="seconds per step of 16 completions",
+    )
     right.plot(lengths, [f["grpo_mib"] for f in figures], "o-", color="tab:gray", label="GRPOTrainer")
     right.plot(lengths, [f["otb_mib"] for f in figures], "s--", color="tab:blue", label="OTBGRPOTrainer")
     right.set(xscale="log", xlabel="longest completion (tokens, 32 turns)", ylabel="peak memory (MiB)", ylim=(0, None))
@@ -134,16 +149,21 @@ def main(argv):
     folder = Path(args.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{torch.get_num_threads()} CPU thread(s)"
-    print(f"{device}, torch {torch.__version__}, {args.rounds} rounds; 16 completions of {TURNS} turns a step")
-    print(
-        f"{'longest':>9}{'GRPO s/step':>13}{'OTB s/step':>12}{'own s':>10}{'own us/token':>14}{'GRPO MiB':>10}{'OTB MiB':>10}"
-    )
+    print(f"{device}, torch {torch.__version__}, {args.rounds} rounds; 16 completions of {TURNS} turns per step")
+    columns = ("GRPO s/step", "OTB s/step", "own s/step", "own µs/token", "GRPO MiB", "OTB MiB")
+    print_row("longest", *columns, first=10)
     figures, length = [], SHORTEST
     while length <= args.longest:
         f = figures_of(length, args.rounds)
         figures.append(f)
         per_token = 1e6 * f["own_seconds"] / (16 * 0.75 * length)  # lengths are uniform between half of it and it
-        print(f"{length:>9}{f['grpo_seconds']:>13.3f}{f['otb_seconds']:>12.3f}{f['own_seconds']:>10.4f}{per_token:>14.3f}{f['grpo_mib']:>10.0f}{f['otb_mib']:>10.0f}", flush=True)  # fmt: skip
+        print_row(
+            length,
+            *(f"{f[key]:.4f}" for key in ("grpo_seconds", "otb_seconds", "own_seconds")),
+            f"{per_token:.3f}",
+            *(f"{f[key]:.0f}" for key in ("grpo_mib", "otb_mib")),
+            first=10,
+        )
         length *= 2
     (folder / "horizon.json").write_text(json.dumps({"device": device, "figures": figures}, indent=2))
     plot(figures, folder / "horizon.png", device)

@@ -1,26 +1,21 @@
 """
-What OTB costs beside GRPOTrainer: step time, peak memory and forwards, in each of the three ways to come by energies.
+What OTB costs beside GRPOTrainer: step time, peak memory and forwards, for each of the three sources of energies.
 
-    python recipes/bench_step.py                                     # a small model: about 5 minutes on two cores
-    python recipes/bench_step.py --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 --prompt_length 256 --length 1024
+    python -m recipes.benchmarks.step                     # a small model: about 5 minutes on two cores
+    python -m recipes.benchmarks.step --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 --length 1024
 
-The two trainers take turns, round by round and in changing order, in one process, on the same scripted completions: without
-generation the step is the shortest, and a cost the most visible. Times are medians over a round's rollouts, a step; a ratio is
-taken round by round, and its median and range over the rounds are printed. Memory is the peak of the round, of the GPU's
-allocator or of the process. The README has what was seen on two CPU cores; no GPU yet.
+The two trainers take turns in one process, round by round and in changing order, on the same scripted completions:
+without generation a step is shortest and a cost most visible. Times are per step, medians over a round's rollouts; a
+ratio is taken per round, and its median and range over the rounds are printed. Memory is the round's peak, of the GPU's
+allocator or of the process. The README has what was seen on two CPU cores.
 """
-
-import os
-import sys
-
-
-_RECIPES = os.path.dirname(os.path.abspath(__file__))
-sys.path[:] = [os.path.dirname(_RECIPES)] + [p for p in sys.path if os.path.abspath(p or os.curdir) != _RECIPES]
 
 import argparse
 import gc
 import json
+import os
 import statistics
+import sys
 import tempfile
 import time
 import warnings
@@ -38,7 +33,8 @@ from transformers import (
 )
 from trl import GRPOConfig, GRPOTrainer
 
-from recipes.common.policies import embedded_policy
+from recipes.benchmarks.table import print_row
+from recipes.toy import sums
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 
 
@@ -183,11 +179,16 @@ def main(argv):
         size = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "vocab_size": 8192}
         heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
         model = Qwen3ForCausalLM(Qwen3Config(**size, **heads, pad_token_id=0, eos_token_id=1, bos_token_id=None))
-        tokenizer = AutoTokenizer.from_pretrained(embedded_policy())
+        tokenizer = AutoTokenizer.from_pretrained(sums())
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{torch.get_num_threads()} CPU threads"
     parameters = sum(p.numel() for p in model.parameters())
-    print(f"{args.model or 'small Qwen3'}: {parameters:,} parameters on {device}, torch {torch.__version__}; {args.rounds} rounds of {2 * args.steps} steps, 16 completions of {args.length // 2} to {args.length} tokens a step")  # fmt: skip
-    print(f"{'energies from':<24}{'GRPO s/step':>12}{'OTB s/step':>12}{'time ratio':>11}{'range':>17}{'memory ratio':>14}{'forwards a step':>17}")  # fmt: skip
+    print(
+        f"{args.model or 'small Qwen3'}: {parameters:,} parameters on {device}, torch {torch.__version__}; "
+        f"{args.rounds} rounds of {2 * args.steps} steps, 16 completions of {args.length // 2} to {args.length} "
+        "tokens per step"
+    )
+    columns = ("GRPO s/step", "OTB s/step", "time ratio", "range", "memory ratio", "GRPO forwards", "OTB forwards")
+    print_row("energies from", *columns)
     figures = []
     for regime in REGIMES:
         rounds = {"grpo": [], "otb": []}
@@ -206,12 +207,17 @@ def main(argv):
             **{f"{arm}_seconds": statistics.median(r["seconds"] for r in rounds[arm]) for arm in rounds},
             "time_ratio": statistics.median(ratios),
             "time_ratio_range": [min(ratios), max(ratios)],
-            "memory_ratio": statistics.median(r["peak"] for r in rounds["otb"]) / statistics.median(r["peak"] for r in rounds["grpo"]),
+            "memory_ratio": statistics.median(r["peak"] for r in rounds["otb"])
+            / statistics.median(r["peak"] for r in rounds["grpo"]),
             **{f"{arm}_forwards": rounds[arm][0]["forwards"] for arm in rounds},
-        }  # fmt: skip
+        }
         figures.append(figure)
-        low, high = figure["time_ratio_range"]
-        print(f"{regime:<24}{figure['grpo_seconds']:>12.3f}{figure['otb_seconds']:>12.3f}{figure['time_ratio']:>11.3f}{f'{low:.3f} to {high:.3f}':>17}{figure['memory_ratio']:>14.3f}{figure['grpo_forwards']:>9.2f} → {figure['otb_forwards']:.2f}", flush=True)  # fmt: skip
+        print_row(
+            regime,
+            *(f"{figure[key]:.3f}" for key in ("grpo_seconds", "otb_seconds", "time_ratio")),
+            "{:.3f}–{:.3f}".format(*figure["time_ratio_range"]),
+            *(f"{figure[key]:.3f}" for key in ("memory_ratio", "grpo_forwards", "otb_forwards")),
+        )
     if args.output:
         Path(args.output).write_text(
             json.dumps({"device": device, "parameters": parameters, "figures": figures}, indent=2)
