@@ -6,7 +6,11 @@ from typing import Any
 import torch
 
 from .baselines import assign_credit
+from .blocks import by_blocks
 from .metrics import STATISTICS, completion_statistics
+
+
+_CREDITED = ("advantages", "baselines", "group_mean_advantages", "lone_tail_tokens")
 
 
 def generated_mask(batch: dict[str, Any]) -> torch.Tensor:
@@ -92,18 +96,25 @@ class Rollout:
         """
         mask, rewards, scale = self._take(rows, "mask", "rewards", "scale")
         energy = torch.zeros_like(mask, dtype=torch.float32) if self.energy is None else self._take(rows, "energy")[0]
-        credit = assign_credit(rewards, energy, mask, self.num_generations, **options)
-        of_group_mean = assign_credit(rewards, energy, mask, self.num_generations, baseline="group_mean")
         # A group too small for a standard deviation has a NaN scale: no signal, as in TRL.
         scale = scale.nan_to_num(nan=torch.inf).unsqueeze(1)
-        self._fill("baselines", rows, credit.returns - credit.advantages)
-        self._fill("advantages", rows, credit.advantages / scale)
-        self._fill("group_mean_advantages", rows, of_group_mean.advantages / scale)
-        self._fill("lone_tail_tokens", rows, credit.lone_tail_tokens)
+
+        def credit_of(block: slice) -> tuple[torch.Tensor, ...]:
+            inputs = rewards[block], energy[block], mask[block], self.num_generations
+            credit, group_mean = assign_credit(*inputs, **options), assign_credit(*inputs, baseline="group_mean")
+            return (
+                credit.advantages / scale[block],
+                credit.returns - credit.advantages,
+                group_mean.advantages / scale[block],
+                credit.lone_tail_tokens,
+            )
+
+        for name, values in zip(_CREDITED, by_blocks(credit_of, mask, self.num_generations), strict=True):
+            self._fill(name, rows, values)
 
     def take_credit_from(self, whole: "Rollout", rows: slice) -> None:
         """Take what `whole`, in which this rollout is `rows`, was credited with; its rows may be longer."""
-        for name in ("advantages", "baselines", "group_mean_advantages", "lone_tail_tokens"):
+        for name in _CREDITED:
             setattr(self, name, getattr(whole, name)[rows, : self.mask.size(1)])
 
     def advantages_of(self, rows: torch.Tensor) -> torch.Tensor:
@@ -113,9 +124,16 @@ class Rollout:
 
     def measure(self, rows: torch.Tensor) -> None:
         """Record these rows' statistics, once they have energies and advantages."""
-        names = ("energy", "mask", "advantages", "group_mean_advantages", "baselines", "lone_tail_tokens", "scorable")
-        energy, mask, *credited, scorable = self._take(rows, *names)
-        statistics = completion_statistics(energy, mask * scorable.unsqueeze(1), *credited)
+        energy, mask, scorable = self._take(rows, "energy", "mask", "scorable")
+        advantages, baselines, group_mean_advantages, lone_tail_tokens = self._take(rows, *_CREDITED)
+        statistics = completion_statistics(
+            energy,
+            mask * scorable.unsqueeze(1),
+            advantages,
+            group_mean_advantages,
+            baselines,
+            lone_tail_tokens,
+        )
         self._fill("statistics", rows, statistics)
         self.unmeasured -= len(rows)
 

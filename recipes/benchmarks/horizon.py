@@ -8,8 +8,8 @@ For each length, GRPOTrainer and OTBGRPOTrainer train in turn on the same script
 of their tokens tool output, with a small model. OTB's own share is everything between the forward and the loss:
 energies, baselines, advantages and metrics.
 
-Seen on one x86-64 core on 2026-11-21, `--longest 4096`, 8 minutes: OTB's own share is 3.9 ms per step at 512 tokens and
-5.2 ms at 4,096, of whole steps of 0.6 and 14.6 s, whose attention is quadratic. Whole steps took 1.00 to 1.05 of
+Seen on one x86-64 core on 2026-11-21, `--longest 4096`, 8 minutes: OTB's own share is 3.9 ms per step at 512 tokens
+and 5.2 ms at 4,096, of whole steps of 0.6 and 14.6 s, whose attention is quadratic. Whole steps took 1.00 to 1.05 of
 GRPOTrainer's, with another job on the machine; peak memory was 0.98 to 1.00 of its.
 """
 

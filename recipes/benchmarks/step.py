@@ -6,8 +6,8 @@ What OTB costs beside GRPOTrainer: step time, peak memory and forwards, for each
 
 The two trainers take turns in one process, round by round and in changing order, on the same scripted completions:
 without generation a step is shortest and a cost most visible. Times are per step, medians over a round's rollouts; a
-ratio is taken per round, and its median and range over the rounds are printed. Memory is the round's peak, of the GPU's
-allocator or of the process. The README has what was seen on two CPU cores.
+ratio is taken per round, and its median and range over the rounds are printed. Memory is the round's peak, of the
+GPU's allocator or of the process. The README has what was seen on two CPU cores.
 """
 
 import argparse
