@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # The CPU suite: no GPU is looked for, no hub is asked, and one thread a process is fastest for tiny models.
 TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore::FutureWarning
 
-.PHONY: run test quick lint format wheel constraints clean
+.PHONY: run test quick lint format picture drift hashes wheel constraints clean
 
 run: $(VENV)/.recipes ## train on the embedded task; ARGS="--baseline group_mean" and the like are passed on
 	$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no recipes/math.py $(ARGS)
@@ -23,6 +23,19 @@ lint: $(VENV)/.test
 format: $(VENV)/.test
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+picture: $(VENV)/.recipes ## the README's picture, recipes/group.png
+	$(BIN)/python -m recipes.group_picture
+
+# What a newer TRL would break: it is installed beside the environment, and contract, sources and quick tests run with it.
+drift: $(VENV)/.test ## make drift TRL=1.17.0
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .drift/$(TRL) "trl==$(TRL)"
+	-PYTHONPATH=.drift/$(TRL) $(TEST_ENV) $(BIN)/python -m trl_otb.seam
+	-PYTHONPATH=.drift/$(TRL) $(TEST_ENV) $(BIN)/python -m pytest -q -p no:warnings tests/trainer/test_seam.py -k sources
+	PYTHONPATH=.drift/$(TRL) $(TEST_ENV) $(BIN)/python -m pytest -q -p no:warnings -m "not slow" tests/maths tests/trainer
+
+hashes: $(VENV)/.test ## after reading what changed in TRL: the sources that were read
+	$(BIN)/python -m trl_otb.seam --hashes > tests/trainer/trl_sources.json
 
 wheel: $(VENV)/.test
 	$(BIN)/pip wheel --no-deps --wheel-dir dist .
@@ -48,4 +61,4 @@ constraints: $(VENV)/.test ## pin what is installed
 	mv constraints.new constraints.txt
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) .drift build dist *.egg-info .pytest_cache .ruff_cache

@@ -2,7 +2,6 @@
 
 import hashlib
 import inspect
-import sys
 
 import trl
 from trl import GRPOTrainer
@@ -132,11 +131,3 @@ def source_hashes() -> dict[str, str]:
         for name in expected
         if hasattr(owner, name)
     }
-
-
-if __name__ == "__main__":  # `make drift`
-    try:
-        check_trl()
-    except ImportError as drift:
-        sys.exit(f"contract: {drift}")
-    print(f"contract: trl {trl.__version__} has every part that trl_otb relies on, with the parameters it expects")
