@@ -1,9 +1,11 @@
 """From the command line and a YAML file to the options of a run."""
 
 import argparse
+import copy
 import dataclasses
 import difflib
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,12 @@ UNNAMED_FOLDER = "runs/RECIPE/BASELINE-seedSEED"
 RENAMED = {
     "gradient_checkpointing": "activation_checkpointing",
     "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
+}
+# In place of their own words.
+HELP = {
+    "output_dir": "Folder of the run.",
+    "model_name_or_path": "A model folder, a hub id, or module:function, which is called and returns a folder.",
+    "resume_from_checkpoint": "`latest`, or the folder of a checkpoint.",
 }
 # The options of TRL and transformers that one changes most, for `--help`.
 FREQUENT = (
@@ -84,6 +92,13 @@ class RecipeArguments:
     traceback: bool = field(default=False, metadata={"help": "Print the traceback of an error."})
 
 
+class _ShortHelp(argparse.ArgumentDefaultsHelpFormatter):
+    """Defaults are shown unless they are none."""
+
+    def _get_help_string(self, action):
+        return action.help if action.default in (None, False) else super()._get_help_string(action)
+
+
 class RecipeParser(TrlParser):
     """TRL's parser with exact flag names, errors in one line, and a help that can be read."""
 
@@ -95,6 +110,7 @@ class RecipeParser(TrlParser):
             allow_abbrev=False,
             add_help=False,
         )
+        self._negative_number_matcher = re.compile(r"-(\d+|\d*\.\d+)([eE][-+]?\d+)?$")  # -1e-4 is no flag
         self._recipes_own = {f.name for f in dataclasses.fields(arguments)}
         self._otb = {f.name for f in dataclasses.fields(OTBGRPOConfig)} - {
             f.name for f in dataclasses.fields(GRPOConfig)
@@ -104,6 +120,8 @@ class RecipeParser(TrlParser):
         general.add_argument("-h", "--help", action="store_true", help="Show the options one needs most, and exit.")
         general.add_argument("--help-all", action="store_true", help="Show every option of TRL too, and exit.")
         self.actions = {action.dest: action for action in reversed(self._actions)}  # --x rather than --no_x
+        for name, text in HELP.items():
+            self.actions[name].help = text
         self.actions["baseline"].metavar = "NAME"
         self.actions["baseline"].help = f"One of {', '.join(BASELINES)}, or your own as module:function."
 
@@ -111,7 +129,7 @@ class RecipeParser(TrlParser):
         raise InputError(f"{message}. See --help.")
 
     def format_short_help(self) -> str:
-        formatter = argparse.ArgumentDefaultsHelpFormatter(self.prog, max_help_position=34, width=110)
+        formatter = _ShortHelp(self.prog, max_help_position=34, width=110)
         formatter.add_usage(self.usage, self._actions, [])
         groups = (
             ("general", ("config", "help", "help_all")),
@@ -121,13 +139,21 @@ class RecipeParser(TrlParser):
         )
         for title, names in groups:
             formatter.start_section(title)
-            formatter.add_arguments([a for a in self.actions.values() if a.dest in names][::-1])
+            for action in [a for a in self.actions.values() if a.dest in names][::-1]:
+                action = copy.copy(action)
+                spelt = action.option_strings
+                action.option_strings = [o for o in spelt if f"--{o[2:].replace('-', '_')}" in (o, "--help_all")] or spelt
+                if action.choices is None and action.dest not in ("config", "baseline") and action.nargs != 0:
+                    action.metavar = "true|false" if action.nargs == "?" else "VALUE"
+                if names is FREQUENT:
+                    action.help = action.help.split(". ")[0].rstrip(".") + "."
+                formatter.add_argument(action)
             formatter.end_section()
         return formatter.format_help()
 
     def closest(self, name: str) -> str:
         close = difflib.get_close_matches(name, [*self.actions], n=1)
-        return f" Did you mean {close[0]!r}?" if close else " See --help-all for all options."
+        return f" Did you mean {close[0]}?" if close else " See --help-all for all options."
 
     def read_yaml(self, path: Path) -> None:
         """Take defaults from a YAML file; its keys and values are checked as flags are."""
@@ -193,7 +219,7 @@ def parse(
         word = unknown[0].split("=")[0]
         if not word.startswith("-"):
             raise InputError(f"{word!r} belongs to no flag.")
-        raise InputError(f"there is no flag {word}.{parser.closest(word.lstrip('-'))}".replace("'", "`--", 1))
+        raise InputError(f"there is no flag {word}.{parser.closest(word.lstrip('-'))}")
     values = parser.parse_args(argv)
     check_values(values, processes())
     try:

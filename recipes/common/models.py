@@ -78,13 +78,14 @@ def load_tokenizer(path: str, args: GRPOConfig, model_args: ModelConfig) -> PreT
 def with_prompts(data: Dataset, tokenizer: PreTrainedTokenizerBase, instruction: str) -> Dataset:
     """Add the column `prompt`: a conversation where the tokenizer has a chat template, else plain text."""
 
-    def prompt(row: dict):
-        text = f"{row['question']}\n{instruction}".strip()
+    def prompt(question: str, before: list[dict[str, str]] | None):
+        text = f"{question}\n{instruction}".strip()
         if tokenizer.chat_template:
-            return [*(row.get("before") or []), {"role": "user", "content": text}]
-        return "\n".join([*(message["content"] for message in row.get("before") or []), text, ""])
+            return [*(before or []), {"role": "user", "content": text}]
+        return "\n".join([*(message["content"] for message in before or []), text, ""])
 
-    return data.add_column("prompt", [prompt(row) for row in data])
+    before = data["before"] if "before" in data.column_names else [None] * len(data)
+    return data.add_column("prompt", [prompt(*row) for row in zip(data["question"], before, strict=True)])
 
 
 def check_prompts(
@@ -100,11 +101,12 @@ def check_prompts(
             f"`model_name_or_path` is {path!r}: its chat template cannot show tools and their results. Choose a model "
             "that was taught to call tools, such as Qwen/Qwen3-0.6B, or give the tokenizer such a template."
         )
-    prompts = data["prompt"]
-    texts = prompts
+    texts = prompts = list(data["prompt"])
     if tokenizer.chat_template:
         try:
-            texts = [tokenizer.apply_chat_template(p, tools=tools, tokenize=False, add_generation_prompt=True) for p in prompts]
+            texts = tokenizer.apply_chat_template(
+                prompts, tools=tools, tokenize=False, add_generation_prompt=True
+            )
         except TemplateError as error:
             raise InputError(f"{error}") from error
     longest = max(map(len, tokenizer(sorted(texts, key=len)[-32:])["input_ids"]))

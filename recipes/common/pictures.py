@@ -28,8 +28,13 @@ def plot_training(log_history: list[dict], evaluations: list[Accuracy], path: Pa
     run. A panel whose values are missing is left out.
     """
     panels = [(key, label) for key, label in PANELS if any(_is_number(entry.get(key)) for entry in log_history)]
-    figure = Figure(figsize=(4.0 * (len(panels) + 1), 3.6), layout="constrained")
-    first, *others = figure.subplots(1, len(panels) + 1, squeeze=False)[0]
+    rows = 1 + (len(panels) > 3)
+    columns = math.ceil((len(panels) + 1) / rows)
+    figure = Figure(figsize=(4.2 * columns, 3.1 * rows + 0.6), layout="constrained")
+    first, *others = figure.subplots(rows, columns, squeeze=False).flat
+    for unused in others[len(panels) :]:
+        unused.remove()
+    others = others[: len(panels)]
     first.errorbar(
         [e.step for e in evaluations],
         [100 * e.mean for e in evaluations],
@@ -44,7 +49,7 @@ def plot_training(log_history: list[dict], evaluations: list[Accuracy], path: Pa
         axis.set_title(label, fontsize=10)
     for axis in (first, *others):
         axis.set_xlabel("step")
-        axis.set_ylim(bottom=0)
+        axis.set_ylim(0, axis.get_ylim()[1] * 1.05)
         axis.grid(alpha=0.3)
     explained = "pale: every logged value; bold: their centred mean over a tenth of the run"
     figure.suptitle(f"{title}\n{explained}" if others else title, fontsize=10)
