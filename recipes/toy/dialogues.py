@@ -9,7 +9,7 @@ the calculator shows, the next call, and the answer.
 import random
 
 from recipes.common.calculator import evaluate
-from .sums import expressions
+from .worked_sums import expressions
 
 
 ALPHABET = "0123456789+-=[]{}>?"

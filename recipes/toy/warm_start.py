@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from . import dialogues, sums, templates
+from . import dialogues, templates, worked_sums
 from .cache import cached
 
 
@@ -59,9 +59,9 @@ class WarmStart:
 
 WARM_STARTS = {
     "sums": WarmStart(
-        alphabet=sums.ALPHABET,
-        demonstrations=sums.demonstrations,
-        chat_template=templates.sums_template(sums.ALPHABET),
+        alphabet=worked_sums.ALPHABET,
+        demonstrations=worked_sums.demonstrations,
+        chat_template=templates.sums_template(worked_sums.ALPHABET),
         learning_rate=6e-3,
     ),
     "calculator": WarmStart(

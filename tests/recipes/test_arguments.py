@@ -41,6 +41,15 @@ def test_a_flag_changes_one_value_and_keeps_every_other(flags, capsys):
     assert "math_cpu.yaml, 3 flags on top" in capsys.readouterr().out
 
 
+def test_options_of_the_data_go_with_the_data(capsys):
+    settings, _, _ = parsed("--dataset_name", "problems.csv")
+    assert settings.dataset_options is None
+    assert "Note: `dataset_options` of the YAML file belongs to its own data" in capsys.readouterr().out
+    assert parsed("--dataset_name", "reasoning_gym:chain_sum")[0].dataset_options is not None
+    both = parsed("--dataset_name", "reasoning_gym:countdown", "--dataset_options", '{"min_numbers": 3}')
+    assert both[0].dataset_options == '{"min_numbers": 3}'
+
+
 def test_only_config_replaces_the_default(tmp_path):
     (tmp_path / "mine.yaml").write_text("max_steps: 7\nlearning_rate: 1e-5\ngradient_checkpointing: false\n")
     _, args, model_args = parsed("--config", "mine.yaml", "--max_steps", "9")
