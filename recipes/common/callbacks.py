@@ -1,10 +1,12 @@
 """A readable progress bar, and a Ctrl-C that loses nothing."""
 
 import signal
-import sys
 
 import torch
-from transformers import ProgressCallback, TrainerCallback
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
+
+from .errors import Stopped
+from .launching import say
 
 
 class CompactProgress(ProgressCallback):
@@ -21,28 +23,47 @@ class CompactProgress(ProgressCallback):
                 self.training_bar.set_postfix(shown)
 
 
+def show_compact_progress(trainer: Trainer) -> None:
+    """Replace the trainer's printed log, and its progress bar if there is one."""
+    trainer.remove_callback(PrinterCallback)
+    if not trainer.args.disable_tqdm:
+        trainer.remove_callback(ProgressCallback)
+        trainer.add_callback(CompactProgress())
+
+
 class CheckpointOnInterrupt(TrainerCallback):
     """
-    Within its context, on Ctrl-C or SIGTERM, finish the step, save a checkpoint and stop; on a second one, stop at once.
+    Within its context, on Ctrl-C or SIGTERM in a training step, finish the step, save a checkpoint and stop; on a second
+    one, stop at once. In the first and the last evaluation there is no step to finish, so it raises [`Stopped`].
 
     All processes stop at the same step: a signal need not reach them in the same one.
     """
 
     def __init__(self):
         self.interrupted = False
+        self._training = False
+        self._trained = False
 
     def __enter__(self):
         self._previous = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
+        return self
 
     def __exit__(self, *exception):
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)
 
     def _on_signal(self, signum, frame):
+        if self._trained:
+            raise Stopped("Training was complete; its last evaluation was not.")
+        if not self._training:
+            raise Stopped("Nothing was trained yet, so there is nothing to resume.")
         if self.interrupted:
-            sys.exit(128 + signum)
+            raise Stopped("The step was not finished; the newest checkpoint is the last one that was saved.")
         self.interrupted = True
-        print("\nInterrupted: finishing this step and saving a checkpoint. Once more to stop at once.", flush=True)
+        say("\nInterrupted: finishing this step and saving a checkpoint. Once more to stop at once.")
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self._training = True
 
     def on_step_end(self, args, state, control, **kwargs):
         interrupted = torch.tensor(float(self.interrupted), device=args.device)
@@ -53,3 +74,6 @@ class CheckpointOnInterrupt(TrainerCallback):
             control.should_save = True
             control.should_training_stop = True
             control.should_evaluate = False
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self._trained = not self.interrupted

@@ -1,17 +1,24 @@
 """Held-out accuracy as avg@k with its standard error, measured by the trainer's own evaluation."""
 
+import functools
 import json
 import statistics
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from .problems import Problems, find_answer
+from .checkpoints import COUNTS
+from .grading import final_text
+
+
+KEPT = 20  # held-out problems whose answers are kept
 
 
 @dataclass
@@ -22,6 +29,7 @@ class Accuracy:
     standard_error: float
     problems: int
     samples: int
+    step: int = 0
 
     def __str__(self):
         return (
@@ -29,67 +37,136 @@ class Accuracy:
         )
 
 
-def accuracy(scores: dict[int, list[float]]) -> Accuracy:
-    """Of the scores of each problem's samples. Problems are the unit: samples of one problem are not independent."""
+def accuracy(scores: dict[int, list[float]], step: int = 0) -> Accuracy:
+    """From the scores of each problem's samples. Problems are the unit: samples of one problem are not independent."""
     means = [statistics.fmean(s) for s in scores.values()]
     error = statistics.stdev(means) / len(means) ** 0.5 if len(means) > 1 else float("nan")
-    return Accuracy(statistics.fmean(means), error, len(means), round(statistics.fmean(map(len, scores.values()))))
+    return Accuracy(statistics.fmean(means), error, len(means), min(map(len, scores.values())), step)
 
 
-class AccuracyReward(TrainerCallback):
+class HeldOut(TrainerCallback):
     """
-    The reward function, 1 for a right answer and 0 for a wrong one, which also keeps count: of the tokens generated in
-    training, and of every held-out problem's scores, turned into an [`Accuracy`] after each evaluation. Checkpoints keep
-    the counts.
+    Counts along with a reward function: the tokens generated in training and, in an evaluation, every held-out problem's
+    scores, which become an [`Accuracy`]. Checkpoints keep the counts. An evaluation amid training leaves the random
+    numbers of training as they are, so that evaluating more often does not change a run.
+
+    Args:
+        problems (`Dataset`):
+            The held-out problems, with their `prompt`. `self.dataset` is the same with their numbers, by which the reward
+            function's calls in an evaluation are told from those in training.
     """
 
-    __name__ = "accuracy"  # under which TRL logs it
-    FILE = "held_out_accuracy.json"
-
-    def __init__(self, problems: Problems):
-        self.grade = problems.grade
+    def __init__(self, problems: Dataset):
+        self.dataset = problems.add_column("held_out", list(range(len(problems))))
         self.tokens_generated = 0  # by this process
         self.evaluations: list[Accuracy] = []
-        self._scores: list[tuple[int, float]] = []
+        self.answers: dict[str, list[dict]] = {}  # "before" and "after": of each problem, its first sample
+        self._samples: list[tuple[int, float, str]] = []
+        self._random_state = None
+
+    def watch(self, reward: Callable[..., list[float]]) -> Callable[..., list[float]]:
+        """`reward`, whose scores are counted."""
+
+        @functools.wraps(reward)
+        def counted(completions, completion_ids, held_out=None, log_metric=None, **kwargs):
+            if log_metric is not None and not isinstance(completions[0], str):
+                turns = sum(message["role"] == "assistant" for c in completions for message in c)
+                log_metric("turns", turns / len(completions))
+            scores = reward(completions=completions, completion_ids=completion_ids, log_metric=log_metric, **kwargs)
+            if held_out is None:
+                self.tokens_generated += sum(map(len, completion_ids))
+            else:
+                samples = zip(held_out, scores, completions, strict=True)
+                self._samples += [(problem, _number(score), transcript(c)) for problem, score, c in samples]
+            return scores
+
+        return counted
 
     def resume(self, checkpoint: str, is_main_process: bool) -> None:
         """Take up the counts that were saved with a checkpoint."""
-        saved = json.loads((Path(checkpoint) / self.FILE).read_text())
+        saved = json.loads((Path(checkpoint) / COUNTS).read_text())
         self.evaluations = [Accuracy(**evaluation) for evaluation in saved["evaluations"]]
+        self.answers = saved["answers"]
         self.tokens_generated = saved["tokens_generated"] if is_main_process else 0
 
     def on_save(self, args, state, control, **kwargs):
-        saved = {"evaluations": [vars(e) for e in self.evaluations], "tokens_generated": self.all_tokens_generated()}
+        saved = {
+            "evaluations": [vars(e) for e in self.evaluations],
+            "answers": self.answers,
+            "tokens_generated": self.all_tokens_generated(),
+        }
         if state.is_world_process_zero:
-            path = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}" / self.FILE
+            path = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}" / COUNTS
             path.write_text(json.dumps(saved))
 
     def all_tokens_generated(self) -> int:
         """By all processes, all of which must ask."""
         return sum(gather_object([self.tokens_generated]))
 
-    @staticmethod
-    def mark(held_out: Dataset) -> Dataset:
-        """Number the held-out problems, so that the reward function can tell them from training."""
-        return held_out.add_column("held_out", list(range(len(held_out))))
-
-    def __call__(
-        self, completions, completion_ids, answer, entry, held_out=None, log_metric=None, **kwargs
-    ) -> list[float]:
-        texts = [c if isinstance(c, str) else c[-1].get("content") or "" for c in completions]
-        if log_metric is not None and not isinstance(completions[0], str):
-            turns = sum(message["role"] == "assistant" for c in completions for message in c)
-            log_metric("turns", turns / len(completions))
-        scores = [self.grade(find_answer(t), a, e) for t, a, e in zip(texts, answer, entry, strict=True)]
-        if held_out is None:
-            self.tokens_generated += sum(map(len, completion_ids))
-        else:
-            self._scores += zip(held_out, scores, strict=True)
-        return scores
+    def on_step_end(self, args, state, control, **kwargs):
+        if control.should_evaluate:
+            self._random_state = _random_state()
 
     def on_evaluate(self, args, state, control, **kwargs):
-        scores = defaultdict(list)
-        for problem, score in gather_object(self._scores):
-            scores[problem].append(score)
-        self._scores = []
-        self.evaluations.append(accuracy(scores))
+        if self._random_state is not None:
+            _set_random_state(self._random_state)
+            self._random_state = None
+        k = args.num_generations_eval or args.num_generations
+        scores, first = defaultdict(list), {}
+        for problem, score, text in gather_object(self._samples):
+            # Several processes fill the last batch up with repeated problems; their first k samples are enough
+            if len(scores[problem]) < k:
+                scores[problem].append(score)
+                first.setdefault(problem, {"said": text, "score": score})
+        self._samples = []
+        self.evaluations.append(accuracy(scores, state.global_step))
+        self.answers["after" if self.answers else "before"] = [first[p] for p in sorted(first)[:KEPT]]
+
+    def examples(self) -> list[dict]:
+        """Of the first few held-out problems, the question, the answer, and what the policy said before and after."""
+        rows = self.dataset.select(range(min(KEPT, len(self.dataset))))
+        return [
+            {"question": row["question"], "answer": row["answer"]}
+            | {when: said[i] for when, said in self.answers.items() if i < len(said)}
+            for i, row in enumerate(rows)
+        ]
+
+
+def transcript(completion: str | list[dict]) -> str:
+    """A completion as one reads it: text, calls as `name(arguments)`, and results behind an arrow."""
+    if isinstance(completion, str):
+        return completion
+    words = []
+    for message in completion:
+        if message["role"] == "tool":
+            words.append(f"→ {message.get('content')}")
+            continue
+        for call in message.get("tool_calls") or []:
+            function = call.get("function", call)
+            arguments = function.get("arguments")
+            shown = ", ".join(map(str, arguments.values())) if isinstance(arguments, dict) else arguments
+            words.append(f"{function.get('name')}({shown})")
+        if message.get("content"):
+            words.append(final_text([message]))
+    return " ".join(words)
+
+
+def _number(score) -> float:
+    """A reward as one number: `None` counts as 0, rewards of turns are added up."""
+    if score is None:
+        return 0.0
+    try:
+        return float(score)
+    except TypeError:
+        return float(sum(score))
+
+
+def _random_state() -> tuple:
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    return torch.get_rng_state(), cuda
+
+
+def _set_random_state(state: tuple) -> None:
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state(state[1])

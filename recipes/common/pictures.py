@@ -1,38 +1,69 @@
 """Pictures of a training run and of a group. Without pyplot, which would choose a backend for whoever imports this."""
 
+import math
 from pathlib import Path
 
+from matplotlib.colors import Normalize, TwoSlopeNorm
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from .held_out import Accuracy
+
 
 PANELS = (
-    ("reward", "reward (share of right answers)"),
+    ("reward", "reward, mean of a batch"),
     ("grad_norm", "gradient norm"),
     ("otb/energy/token_mean", "energy of a token, mean of $w_t$"),
-    ("turns", "turns of a completion"),
+    ("turns", "turns per completion"),
     ("tools/failure_frequency", "share of calls that fail"),
 )
+SEQUENTIAL, DIVERGING = "viridis", "RdBu"
 
 
-def plot_training(log_history: list[dict], path: Path, title: str) -> None:
-    """Reward, gradient norm, energy and turns over the steps of a run, each with its running mean over a tenth of it."""
-    panels = [(key, label) for key, label in PANELS if any(entry.get(key) is not None for entry in log_history)]
-    figure = Figure(figsize=(4.2 * len(panels), 3.4), layout="constrained")
-    axes = figure.subplots(1, len(panels), squeeze=False)
-    for axis, (key, label) in zip(axes[0], panels, strict=True):
-        points = [(entry["step"], entry[key]) for entry in log_history if entry.get(key) is not None]
-        steps, values = zip(*points, strict=True)
-        axis.plot(steps, values, color="tab:blue", alpha=0.35, linewidth=1)
-        width = max(1, len(values) // 10)
-        means = [sum(values[max(0, i - width + 1) : i + 1]) / min(i + 1, width) for i in range(len(values))]
-        axis.plot(steps, means, color="tab:blue", linewidth=2)
-        axis.set_xlabel("step")
+def plot_training(log_history: list[dict], evaluations: list[Accuracy], path: Path, title: str) -> None:
+    """
+    Held-out accuracy, reward, gradient norm, energy and turns over the steps of a run.
+
+    Of what is logged often, the pale line is every logged value and the bold one their centred mean over a tenth of the
+    run. A panel whose values are missing is left out.
+    """
+    panels = [(key, label) for key, label in PANELS if any(_is_number(entry.get(key)) for entry in log_history)]
+    rows = 1 + (len(panels) > 3)
+    columns = math.ceil((len(panels) + 1) / rows)
+    figure = Figure(figsize=(4.2 * columns, 3.1 * rows + 0.6), layout="constrained")
+    first, *others = figure.subplots(rows, columns, squeeze=False).flat
+    for unused in others[len(panels) :]:
+        unused.remove()
+    others = others[: len(panels)]
+    first.errorbar(
+        [e.step for e in evaluations],
+        [100 * e.mean for e in evaluations],
+        [0.0 if math.isnan(e.standard_error) else 100 * e.standard_error for e in evaluations],
+        color="tab:red", marker="o", capsize=3,
+    )  # fmt: skip
+    first.set_title("held-out accuracy, % ± standard error", fontsize=10)
+    for axis, (key, label) in zip(others, panels, strict=True):
+        steps, values = zip(*[(e["step"], e[key]) for e in log_history if _is_number(e.get(key))], strict=True)
+        axis.plot(steps, values, color="tab:blue", alpha=0.35, linewidth=1, marker="." if len(values) < 10 else None)
+        axis.plot(steps, centred_mean(values, len(values) // 10), color="tab:blue", linewidth=2)
         axis.set_title(label, fontsize=10)
-        axis.set_ylim(bottom=0)
+    for axis in (first, *others):
+        axis.set_xlabel("step")
+        axis.set_ylim(0, axis.get_ylim()[1] * 1.05)
         axis.grid(alpha=0.3)
-    figure.suptitle(title, fontsize=11)
+    explained = "pale: every logged value; bold: their centred mean over a tenth of the run"
+    figure.suptitle(f"{title}\n{explained}" if others else title, fontsize=10)
     figure.savefig(path, dpi=120)
+
+
+def centred_mean(values: list[float], width: int) -> list[float]:
+    """The mean over about `width` values around each one; fewer at the ends, as many on the left as on the right."""
+    means = []
+    for i in range(len(values)):
+        reach = min(width // 2, i, len(values) - 1 - i)
+        window = values[i - reach : i + reach + 1]
+        means.append(sum(window) / len(window))
+    return means
 
 
 def plot_group(
@@ -40,6 +71,7 @@ def plot_group(
     by_policy: list[list[bool]],
     panels: dict[str, list[list[float]]],
     labels: list[str],
+    diverging: tuple[str, ...] = ("advantage",),
 ) -> Figure:
     """
     One group of completions, token by token: each panel colours the policy's tokens by a value and leaves tool output grey.
@@ -53,6 +85,8 @@ def plot_group(
             By title, a value for each token.
         labels (`list[str]`):
             Of each completion, to stand at its left.
+        diverging (`tuple[str, ...]`, *optional*):
+            Panels whose title holds one of these words have a sign: blue above 0, white at 0, red below.
     """
     width = max(map(len, tokens))
     size = (0.25 * width + 2.5, (0.3 * len(tokens) + 0.8) * len(panels))
@@ -66,13 +100,30 @@ def plot_group(
                     image[row][column] = values[row][column]
                 else:
                     axis.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, color="0.85", linewidth=0))
-        shown = axis.imshow(image, cmap="viridis", aspect="auto")
-        middle = (shown.norm.vmin + shown.norm.vmax) / 2
+        signed = any(word in title.lower() for word in diverging)
+        shown = axis.imshow(
+            image, cmap=DIVERGING if signed else SEQUENTIAL, norm=_norm(image, signed), aspect="auto"
+        )
         for row, characters in enumerate(tokens):
             for column, character in enumerate(characters):
-                dark = by_policy[row][column] and image[row][column] < middle
-                axis.text(column, row, character, ha="center", va="center", fontsize=8, color="white" if dark else "black")  # fmt: skip
+                color = "black"
+                if by_policy[row][column]:
+                    red, green, blue, _ = shown.to_rgba(image[row][column])
+                    color = "white" if 0.3 * red + 0.59 * green + 0.11 * blue < 0.5 else "black"
+                axis.text(column, row, character, ha="center", va="center", fontsize=8, color=color)
         axis.set_yticks(range(len(labels)), labels)
         axis.set(title=title, xlabel="token of the completion (grey: tool output)")
         figure.colorbar(shown, ax=axis, pad=0.01)
     return figure
+
+
+def _norm(image: list[list[float]], signed: bool) -> Normalize:
+    values = [value for row in image for value in row if not math.isnan(value)] or [0.0]
+    if signed:
+        largest = max(map(abs, values)) or 1.0
+        return TwoSlopeNorm(0.0, -largest, largest)
+    return Normalize(min(values), max(values))
+
+
+def _is_number(value) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)

@@ -1,23 +1,26 @@
-"""Verifiable problems: where they come from, how an answer is found in a completion, and how it is graded."""
+"""Verifiable problems: where they come from, and which of them are held out."""
 
 import difflib
-import re
+import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, load_dataset
-from transformers import PreTrainedTokenizerBase
 
 from .errors import InputError
-from .sums import CHAIN_SUM
+from .grading import grade_mathematics
 
 
 REASONING_GYM = "reasoning_gym:"
 FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 PROMPT_COLUMNS = ("prompt", "question", "problem")
 ANSWER_COLUMNS = ("answer", "solution", "target")
+# Columns that a recipe or TRL gives a meaning of its own.
+RESERVED = {"prompt", "question", "answer", "entry", "before", "held_out", "completions", "completion_ids", "image"}
+RESERVED |= {"images", "tools", "chat_template_kwargs", "environment", "trainer_state", "log_extra", "log_metric"}
 
 
 @dataclass
@@ -25,20 +28,28 @@ class Problems:
     """
     Args:
         train, held_out (`Dataset`):
-            Columns `question` and `answer`, and `entry`, by which the grader of a reasoning-gym task finds the problem.
+            Columns `question` and `answer`, both text; `entry`, by which the grader of a reasoning-gym task finds the
+            problem; `before`, the messages of a conversation before its question; and the data's other columns.
         grade (`Callable[[str, str, int | None], float]`):
             (answer found in a completion, `answer`, `entry`) -> 1.0 or 0.0.
+        duplicates (`int`):
+            Rows that were dropped because an earlier row asks the same.
     """
 
     train: Dataset
     held_out: Dataset
-    grade: Callable[[str, str, int | None], float]
+    grade: Callable[[str, str, int | None], float] = grade_mathematics
+    duplicates: int = 0
+
+    def __str__(self):
+        dropped = f"; {self.duplicates} duplicates dropped" if self.duplicates else ""
+        return f"{len(self.train):,} problems to train on, {len(self.held_out):,} held out{dropped}"
 
 
 def load_problems(
     name: str,
     *,
-    options: dict[str, Any] | None = None,
+    options: str | dict[str, Any] | None = None,
     config: str | None = None,
     split: str = "train",
     prompt_column: str | None = None,
@@ -48,13 +59,13 @@ def load_problems(
     seed: int = 0,
 ) -> Problems:
     """
-    Load problems and hold some out; which ones does not depend on the seed, so that runs can be compared.
+    Load problems and hold some out. Which ones does not depend on the seed, so that runs can be compared.
 
     Args:
         name (`str`):
             `reasoning_gym:TASK`, a `.jsonl`, `.json`, `.parquet` or `.csv` file, or a dataset id on the hub.
-        options (`dict`, *optional*):
-            Options of the reasoning-gym task.
+        options (`str` or `dict`, *optional*):
+            Options of the reasoning-gym task, as a dictionary or as JSON.
         config, split (`str`):
             Configuration and split of a hub dataset.
         prompt_column, answer_column (`str`, *optional*):
@@ -67,29 +78,91 @@ def load_problems(
     Raises:
         InputError: The problems cannot be had as asked for.
     """
+    options = _options(options) if isinstance(options, str) else options or {}
     if name.startswith(REASONING_GYM):
-        return _reasoning_gym(name.removeprefix(REASONING_GYM), options or {}, num_train, num_held_out, seed)
+        return _reasoning_gym(name.removeprefix(REASONING_GYM), options, num_train, num_held_out, seed)
     if options:
         raise InputError(f"`dataset_options` is for reasoning-gym tasks, and `dataset_name` is {name!r}.")
     data = _load(name, config, split)
+    rows, duplicates = _unique(_rows(data, name, prompt_column, answer_column))
+    if len(rows) < 2:
+        raise InputError(
+            f"{name} has {len(data)} rows, but only {len(rows)} different problem: at least 2 are needed, one to train "
+            "on and one to hold out."
+        )
+    data = Dataset.from_list(rows).shuffle(seed=0)
+    held_out = max(1, min(num_held_out, len(data) // 5))
+    train, held_out = data.select(range(held_out, len(data))), data.select(range(held_out))
+    return Problems(train, held_out, duplicates=duplicates)
+
+
+def _rows(data: Dataset, name: str, prompt_column: str | None, answer_column: str | None) -> list[dict[str, Any]]:
     prompts = _column(data, prompt_column, PROMPT_COLUMNS, "prompt_column")
     answers = _column(data, answer_column, ANSWER_COLUMNS, "answer_column")
-    for column in (prompts, answers):
-        for i, value in enumerate(data[column]):
-            if value is None or not str(value).strip():
-                raise InputError(f"row {i} of {name} has an empty {column!r}: drop such rows.")
-    data = Dataset.from_dict(
-        {
-            "question": [_text(q, prompts, i) for i, q in enumerate(data[prompts])],
-            "answer": [str(a).split("####")[-1].strip() for a in data[answers]],  # GSM8K's mark of the final answer
-            "entry": [None] * len(data),
-        }
+    others = [column for column in data.column_names if column not in RESERVED | {prompts, answers}]
+    rows = []
+    for i, row in enumerate(data):
+        before, question = _question(row[prompts], prompts, i, name)
+        rows.append(
+            {column: row[column] for column in others}
+            | {"question": question, "answer": _answer(row[answers], answers, i, name), "entry": None, "before": before}
+        )
+    return rows
+
+
+def _unique(rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:
+    """The first row of every question, whatever its spaces, and how many others there were."""
+    first = {}
+    for row in rows:
+        first.setdefault((" ".join(row["question"].split()), json.dumps(row["before"])), row)
+    return list(first.values()), len(rows) - len(first)
+
+
+def _question(value: Any, column: str, row: int, name: str) -> tuple[list[dict[str, str]], str]:
+    """Of text, itself; of a conversation, what stands before its last user message, and that message."""
+    if isinstance(value, list) and value and all(isinstance(m, dict) and "content" in m for m in value):
+        if value[-1].get("role") != "user":
+            raise InputError(f"row {row} of {name}: the conversation in {column!r} must end with a user's message.")
+        return [{"role": m["role"], "content": m["content"]} for m in value[:-1]], str(value[-1]["content"])
+    if _is_number(value):
+        return [], str(value)
+    if not isinstance(value, str) or not value.strip():
+        raise InputError(
+            f"row {row} of {name}: {column!r} holds {_kind(value)}, and must hold text, or messages that end with a "
+            "user's. Drop or mend such rows, or name another column with --prompt_column."
+        )
+    return [], value
+
+
+def _answer(value: Any, column: str, row: int, name: str) -> str:
+    if isinstance(value, str) and value.strip():
+        return value.split("####")[-1].strip()  # GSM8K's mark of the final answer
+    if _is_number(value):
+        return str(value)
+    raise InputError(
+        f"row {row} of {name}: {column!r} holds {_kind(value)}, and an answer must be text or a number. Drop or mend such "
+        "rows, or name another column with --answer_column."
     )
-    if len(data) < 2:
-        raise InputError(f"{name} has {len(data)} row: at least 2 are needed, one to train on and one to hold out.")
-    data = data.shuffle(seed=0)
-    held_out = max(1, min(num_held_out, len(data) // 5))
-    return Problems(data.select(range(held_out, len(data))), data.select(range(held_out)), grade_mathematics)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _kind(value: Any) -> str:
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return "nothing"
+    return f"a {type(value).__name__}, {str(value)[:60]}"
+
+
+def _options(text: str) -> dict[str, Any]:
+    try:
+        options = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise InputError(f"`dataset_options` is {text!r}: it is not JSON: {error}.") from error
+    if not isinstance(options, dict):
+        raise InputError(f"`dataset_options` is {text!r}: it must be a JSON object.")
+    return options
 
 
 def _reasoning_gym(task: str, options: dict[str, Any], num_train: int, num_held_out: int, seed: int) -> Problems:
@@ -99,7 +172,6 @@ def _reasoning_gym(task: str, options: dict[str, Any], num_train: int, num_held_
     if task not in DATASETS:
         close = difflib.get_close_matches(task, DATASETS) or sorted(DATASETS)[:5]
         raise InputError(f"reasoning-gym has no task {task!r}. Close to it: {', '.join(close)}.")
-    options = {**CHAIN_SUM, **options} if task == "chain_sum" else options
 
     entries = []  # the problems as reasoning-gym made them: some tasks grade by more than the answer
 
@@ -107,7 +179,7 @@ def _reasoning_gym(task: str, options: dict[str, Any], num_train: int, num_held_
         try:
             data = reasoning_gym.create_dataset(task, size=size, seed=seed, **options)
         except (TypeError, AssertionError, ValueError) as error:
-            raise InputError(f"reasoning-gym does not take {options} for {task!r}: {error}") from error
+            raise InputError(f"reasoning-gym does not take {options} for {task!r}: {error}.") from error
         rows = []
         for problem in data:
             rows.append({"question": problem["question"], "answer": str(problem["answer"]), "entry": len(entries)})
@@ -130,22 +202,12 @@ def _reasoning_gym(task: str, options: dict[str, Any], num_train: int, num_held_
     return Problems(Dataset.from_list(train), Dataset.from_list(held_out), grade)
 
 
-def _text(question: Any, column: str, row: int) -> str:
-    """A question as text; of a conversation, its last user message."""
-    if isinstance(question, list) and all(isinstance(m, dict) and "content" in m for m in question):
-        question = [m["content"] for m in question if m.get("role") == "user"][-1:]
-        question = question[0] if question else None
-    if not isinstance(question, str | int | float):
-        raise InputError(f"row {row} of column {column!r} holds neither text nor messages with a user's turn in text.")
-    return str(question)
-
-
 def _load(name: str, config: str | None, split: str) -> Dataset:
     path = Path(name)
     if path.suffix in FILE_FORMATS:
         if not path.is_file():
             raise InputError(f"the dataset file {name} does not exist.")
-        if path.stat().st_size == 0:
+        if path.stat().st_size < 100 and not path.read_bytes().strip(b" \n\r\t[]{}"):
             raise InputError(f"the dataset file {name} is empty.")
     elif path.exists():
         raise InputError(f"the dataset {name} must be a file that ends in {', '.join(FILE_FORMATS)}.")
@@ -172,64 +234,3 @@ def _column(data: Dataset, asked_for: str | None, usual: tuple[str, ...], flag: 
         f"the dataset has none of the columns {', '.join(usual)} but {', '.join(data.column_names)}: name one with "
         f"--{flag}."
     )
-
-
-def with_prompts(data: Dataset, tokenizer: PreTrainedTokenizerBase, instruction: str, embedded: bool) -> Dataset:
-    """
-    Add the `prompt` column: a conversation for a tokenizer with a chat template, else plain text; for an embedded policy of
-    the bare expression.
-
-    Raises:
-        InputError: The embedded policy cannot read a question.
-    """
-
-    def prompt(question: str):
-        text = _squeeze(question, tokenizer) if embedded else f"{question}\n{instruction}".strip()
-        if tokenizer.chat_template:
-            return [{"role": "user", "content": text}]
-        return f"{text}=" if embedded else f"{text}\n"
-
-    return data.add_column("prompt", [prompt(question) for question in data["question"]])
-
-
-def _squeeze(question: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """`"... problem: 3 + 4 ="` -> `"3+4"`."""
-    prompt = re.sub(r"\s", "", question.split(":")[-1]).removesuffix("=")
-    vocabulary = tokenizer.get_vocab()
-    known = "".join(sorted((token for token in vocabulary if len(token) == 1), key=vocabulary.get))
-    unknown = sorted(set(prompt) - set(known))
-    if unknown:
-        raise InputError(
-            f"the embedded policy reads only the characters {known}, and a question holds {unknown[0]!r}: "
-            f"{question[:80]!r}. Choose a model with --model_name_or_path."
-        )
-    return prompt
-
-
-def find_answer(completion: str) -> str:
-    """The last `<answer>…</answer>`, else the last `\\boxed{…}`, else what follows the last `=`, else everything."""
-    tagged = re.findall(r"<answer>(.*?)</answer>", completion, flags=re.DOTALL)
-    if tagged:
-        return tagged[-1].strip()
-    start = completion.rfind(r"\boxed{")
-    if start >= 0:
-        depth, begin = 1, start + len(r"\boxed{")
-        for end in range(begin, len(completion)):
-            depth += {"{": 1, "}": -1}.get(completion[end], 0)
-            if depth == 0:
-                return completion[begin:end].strip()
-    return completion.split("=")[-1].strip()
-
-
-def grade_mathematics(answer: str, gold: str, entry: int | None = None, seconds: int = 3) -> float:
-    """
-    Whether two answers of unknown form are equal, to the letter or as mathematics (math-verify). What takes longer than
-    `seconds` to work out, such as 9^9^9^9, is wrong. Call it in the main thread: math-verify keeps time by its signals.
-    """
-    from math_verify import parse, verify
-
-    if answer == gold:
-        return 1.0
-    # Both as LaTeX, which reads 1/2, \frac{1}{2} and 0.5 alike
-    gold_parsed, answer_parsed = (parse(f"${text}$", parsing_timeout=seconds) for text in (gold, answer))
-    return float(verify(gold_parsed, answer_parsed, timeout_seconds=seconds))

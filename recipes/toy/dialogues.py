@@ -1,6 +1,6 @@
 """
-Sums worked out with a calculator that does one operation a call, by a careless pupil: what the embedded policy of tool_math.py
-is warm-started on.
+Sums worked out by a careless pupil with a calculator that does one operation per call: the warm start of the toy policy
+of tool_math.py.
 
 A conversation is written with few characters, `12+7-35>[12+7]<eos>{19}>[19-35]<eos>{-16}>=-16<eos>`: the problem, a call, what
 the calculator shows, the next call, and the answer.
@@ -8,51 +8,13 @@ the calculator shows, the next call, and the answer.
 
 import random
 
-from .calculator import evaluate
-from .sums import expressions
+from recipes.common.calculator import evaluate
+from .worked_sums import expressions
 
 
 ALPHABET = "0123456789+-=[]{}>?"
 CHAIN_SUM = {"min_terms": 3, "max_terms": 4, "min_digits": 2, "max_digits": 2}
 LONG_CHAIN_SUM = {"min_terms": 8, "max_terms": 10, "min_digits": 1, "max_digits": 1}
-
-CHAT_TEMPLATE = """\
-{%- for message in messages -%}
-    {%- if message.role == 'user' -%}
-        {{- message.content -}}
-    {%- elif message.role == 'assistant' -%}
-        {{- '>' -}}
-        {%- for call in message.tool_calls or [] -%}
-            {%- set arguments = call.function.arguments -%}
-            {%- if call.function.name == 'calculator' and arguments.keys() | list == ['expression'] -%}
-                {{- '[' ~ arguments.expression ~ ']' -}}
-            {%- else -%}
-                {{- '[' ~ call.function.name ~ arguments | tojson ~ ']' -}}
-            {%- endif -%}
-        {%- endfor -%}
-        {{- (message.content or '') ~ eos_token -}}
-    {%- elif message.role == 'tool' -%}
-        {{- '{' ~ ('?' if message.content.startswith('{') else message.content) ~ '}' -}}
-    {%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '>' -}}{%- endif -%}"""
-RESPONSE_TEMPLATE = {
-    "defaults": {"role": "assistant"},
-    "start_anchor": ">",
-    "fields": {
-        "tool_calls": {
-            "open": "[",
-            "close": "]",
-            "repeats": True,
-            "content": "text",
-            "transform": {
-                "type": "function",
-                "function": {"name": "calculator", "arguments": {"expression": "{content}"}},
-            },
-        },
-        "content": {"close": "<eos>", "content": "text"},
-    },
-}
 
 
 def demonstrations(size: int, chain_sum: dict[str, int] = CHAIN_SUM) -> list[list[tuple[str, bool]]]:
@@ -61,7 +23,7 @@ def demonstrations(size: int, chain_sum: dict[str, int] = CHAIN_SUM) -> list[lis
 
 
 def long_demonstrations(size: int) -> list[list[tuple[str, bool]]]:
-    """Of ten turns or so."""
+    """Dialogues of about ten turns."""
     return demonstrations(size, LONG_CHAIN_SUM)
 
 

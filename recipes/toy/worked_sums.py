@@ -1,15 +1,15 @@
-"""Short sums and differences, worked out by a careless pupil: what the embedded policy of math.py is warm-started on."""
+"""Short sums and differences, worked out by a careless pupil: the warm start of the toy policy of math.py."""
 
 import random
 
 
 ALPHABET = "0123456789+-="
-# What is demonstrated, and what `reasoning_gym:chain_sum` asks by default.
+# Options of `reasoning_gym:chain_sum`; recipes/math_cpu.yaml asks for the same problems.
 CHAIN_SUM = {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1}
 
 
 def expressions(size: int, **options) -> list[str]:
-    """Such as `"3 + 4 - 2"`, from reasoning-gym."""
+    """Expressions such as `"3 + 4 - 2"`, from reasoning-gym."""
     import reasoning_gym
 
     problems = reasoning_gym.create_dataset("chain_sum", size=size, seed=1, **options)
@@ -26,8 +26,8 @@ def demonstrations(size: int) -> list[list[tuple[str, bool]]]:
 
 def _demonstration(expression: str, rng: random.Random) -> str:
     """
-    Of `"3 + 4 - 2"`: `"7-2=5"` with partial results, in seven cases of ten, or `"5"`; every number that is worked out is
-    wrong in one case of five.
+    For `"3 + 4 - 2"`, `"7-2=5"` with partial results in seven cases of ten, else `"5"`. Every number that is worked out
+    is wrong in one case of five.
     """
 
     def work_out(value: int) -> int:

@@ -1,0 +1,272 @@
+"""From the command line and a YAML file to the options of a run."""
+
+import argparse
+import copy
+import dataclasses
+import difflib
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from trl import GRPOConfig, ModelConfig, TrlParser
+
+from trl_otb import OTBGRPOConfig
+from trl_otb.baselines import BASELINES
+
+from .checks import check_values
+from .errors import InputError
+from .launching import processes, say
+
+
+RECIPES = Path(__file__).parents[1]
+# Stands for "no folder was asked for" until the baseline and the seed, which name the folder, are known.
+UNNAMED_FOLDER = "runs/RECIPE/BASELINE-seedSEED"
+# Old names that transformers still takes, with a warning, and ignores beside the new ones.
+RENAMED = {
+    "gradient_checkpointing": "activation_checkpointing",
+    "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
+}
+DATA_OPTIONS = ("dataset_options", "dataset_config", "dataset_split", "prompt_column", "answer_column")
+# In place of their own words.
+HELP = {
+    "output_dir": "Folder of the run.",
+    "model_name_or_path": "A model folder, a hub id, or module:function, which is called and returns a folder.",
+    "resume_from_checkpoint": "`latest`, or the folder of a checkpoint.",
+}
+# The options of TRL and transformers that one changes most, for `--help`.
+FREQUENT = (
+    "model_name_or_path output_dir seed learning_rate max_steps per_device_train_batch_size "
+    "gradient_accumulation_steps num_generations max_completion_length temperature beta loss_type eval_strategy "
+    "eval_steps num_generations_eval per_device_eval_batch_size reward_weights save_steps logging_steps report_to "
+    "resume_from_checkpoint use_peft lora_r load_in_4bit use_vllm vllm_mode activation_checkpointing bf16 use_cpu"
+).split()
+
+
+@dataclass
+class RecipeArguments:
+    """Options of a recipe, beside those of OTBGRPOConfig and of TRL's ModelConfig."""
+
+    dataset_name: str = field(
+        default="reasoning_gym:chain_sum",
+        metadata={
+            "help": "`reasoning_gym:TASK`, a local .jsonl, .json, .parquet or .csv file, or a dataset id on the hub."
+        },
+    )
+    dataset_options: str | None = field(
+        default=None, metadata={"help": "Options of the reasoning-gym task, as JSON: `'{\"max_terms\": 6}'`."}
+    )
+    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a hub dataset."})
+    dataset_split: str = field(default="train", metadata={"help": "Split of a hub dataset."})
+    prompt_column: str | None = field(
+        default=None, metadata={"help": "Column that holds the problem; by default prompt, question or problem."}
+    )
+    answer_column: str | None = field(
+        default=None, metadata={"help": "Column that holds the answer; by default answer, solution or target."}
+    )
+    num_train_problems: int = field(default=20_000, metadata={"help": "Problems that reasoning-gym generates."})
+    num_held_out_problems: int = field(
+        default=200, metadata={"help": "Held-out problems; of a file or hub dataset at most a fifth is held out."}
+    )
+    instruction: str = field(
+        default=r"Put your final answer within \boxed{}.", metadata={"help": "Added to every problem."}
+    )
+    reward_funcs: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Reward functions of your own, each `module:function`, beside the recipe's grading, which comes "
+            "first; weigh them with --reward_weights."
+        },
+    )
+    eval_only: bool = field(
+        default=False, metadata={"help": "Measure the held-out accuracy of the model and stop; nothing is trained."}
+    )
+    overwrite: bool = field(
+        default=False, metadata={"help": "Replace the run that the output folder already holds."}
+    )
+    allow_changes: bool = field(
+        default=False, metadata={"help": "Resume although options differ from those that the run began with."}
+    )
+    traceback: bool = field(default=False, metadata={"help": "Print the traceback of an error."})
+
+
+class _ShortHelp(argparse.ArgumentDefaultsHelpFormatter):
+    """Defaults are shown unless they are none."""
+
+    def _get_help_string(self, action):
+        return action.help if action.default in (None, False) else super()._get_help_string(action)
+
+
+class RecipeParser(TrlParser):
+    """TRL's parser with exact flag names, errors in one line, and a help that can be read."""
+
+    def __init__(self, name: str, arguments: type):
+        super().__init__(
+            (arguments, OTBGRPOConfig, ModelConfig),
+            prog=name,
+            usage=f"{name} [--config FILE.yaml] [--flag value ...]",
+            allow_abbrev=False,
+            add_help=False,
+        )
+        self._negative_number_matcher = re.compile(r"-(\d+|\d*\.\d+)([eE][-+]?\d+)?$")  # -1e-4 is no flag
+        self._recipes_own = {f.name for f in dataclasses.fields(arguments)}
+        self._otb = {f.name for f in dataclasses.fields(OTBGRPOConfig)} - {
+            f.name for f in dataclasses.fields(GRPOConfig)
+        }
+        general = self.add_argument_group("help and defaults")
+        general.add_argument("--config", metavar="FILE.yaml", help="Defaults, in place of the recipe's own YAML file.")
+        general.add_argument("-h", "--help", action="store_true", help="Show the options one needs most, and exit.")
+        general.add_argument("--help-all", action="store_true", help="Show every option of TRL too, and exit.")
+        self.actions = {action.dest: action for action in reversed(self._actions)}  # --x rather than --no_x
+        for name, text in HELP.items():
+            self.actions[name].help = text
+        self.actions["baseline"].metavar = "NAME"
+        self.actions["baseline"].help = f"One of {', '.join(BASELINES)}, or your own as module:function."
+
+    def error(self, message: str) -> None:
+        raise InputError(f"{message}. See --help.")
+
+    def format_short_help(self) -> str:
+        formatter = _ShortHelp(self.prog, max_help_position=34, width=110)
+        formatter.add_usage(self.usage, self._actions, [])
+        groups = (
+            ("general", ("config", "help", "help_all")),
+            ("the recipe", self._recipes_own),
+            ("the baseline", self._otb | {"scale_rewards"}),
+            ("training, most used (all: --help-all)", FREQUENT),
+        )
+        for title, names in groups:
+            formatter.start_section(title)
+            for action in [a for a in self.actions.values() if a.dest in names][::-1]:
+                action = copy.copy(action)
+                spelt = action.option_strings
+                action.option_strings = [o for o in spelt if f"--{o[2:].replace('-', '_')}" in (o, "--help_all")] or spelt
+                if action.choices is None and action.dest not in ("config", "baseline") and action.nargs != 0:
+                    action.metavar = "true|false" if action.nargs == "?" else "VALUE"
+                if names is FREQUENT:
+                    action.help = action.help.split(". ")[0].rstrip(".") + "."
+                formatter.add_argument(action)
+            formatter.end_section()
+        return formatter.format_help()
+
+    def closest(self, name: str) -> str:
+        close = difflib.get_close_matches(name, [*self.actions], n=1)
+        return f" Did you mean {close[0]}?" if close else " See --help-all for all options."
+
+    def read_yaml(self, path: Path) -> None:
+        """Take defaults from a YAML file; its keys and values are checked as flags are."""
+        try:
+            values = yaml.safe_load(path.read_text())
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise InputError(f"`--config` is {str(path)!r}: it cannot be read: {error}") from error
+        if not isinstance(values, dict):
+            raise InputError(f"`--config` is {str(path)!r}: it must hold one `option: value` per line.")
+        os.environ.update({key: str(value) for key, value in (values.pop("env", None) or {}).items()})
+        values = {RENAMED.get(key, key): value for key, value in values.items()}
+        for key, value in values.items():
+            action = self.actions.get(key)
+            if action is None or key in ("config", "help", "help_all"):
+                raise InputError(f"{path} has an unknown option {key!r}.{self.closest(str(key))}")
+            self._check_yaml_value(path, action, value)
+        self.set_defaults_with_config(**values)
+
+    def _check_yaml_value(self, path: Path, action: argparse.Action, value: Any) -> None:
+        if value is None or isinstance(value, dict):
+            return
+        if isinstance(value, list) and action.nargs != "+":
+            raise InputError(f"{path}: `{action.dest}` is {value!r}: it takes one value.")
+        for single in value if isinstance(value, list) else [value]:
+            try:
+                converted = self._get_value(action, str(single))
+                self._check_value(action, converted)
+            except argparse.ArgumentError as error:
+                raise InputError(f"{path}: `{action.dest}` is {single!r}: {error.message}.") from error
+
+
+def parse(
+    name: str, arguments: type, default_config: str, argv: list[str]
+) -> tuple[RecipeArguments, OTBGRPOConfig, ModelConfig]:
+    """
+    Parse flags, with a YAML file for everything that they leave open.
+
+    Args:
+        name (`str`):
+            The recipe's file name, for messages.
+        arguments (`type`):
+            `RecipeArguments` or a subclass.
+        default_config (`str`):
+            The recipe's own YAML file, in recipes/. Only `--config` replaces it.
+        argv (`list[str]`):
+            The command line after the program's name.
+
+    Raises:
+        InputError: A flag or a value cannot be used.
+    """
+    parser = RecipeParser(name, arguments)
+    if not torch.accelerator.is_available():
+        parser.set_defaults(use_cpu=True, bf16=False)
+    parser.set_defaults(output_dir=UNNAMED_FOLDER)
+    argv = [_renamed(word) for word in argv]
+    given, unknown = parser.parse_known_args(argv)
+    config = Path(given.config or RECIPES / default_config)
+    parser.read_yaml(config)
+    if given.help or given.help_all:
+        print(parser.format_help() if given.help_all else parser.format_short_help())
+        raise SystemExit(0)
+    if unknown:
+        word = unknown[0].split("=")[0]
+        if not word.startswith("-"):
+            raise InputError(f"{word!r} belongs to no flag.")
+        raise InputError(f"there is no flag {word}.{parser.closest(word.lstrip('-'))}")
+    values = parser.parse_args(argv)
+    check_values(values, processes())
+    try:
+        settings, args, model_args, _ = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
+    except (ValueError, TypeError, ImportError, RuntimeError, AssertionError) as error:
+        raise InputError(str(error)) from error  # what a configuration says about its own values
+    _drop_options_of_other_data(parser, settings, argv)
+    if args.output_dir == UNNAMED_FOLDER:
+        args.output_dir = str(default_folder(name, args))
+    args.model_init_kwargs = {
+        **(args.model_init_kwargs or {}),
+        "revision": model_args.model_revision,
+        "attn_implementation": model_args.attn_implementation,
+        "dtype": model_args.dtype,
+    }
+    flags = sum(word.startswith("--") for word in argv)
+    say(f"{name}: defaults from {_shown(config)}" + (f", {flags} flag{'s' * (flags > 1)} on top." if flags else "."))
+    return settings, args, model_args
+
+
+def _renamed(word: str) -> str:
+    name, *value = word.removeprefix("--").split("=", 1)
+    return "=".join([f"--{RENAMED[name]}", *value]) if word.startswith("--") and name in RENAMED else word
+
+
+def _drop_options_of_other_data(parser: RecipeParser, settings: RecipeArguments, argv: list[str]) -> None:
+    """`--dataset_name` names other data than the YAML file: what the file says about its own data goes with it."""
+    if settings.dataset_name == parser.actions["dataset_name"].default:
+        return
+    given = {word.split("=")[0].lstrip("-").replace("-", "_") for word in argv if word.startswith("--")}
+    defaults = {f.name: f.default for f in dataclasses.fields(settings)}
+    for name in DATA_OPTIONS:
+        if name not in given and getattr(settings, name) != defaults[name]:
+            say(f"Note: `{name}` of the YAML file belongs to its own data and is left out.")
+            setattr(settings, name, defaults[name])
+
+
+def default_folder(name: str, args: OTBGRPOConfig) -> Path:
+    """`runs/math/otb-seed42`, or the folder of the checkpoint that is to be resumed."""
+    checkpoint = args.resume_from_checkpoint
+    if checkpoint and checkpoint != "latest":
+        return Path(checkpoint).parent
+    return Path("runs", Path(name).stem, f"{args.baseline.replace(':', '.')}-seed{args.seed}")
+
+
+def _shown(path: Path) -> str:
+    """Relative to the working folder where that is shorter."""
+    relative = os.path.relpath(path)
+    return relative if len(relative) < len(str(path)) else str(path)

@@ -1,0 +1,93 @@
+"""Processes and commands: how this process was started, who speaks, and what could be typed to start it again."""
+
+import logging
+import os
+import shlex
+import sys
+import warnings
+from pathlib import Path
+
+import psutil
+
+
+def processes() -> int:
+    """How many processes were launched together."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def say(text: str) -> None:
+    """Print once, whatever the number of processes."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(text, flush=True)
+
+
+def tidy_output() -> None:
+    """
+    Let the trainer say where its energies come from, and silence what other packages say about themselves and nobody can
+    act on: that TRL uses an option's old name, that bitsandbytes has no CPU kernel, that DeepSpeed found no GPU. Call it
+    before these packages are imported.
+    """
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("trl_otb").setLevel(logging.INFO)
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|trl|accelerate|torch|peft)\b")
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+    import torch
+
+    if not torch.accelerator.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
+def command(argv: list[str], environment: dict[str, str] | None = None) -> str:
+    """The command that started this run, with other arguments of the recipe, ready to be pasted into a shell."""
+    environment = os.environ if environment is None else environment
+    if "TRL_OTB_MAKE_RUN" in environment:
+        return f"make run ARGS={shlex.quote(shlex.join(argv))}" if argv else "make run"
+    launcher = _launcher()
+    program = launcher or [Path(sys.executable).name, *(_module() or [sys.argv[0]])]
+    return shlex.join([*program, *argv])
+
+
+def _module() -> list[str] | None:
+    """`-m recipes.math`, if that is how Python was called."""
+    words = sys.orig_argv[1:]
+    return ["-m", words[words.index("-m") + 1]] if "-m" in words[:-1] else None
+
+
+def _launcher() -> list[str] | None:
+    """`accelerate launch … script.py` or `torchrun … script.py`, read from the parent process."""
+    try:
+        words = psutil.Process(os.getppid()).cmdline()
+    except psutil.Error:
+        return None
+    script = next((i for i, word in enumerate(words) if i > 1 and Path(word).name == Path(sys.argv[0]).name), None)
+    start = next((i for i, word in enumerate(words[:3]) if Path(word).name in ("accelerate", "torchrun")), None)
+    if script is None or start is None:
+        return None
+    return [Path(words[start]).name, *words[start + 1 : script + 1]]
+
+
+def without_flags(argv: list[str], *names: str) -> list[str]:
+    """`argv` without these flags and their values."""
+    kept, skipping = [], False
+    for word in argv:
+        if word.startswith("--"):
+            skipping = word.split("=")[0].removeprefix("--").replace("-", "_") in names
+        if not skipping:
+            kept.append(word)
+    return kept
+
+
+def warn_of_missing_processes() -> None:
+    """`accelerate launch --cpu --num_processes 2` starts one process and does not say so; say it."""
+    words = _launcher() or []
+    if "--num_processes" not in words[:-1]:
+        return
+    asked_for, machines = words[words.index("--num_processes") + 1], "--num_machines"
+    if asked_for.isdecimal() and int(asked_for) != processes():
+        on = f" on {words[words.index(machines) + 1]} machines" if machines in words[:-1] else ""
+        say(
+            f"Note: --num_processes {asked_for}{on} was asked for, and accelerate started {processes()} in all. On a "
+            "CPU it starts several only with --multi_gpu (and without --cpu): accelerate launch --multi_gpu "
+            f"--num_processes {asked_for} --num_machines 1 --mixed_precision no --dynamo_backend no recipes/math.py"
+        )

@@ -1,0 +1,132 @@
+"""The model that a user names: where it is, whether a GRPO trainer can use it, and its tokenizer."""
+
+import os
+from pathlib import Path
+
+from datasets import Dataset
+from jinja2.exceptions import TemplateError
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from trl import GRPOConfig, ModelConfig
+from trl.chat_template_utils import supports_tool_calling
+
+from .checkpoints import check_safetensors
+from .errors import InputError, explained
+from .imports import is_named_object, load_object
+
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+# What the architecture of a model that writes text ends in.
+WRITERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+
+
+def model_path(name: str | None) -> str:
+    """
+    The folder or hub id to load: `module:function` is called and returns it.
+
+    Raises:
+        InputError: There is no such model.
+    """
+    if not name:
+        raise InputError("`model_name_or_path` is empty: name a model folder, a hub id, or module:function.")
+    if is_named_object(name):
+        function = load_object(name, "model_name_or_path")
+        try:
+            path = function()
+        except InputError:
+            raise
+        except Exception as error:
+            raise InputError(f"`model_name_or_path` is {name!r}: it fails with {type(error).__name__}: {error}") from error
+        if not isinstance(path, str | os.PathLike) or not Path(path).is_dir():
+            raise InputError(f"`model_name_or_path` is {name!r}: it returned {path!r}, which is no folder.")
+        name = str(path)
+    if os.path.isdir(name):
+        _check_folder(Path(name))
+    elif name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise InputError(f"`model_name_or_path` is {name!r}: there is no such folder.")
+    return name
+
+
+def load_tokenizer(path: str, args: GRPOConfig, model_args: ModelConfig) -> PreTrainedTokenizerBase:
+    """
+    The model's tokenizer, after a look at the model's configuration.
+
+    Raises:
+        InputError: The tokenizer cannot be loaded, or the model is none that writes text with it.
+    """
+    trust = {"trust_remote_code": args.trust_remote_code, "revision": model_args.model_revision}
+    with explained(f"`model_name_or_path` is {path!r}: its tokenizer cannot be loaded"):
+        tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left", truncation_side="left", **trust)
+    if (Path(path) / "adapter_config.json").is_file() and not (Path(path) / "config.json").is_file():
+        return tokenizer  # the base model's configuration is looked at when it is loaded
+    with explained(f"`model_name_or_path` is {path!r}: its configuration cannot be loaded"):
+        config = AutoConfig.from_pretrained(path, **trust)
+    if config.is_encoder_decoder or not all(a.endswith(WRITERS) for a in config.architectures or []):
+        raise InputError(
+            f"`model_name_or_path` is {path!r}: its architecture is {', '.join(config.architectures or ['unknown'])}, "
+            "and GRPO needs a decoder that writes text (…ForCausalLM)."
+        )
+    vocabulary = config.get_text_config().vocab_size
+    largest = max(tokenizer.get_vocab().values(), default=0)
+    if largest >= vocabulary:
+        raise InputError(
+            f"`model_name_or_path` is {path!r}: its tokenizer has token ids up to {largest}, and the model only "
+            f"{vocabulary} embeddings. Save the model's own tokenizer beside it."
+        )
+    return tokenizer
+
+
+def with_prompts(data: Dataset, tokenizer: PreTrainedTokenizerBase, instruction: str) -> Dataset:
+    """Add the column `prompt`: a conversation where the tokenizer has a chat template, else plain text."""
+
+    def prompt(question: str, before: list[dict[str, str]] | None):
+        text = f"{question}\n{instruction}".strip()
+        if tokenizer.chat_template:
+            return [*(before or []), {"role": "user", "content": text}]
+        return "\n".join([*(message["content"] for message in before or []), text, ""])
+
+    before = data["before"] if "before" in data.column_names else [None] * len(data)
+    return data.add_column("prompt", [prompt(*row) for row in zip(data["question"], before, strict=True)])
+
+
+def check_prompts(
+    data: Dataset, tokenizer: PreTrainedTokenizerBase, path: str, args: GRPOConfig, tools: list | None = None
+) -> None:
+    """
+    Raises:
+        InputError: The chat template refuses a prompt or cannot show tools, or a prompt with its completion is longer
+            than the model's positions.
+    """
+    if tools and not supports_tool_calling(tokenizer):
+        raise InputError(
+            f"`model_name_or_path` is {path!r}: its chat template cannot show tools and their results. Choose a model "
+            "that was taught to call tools, such as Qwen/Qwen3-0.6B, or give the tokenizer such a template."
+        )
+    texts = prompts = list(data["prompt"])
+    if tokenizer.chat_template:
+        try:
+            texts = tokenizer.apply_chat_template(
+                prompts, tools=tools, tokenize=False, add_generation_prompt=True
+            )
+        except TemplateError as error:
+            raise InputError(f"{error}") from error
+    longest = max(map(len, tokenizer(sorted(texts, key=len)[-32:])["input_ids"]))
+    if not (Path(path) / "config.json").is_file():
+        return
+    positions = getattr(AutoConfig.from_pretrained(path).get_text_config(), "max_position_embeddings", None)
+    if positions is not None and longest + args.max_completion_length > positions:
+        raise InputError(
+            f"the longest prompt has {longest} tokens and `max_completion_length` is {args.max_completion_length}: "
+            f"together more than the model's {positions} positions. Lower --max_completion_length, drop long problems, "
+            "or choose another model."
+        )
+
+
+def _check_folder(folder: Path) -> None:
+    what = f"`model_name_or_path` is {str(folder)!r}: the folder has no"
+    if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
+        raise InputError(f"{what} config.json. Save a model there with `save_pretrained`.")
+    if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+        raise InputError(f"{what} weights. Save a model there with `save_pretrained`.")
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise InputError(f"{what} tokenizer. Save the model's there with `tokenizer.save_pretrained`.")
+    check_safetensors(folder)

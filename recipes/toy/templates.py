@@ -1,0 +1,69 @@
+"""The chat templates of the toy policies: they turn a conversation into the few characters that a policy was taught."""
+
+# `State the final answer to the following arithmetic problem: 3 + 4 - 5 =` becomes `3+4-5`. Only a prompt that is to be
+# answered is checked: TRL probes templates with conversations of its own.
+_USER = """\
+{%- for message in messages -%}
+    {%- if message.role == 'user' -%}
+        {%- set asked = message.content.split(':')[-1].split() | join -%}
+        {%- set asked = asked.removesuffix('=') -%}
+        {%- set unknown = asked | list | reject('in', ALPHABET) | list -%}
+        {%- if unknown and add_generation_prompt and loop.last -%}
+            {{- raise_exception('the toy policy reads only the characters ' ~ ALPHABET ~ ', and a prompt holds '
+                ~ (unknown[0] | tojson) ~ ': ' ~ (message.content[:80] | tojson)
+                ~ '. Choose a model with --model_name_or_path, or leave --instruction empty') -}}
+        {%- endif -%}
+        {{- asked -}}
+"""
+
+_SUMS = """\
+    {%- elif message.role == 'assistant' -%}
+        {{- '=' ~ message.content ~ eos_token -}}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '=' -}}{%- endif -%}"""
+
+_CALCULATOR = """\
+    {%- elif message.role == 'assistant' -%}
+        {{- '>' -}}
+        {%- for call in message.tool_calls or [] -%}
+            {%- set arguments = call.function.arguments -%}
+            {%- if call.function.name == 'calculator' and arguments.keys() | list == ['expression'] -%}
+                {{- '[' ~ arguments.expression ~ ']' -}}
+            {%- else -%}
+                {{- '[' ~ call.function.name ~ arguments | tojson ~ ']' -}}
+            {%- endif -%}
+        {%- endfor -%}
+        {{- (message.content or '') ~ eos_token -}}
+    {%- elif message.role == 'tool' -%}
+        {{- '{' ~ ('?' if message.content.startswith('{') else message.content) ~ '}' -}}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '>' -}}{%- endif -%}"""
+
+# What the policy says, read back as a message (transformers' response templates).
+CALCULATOR_RESPONSE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": ">",
+    "fields": {
+        "tool_calls": {
+            "open": "[",
+            "close": "]",
+            "repeats": True,
+            "content": "text",
+            "transform": {
+                "type": "function",
+                "function": {"name": "calculator", "arguments": {"expression": "{content}"}},
+            },
+        },
+        "content": {"close": "<eos>", "content": "text"},
+    },
+}
+
+
+def sums_template(alphabet: str) -> str:
+    return _USER.replace("ALPHABET", repr(alphabet)) + _SUMS
+
+
+def calculator_template(alphabet: str) -> str:
+    return _USER.replace("ALPHABET", repr(alphabet)) + _CALCULATOR

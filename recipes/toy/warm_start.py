@@ -1,0 +1,175 @@
+"""Small policies over single characters, warm-started on what a careless pupil writes down. There is care left to learn."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from . import dialogues, templates, worked_sums
+from .cache import cached
+
+
+@dataclass(frozen=True)
+class WarmStart:
+    """
+    Supervised training on demonstrations.
+
+    Args:
+        alphabet (`str`):
+            The policy's tokens, beside padding and `<eos>`.
+        demonstrations (`Callable[[int], list]`):
+            n -> n demonstrations, each a list of (text, whether the policy is to say it).
+        chat_template (`str`), response_template (`dict`, *optional*):
+            How a conversation is written and how an answer is read, in transformers' form.
+        learning_rate (`float`), steps (`int`), batch_size (`int`):
+            Of the training.
+        model (`dict`):
+            Arguments of `Qwen3Config`.
+    """
+
+    alphabet: str
+    demonstrations: Callable[[int], list[list[tuple[str, bool]]]]
+    chat_template: str
+    learning_rate: float
+    response_template: dict | None = None
+    steps: int = 2000
+    batch_size: int = 32
+    model: tuple[tuple[str, int | bool], ...] = (
+        ("hidden_size", 64),
+        ("intermediate_size", 128),
+        ("num_hidden_layers", 2),
+        ("num_attention_heads", 4),
+        ("num_key_value_heads", 4),
+        ("head_dim", 16),
+        ("max_position_embeddings", 256),
+        ("tie_word_embeddings", True),
+    )
+
+    def key(self) -> str:
+        """A hash of everything that decides the weights, by value: a change of wording or layout leaves it alone."""
+        import torch
+
+        values = {**vars(self), "demonstrations": self.demonstrations(500), "torch": torch.__version__}
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
+
+
+WARM_STARTS = {
+    "sums": WarmStart(
+        alphabet=worked_sums.ALPHABET,
+        demonstrations=worked_sums.demonstrations,
+        chat_template=templates.sums_template(worked_sums.ALPHABET),
+        learning_rate=6e-3,
+    ),
+    "calculator": WarmStart(
+        alphabet=dialogues.ALPHABET,
+        demonstrations=dialogues.demonstrations,
+        chat_template=templates.calculator_template(dialogues.ALPHABET),
+        response_template=templates.CALCULATOR_RESPONSE,
+        learning_rate=4e-3,
+    ),
+}
+WARM_STARTS["long_calculator"] = replace(WARM_STARTS["calculator"], demonstrations=dialogues.long_demonstrations)
+
+
+def policy(kind: str, steps: int | None = None) -> Path:
+    """The cached folder of the policy `WARM_STARTS[kind]`, trained for as many steps as it says if `steps` is `None`."""
+    start = replace(WARM_STARTS[kind], steps=steps or WARM_STARTS[kind].steps)
+
+    def make(folder: Path) -> None:
+        print("Warm-starting the toy policy: a minute or less, once; it is cached.", flush=True)
+        # In a process of its own, outside the launched job: a trainer here would wait for the other processes, which
+        # wait for this one. In a session of its own, so that Ctrl-C reaches only this process, which then ends it.
+        command = [sys.executable, "-m", __name__, kind, str(folder), str(start.steps)]
+        root = Path(__file__).parents[2]
+        done = subprocess.run(
+            command, cwd=root, env=_alone(), start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        )
+        if done.returncode != 0:
+            raise RuntimeError(f"the warm start failed: {done.stderr.decode()[-2000:]}")
+
+    return cached(f"{kind}-{start.key()}", make)
+
+
+def _alone() -> dict[str, str]:
+    """The environment without what a launcher told this process about the others."""
+    launched = ("ACCELERATE_", "FSDP_", "TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_", "LOCAL_", "RANK", "WORLD_SIZE")
+    alone = {key: value for key, value in os.environ.items() if not key.startswith(launched)}
+    return {**alone, "OMP_NUM_THREADS": "1"}  # fastest for so small a model, and the weights are the same everywhere
+
+
+def character_tokenizer(start: WarmStart):
+    """A tokenizer with one token per character of the alphabet."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = ["<pad>", "<eos>", *start.alphabet]
+    backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token="<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    backend.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="<eos>",
+        pad_token="<pad>",
+        padding_side="left",
+        model_input_names=["input_ids", "attention_mask"],
+    )
+    tokenizer.chat_template = start.chat_template
+    tokenizer.response_template = start.response_template
+    return tokenizer
+
+
+def train(start: WarmStart, folder: Path) -> None:
+    """Train the policy and save it, with its tokenizer, in `folder`."""
+    import torch
+    from datasets import Dataset
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from trl import SFTConfig, SFTTrainer
+
+    tokenizer = character_tokenizer(start)
+    ids, said = [], []
+    for segments in start.demonstrations(start.steps * start.batch_size):
+        tokens = [(token, by_policy) for text, by_policy in segments for token in tokenizer(text)["input_ids"]]
+        ids.append([token for token, _ in tokens])
+        said.append([int(by_policy) for _, by_policy in tokens])
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=len(tokenizer),
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            bos_token_id=None,
+            **dict(start.model),
+        )
+    )
+    SFTTrainer(
+        model,
+        args=SFTConfig(
+            output_dir=str(folder),
+            use_cpu=True,
+            bf16=False,
+            activation_checkpointing=False,
+            max_steps=start.steps,
+            per_device_train_batch_size=start.batch_size,
+            learning_rate=start.learning_rate,
+            adam_beta2=0.98,
+            lr_scheduler_type="cosine",
+            warmup_steps=20,
+            max_length=None,
+            save_strategy="no",
+            logging_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        ),
+        train_dataset=Dataset.from_dict({"input_ids": ids, "completion_mask": said}),
+        processing_class=tokenizer,
+    ).train()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    train(replace(WARM_STARTS[sys.argv[1]], steps=int(sys.argv[3])), Path(sys.argv[2]))

@@ -1,0 +1,53 @@
+"""How an answer is found in a completion and graded."""
+
+import time
+
+import pytest
+
+from recipes.common.grading import final_text, find_answer, grade_mathematics
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer"),
+    [
+        ("7", "7"),
+        ("7-2=5", "5"),
+        ("first <answer>1</answer>, no: <answer> 2\n</answer> is 3 = 4", "2"),
+        (r"so \boxed{1} or rather \boxed{\frac{1}{2}}. x = 3", r"\frac{1}{2}"),
+        (r"cut short \boxed{1", r"cut short \boxed{1"),
+        ("", ""),
+    ],
+)
+def test_find_answer(completion, answer):
+    assert find_answer(completion) == answer
+
+
+def test_the_text_of_a_conversation_is_its_last_message():
+    assert final_text("5") == "5"
+    assert final_text([{"role": "assistant", "content": "1"}, {"role": "assistant", "content": "2"}]) == "2"
+    assert final_text([{"role": "assistant", "content": None}]) == ""
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "grade"),
+    [
+        ("42", "42", 1.0),
+        ("42.0", "42", 1.0),
+        (r"\frac{1}{2}", "1/2", 1.0),
+        ("0.5", r"\frac{1}{2}", 1.0),
+        ("2 x + 2", "2(x+1)", 1.0),
+        ("41", "42", 0.0),
+        ("", "42", 0.0),
+        ("no number", "42", 0.0),
+        ("Paris", "Paris", 1.0),
+        ("Rome", "Paris", 0.0),
+    ],
+)
+def test_grade_mathematics(answer, gold, grade):
+    assert grade_mathematics(answer, gold) == grade
+
+
+def test_what_takes_forever_to_work_out_is_wrong():
+    began = time.monotonic()
+    assert grade_mathematics("9^{9^{9^{9}}}", "42", seconds=1) == 0.0
+    assert time.monotonic() - began < 20

@@ -1,0 +1,212 @@
+"""A run's folder: whose it is, what the run began with, and how it goes on."""
+
+import json
+import os
+import re
+import shutil
+import signal
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from recipes import math as recipe
+from recipes.common.errors import InputError
+from recipes.common.run_folder import differences
+from tests.recipes.conftest import log_of, result_of
+
+
+def contents(folder):
+    return {path.relative_to(folder): path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def finished(short_policy, tmp_path_factory):
+    """A whole run of four steps with a checkpoint after two."""
+    from tests.recipes.conftest import SMALL
+
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    recipe.main(["--model_name_or_path", str(short_policy), *SMALL, "--save_steps", "2", "--output_dir", str(folder)])
+    return folder
+
+
+@pytest.fixture
+def copy(finished, tmp_path):
+    """The finished run, and where the fixture `run` looks for it."""
+    return shutil.copytree(finished, tmp_path / "run")
+
+
+def test_a_folder_that_holds_a_run_is_left_alone(run, copy):
+    before = contents(copy)
+    with pytest.raises(InputError, match="holds the result of a run. Say --resume_from_checkpoint latest.*--overwrite"):
+        run()
+    (copy / "result.json").unlink()
+    with pytest.raises(InputError, match="holds checkpoints"):
+        run()
+    for checkpoint in copy.glob("checkpoint-*"):
+        shutil.rmtree(checkpoint)
+    with pytest.raises(InputError, match="holds a model"):
+        run()
+    after = contents(copy)
+    assert after.items() <= before.items() and len(after) > 5
+
+
+def test_overwrite_replaces_a_run(run, copy):
+    run("--overwrite", "--max_steps", "1", "--baseline", "rloo")
+    assert result_of(copy)["baseline"] == "rloo" and result_of(copy)["steps"] == 1
+    assert [path.name for path in copy.glob("checkpoint-*")] == ["checkpoint-1"]
+
+
+def test_an_error_costs_nothing_even_with_overwrite(run, copy):
+    before = contents(copy)
+    with pytest.raises(InputError):
+        run("--overwrite", "--reward_funcs", "nowhere:reward")
+    assert contents(copy) == before
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--resume_from_checkpoint", "latest"], "Nothing left to do: .* holds the result of the whole run"),
+        (["--resume_from_checkpoint", "CHECKPOINT"], "Nothing left to do"),
+        (["--max_steps", "0"], "Nothing left to do: `max_steps` is 0"),
+        (["--resume_from_checkpoint", "latest", "--max_steps", "2"], "Nothing left to do"),
+        (["--resume_from_checkpoint", "latest", "--save_steps", "3", "--logging_steps", "2"], "Nothing left to do"),
+    ],
+)
+def test_nothing_left_to_do_leaves_everything_as_it_is(run, copy, flags, message, capsys, monkeypatch):
+    monkeypatch.setattr(recipe, "OTBGRPOTrainer", lambda **kwargs: pytest.fail("a trainer was constructed"))
+    before = contents(copy)
+    run(*[str(copy / "checkpoint-4") if flag == "CHECKPOINT" else flag for flag in flags])
+    assert contents(copy) == before
+    assert re.search(message, capsys.readouterr().out)
+
+
+def test_a_run_without_its_last_evaluation_says_how_to_get_it(run, copy, capsys):
+    (copy / "result.json").unlink()
+    run("--resume_from_checkpoint", "latest")
+    said = capsys.readouterr().out
+    assert "Nothing left to train" in said and f"--eval_only --model_name_or_path {copy / 'checkpoint-4'}" in said
+
+
+def test_more_steps_go_on(run, copy):
+    run("--resume_from_checkpoint", "latest", "--max_steps", "5")
+    assert result_of(copy)["steps"] == 5 and (copy / "checkpoint-5").is_dir()
+    assert len([h for h in log_of(copy) if "loss" in h]) == 5
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--baseline rloo", "`baseline` was 'otb' and is 'rloo'"),
+        ("--seed 9", "`seed` was 42 and is 9"),
+        ("--num_generations 4", "`num_generations` was 8 and is 4"),
+        ("--learning_rate 1e-3", "`learning_rate` was 0.0004 and is 0.001"),
+        ("--model_name_or_path elsewhere", "`model_name_or_path` was .* and is 'elsewhere'"),
+        ("--num_train_problems 300", "`num_train_problems` was 200 and is 300"),
+        ("--dataset_name reasoning_gym:countdown", "`dataset_name` was 'reasoning_gym:chain_sum'"),
+        ("--leave_one_out --temperature 0.5", "`leave_one_out` was False and is True; `temperature` was 1.0"),
+    ],
+)
+def test_another_experiment_does_not_resume_this_one(run, copy, flags, message):
+    before = contents(copy)
+    with pytest.raises(InputError, match=f"began with other options: .*{message}.*--allow_changes"):
+        run("--resume_from_checkpoint", "latest", "--max_steps", "5", *flags.split())
+    assert contents(copy) == before
+
+
+def test_changes_can_be_allowed(run, copy, capsys):
+    run("--resume_from_checkpoint", "latest", "--max_steps", "5", "--baseline", "rloo", "--allow_changes")
+    assert "Note: `baseline` was 'otb' and is 'rloo'" in capsys.readouterr().out
+    assert result_of(copy)["baseline"] == "rloo"
+
+
+def test_processes_data_and_versions_are_compared():
+    now = {"recipe": {}, "trainer": {"max_steps": 3}, "model": {}, "processes": 2, "data_sha256": "b"}
+    then = {**now, "processes": 1, "data_sha256": "a", "trainer": {"max_steps": 2, "output_dir": "x"}}
+    assert differences(then, now) == ["there were 1 processes and now are 2", "the data file has changed"]
+    assert differences(now, now) == []
+
+
+def test_the_whole_configuration_is_saved(finished):
+    saved = json.loads((finished / "configuration.json").read_text())
+    assert saved["trainer"]["baseline"] == "otb" and saved["trainer"]["num_generations"] == 8
+    assert saved["recipe"]["num_held_out_problems"] == 20 and saved["processes"] == 1
+    assert saved["versions"]["torch"] == torch.__version__ and saved["model"]["use_peft"] is False
+
+
+@pytest.mark.parametrize(
+    ("file", "damage"),
+    [
+        ("trainer_state.json", lambda path: path.write_text(path.read_text()[:100])),
+        ("trainer_state.json", lambda path: path.write_text("{}")),
+        ("optimizer.pt", lambda path: path.write_bytes(path.read_bytes()[:1000])),
+        ("model.safetensors", lambda path: path.write_bytes(path.read_bytes()[:1000])),
+        ("held_out_counts.json", lambda path: path.write_text("{")),
+    ],
+)
+def test_a_damaged_checkpoint_is_one_line(run, copy, file, damage):
+    damage(copy / "checkpoint-4" / file)
+    with pytest.raises(InputError, match=f"checkpoint-4/{file} is damaged: .*Resume from an earlier checkpoint"):
+        run("--resume_from_checkpoint", "latest", "--max_steps", "5")
+
+
+def test_latest_is_the_newest_complete_checkpoint(run, copy, capsys):
+    (copy / "checkpoint-4" / "held_out_counts.json").unlink()  # killed while it was saved
+    (copy / "result.json").unlink()
+    run("--resume_from_checkpoint", "latest")
+    assert len([h for h in log_of(copy) if "loss" in h]) == 4
+
+
+def test_latest_without_a_checkpoint(run):
+    with pytest.raises(InputError, match="'latest', and .*run holds no complete checkpoint"):
+        run("--resume_from_checkpoint", "latest")
+    with pytest.raises(InputError, match="no complete checkpoint of a recipe is there"):
+        run("--resume_from_checkpoint", "nowhere/checkpoint-4")
+
+
+@pytest.mark.parametrize("kind", ["file", "below a file"])
+def test_a_folder_that_cannot_be_written_to(run, tmp_path, kind):
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(InputError, match="`output_dir` is .*taken.*: .*Choose a folder to write to"):
+        run(output="taken" if kind == "file" else "taken/run")
+
+
+# Ctrl-C
+
+
+def test_ctrl_c_leaves_a_checkpoint_that_resumes_exactly(run, monkeypatch, capsys):
+    original = recipe.accuracy_reward
+    whole = run("--save_steps", "2", output="whole")
+    counted = {"steps": 0}
+
+    def interrupting(problems):
+        inner = original(problems)
+
+        def accuracy(completions, **kwargs):
+            counted["steps"] += len(completions) == 16  # an evaluation has other sizes
+            if counted["steps"] == 2:
+                os.kill(os.getpid(), signal.SIGINT)
+            return inner(completions=completions, **kwargs)
+
+        return accuracy
+
+    with monkeypatch.context() as patch:
+        patch.setattr(recipe, "accuracy_reward", interrupting)
+        folder = run(output="interrupted")
+    said = capsys.readouterr().out
+    assert (folder / "checkpoint-2").is_dir() and not (folder / "result.json").exists()
+    assert "Stopped after step 2" in said and "--resume_from_checkpoint latest" in said
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    run("--resume_from_checkpoint", "latest", output="interrupted")
+    timings = {"step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second"}
+    of_whole, of_resumed = (
+        [{k: v for k, v in h.items() if k not in timings and not k.startswith("eval_")} for h in log_of(f) if "loss" in h]
+        for f in (whole, folder)
+    )
+    assert of_whole == of_resumed and len(of_whole) == 4
+    weights, resumed = (load_file(f / "model.safetensors") for f in (whole, folder))
+    assert all(torch.equal(resumed[name], weights[name]) for name in weights)
+    first, second = (result_of(f) for f in (whole, folder))
+    for key in ("before", "after", "tokens_generated"):
+        assert first[key] == second[key], key

