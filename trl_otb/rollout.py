@@ -41,10 +41,12 @@ class Rollout:
             no reward function could score the completion.
         scale (`torch.Tensor` of shape `(B,)`):
             What `scale_rewards` divides advantages by; 1 for `"none"`.
-        energy (`torch.Tensor` of shape `(B, T)`, *optional*):
-            ρ_t² w_t; NaN in rows whose forward has not run yet, `None` before the first.
 
     Attributes:
+        energy (`torch.Tensor` of shape `(B, T)`):
+            ρ_t² w_t; NaN in rows whose forward has not run yet, `None` before the first.
+        logps (`torch.Tensor` of shape `(B, T)`):
+            log π(y_t) of the same forward, at the sampling temperature.
         advantages (`torch.Tensor` of shape `(B, T)`, or `(B, 1)` under a baseline per completion):
             (G − B) / scale; `None` before the first credit, NaN in rows that wait for their energies.
         baselines (`torch.Tensor` of the same shape):
@@ -61,7 +63,8 @@ class Rollout:
     num_generations: int
     rewards: torch.Tensor
     scale: torch.Tensor
-    energy: torch.Tensor | None = None
+    energy: torch.Tensor | None = field(default=None, init=False)
+    logps: torch.Tensor | None = field(default=None, init=False)
     advantages: torch.Tensor | None = field(default=None, init=False)
     baselines: torch.Tensor | None = field(default=None, init=False)
     group_mean_advantages: torch.Tensor | None = field(default=None, init=False)
@@ -85,9 +88,11 @@ class Rollout:
         """`(B,)` bool: False where no reward function could score the completion."""
         return ~(self.rewards.isnan() if self.rewards.dim() == 1 else self.rewards.isnan().any(dim=1))
 
-    def hear(self, rows: torch.Tensor, energy: torch.Tensor) -> None:
-        """Take the `energy` of these `rows`, `(b, T)`."""
+    def hear(self, rows: torch.Tensor, energy: torch.Tensor, logps: torch.Tensor | None = None) -> None:
+        """Take what a forward over these `rows` yielded, each `(b, T)`."""
         self._fill("energy", rows, energy)
+        if logps is not None:
+            self._fill("logps", rows, logps.detach())
 
     def credit(self, rows: torch.Tensor, **options) -> None:
         """

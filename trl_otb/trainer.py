@@ -130,7 +130,8 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
         needs_energy = self._baseline.uses_energy
         source = "the no-gradient forward that GRPOTrainer runs anyway"
         if rollout.energy is None and needs_energy and not self.micro_batch_holds_groups(rollout):
-            rollout.energy, source = self.energy_by_extra_forward(batch), "one extra no-gradient forward"
+            forward, source = self.extra_forward(batch), "one extra no-gradient forward"
+            rollout.hear(rollout.rows, forward.energy(), forward.logps)
         elif rollout.energy is None:
             source = "the training forward"
         self._log_energy_source_once(source)
@@ -179,8 +180,8 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
             if per_token
             else self.accelerator.gather(rollout.rewards),
             scale=self.accelerator.gather(rollout.scale),
-            energy=energy,
         )
+        everybody.hear(everybody.rows, energy)
         self._credit(everybody, everybody.rows)
         rollout.take_credit_from(everybody, self.own_rows(len(rollout)))
 

@@ -38,7 +38,8 @@ def rollouts(rows, length, device):
 
 def training_step(rewards, energy, mask):
     """Everything that a step adds once energies are known."""
-    rollout = Rollout(mask, mask, mask, mask, mask, N, rewards, torch.ones_like(rewards), energy)
+    rollout = Rollout(mask, mask, mask, mask, mask, N, rewards, torch.ones_like(rewards))
+    rollout.hear(rollout.rows, energy)
     rollout.credit(rollout.rows, baseline="otb")
     rollout.measure(rollout.rows)
     return rollout.advantages

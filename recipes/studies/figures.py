@@ -1,25 +1,18 @@
 """
 The paper's figures 1 to 5, on embedded policies with a calculator.
 
-    OMP_NUM_THREADS=1 python recipes/studies/figures.py        # about 10 minutes on one core; a run that is saved is not run again
-    python recipes/studies/figures.py --plot_only              # from what is saved
+    OMP_NUM_THREADS=1 python -m recipes.studies.figures        # about 10 minutes on one core; a run that is saved is
+    not run again python -m recipes.studies.figures --plot_only              # from what is saved
 
-1 and 2: reward, gradient norm and the gradient's power over training, by baseline, in sums of ten turns at a learning rate that
-the group mean does not bear. 3: completions of a group differ in total energy. 4: realized energy, token by token, with changing ranks. 5: the
-probability of a token against the norm of its logit gradient. Everything lands in runs/studies/figures; training runs are
-those of learning_curves.py, and lie with them.
+1 and 2: reward, gradient norm and the gradient's power over training, by baseline, in sums of ten turns at a learning
+rate that the group mean does not bear. 3: completions of a group differ in total energy. 4: realized energy, token by
+token, with changing ranks. 5: the probability of a token against the norm of its logit gradient. Everything lands in
+runs/studies/figures; training runs are those of learning_curves.py, and lie with them.
 """
-
-import os
-import sys
-
-
-_STUDIES = os.path.dirname(os.path.abspath(__file__))
-_ROOT = os.path.dirname(os.path.dirname(_STUDIES))
-sys.path[:] = [_ROOT] + [p for p in sys.path if os.path.abspath(p or os.curdir) != _STUDIES]
 
 import argparse
 import json
+import sys
 import warnings
 from pathlib import Path
 
@@ -28,10 +21,12 @@ from datasets import Dataset
 from matplotlib.figure import Figure
 from transformers import AutoTokenizer
 
-from recipes.common.policies import embedded_policy
-from recipes.studies.laboratory import BARE, calculator
+from recipes.studies.laboratory import BARE
 from recipes.studies.learning_curves import COLORS, Run, perform, smooth, window
+from recipes.tool_math import calculator_tool
+from recipes.toy import calculator
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
+from trl_otb.rollout import Rollout
 
 
 BASELINES = ("group_mean", "otb", "otb_shrunk")
@@ -39,29 +34,15 @@ TASK, RATE, N, SEEDS = "long_calculator", 4e-4, 4, (1, 2, 3)
 PROBLEM, ANSWER, GROUP = "12+71-35", 48, 8
 
 
-class Sample(OTBGRPOTrainer):
-    """Keeps a micro-batch with its energies and log-probs."""
-
-    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
-        self.logps = None
-        result = super()._get_per_token_logps_and_entropies(*args, **kwargs)
-        self.logps = result[0].detach()
-        return result
-
-    def score_micro_batch(self, inputs, energy):
-        super().score_micro_batch(inputs, energy)
-        self.seen = {"mask": self.generated_mask(inputs).bool(), "energy": energy, "rewards": inputs["rewards"]}
-
-
-def sample(size: int) -> dict[str, torch.Tensor]:
-    """A rollout of `size` completions of one problem: `mask`, `energy` and `logps`, each `(size, T)`, and `rewards`."""
-    path = embedded_policy("calculator")
+def sample(size: int) -> Rollout:
+    """A rollout of `size` completions of one problem."""
+    path = str(calculator())
 
     def right(completions, **kwargs):
         return [float(c[-1].get("content") == f"={ANSWER}") for c in completions]
 
-    trainer = Sample(
-        str(path),
+    trainer = OTBGRPOTrainer(
+        path,
         right,
         args=OTBGRPOConfig(
             output_dir="runs/studies/figures/work",
@@ -76,10 +57,10 @@ def sample(size: int) -> dict[str, torch.Tensor]:
         ),
         train_dataset=Dataset.from_dict({"prompt": [[{"role": "user", "content": PROBLEM}]]}),
         processing_class=AutoTokenizer.from_pretrained(path, padding_side="left"),
-        tools=calculator(),
+        tools=[calculator_tool(max_operations=1)],
     )
     trainer.train()
-    return {**trainer.seen, "logps": trainer.logps}
+    return trainer.rollouts["train"]
 
 
 def plot_over_training(of: dict[str, list[dict]], path: Path) -> None:
@@ -113,7 +94,7 @@ def plot_group(group: dict[str, torch.Tensor], path: Path) -> None:
     left, right = figure.subplots(1, 2)
     order = group["energy"].mul(group["mask"]).sum(1).argsort()
     for place, row in enumerate(order.tolist()):
-        energy = group["energy"][row][group["mask"][row]].cumsum(0)
+        energy = group["energy"][row][group["mask"][row].bool()].cumsum(0)
         color = "tab:green" if group["rewards"][row] > 0 else "tab:red"
         left.bar(place, energy[-1], color=color)
         left.text(place, energy[-1], f"{len(energy)}", ha="center", va="bottom", fontsize=9)
@@ -127,8 +108,8 @@ def plot_group(group: dict[str, torch.Tensor], path: Path) -> None:
 
 def plot_tokens(rollout: dict[str, torch.Tensor], path: Path) -> None:
     """Figure 5."""
-    probability = rollout["logps"][rollout["mask"]].exp()
-    energy = rollout["energy"][rollout["mask"]]
+    probability = rollout["logps"][rollout["mask"].bool()].exp()
+    energy = rollout["energy"][rollout["mask"].bool()]
     figure = Figure(figsize=(6, 4), layout="constrained")
     axis = figure.subplots()
     axis.scatter(probability, energy.sqrt(), s=8, alpha=0.4, label="a generated token")
@@ -156,7 +137,8 @@ def main(argv):
     training_runs = [Run(TASK, b, N, RATE, seed) for b in BASELINES for seed in SEEDS]
     if not args.plot_only:
         if not saved.exists():
-            torch.save(sample(256), saved)
+            rollout = sample(256)
+            torch.save({name: getattr(rollout, name) for name in ("mask", "energy", "logps", "rewards")}, saved)
         perform(training_runs, runs)
     elif not saved.exists():
         parser.error(f"nothing is saved under {folder} yet: run without --plot_only first")

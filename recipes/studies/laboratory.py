@@ -1,9 +1,10 @@
 """
 Exact gradient variance: pools of completions, the Gram matrix of all their token scores, and what follows from it.
 
-For a fixed policy and prompt, the score of a token is the gradient of its log-prob with respect to the trainable parameters.
-Tokens with the same history have the same score, so it is taken once for each node of the tree that the completions form. With
-the Gram matrix K of the nodes, the squared norm of any estimator's gradient is a quadratic form, whatever its advantages.
+For a fixed policy and prompt, the score of a token is the gradient of its log-prob with respect to the trainable
+parameters. Tokens with the same history have the same score, so it is taken once for each node of the tree that the
+completions form. With the Gram matrix K of the nodes, the squared norm of any estimator's gradient is a quadratic
+form, whatever its advantages.
 """
 
 import math
@@ -15,12 +16,15 @@ import torch
 from datasets import Dataset
 from peft import PeftModel
 
-from recipes import math as math_recipe
-from recipes import tool_math
-from recipes.common import calculator_dialogues, sums, training
-from recipes.common.problems import Problems, load_problems, with_prompts
+from recipes.common.arguments import RecipeArguments, parse
+from recipes.common.models import with_prompts
+from recipes.common.problems import Problems, load_problems
+from recipes.math import accuracy_reward
+from recipes.tool_math import calculator_tool
+from recipes.toy import dialogues, worked_sums
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 from trl_otb.baselines import compute_advantages
+from trl_otb.rollout import Rollout
 
 
 # Of every training run of a study: nothing beside the numbers
@@ -36,40 +40,56 @@ BARE = {
 SCORABLE = {"attn_implementation": "eager", "dtype": "float32"}
 
 _CHAIN_SUMS = {
-    "sums": sums.CHAIN_SUM,
-    "calculator": calculator_dialogues.CHAIN_SUM,
-    "long_calculator": calculator_dialogues.LONG_CHAIN_SUM,
+    "sums": worked_sums.CHAIN_SUM,
+    "calculator": dialogues.CHAIN_SUM,
+    "long_calculator": dialogues.LONG_CHAIN_SUM,
 }
 
 
-def task_of(
-    name: str, tokenizer, num_train: int, num_held_out: int, seed: int
-) -> tuple[Problems, Dataset, Dataset, list | None]:
-    """Of "sums", "calculator", "long_calculator" or "smollm2": problems, prompts to train on and held-out ones, and tools."""
+@dataclass
+class Task:
+    """
+    Problems that a policy is studied on.
+
+    Args:
+        problems (`Problems`):
+            With their grader.
+        train, held_out (`Dataset`):
+            Their prompts.
+        tools (`list`, *optional*):
+            What the policy may call.
+    """
+
+    problems: Problems
+    train: Dataset
+    held_out: Dataset
+    tools: list | None
+
+    @property
+    def reward(self) -> Callable[..., list[float]]:
+        """1 for a right answer and 0 for a wrong one."""
+        return accuracy_reward(self.problems)
+
+
+def task_of(name: str, tokenizer, num_train: int, num_held_out: int, seed: int) -> Task:
+    """The task called "sums", "calculator", "long_calculator" or "smollm2"."""
+    options, instruction = _CHAIN_SUMS.get(name), ""
     if name == "smollm2":
-        recipe_args = smollm2_recipe()[0]
-        options, instruction = training.dataset_options(recipe_args.dataset_options), recipe_args.instruction
-    else:
-        options = _CHAIN_SUMS[name]
-        instruction = ""
+        settings = smollm2_recipe()[0]
+        options, instruction = settings.dataset_options, settings.instruction
     problems = load_problems(
         "reasoning_gym:chain_sum", options=options, num_train=num_train, num_held_out=num_held_out, seed=seed
     )
-    train, held_out = (
-        with_prompts(data, tokenizer, instruction, embedded=name != "smollm2")
-        for data in (problems.train, problems.held_out)
-    )
-    return problems, train, held_out, calculator() if name.endswith("calculator") else None
+    train, held_out = (with_prompts(data, tokenizer, instruction) for data in (problems.train, problems.held_out))
+    tools = [calculator_tool(max_operations=1)] if name.endswith("calculator") else None
+    return Task(problems, train, held_out, tools)
 
 
 def smollm2_recipe():
-    """What `recipes/math.py --model_name_or_path smollm2` is run with: its own, the trainer's and the model's arguments."""
-    return training.parse(math_recipe.RECIPE, ["--model_name_or_path", "smollm2"])
-
-
-def calculator() -> list[Callable]:
-    """The tool of the embedded policy: one operation a call."""
-    return tool_math.calculator_tool(tool_math.ToolMathArguments(max_operations=1))
+    """
+    The recipe's, the trainer's and the model's arguments of `recipes/math.py --config recipes/math_smollm2.yaml`.
+    """
+    return parse("math.py", RecipeArguments, "math_smollm2.yaml", [])
 
 
 @dataclass
@@ -125,13 +145,10 @@ class PoolTrainer(OTBGRPOTrainer):
         self._trainable, self._keep = trainable, keep
         super().__init__(*args, **kwargs)
 
-    def score_rollout(self, batch, rollout):
-        self.model.eval()
-        with torch.enable_grad():
-            self._keep(pool_of(self.model, batch, rollout.returns, self.generated_mask(batch), self._trainable))
-        self.model.train()
-
     def compute_loss(self, model, inputs, *args, **kwargs):
+        self.model.eval()
+        self._keep(pool_of(self.model, self.rollouts["train"], self._trainable))
+        self.model.train()
         return 0.0 * sum(p.sum() for p in model.parameters() if p.requires_grad)
 
 
@@ -174,7 +191,8 @@ def sample_pools(
     ).train()
 
 
-def pool_of(model, inputs, rewards, mask, trainable) -> Pool:
+def pool_of(model, rollout: Rollout, trainable) -> Pool:
+    mask = rollout.mask
     parameters = [p for name, p in model.named_parameters() if p.requires_grad and trainable(name)]
     rows = len(mask)
     longest = int(mask.sum(1).max())
@@ -182,8 +200,8 @@ def pool_of(model, inputs, rewards, mask, trainable) -> Pool:
     nodes: dict[tuple[int, ...], int] = {}
     scores, head_norms = [], []
     for row in range(rows):
-        prompt = inputs["prompt_ids"][row][inputs["prompt_mask"][row].bool()]
-        completion = inputs["completion_ids"][row][inputs["completion_mask"][row].bool()]
+        prompt = rollout.prompt_ids[row][rollout.prompt_mask[row].bool()]
+        completion = rollout.completion_ids[row][rollout.completion_mask[row].bool()]
         history, generated = completion.tolist(), mask[row].nonzero().squeeze(1).tolist()
         new = [t for t in generated if tuple(history[: t + 1]) not in nodes]
         if new:
@@ -195,19 +213,21 @@ def pool_of(model, inputs, rewards, mask, trainable) -> Pool:
         node[row, : len(generated)] = torch.tensor([nodes[tuple(history[: t + 1])] for t in generated])
     scores, head_norms = torch.cat(scores), torch.cat(head_norms)
     return Pool(
-        rewards=rewards,
+        rewards=rollout.rewards,
         energy=head_norms[node.clamp(min=0), 1] * (node >= 0),
         node=node,
         gram=scores @ scores.T,
         head_norms=head_norms,
-        completions=[ids[m.bool()].tolist() for ids, m in zip(inputs["completion_ids"], inputs["completion_mask"], strict=True)],
-    )  # fmt: skip
+        completions=[
+            ids[m.bool()].tolist() for ids, m in zip(rollout.completion_ids, rollout.completion_mask, strict=True)
+        ],
+    )
 
 
 def token_scores(model, parameters, prompt, completion, positions) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Scores of the completion's tokens at `positions`: `(len(positions), parameters)`; and, `(len(positions), 2)`, the squared
-    norms of the score with respect to the LM head's input and to the logits.
+    Scores of the completion's tokens at `positions`: `(len(positions), parameters)`; and, `(len(positions), 2)`, the
+    squared norms of the score with respect to the LM head's input and to the logits.
     """
     ids = torch.cat([prompt, completion]).unsqueeze(0)
     at = torch.tensor(positions) + len(prompt) - 1
@@ -269,8 +289,8 @@ def moments(
     Moments of the gradient ĝ = 1/N Σ_i Σ_t A_{t,i} s_{t,i} of a group of `n`, for each of `estimators`, functions
     (rewards, energy, mask, n) -> advantages `(M, T)`.
 
-    The true gradient is estimated, for the groups of one half of the pool, from the other half taken as one group, with the
-    baseline "ogb" of the others: it has no bias, and little noise.
+    The true gradient is estimated, for the groups of one half of the pool, from the other half taken as one group,
+    with the baseline "ogb" of the others: it has no bias, and little noise.
     """
     rng = torch.Generator().manual_seed(seed)
     size = len(pool.rewards) // n * n
@@ -295,12 +315,14 @@ def moments(
             return flat.index_add_(0, index, share[m]).view(len(sizes), len(gram))
 
         truth = of_nodes(
-            torch.cat([
-                compute_advantages(rewards[h], w[h], m[h], h.stop - h.start, baseline="ogb", leave_one_out=True)
-                for h in halves
-            ]),
+            torch.cat(
+                [
+                    compute_advantages(rewards[h], w[h], m[h], h.stop - h.start, baseline="ogb", leave_one_out=True)
+                    for h in halves
+                ]
+            ),
             (torch.arange(size) >= halves[1].start).long(),
-        )  # fmt: skip
+        )
         truth_k = truth @ gram
         for name, estimator in estimators.items():
             c = of_nodes(estimator(rewards, w, m, n), of_group)

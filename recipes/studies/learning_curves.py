@@ -1,26 +1,20 @@
 """
 Does N = 4 do the work of N = 32? Learning curves over generated tokens, by baseline and group size, over seeds.
 
-    OMP_NUM_THREADS=1 python recipes/studies/learning_curves.py --task calculator --worker 0 --workers 2 &
-    OMP_NUM_THREADS=1 python recipes/studies/learning_curves.py --task calculator --worker 1 --workers 2
-    python recipes/studies/learning_curves.py --plot_only
+    OMP_NUM_THREADS=1 python -m recipes.studies.learning_curves --task calculator --worker 0 --workers 2 &
+    OMP_NUM_THREADS=1 python -m recipes.studies.learning_curves --task calculator --worker 1 --workers 2
+    python -m recipes.studies.learning_curves --plot_only
 
-Every run trains the embedded policy of a task with 16 problems a step. Learning rates are tuned per arm, on two seeds of their
-own and the same grid, by the mean reward over the run; the other seeds then run with the best one. A run that is saved is not
-run again. Everything lands in runs/studies/learning_curves; the results are in recipes/studies/README.md.
+Every run trains the embedded policy of a task with 16 problems a step. Learning rates are tuned per arm, on two seeds
+of their own and the same grid, by the mean reward over the run; the other seeds then run with the best one. A run that
+is saved is not run again. Everything lands in runs/studies/learning_curves; the results are in
+recipes/studies/README.md.
 """
-
-import os
-import sys
-
-
-_STUDIES = os.path.dirname(os.path.abspath(__file__))
-_ROOT = os.path.dirname(os.path.dirname(_STUDIES))
-sys.path[:] = [_ROOT] + [p for p in sys.path if os.path.abspath(p or os.curdir) != _STUDIES]
 
 import argparse
 import json
 import statistics
+import sys
 import time
 import warnings
 from dataclasses import dataclass
@@ -31,10 +25,11 @@ from filelock import FileLock, Timeout
 from matplotlib.figure import Figure
 from transformers import AutoTokenizer, PrinterCallback
 
-from recipes.common.held_out import AccuracyReward
-from recipes.common.policies import embedded_policy
+from recipes import toy
+from recipes.common.held_out import HeldOut
 from recipes.studies.laboratory import BARE, task_of
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
+from trl_otb.baselines import BASELINES
 
 
 @dataclass(frozen=True)
@@ -53,7 +48,6 @@ TASKS = {
     "calculator": Task({4: 100, 8: 80, 32: 40}, (2e-4, 4e-4, 8e-4, 1.6e-3), 0.85, 72),
     "long_calculator": Task({4: 60, 8: 50, 32: 40}, (1e-4, 2e-4, 4e-4, 8e-4), 0.55, 180, max_calls=14),
 }
-BASELINES = ("group_mean", "rloo", "opo", "ogb", "otb", "otb_shrunk")
 TUNING_SEEDS = (101, 102)
 SEEDS = (1, 2, 3, 4, 5)
 
@@ -73,13 +67,13 @@ class Run:
 
 def train(run: Run) -> dict:
     task = TASKS[run.task]
-    path = str(embedded_policy(run.task))
+    path = str(getattr(toy, run.task)())
     tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
-    problems, prompts, held_out, tools = task_of(run.task, tokenizer, 20_000, num_held_out=200, seed=run.seed)
-    reward = AccuracyReward(problems)
+    studied = task_of(run.task, tokenizer, 20_000, num_held_out=200, seed=run.seed)
+    measure = HeldOut(studied.held_out)
     trainer = OTBGRPOTrainer(
         path,
-        reward,
+        measure.watch(studied.reward),
         args=OTBGRPOConfig(
             output_dir="runs/studies/learning_curves/work",
             baseline=run.baseline,
@@ -97,11 +91,11 @@ def train(run: Run) -> dict:
             logging_steps=1,
             **BARE,
         ),
-        train_dataset=prompts,
-        eval_dataset=AccuracyReward.mark(held_out),
+        train_dataset=studied.train,
+        eval_dataset=measure.dataset,
         processing_class=tokenizer,
-        callbacks=[reward],
-        tools=tools,
+        callbacks=[measure],
+        tools=studied.tools,
     )
     trainer.remove_callback(PrinterCallback)
     began = time.perf_counter()
@@ -116,7 +110,7 @@ def train(run: Run) -> dict:
         "grad_norm": [float(entry["grad_norm"]) for entry in log],
         "grad_power": [entry["otb/grad_power"] for entry in log],
         "tokens": [16 * run.n * sum(lengths[: i + 1]) for i in range(len(log))],  # generated, tool output left out
-        "held_out": reward.evaluations[-1].mean,
+        "held_out": measure.evaluations[-1].mean,
         "seconds": seconds,
     }
 
@@ -145,7 +139,11 @@ def perform(runs: list[Run], folder: Path) -> None:
                 result = train(run)
                 path.with_suffix(".unfinished").write_text(json.dumps(result))
                 path.with_suffix(".unfinished").rename(path)
-                print(f"[{i + 1}/{len(runs)}] {run.name}: held-out {result['held_out']:.3f}, worst gradient norm {max(result['grad_norm']):.2f}, {result['seconds']:.0f} s", flush=True)  # fmt: skip
+                print(
+                    f"[{i + 1}/{len(runs)}] {run.name}: held-out {result['held_out']:.3f}, worst gradient norm "
+                    f"{max(result['grad_norm']):.2f}, {result['seconds']:.0f} s",
+                    flush=True,
+                )
         except Timeout:
             continue
 
@@ -193,20 +191,32 @@ def report(folder: Path) -> None:
         arms = {arm: best_learning_rate(folder, task, arm[1], arm[0]) for arm in arms}
         arms = {arm: rate for arm, rate in arms.items() if rate is not None}
         of = {
-            (n, b): [r for r in results if (r["task"], r["baseline"], r["n"], r["learning_rate"]) == (task, b, n, rate) and r["seed"] in SEEDS]
+            (n, b): [
+                r
+                for r in results
+                if (r["task"], r["baseline"], r["n"], r["learning_rate"]) == (task, b, n, rate) and r["seed"] in SEEDS
+            ]
             for (n, b), rate in arms.items()
-        }  # fmt: skip
+        }
         of = {arm: rows for arm, rows in of.items() if rows}
         if not of:
             continue
         threshold = TASKS[task].threshold
         lines += [f"\n### {task}: 16 problems a step, threshold {threshold:.0%} of training reward\n"]
-        lines += ["| N | baseline | learning rate | seeds | tokens to threshold (thousands) | held-out at the end (%) | worst gradient norm | collapsed |", "|---|---|---|---|---|---|---|---|"]  # fmt: skip
+        lines += [
+            "| N | baseline | learning rate | seeds | tokens to threshold (thousands) | held-out at the end (%) | "
+            "worst gradient norm | collapsed |",
+            "|---|---|---|---|---|---|---|---|",
+        ]
         for (n, b), rows in of.items():
             reached = [t / 1000 for r in rows if (t := tokens_to(r, threshold)) is not None]
             missed = f", {len(rows) - len(reached)} never" if len(reached) < len(rows) else ""
             tokens = mean_and_interval(reached) + missed if reached else "never"
-            lines.append(f"| {n} | {b} | {arms[n, b]:g} | {len(rows)} | {tokens} | {mean_and_interval([100 * r['held_out'] for r in rows])} | {statistics.median(max(r['grad_norm']) for r in rows):.2f} | {sum(map(collapsed, rows))} |")  # fmt: skip
+            lines.append(
+                f"| {n} | {b} | {arms[n, b]:g} | {len(rows)} | {tokens} | "
+                f"{mean_and_interval([100 * r['held_out'] for r in rows])} | "
+                f"{statistics.median(max(r['grad_norm']) for r in rows):.2f} | {sum(map(collapsed, rows))} |"
+            )
         rates = TASKS[task].learning_rates
         lines += [f"\nTuning, mean reward over the run by learning rate ({len(TUNING_SEEDS)} seeds):\n"]
         lines += [
@@ -216,7 +226,12 @@ def report(folder: Path) -> None:
         for n, b in of:
             cells = []
             for rate in rates:
-                rows = [r for r in results if (r["task"], r["baseline"], r["n"], r["learning_rate"]) == (task, b, n, rate) and r["seed"] in TUNING_SEEDS]  # fmt: skip
+                rows = [
+                    r
+                    for r in results
+                    if (r["task"], r["baseline"], r["n"], r["learning_rate"]) == (task, b, n, rate)
+                    and r["seed"] in TUNING_SEEDS
+                ]
                 score = statistics.fmean(statistics.fmean(r["reward"]) for r in rows)
                 broken = sum(map(collapsed, rows))
                 cells.append(f"{score:.3f}" + (f", {broken} collapsed" if broken else ""))

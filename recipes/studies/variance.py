@@ -1,25 +1,18 @@
 """
 How noisy is the gradient under each baseline? Exactly, on small policies, over groups of 2 to 128.
 
-    OMP_NUM_THREADS=1 python recipes/studies/variance.py                # about two hours on one core; can be stopped and run again
-    python recipes/studies/variance.py --only sums                      # one task
-    python recipes/studies/variance.py --plot_only                      # tables and pictures from what is saved
+    OMP_NUM_THREADS=1 python -m recipes.studies.variance                # about two hours on one core; can be stopped
+    and run again python -m recipes.studies.variance --only sums                      # one task python -m
+    recipes.studies.variance --plot_only                      # tables and pictures from what is saved
 
-For each task and stage of training: pools of completions of fixed prompts, exact per-token scores (laboratory.py), and from
-their Gram matrix the noise-to-signal ratio tr Var(ĝ) / ‖Eĝ‖² of the gradient of a group and the cosine of Eĝ to the true one.
-Everything lands in runs/studies/variance; the results are in recipes/studies/README.md.
+For each task and stage of training: pools of completions of fixed prompts, exact per-token scores (laboratory.py), and
+from their Gram matrix the noise-to-signal ratio tr Var(ĝ) / ‖Eĝ‖² of the gradient of a group and the cosine of Eĝ to
+the true one. Everything lands in runs/studies/variance; the results are in recipes/studies/README.md.
 """
-
-import os
-import sys
-
-
-_STUDIES = os.path.dirname(os.path.abspath(__file__))
-_ROOT = os.path.dirname(os.path.dirname(_STUDIES))
-sys.path[:] = [_ROOT] + [p for p in sys.path if os.path.abspath(p or os.curdir) != _STUDIES]
 
 import argparse
 import json
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,12 +28,13 @@ from transformers import AutoTokenizer
 
 from recipes import math as math_recipe
 from recipes import tool_math
-from recipes.common import training
 from recipes.common.errors import InputError
-from recipes.common.held_out import AccuracyReward
-from recipes.common.policies import embedded_policy, smollm2_policy
 from recipes.studies.laboratory import SCORABLE, Moments, Pool, moments, sample_pools, smollm2_recipe, task_of
-from trl_otb.baselines import ENERGY_BASELINES, compute_advantages
+from recipes.toy import calculator, smollm2, sums
+from trl_otb.baselines import BASELINES, compute_advantages
+
+
+CONFIGS = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True)
@@ -70,19 +64,21 @@ TITLES = {
     "smollm2": "SmolLM2-135M, LoRA, sums of two",
 }
 GROUPS = [2, 4, 8, 16, 32, 128]
-ESTIMATORS = {
-    "none": None,
-    "group_mean": {"baseline": "group_mean"},
-    "rloo": {"baseline": "rloo"},
-    "opo": {"baseline": "opo"},
-    "ogb": {"baseline": "ogb"},
-    "ogb, one left out": {"baseline": "ogb", "leave_one_out": True},
-    "otb": {"baseline": "otb"},
-    "otb, no zero tail": {"baseline": "otb", "zero_tail": False},
-    "otb, one left out": {"baseline": "otb", "leave_one_out": True},
-    "otb_shrunk": {"baseline": "otb_shrunk"},
-    "otb_shrunk, one left out": {"baseline": "otb_shrunk", "leave_one_out": True},
-}
+
+
+def estimators() -> dict[str, dict | None]:
+    """Every baseline, with and without the completion's own return, and none at all."""
+    found = {"none": None}
+    for name, entry in reversed(BASELINES.items()):
+        found[name] = {"baseline": name}
+        if entry.zero_tail:
+            found[f"{name}, no zero tail"] = {"baseline": name, "zero_tail": False}
+        if entry.uses_energy:
+            found[f"{name}, one left out"] = {"baseline": name, "leave_one_out": True}
+    return found
+
+
+ESTIMATORS = estimators()
 # What is dealt again and again for each pool; larger groups come fewer to a deal
 DEALS = {2: 10, 4: 20, 8: 20, 16: 30, 32: 40, 128: 100}
 
@@ -95,16 +91,16 @@ def advantages(options):
 
 def policy(setting: Setting, folder: Path) -> Path:
     if setting.steps == 0:
-        return embedded_policy(setting.task)
+        return {"sums": sums, "calculator": calculator}[setting.task]()
     output = folder / "policy"
     checkpoint = output / f"checkpoint-{setting.steps}"
     if not (output / "result.json").exists():
-        recipe = tool_math.RECIPE if setting.task == "calculator" else math_recipe.RECIPE
+        recipe = tool_math if setting.task == "calculator" else math_recipe
         steps = str(setting.steps)
-        flags = ["--baseline", "group_mean", "--max_steps", steps, "--save_steps", steps, "--seed", "0"]
+        flags = ["--baseline", "group_mean", "--max_steps", steps, "--save_steps", steps, "--seed", "0", "--overwrite"]
         if setting.task == "smollm2":
-            flags += ["--model_name_or_path", "smollm2", "--num_held_out_problems", "4"]
-        training.run(recipe, [*flags, "--output_dir", str(output), "--disable_tqdm", "true"])
+            flags += ["--config", str(CONFIGS / "math_smollm2.yaml"), "--num_held_out_problems", "4"]
+        recipe.main([*flags, "--output_dir", str(output), "--disable_tqdm", "true"])
     return checkpoint
 
 
@@ -117,8 +113,8 @@ def collect(setting: Setting, folder: Path) -> None:
         return
     path = str(policy(setting, folder))
     tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
-    problems, prompts, _, tools = task_of(setting.task, tokenizer, setting.prompts, num_held_out=1, seed=11)
-    prompts = prompts.select(range(done, setting.prompts))
+    task = task_of(setting.task, tokenizer, setting.prompts, num_held_out=1, seed=11)
+    prompts = task.train.select(range(done, setting.prompts))
     bar = tqdm(total=setting.prompts, initial=done, desc=f"{setting.name}: pools")
 
     def keep(pool: Pool) -> None:
@@ -133,9 +129,7 @@ def collect(setting: Setting, folder: Path) -> None:
         }
     else:
         model, options = path, {}
-    sample_pools(
-        model, tokenizer, AccuracyReward(problems), prompts, setting.pool, keep, tools=tools, seed=done, **options
-    )
+    sample_pools(model, tokenizer, task.reward, prompts, setting.pool, keep, tools=task.tools, seed=done, **options)
     bar.close()
 
 
@@ -152,7 +146,7 @@ def analyse(setting: Setting, folder: Path) -> None:
             continue
         pool = Pool.load(path)
         figures = {"reward": pool.rewards.mean().item(), "proxy": proxy_quality(pool), "moments": {}}
-        energetic = {n: o for n, o in ESTIMATORS.items() if o and o["baseline"] in ENERGY_BASELINES}
+        energetic = {n: o for n, o in ESTIMATORS.items() if o and BASELINES[o["baseline"]].uses_energy}
         for n in GROUPS:
             seen = moments(pool, {name: advantages(o) for name, o in ESTIMATORS.items()}, n, DEALS[n])
             exact = moments(pool, {name: advantages(o) for name, o in energetic.items()}, n, DEALS[n], exact=True)
@@ -196,8 +190,8 @@ def forward_only_power(pool: Pool, n: int = 8) -> dict[str, float]:
 @dataclass
 class Ratio:
     """
-    Noise to signal over that of group_mean, with a 95 % interval by bootstrap over prompts, and the cosine of the expected
-    gradient to the true one, with its standard error by the same.
+    Noise to signal over that of group_mean, with a 95 % interval by bootstrap over prompts, and the cosine of the
+    expected gradient to the true one, with its standard error by the same.
     """
 
     value: float
@@ -266,9 +260,10 @@ def report(settings: list[Setting], output: Path) -> None:
     lines += ["| | " + " | ".join(s.name for s in shown) + " |", "|---" * (len(shown) + 1) + "|"]
     over_group_mean = {}
     for s in shown:
-        power, exact = ({name: sum(value(f, name) for f in every[s.name]) for name in ESTIMATORS} for value in (
-            lambda f, name: f["power"][name], lambda f, name: f["moments"]["8"][name]["square"]
-        ))  # fmt: skip
+        power, exact = (
+            {name: sum(value(f, name) for f in every[s.name]) for name in ESTIMATORS}
+            for value in (lambda f, name: f["power"][name], lambda f, name: f["moments"]["8"][name]["square"])
+        )
         over_group_mean[s.name] = {n: (power[n] / power["group_mean"], exact[n] / exact["group_mean"]) for n in power}
     for name in ESTIMATORS:
         lines.append(
@@ -314,7 +309,10 @@ def plot(settings, ratios, path: Path) -> None:
     axes[0, 0].set_ylabel("noise to signal of the gradient,\nover that of the group mean")
     axes[1, 0].set_ylabel("cosine of the expected gradient\nto the true one")
     axes[1, 0].legend(*axes[0, 0].get_legend_handles_labels(), fontsize=8, loc="lower right")
-    figure.suptitle("Exact gradient noise by baseline and group size\n(lower is better; bands: 95 % bootstrap over prompts)", fontsize=11)  # fmt: skip
+    figure.suptitle(
+        "Exact gradient noise by baseline and group size\n(lower is better; bands: 95 % bootstrap over prompts)",
+        fontsize=11,
+    )
     figure.savefig(path, dpi=120)
 
 
@@ -330,7 +328,7 @@ def main(argv):
     if not args.plot_only:
         if any(setting.task == "smollm2" for setting in settings):
             try:
-                smollm2_policy()
+                smollm2()
             except InputError as error:
                 parser.error(f"{error}; or leave it out with --only sums and --only calculator")
         for setting in settings:

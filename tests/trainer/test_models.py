@@ -70,7 +70,7 @@ def energies(trainer):
         "completion_mask": (torch.arange(20) < torch.tensor([[20], [1], [7], [20], [0], [13]])).long(),
     }
     batch = {key: value.to(trainer.accelerator.device) for key, value in batch.items()}
-    actual = trainer.energy_by_extra_forward(batch)
+    actual = trainer.extra_forward(batch).energy()
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
     attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
     with torch.no_grad():

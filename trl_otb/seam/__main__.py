@@ -1,4 +1,6 @@
-"""`make drift` and `make hashes`: whether the installed TRL is what the seam expects, and the sources it was read in."""
+"""
+`make drift` and `make hashes`: whether the installed TRL is what the seam expects, and the sources it was read in.
+"""
 
 import json
 import sys

@@ -72,8 +72,8 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
         return len(rollout) // micro_batches % self.generations == 0
 
     @torch.no_grad()
-    def energy_by_extra_forward(self, batch: dict[str, Any]) -> torch.Tensor:
-        """`(B, T)` w_t of `batch` under the current policy, by one forward without gradient."""
+    def extra_forward(self, batch: dict[str, Any]) -> Forward:
+        """A forward over `batch` under the current policy, without gradient."""
         forwards: list[Forward] = []
         listening = self._energy_head.listening(forwards.append)
         checkpointing = self.args.gradient_checkpointing_kwargs
@@ -88,7 +88,7 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
                 else self.args.per_device_eval_batch_size,
                 **{key: batch[key] for key in FORWARD_KWARGS if key in batch},
             )
-        return forwards[0].energy()
+        return forwards[0]
 
     def add_metrics(self, metrics: dict[str, float]) -> None:
         """Add values to the current mode's metrics, which TRL averages until the next log."""
@@ -145,7 +145,10 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
         )
         if self.mode == "train" and "train" not in self.rollouts:
             self._check_group_mean(batch["advantages"], returns)
-        rollout = self._rollout_of(batch, returns, recorder, _energy_of(batch, forwards))
+        rollout = self._rollout_of(batch, returns, recorder)
+        if (forward := _forward_of(batch, forwards)) is not None:
+            energy = importance_weighted(forward.energy(), batch.get("importance_sampling_ratio"))
+            rollout.hear(rollout.rows, energy, forward.logps)
         self.rollouts[self.mode] = rollout
         self.score_rollout(rollout, batch)
         batch[ROWS] = rollout.rows
@@ -200,7 +203,7 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
 
     def _score_micro_batch(self, inputs: dict[str, Any], forward: Forward) -> None:
         rollout, rows = self.rollouts[self.mode], inputs[ROWS]
-        rollout.hear(rows, forward.energy())
+        rollout.hear(rows, forward.energy(), forward.logps)
         with torch.no_grad():
             self.score_rows(rollout, rows)
         inputs["advantages"] = rollout.advantages_of(rows)
@@ -225,9 +228,7 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
 
     # Internals
 
-    def _rollout_of(
-        self, batch: dict[str, Any], returns: Returns, recorder: RewardRecorder, energy: torch.Tensor | None
-    ) -> Rollout:
+    def _rollout_of(self, batch: dict[str, Any], returns: Returns, recorder: RewardRecorder) -> Rollout:
         mask = generated_mask(batch)
         own = self.own_rows(len(mask))
         rewards = returns.returns[own]
@@ -236,7 +237,7 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
             rewards = recorder.token_rewards(mask, rewards, returns.factors[own])
         ids = {key: batch[key] for key in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")}
         scale = returns.scale[own]
-        return Rollout(**ids, mask=mask, num_generations=self.generations, rewards=rewards, scale=scale, energy=energy)
+        return Rollout(**ids, mask=mask, num_generations=self.generations, rewards=rewards, scale=scale)
 
     def _check_group_mean(self, advantages: torch.Tensor, returns: Returns) -> None:
         """Compare `advantages`, TRL's own of this process, with the group mean's formed from what was intercepted."""
@@ -260,16 +261,14 @@ def config_model_id(config) -> str:
     return trl_utils.get_config_model_id(config)
 
 
-def _energy_of(batch: dict[str, Any], forwards: list[Forward]) -> torch.Tensor | None:
-    """
-    ρ_t² w_t of the forward that returned the batch's very log-probs: a reference pass can never be mistaken for it.
-    """
+def _forward_of(batch: dict[str, Any], forwards: list[Forward]) -> Forward | None:
+    """The forward that returned the batch's very log-probs: a reference pass can never be mistaken for it."""
     logps = batch.get("old_per_token_logps")
     if logps is None:
         return None
     for forward in forwards:
         if forward.logps is logps:
-            return importance_weighted(forward.energy(), batch.get("importance_sampling_ratio"))
+            return forward
     raise moved("the old log-probs of the rollout are not those that any forward of the policy returned")
 
 

@@ -11,7 +11,7 @@ from trl import get_peft_config
 
 from recipes.studies import variance
 from recipes.studies.laboratory import Pool, moments, sample_pools, smollm2_recipe, task_of
-from tests import tiny
+from tests.helpers import tiny
 from trl_otb.baselines import compute_advantages
 
 
@@ -62,7 +62,7 @@ def test_scores_of_an_adapter_are_those_of_its_last_block(tmp_path, monkeypatch)
 
     model = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "policy", is_trainable=True, dtype=torch.float32)
     tokenizer = tiny.tokenizer()
-    _, prompts, _, _ = task_of("smollm2", tokenizer, 1, num_held_out=1, seed=11)
+    prompts = task_of("smollm2", tokenizer, 1, num_held_out=1, seed=11).train
     prompt = tokenizer.apply_chat_template(prompts[0]["prompt"], add_generation_prompt=True)["input_ids"]
     completion = pool.completions[0]
     logps = model(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
@@ -108,7 +108,10 @@ def small_pool(size=6):
 
 
 def test_moments_are_those_of_all_deals():
-    """With groups of 2 from 6, every way to deal them can be listed: the average over deals tends to the average over them."""
+    """
+    With groups of 2 from 6, every way to deal them can be listed: the average over deals tends to the average over
+    them.
+    """
     pool, scores = small_pool()
 
     def gradient(rows, **options):

@@ -13,7 +13,7 @@ from recipes.studies.laboratory import Moments, Pool
 from recipes.studies.learning_curves import Run, best_learning_rate, collapsed, tokens_to
 
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def result(run, reward, held_out=0.5):
@@ -125,12 +125,12 @@ def test_nothing_to_plot_is_said(study, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("script", "flags", "said"),
     [
-        ("bench_step.py", "--rounds 1 --steps 2 --length 8", "one extra forward"),
-        ("bench_advantages.py", "--repeats 1 --longest 2048", "1024 × 2048"),
-        ("bench_horizon.py", "--rounds 1 --longest 512 --output_dir horizon", "horizon.png"),
+        ("step", "--rounds 1 --steps 2 --length 8", "one extra forward"),
+        ("advantages", "--repeats 1 --longest 2048", "1024 × 2048"),
+        ("horizon", "--rounds 1 --longest 512 ", "horizon.png"),
     ],
 )
 def test_benchmarks_run(script, flags, said, tmp_path):
-    command = [sys.executable, str(ROOT / "recipes" / script), *flags.split()]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    command = [sys.executable, "-m", f"recipes.benchmarks.{script}", *flags.split()]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and said in done.stdout, done.stdout + done.stderr
