@@ -1,6 +1,8 @@
 """The project around the code: the notebook runs, a wheel works by itself, the README tells the truth."""
 
+import importlib.util
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -16,6 +18,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from trl_otb import OTBGRPOConfig
+from trl_otb.baselines import BASELINES, find_baseline
 from trl_otb.metrics import STATISTICS, summarize
 
 
@@ -25,12 +28,13 @@ README = (ROOT / "README.md").read_text()
 
 
 @pytest.mark.slow
-def test_the_notebook_runs(tmp_path):
+@pytest.mark.parametrize("folder", ["recipes", "."])
+def test_the_notebook_runs(tmp_path, folder):
     notebook = nbformat.read(ROOT / "recipes" / "quickstart.ipynb", as_version=4)
-    # In its own folder, beside math.py, where `import math` could go wrong; what it writes goes elsewhere
     for cell in notebook.cells:
         cell["source"] = cell["source"].replace('"runs/quickstart"', repr(str(tmp_path)))
-    resources = {"metadata": {"path": str(ROOT / "recipes")}}
+    # Beside math.py, where `import math` could go wrong, or in the repository's root, as papermill runs it
+    resources = {"metadata": {"path": str(ROOT / folder)}}
     nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3", resources=resources).execute()
     pictures = [o for c in notebook.cells for o in c.get("outputs", []) if "image/png" in o.get("data", {})]
     assert len(pictures) == 2
@@ -63,29 +67,73 @@ def test_the_readme_explains_every_metric_and_no_other():
     assert set(re.findall(r"^\| `(otb/[\w/]+)`", README, flags=re.MULTILINE)) == logged
 
 
-def test_the_readme_names_every_option_and_every_configuration():
+def table(heading):
+    """The rows of the README's table under a heading, cell by cell."""
+    section = README.split(f"## {heading}\n")[1].split("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("|")][2:]
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", row.strip("|"))] for row in rows]
+
+
+def test_the_readme_lists_the_baselines_as_they_describe_themselves():
+    assert [row[:2] for row in table("Which baseline?")] == [
+        [f'`"{entry.name}"`', entry.summary] for entry in BASELINES.values()
+    ]
+
+
+def test_the_readme_names_every_option_and_the_recipes_every_configuration():
     own = {f.name for f in fields(OTBGRPOConfig)} - {f.name for f in fields(OTBGRPOConfig.__base__)}
-    for name in [*own, *(path.name for path in CONFIGS)]:
-        assert f"`{name}`" in README or f"recipes/{name}" in README, name
+    assert own | {"scale_rewards"} == {row[0].strip("`") for row in table("The formula")}
+    assert [path.name for path in CONFIGS if path.name not in (ROOT / "recipes" / "README.md").read_text()] == []
 
 
-def test_the_file_tree_of_the_readme_exists():
-    tree = README.split("## Files")[1]
-    paths = re.findall(r"^([\w./]+)\s{2,}", tree.split("```")[1], flags=re.MULTILINE)
-    assert len(paths) > 10
-    assert [path for path in paths if not (ROOT / path).exists()] == []
+def test_the_readme_is_short():
+    lines = README.splitlines()
+    assert len(lines) <= 160 and max(map(len, lines)) <= 160
+    assert max(len(cell) for line in lines if line.startswith("|") for cell in line.split("|")) <= 122
+
+
+@pytest.mark.parametrize("page", ["README.md", "recipes/README.md", "recipes/studies/README.md"])
+def test_what_a_page_refers_to_is_there(page):
+    text, folder = (ROOT / page).read_text(), (ROOT / page).parent
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)
+    assert [link for link in links if not (folder / link).exists()] == []
+    modules = re.findall(r"python -m (recipes[\w.]*)", text)
+    assert [m for m in modules if importlib.util.find_spec(m) is None] == []
+    scripts = re.findall(r"\b(recipes/[\w/]+\.(?:py|yaml|ipynb))", text)
+    assert [script for script in scripts if not (ROOT / script).exists()] == []
 
 
 def test_the_python_examples_of_the_readme():
-    trainer, reward = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    baseline, trainer, reward = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    names, before = {}, dict(BASELINES)
+    try:
+        exec(baseline.split("args =")[0], names)
+        compile(baseline, "README.md", "exec")
+        assert find_baseline("newest").function is names["newest"]
+    finally:
+        BASELINES.clear()
+        BASELINES.update(before)
     compile(trainer, "README.md", "exec")
-    assert len(trainer.strip().splitlines()) <= 12
-    names = {}
     exec(reward, names)
     call = {"role": "assistant", "content": "", "tool_calls": [{}]}
     conversation = [call, {"role": "tool", "content": "5"}, call, {"role": "tool", "content": "6"}]
     answer = {"role": "assistant", "content": "6"}
     assert names["progress"]([[answer], [*conversation, answer], conversation]) == [[0.0], [0.1, 0.1, 0.0], [0.1, 0.1]]
+
+
+def test_a_checkout_that_is_not_installed_can_be_imported(tmp_path):
+    """Nothing but the package's folder and pyproject.toml, in an interpreter that finds no installation."""
+    shutil.copytree(ROOT / "trl_otb", tmp_path / "trl_otb")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    code = (
+        "import importlib.metadata, sys; importlib.metadata.distribution = None; sys.path.insert(0, sys.argv[1]);"
+        "import trl_otb; from trl_otb.project import trl_requirement; print(trl_otb.__file__, trl_otb.__version__, "
+        "trl_requirement())"
+    )
+    command = [sys.executable, "-I", "-c", code, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(str(tmp_path)) and "trl>=1.16" in done.stdout
 
 
 def test_the_tested_versions_lie_in_the_promised_ranges():
