@@ -95,6 +95,11 @@ def summarize(statistics: torch.Tensor, num_generations: int) -> dict[str, float
     several = size > 1
     group_std = ((squares / (size - 1).clamp(min=1)).sqrt() * several).sum() / several.sum()
 
+    # As many completions of equal energy would decide the baseline alike
+    square_of_sum, sum_of_squares = grouped_energy.sum(dim=1).square(), grouped_energy.square().sum(dim=1)
+    energetic = sum_of_squares > 0
+    effective = (square_of_sum / sum_of_squares.where(energetic, 1.0) * energetic).sum() / energetic.sum()
+
     power, power_group_mean = columns["power"].sum(), columns["power_group_mean"].sum()
     # Where no reward varies the group mean leaves nothing but rounding, and the ratio would say nothing
     ratio = torch.where(power_group_mean > 1e-6 * power, power / power_group_mean, torch.nan)
@@ -102,6 +107,7 @@ def summarize(statistics: torch.Tensor, num_generations: int) -> dict[str, float
         "energy/token_mean": columns["energy"].sum() / tokens.sum(),
         "energy/completion_mean": columns["energy"].sum() / completions,
         "energy/group_std": group_std,
+        "energy/effective_completions": effective,
         "baseline/mean": columns["baseline"].sum() / tokens.sum(),
         "baseline/position_std": columns["baseline_std"].sum() / completions,
         "advantage/abs_mean": columns["abs_advantage"].sum() / tokens.sum(),

@@ -10,6 +10,7 @@ from .baselines import Baseline, find_baseline
 from .callbacks import InexactResumeNotice
 from .config import OTBGRPOConfig
 from .metrics import summarize
+from .noise import GradientNoiseCallback
 from .project import version
 from .rollout import Rollout
 from .seam import EnergyGRPOTrainer, config_model_id
@@ -99,6 +100,19 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
         self.energy_source: str | None = None  # the forward that energies come from in training, once known
         super().__init__(model, reward_funcs, args, *other_args, **kwargs)
         self.add_callback(InexactResumeNotice)
+        for callback in self.callback_handler.callbacks:
+            self._serve(callback)
+
+    def add_callback(self, callback):
+        super().add_callback(callback)
+        self._serve(self.callback_handler.callbacks[-1])
+
+    def _serve(self, callback) -> None:
+        """A gradient noise meter gets a place in the log, and micro-batches of whole groups where they can be had."""
+        if isinstance(callback, GradientNoiseCallback):
+            callback.add_metrics = self.add_metrics
+            self.deals_groups = self.args.per_device_train_batch_size % self.num_generations == 0
+            callback.deals_groups = self.deals_groups
 
     def train(self, *args, **kwargs):
         """As [`~trl.GRPOTrainer`]'s; a dataset too small for a single step is a `ValueError`."""

@@ -254,7 +254,42 @@ def agent_case(model: str, folder: str) -> dict:
     }
 
 
-def _process(rank: int, world: int, port: int, env: dict, arguments: tuple, result: Path) -> None:
+def noise_case(model: str, folder: str) -> dict:
+    """Four parts of one group each: four micro-batches of one process, or two of each of two."""
+    from tests.helpers import tiny
+    from trl_otb import GradientNoiseCallback, OTBGRPOConfig, OTBGRPOTrainer
+
+    meter = GradientNoiseCallback()
+    settings = {
+        **tiny.SETTINGS,
+        "output_dir": folder,
+        "per_device_train_batch_size": 3,
+        "num_generations": 3,
+        "gradient_accumulation_steps": 4 // int(os.environ.get("WORLD_SIZE", 1)),
+        "max_completion_length": 32,
+        "max_grad_norm": 0.05,  # clips
+        "optim": "sgd",
+        "learning_rate": 0.3,
+        "max_steps": 4,
+    }
+    trainer = OTBGRPOTrainer(
+        model,
+        tiny.even_bytes,
+        args=OTBGRPOConfig(**settings),
+        train_dataset=tiny.prompts(),
+        rollout_func=rollout,
+        callbacks=[meter],
+    )
+    trainer.train()
+    return {
+        "processes": trainer.accelerator.num_processes,
+        "averages": meter._averages,
+        "batch_over_scale": [h.get("noise/batch_over_scale") for h in trainer.state.log_history],
+        "grad_norm": [h["grad_norm"] for h in trainer.state.log_history if "grad_norm" in h],
+    }
+
+
+def _process(rank: int, world: int, port: int, env: dict, run, arguments: tuple, result: Path) -> None:
     import torch
 
     os.environ |= env
@@ -266,7 +301,7 @@ def _process(rank: int, world: int, port: int, env: dict, arguments: tuple, resu
     os.dup2(log, 2)
     code = 1
     try:
-        torch.save((case if len(arguments) > 2 else agent_case)(*arguments), result)
+        torch.save(run(*arguments), result)
         if torch.distributed.is_initialized():
             torch.distributed.barrier()
         code = 0
@@ -277,14 +312,14 @@ def _process(rank: int, world: int, port: int, env: dict, arguments: tuple, resu
     os._exit(code)  # gloo's threads can abort the interpreter's teardown after a good run
 
 
-def launch(folder: Path, name: str, world: int, env: dict, model: str, *part: Part) -> None:
+def launch(folder: Path, name: str, world: int, env: dict, run, model: str, *part: Part) -> None:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     context = multiprocessing.get_context("fork")
     arguments = (model, str(folder / name), *part)
     processes = [
-        context.Process(target=_process, args=(rank, world, port, env, arguments, folder / f"{name}.{rank}.pt"))
+        context.Process(target=_process, args=(rank, world, port, env, run, arguments, folder / f"{name}.{rank}.pt"))
         for rank in range(world)
     ]
     for process in processes:
@@ -308,12 +343,14 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     model = tiny.save_model(folder / "model")
     for part in dict.fromkeys(part for _, part in CASES):
-        launch(folder, f"single-{part.name}", 1, {}, model, part)
+        launch(folder, f"single-{part.name}", 1, {}, case, model, part)
     for backend, part in CASES:
-        launch(folder, f"{backend}-{part.name}", 2, BACKENDS[backend], model, part)
-    launch(folder, "agent-single", 1, {}, model)
+        launch(folder, f"{backend}-{part.name}", 2, BACKENDS[backend], case, model, part)
+    launch(folder, "agent-single", 1, {}, agent_case, model)
     for backend in AGENT_BACKENDS:
-        launch(folder, f"agent-{backend}", 2, BACKENDS[backend], model)
+        launch(folder, f"agent-{backend}", 2, BACKENDS[backend], agent_case, model)
+    launch(folder, "noise-single", 1, {}, noise_case, model)
+    launch(folder, "noise-ddp", 2, {}, noise_case, model)
 
 
 if __name__ == "__main__":

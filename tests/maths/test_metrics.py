@@ -25,6 +25,7 @@ def test_metrics_by_hand():
     assert metrics["energy/token_mean"] == pytest.approx(5.5 / 5)
     assert metrics["energy/completion_mean"] == pytest.approx(5.5 / 2)
     assert metrics["energy/group_std"] == pytest.approx(2.5 / math.sqrt(2))  # of 1.5 and 4
+    assert metrics["energy/effective_completions"] == pytest.approx(5.5**2 / (1.5**2 + 4**2))
     assert metrics["baseline/mean"] == pytest.approx((4 + 9) / 5)
     assert metrics["baseline/position_std"] == pytest.approx((1 + math.sqrt(2)) / 2)  # of 1, 3 and of 2, 2, 5
     assert metrics["advantage/abs_mean"] == pytest.approx(4.5 / 5)

@@ -92,7 +92,9 @@ def test_errors_of_a_resumed_training():
     def _load_optimizer_and_scheduler():
         raise RuntimeError("unexpected EOF")
 
-    with pytest.raises(InputError, match="C is damaged; resume from an earlier checkpoint: RuntimeError: unexpected EOF"):
+    with pytest.raises(
+        InputError, match="C is damaged; resume from an earlier checkpoint: RuntimeError: unexpected EOF"
+    ):
         with resuming("C"):
             _load_optimizer_and_scheduler()
     with pytest.raises(RuntimeError, match="a reward"):
@@ -115,7 +117,7 @@ def no_trainer(monkeypatch):
         (["--dataset_name", "absent.csv"], "absent.csv does not exist"),
         (["--dataset_options", "{terms}"], "`dataset_options` is '{terms}': it is not JSON"),
         (["--dataset_name", "reasoning_gym:gsm_symbolic"], "reads only the characters 0123456789"),
-        (["--instruction", "Please."], "reads only the characters .*holds \"P\".*leave --instruction empty"),
+        (["--instruction", "Please."], 'reads only the characters .*holds "P".*leave --instruction empty'),
         (["--model_name_or_path", "./absent"], "'./absent': there is no such folder"),
         (["--model_name_or_path", "absent"], "`model_name_or_path` is 'absent': its tokenizer cannot be loaded"),
         (["--model_name_or_path", "recipes.toy:products"], "recipes.toy .* has no 'products'"),
@@ -223,7 +225,11 @@ def test_a_tracker_that_is_not_installed(run, no_trainer, monkeypatch):
 def test_a_wrong_flag_ends_without_a_traceback_from_any_folder(script, tmp_path):
     path = Path(recipe.__file__).with_name(script)
     done = subprocess.run(
-        [sys.executable, str(path), "--baselin", "otb"], cwd=tmp_path, capture_output=True, text=True, env={**os.environ}
+        [sys.executable, str(path), "--baselin", "otb"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ},
     )
     assert done.returncode == 2
     assert done.stderr == f"{script}: error: there is no flag --baselin. Did you mean baseline?\n"

@@ -104,7 +104,11 @@ def test_problems_that_cannot_be_had(arguments, message):
 @pytest.mark.parametrize(
     ("rows", "arguments", "message"),
     [
-        ([{"question": "?", "reply": "!"}] * 2, {}, "none of the columns answer, solution, target but question, reply"),
+        (
+            [{"question": "?", "reply": "!"}] * 2,
+            {},
+            "none of the columns answer, solution, target but question, reply",
+        ),
         ([{"text": "?", "answer": "!"}] * 2, {}, "none of the columns prompt, question, problem but text, answer"),
         (question_and_answer(), {"answer_column": "solution"}, "`answer_column` is 'solution': the dataset has"),
         ([{"question": "?", "answer": "1"}, {"question": "?", "answer": None}], {}, "row 1 .*holds nothing"),
@@ -123,7 +127,13 @@ def test_files_that_cannot_be_used(data_file, rows, arguments, message):
 
 @pytest.mark.parametrize(
     ("name", "content"),
-    [("a.jsonl", ""), ("a.jsonl", "{not json\n"), ("a.json", "[]\n"), ("a.csv", "question,answer\n"), ("a.parquet", "x")],
+    [
+        ("a.jsonl", ""),
+        ("a.jsonl", "{not json\n"),
+        ("a.json", "[]\n"),
+        ("a.csv", "question,answer\n"),
+        ("a.parquet", "x"),
+    ],
 )
 def test_unreadable_and_empty_files(tmp_path, name, content):
     (tmp_path / name).write_text(content)

@@ -74,3 +74,13 @@ def test_unequal_numbers_of_turns(results, backend):
     of_one, of_two = weights(results, "agent-single"), weights(results, f"agent-{backend}")
     for key in of_one:
         torch.testing.assert_close(of_two[key], of_one[key], atol=1e-6, rtol=1e-5, msg=key)
+
+
+def test_the_gradient_noise_of_two_processes_is_that_of_one(results):
+    """The same four groups, as four micro-batches of one process or two of each of two; gradients are clipped."""
+    one = of_rank(results, "noise-single", 0)
+    two = [of_rank(results, "noise-ddp", rank) for rank in (0, 1)]
+    assert [x["processes"] for x in (one, *two)] == [1, 2, 2]
+    assert max(one["grad_norm"]) > 0.05
+    for x in two:
+        torch.testing.assert_close(x["averages"], one["averages"], rtol=1e-3, atol=1e-7)

@@ -28,6 +28,7 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
     def __init__(self, *args, **kwargs):
         check_trl()
         self.rollouts: dict[str, Rollout] = {}  # the last one of each mode, "train" and "eval"
+        self.deals_groups = False  # whether rows are shuffled group by group though their advantages are known
         self._recorder: RewardRecorder | None = None  # from the rewards of a rollout to its advantages
         super().__init__(*args, **kwargs)
         check_trl(self)
@@ -167,10 +168,10 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
         if self._step % generate_every == 0 or self._buffered_inputs is None:
             batch = self._generate_and_score_completions(generation_batch)
             batch = trl_utils.split_pixel_values_by_grid(batch)
-            if "advantages" in batch:
-                batch = trl_utils.shuffle_sequence_dict(batch)
-            else:
+            if self.deals_groups or "advantages" not in batch:
                 batch = shuffle_groups(batch, self.num_generations)
+            else:
+                batch = trl_utils.shuffle_sequence_dict(batch)
             micro_batches = trl_utils.split_tensor_dict(batch, self.args.steps_per_generation)
             self._buffered_inputs = [trl_utils.unsplit_pixel_values_by_grid(x) for x in micro_batches]
         return self._buffered_inputs[self._step % self.args.steps_per_generation]

@@ -1,0 +1,106 @@
+"""The gradient noise meter: unbiased, equal to brute force, and silent where it has nothing to measure."""
+
+import pytest
+import torch
+from transformers import TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from tests.helpers.settings import LORA, assert_same_weights, logged
+from trl_otb import GradientNoiseCallback, OTBGRPOTrainer
+from trl_otb.noise import noise_and_signal
+
+
+GROUPS = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "max_steps": 3, "max_grad_norm": 0.01}
+
+
+def test_the_estimates_are_unbiased():
+    """1,000 batches of 5 parts in 3 dimensions: g = (1, 2, 0), a part's gradient has covariance diag(1, 4, 9)."""
+    g, std = torch.tensor([1.0, 2.0, 0.0]), torch.tensor([1.0, 2.0, 3.0])
+    parts = g + std * torch.randn(1000, 5, 3, generator=torch.Generator().manual_seed(0))
+    estimates = torch.tensor(
+        [noise_and_signal(h.square().sum(1).mean().item(), h.mean(0).square().sum().item(), 5) for h in parts]
+    )
+    error = estimates.std(0) / 1000**0.5
+    assert ((estimates.mean(0) - torch.tensor([14.0, 5.0])).abs() < 3 * error).all() and error.max() < 0.5
+
+
+class BruteForce(TrainerCallback):
+    """Keeps the gradient of every micro-batch, as differences of what has accumulated."""
+
+    def __init__(self):
+        self.parts, self.before, self.estimates = [], None, []
+
+    def _keep(self, model):
+        total = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).double()
+        self.parts.append(total - (self.before if self.before is not None else 0))
+        self.before = total
+
+    def on_substep_end(self, args, state, control, model=None, **kwargs):
+        self._keep(model)
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self._keep(model)
+        h = len(self.parts) * torch.stack(self.parts)
+        true = h.mean(0).square().sum()
+        noise = (h - h.mean(0)).square().sum() / (len(h) - 1)  # the sample variance, summed over parameters
+        self.estimates.append((noise.item(), (true - noise / len(h)).item()))
+        self.parts, self.before = [], None
+
+
+@pytest.mark.parametrize("options", [{}, {"baseline": "group_mean"}, {"peft_config": LORA}, {"num_iterations": 2}])
+def test_it_is_the_sample_variance_of_micro_batches(train, options):
+    meter, brute = GradientNoiseCallback(decay=0.5), BruteForce()
+    options = {**GROUPS, "max_grad_norm": 0.0, **options}
+    trainer = train(callbacks=[meter, brute], **options)
+    noise = signal = weight = 0.0
+    expected = []
+    for n, s in brute.estimates:
+        noise, signal, weight = 0.5 * (noise + n), 0.5 * (signal + s), 0.5 * (weight + 1)
+        if signal > 0:
+            expected.append(noise / signal)
+    assert len(brute.estimates) == 3 and expected
+    assert logged(trainer, "noise/scale") == pytest.approx(expected, rel=1e-3)
+    assert logged(trainer, "noise/batch_over_scale") == pytest.approx([4 / e for e in expected], rel=1e-3)
+    assert meter.scale is None or meter.scale == pytest.approx(noise / signal, rel=1e-3)
+
+
+def test_clipping_is_not_measured_and_nothing_is_changed(train):
+    meter = GradientNoiseCallback()
+    clipped = train(callbacks=[meter], max_steps=1, **{k: v for k, v in GROUPS.items() if k != "max_steps"})
+    train(callbacks=[other := GradientNoiseCallback()], **{**GROUPS, "max_steps": 1, "max_grad_norm": 0.0})
+    assert logged(clipped, "grad_norm")[0] > 0.01
+    assert meter._averages.tolist() == pytest.approx(other._averages.tolist(), rel=1e-4)
+    assert_same_weights(train(**GROUPS), train(callbacks=[GradientNoiseCallback()], **GROUPS))
+    assert all(not p._backward_hooks for p in clipped.model.parameters())
+
+
+def test_added_later_it_is_served_too(train):
+    trainer = train(train=False, **GROUPS)
+    trainer.add_callback(GradientNoiseCallback)
+    trainer.train()
+    assert trainer.deals_groups and "noise/scale" in str(trainer.state.log_history)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "options", "reason"),
+    [
+        (OTBGRPOTrainer, {}, "a step has one micro-batch. Set `gradient_accumulation_steps`"),
+        (
+            OTBGRPOTrainer,
+            {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
+            "spread over micro-batches",
+        ),
+        (GRPOTrainer, GROUPS, "rows of a group are spread over micro-batches. Use OTBGRPOTrainer"),
+    ],
+)
+def test_where_it_cannot_be_had_it_says_so_once(train, caplog, trainer, options, reason):
+    config = {"config": GRPOConfig} if trainer is GRPOTrainer else {}
+    done = train(trainer, callbacks=[GradientNoiseCallback()], **config, **options)
+    (said,) = [r.getMessage() for r in caplog.records if r.name == "trl_otb.noise"]
+    assert "cannot be had" in said and reason in said
+    assert not any(key.startswith("noise/") for entry in done.state.log_history for key in entry)
+
+
+def test_a_decay_out_of_range():
+    with pytest.raises(ValueError, match="`decay` is 1: it must be at least 0 and below 1"):
+        GradientNoiseCallback(decay=1)

@@ -1,0 +1,206 @@
+"""How noisy is the gradient that a run uses? The gradient noise scale, measured from micro-batches and processes."""
+
+import math
+
+import torch
+from accelerate.logging import get_logger
+from transformers import TrainerCallback
+
+
+logger = get_logger(__name__)
+
+
+def noise_and_signal(mean_square_of_parts: float, square_of_mean: float, parts: int) -> tuple[float, float]:
+    """
+    Unbiased estimates from the gradients h_1 … h_K of K parts of a batch and their mean G (McCandlish et al., appendix
+    A.1, https://arxiv.org/abs/1812.06162).
+
+        E‖h‖² = ‖g‖² + S,   E‖G‖² = ‖g‖² + S / K
+
+    Args:
+        mean_square_of_parts (`float`):
+            Σ_k ‖h_k‖² / K.
+        square_of_mean (`float`):
+            ‖G‖².
+        parts (`int`):
+            K, at least 2.
+
+    Returns:
+        `tuple[float, float]`: S, the trace of the covariance of a part's gradient, and ‖g‖², the square of the true
+        one. A single estimate may be negative.
+    """
+    noise = (mean_square_of_parts - square_of_mean) / (1 - 1 / parts)
+    return noise, square_of_mean - noise / parts
+
+
+class GradientNoiseCallback(TrainerCallback):
+    """
+    Logs the noise scale of the gradient that a run uses, for [`OTBGRPOTrainer`] and [`~trl.GRPOTrainer`].
+
+    The completions of a prompt share a baseline, so the independent unit is the prompt, and the parts of a batch that
+    are compared must hold whole groups: the micro-batches of an accumulation where rows are dealt to them by groups,
+    as [`OTBGRPOTrainer`] does for this callback; else the processes of a data-parallel run. Where neither is to be
+    had, one warning says why.
+
+    Logged, from exponential averages of noise and signal, with the gradients before clipping:
+
+    - `noise/scale`: prompts per step at which the gradient's noise equals its signal. Far more prompts than that
+      hardly help a step; far fewer make it mostly noise.
+    - `noise/batch_over_scale`: the run's prompts per step over that. Noise to signal of a step is its inverse.
+
+    The measurement reads each gradient once per micro-batch and keeps nothing. Values go to `state.log_history` and to
+    callbacks that come later; in an [`OTBGRPOTrainer`] they are logged like its metrics, also to trackers.
+
+    Args:
+        decay (`float`, *optional*, defaults to 0.9):
+            Weight per step of the past in the averages, at least 0 and below 1.
+
+    Raises:
+        ValueError: `decay` is out of range.
+    """
+
+    def __init__(self, decay: float = 0.9):
+        if not 0 <= decay < 1:
+            raise ValueError(f"`decay` is {decay}: it must be at least 0 and below 1.")
+        self.decay = decay
+        self.add_metrics = None  # set by OTBGRPOTrainer, whose log then holds the values
+        self.deals_groups = False  # set by OTBGRPOTrainer
+        self._averages = torch.zeros(3, dtype=torch.float64)  # of noise, signal, and 1, each from 0
+        self._hooks = []
+        self._step: _Step | None = None
+
+    @property
+    def scale(self) -> float | None:
+        """The noise scale in prompts; `None` before it is known, or while the signal is lost in noise."""
+        noise, signal, weight = self._averages.tolist()
+        return noise / signal if weight > 0 and signal > 0 else None
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        processes, accumulated = args.world_size, args.gradient_accumulation_steps
+        reason = self._why_not(args, processes, accumulated)
+        if reason is not None:
+            logger.warning(f"The gradient noise scale cannot be had: {reason}.")
+            return
+        self._step = _Step(args, by_micro_batch=self.deals_groups and accumulated > 1)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._step.witness = min(trained, key=torch.Tensor.numel)
+        for parameter in trained:
+            self._hooks.append(parameter.register_hook(self._step.hear_part))
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(self._step.hear_total))
+
+    def on_train_end(self, args, state, control, **kwargs):
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _why_not(self, args, processes: int, accumulated: int) -> str | None:
+        if args.deepspeed_plugin is not None or getattr(args, "fsdp_plugin_args", None):
+            return "DeepSpeed and FSDP hold gradients in partitions"
+        if args.fp16:
+            return "fp16 scales gradients by a factor that changes. Use bf16"
+        per_process = args.per_device_train_batch_size * accumulated
+        if processes > 1 and per_process % args.num_generations == 0:
+            return None
+        if self.deals_groups and accumulated > 1:
+            return None
+        if accumulated == 1 and processes == 1:
+            return "a step has one micro-batch. Set `gradient_accumulation_steps` to 2 or more, at equal batch size"
+        if processes > 1:
+            return "a group's rows lie on several processes. Give each process whole groups"
+        return (
+            "the rows of a group are spread over micro-batches. Use OTBGRPOTrainer with `per_device_train_batch_size` "
+            "a multiple of `num_generations`, or several processes"
+        )
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        if self._step is not None:
+            self._step.next_micro_batch()
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        if self._step is None:
+            return
+        squares = self._step.finish(model)
+        if squares is None or not all(map(math.isfinite, squares)):
+            return
+        noise, signal = noise_and_signal(*squares, self._step.parts)
+        new = torch.tensor([noise * self._step.prompts_per_part, signal, 1.0], dtype=torch.float64)
+        self._averages = self.decay * self._averages + (1 - self.decay) * new
+        if self.add_metrics is not None:
+            self.add_metrics(self._values())
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if self.add_metrics is None and logs is not None and "loss" in logs:
+            logs.update(self._values())
+            state.log_history[-1].update(self._values())
+
+    def _values(self) -> dict[str, float]:
+        if self._step is None or self.scale is None:
+            return {}
+        prompts = self._step.parts * self._step.prompts_per_part
+        return {"noise/scale": self.scale, "noise/batch_over_scale": prompts / self.scale}
+
+
+class _Step:
+    """
+    The gradients of one optimizer step as backward passes yield them: sums of squares, nothing else.
+
+    Args:
+        args (`TrainingArguments`):
+            Of the run.
+        by_micro_batch (`bool`):
+            Whether the parts are the micro-batches of each process, or the processes.
+    """
+
+    def __init__(self, args, by_micro_batch: bool):
+        self.processes, self.accumulated = args.world_size, args.gradient_accumulation_steps
+        self.by_micro_batch = by_micro_batch
+        self.parts = self.processes * (self.accumulated if by_micro_batch else 1)
+        rows_per_part = args.per_device_train_batch_size * (1 if by_micro_batch else self.accumulated)
+        self.prompts_per_part = rows_per_part / args.num_generations
+        self.witness: torch.nn.Parameter | None = None  # a small parameter, on which clipping shows
+        self._device = args.device
+        self._begin()
+
+    def _begin(self) -> None:
+        self._micro_batch = 0
+        self._parts, self._total = (torch.zeros((), device=self._device) for _ in range(2))
+        self._witness_before: torch.Tensor | None = None
+
+    def hear_part(self, gradient: torch.Tensor) -> None:
+        """A parameter's gradient of one micro-batch, before it is added to the others'."""
+        if self.by_micro_batch:
+            self._parts += gradient.detach().float().square().sum()
+
+    def hear_total(self, parameter: torch.nn.Parameter) -> None:
+        """A parameter whose `grad` holds the sum of this process's micro-batches so far."""
+        if self._micro_batch == self.accumulated - 1:
+            self._total += parameter.grad.detach().float().square().sum()
+            if parameter is self.witness:
+                self._witness_before = parameter.grad.detach().float().clone()
+
+    def next_micro_batch(self) -> None:
+        self._micro_batch += 1
+
+    def finish(self, model: torch.nn.Module) -> tuple[float, float] | None:
+        """Σ_k ‖h_k‖² / K and ‖G‖²; `None` for a step that was cut short."""
+        complete = self._micro_batch == self.accumulated - 1
+        # What is added up to the gradient of a step is 1/k of each part's own
+        parts = self._parts * self.accumulated if self.by_micro_batch else self._total
+        total = self._total
+        if complete and self.processes > 1:
+            torch.distributed.all_reduce(parts)
+            parts = parts / self.processes
+            total = self._square_of_mean(model)
+        self._begin()
+        return (parts.item(), total.item()) if complete else None
+
+    def _square_of_mean(self, model: torch.nn.Module) -> torch.Tensor:
+        """
+        ‖G‖² over all processes, from the gradients after clipping and the factor that clipping has left on one of
+        them.
+        """
+        before = self._witness_before
+        torch.distributed.all_reduce(before)
+        before /= self.processes
+        factor = (before * self.witness.grad.float()).sum() / before.square().sum()
+        clipped = sum(p.grad.detach().float().square().sum() for p in model.parameters() if p.grad is not None)
+        return clipped / factor.square()
