@@ -18,6 +18,14 @@ class Shaped:
         return 0.5 * super().compute_loss(*args, **kwargs)
 
 
+class Named:
+    """Rewards by the names of the functions."""
+
+    def _calculate_rewards(self, *args, **kwargs):
+        names = [function.__name__ for function in self.reward_funcs]
+        return super()._calculate_rewards(*args, **kwargs) * torch.tensor([3.0 if "even" in n else 1.0 for n in names])
+
+
 class Replaced:
     """Rewards that no reward function has seen."""
 
@@ -27,7 +35,7 @@ class Replaced:
 
 
 @pytest.mark.parametrize("options", SOURCES.values(), ids=SOURCES)
-@pytest.mark.parametrize("change", [Shaped, Replaced])
+@pytest.mark.parametrize("change", [Shaped, Named, Replaced])
 def test_group_mean_gives_the_weights_of_the_same_subclass_of_grpo_trainer(train, change, options):
     grpo = train(type("OfGRPO", (change, GRPOTrainer), {}), GRPOConfig, scale_rewards="none", **options)
     otb = train(type("OfOTB", (change, OTBGRPOTrainer), {}), OTBGRPOConfig, baseline="group_mean", **options)

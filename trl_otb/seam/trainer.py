@@ -208,39 +208,6 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
 
     # Internals
 
-    @contextmanager
-    def _rewards_recorded(self):
-        """
-        Within this context the list that is yielded gets a recorder of the rewards that GRPOTrainer goes on with: what
-        `_calculate_rewards` returns to it, where a subclass overrides that method too.
-        """
-        recorders: list[RewardRecorder] = []
-        calculate = self._calculate_rewards
-        before = {key: value for key, value in vars(self).items() if key == "_calculate_rewards"}
-
-        def recorded(inputs, prompts, completions, completion_ids_list):
-            functions = self.reward_funcs
-            recorder = RewardRecorder(list(map(len, completion_ids_list)))
-            self.reward_funcs = [
-                function
-                if isinstance(function, torch.nn.Module)
-                else recorder.wrap(i, self.reward_func_names[i], function, trl_utils.is_async_callable(function))
-                for i, function in enumerate(functions)
-            ]
-            try:
-                recorder.rewards_per_func = calculate(inputs, prompts, completions, completion_ids_list)
-            finally:
-                self.reward_funcs = functions
-            recorders.append(recorder)
-            return recorder.rewards_per_func
-
-        self._calculate_rewards = recorded
-        try:
-            yield recorders
-        finally:
-            del self._calculate_rewards
-            vars(self).update(before)
-
     def _rollout_of(
         self, batch: dict[str, Any], returns: Returns, recorder: RewardRecorder, energy: torch.Tensor | None
     ) -> Rollout:
@@ -269,6 +236,40 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
                 f"{row} of the first rollout it has {advantages[row].item():.6g}, and the rewards, weights and scale "
                 f"that trl_otb relies on give {expected[row].item():.6g}"
             )
+
+    @contextmanager
+    def _rewards_recorded(self):
+        """
+        Within this context the list that is yielded gets a recorder of the rewards that GRPOTrainer goes on with: what
+        `_calculate_rewards` returns to it, where a subclass overrides that method too.
+        """
+        recorders: list[RewardRecorder] = []
+        calculate = self._calculate_rewards
+        # This trainer's own, if somebody gave it one; as a rule the method is its class's
+        before = {key: value for key, value in vars(self).items() if key == "_calculate_rewards"}
+
+        def recorded(inputs, prompts, completions, completion_ids_list):
+            functions = self.reward_funcs
+            recorder = RewardRecorder(list(map(len, completion_ids_list)))
+            self.reward_funcs = [
+                function
+                if isinstance(function, torch.nn.Module)
+                else recorder.wrap(i, self.reward_func_names[i], function, trl_utils.is_async_callable(function))
+                for i, function in enumerate(functions)
+            ]
+            try:
+                recorder.rewards_per_func = calculate(inputs, prompts, completions, completion_ids_list)
+            finally:
+                self.reward_funcs = functions
+            recorders.append(recorder)
+            return recorder.rewards_per_func
+
+        self._calculate_rewards = recorded
+        try:
+            yield recorders
+        finally:
+            del self._calculate_rewards
+            vars(self).update(before)
 
 
 def config_model_id(config) -> str:
