@@ -1,5 +1,6 @@
 """Rewards per turn or token of a completion, where TRL knows one number for all of it."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -65,10 +66,12 @@ class RewardRecorder:
 
         if is_async:
 
+            @functools.wraps(function)
             async def wrapped(*args, **kwargs):
                 return self._sums(index, await function(*args, **kwargs))
         else:
 
+            @functools.wraps(function)
             def wrapped(*args, **kwargs):
                 return self._sums(index, function(*args, **kwargs))
 

@@ -77,21 +77,31 @@ class Part:
     lora: bool
     checkpointing: bool
     baseline: str = "otb"
+    pictures: bool = False
 
     @property
     def name(self) -> str:
         kind = f"{'lora' if self.lora else 'full'}-{'gc' if self.checkpointing else 'plain'}"
-        return f"{kind}-{list(SOURCES).index(self.source)}{'' if self.baseline == 'otb' else '-own'}"
+        kind += f"-{list(SOURCES).index(self.source)}"
+        return kind + ("" if self.baseline == "otb" else "-own") + ("-pictures" if self.pictures else "")
 
 
 def pairwise() -> list[tuple[str, Part]]:
-    """(backend, part): every two of backend, source of energies, adapter and checkpointing meet in some case."""
+    """
+    (backend, part): every two of backend, source of energies, adapter and checkpointing meet in some case. Then a
+    user's own baseline, and a vision-language model.
+    """
     cases = []
     for b, backend in enumerate(BACKENDS):
         for i, source in enumerate(SOURCES):
             lora = (b + (i == 2)) % 2 == 1
             cases.append((backend, Part(source, lora, checkpointing=(i + lora) % 2 == 1)))
-    return cases + [("ddp", Part(source, False, False, OWN_BASELINE)) for source in SOURCES]
+    cases += [("ddp", Part(source, False, False, OWN_BASELINE)) for source in SOURCES]
+    cases += [("ddp", Part(source, False, False, pictures=True)) for source in SOURCES]
+    return cases + [
+        (backend, Part(list(SOURCES)[1], lora, lora, pictures=True))
+        for backend, lora in (("zero3", False), ("fsdp2", True))
+    ]
 
 
 CASES = pairwise()
@@ -107,8 +117,14 @@ def rollout(prompts, trainer):
         g = torch.Generator().manual_seed(100 * trainer.state.global_step + row)
         length = int(torch.randint(2, 6, (1,), generator=g)) * (3 if row >= 6 else 1)
         ids.append(torch.randint(0, 256, (length,), generator=g).tolist())
+    if isinstance(prompts[0], str):
+        prompt_ids = [trainer.processing_class(p)["input_ids"] for p in prompts]
+    else:
+        prompt_ids = trainer.processing_class.apply_chat_template(
+            prompts, add_generation_prompt=True, tokenize=True, return_dict=True
+        )["input_ids"]
     return {
-        "prompt_ids": [trainer.processing_class(p)["input_ids"] for p in prompts],
+        "prompt_ids": prompt_ids,
         "completion_ids": ids,
         "logprobs": None,
     }
@@ -128,7 +144,7 @@ def case(model: str, folder: str, part: Part) -> dict:
     import torch
     from peft import LoraConfig
 
-    from tests.helpers import tiny
+    from tests.helpers import tiny, tiny_vision
     from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 
     fsdp = fsdp_on_cpu()
@@ -164,7 +180,8 @@ def case(model: str, folder: str, part: Part) -> dict:
         model,
         tiny.even_bytes,
         args=OTBGRPOConfig(**settings),
-        train_dataset=tiny.prompts(),
+        train_dataset=tiny_vision.prompts_with_several() if part.pictures else tiny.prompts(),
+        processing_class=tiny_vision.processor("patches") if part.pictures else None,
         rollout_func=rollout,
         peft_config=LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
         if part.lora
@@ -336,16 +353,17 @@ def main(folder: Path) -> None:
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401
     import trl.trainer.grpo_trainer  # noqa: F401
 
-    from tests.helpers import tiny
+    from tests.helpers import tiny, tiny_vision
     from trl_otb import OTBGRPOTrainer  # noqa: F401
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled for a minute, and is not needed
     torch.set_num_threads(1)
     model = tiny.save_model(folder / "model")
+    models = {False: model, True: tiny_vision.save_model(folder / "pictures", "patches")}
     for part in dict.fromkeys(part for _, part in CASES):
-        launch(folder, f"single-{part.name}", 1, {}, case, model, part)
+        launch(folder, f"single-{part.name}", 1, {}, case, models[part.pictures], part)
     for backend, part in CASES:
-        launch(folder, f"{backend}-{part.name}", 2, BACKENDS[backend], case, model, part)
+        launch(folder, f"{backend}-{part.name}", 2, BACKENDS[backend], case, models[part.pictures], part)
     launch(folder, "agent-single", 1, {}, agent_case, model)
     for backend in AGENT_BACKENDS:
         launch(folder, f"agent-{backend}", 2, BACKENDS[backend], agent_case, model)

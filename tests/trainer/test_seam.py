@@ -11,7 +11,7 @@ from tests.helpers import tiny
 from tests.helpers.settings import SOURCES
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 from trl_otb.project import trl_requirement
-from trl_otb.seam import contract, trainer
+from trl_otb.seam import contract
 
 
 HASHES = Path(__file__).parent / "trl_sources.json"
@@ -101,7 +101,7 @@ def test_advantages_that_trl_forms_otherwise_stop_the_first_rollout(train, monke
 
 
 def test_rewards_that_bypass_the_seam_are_an_error(train, monkeypatch):
-    monkeypatch.setattr(trainer.EnergyGRPOTrainer, "_calculate_rewards", GRPOTrainer._calculate_rewards)
+    monkeypatch.setattr(GRPOTrainer, "_generate_and_score_completions", lambda self, inputs: {})
     with pytest.raises(ImportError, match="rewards no longer come from"):
         train()
 

@@ -1,6 +1,6 @@
 """The overrides of GRPOTrainer."""
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -29,7 +29,6 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
         check_trl()
         self.rollouts: dict[str, Rollout] = {}  # the last one of each mode, "train" and "eval"
         self.deals_groups = False  # whether rows are shuffled group by group though their advantages are known
-        self._recorder: RewardRecorder | None = None  # from the rewards of a rollout to its advantages
         super().__init__(*args, **kwargs)
         check_trl(self)
         policy = self.model.get_base_model() if is_peft_model(self.model) else self.model
@@ -105,22 +104,6 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
 
     # Overrides
 
-    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        functions = self.reward_funcs
-        self._recorder = RewardRecorder(list(map(len, completion_ids_list)))
-        self.reward_funcs = [
-            function
-            if isinstance(function, torch.nn.Module)
-            else self._recorder.wrap(i, self.reward_func_names[i], function, trl_utils.is_async_callable(function))
-            for i, function in enumerate(functions)
-        ]
-        try:
-            rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        finally:
-            self.reward_funcs = functions
-        self._recorder.rewards_per_func = rewards
-        return rewards
-
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
         listener = self._energy_head.listener
         if listener is None:
@@ -132,11 +115,11 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
 
     def _generate_and_score_completions(self, inputs):
         forwards: list[Forward] = []
-        with self._energy_head.listening(forwards.append):
+        with self._energy_head.listening(forwards.append), self._rewards_recorded() as recorders:
             batch = super()._generate_and_score_completions(inputs)
-        recorder, self._recorder = self._recorder, None
-        if recorder is None:
+        if not recorders:
             raise moved("rewards no longer come from `GRPOTrainer._calculate_rewards`")
+        recorder = recorders[-1]
         returns = weigh_rewards(
             recorder.rewards_per_func,
             self.reward_weights,
@@ -255,6 +238,40 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
                 f"{row} of the first rollout it has {advantages[row].item():.6g}, and the rewards, weights and scale "
                 f"that trl_otb relies on give {expected[row].item():.6g}"
             )
+
+    @contextmanager
+    def _rewards_recorded(self):
+        """
+        Within this context the list that is yielded gets a recorder of the rewards that GRPOTrainer goes on with: what
+        `_calculate_rewards` returns to it, where a subclass overrides that method too.
+        """
+        recorders: list[RewardRecorder] = []
+        calculate = self._calculate_rewards
+        # This trainer's own, if somebody gave it one; as a rule the method is its class's
+        before = {key: value for key, value in vars(self).items() if key == "_calculate_rewards"}
+
+        def recorded(inputs, prompts, completions, completion_ids_list):
+            functions = self.reward_funcs
+            recorder = RewardRecorder(list(map(len, completion_ids_list)))
+            self.reward_funcs = [
+                function
+                if isinstance(function, torch.nn.Module)
+                else recorder.wrap(i, self.reward_func_names[i], function, trl_utils.is_async_callable(function))
+                for i, function in enumerate(functions)
+            ]
+            try:
+                recorder.rewards_per_func = calculate(inputs, prompts, completions, completion_ids_list)
+            finally:
+                self.reward_funcs = functions
+            recorders.append(recorder)
+            return recorder.rewards_per_func
+
+        self._calculate_rewards = recorded
+        try:
+            yield recorders
+        finally:
+            del self._calculate_rewards
+            vars(self).update(before)
 
 
 def config_model_id(config) -> str:

@@ -1,0 +1,126 @@
+"""Options of GRPOTrainer that few runs set: the group mean is GRPOTrainer under them too, and energies are right."""
+
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from tests.helpers import tiny
+from tests.helpers.oracles import energies_by_softmax
+from tests.helpers.settings import LORA, SOURCES, assert_same_weights, logged
+from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
+from trl_otb.baselines import compute_advantages
+
+
+# A cache of 16 blocks instead of one that fills half of the memory
+CONTINUOUS_BATCHING = {
+    "use_transformers_continuous_batching": True,
+    "transformers_continuous_batching_config": {"num_blocks": 16, "max_batch_tokens": 64},
+}
+# After each step the reference is halfway between what it was and the policy
+SYNC_REF_MODEL = {"sync_ref_model": True, "beta": 0.1, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}
+# "eager" traces as every backend does and compiles nothing
+COMPILE = {"torch_compile": True, "torch_compile_backend": "eager"}
+
+
+class Snapshots(TrainerCallback):
+    """The weights that each rollout was generated with."""
+
+    def __init__(self):
+        self.weights = []
+
+    def on_step_begin(self, args, state, control, model, **kwargs):
+        self.weights.append({name: p.detach().clone() for name, p in model.named_parameters()})
+
+
+@pytest.fixture
+def fresh_compiler():
+    """Compiled code is kept by function, whatever the trainer, and given up after eight kinds of input."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def assert_energies_are_those_of_the_last_weights(trainer, snapshots, model_path):
+    """Those of the second of two rollouts: what the first compiled or cached must not be found in it."""
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    model.load_state_dict(snapshots.weights[-1])
+    rollout = trainer.rollouts["train"]
+    energy = energies_by_softmax(model, vars(rollout))
+    torch.testing.assert_close(rollout.energy.double(), energy, atol=1e-5, rtol=0)
+    rewards = torch.tensor(
+        tiny.even_bytes([i[m].tolist() for i, m in zip(rollout.completion_ids, rollout.mask.bool(), strict=True)])
+    )
+    expected = compute_advantages(rewards, energy, rollout.mask, 4)
+    torch.testing.assert_close(rollout.advantages, expected, atol=1e-5, rtol=0)
+    model.load_state_dict(snapshots.weights[0])
+    assert (energies_by_softmax(model, vars(rollout)) - energy).abs().max() > 0.01, "the weights have hardly changed"
+    return rollout
+
+
+def assert_group_mean_is_grpo_trainer(train, **options):
+    options = {"scale_rewards": "none", **options}
+    grpo = train(GRPOTrainer, GRPOConfig, **options)
+    otb = train(OTBGRPOTrainer, OTBGRPOConfig, baseline="group_mean", **options)
+    assert_same_weights(grpo, otb)
+    assert min(logged(otb, "grad_norm")) > 0
+    assert all(math.isfinite(value) for value in logged(otb, "otb/energy/token_mean"))
+
+
+def second_rollout(train, model_path, source, **options):
+    snapshots = Snapshots()
+    options = {**options, **SOURCES[source]}
+    trainer = train(callbacks=[snapshots], max_steps=2 * options.get("num_iterations", 1), **options)
+    if "num_iterations" in options:  # two steps each, of which the first has the weights of the rollout
+        snapshots.weights = snapshots.weights[::2]
+    assert trainer.energy_source == source
+    assert len(snapshots.weights) == 2
+    return trainer, snapshots
+
+
+def test_continuous_batching_under_the_group_mean(train):
+    assert_group_mean_is_grpo_trainer(train, **CONTINUOUS_BATCHING)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_energies_under_continuous_batching(train, model_path, source):
+    trainer, snapshots = second_rollout(train, model_path, source, **CONTINUOUS_BATCHING)
+    assert_energies_are_those_of_the_last_weights(trainer, snapshots, model_path)
+
+
+def test_a_moving_reference_under_the_group_mean(train):
+    assert_group_mean_is_grpo_trainer(train, **SYNC_REF_MODEL, max_steps=4)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_energies_beside_a_moving_reference(train, model_path, source):
+    """The policy's energies, and not those of a reference that comes ever closer to it."""
+    trainer, snapshots = second_rollout(train, model_path, source, **SYNC_REF_MODEL)
+    rollout = assert_energies_are_those_of_the_last_weights(trainer, snapshots, model_path)
+    reference = energies_by_softmax(trainer.ref_model, vars(rollout))
+    assert (reference - rollout.energy).abs().max() > 0.01
+    initial = AutoModelForCausalLM.from_pretrained(model_path).state_dict()
+    moved = {name for name, p in trainer.ref_model.named_parameters() if not torch.equal(p, initial[name])}
+    assert moved, "the reference stood still"
+
+
+def test_a_batch_size_to_be_found_is_refused_as_by_grpo_trainer():
+    for config in (GRPOConfig, OTBGRPOConfig):
+        with pytest.raises(ValueError, match="auto_find_batch_size is not supported by GRPO"):
+            config(**tiny.SETTINGS, auto_find_batch_size=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"peft_config": LORA, "gradient_checkpointing": True}], ids=["full", "lora"])
+def test_compiled_models_under_the_group_mean(train, fresh_compiler, options):
+    assert_group_mean_is_grpo_trainer(train, **COMPILE, **options)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_energies_of_compiled_models(train, model_path, fresh_compiler, source):
+    """Not lost in the compiled forward, which was traced with and without them, nor left over from another one."""
+    trainer, snapshots = second_rollout(train, model_path, source, **COMPILE)
+    assert isinstance(trainer.model_wrapped, torch._dynamo.OptimizedModule)
+    assert_energies_are_those_of_the_last_weights(trainer, snapshots, model_path)

@@ -1,0 +1,149 @@
+"""Vision-language models: GRPOTrainer to the bit, and energies that saw each completion's own pictures."""
+
+import re
+
+import pytest
+import torch
+from trl import GRPOConfig, GRPOTrainer
+
+from tests.helpers import tiny, tiny_vision
+from tests.helpers.settings import LORA, SOURCES, assert_same_weights, logged
+from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
+from trl_otb.baselines import compute_advantages
+
+
+# By what the dataset holds: the layout of `pixel_values`, and the dataset
+PICTURES = {
+    "patches, one picture each": ("patches", tiny_vision.prompts),
+    "patches, one picture or two": ("patches", tiny_vision.prompts_with_several),
+    "rows, one picture each": ("rows", tiny_vision.prompts),
+    "rows, one picture or two": ("rows", tiny_vision.prompts_with_several),
+}
+PARITY = {
+    "plain": {},
+    "accumulation": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
+    "split groups": SOURCES["one extra no-gradient forward"],
+    "num_iterations and beta": {"num_iterations": 2, "beta": 0.1},
+    "lora and checkpointing": {"peft_config": LORA, "gradient_checkpointing": True},
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("vision")
+    return {layout: tiny_vision.save_model(folder / layout, layout) for layout in tiny_vision.LAYOUTS}
+
+
+@pytest.fixture
+def train_on(train, folders):
+    """As `train`, on `pictures`."""
+
+    def run(pictures, *args, **kwargs):
+        layout, dataset = PICTURES[pictures]
+        return train(
+            *args,
+            model=folders[layout],
+            processing_class=tiny_vision.processor(layout),
+            train_dataset=dataset(),
+            generation_kwargs={"suppress_tokens": tiny_vision.image_token_ids(layout)},
+            **kwargs,
+        )
+
+    return run
+
+
+def settings_of(source):
+    """Rollouts of four groups of four, so that there are groups to shuffle and micro-batches to deal them to."""
+    rows = SOURCES[source].get("per_device_train_batch_size", 8)
+    return {**SOURCES[source], "max_steps": 1, "gradient_accumulation_steps": 16 // rows}
+
+
+def energies_by_row(layout, dataset, rollout, shift=0):
+    """w_t from a float64 softmax of each row's own logits, with the pictures that the dataset has for its prompt."""
+    processor, model = tiny_vision.processor(layout), tiny_vision.model(layout).eval()
+    energies = torch.zeros(rollout.mask.shape, dtype=torch.float64)
+    for row in range(len(rollout)):
+        prompt = rollout.prompt_ids[row][rollout.prompt_mask[row].bool()]
+        completion = rollout.completion_ids[row][rollout.completion_mask[row].bool()]
+        number = int(re.search(r"(\d)\?", processor.tokenizer.decode(prompt)).group(1))
+        example = dataset[(number + shift) % len(dataset)]
+        pictures = example["images"] if "images" in example else [example["image"]]
+        seen = processor.image_processor(images=pictures, return_tensors="pt")
+        ids = torch.cat([prompt, completion]).unsqueeze(0)
+        if layout == "patches":
+            seen["mm_token_type_ids"] = (ids == processor.image_token_id).long()
+        with torch.no_grad():
+            logits = model(input_ids=ids, **seen).logits[0, len(prompt) - 1 : -1].double()
+        probs = logits.softmax(-1)
+        one_hot = torch.nn.functional.one_hot(completion, probs.size(-1))
+        energies[row, : len(completion)] = (one_hot - probs).square().sum(-1)
+    return energies
+
+
+@pytest.mark.parametrize("setting", PARITY)
+@pytest.mark.parametrize("pictures", ["patches, one picture or two", "rows, one picture each"])
+def test_group_mean_gives_the_weights_of_grpo_trainer(train_on, pictures, setting):
+    """To the bit."""
+    options = {"scale_rewards": "none", **PARITY[setting]}
+    grpo = train_on(pictures, GRPOTrainer, GRPOConfig, **options)
+    otb = train_on(pictures, OTBGRPOTrainer, OTBGRPOConfig, baseline="group_mean", **options)
+    assert_same_weights(grpo, otb)
+    assert min(logged(otb, "grad_norm")) > 0
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("pictures", PICTURES)
+def test_energies_and_advantages_saw_the_pictures(train_on, pictures, source):
+    """Each completion's energies are those of a forward of its own, with its prompt's pictures and no padding."""
+    layout, dataset = PICTURES[pictures]
+    trainer = train_on(pictures, learning_rate=0.0, **settings_of(source))
+    assert trainer.energy_source == source
+    rollout = trainer.rollouts["train"]
+    assert len(rollout) == 16
+    energy = energies_by_row(layout, dataset(), rollout)
+    torch.testing.assert_close(rollout.energy.double(), energy, atol=1e-5, rtol=0)
+    ids = [row[m] for row, m in zip(rollout.completion_ids, rollout.mask.bool(), strict=True)]
+    rewards = torch.tensor(tiny.even_bytes([row.tolist() for row in ids]))
+    expected = compute_advantages(rewards, energy, rollout.mask, 4)
+    torch.testing.assert_close(rollout.advantages, expected, atol=1e-5, rtol=0)
+    used = torch.cat([b["rows_of_rollout"] for b in trainer.micro_batches])
+    assert (used[: 16 // 4] != torch.arange(4)).any(), "rows were not shuffled"
+    for batch in trainer.micro_batches:
+        assert torch.equal(batch["advantages"], rollout.advantages[batch["rows_of_rollout"]])
+    assert expected.abs().max() > 0.05
+
+
+@pytest.mark.parametrize("pictures", ["patches, one picture each", "rows, one picture each"])
+def test_other_pictures_would_show(train_on, pictures):
+    """The test above is not blind: with the picture of the next prompt of a like size, energies are others."""
+    layout, dataset = PICTURES[pictures]
+    trainer = train_on(pictures, learning_rate=0.0, **settings_of("the training forward"))
+    rollout = trainer.rollouts["train"]
+    wrong = energies_by_row(layout, dataset(12), rollout, shift=6)  # pictures of six on are of the same size
+    assert ((wrong - rollout.energy).abs() * rollout.mask).amax(dim=1).min() > 1e-3
+
+
+@pytest.mark.parametrize("pictures", PICTURES)
+def test_all_sources_give_the_same_advantages_and_weights(train_on, pictures):
+    """The loss, too, saw each row with its own pictures, however rows were shuffled and dealt."""
+    reference, *others = [
+        train_on(pictures, optim="sgd", learning_rate=0.3, **settings_of(source)) for source in SOURCES
+    ]
+    counts = {count for batch in reference.micro_batches for count in batch["num_images"]}
+    assert counts == ({1, 2} if "two" in pictures else {1})
+    for other in others:
+        torch.testing.assert_close(
+            other.rollouts["train"].advantages, reference.rollouts["train"].advantages, atol=1e-6, rtol=0
+        )
+        assert_same_weights(other, reference, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("pictures", ["patches, one picture or two", "rows, one picture each"])
+def test_evaluation_saw_the_pictures(train_on, pictures):
+    layout, dataset = PICTURES[pictures]
+    trainer = train_on(pictures, train=False, eval_dataset=dataset(), per_device_eval_batch_size=16)
+    metrics = trainer.evaluate()
+    rollout = trainer.rollouts["eval"]
+    energy = energies_by_row(layout, dataset(), rollout)
+    torch.testing.assert_close(rollout.energy.double(), energy, atol=1e-5, rtol=0)
+    assert metrics["eval_otb/energy/token_mean"] > 0.1
