@@ -83,11 +83,10 @@ def warn_of_missing_processes() -> None:
     words = _launcher() or []
     if "--num_processes" not in words[:-1]:
         return
-    asked_for, machines = words[words.index("--num_processes") + 1], "--num_machines"
+    asked_for = words[words.index("--num_processes") + 1]
     if asked_for.isdecimal() and int(asked_for) != processes():
-        on = f" on {words[words.index(machines) + 1]} machines" if machines in words[:-1] else ""
         say(
-            f"Note: --num_processes {asked_for}{on} was asked for, and accelerate started {processes()} in all. On a "
-            "CPU it starts several only with --multi_gpu (and without --cpu): accelerate launch --multi_gpu "
-            f"--num_processes {asked_for} --num_machines 1 --mixed_precision no --dynamo_backend no recipes/math.py"
+            f"Note: --num_processes {asked_for} was asked for, and accelerate started {processes()}. On CPUs it starts "
+            f"several only with --multi_gpu and without --cpu: accelerate launch --multi_gpu --num_processes {asked_for} "
+            "--num_machines 1 --mixed_precision no --dynamo_backend no " + shlex.join([words[-1], *sys.argv[1:]])
         )
