@@ -38,7 +38,7 @@ from recipes.common.errors import Stopped, constructing, launch, resuming
 from recipes.common.grading import final_text, find_answer
 from recipes.common.held_out import HeldOut
 from recipes.common.imports import load_object
-from recipes.common.launching import say, warn_of_missing_processes
+from recipes.common.launching import check_launcher, say, warn_of_missing_processes
 from recipes.common.models import check_prompts, load_tokenizer, model_path, with_prompts
 from recipes.common.problems import Problems, load_problems
 from recipes.common.report import how_to_evaluate, how_to_go_on, report, report_evaluation
@@ -112,6 +112,7 @@ def accuracy_reward(problems: Problems) -> Callable[..., list[float]]:
 
 
 def main(argv: list[str]) -> None:
+    check_launcher()
     warn_of_missing_processes()
     settings, args, model_args = parse("tool_math.py", ToolMathArguments, CONFIG, argv)
     run = open_run(settings, args, model_args, argv)  # refuses the folder of another run, finds what to resume

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import psutil
 
+from .errors import InputError
+
 
 def processes() -> int:
     """How many processes were launched together."""
@@ -65,6 +67,29 @@ def _launcher() -> list[str] | None:
     if script is None or start is None:
         return None
     return [Path(words[start]).name, *words[start + 1 : script + 1]]
+
+
+def check_launcher(environment: dict[str, str] | None = None) -> None:
+    """
+    Raises:
+        InputError: The launcher asks for what a machine without a GPU cannot do, and would fail later or be ignored.
+    """
+    import torch
+
+    environment = os.environ if environment is None else environment
+    if torch.accelerator.is_available():
+        return
+    if environment.get("ACCELERATE_USE_FSDP") == "true":
+        raise InputError(
+            "accelerate was asked for FSDP, and no GPU is there: on a CPU it would silently run DDP. Use "
+            "--config_file recipes/accelerate/multi_cpu.yaml."
+        )
+    precision = environment.get("ACCELERATE_MIXED_PRECISION", "no")
+    if environment.get("ACCELERATE_USE_DEEPSPEED") == "true" and precision != "no":
+        raise InputError(
+            f"DeepSpeed was asked for {precision}, and no GPU is there: the recipes run in float32 on a CPU. Add "
+            "--mixed_precision no after `accelerate launch`."
+        )
 
 
 def without_flags(argv: list[str], *names: str) -> list[str]:

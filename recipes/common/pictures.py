@@ -28,6 +28,8 @@ def plot_training(log_history: list[dict], evaluations: list[Accuracy], path: Pa
     run. A panel whose values are missing is left out.
     """
     panels = [(key, label) for key, label in PANELS if any(_is_number(entry.get(key)) for entry in log_history)]
+    if all(entry.get("turns", 1) == 1 for entry in log_history):
+        panels = [(key, label) for key, label in panels if key != "turns"]
     rows = 1 + (len(panels) > 3)
     columns = math.ceil((len(panels) + 1) / rows)
     figure = Figure(figsize=(4.2 * columns, 3.1 * rows + 0.6), layout="constrained")
