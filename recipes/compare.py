@@ -6,8 +6,9 @@ Compare baselines over seeds with one recipe: all runs, one table, one picture.
     python -m recipes.compare --recipe math --baselines otb group_mean --seeds 1 2 3 4 5 \\
         --launcher "accelerate launch --config_file recipes/accelerate/zero3.yaml" --config recipes/math_zero3.yaml
 
-Every flag that is not named below goes to the recipe. The same command again goes on where it stopped: finished runs are
-kept, begun ones are resumed from their newest checkpoint, and changed flags are refused as the recipe refuses them.
+Every flag that is not named below goes to the recipe. The same command again goes on where it stopped: finished runs
+are kept, begun ones are resumed from their newest checkpoint, and changed flags are refused as the recipe refuses
+them.
 """
 
 import argparse
@@ -56,9 +57,13 @@ class Parser(argparse.ArgumentParser):
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """compare.py's own flags, and those of the recipe."""
-    parser = Parser("compare.py", description=__doc__, allow_abbrev=False, formatter_class=argparse.RawTextHelpFormatter)
+    parser = Parser(
+        "compare.py", description=__doc__, allow_abbrev=False, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--recipe", choices=("math", "tool_math"), default="math")
-    parser.add_argument("--baselines", nargs="+", required=True, metavar="NAME", help=f"{', '.join(BASELINES)}, module:function")
+    parser.add_argument(
+        "--baselines", nargs="+", required=True, metavar="NAME", help=f"{', '.join(BASELINES)}, module:function"
+    )
     parser.add_argument("--seeds", nargs="+", required=True, type=int, metavar="SEED")
     parser.add_argument("--folder", type=Path, help="where runs, table and picture go (runs/compare/RECIPE)")
     parser.add_argument("--launcher", default=sys.executable, help="the command in front of the recipe (python)")
@@ -116,13 +121,19 @@ def table(runs: list[Run]) -> str:
     rises = {(run.baseline, run.seed): run.rise for run in runs}
     for name in baselines:
         own = [run for run in runs if run.baseline == name]
-        columns = [
-            interval([100 * run.result[when]["mean"] for run in own]) for when in ("before", "after")
-        ]
+        columns = [interval([100 * run.result[when]["mean"] for run in own]) for when in ("before", "after")]
         ahead = interval([run.rise - rises[first, run.seed] for run in own]) if name != first else ""
         tokens = statistics.fmean(run.result["tokens_generated"] for run in own)
         seconds = statistics.fmean(run.result["training_seconds"] for run in own)
-        cells = [name, len(own), *columns, interval([run.rise for run in own]), ahead, f"{tokens:,.0f}", f"{seconds:.0f}"]
+        cells = [
+            name,
+            len(own),
+            *columns,
+            interval([run.rise for run in own]),
+            ahead,
+            f"{tokens:,.0f}",
+            f"{seconds:.0f}",
+        ]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     n = len({run.seed for run in runs})
     note = "95 % intervals over seeds (Student's t); differences are paired by seed"
@@ -143,7 +154,8 @@ def picture(runs: list[Run], path: Path, title: str) -> None:
                 axis.plot(list(curve), list(curve.values()), color=color, alpha=0.3, linewidth=1)
             steps = sorted(set.intersection(*map(set, curves)))
             means = [statistics.fmean(curve[step] for curve in curves) for step in steps]
-            axis.plot(steps, means, color=color, linewidth=2, label=f"{name}, n = {len(own)}", marker="." if axis is over_steps else None)  # fmt: skip
+            marker = "." if axis is over_steps else None
+            axis.plot(steps, means, color=color, linewidth=2, label=f"{name}, n = {len(own)}", marker=marker)
         last = [100 * run.result["after"]["mean"] for run in own]
         ends.plot([i] * len(last), last, "o", color=color, alpha=0.5)
         ends.plot([i - 0.2, i + 0.2], [statistics.fmean(last)] * 2, color=color, linewidth=2)
@@ -154,7 +166,9 @@ def picture(runs: list[Run], path: Path, title: str) -> None:
     for axis in (over_steps, rewards, ends):
         axis.grid(alpha=0.3)
     over_steps.legend()
-    figure.suptitle(f"{title}\nbold: mean over seeds; pale: single seeds" if len(runs) > len(names) else title, fontsize=11)
+    figure.suptitle(
+        f"{title}\nbold: mean over seeds; pale: single seeds" if len(runs) > len(names) else title, fontsize=11
+    )
     figure.savefig(path, dpi=120)
 
 

@@ -77,8 +77,8 @@ def accuracy_reward(problems: Problems) -> Callable[..., list[float]]:
     """
     The reward: 1 for a right final answer and 0 for a wrong one. Its mean on held-out problems is the accuracy.
 
-    Replace the inner function by your own. It gets one entry per completion in each list, and every other column of the
-    data as a further list in `kwargs`.
+    Replace the inner function by your own. It gets one entry per completion in each list, and every other column of
+    the data as a further list in `kwargs`.
     """
 
     def accuracy(completions, answer, entry=None, **kwargs) -> list[float]:
@@ -125,9 +125,10 @@ def main(argv: list[str]) -> None:
         )
     show_compact_progress(trainer)
     say(f"{settings.dataset_name}: {problems}.")
+    parameters = sum(p.numel() for p in trainer.model.parameters())
     say(
-        f"{model_args.model_name_or_path}: {sum(p.numel() for p in trainer.model.parameters()):,} parameters. Baseline "
-        f"{args.baseline}, {args.num_generations} completions per problem, {args.generation_batch_size} per batch."
+        f"{model_args.model_name_or_path}: {parameters:,} parameters. Baseline {args.baseline}, "
+        f"{args.num_generations} completions per problem, {args.generation_batch_size} per batch."
     )
 
     # Training, with an evaluation before and after

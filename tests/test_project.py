@@ -15,7 +15,7 @@ import torch
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from tests.test_recipes import CONFIGS
+from tests.recipes.test_arguments import CONFIGS
 from trl_otb import OTBGRPOConfig, trl_seam
 from trl_otb.metrics import STATISTICS, summarize
 

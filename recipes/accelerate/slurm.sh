@@ -1,8 +1,8 @@
 #!/bin/bash
 # Several machines under Slurm, one launcher per machine:
 #   sbatch recipes/accelerate/slurm.sh --config recipes/math_zero3.yaml --baseline otb
-# Everything after the script goes to recipes/math.py. Not run on a cluster here; the command was tried with two launchers
-# on one machine, see recipes/README.md.
+# Everything after the script goes to recipes/math.py. Not run on a cluster here; the command was tried with two
+# launchers on one machine, see recipes/README.md.
 #SBATCH --job-name=trl-otb
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1

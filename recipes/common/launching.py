@@ -25,9 +25,9 @@ def say(text: str) -> None:
 
 def tidy_output() -> None:
     """
-    Let the trainer say where its energies come from, and silence what other packages say about themselves and nobody can
-    act on: that TRL uses an option's old name, that bitsandbytes has no CPU kernel, that DeepSpeed found no GPU. Call it
-    before these packages are imported.
+    Let the trainer say where its energies come from, and silence what other packages say about themselves and nobody
+    can act on: that TRL uses an option's old name, that bitsandbytes has no CPU kernel, that DeepSpeed found no GPU.
+    Call it before these packages are imported.
     """
     logging.basicConfig(format="%(message)s")
     logging.getLogger("trl_otb").setLevel(logging.INFO)
@@ -111,7 +111,8 @@ def warn_of_missing_processes() -> None:
     asked_for = words[words.index("--num_processes") + 1]
     if asked_for.isdecimal() and int(asked_for) != processes():
         say(
-            f"Note: --num_processes {asked_for} was asked for, and accelerate started {processes()}. On CPUs it starts "
-            f"several only with --multi_gpu and without --cpu: accelerate launch --multi_gpu --num_processes {asked_for} "
-            "--num_machines 1 --mixed_precision no --dynamo_backend no " + shlex.join([words[-1], *sys.argv[1:]])
+            f"Note: --num_processes {asked_for} was asked for, and accelerate started {processes()}. On CPUs it "
+            "starts several only with --multi_gpu and without --cpu: accelerate launch --multi_gpu "
+            f"--num_processes {asked_for} --num_machines 1 --mixed_precision no --dynamo_backend no "
+            + shlex.join([words[-1], *sys.argv[1:]])
         )

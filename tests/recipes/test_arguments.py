@@ -125,7 +125,10 @@ def test_wrong_yaml(tmp_path, text, message):
         ("--learning_rate -1e-4", "`learning_rate` is -0.0001: it must be a finite number, 0 or more"),
         ("--num_generations 0", "`num_generations` is 0: it must be at least 2"),
         ("--num_generations 1", "`num_generations` is 1: it must be at least 2"),
-        ("--num_generations 7", r"`num_generations` is 7.*128 completions.*--num_generations 4.*_train_batch_size 133"),
+        (
+            "--num_generations 7",
+            r"`num_generations` is 7.*128 completions.*--num_generations 4.*_train_batch_size 133",
+        ),
         ("--num_generations 100000000", "`num_generations` is 100000000.* use --num_generations 128"),
         ("--num_generations 100000000 --per_device_train_batch_size 100000000", "would hold 100,000,000 completions"),
         ("--num_generations_eval 3", "`per_device_eval_batch_size` is 400.* Use --per_device_eval_batch_size 402"),
@@ -184,7 +187,11 @@ def test_the_command_under_make():
             "/home/me/recipes/math.py",
             "accelerate launch --num_processes 2 --multi_gpu recipes/math.py --max_steps 5",
         ),
-        ("/venv/bin/torchrun --nproc_per_node 2 math.py", "math.py", "torchrun --nproc_per_node 2 math.py --max_steps 5"),
+        (
+            "/venv/bin/torchrun --nproc_per_node 2 math.py",
+            "math.py",
+            "torchrun --nproc_per_node 2 math.py --max_steps 5",
+        ),
         ("bash", "recipes/math.py", "python recipes/math.py --max_steps 5"),
     ],
 )

@@ -118,5 +118,3 @@ def test_a_call_can_be_held_to_few_operations():
     assert evaluate("12-7", max_operations=1) == 5
     with pytest.raises(ValueError, match="2 operations, more than 1"):
         evaluate("12-7+1", max_operations=1)
-
-

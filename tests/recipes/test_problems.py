@@ -78,7 +78,7 @@ def test_conversations_keep_what_stands_before_the_question(data_file):
         {"role": "user", "content": "1+1?\nBox it."},
     ]
     assert with_prompts(data, tiny.tokenizer(None), "Box it.")[0]["prompt"] == "Be brief.\n1+1?\nBox it.\n"
-    with pytest.raises(InputError, match="row 0 .*must end with a user's message"):
+    with pytest.raises(InputError, match=r"row 0 .*must end with a user's message"):
         load_problems(data_file([{"prompt": turns[:1], "answer": "2"}] * 2))
 
 
@@ -104,7 +104,11 @@ def test_problems_that_cannot_be_had(arguments, message):
 @pytest.mark.parametrize(
     ("rows", "arguments", "message"),
     [
-        ([{"question": "?", "reply": "!"}] * 2, {}, "none of the columns answer, solution, target but question, reply"),
+        (
+            [{"question": "?", "reply": "!"}] * 2,
+            {},
+            "none of the columns answer, solution, target but question, reply",
+        ),
         ([{"text": "?", "answer": "!"}] * 2, {}, "none of the columns prompt, question, problem but text, answer"),
         (question_and_answer(), {"answer_column": "solution"}, "`answer_column` is 'solution': the dataset has"),
         ([{"question": "?", "answer": "1"}, {"question": "?", "answer": None}], {}, "row 1 .*holds nothing"),
@@ -123,21 +127,27 @@ def test_files_that_cannot_be_used(data_file, rows, arguments, message):
 
 @pytest.mark.parametrize(
     ("name", "content"),
-    [("a.jsonl", ""), ("a.jsonl", "{not json\n"), ("a.json", "[]\n"), ("a.csv", "question,answer\n"), ("a.parquet", "x")],
+    [
+        ("a.jsonl", ""),
+        ("a.jsonl", "{not json\n"),
+        ("a.json", "[]\n"),
+        ("a.csv", "question,answer\n"),
+        ("a.parquet", "x"),
+    ],
 )
 def test_unreadable_and_empty_files(tmp_path, name, content):
     (tmp_path / name).write_text(content)
-    with pytest.raises(InputError, match="is empty|cannot be read|no rows"):
+    with pytest.raises(InputError, match=r"is empty|cannot be read|no rows"):
         load_problems(str(tmp_path / name))
 
 
 def test_an_empty_parquet_file(data_file, tmp_path):
     Dataset.from_dict({"question": [], "answer": []}).to_parquet(tmp_path / "a.parquet")
-    with pytest.raises(InputError, match="no rows|cannot be read"):
+    with pytest.raises(InputError, match=r"no rows|cannot be read"):
         load_problems(str(tmp_path / "a.parquet"))
 
 
 def test_too_few_problems_for_a_batch():
     check_enough_problems(16, 128, 8)
-    with pytest.raises(InputError, match="15 problems to train on.*needs 16.*at most 120 completions"):
+    with pytest.raises(InputError, match=r"15 problems to train on.*needs 16.*at most 120 completions"):
         check_enough_problems(15, 128, 8)
