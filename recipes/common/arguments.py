@@ -84,9 +84,7 @@ class RecipeArguments:
     eval_only: bool = field(
         default=False, metadata={"help": "Measure the held-out accuracy of the model and stop; nothing is trained."}
     )
-    overwrite: bool = field(
-        default=False, metadata={"help": "Replace the run that the output folder already holds."}
-    )
+    overwrite: bool = field(default=False, metadata={"help": "Replace the run that the output folder already holds."})
     allow_changes: bool = field(
         default=False, metadata={"help": "Resume although options differ from those that the run began with."}
     )
@@ -143,7 +141,9 @@ class RecipeParser(TrlParser):
             for action in [a for a in self.actions.values() if a.dest in names][::-1]:
                 action = copy.copy(action)
                 spelt = action.option_strings
-                action.option_strings = [o for o in spelt if f"--{o[2:].replace('-', '_')}" in (o, "--help_all")] or spelt
+                action.option_strings = [
+                    o for o in spelt if f"--{o[2:].replace('-', '_')}" in (o, "--help_all")
+                ] or spelt
                 if action.choices is None and action.dest not in ("config", "baseline") and action.nargs != 0:
                     action.metavar = "true|false" if action.nargs == "?" else "VALUE"
                 if names is FREQUENT:

@@ -32,8 +32,8 @@ def evaluate(expression: str, max_operations: int = 50) -> int | float:
             How many operations with two operands it may hold.
 
     Returns:
-        `int` or `float`: an integer wherever the exact result is one of at most `MAX_DIGITS` digits and no operand was a
-        float.
+        `int` or `float`: an integer wherever the exact result is one of at most `MAX_DIGITS` digits and no operand was
+        a float.
 
     Raises:
         ValueError: Anything else was asked for.

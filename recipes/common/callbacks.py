@@ -33,8 +33,9 @@ def show_compact_progress(trainer: Trainer) -> None:
 
 class CheckpointOnInterrupt(TrainerCallback):
     """
-    Within its context, on Ctrl-C or SIGTERM in a training step, finish the step, save a checkpoint and stop; on a second
-    one, stop at once. In the first and the last evaluation there is no step to finish, so it raises [`Stopped`].
+    Within its context, on Ctrl-C or SIGTERM in a training step, finish the step, save a checkpoint and stop; on a
+    second one, stop at once. In the first and the last evaluation there is no step to finish, so it raises
+    [`Stopped`].
 
     All processes stop at the same step: a signal need not reach them in the same one.
     """

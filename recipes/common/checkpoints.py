@@ -36,7 +36,9 @@ def check_checkpoint(checkpoint: Path) -> None:
         InputError: There is no checkpoint of a recipe, or a file in it is damaged.
     """
     if not (checkpoint / COUNTS).is_file():
-        raise InputError(f"`resume_from_checkpoint` is {str(checkpoint)!r}: no complete checkpoint of a recipe is there.")
+        raise InputError(
+            f"`resume_from_checkpoint` is {str(checkpoint)!r}: no complete checkpoint of a recipe is there."
+        )
     _state(checkpoint)
     _json(checkpoint / COUNTS)
     for path in [*checkpoint.glob("*.pt"), *checkpoint.glob("*.pth"), *checkpoint.glob("*.bin")]:
@@ -77,4 +79,3 @@ def _json(path: Path):
 
 def _damaged(path: Path, reason: str) -> InputError:
     return InputError(f"{path} is damaged: {reason}. Resume from an earlier checkpoint, or get the file again.")
-

@@ -84,18 +84,17 @@ def _check_groups(values: Namespace, processes: int) -> None:
         divisor = max(d for d in range(1, min(N, batch) + 1) if batch % d == 0)
         whole = math.ceil(rows / N) * N
         other = f"--num_generations {divisor}, or " if divisor > 1 else ""
-        remedy = (
-            f"a multiple of {N}" if values.generation_batch_size else f"--per_device_train_batch_size {whole}"
-        )
+        remedy = f"a multiple of {N}" if values.generation_batch_size else f"--per_device_train_batch_size {whole}"
         raise InputError(
             f"`num_generations` is {N}, and a generation batch of {batch} completions ({made_of}) does not hold whole "
             f"groups of {N}: use {other}{remedy}."
         )
     k, rows = values.num_generations_eval or N, values.per_device_eval_batch_size
     if rows * processes % k:
+        whole = math.ceil(rows / k) * k
         raise InputError(
             f"`per_device_eval_batch_size` is {rows}: with {processes} process{'es' * (processes > 1)} it does not "
-            f"hold whole groups of --num_generations_eval {k}. Use --per_device_eval_batch_size {math.ceil(rows / k) * k}."
+            f"hold whole groups of --num_generations_eval {k}. Use --per_device_eval_batch_size {whole}."
         )
 
 

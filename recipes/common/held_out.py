@@ -46,14 +46,14 @@ def accuracy(scores: dict[int, list[float]], step: int = 0) -> Accuracy:
 
 class HeldOut(TrainerCallback):
     """
-    Counts along with a reward function: the tokens generated in training and, in an evaluation, every held-out problem's
-    scores, which become an [`Accuracy`]. Checkpoints keep the counts. An evaluation amid training leaves the random
-    numbers of training as they are, so that evaluating more often does not change a run.
+    Counts along with a reward function: the tokens generated in training and, in an evaluation, every held-out
+    problem's scores, which become an [`Accuracy`]. Checkpoints keep the counts. An evaluation amid training leaves the
+    random numbers of training as they are, so that evaluating more often does not change a run.
 
     Args:
         problems (`Dataset`):
-            The held-out problems, with their `prompt`. `self.dataset` is the same with their numbers, by which the reward
-            function's calls in an evaluation are told from those in training.
+            The held-out problems, with their `prompt`. `self.dataset` is the same with their numbers, by which the
+            reward function's calls in an evaluation are told from those in training.
     """
 
     def __init__(self, problems: Dataset):

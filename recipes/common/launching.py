@@ -9,6 +9,8 @@ from pathlib import Path
 
 import psutil
 
+from .errors import InputError
+
 
 def processes() -> int:
     """How many processes were launched together."""
@@ -23,9 +25,9 @@ def say(text: str) -> None:
 
 def tidy_output() -> None:
     """
-    Let the trainer say where its energies come from, and silence what other packages say about themselves and nobody can
-    act on: that TRL uses an option's old name, that bitsandbytes has no CPU kernel, that DeepSpeed found no GPU. Call it
-    before these packages are imported.
+    Let the trainer say where its energies come from, and silence what other packages say about themselves and nobody
+    can act on: that TRL uses an option's old name, that bitsandbytes has no CPU kernel, that DeepSpeed found no GPU.
+    Call it before these packages are imported.
     """
     logging.basicConfig(format="%(message)s")
     logging.getLogger("trl_otb").setLevel(logging.INFO)
@@ -67,6 +69,29 @@ def _launcher() -> list[str] | None:
     return [Path(words[start]).name, *words[start + 1 : script + 1]]
 
 
+def check_launcher(environment: dict[str, str] | None = None) -> None:
+    """
+    Raises:
+        InputError: The launcher asks for what a machine without a GPU cannot do, and would fail later or be ignored.
+    """
+    import torch
+
+    environment = os.environ if environment is None else environment
+    if torch.accelerator.is_available():
+        return
+    if environment.get("ACCELERATE_USE_FSDP") == "true":
+        raise InputError(
+            "accelerate was asked for FSDP, and no GPU is there: on a CPU it would silently run DDP. Use "
+            "--config_file recipes/accelerate/multi_cpu.yaml."
+        )
+    precision = environment.get("ACCELERATE_MIXED_PRECISION", "no")
+    if environment.get("ACCELERATE_USE_DEEPSPEED") == "true" and precision != "no":
+        raise InputError(
+            f"DeepSpeed was asked for {precision}, and no GPU is there: the recipes run in float32 on a CPU. Add "
+            "--mixed_precision no after `accelerate launch`."
+        )
+
+
 def without_flags(argv: list[str], *names: str) -> list[str]:
     """`argv` without these flags and their values."""
     kept, skipping = [], False
@@ -83,11 +108,11 @@ def warn_of_missing_processes() -> None:
     words = _launcher() or []
     if "--num_processes" not in words[:-1]:
         return
-    asked_for, machines = words[words.index("--num_processes") + 1], "--num_machines"
+    asked_for = words[words.index("--num_processes") + 1]
     if asked_for.isdecimal() and int(asked_for) != processes():
-        on = f" on {words[words.index(machines) + 1]} machines" if machines in words[:-1] else ""
         say(
-            f"Note: --num_processes {asked_for}{on} was asked for, and accelerate started {processes()} in all. On a "
-            "CPU it starts several only with --multi_gpu (and without --cpu): accelerate launch --multi_gpu "
-            f"--num_processes {asked_for} --num_machines 1 --mixed_precision no --dynamo_backend no recipes/math.py"
+            f"Note: --num_processes {asked_for} was asked for, and accelerate started {processes()}. On CPUs it "
+            "starts several only with --multi_gpu and without --cpu: accelerate launch --multi_gpu "
+            f"--num_processes {asked_for} --num_machines 1 --mixed_precision no --dynamo_backend no "
+            + shlex.join([words[-1], *sys.argv[1:]])
         )

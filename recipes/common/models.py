@@ -35,7 +35,9 @@ def model_path(name: str | None) -> str:
         except InputError:
             raise
         except Exception as error:
-            raise InputError(f"`model_name_or_path` is {name!r}: it fails with {type(error).__name__}: {error}") from error
+            raise InputError(
+                f"`model_name_or_path` is {name!r}: it fails with {type(error).__name__}: {error}"
+            ) from error
         if not isinstance(path, str | os.PathLike) or not Path(path).is_dir():
             raise InputError(f"`model_name_or_path` is {name!r}: it returned {path!r}, which is no folder.")
         name = str(path)
@@ -104,9 +106,7 @@ def check_prompts(
     texts = prompts = list(data["prompt"])
     if tokenizer.chat_template:
         try:
-            texts = tokenizer.apply_chat_template(
-                prompts, tools=tools, tokenize=False, add_generation_prompt=True
-            )
+            texts = tokenizer.apply_chat_template(prompts, tools=tools, tokenize=False, add_generation_prompt=True)
         except TemplateError as error:
             raise InputError(f"{error}") from error
     longest = max(map(len, tokenizer(sorted(texts, key=len)[-32:])["input_ids"]))
@@ -116,8 +116,8 @@ def check_prompts(
     if positions is not None and longest + args.max_completion_length > positions:
         raise InputError(
             f"the longest prompt has {longest} tokens and `max_completion_length` is {args.max_completion_length}: "
-            f"together more than the model's {positions} positions. Lower --max_completion_length, drop long problems, "
-            "or choose another model."
+            f"together more than the model's {positions} positions. Lower --max_completion_length, drop long "
+            "problems, or choose another model."
         )
 
 

@@ -24,10 +24,12 @@ def plot_training(log_history: list[dict], evaluations: list[Accuracy], path: Pa
     """
     Held-out accuracy, reward, gradient norm, energy and turns over the steps of a run.
 
-    Of what is logged often, the pale line is every logged value and the bold one their centred mean over a tenth of the
-    run. A panel whose values are missing is left out.
+    Of what is logged often, the pale line is every logged value and the bold one their centred mean over a tenth of
+    the run. A panel whose values are missing is left out.
     """
     panels = [(key, label) for key, label in PANELS if any(_is_number(entry.get(key)) for entry in log_history)]
+    if all(entry.get("turns", 1) == 1 for entry in log_history):
+        panels = [(key, label) for key, label in panels if key != "turns"]
     rows = 1 + (len(panels) > 3)
     columns = math.ceil((len(panels) + 1) / rows)
     figure = Figure(figsize=(4.2 * columns, 3.1 * rows + 0.6), layout="constrained")
@@ -74,7 +76,8 @@ def plot_group(
     diverging: tuple[str, ...] = ("advantage",),
 ) -> Figure:
     """
-    One group of completions, token by token: each panel colours the policy's tokens by a value and leaves tool output grey.
+    One group of completions, token by token: each panel colours the policy's tokens by a value and leaves tool output
+    grey.
 
     Args:
         tokens (`list[list[str]]`):
@@ -101,9 +104,7 @@ def plot_group(
                 else:
                     axis.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, color="0.85", linewidth=0))
         signed = any(word in title.lower() for word in diverging)
-        shown = axis.imshow(
-            image, cmap=DIVERGING if signed else SEQUENTIAL, norm=_norm(image, signed), aspect="auto"
-        )
+        shown = axis.imshow(image, cmap=DIVERGING if signed else SEQUENTIAL, norm=_norm(image, signed), aspect="auto")
         for row, characters in enumerate(tokens):
             for column, character in enumerate(characters):
                 color = "black"

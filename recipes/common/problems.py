@@ -87,8 +87,8 @@ def load_problems(
     rows, duplicates = _unique(_rows(data, name, prompt_column, answer_column))
     if len(rows) < 2:
         raise InputError(
-            f"{name} has {len(data)} rows, but only {len(rows)} different problem: at least 2 are needed, one to train "
-            "on and one to hold out."
+            f"{name} has {len(data)} rows, but only {len(rows)} different problem: at least 2 are needed, one to "
+            "train on and one to hold out."
         )
     data = Dataset.from_list(rows).shuffle(seed=0)
     held_out = max(1, min(num_held_out, len(data) // 5))
@@ -105,7 +105,12 @@ def _rows(data: Dataset, name: str, prompt_column: str | None, answer_column: st
         before, question = _question(row[prompts], prompts, i, name)
         rows.append(
             {column: row[column] for column in others}
-            | {"question": question, "answer": _answer(row[answers], answers, i, name), "entry": None, "before": before}
+            | {
+                "question": question,
+                "answer": _answer(row[answers], answers, i, name),
+                "entry": None,
+                "before": before,
+            }
         )
     return rows
 
@@ -140,8 +145,8 @@ def _answer(value: Any, column: str, row: int, name: str) -> str:
     if _is_number(value):
         return str(value)
     raise InputError(
-        f"row {row} of {name}: {column!r} holds {_kind(value)}, and an answer must be text or a number. Drop or mend such "
-        "rows, or name another column with --answer_column."
+        f"row {row} of {name}: {column!r} holds {_kind(value)}, and an answer must be text or a number. Drop or mend "
+        "such rows, or name another column with --answer_column."
     )
 
 

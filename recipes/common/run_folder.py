@@ -17,7 +17,7 @@ from trl import ModelConfig
 from trl_otb import OTBGRPOConfig
 
 from .arguments import RecipeArguments
-from .checkpoints import check_checkpoint, global_step, latest_checkpoint, trained_to_the_end
+from .checkpoints import check_checkpoint, latest_checkpoint, trained_to_the_end
 from .errors import InputError
 from .launching import command, processes, say, without_flags
 
@@ -26,8 +26,8 @@ CONFIGURATION, RESULT = "configuration.json", "result.json"
 PACKAGES = ("trl-otb", "trl", "transformers", "torch", "accelerate", "datasets", "peft")
 # What a run leaves behind, and `--overwrite` removes.
 LEFT_BEHIND = (
-    f"{PREFIX_CHECKPOINT_DIR}-*", CONFIGURATION, RESULT, "*.safetensors", "pytorch_model*.bin", "*.safetensors.index.json",
-    "training.png", "held_out.json", "trainer_state.json",
+    f"{PREFIX_CHECKPOINT_DIR}-*", CONFIGURATION, RESULT, "*.safetensors", "pytorch_model*.bin",
+    "*.safetensors.index.json", "training.png", "held_out.json", "trainer_state.json",
 )  # fmt: skip
 # Options that decide what is written where, how often, and how far, but not which experiment this is.
 NEUTRAL_STARTS = ("logging", "save", "eval_", "hub", "push_to_hub", "log_", "report", "dataloader_", "tqdm", "trackio")
@@ -83,9 +83,7 @@ class RunFolder:
         return command([*kept, "--resume_from_checkpoint", "latest"])
 
 
-def open_run(
-    settings: RecipeArguments, args: OTBGRPOConfig, model_args: ModelConfig, argv: list[str]
-) -> RunFolder:
+def open_run(settings: RecipeArguments, args: OTBGRPOConfig, model_args: ModelConfig, argv: list[str]) -> RunFolder:
     """
     Look at the folder of a run before anything is loaded. Nothing is changed there yet, but a new folder is made.
 
@@ -219,6 +217,7 @@ def _check_writable(folder: Path) -> None:
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
     """Values as JSON reads them back."""
+
     def plain(value):
         if isinstance(value, Enum):
             return value.value

@@ -1,8 +1,8 @@
 """
 Policies that need no hub and no GPU, for trying the recipes: `--model_name_or_path recipes.toy:sums` and the like.
 
-Each function returns the folder of a model, which is made once and then cached (in `~/.cache/trl_otb`, or in the folder
-that the environment variable `TRL_OTB_CACHE` names).
+Each function returns the folder of a model, which is made once and then cached (in `~/.cache/trl_otb`, or in the
+folder that the environment variable `TRL_OTB_CACHE` names).
 """
 
 from pathlib import Path
@@ -16,7 +16,7 @@ def sums() -> Path:
 
 
 def calculator() -> Path:
-    """A 2-layer policy that calls a calculator carelessly, in about three turns; the default of recipes/tool_math.py."""
+    """A 2-layer policy that calls a calculator carelessly, in about three turns; tool_math.py's default."""
     from .warm_start import policy
 
     return policy("calculator")

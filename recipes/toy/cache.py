@@ -9,7 +9,7 @@ from filelock import FileLock
 
 
 def cached(name: str, make: Callable[[Path], None]) -> Path:
-    """The folder `name` of the cache. One process makes it while the others wait; half a folder is never left behind."""
+    """The folder `name` of the cache. One process makes it, the others wait; half a folder never stays."""
     folder = Path(os.environ.get("TRL_OTB_CACHE", "~/.cache/trl_otb")).expanduser() / name
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):

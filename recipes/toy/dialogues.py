@@ -1,14 +1,15 @@
 """
-Sums worked out by a careless pupil with a calculator that does one operation per call: the warm start of the toy policy
-of tool_math.py.
+Sums worked out by a careless pupil with a calculator that does one operation per call: the warm start of the toy
+policy of tool_math.py.
 
-A conversation is written with few characters, `12+7-35>[12+7]<eos>{19}>[19-35]<eos>{-16}>=-16<eos>`: the problem, a call, what
-the calculator shows, the next call, and the answer.
+A conversation is written with few characters, `12+7-35>[12+7]<eos>{19}>[19-35]<eos>{-16}>=-16<eos>`: the problem, a
+call, what the calculator shows, the next call, and the answer.
 """
 
 import random
 
 from recipes.common.calculator import evaluate
+
 from .worked_sums import expressions
 
 
@@ -29,8 +30,8 @@ def long_demonstrations(size: int) -> list[list[tuple[str, bool]]]:
 
 def _demonstration(expression: str, rng: random.Random) -> list[tuple[str, bool]]:
     """
-    One time in three the pupil guesses. Else digits are miscopied, calls are left open or incomplete, and an intermediate
-    result is taken for the answer, each about one time in twenty.
+    One time in three the pupil guesses. Else digits are miscopied, calls are left open or incomplete, and an
+    intermediate result is taken for the answer, each about one time in twenty.
     """
     segments = [(f"{expression}>", False)]
     first, *terms = expression.replace("-", "+-").split("+")

@@ -1,7 +1,7 @@
-"""The chat templates of the toy policies: they turn a conversation into the few characters that a policy was taught."""
+"""The chat templates of the toy policies: they write a conversation in the policies' few characters."""
 
-# `State the final answer to the following arithmetic problem: 3 + 4 - 5 =` becomes `3+4-5`. Only a prompt that is to be
-# answered is checked: TRL probes templates with conversations of its own.
+# `State the final answer to the following arithmetic problem: 3 + 4 - 5 =` becomes `3+4-5`. Only a prompt that is to
+# be answered is checked: TRL probes templates with conversations of its own.
 _USER = """\
 {%- for message in messages -%}
     {%- if message.role == 'user' -%}

@@ -1,4 +1,4 @@
-"""Small policies over single characters, warm-started on what a careless pupil writes down. There is care left to learn."""
+"""Small policies over single characters, warm-started on what a careless pupil writes down."""
 
 import hashlib
 import json
@@ -76,7 +76,7 @@ WARM_STARTS["long_calculator"] = replace(WARM_STARTS["calculator"], demonstratio
 
 
 def policy(kind: str, steps: int | None = None) -> Path:
-    """The cached folder of the policy `WARM_STARTS[kind]`, trained for as many steps as it says if `steps` is `None`."""
+    """The cached folder of the policy `WARM_STARTS[kind]`, trained for `steps` steps if that is given."""
     start = replace(WARM_STARTS[kind], steps=steps or WARM_STARTS[kind].steps)
 
     def make(folder: Path) -> None:

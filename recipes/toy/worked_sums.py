@@ -26,8 +26,8 @@ def demonstrations(size: int) -> list[list[tuple[str, bool]]]:
 
 def _demonstration(expression: str, rng: random.Random) -> str:
     """
-    For `"3 + 4 - 2"`, `"7-2=5"` with partial results in seven cases of ten, else `"5"`. Every number that is worked out
-    is wrong in one case of five.
+    For `"3 + 4 - 2"`, `"7-2=5"` with partial results in seven cases of ten, else `"5"`. Every number that is worked
+    out is wrong in one case of five.
     """
 
     def work_out(value: int) -> int:

@@ -10,7 +10,7 @@ from recipes.common.errors import InputError
 from recipes.common.grading import grade_mathematics
 from recipes.common.models import with_prompts
 from recipes.common.problems import load_problems
-from tests import tiny
+from tests.helpers import tiny
 from tests.recipes.conftest import question_and_answer
 
 
@@ -78,7 +78,7 @@ def test_conversations_keep_what_stands_before_the_question(data_file):
         {"role": "user", "content": "1+1?\nBox it."},
     ]
     assert with_prompts(data, tiny.tokenizer(None), "Box it.")[0]["prompt"] == "Be brief.\n1+1?\nBox it.\n"
-    with pytest.raises(InputError, match="row 0 .*must end with a user's message"):
+    with pytest.raises(InputError, match=r"row 0 .*must end with a user's message"):
         load_problems(data_file([{"prompt": turns[:1], "answer": "2"}] * 2))
 
 
@@ -137,17 +137,17 @@ def test_files_that_cannot_be_used(data_file, rows, arguments, message):
 )
 def test_unreadable_and_empty_files(tmp_path, name, content):
     (tmp_path / name).write_text(content)
-    with pytest.raises(InputError, match="is empty|cannot be read|no rows"):
+    with pytest.raises(InputError, match=r"is empty|cannot be read|no rows"):
         load_problems(str(tmp_path / name))
 
 
 def test_an_empty_parquet_file(data_file, tmp_path):
     Dataset.from_dict({"question": [], "answer": []}).to_parquet(tmp_path / "a.parquet")
-    with pytest.raises(InputError, match="no rows|cannot be read"):
+    with pytest.raises(InputError, match=r"no rows|cannot be read"):
         load_problems(str(tmp_path / "a.parquet"))
 
 
 def test_too_few_problems_for_a_batch():
     check_enough_problems(16, 128, 8)
-    with pytest.raises(InputError, match="15 problems to train on.*needs 16.*at most 120 completions"):
+    with pytest.raises(InputError, match=r"15 problems to train on.*needs 16.*at most 120 completions"):
         check_enough_problems(15, 128, 8)

@@ -39,7 +39,7 @@ def copy(finished, tmp_path):
 def test_a_folder_that_holds_a_run_is_left_alone(run, copy):
     before = contents(copy)
     with pytest.raises(
-        InputError, match="holds the result of a run. Say --resume_from_checkpoint latest.*--overwrite"
+        InputError, match=r"holds the result of a run. Say --resume_from_checkpoint latest.*--overwrite"
     ):
         run()
     (copy / "result.json").unlink()
@@ -161,7 +161,7 @@ def test_latest_is_the_newest_complete_checkpoint(run, copy, capsys):
 
 
 def test_latest_without_a_checkpoint(run):
-    with pytest.raises(InputError, match="'latest', and .*run holds no complete checkpoint"):
+    with pytest.raises(InputError, match=r"'latest', and .*run holds no complete checkpoint"):
         run("--resume_from_checkpoint", "latest")
     with pytest.raises(InputError, match="no complete checkpoint of a recipe is there"):
         run("--resume_from_checkpoint", "nowhere/checkpoint-4")
@@ -170,7 +170,7 @@ def test_latest_without_a_checkpoint(run):
 @pytest.mark.parametrize("kind", ["file", "below a file"])
 def test_a_folder_that_cannot_be_written_to(run, tmp_path, kind):
     (tmp_path / "taken").write_text("")
-    with pytest.raises(InputError, match="`output_dir` is .*taken.*: .*Choose a folder to write to"):
+    with pytest.raises(InputError, match=r"`output_dir` is .*taken.*: .*Choose a folder to write to"):
         run(output="taken" if kind == "file" else "taken/run")
 
 

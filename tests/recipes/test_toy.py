@@ -76,7 +76,7 @@ def test_the_ids_of_a_prompt_are_those_that_were_demonstrated(kind, end, questio
 
 def test_a_character_outside_the_alphabet_is_named(tokenizer):
     for content in ("What is 3 + 4?", "3 × 4", f"{ASKED}\nBox it."):
-        with pytest.raises(TemplateError, match="reads only the characters 0123456789.*--model_name_or_path"):
+        with pytest.raises(TemplateError, match=r"reads only the characters 0123456789.*--model_name_or_path"):
             tokenizer.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
 
 

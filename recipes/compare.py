@@ -1,0 +1,195 @@
+"""
+Compare baselines over seeds with one recipe: all runs, one table, one picture.
+
+    python -m recipes.compare --recipe math --baselines otb group_mean --seeds 1 2 3
+    python -m recipes.compare --recipe tool_math --baselines otb rloo my_baselines:mine --seeds 1 2 --max_steps 50
+    python -m recipes.compare --recipe math --baselines otb group_mean --seeds 1 2 3 4 5 \\
+        --launcher "accelerate launch --config_file recipes/accelerate/zero3.yaml" --config recipes/math_zero3.yaml
+
+Every flag that is not named below goes to the recipe. The same command again goes on where it stopped: finished runs
+are kept, begun ones are resumed from their newest checkpoint, and changed flags are refused as the recipe refuses
+them.
+"""
+
+import argparse
+import json
+import shlex
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from recipes.common.checkpoints import latest_checkpoint
+from recipes.common.errors import InputError, launch
+from recipes.common.launching import say
+from recipes.common.pictures import centred_mean
+from trl_otb.baselines import BASELINES
+
+
+RECIPES = Path(__file__).parent
+COLORS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "tab:pink", "tab:gray")
+# Two-sided 95 % quantiles of Student's t with 1, 2, … degrees of freedom
+STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+
+
+@dataclass
+class Run:
+    """A finished run: `result` as in its result.json, `log` as in its trainer_state.json."""
+
+    baseline: str
+    seed: int
+    result: dict
+    log: list[dict]
+
+    @property
+    def rise(self) -> float:
+        """In percentage points of held-out accuracy."""
+        return 100 * (self.result["after"]["mean"] - self.result["before"]["mean"])
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:
+        raise InputError(f"{message}. See --help.")
+
+
+def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """compare.py's own flags, and those of the recipe."""
+    parser = Parser(
+        "compare.py", description=__doc__, allow_abbrev=False, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--recipe", choices=("math", "tool_math"), default="math")
+    parser.add_argument(
+        "--baselines", nargs="+", required=True, metavar="NAME", help=f"{', '.join(BASELINES)}, module:function"
+    )
+    parser.add_argument("--seeds", nargs="+", required=True, type=int, metavar="SEED")
+    parser.add_argument("--folder", type=Path, help="where runs, table and picture go (runs/compare/RECIPE)")
+    parser.add_argument("--launcher", default=sys.executable, help="the command in front of the recipe (python)")
+    own, flags = parser.parse_known_args(argv)
+    for name in ("baseline", "seed", "output_dir", "overwrite", "resume_from_checkpoint", "eval_only"):
+        if any(word.split("=")[0] == f"--{name}" for word in flags):
+            raise InputError(f"--{name} is decided by compare.py: say --baselines, --seeds, --folder.")
+    for values, name in ((own.baselines, "baselines"), (own.seeds, "seeds")):
+        if len(set(values)) < len(values):
+            raise InputError(f"`{name}` names one twice: {' '.join(map(str, values))}.")
+    for name in own.baselines:
+        if name not in BASELINES and ":" not in name:
+            raise InputError(f"`baselines` names {name!r}: choose from {', '.join(BASELINES)}, or module:function.")
+    own.folder = own.folder or Path("runs", "compare", own.recipe)
+    return own, flags
+
+
+def perform(own: argparse.Namespace, flags: list[str], baseline: str, seed: int) -> Run:
+    """
+    Run the recipe, or what is left of it.
+
+    Raises:
+        InputError: The recipe ended without a result.
+    """
+    folder = own.folder / f"{baseline.replace(':', '.')}-seed{seed}"
+    command = [*shlex.split(own.launcher), str(RECIPES / f"{own.recipe}.py"), *flags]
+    command += ["--baseline", baseline, "--seed", str(seed), "--output_dir", str(folder)]
+    if (folder / "result.json").is_file() or latest_checkpoint(folder) is not None:
+        command += ["--resume_from_checkpoint", "latest"]
+    done = subprocess.run(command)
+    if done.returncode != 0 or not (folder / "result.json").is_file():
+        raise InputError(
+            f"{baseline} with seed {seed} ended without a result (exit code {done.returncode}): {shlex.join(command)}"
+        )
+    result = json.loads((folder / "result.json").read_text())
+    return Run(baseline, seed, result, json.loads((folder / "trainer_state.json").read_text())["log_history"])
+
+
+def interval(values: list[float]) -> str:
+    """Mean and 95 % confidence interval (Student's t), or the mean alone for a single value."""
+    if len(values) == 1:
+        return f"{values[0]:.1f}"
+    df = len(values) - 1
+    t = STUDENT_T[df - 1] if df <= len(STUDENT_T) else 1.96 + 2.5 / df
+    return f"{statistics.fmean(values):.1f} ± {t * statistics.stdev(values) / len(values) ** 0.5:.1f}"
+
+
+def table(runs: list[Run]) -> str:
+    """A Markdown table: one row per baseline, and its difference to the first one, seed by seed."""
+    first, *_ = baselines = list(dict.fromkeys(run.baseline for run in runs))
+    lines = [
+        f"| baseline | n | before, % | after, % | rise, points | rise over that of {first} | tokens | seconds |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    rises = {(run.baseline, run.seed): run.rise for run in runs}
+    for name in baselines:
+        own = [run for run in runs if run.baseline == name]
+        columns = [interval([100 * run.result[when]["mean"] for run in own]) for when in ("before", "after")]
+        ahead = interval([run.rise - rises[first, run.seed] for run in own]) if name != first else ""
+        tokens = statistics.fmean(run.result["tokens_generated"] for run in own)
+        seconds = statistics.fmean(run.result["training_seconds"] for run in own)
+        cells = [
+            name,
+            len(own),
+            *columns,
+            interval([run.rise for run in own]),
+            ahead,
+            f"{tokens:,.0f}",
+            f"{seconds:.0f}",
+        ]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    n = len({run.seed for run in runs})
+    note = "95 % intervals over seeds (Student's t); differences are paired by seed"
+    return "\n".join([*lines, "", f"n = {n} seed{'s: ' + note if n > 1 else ': one seed gives no interval'}.", ""])
+
+
+def picture(runs: list[Run], path: Path, title: str) -> None:
+    """Held-out accuracy and smoothed reward over steps, and the accuracy at the end."""
+    figure = Figure(figsize=(14, 4.2), layout="constrained")
+    over_steps, rewards, ends = figure.subplots(1, 3)
+    names = list(dict.fromkeys(run.baseline for run in runs))
+    for i, name in enumerate(names):
+        color, own = COLORS[i % len(COLORS)], [run for run in runs if run.baseline == name]
+        held_out = [{e["step"]: 100 * e["mean"] for e in run.result["evaluations"]} for run in own]
+        reward = [_smooth_reward(run.log) for run in own]
+        for axis, curves in ((over_steps, held_out), (rewards, reward)):
+            for curve in curves if len(own) > 1 else []:
+                axis.plot(list(curve), list(curve.values()), color=color, alpha=0.3, linewidth=1)
+            steps = sorted(set.intersection(*map(set, curves)))
+            means = [statistics.fmean(curve[step] for curve in curves) for step in steps]
+            marker = "." if axis is over_steps else None
+            axis.plot(steps, means, color=color, linewidth=2, label=f"{name}, n = {len(own)}", marker=marker)
+        last = [100 * run.result["after"]["mean"] for run in own]
+        ends.plot([i] * len(last), last, "o", color=color, alpha=0.5)
+        ends.plot([i - 0.2, i + 0.2], [statistics.fmean(last)] * 2, color=color, linewidth=2)
+    over_steps.set(title="held-out accuracy, %", xlabel="step")
+    rewards.set(title="training reward, centred mean over a tenth", xlabel="step")
+    ends.set(title="held-out accuracy after training, %", xticks=range(len(names)), xlim=(-0.6, len(names) - 0.4))
+    ends.set_xticklabels(names)
+    for axis in (over_steps, rewards, ends):
+        axis.grid(alpha=0.3)
+    over_steps.legend()
+    figure.suptitle(
+        f"{title}\nbold: mean over seeds; pale: single seeds" if len(runs) > len(names) else title, fontsize=11
+    )
+    figure.savefig(path, dpi=120)
+
+
+def _smooth_reward(log: list[dict]) -> dict[int, float]:
+    points = {entry["step"]: entry["reward"] for entry in log if entry.get("reward") is not None}
+    return dict(zip(points, centred_mean(list(points.values()), len(points) // 10), strict=True))
+
+
+def main(argv: list[str]) -> None:
+    own, flags = parse(argv)
+    jobs = [(baseline, seed) for seed in own.seeds for baseline in own.baselines]  # every baseline early on
+    runs = []
+    for i, (baseline, seed) in enumerate(jobs, start=1):
+        say(f"\n== {i} of {len(jobs)}: {baseline}, seed {seed}")
+        runs.append(perform(own, flags, baseline, seed))
+    runs.sort(key=lambda run: own.baselines.index(run.baseline))
+    written = table(runs)
+    (own.folder / "compare.md").write_text(written)
+    picture(runs, own.folder / "compare.png", f"{own.recipe} {shlex.join(flags)}".strip())
+    say(f"\n{written}\n{own.folder}: compare.md (this table), compare.png, and a folder per run.")
+
+
+if __name__ == "__main__":
+    launch("compare.py", main, sys.argv[1:])
