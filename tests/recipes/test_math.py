@@ -38,7 +38,12 @@ def test_a_run_says_and_leaves_what_the_readme_promises(run, capfd):
 
 @pytest.mark.parametrize("baseline", [name for name in BASELINES if name != "otb"])
 def test_every_baseline_is_an_arm_of_the_same_experiment(run, baseline):
-    folder = run("--baseline", baseline, "--max_steps", "2", "--num_held_out_problems", "4", output=baseline)
+    folder = run(
+        "--baseline",
+        baseline,
+        *"--max_steps 2 --num_held_out_problems 4 --per_device_train_batch_size 64".split(),
+        output=baseline,
+    )
     powers = [h["otb/grad_power_group_mean"] for h in log_of(folder) if "otb/grad_power_group_mean" in h]
     assert len(powers) == 2 and max(powers) > 0
     assert result_of(folder)["baseline"] == baseline

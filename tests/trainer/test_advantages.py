@@ -9,7 +9,7 @@ from tests.helpers.oracles import energies_by_softmax, mask_of
 from tests.helpers.recording import Recording, first_rollout
 from tests.helpers.settings import LORA, SOURCES, assert_same_weights
 from trl_otb.baselines import BASELINES, compute_advantages
-from trl_otb.seam.trainer import shuffle_groups
+from trl_otb.seam.shuffling import shuffle_groups
 
 
 @pytest.mark.parametrize("baseline", BASELINES)

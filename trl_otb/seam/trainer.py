@@ -1,6 +1,6 @@
 """The overrides of GRPOTrainer."""
 
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,7 +15,9 @@ from ..rollout import Rollout, generated_mask
 from .contract import FORWARD_KWARGS, check_trl, moved, trl_models, trl_utils
 from .gspo_token import ratios_per_token, spread_sequence_ratio
 from .head import EnergyHead, Forward
+from .recorded_rewards import recorded_rewards
 from .returns import Returns, weigh_rewards
+from .shuffling import shuffle_groups
 from .tool_loop import CollectiveToolLoop
 
 
@@ -115,7 +117,7 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
 
     def _generate_and_score_completions(self, inputs):
         forwards: list[Forward] = []
-        with self._energy_head.listening(forwards.append), self._rewards_recorded() as recorders:
+        with self._energy_head.listening(forwards.append), recorded_rewards(self) as recorders:
             batch = super()._generate_and_score_completions(inputs)
         if not recorders:
             raise moved("rewards no longer come from `GRPOTrainer._calculate_rewards`")
@@ -239,40 +241,6 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
                 f"that trl_otb relies on give {expected[row].item():.6g}"
             )
 
-    @contextmanager
-    def _rewards_recorded(self):
-        """
-        Within this context the list that is yielded gets a recorder of the rewards that GRPOTrainer goes on with: what
-        `_calculate_rewards` returns to it, where a subclass overrides that method too.
-        """
-        recorders: list[RewardRecorder] = []
-        calculate = self._calculate_rewards
-        # This trainer's own, if somebody gave it one; as a rule the method is its class's
-        before = {key: value for key, value in vars(self).items() if key == "_calculate_rewards"}
-
-        def recorded(inputs, prompts, completions, completion_ids_list):
-            functions = self.reward_funcs
-            recorder = RewardRecorder(list(map(len, completion_ids_list)))
-            self.reward_funcs = [
-                function
-                if isinstance(function, torch.nn.Module)
-                else recorder.wrap(i, self.reward_func_names[i], function, trl_utils.is_async_callable(function))
-                for i, function in enumerate(functions)
-            ]
-            try:
-                recorder.rewards_per_func = calculate(inputs, prompts, completions, completion_ids_list)
-            finally:
-                self.reward_funcs = functions
-            recorders.append(recorder)
-            return recorder.rewards_per_func
-
-        self._calculate_rewards = recorded
-        try:
-            yield recorders
-        finally:
-            del self._calculate_rewards
-            vars(self).update(before)
-
 
 def config_model_id(config) -> str:
     """Hub id or folder that a model was loaded from."""
@@ -293,16 +261,3 @@ def _forward_of(batch: dict[str, Any], forwards: list[Forward]) -> Forward | Non
 def _completion_advantage(advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """(B, 1) mean advantage of a completion's generated tokens."""
     return (advantages * mask).sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
-
-
-def shuffle_groups(batch: dict[str, Any], num_generations: int) -> dict[str, Any]:
-    """Permute whole groups of adjacent rows, in every tensor and list of the batch alike."""
-    rows = torch.arange(len(batch["completion_ids"])).view(-1, num_generations)
-    rows = rows[torch.randperm(len(rows))].flatten()
-
-    def permute(value):
-        if value is None or (isinstance(value, torch.Tensor) and value.dim() == 0):
-            return value
-        return value[rows] if isinstance(value, torch.Tensor) else [value[i] for i in rows.tolist()]
-
-    return {key: permute(value) for key, value in batch.items()}

@@ -1,0 +1,44 @@
+"""The rewards that GRPOTrainer goes on with, per function and as they were credited to turns and tokens."""
+
+from contextlib import contextmanager
+
+import torch
+from trl import GRPOTrainer
+
+from ..rewards import RewardRecorder
+from .contract import trl_utils
+
+
+@contextmanager
+def recorded_rewards(trainer: GRPOTrainer):
+    """
+    Within this context the list that is yielded gets a recorder of the rewards that `trainer` goes on with: what
+    `_calculate_rewards` returns to it, where a subclass overrides that method too.
+    """
+    recorders: list[RewardRecorder] = []
+    calculate = trainer._calculate_rewards
+    # This trainer's own, if somebody gave it one; as a rule the method is its class's
+    before = {key: value for key, value in vars(trainer).items() if key == "_calculate_rewards"}
+
+    def recorded(inputs, prompts, completions, completion_ids_list):
+        functions = trainer.reward_funcs
+        recorder = RewardRecorder(list(map(len, completion_ids_list)))
+        trainer.reward_funcs = [
+            function
+            if isinstance(function, torch.nn.Module)
+            else recorder.wrap(i, trainer.reward_func_names[i], function, trl_utils.is_async_callable(function))
+            for i, function in enumerate(functions)
+        ]
+        try:
+            recorder.rewards_per_func = calculate(inputs, prompts, completions, completion_ids_list)
+        finally:
+            trainer.reward_funcs = functions
+        recorders.append(recorder)
+        return recorder.rewards_per_func
+
+    trainer._calculate_rewards = recorded
+    try:
+        yield recorders
+    finally:
+        del trainer._calculate_rewards
+        vars(trainer).update(before)
