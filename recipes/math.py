@@ -57,7 +57,8 @@ def load_data(settings: RecipeArguments, seed: int) -> Problems:
 
     Replace it by your own, for instance
 
-        data = load_dataset("openai/gsm8k", "main", split="train").select_columns(["question", "answer"])
+        data = load_dataset("openai/gsm8k", "main", split="train")
+        data = data.map(lambda row: {"answer": row["answer"].split("####")[-1].strip()})
         return Problems(data.select(range(200, len(data))), data.select(range(200)))
     """
     return load_problems(

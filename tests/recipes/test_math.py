@@ -8,8 +8,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from datasets import Dataset
 
 from recipes import math as recipe
+from recipes.common.problems import Problems
 from tests import tiny
 from tests.recipes.conftest import log_of, question_and_answer, result_of
 from trl_otb.baselines import BASELINES
@@ -38,9 +40,9 @@ def test_a_run_says_and_leaves_what_the_readme_promises(run, capfd):
 
 @pytest.mark.parametrize("baseline", [name for name in BASELINES if name != "otb"])
 def test_every_baseline_is_an_arm_of_the_same_experiment(run, baseline):
-    folder = run("--baseline", baseline, "--max_steps", "2", "--num_held_out_problems", "4", output=baseline)
+    folder = run("--baseline", baseline, "--max_steps", "1", "--per_device_train_batch_size", "128", output=baseline)
     powers = [h["otb/grad_power_group_mean"] for h in log_of(folder) if "otb/grad_power_group_mean" in h]
-    assert len(powers) == 2 and max(powers) > 0
+    assert len(powers) == 1 and powers[0] > 0
     assert result_of(folder)["baseline"] == baseline
 
 
@@ -64,6 +66,24 @@ def test_rewards_of_ones_own(run, data_file, model_path, tmp_path):
     log = next(h for h in log_of(folder) if "loss" in h)
     assert log["rewards/short/mean"] < 0
     assert log["reward"] == pytest.approx(log["rewards/accuracy/mean"] + 0.5 * log["rewards/short/mean"], rel=1e-4)
+
+
+def test_data_and_reward_of_ones_own_in_the_recipe(run, monkeypatch):
+    """What the docstrings promise to whoever edits the two functions: plain columns, any reward."""
+    rows = [{"question": f"{i % 9} + {i // 9} =", "answer": str(i % 9 + i // 9), "weight": 0.5} for i in range(60)]
+    problems = Problems(Dataset.from_list(rows[10:]), Dataset.from_list(rows[:10]))
+    monkeypatch.setattr(recipe, "load_data", lambda settings, seed: problems)
+    folder = run("--max_steps", "1")
+    assert result_of(folder)["after"]["problems"] == 10
+
+    def reward(problems):
+        def weight(completions, weight, **kwargs):
+            return weight
+
+        return weight
+
+    monkeypatch.setattr(recipe, "accuracy_reward", reward)
+    assert result_of(run("--max_steps", "1", output="other"))["after"]["mean"] == 0.5
 
 
 def test_eval_only_measures_and_leaves_no_trace(run, tmp_path, capsys):
