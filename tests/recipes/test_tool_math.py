@@ -17,12 +17,12 @@ def test_the_tool_is_held_to_what_the_arguments_say():
 
 @pytest.mark.slow
 def test_the_recipe_teaches_the_policy(tmp_path, capsys):
-    """A third of `accelerate launch recipes/tool_math.py`: held-out accuracy rises by at least 20 points."""
-    flags = "--output_dir run --max_steps 30 --eval_strategy no --num_held_out_problems 100"
+    """A fifth of `accelerate launch recipes/tool_math.py`: held-out accuracy rises by at least 15 points."""
+    flags = "--output_dir run --max_steps 20 --eval_strategy no --num_held_out_problems 100"
     tool_math.main([*flags.split(), "--disable_tqdm", "true", "--seed", "3", "--num_train_problems", "1000"])
     said = capsys.readouterr().out
     result = result_of(tmp_path / "run")
-    assert result["after"]["mean"] - result["before"]["mean"] > 0.2
+    assert result["after"]["mean"] - result["before"]["mean"] > 0.15
     calls = said.split("Held-out calls per completion, failed calls, turns:\n")[1].splitlines()[:2]
     (calls_before, failed_before, turns_before), (calls_after, failed_after, turns_after) = (
         [float(number) for number in line.split(":")[1].replace("%", "").split()] for line in calls
