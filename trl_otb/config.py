@@ -13,7 +13,7 @@ LOSS_TYPES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vesp
 def _baseline_help() -> str:
     built_in = [entry for entry in BASELINES.values() if entry.built_in]
     return (
-        "What is subtracted from a completion's return. "
+        "The baseline that is subtracted from a completion's return. "
         + " ".join(f"`'{entry.name}'`: {entry.summary[:1].lower()}{entry.summary[1:]}" for entry in built_in)
         + " Or a name registered with `trl_otb.register_baseline`, or `module:function`."
     )
@@ -29,9 +29,9 @@ class OTBGRPOConfig(GRPOConfig):
 
     Parameters:
         baseline (`str`, *optional*, defaults to `"otb"`):
-            What is subtracted from a completion's return: a name in `trl_otb.baselines.BASELINES`, whose docstrings
-            say what each is and when to use it; a name of your own, registered with [`trl_otb.register_baseline`]
-            before the config is made; or `"module:function"`.
+            The baseline that is subtracted from a completion's return: a name in `trl_otb.baselines.BASELINES`, whose
+            docstrings say what each is and when to use it; a name of your own, registered with
+            [`trl_otb.register_baseline`] before the config is made; or `"module:function"`.
         alignment (`str`, *optional*, defaults to `"generated"`):
             Which tokens of a group a baseline per token compares: those with as many generated tokens before them
             (`"generated"`), or those at the same position in the completion (`"position"`). The two differ only where

@@ -123,7 +123,7 @@ class HeldOut(TrainerCallback):
         self.answers["after" if self.answers else "before"] = [first[p] for p in sorted(first)[:KEPT]]
 
     def examples(self) -> list[dict]:
-        """Of the first few held-out problems, the question, the answer, and what the policy said before and after."""
+        """The first few held-out problems: question, answer, and what the policy said before and after."""
         rows = self.dataset.select(range(min(KEPT, len(self.dataset))))
         return [
             {"question": row["question"], "answer": row["answer"]}

@@ -24,7 +24,7 @@ def plot_training(log_history: list[dict], evaluations: list[Accuracy], path: Pa
     """
     Held-out accuracy, reward, gradient norm, energy and turns over the steps of a run.
 
-    Of what is logged often, the pale line is every logged value and the bold one their centred mean over a tenth of
+    Where values are logged often, the pale line is every one and the bold one their centred mean over a tenth of
     the run. A panel whose values are missing is left out.
     """
     panels = [(key, label) for key, label in PANELS if any(_is_number(entry.get(key)) for entry in log_history)]

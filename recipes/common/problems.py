@@ -124,7 +124,7 @@ def _unique(rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:
 
 
 def _question(value: Any, column: str, row: int, name: str) -> tuple[list[dict[str, str]], str]:
-    """Of text, itself; of a conversation, what stands before its last user message, and that message."""
+    """The messages before the question, and the question: text itself, or a conversation's last user message."""
     if isinstance(value, list) and value and all(isinstance(m, dict) and "content" in m for m in value):
         if value[-1].get("role") != "user":
             raise InputError(f"row {row} of {name}: the conversation in {column!r} must end with a user's message.")

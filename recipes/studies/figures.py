@@ -1,8 +1,8 @@
 """
-The paper's figures 1 to 5, on embedded policies with a calculator.
+The paper's figures 1 to 5, on toy policies with a calculator.
 
-    OMP_NUM_THREADS=1 python -m recipes.studies.figures        # about 10 minutes on one core; a run that is saved is
-    not run again python -m recipes.studies.figures --plot_only              # from what is saved
+    OMP_NUM_THREADS=1 python -m recipes.studies.figures   # about 10 minutes on one core; a saved run is not run again
+    python -m recipes.studies.figures --plot_only         # from what is saved
 
 1 and 2: reward, gradient norm and the gradient's power over training, by baseline, in sums of ten turns at a learning
 rate that the group mean does not bear. 3: completions of a group differ in total energy. 4: realized energy, token by

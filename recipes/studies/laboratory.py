@@ -249,8 +249,9 @@ def token_scores(model, parameters, prompt, completion, positions) -> tuple[torc
 @dataclass
 class Moments:
     """
-    Of an estimator ĝ from groups of N: E‖ĝ‖², ‖Eĝ‖², and with the true gradient g, ⟨Eĝ, g⟩ and ‖g‖², all estimated
-    without bias from completions that they do not share, and averaged over ways to deal the pool into groups.
+    Moments of an estimator ĝ from groups of N: E‖ĝ‖², ‖Eĝ‖², and with the true gradient g, ⟨Eĝ, g⟩ and ‖g‖², all
+    estimated without bias from completions that they do not share, and averaged over ways to deal the pool into
+    groups.
     """
 
     square: float
@@ -272,7 +273,7 @@ class Moments:
 
     @property
     def cosine(self) -> float:
-        """Of Eĝ to the true gradient; NaN where noise leaves one of the squares negative."""
+        """Cosine of Eĝ to the true gradient; NaN where noise leaves one of the squares negative."""
         squares = self.signal * self.truth
         return self.with_truth / squares**0.5 if squares > 0 else math.nan
 
@@ -307,7 +308,7 @@ def moments(
         rewards, w, m, nodes = pool.rewards[order], energy[order], mask[order], node[order]
 
         def of_nodes(advantages, group, m=m, nodes=nodes):
-            """What each group's gradient is of the nodes' scores: (groups, U)."""
+            """Each group's gradient as a combination of the nodes' scores: (groups, U)."""
             sizes = group.bincount()
             share = advantages.double() / sizes[group].unsqueeze(1)
             flat = torch.zeros(len(sizes) * len(gram), dtype=torch.float64)

@@ -5,9 +5,9 @@ Does N = 4 do the work of N = 32? Learning curves over generated tokens, by base
     OMP_NUM_THREADS=1 python -m recipes.studies.learning_curves --task calculator --worker 1 --workers 2
     python -m recipes.studies.learning_curves --plot_only
 
-Every run trains the embedded policy of a task with 16 problems a step. Learning rates are tuned per arm, on two seeds
-of their own and the same grid, by the mean reward over the run; the other seeds then run with the best one. A run that
-is saved is not run again. Everything lands in runs/studies/learning_curves; the results are in
+Every run trains the toy policy of a task with 16 problems per step. Learning rates are tuned per arm, on two
+seeds of their own and the same grid, by the mean reward over the run; the other seeds then run with the best one. A
+run that is saved is not run again. Everything lands in runs/studies/learning_curves; the results are in
 recipes/studies/README.md.
 """
 
@@ -202,7 +202,7 @@ def report(folder: Path) -> None:
         if not of:
             continue
         threshold = TASKS[task].threshold
-        lines += [f"\n### {task}: 16 problems a step, threshold {threshold:.0%} of training reward\n"]
+        lines += [f"\n### {task}: 16 problems per step, threshold {threshold:.0%} of training reward\n"]
         lines += [
             "| N | baseline | learning rate | seeds | tokens to threshold (thousands) | held-out at the end (%) | "
             "worst gradient norm | collapsed |",

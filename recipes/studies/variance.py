@@ -1,9 +1,9 @@
 """
-How noisy is the gradient under each baseline? Exactly, on small policies, over groups of 2 to 128.
+How noisy is the gradient under each baseline? Scores are exact, on small policies, over groups of 2 to 128.
 
-    OMP_NUM_THREADS=1 python -m recipes.studies.variance                # about two hours on one core; can be stopped
-    and run again python -m recipes.studies.variance --only sums                      # one task python -m
-    recipes.studies.variance --plot_only                      # tables and pictures from what is saved
+    OMP_NUM_THREADS=1 python -m recipes.studies.variance     # two hours on one core; can be stopped and run again
+    python -m recipes.studies.variance --only sums           # one task
+    python -m recipes.studies.variance --plot_only           # tables and pictures from what is saved
 
 For each task and stage of training: pools of completions of fixed prompts, exact per-token scores (laboratory.py), and
 from their Gram matrix the noise-to-signal ratio tr Var(ĝ) / ‖Eĝ‖² of the gradient of a group and the cosine of Eĝ to
@@ -178,7 +178,7 @@ def proxy_quality(pool: Pool) -> dict[str, float]:
 
 
 def forward_only_power(pool: Pool, n: int = 8) -> dict[str, float]:
-    """What the trainer logs as `otb/grad_power`, Σ w A² a completion, under each estimator."""
+    """Σ w A² per completion, which the trainer logs as `otb/grad_power`, under each estimator."""
     size = len(pool.rewards) // n * n
     rewards, energy, mask = pool.rewards[:size], pool.energy[:size], pool.mask[:size]
     return {
@@ -223,7 +223,7 @@ def rank_correlation(a: list[float], b: list[float]) -> float:
 
 
 def load(folder: Path, parity: int | None) -> list[dict]:
-    """Of the prompts with an even (0) or odd (1) number, or of all, those on which rewards vary."""
+    """The prompts on which rewards vary, among those with an even (0) or odd (1) number, or among all."""
     paths = sorted(folder.glob("*.json"), key=lambda p: int(p.stem))
     figures = [json.loads(p.read_text()) for p in paths if parity is None or int(p.stem) % 2 == parity]
     return [f for f in figures if 0.02 < f["reward"] < 0.98]
@@ -233,7 +233,7 @@ def report(settings: list[Setting], output: Path) -> None:
     """Tables as Markdown, and pictures, from what is saved."""
     lines, ratios = [], {}
     for setting in settings:
-        # κ of otb_shrunk was chosen on even-numbered prompts of the embedded policies
+        # κ of otb_shrunk was chosen on even-numbered prompts of the toy policies
         figures = load(output / setting.name, parity=None if setting.task == "smollm2" else 1)
         if not figures:
             continue

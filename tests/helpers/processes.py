@@ -237,7 +237,7 @@ def agent_case(model: str, folder: str) -> dict:
             return loss
 
     def progress(completions, completion_ids, **kwargs):
-        """Of turns where there are several, and so on one process only; else a number."""
+        """One reward per turn where there are several, and so on one process only; else a number."""
         turns = [[0.1 * len(m["content"]) for m in c if m["role"] == "assistant"] for c in completions]
         return [t if len(t) > 2 else sum(t) for t in turns]
 

@@ -133,7 +133,7 @@ def image_token_ids(layout: str) -> list[int]:
 
 @cache
 def pictures(rows: int = 8) -> list[Pictures.Image]:
-    """Of noise, no two alike, and of three sizes."""
+    """Pictures of noise, no two alike, in three sizes."""
     noise = np.random.default_rng(0)
     return [
         Pictures.fromarray(noise.integers(0, 256, (8 + 8 * (i % 2), 8 + 8 * (i % 3), 3), dtype=np.uint8))

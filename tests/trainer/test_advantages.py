@@ -67,7 +67,7 @@ def test_forwards_are_counted(train, source, baseline, forwards):
     ],
 )
 def test_energies_are_computed_once_a_rollout(train, monkeypatch, source, baseline, computed):
-    """Of the forwards above, those that need no Σπ² do not compute it."""
+    """Those forwards that need no Σπ² do not compute it."""
     forwards = []
     original = Recording._get_per_token_logps_and_entropies
 

@@ -161,7 +161,7 @@ class Repeater:
         return "again " * 3
 
     async def get_reward(self):
-        return self.rewards  # a reward a turn
+        return self.rewards  # one reward per turn
 
 
 ADDING = [TURNS[7], TURNS[6], ["= 5"], TURNS[7][1:]]
@@ -175,7 +175,7 @@ def test_an_environment(train, monkeypatch, model_path):
 
 
 def test_environments_mixed_in_a_batch(train, monkeypatch, model_path):
-    """One gives a number, the other a reward a turn; a group has rows of one of them."""
+    """One gives a number, the other one per turn; a group has rows of one of them."""
     script_turns(monkeypatch, ADDING)
     mixed = CHAT.add_column("environment", ["adder", "repeater"] * 4)
     options = {

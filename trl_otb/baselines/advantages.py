@@ -166,7 +166,7 @@ def _check_shapes(rewards, energy, mask, num_generations, importance_weights) ->
 
 
 def _checked(baseline, rule: Baseline, groups: Groups) -> torch.Tensor:
-    """What a user's function returned, with three axes; values that no token is compared with may be anything."""
+    """The result of a user's function, with three axes; values that no token is compared with may be anything."""
     shape = groups.shape if rule.per_token else (*groups.shape[:2], 1)
     if not isinstance(baseline, torch.Tensor | float | int):
         raise ValueError(

@@ -40,10 +40,10 @@ def otb_shrunk(group: Groups, kappa: float = 2.0) -> torch.Tensor:
 
         B_t = Σ_i (W_{T,i} + κ w_{t,i}) G_{t,i} / Σ_i (W_{T,i} + κ w_{t,i})   over all completions, also ended ones.
 
-    Of this project. If scores of different tokens were orthogonal, the power of the gradient under baselines b_t would
-    be Σ_t Σ_i w_{t,i} (G_{t,i} − b_t)², least at the mean weighted by w_t; a separate estimate for every token is
-    mostly noise where few completions reach it. So the power is minimised with a penalty (Σ_i W_{T,i} / κ) (b_t − b)²
-    at every t that pulls b_t towards one number for the group, b = Σ_i W_{T,i} G_{t,i} / Σ_i W_{T,i}; setting the
+    This project's own. If scores of different tokens were orthogonal, the power of the gradient under baselines b_t
+    would be Σ_t Σ_i w_{t,i} (G_{t,i} − b_t)², least at the mean weighted by w_t; a separate estimate for every token
+    is mostly noise where few completions reach it. So the power is minimised with a penalty (Σ_i W_{T,i} / κ) (b_t −
+    b)² at every t that pulls b_t towards one number for the group, b = Σ_i W_{T,i} G_{t,i} / Σ_i W_{T,i}; setting the
     derivative to 0 gives the weights above. κ = 2 was chosen on half of the prompts of recipes/studies and measured on
     the others.
 

@@ -1,0 +1,181 @@
+"""
+Which baseline for my run? The noise of the gradient under each, measured on your own model, data and reward.
+
+    python -m recipes.gradient_noise                                                      # the toy policy of math.py
+    python -m recipes.gradient_noise --config recipes/tool_math_cpu.yaml --tools calculator
+    python -m recipes.gradient_noise --config recipes/math_smollm2.yaml --num_prompts 12
+    python -m recipes.gradient_noise --model_name_or_path FOLDER --dataset_name problems.jsonl --max_completion_length
+    200 python -m recipes.gradient_noise --plot_only --output_dir FOLDER
+
+It samples a pool of completions for each prompt, as the trainer does, deals it into groups, and takes the exact
+gradient of every group under every baseline. It ends in a table, a picture and a verdict. A run that was stopped goes
+on where it was.
+"""
+
+import re
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+from trl import get_peft_config, get_quantization_config
+
+from recipes.common.arguments import parse
+from recipes.common.errors import InputError, constructing, launch
+from recipes.common.imports import load_object
+from recipes.common.launching import processes, say, tidy_output
+from recipes.common.models import check_prompts, load_tokenizer, model_path, with_prompts
+from recipes.math import accuracy_reward, load_data
+from recipes.tool_math import ToolMathArguments, calculator_tool
+from trl_otb import OTBGRPOTrainer
+from trl_otb.baselines import BASELINES, find_baseline
+
+from .pools import GradientOf, KeepPools, Projection, estimators, prompt_moments
+from .report import report
+from .storage import Storage
+
+
+CONFIG = "math_cpu.yaml"
+
+
+@dataclass
+class NoiseArguments(ToolMathArguments):
+    num_prompts: int = field(default=16, metadata={"help": "Prompts that are studied, from the training data."})
+    completions_per_prompt: int = field(
+        default=128, metadata={"help": "Completions in a prompt's pool; more make every figure surer."}
+    )
+    baselines: list[str] = field(
+        default_factory=lambda: ["ogb", "otb", "otb_shrunk"],
+        metadata={
+            "help": "Baselines beside `none` and `group_mean`; those that read energies also with one left out."
+        },
+    )
+    group_sizes: list[int] = field(default_factory=lambda: [4, 8], metadata={"help": "Completions per group, N."})
+    parameters: str = field(
+        default=".*", metadata={"help": "Only trainable parameters whose name holds this regular expression."}
+    )
+    projection: int = field(
+        default=16_384,
+        metadata={"help": "Numbers kept per gradient; inner products are off by √(2 / this), relative to the norms."},
+    )
+    tools: list[str] | None = field(
+        default=None, metadata={"help": "`calculator`, or tools of your own as module:function."}
+    )
+    plot_only: bool = field(default=False, metadata={"help": "Table, picture and verdict from what is saved."})
+
+
+def check(settings: NoiseArguments) -> None:
+    smallest, largest = min(settings.group_sizes, default=0), max(settings.group_sizes, default=0)
+    if smallest < 2:
+        raise InputError(f"`group_sizes` is {settings.group_sizes}: give sizes of 2 or more, such as 4 8.")
+    if settings.completions_per_prompt < 4 * largest:
+        raise InputError(
+            f"`completions_per_prompt` is {settings.completions_per_prompt} and the largest group has {largest}: a "
+            f"pool needs four groups, so {4 * largest} or more."
+        )
+    if settings.num_prompts < 2:
+        raise InputError(f"`num_prompts` is {settings.num_prompts}: intervals need 2 prompts or more.")
+    if settings.projection < 64:
+        raise InputError(f"`projection` is {settings.projection}: 64 or more, thousands for a useful error.")
+    for name in settings.baselines:
+        try:
+            find_baseline(name)
+        except ValueError as error:
+            raise InputError(str(error)) from error
+        if name not in BASELINES:
+            raise InputError(f"`baselines` holds {name!r}: give names of trl_otb.baselines.BASELINES.")
+
+
+def main(argv: list[str]) -> None:
+    settings, args, model_args = parse("gradient_noise", NoiseArguments, CONFIG, argv)
+    if processes() > 1:
+        raise InputError("gradient_noise runs in one process: start it with python -m recipes.gradient_noise.")
+    check(settings)
+    if args.output_dir.startswith("runs/gradient_noise/"):
+        args.output_dir = f"runs/gradient_noise/seed{args.seed}"
+    sizes = sorted({*settings.group_sizes, *(n for n in (2, 4, 8, 16) if 4 * n <= settings.completions_per_prompt)})
+    studied = estimators(settings.baselines)
+    described = {
+        **{
+            key: value for key, value in asdict(settings).items() if key not in ("plot_only", "overwrite", "traceback")
+        },
+        "model": model_args.model_name_or_path,
+        "seed": args.seed,
+        "temperature": args.temperature,
+        "max_completion_length": args.max_completion_length,
+        "learning_from": "raw returns",
+    }
+    storage = Storage(Path(args.output_dir), described, overwrite=settings.overwrite, read_only=settings.plot_only)
+    if not settings.plot_only:
+        collect(settings, args, model_args, storage, studied, sizes)
+    name = f"{model_args.model_name_or_path} on {settings.dataset_name}"
+    report(storage, settings.group_sizes, sizes, name)
+
+
+def collect(settings, args, model_args, storage: "Storage", studied, sizes) -> None:
+    done = len(storage)
+    if done >= settings.num_prompts:
+        return say(f"{storage.folder}: all {done} prompts are there.")
+    problems = load_data(settings, args.seed)
+    if len(problems.train) < settings.num_prompts:
+        raise InputError(
+            f"`num_prompts` is {settings.num_prompts} and the data has {len(problems.train)} to train on."
+        )
+    model = model_path(model_args.model_name_or_path)
+    tokenizer = load_tokenizer(model, args, model_args)
+    tools = [
+        calculator_tool(settings.max_operations) if name == "calculator" else load_object(name, "tools")
+        for name in settings.tools or []
+    ]
+    prompts = with_prompts(problems.train.select(range(done, settings.num_prompts)), tokenizer, settings.instruction)
+    check_prompts(prompts, tokenizer, model, args, tools)
+    own_rewards = [load_object(name, "reward_funcs") for name in settings.reward_funcs or []]
+    args.num_generations_eval = args.per_device_eval_batch_size = settings.completions_per_prompt
+    args.eval_strategy, args.report_to, args.scale_rewards = "no", [], "none"
+    bar = tqdm(total=settings.num_prompts, initial=done, desc="prompts", disable=args.disable_tqdm)
+    keep = KeepPools(lambda rollout: (storage.add(_moments(rollout)), bar.update()))
+    torch.manual_seed(args.seed + done)
+    with constructing(model_args.model_name_or_path):
+        trainer = OTBGRPOTrainer(
+            model=model,
+            reward_funcs=[accuracy_reward(problems), *own_rewards],
+            args=args,
+            train_dataset=prompts,
+            eval_dataset=prompts,
+            processing_class=tokenizer,
+            peft_config=get_peft_config(model_args),
+            quantization_config=get_quantization_config(model_args),
+            callbacks=[keep],
+            tools=tools or None,
+        )
+    keep.trainer = trainer
+    named = [(n, p) for n, p in trainer.model.named_parameters() if p.requires_grad]
+    chosen = [p for n, p in named if re.search(settings.parameters, n)]
+    if not chosen:
+        raise InputError(
+            f"`parameters` is {settings.parameters!r}, which none of {len(named)} trainable parameters holds."
+        )
+    projection = Projection([p.numel() for p in chosen], settings.projection, seed=args.seed)
+    gradient_of = GradientOf(trainer.model, args.temperature, chosen, projection)
+
+    def _moments(rollout):
+        found = prompt_moments(rollout, gradient_of, studied, sizes, seed=args.seed)
+        lengths = rollout.mask.sum(dim=1).float()
+        return found | {"reward": rollout.rewards.float().mean().item(), "length": lengths.mean().item()}
+
+    say(
+        f"{sum(p.numel() for p in chosen):,} parameters in {len(chosen)} tensors; "
+        + (
+            "gradients are kept whole."
+            if projection.exact
+            else f"gradients are projected to {projection.dimension:,}."
+        )
+    )
+    trainer.evaluate()
+    bar.close()
+
+
+if __name__ == "__main__":
+    tidy_output()
+    launch("gradient_noise", main, sys.argv[1:])

@@ -1,0 +1,197 @@
+"""Efficiency of gradient estimators from moments of their gradients, prompt by prompt. Pure torch.
+
+An estimator ĝ of the true gradient g of a batch has the efficiency
+
+    e = ⟨Eĝ, g⟩² / (‖g‖² E‖ĝ‖²),
+
+the share of the expected squared step that points along g: 1 for g itself, less with noise and with bias, whatever the
+scale. On a smooth objective it bounds what one step can gain at the best learning rate. Gradients of all prompts are
+summed, as training sums them.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+
+DRAWS = 2000  # of the bootstrap over prompts
+LARGEST = 4096  # group sizes beyond this are written as "more than"
+
+
+@dataclass
+class Moments:
+    """
+    Moments of one estimator at one group size, for P prompts; each estimated without bias.
+
+    Args:
+        square (`torch.Tensor` of shape `(P,)`):
+            E‖ĝ_p‖² of a group's gradient.
+        signal (`torch.Tensor` of shape `(P, P)`):
+            ⟨Eĝ_p, Eĝ_q⟩.
+        with_truth (`torch.Tensor` of shape `(P, P)`):
+            ⟨Eĝ_p, g_q⟩.
+        truth (`torch.Tensor` of shape `(P, P)`):
+            ⟨g_p, g_q⟩.
+    """
+
+    square: torch.Tensor
+    signal: torch.Tensor
+    with_truth: torch.Tensor
+    truth: torch.Tensor
+
+    def of_batch(self, counts: torch.Tensor) -> dict[str, torch.Tensor]:
+        """
+        Figures of a batch in which prompt p stands `counts[..., p]` times.
+
+        Returns:
+            `dict`: `efficiency`, `noise_to_signal` and `cosine`, each of shape `counts.shape[:-1]`; NaN where noise
+            leaves a square without a positive estimate.
+        """
+        counts = counts.double()
+
+        def total(matrix):
+            return torch.einsum("...p,pq,...q->...", counts, matrix, counts)
+
+        signal, with_truth, truth = total(self.signal), total(self.with_truth), total(self.truth)
+        noise = counts @ (self.square - self.signal.diagonal())
+        positive = (signal > 0) & (truth > 0) & (noise > 0)
+        figures = {
+            "efficiency": with_truth.square() / (truth * (signal + noise)),
+            "noise_to_signal": noise / signal,
+            "cosine": with_truth / (signal * truth).sqrt(),
+        }
+        return {name: torch.where(positive, value, torch.nan) for name, value in figures.items()}
+
+
+def bootstrap(prompts: int, draws: int = DRAWS, seed: int = 0) -> torch.Tensor:
+    """`(1 + draws, P)` how often each prompt is drawn; the first row is the sample itself."""
+    drawn = torch.randint(prompts, (draws, prompts), generator=torch.Generator().manual_seed(seed))
+    counts = torch.zeros(draws, prompts).scatter_add_(1, drawn, torch.ones(draws, prompts))
+    return torch.cat([torch.ones(1, prompts), counts])
+
+
+def fit_group_mean(noise_to_signal: dict[int, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    a and b of the group mean's law, noise to signal = (a + b / (N − 1)) / N, by least squares over the group sizes.
+
+    a is the noise that a known baseline would leave, b that of estimating it from the other N − 1 completions.
+
+    Args:
+        noise_to_signal (`dict[int, torch.Tensor]`):
+            By N, at least two of them, tensors of one shape.
+    """
+    sizes = torch.tensor(sorted(noise_to_signal), dtype=torch.float64)
+    values = torch.stack([noise_to_signal[int(n)] for n in sizes], dim=-1).double()
+    # Each size's error is about proportional to its value, so the equation is divided by 1 / N
+    columns = torch.stack([torch.ones_like(sizes), 1 / (sizes - 1)], dim=1)
+    solution = (values * sizes) @ torch.linalg.pinv(columns).T
+    return solution[..., 0], solution[..., 1]
+
+
+def group_mean_worth(efficiency: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """
+    The group size at which the group mean, which has no bias but its scale, has this efficiency: 1 / (1 + noise to
+    signal). NaN where the efficiency or the law is undefined; at least 1, at most `LARGEST`.
+    """
+    target = 1 / efficiency - 1
+    low, high = torch.full_like(target, 1.0 + 1e-6), torch.full_like(target, float(LARGEST))
+    for _ in range(60):  # the law falls with N: bisection
+        middle = (low * high).sqrt()
+        too_noisy = (a + b / (middle - 1)) / middle > target
+        low, high = torch.where(too_noisy, middle, low), torch.where(too_noisy, high, middle)
+    return torch.where(target.isnan() | a.isnan() | b.isnan(), torch.nan, high)
+
+
+@dataclass
+class Estimate:
+    """A number with its 95 % interval by bootstrap over prompts."""
+
+    value: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: torch.Tensor) -> "Estimate":
+        """
+        From the value of the sample, first, and of the bootstrap's draws; draws without a value count as both ends.
+        """
+        drawn = values[1:].double()
+        low = drawn.nan_to_num(nan=-torch.inf).quantile(0.025).item()
+        high = drawn.nan_to_num(nan=torch.inf).quantile(0.975).item()
+        return cls(values[0].item(), low, high)
+
+    def text(self, digits: int = 2) -> str:
+        def number(x):
+            return "?" if x != x or abs(x) == torch.inf else f"{x:.{digits}f}"
+
+        return f"{number(self.value)} ({number(self.low)}–{number(self.high)})"
+
+
+@dataclass
+class Comparison:
+    """An estimator at one group size beside the group mean at the same size."""
+
+    name: str
+    n: int
+    efficiency: Estimate
+    over_group_mean: Estimate
+    noise_over_group_mean: Estimate
+    cosine: Estimate
+    worth: Estimate
+
+
+def compare(moments: dict[tuple[str, int], Moments], control: str = "group_mean") -> list[Comparison]:
+    """
+    Every estimator and group size beside `control` at the same size.
+
+    Args:
+        moments (`dict`):
+            By name and N; `control` must be there at every N, and at two of them at least.
+    """
+    prompts = len(next(iter(moments.values())).square)
+    counts = bootstrap(prompts)
+    figures = {key: m.of_batch(counts) for key, m in moments.items()}
+    sizes = sorted({n for name, n in moments if name == control})
+    a, b = fit_group_mean({n: figures[control, n]["noise_to_signal"] for n in sizes})
+    rows = []
+    for (name, n), of in figures.items():
+        beside = figures[control, n]
+        rows.append(
+            Comparison(
+                name=name,
+                n=n,
+                efficiency=Estimate.of(of["efficiency"]),
+                over_group_mean=Estimate.of(of["efficiency"] / beside["efficiency"]),
+                noise_over_group_mean=Estimate.of(of["noise_to_signal"] / beside["noise_to_signal"]),
+                cosine=Estimate.of(of["cosine"]),
+                worth=Estimate.of(group_mean_worth(of["efficiency"], a, b)),
+            )
+        )
+    return rows
+
+
+def verdict(rows: list[Comparison], n: int, prompts: int, control: str = "group_mean") -> str:
+    """In words, for group size `n`: the baseline that is worth most, or that they are not told apart."""
+    said = f"On these {prompts} prompts"
+    here = [row for row in rows if row.n == n and row.name != control and not math.isnan(row.over_group_mean.value)]
+    if not here:
+        return f"{said} nothing can be said at N = {n}: the signal is lost in noise. Give more prompts or completions."
+    best = max(here, key=lambda row: row.over_group_mean.value)
+    ratio = best.over_group_mean
+    efficiency = f"{ratio.text()} times its efficiency"
+    if ratio.low > 1:
+        worth = f"{_size(best.worth.value)} ({_size(best.worth.low)}–{_size(best.worth.high)})"
+        return f"{said} `{best.name}` at N = {n} is worth the {control} at N = {worth}: {efficiency}."
+    said = f"{said} no baseline at N = {n} is told apart from the {control}: the best, `{best.name}`, has {efficiency}"
+    if ratio.value <= 1 or ratio.low <= 0:
+        return f"{said}."
+    # An interval's width on a logarithmic scale falls with the root of the number of prompts
+    needed = prompts * (math.log(ratio.value / ratio.low) / math.log(ratio.value)) ** 2
+    return f"{said}; about {max(1, round(needed - prompts))} more prompts would do."
+
+
+def _size(value: float) -> str:
+    if value != value or abs(value) == torch.inf:
+        return "?"
+    return f"over {LARGEST}" if value >= LARGEST else f"{value:.0f}" if value >= 10 else f"{value:.1f}"

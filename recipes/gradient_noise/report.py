@@ -1,0 +1,82 @@
+"""Table, picture and verdict."""
+
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from recipes.common.launching import say
+
+from .measure import Comparison, compare, verdict
+from .storage import Storage, moments_of
+
+
+def report(storage: Storage, group_sizes: list[int], sizes: list[int], name: str) -> None:
+    """Print and save `table.md`, `noise.png` and the verdicts."""
+    prompts = storage.prompts()
+    rows = [row for row in compare(moments_of(prompts)) if row.n in group_sizes or row.name == "group_mean"]
+    varying = sum(0 < prompt["reward"] < 1 for prompt in prompts)
+    reward = sum(prompt["reward"] for prompt in prompts) / len(prompts)
+    length = sum(prompt["length"] for prompt in prompts) / len(prompts)
+    verdicts = [verdict(rows, n, len(prompts)) for n in group_sizes]
+    lines = [
+        f"# {name}",
+        "",
+        f"{len(prompts)} prompts, {storage.settings['completions_per_prompt']} completions each, {length:.0f} tokens "
+        f"on average; mean reward {reward:.2f}; rewards vary on {varying}. In brackets: 95 % intervals by bootstrap "
+        f"over prompts (n = {len(prompts)}; with few prompts they are too narrow).",
+        "",
+        "| N | baseline | efficiency | over group_mean's | noise to signal over its | cosine | worth group_mean at N "
+        "= |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in sorted(rows, key=lambda row: row.n):
+        cells = [row.efficiency.text(3), row.over_group_mean.text(), row.noise_over_group_mean.text()]
+        cells += [row.cosine.text(3), row.worth.text(1)]
+        lines.append(f"| {row.n} | `{row.name}` | " + " | ".join(cells) + " |")
+    lines += ["", *verdicts, ""]
+    text = "\n".join(lines)
+    (storage.folder / "table.md").write_text(text)
+    say(text)
+    plot(rows, group_sizes, name, len(prompts), storage.folder / "noise.png")
+    say(f"{storage.folder}: table.md, noise.png and one file per prompt.")
+
+
+def plot(rows: list[Comparison], group_sizes: list[int], name: str, prompts: int, path: Path) -> None:
+    """Efficiency over the group mean's, one panel per group size, best above."""
+    figure = Figure(
+        figsize=(5.2 * len(group_sizes) + 1, 0.42 * len({row.name for row in rows}) + 1.8), layout="constrained"
+    )
+    axes = figure.subplots(1, len(group_sizes), squeeze=False)[0]
+    for axis, n in zip(axes, group_sizes, strict=True):
+        here = sorted((row for row in rows if row.n == n), key=lambda row: row.over_group_mean.value)
+        for place, row in enumerate(here):
+            ratio = row.over_group_mean
+            color = (
+                "0.4"
+                if row.name == "group_mean"
+                else "tab:blue"
+                if ratio.low > 1
+                else "tab:red"
+                if ratio.high < 1
+                else "0.6"
+            )
+            low, high = max(ratio.low, 0.0), min(ratio.high, 10 * max(ratio.value, 1.0))
+            axis.plot([low, high], [place, place], color=color, linewidth=2, alpha=0.5)
+            axis.plot(ratio.value, place, "o", color=color)
+            axis.annotate(
+                f"{ratio.value:.2f}",
+                (ratio.value, place),
+                xytext=(0, 6),
+                textcoords="offset points",
+                ha="center",
+                fontsize=8,
+            )
+        axis.axvline(1, color="0.4", linewidth=0.8, linestyle=":")
+        axis.set_yticks(range(len(here)), [row.name for row in here])
+        axis.set_ylim(-0.6, len(here) - 0.2)
+        axis.set(xlabel="efficiency over the group mean's", title=f"N = {n}", xlim=(0, None))
+        axis.grid(axis="x", alpha=0.3)
+    figure.suptitle(
+        f"{name}\n(blue: more efficient than the group mean, red: less; lines: 95 %, {prompts} prompts)", fontsize=10
+    )
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,224 @@
+"""
+The gradient noise tool: its figures by hand, its gradients by brute force and the laboratory, and as a user runs it.
+"""
+
+import re
+
+import pytest
+import torch
+from datasets import Dataset
+
+from recipes.common.errors import InputError
+from recipes.gradient_noise import __main__ as tool
+from recipes.gradient_noise.measure import Moments, bootstrap, compare, fit_group_mean, group_mean_worth, verdict
+from recipes.gradient_noise.pools import Estimator, GradientOf, KeepPools, Projection, estimators, prompt_moments
+from recipes.gradient_noise.storage import moments_of
+from recipes.studies.laboratory import moments as laboratory_moments
+from recipes.studies.laboratory import pool_of
+from tests.helpers import tiny
+from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
+from trl_otb.baselines import compute_advantages
+
+
+# Figures
+
+
+def test_figures_by_hand():
+    """Two prompts; E‖ĝ‖² = 3 and 10, ‖Eĝ‖² = 1 and 4 with ⟨Eĝ_1, Eĝ_2⟩ = 1; the truth is twice the signal."""
+    signal = torch.tensor([[1.0, 1.0], [1.0, 4.0]], dtype=torch.float64)
+    moments = Moments(torch.tensor([3.0, 10.0], dtype=torch.float64), signal, 2 * signal, 4 * signal)
+    figures = moments.of_batch(torch.tensor([[1.0, 1.0], [2.0, 0.0]]))
+    # Batch: signal 1 + 4 + 2 = 7, noise 2 + 6 = 8. The first prompt twice: signal 4, noise 4.
+    assert figures["noise_to_signal"].tolist() == pytest.approx([8 / 7, 4 / 4])
+    assert figures["efficiency"].tolist() == pytest.approx([7 / 15, 4 / 8])
+    assert figures["cosine"].tolist() == pytest.approx([1.0, 1.0])
+    lost = Moments(moments.square, -signal, signal, signal).of_batch(torch.ones(1, 2))
+    assert all(value.isnan().all() for value in lost.values())
+
+
+def test_the_bootstrap_draws_as_many_prompts_as_there_are():
+    counts = bootstrap(5, draws=100)
+    assert counts.shape == (101, 5) and (counts.sum(1) == 5).all() and (counts[0] == 1).all()
+
+
+def test_the_group_means_law_is_found_and_inverted():
+    law = {n: torch.tensor((10.0 + 30.0 / (n - 1)) / n, dtype=torch.float64) for n in (2, 4, 8)}
+    a, b = fit_group_mean(law)
+    assert (a.item(), b.item()) == pytest.approx((10, 30))
+    efficiency = 1 / (1 + torch.tensor((10 + 30 / (9 - 1)) / 9, dtype=torch.float64))
+    assert group_mean_worth(efficiency, a, b).item() == pytest.approx(9, rel=1e-4)
+    assert group_mean_worth(torch.tensor(torch.nan), a, b).isnan()
+    assert law[4] / law[8] > 2  # it does not fall as 1/N
+
+
+def synthetic(better: float, prompts: int = 40, spread: float = 0.1):
+    """
+    Moments of a control and of an estimator with `better` times less noise, over prompts that differ by `spread`.
+    """
+    g = torch.Generator().manual_seed(0)
+    signal = torch.eye(prompts, dtype=torch.float64) + 0.01
+    noise = torch.exp(spread * torch.randn(prompts, generator=g, dtype=torch.float64))
+    found = {}
+    for n in (4, 8):
+        of_control = (10 + 30 / (n - 1)) / n * noise
+        of_other = of_control / better * torch.exp(spread * torch.randn(prompts, generator=g, dtype=torch.float64))
+        for name, extra in (("group_mean", of_control), ("x", of_other)):
+            found[name, n] = Moments(signal.diagonal() + extra, signal, signal, signal)
+    return compare(found)
+
+
+def test_the_verdict_names_what_is_better_and_what_is_not_told_apart():
+    clear, unclear = synthetic(3.0), synthetic(1.02, prompts=6, spread=0.3)
+    said = verdict(clear, 4, 40)
+    worth = re.fullmatch(
+        r"On these 40 prompts `x` at N = 4 is worth the group_mean at N = (.+) \((.+)–(.+)\): .*", said
+    )
+    assert worth and float(worth[2]) <= float(worth[1]) <= float(worth[3])
+    # Noise to signal of 5 / 3 is the control's at N: (10 + 30 / (N − 1)) / N = 5 / 3 at N = 8.1
+    assert float(worth[1]) == pytest.approx(8.1, rel=0.1)
+    assert re.search(r"not? .*told apart.*about \d+ more prompts would do|told apart", verdict(unclear, 4, 6))
+
+
+# Gradients
+
+
+@pytest.mark.parametrize("dimension", [2000, 100_000])
+def test_a_projection_keeps_inner_products(dimension):
+    g = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(20_000, generator=g) for _ in range(2))
+    b += 0.5 * a
+    errors = []
+    for seed in range(20):
+        project = Projection([15_000, 5_000], dimension, seed)
+        pa, pb = (project([x[:15_000].view(100, 150), x[15_000:]]) for x in (a, b))
+        errors.append(((pa @ pb - a @ b) / (a.norm() * b.norm())).item())
+    errors = torch.tensor(errors)
+    if dimension > 20_000:
+        assert project.exact and errors.abs().max() < 1e-6
+    else:
+        assert errors.abs().max() < 4 * (2 / dimension) ** 0.5 and abs(errors.mean()) < 0.02
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory):
+    """A tiny model's pool of 32 completions of one prompt, with its trainer."""
+    folder = tmp_path_factory.mktemp("noise")
+    path, data, kept = tiny.save_model(folder / "model"), Dataset.from_dict({"prompt": ["1+2="]}), []
+    keep = KeepPools(kept.append)
+    settings = {**tiny.SETTINGS, "num_generations_eval": 32, "per_device_eval_batch_size": 32, "temperature": 0.7}
+    args = OTBGRPOConfig(**settings, output_dir=str(folder / "run"))
+    trainer = OTBGRPOTrainer(path, tiny.even_bytes, args=args, train_dataset=data, eval_dataset=data, callbacks=[keep])
+    keep.trainer = trainer
+    trainer.evaluate()
+    (rollout,) = kept
+    return trainer, rollout
+
+
+def whole_gradients(trainer):
+    parameters = list(trainer.model.parameters())
+    return GradientOf(trainer.model, 0.7, parameters, Projection([p.numel() for p in parameters], 10**9))
+
+
+@pytest.mark.parametrize("baseline", ["otb", "ogb", "group_mean"])
+def test_a_groups_gradient_is_the_sum_over_its_tokens(pool, baseline):
+    """One backward pass per token of the group, each completion alone and without padding."""
+    trainer, rollout = pool
+    rows = torch.tensor([3, 9, 14, 30])
+    advantages = Estimator("x", baseline).advantages(rollout, rows, 4)
+    gradient, square = whole_gradients(trainer)(rollout, rows, advantages)
+    expected = torch.zeros_like(gradient)
+    for i, row in enumerate(rows.tolist()):
+        prompt = rollout.prompt_ids[row][rollout.prompt_mask[row].bool()]
+        completion = rollout.completion_ids[row][rollout.completion_mask[row].bool()]
+        logits = trainer.model(input_ids=torch.cat([prompt, completion]).unsqueeze(0)).logits[0]
+        logps = (logits[len(prompt) - 1 : -1] / 0.7).log_softmax(-1)
+        for t, token in enumerate(completion):
+            scores = torch.autograd.grad(logps[t, token], list(trainer.model.parameters()), retain_graph=True)
+            weight = advantages[i, min(t, advantages.size(1) - 1)] / 4
+            expected += weight * torch.cat([score.flatten() for score in scores])
+    torch.testing.assert_close(gradient, expected, atol=1e-5, rtol=1e-4)
+    assert square == pytest.approx(expected.square().sum().item(), rel=1e-4)
+
+
+def test_moments_agree_with_the_laboratory(pool):
+    """Means over many deals of the same pool, by the Gram matrix of all its tokens and by gradients of groups."""
+    trainer, rollout = pool
+    studied = [e for e in estimators(["ogb", "otb"]) if e.name != "none"]
+    found = prompt_moments(rollout, whole_gradients(trainer), studied, [4], deals=400)
+
+    def advantages(estimator):
+        options = {"baseline": estimator.baseline, "leave_one_out": estimator.leave_one_out}
+        return lambda r, w, m, n: compute_advantages(r, w, m, n, **options)
+
+    with torch.enable_grad():
+        laboratory = pool_of(trainer.model, rollout, lambda name: True)
+    # The laboratory's scores are at temperature 1: energies are the trainer's, gradients 1 / 0.7 as long
+    of_laboratory = laboratory_moments(laboratory, {e.name: advantages(e) for e in studied}, 4, deals=400)
+    for name in ("group_mean", "ogb", "ogb, one left out"):
+        ours = found[name, 4]["square"] / found["group_mean", 4]["square"]
+        theirs = of_laboratory[name].square / of_laboratory["group_mean"].square
+        assert ours == pytest.approx(theirs, rel=0.1), name
+    tokens = found["otb", 4]["square"] / found["group_mean", 4]["square"]  # of one deal, hence coarse
+    assert tokens == pytest.approx(of_laboratory["otb"].square / of_laboratory["group_mean"].square, rel=0.3)
+
+
+def test_products_come_from_completions_that_are_not_shared(pool):
+    trainer, rollout = pool
+    found = prompt_moments(rollout, whole_gradients(trainer), estimators([]), [4], deals=5)
+    (moments,) = (moments_of([found])["group_mean", 4],)
+    first, second = found["group_mean", 4]["mean"].double()
+    assert moments.signal.item() == pytest.approx((first @ second).item(), rel=1e-6)
+    assert moments.square.item() > moments.signal.item()
+
+
+# As a user runs it
+
+
+@pytest.fixture
+def measure(short_policy, tmp_path):
+    def run(*flags):
+        small = "--num_prompts 3 --completions_per_prompt 16 --group_sizes 4 --baselines otb --num_train_problems 20 --disable_tqdm true"
+        folder = tmp_path / "noise"
+        tool.main(
+            ["--model_name_or_path", str(short_policy), "--output_dir", str(folder), *small.split(), *flags]
+        )
+        return folder
+
+    return run
+
+
+def test_a_run_ends_in_a_table_a_picture_and_a_verdict_and_goes_on(measure, capsys):
+    folder = measure()
+    said = capsys.readouterr().out
+    assert "| 4 | `otb, one left out` |" in said and "On these 3 prompts" in said and "n = 3" in said
+    assert (folder / "noise.png").stat().st_size > 10_000 and (folder / "table.md").is_file()
+    files = sorted(folder.glob("prompt-*.pt"))
+    before = [file.stat().st_mtime_ns for file in files]
+    measure("--num_prompts", "4")
+    assert [file.stat().st_mtime_ns for file in files] == before and len(list(folder.glob("prompt-*.pt"))) == 4
+    assert "On these 4 prompts" in capsys.readouterr().out
+    (folder / "noise.png").unlink()
+    measure("--plot_only")
+    assert (folder / "noise.png").is_file()
+    with pytest.raises(InputError, match=r"other settings: seed \(42, now 1\).*--overwrite"):
+        measure("--seed", "1")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--group_sizes", "1"], r"`group_sizes` is \[1\]: give sizes of 2 or more"),
+        (["--group_sizes", "8"], "`completions_per_prompt` is 16 and the largest group has 8.*32 or more"),
+        (["--num_prompts", "1"], "`num_prompts` is 1"),
+        (["--num_prompts", "1000"], "`num_prompts` is 1000 and the data has"),
+        (["--baselines", "absent"], "'absent': it must be one of"),
+        (["--projection", "3"], "`projection` is 3"),
+        (["--parameters", "nothing-has-this"], "`parameters` is 'nothing-has-this', which none of"),
+        (["--tools", "nowhere:f"], "`tools` is 'nowhere:f'"),
+        (["--plot_only"], "nothing is saved"),
+        (["--basline", "otb"], "there is no flag --basline"),
+    ],
+)
+def test_wrong_flags_are_named(measure, flags, message):
+    with pytest.raises(InputError, match=message):
+        measure(*flags)
