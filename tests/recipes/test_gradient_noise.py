@@ -177,10 +177,19 @@ def test_products_come_from_completions_that_are_not_shared(pool):
 @pytest.fixture
 def measure(short_policy, tmp_path):
     def run(*flags):
-        small = "--num_prompts 3 --completions_per_prompt 16 --group_sizes 4 --baselines otb --num_train_problems 20 --disable_tqdm true"
+        small = "--num_prompts 3 --completions_per_prompt 16 --group_sizes 4 --baselines otb --num_train_problems 20"
         folder = tmp_path / "noise"
         tool.main(
-            ["--model_name_or_path", str(short_policy), "--output_dir", str(folder), *small.split(), *flags]
+            [
+                "--model_name_or_path",
+                str(short_policy),
+                "--output_dir",
+                str(folder),
+                *small.split(),
+                "--disable_tqdm",
+                "1",
+                *flags,
+            ]
         )
         return folder
 
