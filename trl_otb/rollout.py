@@ -7,7 +7,7 @@ import torch
 
 from .baselines import assign_credit
 from .blocks import by_blocks
-from .metrics import STATISTICS, completion_statistics
+from .metrics import completion_statistics
 
 
 _CREDITED = ("advantages", "baselines", "group_mean_advantages", "lone_tail_tokens")
@@ -141,11 +141,6 @@ class Rollout:
         )
         self._fill("statistics", rows, statistics)
         self.unmeasured -= len(rows)
-
-    def completion_advantages(self) -> torch.Tensor:
-        """`(B,)` the mean advantage of each completion's generated tokens."""
-        columns = dict(zip(STATISTICS, self.statistics.unbind(dim=1), strict=True))
-        return columns["advantage"] / columns["tokens"].clamp(min=1)
 
     def _are_all(self, rows: torch.Tensor) -> bool:
         return len(rows) == len(self) and bool((rows == self.rows).all())

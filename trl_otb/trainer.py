@@ -9,7 +9,7 @@ from trl import GRPOConfig
 from .baselines import Baseline, find_baseline
 from .callbacks import InexactResumeNotice
 from .config import OTBGRPOConfig
-from .metrics import summarize
+from .metrics import completion_advantages, summarize
 from .noise import GradientNoiseCallback
 from .project import version
 from .rollout import Rollout
@@ -208,15 +208,10 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
         rollout.measure(rows)
         if rollout.unmeasured > 0:
             return
-        self.add_metrics(
-            {
-                f"otb/{name}": value
-                for name, value in summarize(
-                    self.accelerator.gather(rollout.statistics), rollout.num_generations
-                ).items()
-            }
-        )
-        self.replace_logged_advantages(self.accelerator.gather(rollout.completion_advantages()).tolist())
+        statistics = self.accelerator.gather(rollout.statistics)
+        metrics = summarize(statistics, rollout.num_generations)
+        self.add_metrics({f"otb/{name}": value for name, value in metrics.items()})
+        self.replace_logged_advantages(completion_advantages(statistics).tolist())
 
     def _log_energy_source_once(self, source: str) -> None:
         if self.energy_source is None and self.model.training:

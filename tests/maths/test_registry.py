@@ -61,17 +61,17 @@ def test_the_decorator_returns_the_function_and_takes_flags():
 
 
 @pytest.mark.parametrize(
-    ("baseline", "shape"),
+    "baseline",
     [
-        (lambda g: 0.0, "number"),
-        (lambda g: torch.zeros(()), "scalar"),
-        (lambda g: torch.zeros(12), "(T,)"),
-        (lambda g: torch.zeros(3, 1, 1), "(G, 1, 1)"),
-        (lambda g: torch.zeros(3, 4, 12, dtype=torch.float64), "(G, N, T)"),
+        lambda g: 0.0,
+        lambda g: torch.zeros(()),
+        lambda g: torch.zeros(12),
+        lambda g: torch.zeros(3, 1, 1),
+        lambda g: torch.zeros(3, 4, 12, dtype=torch.float64),
     ],
-    ids=str,
+    ids=["number", "scalar", "(T,)", "(G, 1, 1)", "(G, N, T)"],
 )
-def test_whatever_fits_is_broadcast(baseline, shape):
+def test_whatever_fits_is_broadcast(baseline):
     x = Rollouts()
     expected = x.rewards.unsqueeze(1) * x.mask
     torch.testing.assert_close(x.advantages(baseline=baseline), expected)
