@@ -42,16 +42,23 @@ class Moments:
 
     def of_batch(self, counts: torch.Tensor) -> dict[str, torch.Tensor]:
         """
-        Figures of a batch in which prompt p stands `counts[..., p]` times.
+        Figures of a batch of P prompts like these, of which prompt p was drawn `counts[..., p]` times.
+
+        A prompt that is drawn twice stands for two prompts like it, not for the same one: products of different
+        prompts are averaged over pairs that differ.
 
         Returns:
             `dict`: `efficiency`, `noise_to_signal` and `cosine`, each of shape `counts.shape[:-1]`; NaN where noise
             leaves a square without a positive estimate.
         """
         counts = counts.double()
+        prompts = counts.sum(dim=-1)
+        pairs = prompts.square() - counts.square().sum(dim=-1)
 
         def total(matrix):
-            return torch.einsum("...p,pq,...q->...", counts, matrix, counts)
+            same, own = matrix.diagonal(), counts.square()
+            between = torch.einsum("...p,pq,...q->...", counts, matrix, counts) - own @ same
+            return counts @ same + prompts * (prompts - 1) * between / pairs
 
         signal, with_truth, truth = total(self.signal), total(self.with_truth), total(self.truth)
         noise = counts @ (self.square - self.signal.diagonal())

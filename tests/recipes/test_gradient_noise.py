@@ -24,15 +24,19 @@ from trl_otb.baselines import compute_advantages
 
 
 def test_figures_by_hand():
-    """Two prompts; E‖ĝ‖² = 3 and 10, ‖Eĝ‖² = 1 and 4 with ⟨Eĝ_1, Eĝ_2⟩ = 1; the truth is twice the signal."""
-    signal = torch.tensor([[1.0, 1.0], [1.0, 4.0]], dtype=torch.float64)
-    moments = Moments(torch.tensor([3.0, 10.0], dtype=torch.float64), signal, 2 * signal, 4 * signal)
-    figures = moments.of_batch(torch.tensor([[1.0, 1.0], [2.0, 0.0]]))
-    # Batch: signal 1 + 4 + 2 = 7, noise 2 + 6 = 8. The first prompt twice: signal 4, noise 4.
-    assert figures["noise_to_signal"].tolist() == pytest.approx([8 / 7, 4 / 4])
-    assert figures["efficiency"].tolist() == pytest.approx([7 / 15, 4 / 8])
+    """
+    Three prompts; E‖ĝ‖² = 3, 10 and 5, ‖Eĝ‖² = 1, 4 and 2; ⟨Eĝ_1, Eĝ_2⟩ = 1, the others 0; the truth is twice the
+    signal.
+    """
+    signal = torch.tensor([[1.0, 1.0, 0.0], [1.0, 4.0, 0.0], [0.0, 0.0, 2.0]], dtype=torch.float64)
+    moments = Moments(torch.tensor([3.0, 10.0, 5.0], dtype=torch.float64), signal, 2 * signal, 4 * signal)
+    figures = moments.of_batch(torch.tensor([[1.0, 1.0, 1.0], [2.0, 1.0, 0.0]]))
+    # Batch: signal 1 + 4 + 2 + 2·1 = 9, noise 2 + 6 + 3 = 11. The first drawn twice and the second once: the squares 1
+    # + 1 + 4, six ordered pairs, all of those that differ with product 1: signal 6 + 6 = 12, noise 2 + 2 + 6 = 10.
+    assert figures["noise_to_signal"].tolist() == pytest.approx([11 / 9, 10 / 12])
+    assert figures["efficiency"].tolist() == pytest.approx([9 / 20, 12 / 22])
     assert figures["cosine"].tolist() == pytest.approx([1.0, 1.0])
-    lost = Moments(moments.square, -signal, signal, signal).of_batch(torch.ones(1, 2))
+    lost = Moments(moments.square, -signal, signal, signal).of_batch(torch.ones(1, 3))
     assert all(value.isnan().all() for value in lost.values())
 
 
