@@ -94,8 +94,9 @@ def main(argv: list[str]) -> None:
     check(settings)
     if args.output_dir.startswith("runs/gradient_noise/"):
         args.output_dir = f"runs/gradient_noise/seed{args.seed}"
-    sizes = sorted({*settings.group_sizes, *(n for n in (2, 4, 8, 16) if 4 * n <= settings.completions_per_prompt)})
-    studied = estimators(settings.baselines)
+    # The group mean at further sizes, for the law of its noise
+    law = {n: estimators([]) for n in (2, 4, 8, 16) if 4 * n <= settings.completions_per_prompt}
+    studied = law | {n: estimators(settings.baselines) for n in settings.group_sizes}
     described = {
         **{
             key: value for key, value in asdict(settings).items() if key not in ("plot_only", "overwrite", "traceback")
@@ -108,12 +109,12 @@ def main(argv: list[str]) -> None:
     }
     storage = Storage(Path(args.output_dir), described, overwrite=settings.overwrite, read_only=settings.plot_only)
     if not settings.plot_only:
-        collect(settings, args, model_args, storage, studied, sizes)
+        collect(settings, args, model_args, storage, studied)
     name = f"{model_args.model_name_or_path} on {settings.dataset_name}"
-    report(storage, settings.group_sizes, sizes, name)
+    report(storage, sorted(settings.group_sizes), name)
 
 
-def collect(settings, args, model_args, storage: "Storage", studied, sizes) -> None:
+def collect(settings, args, model_args, storage: Storage, studied) -> None:
     done = len(storage)
     if done >= settings.num_prompts:
         return say(f"{storage.folder}: all {done} prompts are there.")
@@ -160,7 +161,7 @@ def collect(settings, args, model_args, storage: "Storage", studied, sizes) -> N
     gradient_of = GradientOf(trainer.model, args.temperature, chosen, projection)
 
     def _moments(rollout):
-        found = prompt_moments(rollout, gradient_of, studied, sizes, seed=args.seed)
+        found = prompt_moments(rollout, gradient_of, studied, seed=args.seed)
         lengths = rollout.mask.sum(dim=1).float()
         return found | {"reward": rollout.rewards.float().mean().item(), "length": lengths.mean().item()}
 

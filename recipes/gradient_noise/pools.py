@@ -123,13 +123,12 @@ class GradientOf:
 def prompt_moments(
     rollout: Rollout,
     gradient_of: GradientOf,
-    studied: list[Estimator],
-    sizes: list[int],
+    studied: dict[int, list[Estimator]],
     deals: int = 20,
     seed: int = 0,
 ) -> dict:
     """
-    What a pool tells of its prompt, for each estimator and group size.
+    The moments of a prompt's gradient, from a pool of its completions, for the estimators studied at each group size.
 
     The pool's halves are never mixed in a group, so that what is multiplied later comes from completions that are not
     shared. Estimators with one number per completion are combinations of the completions' own gradients, and so come
@@ -154,9 +153,9 @@ def prompt_moments(
             for half in halves
         ])
     }  # fmt: skip
-    for n in sizes:
+    for n, of_size in studied.items():
         dealt = [[_deal(half, n, rng) for half in halves] for _ in range(deals)]
-        for estimator in studied:
+        for estimator in of_size:
             if estimator.per_token:
                 parts = [_by_backward(rollout, gradient_of, estimator, rows, n) for rows in dealt[0]]
             else:

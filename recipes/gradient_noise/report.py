@@ -10,7 +10,7 @@ from .measure import Comparison, compare, verdict
 from .storage import Storage, moments_of
 
 
-def report(storage: Storage, group_sizes: list[int], sizes: list[int], name: str) -> None:
+def report(storage: Storage, group_sizes: list[int], name: str) -> None:
     """Print and save `table.md`, `noise.png` and the verdicts."""
     prompts = storage.prompts()
     rows = [row for row in compare(moments_of(prompts)) if row.n in group_sizes or row.name == "group_mean"]

@@ -148,7 +148,7 @@ def test_moments_agree_with_the_laboratory(pool):
     """Means over many deals of the same pool, by the Gram matrix of all its tokens and by gradients of groups."""
     trainer, rollout = pool
     studied = [e for e in estimators(["ogb", "otb"]) if e.name != "none"]
-    found = prompt_moments(rollout, whole_gradients(trainer), studied, [4], deals=400)
+    found = prompt_moments(rollout, whole_gradients(trainer), {4: studied}, deals=400)
 
     def advantages(estimator):
         options = {"baseline": estimator.baseline, "leave_one_out": estimator.leave_one_out}
@@ -168,7 +168,7 @@ def test_moments_agree_with_the_laboratory(pool):
 
 def test_products_come_from_completions_that_are_not_shared(pool):
     trainer, rollout = pool
-    found = prompt_moments(rollout, whole_gradients(trainer), estimators([]), [4], deals=5)
+    found = prompt_moments(rollout, whole_gradients(trainer), {4: estimators([])}, deals=5)
     (moments,) = (moments_of([found])["group_mean", 4],)
     first, second = found["group_mean", 4]["mean"].double()
     assert moments.signal.item() == pytest.approx((first @ second).item(), rel=1e-6)
