@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 from datasets import Dataset
+from transformers import AutoTokenizer
 
 from recipes.common.errors import InputError
 from recipes.gradient_noise import __main__ as tool
@@ -14,9 +15,9 @@ from recipes.gradient_noise.measure import Moments, bootstrap, compare, fit_grou
 from recipes.gradient_noise.pools import Estimator, GradientOf, KeepPools, Projection, estimators, prompt_moments
 from recipes.gradient_noise.storage import moments_of
 from recipes.studies.laboratory import moments as laboratory_moments
-from recipes.studies.laboratory import pool_of
+from recipes.studies.laboratory import pool_of, task_of
 from tests.helpers import tiny
-from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
+from trl_otb import GradientNoiseCallback, OTBGRPOConfig, OTBGRPOTrainer
 from trl_otb.baselines import compute_advantages
 
 
@@ -118,9 +119,9 @@ def pool(tmp_path_factory):
     return trainer, rollout
 
 
-def whole_gradients(trainer):
+def whole_gradients(trainer, temperature=0.7):
     parameters = list(trainer.model.parameters())
-    return GradientOf(trainer.model, 0.7, parameters, Projection([p.numel() for p in parameters], 10**9))
+    return GradientOf(trainer.model, temperature, parameters, Projection([p.numel() for p in parameters], 10**9))
 
 
 @pytest.mark.parametrize("baseline", ["otb", "ogb", "group_mean"])
@@ -235,3 +236,40 @@ def test_a_run_ends_in_a_table_a_picture_and_a_verdict_and_goes_on(measure, caps
 def test_wrong_flags_are_named(measure, flags, message):
     with pytest.raises(InputError, match=message):
         measure(*flags)
+
+
+@pytest.mark.slow
+def test_the_meter_of_a_run_agrees_with_the_tool(short_policy, tmp_path):
+    """
+    The same eight prompts, without learning, and a reward for few tokens, whose gradient the prompts share. The meter's
+    signal is ⟨g_p, g_q⟩ for prompts that differ, its noise the rest of E‖ĝ_p‖²: of completions and of prompts.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(short_policy, padding_side="left")
+    task = task_of("sums", tokenizer, 8, num_held_out=1, seed=5)
+    settings = {**tiny.SETTINGS, "max_completion_length": 24, "learning_rate": 0.0, "output_dir": str(tmp_path)}
+    kept = []
+    keep, meter = KeepPools(kept.append), GradientNoiseCallback(decay=0.999)
+
+    def trainer_of(callback, **more):
+        return OTBGRPOTrainer(
+            str(short_policy),
+            lambda completion_ids, **kwargs: [-len(ids) / 8 for ids in completion_ids],
+            args=OTBGRPOConfig(**(settings | more)),
+            train_dataset=task.train,
+            eval_dataset=task.train,
+            processing_class=tokenizer,
+            callbacks=[callback],
+        )
+
+    keep.trainer = trainer_of(keep, num_generations_eval=96, per_device_eval_batch_size=96)
+    keep.trainer.evaluate()
+    gradients = whole_gradients(keep.trainer, temperature=1.0)
+    moments = moments_of([prompt_moments(r, gradients, {4: [Estimator("ogb", "ogb")]}) for r in kept])["ogb", 4]
+    signal = (moments.signal.sum() - moments.signal.diagonal().sum()) / (8 * 7)
+    expected = ((moments.square.mean() - signal) / signal).item()
+
+    # One prompt per micro-batch, all eight per step; this loss divides all tokens by one number
+    of_run = {"baseline": "ogb", "loss_type": "dr_grpo", "per_device_train_batch_size": 4}
+    trainer_of(meter, **of_run, gradient_accumulation_steps=8, max_steps=150).train()
+    assert meter.scale == pytest.approx(expected, rel=0.3)
+    assert expected > 3  # noise is what is measured
