@@ -135,7 +135,7 @@ BIAS = {
 
 
 @pytest.mark.parametrize("n", [2, 3])
-@pytest.mark.parametrize("baseline", BASELINES)
+@pytest.mark.parametrize("baseline", BIAS)
 def test_how_large_the_bias_with_the_own_return_is(policy, baseline, n):
     """By the library, and in float64 by the plain double loop of the definitions over all groups."""
     expected = policy.expected_gradient(n, baseline=baseline)
