@@ -241,8 +241,8 @@ def test_wrong_flags_are_named(measure, flags, message):
 @pytest.mark.slow
 def test_the_meter_of_a_run_agrees_with_the_tool(short_policy, tmp_path):
     """
-    The same eight prompts, without learning, and a reward for few tokens, whose gradient the prompts share. The meter's
-    signal is ⟨g_p, g_q⟩ for prompts that differ, its noise the rest of E‖ĝ_p‖²: of completions and of prompts.
+    The same eight prompts, without learning, and a reward for few tokens, whose gradient the prompts share. The
+    meter's signal is ⟨g_p, g_q⟩ for prompts that differ, its noise the rest of E‖ĝ_p‖²: of completions and of prompts.
     """
     tokenizer = AutoTokenizer.from_pretrained(short_policy, padding_side="left")
     task = task_of("sums", tokenizer, 8, num_held_out=1, seed=5)
