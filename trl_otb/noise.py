@@ -33,6 +33,14 @@ def noise_and_signal(mean_square_of_parts: float, square_of_mean: float, parts: 
     return noise, square_of_mean - noise / parts
 
 
+def norm_of(gradient: torch.Tensor) -> torch.Tensor:
+    """‖gradient‖ in float32, read once and not copied. A long sum is made of parts, so that it keeps its digits."""
+    if gradient.dim() > 1 and gradient.numel() > 2**18:
+        along = min(range(gradient.dim()), key=gradient.stride)  # lines as they lie in memory
+        gradient = torch.linalg.vector_norm(gradient, dim=along, dtype=torch.float32)
+    return torch.linalg.vector_norm(gradient, dtype=torch.float32)
+
+
 class GradientNoiseCallback(TrainerCallback):
     """
     Logs the noise scale of the gradient that a run uses, for [`OTBGRPOTrainer`] and [`~trl.GRPOTrainer`].
@@ -168,12 +176,14 @@ class _Step:
     def hear_part(self, gradient: torch.Tensor) -> None:
         """A parameter's gradient of one micro-batch, before it is added to the others'."""
         if self.by_micro_batch:
-            self._parts += gradient.detach().float().square().sum()
+            norm = norm_of(gradient)
+            self._parts.addcmul_(norm, norm)
 
     def hear_total(self, parameter: torch.nn.Parameter) -> None:
         """A parameter whose `grad` holds the sum of this process's micro-batches so far."""
         if self._micro_batch == self.accumulated - 1:
-            self._total += parameter.grad.detach().float().square().sum()
+            norm = norm_of(parameter.grad)
+            self._total.addcmul_(norm, norm)
             if parameter is self.witness:
                 self._witness_before = parameter.grad.detach().float().clone()
 
@@ -202,5 +212,5 @@ class _Step:
         torch.distributed.all_reduce(before)
         before /= self.processes
         factor = (before * self.witness.grad.float()).sum() / before.square().sum()
-        clipped = sum(p.grad.detach().float().square().sum() for p in model.parameters() if p.grad is not None)
+        clipped = sum(norm_of(p.grad).square() for p in model.parameters() if p.grad is not None)
         return clipped / factor.square()

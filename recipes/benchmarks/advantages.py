@@ -11,13 +11,15 @@ tool output in the middle. Medians of several runs, after one that warms up.
 """
 
 import argparse
+import json
 import statistics
 import sys
 import time
+from pathlib import Path
 
 import torch
 
-from recipes.benchmarks.table import print_row
+from recipes.benchmarks.table import Table
 from trl_otb.baselines import compute_advantages
 from trl_otb.rollout import Rollout
 
@@ -91,11 +93,13 @@ def main(argv):
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--longest", type=int, default=32768, help="longest completions, in tokens")
+    parser.add_argument("--output", help="write the table to this JSON file")
     args = parser.parse_args(argv)
 
-    print(f"{args.device}, {torch.get_num_threads()} threads, torch {torch.__version__}, N = {N}; ms, ns per token")
-    columns = ("B × T", "step", "ns", "advantages", "ns", "loop", "loop / step", "read+write")
-    print_row(*columns, first=14)
+    name = torch.cuda.get_device_name() if args.device.startswith("cuda") else args.device
+    print(f"{name}, {torch.get_num_threads()} threads, torch {torch.__version__}, N = {N}; ms, ns per token")
+    columns = ("B × T", "step", "ns", "advantages", "ns", "loop", "loop / step", "read+write", "adv / r+w")
+    table = Table(*columns, first=14)
     for rows, length in SIZES:
         if length > args.longest:
             continue
@@ -106,9 +110,12 @@ def main(argv):
         )
         loop = seconds(loop_over_groups, *inputs, repeats=min(args.repeats, 3))
         per_token = 1e9 / rows / length
-        cells = [f"{rows} × {length}", f"{1e3 * step:.1f}", f"{per_token * step:.1f}", f"{1e3 * alone:.1f}"]
-        cells += [f"{per_token * alone:.1f}", f"{1e3 * loop:.1f}", f"{loop / step:.1f}", f"{1e3 * floor:.1f}"]
-        print_row(*cells, first=14)
+        cells = [f"{1e3 * step:.2f}", f"{per_token * step:.2f}", f"{1e3 * alone:.2f}", f"{per_token * alone:.2f}"]
+        cells += [f"{1e3 * loop:.1f}", f"{loop / step:.1f}", f"{1e3 * floor:.2f}", f"{alone / floor:.1f}"]
+        table.add(f"{rows} × {length}", *cells)
+    if args.output:
+        note = f"N = {N}, {name}; times in ms, ns per token"
+        Path(args.output).write_text(json.dumps({"note": note, "table": table.rows}, indent=2, ensure_ascii=False))
 
 
 if __name__ == "__main__":

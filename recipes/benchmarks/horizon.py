@@ -28,7 +28,7 @@ import torch
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
-from recipes.benchmarks.step import _synchronize, build, measure
+from recipes.benchmarks.step import build, measure, synchronize
 from recipes.benchmarks.table import print_row
 from recipes.toy import sums
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
@@ -50,10 +50,10 @@ class TimedTrainer(OTBGRPOTrainer):
         super().__init__(*args, **kwargs)
 
     def _timed(self, method, *args):
-        _synchronize()
+        synchronize()
         began = time.perf_counter()
         method(*args)
-        _synchronize()
+        synchronize()
         self.own_seconds.append(time.perf_counter() - began)
 
     def score_rollout(self, *args):
@@ -81,7 +81,8 @@ def figures_of(length: int, rounds: int) -> dict:
         )
     )
     tokenizer = AutoTokenizer.from_pretrained(sums())
-    args = argparse.Namespace(length=length, prompt_length=32, steps=2, gradient_checkpointing=False)
+    args = argparse.Namespace(length=length, prompt_length=32, steps=2, gradient_checkpointing=False, lora=False)
+    args.device = "cuda" if torch.cuda.is_available() else "cpu"
     arms = {"grpo": (GRPOTrainer, GRPOConfig), "otb": (TimedTrainer, OTBGRPOConfig)}
     seen = {arm: [] for arm in arms}
     own = []

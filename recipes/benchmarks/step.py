@@ -3,6 +3,7 @@ What OTB costs beside GRPOTrainer: step time, peak memory and forwards, for each
 
     python -m recipes.benchmarks.step                     # a small model: about 5 minutes on two cores
     python -m recipes.benchmarks.step --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 --length 1024
+    python -m recipes.benchmarks.step --shape qwen2.5-1.5b --lora --length 4096 --gradient_checkpointing  # no hub
 
 The two trainers take turns in one process, round by round and in changing order, on the same scripted completions:
 without generation a step is shortest and a cost most visible. Times are per step, medians over a round's rollouts; a
@@ -23,17 +24,19 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
+from peft import LoraConfig, PeftModel
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PrinterCallback,
+    Qwen2Config,
     Qwen3Config,
-    Qwen3ForCausalLM,
     TrainerCallback,
 )
 from trl import GRPOConfig, GRPOTrainer
 
-from recipes.benchmarks.table import print_row
+from recipes.benchmarks.table import Table
 from recipes.toy import sums
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 
@@ -47,45 +50,135 @@ REGIMES = {
 }
 
 
-class Meter(TrainerCallback):
+# Models of random weights, and the precision of their weights
+TOKENS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+SHAPES = {
+    "small": (
+        Qwen3Config(
+            hidden_size=256,
+            intermediate_size=768,
+            num_hidden_layers=4,
+            vocab_size=8192,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=64,
+            **TOKENS,
+        ),
+        "float32",
+    ),
+    "qwen2.5-1.5b": (
+        Qwen2Config(
+            hidden_size=1536,
+            intermediate_size=8960,
+            num_hidden_layers=28,
+            vocab_size=151936,
+            num_attention_heads=12,
+            num_key_value_heads=2,
+            tie_word_embeddings=True,
+            **TOKENS,
+        ),
+        "bfloat16",
+    ),
+}
+
+
+class Clock(TrainerCallback):
+    """Takes the time of every step: seconds of the wall, and of this process's threads."""
+
     def __init__(self):
-        self.seconds = []
+        self.seconds, self.cpu_seconds = [], []
 
     def on_step_begin(self, args, state, control, **kwargs):
-        _synchronize()
-        self.began = time.perf_counter()
+        synchronize()
+        self.began = time.perf_counter(), time.process_time()
 
     def on_step_end(self, args, state, control, **kwargs):
-        _synchronize()
-        self.seconds.append(time.perf_counter() - self.began)
+        synchronize()
+        wall, cpu = self.began
+        self.seconds.append(time.perf_counter() - wall)
+        self.cpu_seconds.append(time.process_time() - cpu)
 
 
-def _synchronize():
+def synchronize():
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
-def _reset_peak():
+def reset_peak(on_gpu: bool):
     gc.collect()
-    if torch.cuda.is_available():
+    if on_gpu:
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     else:
         Path("/proc/self/clear_refs").write_text("5")  # Linux: forget the high-water mark of resident memory
 
 
-def _peak() -> float:
+def peak(on_gpu: bool) -> float:
     """MiB."""
-    if torch.cuda.is_available():
+    if on_gpu:
         return torch.cuda.max_memory_allocated() / 2**20
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(status["VmHWM"].split()[0]) / 2**10
 
 
-def build(cls, config, regime, args, model, tokenizer, folder, turns=1):
+def add_model_flags(parser) -> None:
+    parser.add_argument("--model", help="hub id or folder")
+    parser.add_argument(
+        "--shape", choices=SHAPES, default="small", help="without --model: the shape of random weights"
+    )
+    parser.add_argument("--dtype", help="of the weights; by default the shape's own, float32 with --model")
+    parser.add_argument("--lora", action="store_true", help="train adapters of rank 16 on all linear layers")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="by default the GPU where there is one")
+    parser.add_argument("--length", type=int, default=128, help="longest completion; the shortest is half of it")
+    parser.add_argument("--prompt_length", type=int, default=32)
+    parser.add_argument("--gradient_checkpointing", action="store_true")
+    parser.add_argument("--output", help="write the figures to this JSON file")
+
+
+def read_model_flags(parser, argv):
+    args = parser.parse_args(argv)
+    if args.length < 2:
+        parser.error("--length must be at least 2")
+    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: there is no GPU")
+    args.dtype = args.dtype or ("float32" if args.model else SHAPES[args.shape][1])
+    warnings.filterwarnings("ignore")
+    os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+    return args
+
+
+def make_model(args):
+    """The same weights every time."""
+    dtype = getattr(torch, args.dtype)
+    if args.model:
+        return AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
+    torch.manual_seed(0)
+    with torch.device(args.device):
+        return AutoModelForCausalLM.from_config(SHAPES[args.shape][0], dtype=dtype)
+
+
+def make_tokenizer(args):
+    return AutoTokenizer.from_pretrained(args.model or sums(), padding_side="left")
+
+
+def describe(args) -> str:
+    with torch.device("meta"):
+        config = AutoConfig.from_pretrained(args.model) if args.model else SHAPES[args.shape][0]
+        parameters = AutoModelForCausalLM.from_config(config).num_parameters()
+    device = torch.cuda.get_device_name() if args.device == "cuda" else f"{torch.get_num_threads()} CPU threads"
+    return (
+        f"{args.model or args.shape}: {parameters:,} parameters, {'LoRA' if args.lora else 'full'}, {args.dtype}, on "
+        f"{device}, torch {torch.__version__}; 16 completions of {args.length // 2} to {args.length} tokens per step"
+    )
+
+
+def build(cls, config, regime, args, model, tokenizer, folder, turns=1, same=1):
+    """A trainer of scripted completions, the same ones for `same` steps in a row."""
     vocabulary = model.config.get_text_config().vocab_size
 
     def rollout(prompts, trainer):
-        g = torch.Generator().manual_seed(trainer.state.global_step)
+        g = torch.Generator().manual_seed(trainer.state.global_step // same)
         lengths = torch.randint(args.length // 2, args.length + 1, (len(prompts),), generator=g).tolist()
         prompt = torch.randint(2, vocabulary, (args.prompt_length,), generator=g).tolist()
         ids = [torch.randint(2, vocabulary, (length,), generator=g).tolist() for length in lengths]
@@ -101,7 +194,7 @@ def build(cls, config, regime, args, model, tokenizer, folder, turns=1):
 
     settings = dict(REGIMES[regime])
     rows = int(settings.pop("groups") * N)
-    on_gpu = torch.cuda.is_available()
+    on_gpu = args.device == "cuda"
     trainer = cls(
         model,
         reward,
@@ -126,102 +219,82 @@ def build(cls, config, regime, args, model, tokenizer, folder, turns=1):
         train_dataset=Dataset.from_dict({"prompt": ["p"] * 64}),
         processing_class=tokenizer,
         rollout_func=rollout,
+        peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear") if args.lora else None,
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
 
 
 def measure(trainer) -> dict[str, float]:
-    meter, forwards = Meter(), 0
+    clock, forwards = Clock(), 0
+    on_gpu = trainer.accelerator.device.type == "cuda"
 
     def count(*_):
         nonlocal forwards
         forwards += 1
 
-    trainer.add_callback(meter)
+    trainer.add_callback(clock)
     # The backbone: gradient checkpointing repeats its layers, not itself
-    handle = trainer.model.base_model.register_forward_pre_hook(count)
-    _reset_peak()
+    policy = trainer.model.get_base_model() if isinstance(trainer.model, PeftModel) else trainer.model
+    handle = policy.base_model.register_forward_pre_hook(count)
+    reset_peak(on_gpu)
     trainer.train()
     handle.remove()
-    trainer.remove_callback(meter)
+    trainer.remove_callback(clock)
     passes = trainer.num_iterations
     # A rollout's first step pays for scoring it, so whole rollouts are compared; the first one warms up
-    rollouts = [sum(meter.seconds[i : i + passes]) for i in range(passes, len(meter.seconds), passes)]
+    rollouts = [sum(clock.seconds[i : i + passes]) for i in range(passes, len(clock.seconds), passes)]
     return {
         "seconds": statistics.median(rollouts) / passes,
-        "peak": _peak(),
-        "forwards": forwards / len(meter.seconds),
+        "peak": peak(on_gpu),
+        "forwards": forwards / len(clock.seconds),
     }
 
 
 def main(argv):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
-    parser.add_argument("--model", help="hub id or folder; by default a small Qwen3 of random weights")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--length", type=int, default=128, help="longest completion; the shortest is half of it")
-    parser.add_argument("--prompt_length", type=int, default=32)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[1], allow_abbrev=False)
+    add_model_flags(parser)
     parser.add_argument("--steps", type=int, default=4, help="half the optimizer steps of a round")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--gradient_checkpointing", action="store_true")
-    parser.add_argument("--output", help="write the figures to this JSON file")
-    args = parser.parse_args(argv)
-    if args.rounds < 1 or args.steps < 2 or args.length < 2:
-        parser.error("--rounds must be at least 1, --steps and --length at least 2")
-    warnings.filterwarnings("ignore")
-    os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+    args = read_model_flags(parser, argv)
+    if args.rounds < 1 or args.steps < 2:
+        parser.error("--rounds must be at least 1, --steps at least 2")
 
-    if args.model:
-        model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype))
-        tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
-    else:
-        torch.manual_seed(0)
-        size = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "vocab_size": 8192}
-        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
-        model = Qwen3ForCausalLM(Qwen3Config(**size, **heads, pad_token_id=0, eos_token_id=1, bos_token_id=None))
-        tokenizer = AutoTokenizer.from_pretrained(sums())
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{torch.get_num_threads()} CPU threads"
-    parameters = sum(p.numel() for p in model.parameters())
-    print(
-        f"{args.model or 'small Qwen3'}: {parameters:,} parameters on {device}, torch {torch.__version__}; "
-        f"{args.rounds} rounds of {2 * args.steps} steps, 16 completions of {args.length // 2} to {args.length} "
-        "tokens per step"
-    )
+    tokenizer = make_tokenizer(args)
+    note = f"{describe(args)}, {args.rounds} rounds of {2 * args.steps} steps"
+    print(note)
     columns = ("GRPO s/step", "OTB s/step", "time ratio", "range", "memory ratio", "GRPO forwards", "OTB forwards")
-    print_row("energies from", *columns)
-    figures = []
+    table, figures = Table("energies from", *columns), []
     for regime in REGIMES:
         rounds = {"grpo": [], "otb": []}
         for turn in range(args.rounds):
             arms = [("grpo", GRPOTrainer, GRPOConfig), ("otb", OTBGRPOTrainer, OTBGRPOConfig)]
             for arm, cls, config in arms if turn % 2 == 0 else reversed(arms):
                 with tempfile.TemporaryDirectory() as folder:
-                    fresh = type(model)(model.config).to(model.dtype)
-                    fresh.load_state_dict(model.state_dict())
-                    trainer = build(cls, config, regime, args, fresh, tokenizer, folder)
+                    trainer = build(cls, config, regime, args, make_model(args), tokenizer, folder)
                     rounds[arm].append(measure(trainer))
-                    del trainer, fresh
+                    del trainer
+                    gc.collect()  # one model and one optimizer at a time
         ratios = [o["seconds"] / g["seconds"] for g, o in zip(rounds["grpo"], rounds["otb"], strict=True)]
         figure = {
             "energies_from": regime,
             **{f"{arm}_seconds": statistics.median(r["seconds"] for r in rounds[arm]) for arm in rounds},
             "time_ratio": statistics.median(ratios),
             "time_ratio_range": [min(ratios), max(ratios)],
-            "memory_ratio": statistics.median(r["peak"] for r in rounds["otb"])
-            / statistics.median(r["peak"] for r in rounds["grpo"]),
+            **{f"{arm}_mib": statistics.median(r["peak"] for r in rounds[arm]) for arm in rounds},
             **{f"{arm}_forwards": rounds[arm][0]["forwards"] for arm in rounds},
         }
+        figure["memory_ratio"] = figure["otb_mib"] / figure["grpo_mib"]
         figures.append(figure)
-        print_row(
+        table.add(
             regime,
             *(f"{figure[key]:.3f}" for key in ("grpo_seconds", "otb_seconds", "time_ratio")),
             "{:.3f}–{:.3f}".format(*figure["time_ratio_range"]),
             *(f"{figure[key]:.3f}" for key in ("memory_ratio", "grpo_forwards", "otb_forwards")),
         )
-    if args.output:
-        Path(args.output).write_text(
-            json.dumps({"device": device, "parameters": parameters, "figures": figures}, indent=2)
-        )
+        if args.output:  # after every regime, for whoever has to stop it
+            text = json.dumps({"note": note, "table": table.rows, "figures": figures}, indent=2, ensure_ascii=False)
+            Path(args.output).write_text(text)
 
 
 if __name__ == "__main__":

@@ -126,6 +126,8 @@ def test_nothing_to_plot_is_said(study, tmp_path, capsys):
     ("script", "flags", "said"),
     [
         ("step", "--rounds 1 --steps 2 --length 8", "one extra forward"),
+        ("step", "--rounds 1 --steps 2 --length 8 --lora", "16.000"),  # forwards are counted under an adapter too
+        ("meter", "--pairs 2 --length 8", "the hooks take"),
         ("advantages", "--repeats 1 --longest 2048", "1024 × 2048"),
         ("horizon", "--rounds 1 --longest 512 ", "horizon.png"),
     ],

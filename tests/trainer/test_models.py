@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from tests.helpers import tiny
-from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
+from tests.helpers.energies import energies, trainer_of
 
 
 MODELS = {
@@ -43,41 +43,6 @@ MODELS = {
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     ),
 }
-
-
-def trainer_of(model, tmp_path, peft_config=None, quantization_config=None, **options):
-    args = OTBGRPOConfig(**{**tiny.SETTINGS, "output_dir": str(tmp_path), "temperature": 0.7, **options})
-    trainer = OTBGRPOTrainer(
-        model,
-        tiny.even_bytes,
-        args=args,
-        train_dataset=tiny.prompts(),
-        processing_class=tiny.tokenizer(),
-        peft_config=peft_config,
-        quantization_config=quantization_config,
-    )
-    trainer.model.train()
-    return trainer
-
-
-def energies(trainer):
-    """(energy of the trainer's extra forward, energy by a float64 softmax of materialised logits, mask)"""
-    g = torch.Generator().manual_seed(0)
-    batch = {
-        "prompt_ids": torch.randint(0, 256, (6, 5), generator=g),
-        "prompt_mask": (torch.arange(5) >= torch.tensor([[0], [0], [2], [3], [0], [4]])).long(),
-        "completion_ids": torch.randint(0, 256, (6, 20), generator=g),
-        "completion_mask": (torch.arange(20) < torch.tensor([[20], [1], [7], [20], [0], [13]])).long(),
-    }
-    batch = {key: value.to(trainer.accelerator.device) for key, value in batch.items()}
-    actual = trainer.extra_forward(batch).energy()
-    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
-    attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
-    with torch.no_grad():
-        logits = trainer.model(input_ids=ids, attention_mask=attention).logits.double() / 0.7
-    probs = logits[:, 4:-1].softmax(-1)
-    one_hot = torch.nn.functional.one_hot(batch["completion_ids"], probs.size(-1))
-    return actual, (one_hot - probs).square().sum(-1), batch["completion_mask"]
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -143,14 +108,3 @@ def test_a_quantized_head_is_refused(bits, model_path, tmp_path):
         trainer_of(
             model_path, tmp_path, peft_config=LoraConfig(target_modules=["q_proj"]), quantization_config=everything
         )
-
-
-@pytest.mark.gpu
-def test_energies_on_a_gpu(tmp_path):
-    """TRL's Triton kernel yields them there."""
-    torch.manual_seed(0)
-    model = Qwen3ForCausalLM(tiny.config()).float()
-    torch.nn.init.normal_(model.get_output_embeddings().weight, std=0.5)
-    actual, expected, mask = energies(trainer_of(model, tmp_path, use_cpu=False))
-    assert actual.is_cuda
-    torch.testing.assert_close(actual.double() * mask, expected * mask, atol=1e-4, rtol=0)

@@ -7,7 +7,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from tests.helpers.settings import LORA, assert_same_weights, logged
 from trl_otb import GradientNoiseCallback, OTBGRPOTrainer
-from trl_otb.noise import noise_and_signal
+from trl_otb.noise import noise_and_signal, norm_of
 
 
 GROUPS = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "max_steps": 3, "max_grad_norm": 0.01}
@@ -22,6 +22,14 @@ def test_the_estimates_are_unbiased():
     )
     error = estimates.std(0) / 1000**0.5
     assert ((estimates.mean(0) - torch.tensor([14.0, 5.0])).abs() < 3 * error).all() and error.max() < 0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(7,), (3, 5), (8192, 256), (64, 128, 3, 3, 3)])
+def test_norms_keep_their_digits(shape, dtype):
+    gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    expected = pytest.approx(gradient.double().norm().item(), rel=1e-5)
+    assert norm_of(gradient).item() == expected and norm_of(gradient.transpose(0, -1)).item() == expected
 
 
 class BruteForce(TrainerCallback):

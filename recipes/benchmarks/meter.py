@@ -1,0 +1,107 @@
+"""
+What `trl_otb.GradientNoiseCallback()` costs: the time of a step with it over one without.
+
+    OMP_NUM_THREADS=1 python -m recipes.benchmarks.meter           # a small model: about 4 minutes on one core
+    python -m recipes.benchmarks.meter --shape qwen2.5-1.5b --length 2048 --gradient_checkpointing
+
+One OTBGRPOTrainer runs, energies from its training forward, micro-batches of whole groups, no generation. Its meter
+hears every other step. Two steps on the same completions are a pair, now the one first and now the other, and the
+first pair warms up. Printed are quartiles over pairs: of wall time, and of the process's own time on the CPU, which
+other jobs on the machine disturb less. Where pairs differ by more than the meter costs, look at the share of a step
+that its hooks take: on a CPU all of the cost and more, since they bring gradients into the cache that are read next
+anyway; on a GPU the time to launch their kernels.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from functools import wraps
+from pathlib import Path
+
+from recipes.benchmarks.step import (
+    Clock,
+    add_model_flags,
+    build,
+    describe,
+    make_model,
+    make_tokenizer,
+    read_model_flags,
+)
+from recipes.benchmarks.table import Table
+from trl_otb import GradientNoiseCallback, OTBGRPOConfig, OTBGRPOTrainer, noise
+
+
+class EveryOtherStep(GradientNoiseCallback):
+    """Hears one step of each pair: the second, the first, the second, …"""
+
+    @staticmethod
+    def hears(step: int) -> bool:
+        pair, second = divmod(step, 2)
+        return second != pair % 2
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        pass
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        super().on_train_end(args, state, control, **kwargs)
+        self._step = None
+        if self.hears(state.global_step):
+            super().on_train_begin(args, state, control, **kwargs)
+
+
+def timed(method, spent: list[float]):
+    @wraps(method)
+    def call(*args):
+        began = time.perf_counter()
+        method(*args)
+        spent.append(time.perf_counter() - began)
+
+    return call
+
+
+def main(argv):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[1], allow_abbrev=False)
+    add_model_flags(parser)
+    parser.add_argument("--pairs", type=int, default=40)
+    args = read_model_flags(parser, argv)
+    if args.pairs < 2:
+        parser.error("--pairs must be at least 2")
+    args.steps = args.pairs + 1
+
+    note = f"{describe(args)}, {args.pairs} pairs of steps"
+    print(note)
+    clock, spent = Clock(), []
+    for hook in ("hear_part", "hear_total"):
+        setattr(noise._Step, hook, timed(getattr(noise._Step, hook), spent))
+    with tempfile.TemporaryDirectory() as folder:
+        model, tokenizer = make_model(args), make_tokenizer(args)
+        trainer = build(OTBGRPOTrainer, OTBGRPOConfig, "training forward", args, model, tokenizer, folder, same=2)
+        trainer.add_callback(EveryOtherStep())
+        trainer.add_callback(clock)  # later, so that it leaves out the hooks' coming and going
+        trainer.train()
+
+    table, figures = Table("clock", "without s/step", "with", "ratio", "quartiles", "range", first=10), {}
+    for name, seconds in (("wall", clock.seconds), ("CPU", clock.cpu_seconds)):
+        pairs = [seconds[i : i + 2] for i in range(2, len(seconds), 2)]
+        pairs = [pair if EveryOtherStep.hears(2 * k + 1) else pair[::-1] for k, pair in enumerate(pairs, 1)]
+        without, with_meter = (statistics.median(side) for side in zip(*pairs, strict=True))
+        ratios = sorted(b / a for a, b in pairs)
+        low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+        figures[name] = {"without": without, "with": with_meter, "ratios": ratios, "median": middle}
+        quartiles, ends = f"{low:.3f}–{high:.3f}", f"{ratios[0]:.3f}–{ratios[-1]:.3f}"
+        table.add(name, f"{without:.3f}", f"{with_meter:.3f}", f"{middle:.4f}", quartiles, ends)
+    share = sum(spent) / (args.pairs + 1) / figures["wall"]["without"]
+    note += f"; the hooks take {100 * share:.2f} % of a step"
+    print(note.split("; ")[-1] + ".")
+    if args.output:
+        text = json.dumps(
+            {"note": note, "table": table.rows, "figures": figures, "hooks": share}, indent=2, ensure_ascii=False
+        )
+        Path(args.output).write_text(text)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
