@@ -108,7 +108,7 @@ class OTBGRPOConfig(GRPOConfig):
                 f"`baseline` is {self.baseline!r}: a config holds text. Register the function with "
                 "`trl_otb.register_baseline(name)` and set `baseline=name`."
             )
-        check_options(self.baseline, self.alignment, self.zero_tail)
+        check_options(self.baseline, self.alignment, self.zero_tail, self.leave_one_out)
         if self.scale_rewards not in (True, False, "group", "batch", "none"):
             raise ValueError(
                 f"`scale_rewards` is {self.scale_rewards!r}: it must be one of 'none', 'group' and 'batch'."

@@ -84,6 +84,8 @@ class GradientNoiseCallback(TrainerCallback):
         return noise / signal if weight > 0 and signal > 0 else None
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self._forget_hooks()  # of a run that broke off
+        self._averages = torch.zeros(3, dtype=torch.float64)
         processes, accumulated = args.world_size, args.gradient_accumulation_steps
         reason = self._why_not(args, processes, accumulated)
         if reason is not None:
@@ -97,6 +99,9 @@ class GradientNoiseCallback(TrainerCallback):
             self._hooks.append(parameter.register_post_accumulate_grad_hook(self._step.hear_total))
 
     def on_train_end(self, args, state, control, **kwargs):
+        self._forget_hooks()
+
+    def _forget_hooks(self) -> None:
         while self._hooks:
             self._hooks.pop().remove()
 
@@ -209,8 +214,16 @@ class _Step:
         them.
         """
         before = self._witness_before
+        before = torch.zeros_like(self.witness, dtype=torch.float32) if before is None else before
         torch.distributed.all_reduce(before)
         before /= self.processes
+        heard = [p for p in model.parameters() if p.grad is not None]
+        clipped = sum(norm_of(p.grad).square() for p in heard)
+        if (
+            self.witness.grad is None or before.count_nonzero() == 0
+        ):  # this step is lost; the next has a better witness
+            told = [p for p in heard if p.grad.count_nonzero() > 0]  # the same on all processes
+            self.witness = min(told, key=torch.Tensor.numel, default=self.witness)
+            return torch.full((), torch.nan)
         factor = (before * self.witness.grad.float()).sum() / before.square().sum()
-        clipped = sum(norm_of(p.grad).square() for p in model.parameters() if p.grad is not None)
         return clipped / factor.square()

@@ -10,8 +10,8 @@ from pathlib import Path
 @cache
 def _installed_or_checkout() -> tuple[str, list[str]]:
     pyproject = Path(__file__).parents[1] / "pyproject.toml"
-    if pyproject.is_file():
-        project = tomllib.loads(pyproject.read_text())["project"]
+    project = tomllib.loads(pyproject.read_text()).get("project", {}) if pyproject.is_file() else {}
+    if project.get("name") == "trl-otb":
         return project["version"], project["dependencies"]
     distribution = metadata.distribution("trl-otb")
     return distribution.version, distribution.requires or []

@@ -51,6 +51,12 @@ class Rollout:
             (G − B) / scale; `None` before the first credit, NaN in rows that wait for their energies.
         baselines (`torch.Tensor` of the same shape):
             B, in units of the reward.
+        group_mean_advantages (`torch.Tensor` of shape `(B, 1)`):
+            Advantages under the group mean, for comparison.
+        lone_tail_tokens (`torch.Tensor` of shape `(B, 1)`):
+            Generated tokens on the lone tail.
+        unmeasured (`int`):
+            Rows that have no statistics yet.
         statistics (`torch.Tensor` of shape `(B, len(STATISTICS))`):
             Rows of [`~trl_otb.metrics.completion_statistics`], NaN where they are not measured yet.
     """

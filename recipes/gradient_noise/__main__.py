@@ -4,8 +4,8 @@ Which baseline for my run? The noise of the gradient under each, measured on you
     python -m recipes.gradient_noise                                                      # the toy policy of math.py
     python -m recipes.gradient_noise --config recipes/tool_math_cpu.yaml --tools calculator
     python -m recipes.gradient_noise --config recipes/math_smollm2.yaml --num_prompts 12
-    python -m recipes.gradient_noise --model_name_or_path FOLDER --dataset_name problems.jsonl --max_completion_length
-    200 python -m recipes.gradient_noise --plot_only --output_dir FOLDER
+    python -m recipes.gradient_noise --model_name_or_path FOLDER --dataset_name problems.jsonl
+    python -m recipes.gradient_noise --plot_only --output_dir FOLDER
 
 It samples a pool of completions for each prompt, as the trainer does, deals it into groups, and takes the exact
 gradient of every group under every baseline. It ends in a table, a picture and a verdict. A run that was stopped goes
@@ -29,7 +29,7 @@ from recipes.common.models import check_prompts, load_tokenizer, model_path, wit
 from recipes.math import accuracy_reward, load_data
 from recipes.tool_math import ToolMathArguments, calculator_tool
 from trl_otb import OTBGRPOTrainer
-from trl_otb.baselines import BASELINES, find_baseline
+from trl_otb.baselines import find_baseline
 
 from .pools import GradientOf, KeepPools, Projection, estimators, prompt_moments
 from .report import report
@@ -65,7 +65,7 @@ class NoiseArguments(ToolMathArguments):
     plot_only: bool = field(default=False, metadata={"help": "Table, picture and verdict from what is saved."})
 
 
-def check(settings: NoiseArguments) -> None:
+def check(settings: NoiseArguments, args) -> None:
     smallest, largest = min(settings.group_sizes, default=0), max(settings.group_sizes, default=0)
     if smallest < 2:
         raise InputError(f"`group_sizes` is {settings.group_sizes}: give sizes of 2 or more, such as 4 8.")
@@ -74,8 +74,15 @@ def check(settings: NoiseArguments) -> None:
             f"`completions_per_prompt` is {settings.completions_per_prompt} and the largest group has {largest}: a "
             f"pool needs four groups, so {4 * largest} or more."
         )
-    if settings.num_prompts < 2:
-        raise InputError(f"`num_prompts` is {settings.num_prompts}: intervals need 2 prompts or more.")
+    if settings.num_prompts < 3:
+        raise InputError(f"`num_prompts` is {settings.num_prompts}: intervals need 3 prompts or more, better 16.")
+    for flag, value, remedy in (
+        ("baseline", args.baseline != "otb", "`--baselines` names those that are compared"),
+        ("leave_one_out", args.leave_one_out, "every baseline that reads energies is measured with and without"),
+        ("eval_only", settings.eval_only, "nothing is trained here anyway"),
+    ):
+        if value:
+            raise InputError(f"`{flag}` is set and has no effect here: {remedy}. Leave it out.")
     if settings.projection < 64:
         raise InputError(f"`projection` is {settings.projection}: 64 or more, thousands for a useful error.")
     for name in settings.baselines:
@@ -83,20 +90,19 @@ def check(settings: NoiseArguments) -> None:
             find_baseline(name)
         except ValueError as error:
             raise InputError(str(error)) from error
-        if name not in BASELINES:
-            raise InputError(f"`baselines` holds {name!r}: give names of trl_otb.baselines.BASELINES.")
 
 
 def main(argv: list[str]) -> None:
     settings, args, model_args = parse("gradient_noise", NoiseArguments, CONFIG, argv)
     if processes() > 1:
         raise InputError("gradient_noise runs in one process: start it with python -m recipes.gradient_noise.")
-    check(settings)
+    check(settings, args)
     if args.output_dir.startswith("runs/gradient_noise/"):
         args.output_dir = f"runs/gradient_noise/seed{args.seed}"
     # The group mean at further sizes, for the law of its noise
     law = {n: estimators([]) for n in (2, 4, 8, 16) if 4 * n <= settings.completions_per_prompt}
-    studied = law | {n: estimators(settings.baselines) for n in settings.group_sizes}
+    every = estimators(settings.baselines, args.alignment, args.zero_tail)
+    studied = law | dict.fromkeys(settings.group_sizes, every)
     described = {
         **{
             key: value for key, value in asdict(settings).items() if key not in ("plot_only", "overwrite", "traceback")
@@ -105,7 +111,9 @@ def main(argv: list[str]) -> None:
         "seed": args.seed,
         "temperature": args.temperature,
         "max_completion_length": args.max_completion_length,
-        "learning_from": "raw returns",
+        "alignment": args.alignment,
+        "zero_tail": args.zero_tail,
+        "options": {estimator.name: estimator.options for estimator in every},
     }
     storage = Storage(Path(args.output_dir), described, overwrite=settings.overwrite, read_only=settings.plot_only)
     if not settings.plot_only:
@@ -163,7 +171,9 @@ def collect(settings, args, model_args, storage: Storage, studied) -> None:
     def _moments(rollout):
         found = prompt_moments(rollout, gradient_of, studied, seed=args.seed)
         lengths = rollout.mask.sum(dim=1).float()
-        return found | {"reward": rollout.rewards.float().mean().item(), "length": lengths.mean().item()}
+        rewards = rollout.rewards.float()
+        varies = bool((rewards != rewards[0]).any())
+        return found | {"reward": rewards.mean().item(), "varies": varies, "length": lengths.mean().item()}
 
     say(
         f"{sum(p.numel() for p in chosen):,} parameters in {len(chosen)} tensors; "

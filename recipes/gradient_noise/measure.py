@@ -124,8 +124,8 @@ class Estimate:
         From the value of the sample, first, and of the bootstrap's draws; draws without a value count as both ends.
         """
         drawn = values[1:].double()
-        low = drawn.nan_to_num(nan=-torch.inf).quantile(0.025).item()
-        high = drawn.nan_to_num(nan=torch.inf).quantile(0.975).item()
+        low = drawn.nan_to_num(nan=-torch.inf).quantile(0.025, interpolation="lower").item()
+        high = drawn.nan_to_num(nan=torch.inf).quantile(0.975, interpolation="higher").item()
         return cls(values[0].item(), low, high)
 
     def text(self, digits: int = 2) -> str:
@@ -146,15 +146,20 @@ class Comparison:
     noise_over_group_mean: Estimate
     cosine: Estimate
     worth: Estimate
+    options: str | None = None  # what a config says for it, if it can
 
 
-def compare(moments: dict[tuple[str, int], Moments], control: str = "group_mean") -> list[Comparison]:
+def compare(
+    moments: dict[tuple[str, int], Moments], options: dict[str, str] | None = None, control: str = "group_mean"
+) -> list[Comparison]:
     """
     Every estimator and group size beside `control` at the same size.
 
     Args:
         moments (`dict`):
             By name and N; `control` must be there at every N, and at two of them at least.
+        options (`dict`, *optional*):
+            By name, what a config says for the estimator; by default its name.
     """
     prompts = len(next(iter(moments.values())).square)
     counts = bootstrap(prompts)
@@ -173,26 +178,28 @@ def compare(moments: dict[tuple[str, int], Moments], control: str = "group_mean"
                 noise_over_group_mean=Estimate.of(of["noise_to_signal"] / beside["noise_to_signal"]),
                 cosine=Estimate.of(of["cosine"]),
                 worth=Estimate.of(group_mean_worth(of["efficiency"], a, b)),
+                options=(options or {name: name}).get(name) if name != control else None,
             )
         )
     return rows
 
 
 def verdict(rows: list[Comparison], n: int, prompts: int, control: str = "group_mean") -> str:
-    """In words, for group size `n`: the baseline that is worth most, or that they are not told apart."""
+    """In words, for group size `n`: the options that are worth most, or that they are not told apart."""
     said = f"On these {prompts} prompts"
-    here = [row for row in rows if row.n == n and row.name != control and not math.isnan(row.over_group_mean.value)]
+    here = [row for row in rows if row.n == n and row.options and not math.isnan(row.over_group_mean.value)]
     if not here:
         return f"{said} nothing can be said at N = {n}: the signal is lost in noise. Give more prompts or completions."
     best = max(here, key=lambda row: row.over_group_mean.value)
     ratio = best.over_group_mean
-    efficiency = f"{ratio.text()} times its efficiency"
+    efficiency = f"{ratio.text()} times its efficiency, the best of {len(here)}"
     if ratio.low > 1:
         worth = f"{_size(best.worth.value)} ({_size(best.worth.low)}–{_size(best.worth.high)})"
-        return f"{said} `{best.name}` at N = {n} is worth the {control} at N = {worth}: {efficiency}."
-    said = f"{said} no baseline at N = {n} is told apart from the {control}: the best, `{best.name}`, has {efficiency}"
-    if ratio.value <= 1 or ratio.low <= 0:
-        return f"{said}."
+        few = "; so few prompts make intervals too narrow" if prompts < 30 else ""
+        return f"{said} `{best.options}` at N = {n} is worth the {control} at N = {worth}: {efficiency}{few}."
+    said = f"{said} no baseline at N = {n} is told apart from the {control}: `{best.options}` has {efficiency}"
+    if not (ratio.value > 1 and 0 < ratio.low < math.inf):
+        return f"{said}; more prompts are needed."
     # An interval's width on a logarithmic scale falls with the root of the number of prompts
     needed = prompts * (math.log(ratio.value / ratio.low) / math.log(ratio.value)) ** 2
     return f"{said}; about {max(1, round(needed - prompts))} more prompts would do."

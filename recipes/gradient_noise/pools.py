@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from transformers import TrainerCallback
 
-from trl_otb.baselines import BASELINES, assign_credit
+from trl_otb.baselines import assign_credit, find_baseline
 from trl_otb.rollout import Rollout
 
 
@@ -17,27 +17,44 @@ class Estimator:
     name: str
     baseline: str | None = None
     leave_one_out: bool = False
+    alignment: str = "generated"
+    zero_tail: bool = True
 
     @property
     def per_token(self) -> bool:
-        return self.baseline is not None and BASELINES[self.baseline].per_token
+        return self.baseline is not None and find_baseline(self.baseline).per_token
+
+    @property
+    def options(self) -> str | None:
+        """What a config says for it; `None` where it cannot."""
+        if self.baseline is None:
+            return None
+        return f"baseline: {self.baseline}" + (", leave_one_out: true" if self.leave_one_out else "")
 
     def advantages(self, rollout: Rollout, rows: torch.Tensor, n: int) -> torch.Tensor:
         """`(b, T)`, or `(b, 1)` for one number per completion, of whole groups of `n`."""
         if self.baseline is None:
             return rollout.rewards[rows].unsqueeze(1)
         inputs = rollout.rewards[rows], rollout.energy[rows], rollout.mask[rows]
-        return assign_credit(*inputs, n, baseline=self.baseline, leave_one_out=self.leave_one_out).advantages
+        options = {"alignment": self.alignment, "zero_tail": self.zero_tail, "leave_one_out": self.leave_one_out}
+        return assign_credit(*inputs, n, baseline=self.baseline, **options).advantages
 
 
-def estimators(baselines: list[str]) -> list[Estimator]:
-    """None at all, and every baseline, those that read energies also with one left out; the group mean always."""
+def estimators(baselines: list[str], alignment: str = "generated", zero_tail: bool = True) -> list[Estimator]:
+    """
+    None at all, and every baseline, those that read energies also with one left out; the group mean always.
+
+    `alignment` and `zero_tail` are given to the baselines that look at them.
+    """
     found = [Estimator("none"), Estimator("group_mean", "group_mean")]
     for name in baselines:
+        entry = find_baseline(name)
+        options = {"alignment": alignment} if entry.per_token else {}
+        options |= {"zero_tail": zero_tail} if entry.zero_tail else {}
         if name != "group_mean":
-            found.append(Estimator(name, name))
-        if BASELINES[name].uses_energy:
-            found.append(Estimator(f"{name}, one left out", name, leave_one_out=True))
+            found.append(Estimator(name, name, **options))
+        if entry.uses_energy:
+            found.append(Estimator(f"{name}, one left out", name, leave_one_out=True, **options))
     return found
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from recipes.common.errors import InputError
 from recipes.common.launching import say
 
 from .measure import Comparison, compare, verdict
@@ -13,8 +14,14 @@ from .storage import Storage, moments_of
 def report(storage: Storage, group_sizes: list[int], name: str) -> None:
     """Print and save `table.md`, `noise.png` and the verdicts."""
     prompts = storage.prompts()
-    rows = [row for row in compare(moments_of(prompts)) if row.n in group_sizes or row.name == "group_mean"]
-    varying = sum(0 < prompt["reward"] < 1 for prompt in prompts)
+    varying = sum(prompt["varies"] for prompt in prompts)
+    if varying == 0:
+        raise InputError(
+            f"no prompt's reward varied: it is {prompts[0]['reward']:.2f} for every completion of the first prompt. "
+            "Look at the reward, --instruction and the model; no baseline has anything to work with."
+        )
+    options = storage.settings["options"]
+    rows = [row for row in compare(moments_of(prompts), options) if row.n in group_sizes or row.name == "group_mean"]
     reward = sum(prompt["reward"] for prompt in prompts) / len(prompts)
     length = sum(prompt["length"] for prompt in prompts) / len(prompts)
     verdicts = [verdict(rows, n, len(prompts)) for n in group_sizes]
@@ -23,7 +30,8 @@ def report(storage: Storage, group_sizes: list[int], name: str) -> None:
         "",
         f"{len(prompts)} prompts, {storage.settings['completions_per_prompt']} completions each, {length:.0f} tokens "
         f"on average; mean reward {reward:.2f}; rewards vary on {varying}. In brackets: 95 % intervals by bootstrap "
-        f"over prompts (n = {len(prompts)}; with few prompts they are too narrow).",
+        f"over prompts (n = {len(prompts)}; with few prompts they are too narrow). An efficiency or a cosine above 1 "
+        "is noise.",
         "",
         "| N | baseline | efficiency | over group_mean's | noise to signal over its | cosine | worth group_mean at N "
         "= |",
@@ -60,8 +68,11 @@ def plot(rows: list[Comparison], group_sizes: list[int], name: str, prompts: int
                 if ratio.high < 1
                 else "0.6"
             )
-            low, high = max(ratio.low, 0.0), min(ratio.high, 10 * max(ratio.value, 1.0))
-            axis.plot([low, high], [place, place], color=color, linewidth=2, alpha=0.5)
+            known = -float("inf") < ratio.low and ratio.high < float("inf")
+            low, high = max(ratio.low, 0.0), min(ratio.high, 4 * max(ratio.value, 1.0))
+            axis.plot(
+                [low, high], [place, place], color=color, linewidth=2, alpha=0.5, linestyle="-" if known else ":"
+            )
             axis.plot(ratio.value, place, "o", color=color)
             axis.annotate(
                 f"{ratio.value:.2f}",
@@ -77,6 +88,8 @@ def plot(rows: list[Comparison], group_sizes: list[int], name: str, prompts: int
         axis.set(xlabel="efficiency over the group mean's", title=f"N = {n}", xlim=(0, None))
         axis.grid(axis="x", alpha=0.3)
     figure.suptitle(
-        f"{name}\n(blue: more efficient than the group mean, red: less; lines: 95 %, {prompts} prompts)", fontsize=10
+        f"{name}\n(blue: more efficient than the group mean, red: less; lines: 95 %, dotted: unknown; {prompts} "
+        "prompts)",
+        fontsize=10,
     )
     figure.savefig(path, dpi=120)

@@ -310,7 +310,8 @@ def plot(settings, ratios, path: Path) -> None:
     axes[1, 0].set_ylabel("cosine of the expected gradient\nto the true one")
     axes[1, 0].legend(*axes[0, 0].get_legend_handles_labels(), fontsize=8, loc="lower right")
     figure.suptitle(
-        "Gradient noise from exact scores, by baseline and group size\n(lower is better; bands: 95 % bootstrap over prompts)",
+        "Gradient noise from exact scores, by baseline and group size\n(lower is better; bands: 95 % bootstrap over "
+        "prompts)",
         fontsize=11,
     )
     figure.savefig(path, dpi=120)

@@ -151,6 +151,7 @@ def test_options_that_a_baseline_does_not_look_at_are_rejected(baseline):
     for option, value, looked_at in (
         ("alignment", "position", entry.per_token),
         ("zero_tail", False, entry.zero_tail),
+        ("leave_one_out", True, not entry.leaves_one_out),
     ):
         if looked_at:
             check_options(baseline, **{option: value})

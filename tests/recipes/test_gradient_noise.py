@@ -11,7 +11,15 @@ from transformers import AutoTokenizer
 
 from recipes.common.errors import InputError
 from recipes.gradient_noise import __main__ as tool
-from recipes.gradient_noise.measure import Moments, bootstrap, compare, fit_group_mean, group_mean_worth, verdict
+from recipes.gradient_noise.measure import (
+    Estimate,
+    Moments,
+    bootstrap,
+    compare,
+    fit_group_mean,
+    group_mean_worth,
+    verdict,
+)
 from recipes.gradient_noise.pools import Estimator, GradientOf, KeepPools, Projection, estimators, prompt_moments
 from recipes.gradient_noise.storage import moments_of
 from recipes.studies.laboratory import moments as laboratory_moments
@@ -82,6 +90,17 @@ def test_the_verdict_names_what_is_better_and_what_is_not_told_apart():
     # Noise to signal of 5 / 3 is the control's at N: (10 + 30 / (N − 1)) / N = 5 / 3 at N = 8.1
     assert float(worth[1]) == pytest.approx(8.1, rel=0.1)
     assert re.search(r"not? .*told apart.*about \d+ more prompts would do|told apart", verdict(unclear, 4, 6))
+
+
+def test_a_verdict_is_reached_though_many_draws_have_no_value():
+    """Few prompts and much noise: the bootstrap's draws are often undefined, and the best ratio is above 1."""
+    for prompts in (3, 4):
+        rows = synthetic(4.0, prompts=prompts, spread=2.5)
+        for n in (4, 8):
+            assert verdict(rows, n, prompts).startswith(f"On these {prompts} prompts")
+    values = torch.cat([torch.tensor([2.0]), torch.full((95,), 2.0), torch.full((5,), torch.nan)])
+    estimate = Estimate.of(values)
+    assert (estimate.low, estimate.high) == (-torch.inf, torch.inf) and estimate.text() == "2.00 (?–?)"
 
 
 # Gradients
@@ -223,7 +242,8 @@ def test_a_run_ends_in_a_table_a_picture_and_a_verdict_and_goes_on(measure, caps
     [
         (["--group_sizes", "1"], r"`group_sizes` is \[1\]: give sizes of 2 or more"),
         (["--group_sizes", "8"], "`completions_per_prompt` is 16 and the largest group has 8.*32 or more"),
-        (["--num_prompts", "1"], "`num_prompts` is 1"),
+        (["--num_prompts", "2"], "`num_prompts` is 2"),
+        (["--leave_one_out", "true"], "`leave_one_out` is set and has no effect here"),
         (["--num_prompts", "1000"], "`num_prompts` is 1000 and the data has"),
         (["--baselines", "absent"], "'absent': it must be one of"),
         (["--projection", "3"], "`projection` is 3"),

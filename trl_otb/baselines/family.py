@@ -90,7 +90,7 @@ def opo(group: Groups) -> torch.Tensor:
     return group.mean(group.present.sum(-1, keepdim=True))
 
 
-@built_in(per_token=False, uses_energy=False)
+@built_in(per_token=False, uses_energy=False, leaves_one_out=True)
 def rloo(group: Groups) -> torch.Tensor:
     """Per completion: the mean of the other completions' returns.
 

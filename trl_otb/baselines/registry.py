@@ -28,6 +28,8 @@ class Baseline:
             Whether the function reads energies. Without, the trainer never runs a forward to obtain them.
         zero_tail (`bool`):
             Whether the option `zero_tail` applies: B = 0 on the lone tail.
+        leaves_one_out (`bool`):
+            Whether it leaves a completion's own return out by itself, so that the option has nothing to say.
         built_in (`bool`):
             Whether it is one of this module's, whose results are not checked.
     """
@@ -37,6 +39,7 @@ class Baseline:
     per_token: bool = True
     uses_energy: bool = True
     zero_tail: bool = False
+    leaves_one_out: bool = False
     built_in: bool = False
 
     @property
@@ -128,7 +131,7 @@ def find_baseline(baseline: str | Callable) -> Baseline:
     if callable(baseline):
         registered = (entry for entry in BASELINES.values() if entry.function is baseline)
         return next(registered, None) or Baseline(_origin(baseline)[1], baseline)
-    if baseline in BASELINES:
+    if isinstance(baseline, str) and baseline in BASELINES:
         return BASELINES[baseline]
     if isinstance(baseline, str) and ":" in baseline:
         return find_baseline(_imported(baseline))
@@ -170,6 +173,10 @@ def check_options(
         raise ValueError(
             f"`zero_tail` is False and `baseline` is {rule.name!r}, which has no special rule for the lone tail. "
             f"Leave `zero_tail` out, or choose {_names('zero_tail')}."
+        )
+    if leave_one_out and rule.leaves_one_out:
+        raise ValueError(
+            f"`leave_one_out` is True and `baseline` is {rule.name!r}, which leaves one out by itself. Leave it out."
         )
 
 
