@@ -3,6 +3,7 @@
 import logging
 import os
 import shlex
+import shutil
 import sys
 import warnings
 from pathlib import Path
@@ -46,7 +47,7 @@ def command(argv: list[str], environment: dict[str, str] | None = None) -> str:
     if "TRL_OTB_MAKE_RUN" in environment:
         return f"make run ARGS={shlex.quote(shlex.join(argv))}" if argv else "make run"
     launcher = _launcher()
-    program = launcher or [Path(sys.executable).name, *(_module() or [sys.argv[0]])]
+    program = launcher or [_as_found(sys.executable), *(_module() or [sys.argv[0]])]
     return shlex.join([*program, *argv])
 
 
@@ -66,7 +67,13 @@ def _launcher() -> list[str] | None:
     start = next((i for i, word in enumerate(words[:3]) if Path(word).name in ("accelerate", "torchrun")), None)
     if script is None or start is None:
         return None
-    return [Path(words[start]).name, *words[start + 1 : script + 1]]
+    return [_as_found(words[start]), *words[start + 1 : script + 1]]
+
+
+def _as_found(program: str) -> str:
+    """A program's name if the shell finds it by that, else, as where no environment is active, its whole path."""
+    name = Path(program).name
+    return name if program in (name, shutil.which(name)) else program
 
 
 def check_launcher(environment: dict[str, str] | None = None) -> None:

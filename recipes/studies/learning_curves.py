@@ -12,6 +12,7 @@ recipes/studies/README.md.
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -242,14 +243,8 @@ def report(folder: Path) -> None:
     print(text)
 
 
-COLORS = {
-    "group_mean": "0.4",
-    "rloo": "tab:green",
-    "opo": "tab:brown",
-    "ogb": "tab:orange",
-    "otb": "tab:blue",
-    "otb_shrunk": "tab:red",
-}
+PALETTE = ("tab:blue", "tab:red", "tab:orange", "tab:brown", "tab:green", "tab:purple", "tab:pink", "tab:olive")
+COLORS = dict(zip(BASELINES, itertools.cycle(PALETTE), strict=False)) | {"group_mean": "0.4"}
 
 
 def plot(task: str, of: dict[tuple[int, str], list[dict]], path: Path) -> None:

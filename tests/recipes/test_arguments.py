@@ -200,7 +200,10 @@ def test_the_command_of_each_launcher(monkeypatch, parent, script, expected):
     monkeypatch.setattr(launching.sys, "argv", [script])
     monkeypatch.setattr(launching.sys, "orig_argv", ["python", script])
     monkeypatch.setattr(launching.sys, "executable", "/venv/bin/python")
+    monkeypatch.setattr(launching.shutil, "which", lambda name: f"/venv/bin/{name}")
     assert launching.command(["--max_steps", "5"], {}) == expected
+    monkeypatch.setattr(launching.shutil, "which", lambda name: None)  # the environment is not active
+    assert launching.command(["--max_steps", "5"], {}) == f"/venv/bin/{expected}"
 
 
 def test_flags_are_taken_out_with_their_values():
