@@ -33,11 +33,13 @@ def test_the_notebook_runs(tmp_path, folder):
     notebook = nbformat.read(ROOT / "recipes" / "quickstart.ipynb", as_version=4)
     for cell in notebook.cells:
         cell["source"] = cell["source"].replace('"runs/quickstart"', repr(str(tmp_path)))
+    if folder == ".":
+        notebook.cells = notebook.cells[:8]  # the imports and the first run: what the folder could break
     # Beside math.py, where `import math` could go wrong, or in the repository's root, as papermill runs it
     resources = {"metadata": {"path": str(ROOT / folder)}}
     nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3", resources=resources).execute()
     pictures = [o for c in notebook.cells for o in c.get("outputs", []) if "image/png" in o.get("data", {})]
-    assert len(pictures) == 2
+    assert len(pictures) == (2 if folder == "recipes" else 0)
     assert str(tmp_path) in str([c["source"] for c in notebook.cells])
 
 

@@ -72,7 +72,7 @@ def test_the_slurm_script_is_valid():
 
 def test_make_run_is_known_to_the_recipe(tmp_path):
     """So that the command that resumes is `make run ARGS=…`; and accelerate adds no traceback to a wrong flag."""
-    command = ["make", "-n", "run", "ARGS=--seed 3"]
+    command = ["make", "--no-print-directory", "-n", "run", "ARGS=--seed 3"]
     said = subprocess.run(command, cwd=RECIPES.parent, capture_output=True, text=True, check=True).stdout
     assert "TRL_OTB_MAKE_RUN=1 " in said and " launch --quiet " in said and said.endswith("recipes/math.py --seed 3\n")
 

@@ -45,6 +45,8 @@ def test_energies_come_from_triton():
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("device", DEVICES)
 def test_energies_are_those_of_a_float64_softmax(device, precision, vocabulary, tmp_path):
+    if device == "cpu" and vocabulary > 100_000:
+        pytest.skip("takes a CPU a minute, and shows what 49,153 shows")
     dtype, options = PRECISIONS[precision]
     trainer = trainer_of(wide_model(vocabulary, dtype), tmp_path, use_cpu=device == "cpu", **options)
     assert trainer.accelerator.device.type == device

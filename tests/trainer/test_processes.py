@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 from safetensors.torch import load_file
 
 from tests.helpers.processes import AGENT_BACKENDS, CASES
@@ -17,8 +18,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("processes")
-    subprocess.run([sys.executable, "-m", "tests.helpers.processes", str(folder)], cwd=ROOT, check=True, timeout=900)
+    """The folder of all cases, run once for all workers of pytest-xdist."""
+    folder = tmp_path_factory.getbasetemp().parent / "processes"
+    with FileLock(f"{folder}.lock"):
+        if not (folder / "done").exists():
+            command = [sys.executable, "-m", "tests.helpers.processes", str(folder)]
+            subprocess.run(command, cwd=ROOT, check=True, timeout=900)
+            (folder / "done").touch()
     return folder
 
 
