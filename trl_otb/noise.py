@@ -219,9 +219,8 @@ class _Step:
         before /= self.processes
         heard = [p for p in model.parameters() if p.grad is not None]
         clipped = sum(norm_of(p.grad).square() for p in heard)
-        if (
-            self.witness.grad is None or before.count_nonzero() == 0
-        ):  # this step is lost; the next has a better witness
+        if self.witness.grad is None or before.count_nonzero() == 0:
+            # This step is lost; the next has a better witness.
             told = [p for p in heard if p.grad.count_nonzero() > 0]  # the same on all processes
             self.witness = min(told, key=torch.Tensor.numel, default=self.witness)
             return torch.full((), torch.nan)

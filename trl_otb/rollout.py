@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from .baselines import assign_credit
+from .baselines.groups import scorable_rows
 from .blocks import by_blocks
 from .metrics import completion_statistics
 
@@ -89,11 +90,6 @@ class Rollout:
         """`(B,)` the numbers of all rows."""
         return torch.arange(len(self), device=self.mask.device)
 
-    @property
-    def scorable(self) -> torch.Tensor:
-        """`(B,)` bool: False where no reward function could score the completion."""
-        return ~(self.rewards.isnan() if self.rewards.dim() == 1 else self.rewards.isnan().any(dim=1))
-
     def hear(self, rows: torch.Tensor, energy: torch.Tensor, logps: torch.Tensor | None = None) -> None:
         """Take what a forward over these `rows` yielded, each `(b, T)`."""
         self._fill("energy", rows, energy)
@@ -135,11 +131,11 @@ class Rollout:
 
     def measure(self, rows: torch.Tensor) -> None:
         """Record these rows' statistics, once they have energies and advantages."""
-        energy, mask, scorable = self._take(rows, "energy", "mask", "scorable")
+        energy, mask, rewards = self._take(rows, "energy", "mask", "rewards")
         advantages, baselines, group_mean_advantages, lone_tail_tokens = self._take(rows, *_CREDITED)
         statistics = completion_statistics(
             energy,
-            mask * scorable.unsqueeze(1),
+            mask * scorable_rows(rewards).unsqueeze(1),
             advantages,
             group_mean_advantages,
             baselines,

@@ -24,6 +24,11 @@ def reward_to_go(token_rewards: torch.Tensor) -> torch.Tensor:
     return token_rewards.float().flip(1).cumsum(dim=1).flip(1)
 
 
+def scorable_rows(rewards: torch.Tensor) -> torch.Tensor:
+    """`(B,)` bool of rewards `(B,)` or `(B, T)`: False where a NaN says that the completion cannot be scored."""
+    return ~(rewards.isnan() if rewards.dim() == 1 else rewards.isnan().any(dim=1))
+
+
 class Groups:
     """
     G prompts with N completions each, aligned: what a baseline is a function of.
@@ -63,7 +68,7 @@ class Groups:
     ):
         self.per_token = per_token
         self.leave_one_out = leave_one_out
-        self.row_scorable = ~(rewards.isnan() if rewards.dim() == 1 else rewards.isnan().any(dim=1)).unsqueeze(1)
+        self.row_scorable = scorable_rows(rewards).unsqueeze(1)
         if rewards.dim() == 1:
             returns = rewards.float().unsqueeze(1)
         else:
