@@ -5,36 +5,45 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are too small for more
+
 import inspect
 
 import pytest
-import torch
-from trl import GRPOTrainer
-
-from tests.helpers import tiny
-from tests.helpers.recording import Recording
-from trl_otb import OTBGRPOConfig
 
 
-torch.set_num_threads(1)  # the models are too small for more
+# TRL is imported where a test runs: pytest-xdist loads this file once more, in a process that runs none.
 
 
 def pytest_collection_modifyitems(items):
-    if torch.cuda.is_available():
-        return
+    import torch
+
+    seen = set()
     for item in items:
-        if "gpu" in item.keywords:
+        if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        sweep = item.nodeid.partition("[")[0]
+        trains = sweep.startswith("tests/trainer") or {"run", "no_trainer"} & {*item.fixturenames} == {"run"}
+        if trains and sweep in seen:
+            item.add_marker(pytest.mark.slow)  # the quick run takes the first case of a sweep
+        seen.add(sweep)
 
 
 @pytest.fixture(scope="session")
 def model_path(tmp_path_factory):
+    from tests.helpers import tiny
+
     return tiny.save_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
 def train(model_path, tmp_path):
     """Trains a tiny model and returns the trainer; keywords that are not the config's go to the trainer."""
+    from trl import GRPOTrainer
+
+    from tests.helpers import tiny
+    from tests.helpers.recording import Recording
+    from trl_otb import OTBGRPOConfig
 
     def run(cls=Recording, config=OTBGRPOConfig, train=True, reward_funcs=tiny.even_bytes, model=model_path, **kwargs):
         of_trainer = inspect.signature(GRPOTrainer.__init__).parameters.keys()

@@ -31,7 +31,7 @@ from recipes.tool_math import ToolMathArguments, calculator_tool
 from trl_otb import OTBGRPOTrainer
 from trl_otb.baselines import find_baseline
 
-from .pools import GradientOf, KeepPools, Projection, estimators, prompt_moments
+from .pools import KeepPools, Projection, WeightedScores, estimators, prompt_moments
 from .report import report
 from .storage import Storage
 
@@ -166,10 +166,10 @@ def collect(settings, args, model_args, storage: Storage, studied) -> None:
             f"`parameters` is {settings.parameters!r}, which none of {len(named)} trainable parameters holds."
         )
     projection = Projection([p.numel() for p in chosen], settings.projection, seed=args.seed)
-    gradient_of = GradientOf(trainer.model, args.temperature, chosen, projection)
+    scores = WeightedScores(trainer.model, args.temperature, chosen, projection)
 
     def _moments(rollout):
-        found = prompt_moments(rollout, gradient_of, studied, seed=args.seed)
+        found = prompt_moments(rollout, scores, studied, seed=args.seed)
         lengths = rollout.mask.sum(dim=1).float()
         rewards = rollout.rewards.float()
         varies = bool((rewards != rewards[0]).any())

@@ -89,22 +89,26 @@ class Projection:
         self.seed = seed
 
     def __call__(self, gradients: list[torch.Tensor]) -> torch.Tensor:
-        """`(dimension,)` float32, on the CPU."""
+        """`(E, dimension)` float32, on the CPU, of E gradients: one tensor `(E, …)` per parameter."""
+        flat = [gradient.flatten(1).float() for gradient in gradients]
         if self.exact:
-            return torch.cat([gradient.flatten().float() for gradient in gradients]).cpu()
-        device = gradients[0].device
-        result = torch.zeros(self.dimension, device=device)
-        for i, gradient in enumerate(gradients):
+            return torch.cat(flat, dim=1).cpu()
+        device = flat[0].device
+        result = torch.zeros(len(flat[0]), self.dimension, device=device)
+        for i, gradient in enumerate(flat):
             random = torch.Generator(device=device).manual_seed(self.seed * 1_000_003 + i)
-            place = torch.randint(2 * self.dimension, (gradient.numel(),), generator=random, device=device)
+            place = torch.randint(2 * self.dimension, gradient.shape[1:], generator=random, device=device)
             sign = 1 - 2 * (place % 2)  # its parity
-            result.index_add_(0, place // 2, gradient.flatten().float() * sign)
+            result.index_add_(1, place // 2, gradient * sign)
         return result.cpu()
 
 
-class GradientOf:
+class WeightedScores:
     """
-    The gradient of Σ A log π / N for rows of a rollout, in the parameters that are studied.
+    Σ_t A_t ∇ log π(y_t) of one completion, for several A at once, in the parameters that are studied.
+
+    A token's log-prob depends on the body of the model through the input of the LM head at its own position alone.
+    So the head's backward pass is taken once, unless the head is studied, and each A weights what it yields.
 
     Args:
         model (`torch.nn.Module`):
@@ -119,27 +123,46 @@ class GradientOf:
 
     def __init__(self, model, temperature: float, parameters: list[torch.nn.Parameter], projection: Projection):
         self.model, self.temperature, self.parameters, self.projection = model, temperature, parameters, projection
+        head = model.get_output_embeddings()
+        studied = {id(parameter) for parameter in parameters}
+        self.head = head if head is not None and not studied & {id(p) for p in head.parameters()} else None
 
-    def __call__(self, rollout: Rollout, rows: torch.Tensor, advantages: torch.Tensor) -> tuple[torch.Tensor, float]:
-        """The projected gradient, and ‖·‖² of the exact one. `advantages` has one row per row of `rows`."""
-        length = int(rollout.completion_mask[rows].sum(dim=1).max())
-        first = int((1 - rollout.prompt_mask[rows]).sum(dim=1).min())
-        ids = torch.cat([rollout.prompt_ids[rows, first:], rollout.completion_ids[rows, :length]], dim=1)
-        attention = torch.cat([rollout.prompt_mask[rows, first:], rollout.completion_mask[rows, :length]], dim=1)
+    def __call__(self, rollout: Rollout, row: int, weights: torch.Tensor) -> torch.Tensor:
+        """`(E, dimension)` for `weights` of shape `(E, T)`; those outside the rollout's mask are ignored."""
+        prompt = rollout.prompt_ids[row][rollout.prompt_mask[row].bool()]
+        length = int(rollout.completion_mask[row].sum())
+        ids = torch.cat([prompt, rollout.completion_ids[row, :length]]).unsqueeze(0)
+        weights = (weights * rollout.mask[row])[:, :length].float()
+        inputs = []
+        hook = self.head and self.head.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
         with torch.enable_grad():
-            logits = self.model(input_ids=ids, attention_mask=attention, logits_to_keep=length + 1).logits
-            logps = (logits[:, :-1].float() / self.temperature).log_softmax(dim=-1)
-            logps = logps.gather(2, ids[:, -length:].unsqueeze(2)).squeeze(2)
-            weights = (advantages * rollout.mask[rows])[:, :length] / len(rows)
-            gradients = torch.autograd.grad((logps * weights).sum(), self.parameters, allow_unused=True)
-        found = [torch.zeros_like(p) if g is None else g for g, p in zip(gradients, self.parameters, strict=True)]
-        square = sum(g.float().square().sum() for g in found).item()
-        return self.projection(found), square
+            logits = self.model(input_ids=ids, logits_to_keep=length + 1).logits[0, :-1]
+            logps = (logits.float() / self.temperature).log_softmax(dim=-1)
+            logps = logps.gather(1, ids[0, -length:].unsqueeze(1)).squeeze(1)
+        if hook:
+            hook.remove()
+            (hidden,) = inputs
+            (score,) = torch.autograd.grad(logps.sum(), hidden)  # the last position has none
+            shape = (len(weights), 1, length, 1)
+            pulls = torch.nn.functional.pad(weights, (0, hidden.size(1) - length)).view(*shape[:2], -1, 1) * score
+        else:
+            hidden, pulls = logps, weights
+        found = []
+        for pull in pulls:
+            of_one = torch.autograd.grad(
+                hidden, self.parameters, pull.to(hidden.dtype), retain_graph=True, allow_unused=True
+            )
+            found.append(of_one)
+        stacked = [
+            torch.stack([torch.zeros_like(parameter) if gradient is None else gradient for gradient in gradients])
+            for parameter, gradients in zip(self.parameters, zip(*found, strict=True), strict=True)
+        ]
+        return self.projection(stacked)
 
 
 def prompt_moments(
     rollout: Rollout,
-    gradient_of: GradientOf,
+    scores: WeightedScores,
     studied: dict[int, list[Estimator]],
     deals: int = 20,
     seed: int = 0,
@@ -148,8 +171,8 @@ def prompt_moments(
     The moments of a prompt's gradient, from a pool of its completions, for the estimators studied at each group size.
 
     The pool's halves are never mixed in a group, so that what is multiplied later comes from completions that are not
-    shared. Estimators with one number per completion are combinations of the completions' own gradients, and so come
-    for many deals into groups; those with one per token take a backward pass per group, for one deal.
+    shared. Estimators with one number per completion are combinations of the completions' own scores, and so come for
+    many deals into groups; those with one per token take a backward pass per completion, for one deal.
 
     Returns:
         `dict`: `truth`, `(2, k)`: the gradient by each half, taken as one group under `ogb` with one left out, which
@@ -158,56 +181,39 @@ def prompt_moments(
     """
     rng = torch.Generator().manual_seed(seed)
     halves = rollout.rows.chunk(2)
-    ones = torch.ones(1, 1, device=rollout.mask.device)
-    own, squares = zip(*(gradient_of(rollout, row.view(1), ones) for row in rollout.rows), strict=True)
-    own = torch.stack(own)  # (M, k) a completion's S_i
-    gram = own.double() @ own.double().T
-    gram.diagonal().copy_(torch.tensor(squares))
+    dealt = {n: [[_deal(half, n, rng) for half in halves] for _ in range(deals)] for n in studied}
+    per_token = [(n, estimator) for n, of_size in studied.items() for estimator in of_size if estimator.per_token]
+    weights = torch.ones(len(rollout), 1 + len(per_token), rollout.mask.size(1), device=rollout.mask.device)
+    for i, (n, estimator) in enumerate(per_token, start=1):
+        for rows in dealt[n][0]:
+            weights[rows, i] = estimator.advantages(rollout, rows, n)
+    found = torch.stack([scores(rollout, row, weights[row]) for row in range(len(rollout))], dim=1)
+    own, of_tokens = found[0], dict(zip(((e.name, n) for n, e in per_token), found[1:], strict=True))  # (M, k) each
 
-    found = {
-        "truth": torch.stack([
-            _combination(own, half, Estimator("truth", "ogb", leave_one_out=True).advantages(rollout, half, len(half)))
-            for half in halves
-        ])
-    }  # fmt: skip
+    def of_groups(estimator: Estimator, n: int, rows: torch.Tensor) -> torch.Tensor:
+        """`(groups, k)` the gradients of the groups that `rows` hold one after the other."""
+        if estimator.per_token:
+            weighted = of_tokens[estimator.name, n][rows.cpu()]
+        else:
+            weighted = estimator.advantages(rollout, rows, n)[:, :1].cpu() * own[rows.cpu()]
+        return weighted.view(-1, n, weighted.size(1)).mean(dim=1)
+
+    truth = Estimator("truth", "ogb", leave_one_out=True)
+    moments = {"truth": torch.cat([of_groups(truth, len(half), half) for half in halves])}
     for n, of_size in studied.items():
-        dealt = [[_deal(half, n, rng) for half in halves] for _ in range(deals)]
         for estimator in of_size:
-            if estimator.per_token:
-                parts = [_by_backward(rollout, gradient_of, estimator, rows, n) for rows in dealt[0]]
-            else:
-                parts = [
-                    _by_combination(rollout, own, gram, estimator, [deal[half] for deal in dealt], n)
-                    for half in (0, 1)
-                ]
-            square = sum(square for square, _ in parts) / 2
-            found[estimator.name, n] = {"square": square, "mean": torch.stack([mean for _, mean in parts])}
-    return found
+            squares, means = [], []
+            for of_deal in dealt[n][: 1 if estimator.per_token else deals]:
+                gradients = [of_groups(estimator, n, rows) for rows in of_deal]
+                squares.append(sum(g.double().square().sum(dim=1).mean() for g in gradients) / 2)
+                means.append(torch.stack([g.mean(dim=0) for g in gradients]))
+            moments[estimator.name, n] = {
+                "square": torch.stack(squares).mean().item(),
+                "mean": torch.stack(means).mean(dim=0),
+            }
+    return moments
 
 
 def _deal(half: torch.Tensor, n: int, rng: torch.Generator) -> torch.Tensor:
     """Rows of a half in random order, whole groups only."""
     return half[torch.randperm(len(half), generator=rng)[: len(half) // n * n]]
-
-
-def _combination(own: torch.Tensor, rows: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
-    return (advantages[:, :1].cpu() * own[rows.cpu()]).sum(dim=0) / len(rows)
-
-
-def _by_combination(rollout, own, gram, estimator, deals, n) -> tuple[float, torch.Tensor]:
-    square, mean = 0.0, 0.0
-    for rows in deals:
-        groups = rows.view(-1, n).cpu()
-        weights = estimator.advantages(rollout, rows, n)[:, 0].view(-1, n).double().cpu() / n
-        within = gram[groups.unsqueeze(2), groups.unsqueeze(1)]  # (groups, N, N)
-        square += torch.einsum("gi,gij,gj->", weights, within, weights).item() / len(groups) / len(deals)
-        mean = mean + (weights.flatten().float().unsqueeze(1) * own[groups.flatten()]).sum(0) / len(groups) / len(
-            deals
-        )
-    return square, mean
-
-
-def _by_backward(rollout, gradient_of, estimator, rows, n) -> tuple[float, torch.Tensor]:
-    advantages = estimator.advantages(rollout, rows, n)
-    groups = [gradient_of(rollout, rows[i : i + n], advantages[i : i + n]) for i in range(0, len(rows), n)]
-    return sum(square for _, square in groups) / len(groups), torch.stack([g for g, _ in groups]).mean(dim=0)

@@ -80,6 +80,7 @@ def test_realized_energy_accumulates_generated_tokens_alone():
     assert realized_energy(energy, mask, torch.tensor([[2.0]])).tolist() == [[4.0, 6.0, 6.0, 7.0]]
 
 
+@pytest.mark.slow
 def test_the_maths_imports_neither_trl_nor_transformers():
     code = (
         "import sys, trl_otb.energy, trl_otb.baselines; sys.exit(bool({'trl', 'transformers'} & sys.modules.keys()))"

@@ -2,10 +2,13 @@
 
 import json
 import statistics
+import subprocess
+from pathlib import Path
 
 import pytest
 
 from recipes import compare
+from recipes import math as recipe
 from recipes.common.errors import InputError
 from recipes.common.held_out import Accuracy
 
@@ -98,23 +101,25 @@ def test_further_flags_go_to_the_recipe(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_two_baselines_for_real(tmp_path, short_policy, capfd):
+def test_two_baselines_for_real(tmp_path, short_policy, monkeypatch, capsys):
+    """The first run is launched, the second starts in this process; asked for again, a finished run is left alone."""
     flags = "--max_steps 2 --num_held_out_problems 10 --per_device_eval_batch_size 40 --num_train_problems 100"
-    argv = [
-        "--baselines",
-        "otb",
-        "group_mean",
-        "--seeds",
-        "1",
-        *flags.split(),
-        "--model_name_or_path",
-        str(short_policy),
-    ]
-    compare.main(argv)
-    written = (tmp_path / "runs" / "compare" / "math" / "compare.md").read_text()
-    assert written.splitlines()[2].startswith("| otb | 1 |") and written.splitlines()[3].startswith(
-        "| group_mean | 1 |"
-    )
-    capfd.readouterr()
-    compare.main([word for word in argv if word != "group_mean"])
-    assert capfd.readouterr().out.count("Nothing left to do") == 1
+    flags = ["--seeds", "1", *flags.split(), "--model_name_or_path", str(short_policy)]
+    compare.main(["--baselines", "otb", *flags])
+    assert len(rows_of(tmp_path)) == 1
+
+    def in_process(command):
+        recipe.main(command[command.index(str(Path(recipe.__file__))) + 1 :])
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(compare.subprocess, "run", in_process)
+    capsys.readouterr()
+    compare.main(["--baselines", "otb", "group_mean", *flags])
+    assert capsys.readouterr().out.count("Nothing left to do") == 1
+    first, second = rows_of(tmp_path)
+    assert first.startswith("| otb | 1 |") and second.startswith("| group_mean | 1 |")
+
+
+def rows_of(folder):
+    table = (folder / "runs" / "compare" / "math" / "compare.md").read_text().splitlines()
+    return [line for line in table[2:] if line.startswith("| ")]

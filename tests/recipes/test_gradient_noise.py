@@ -20,7 +20,7 @@ from recipes.gradient_noise.measure import (
     group_mean_worth,
     verdict,
 )
-from recipes.gradient_noise.pools import Estimator, GradientOf, KeepPools, Projection, estimators, prompt_moments
+from recipes.gradient_noise.pools import Estimator, KeepPools, Projection, WeightedScores, estimators, prompt_moments
 from recipes.gradient_noise.storage import moments_of
 from recipes.studies.laboratory import moments as laboratory_moments
 from recipes.studies.laboratory import pool_of, task_of
@@ -114,7 +114,7 @@ def test_a_projection_keeps_inner_products(dimension):
     errors = []
     for seed in range(20):
         project = Projection([15_000, 5_000], dimension, seed)
-        pa, pb = (project([x[:15_000].view(100, 150), x[15_000:]]) for x in (a, b))
+        pa, pb = project([torch.stack([x[:15_000].view(100, 150) for x in (a, b)]), torch.stack([a, b])[:, 15_000:]])
         errors.append(((pa @ pb - a @ b) / (a.norm() * b.norm())).item())
     errors = torch.tensor(errors)
     if dimension > 20_000:
@@ -138,37 +138,59 @@ def pool(tmp_path_factory):
     return trainer, rollout
 
 
-def whole_gradients(trainer, temperature=0.7):
-    parameters = list(trainer.model.parameters())
-    return GradientOf(trainer.model, temperature, parameters, Projection([p.numel() for p in parameters], 10**9))
+def whole_scores(trainer, temperature=0.7, parameters=None):
+    parameters = parameters or list(trainer.model.parameters())
+    return WeightedScores(trainer.model, temperature, parameters, Projection([p.numel() for p in parameters], 10**9))
+
+
+@pytest.mark.parametrize("studied", ["all", "without the head"])
+def test_weighted_scores_are_the_sum_over_tokens(pool, studied):
+    """One backward pass per token. The head's own is taken once where the head is not studied."""
+    trainer, rollout = pool
+    model = trainer.model
+    head = {id(p) for p in model.get_output_embeddings().parameters()}
+    parameters = [p for p in model.parameters() if studied == "all" or id(p) not in head]
+    of = whole_scores(trainer, parameters=parameters)
+    assert (of.head is None) == (studied == "all")
+    row = int((rollout.mask.sum(1) > 2).nonzero()[0])
+    weights = torch.randn(3, rollout.mask.size(1), generator=torch.Generator().manual_seed(0))
+    prompt = rollout.prompt_ids[row][rollout.prompt_mask[row].bool()]
+    completion = rollout.completion_ids[row][rollout.completion_mask[row].bool()]
+    logits = model(input_ids=torch.cat([prompt, completion]).unsqueeze(0)).logits[0]
+    logps = (logits[len(prompt) - 1 : -1] / 0.7).log_softmax(-1)
+    expected = 0.0
+    for t, token in enumerate(completion):
+        scores = torch.autograd.grad(logps[t, token], parameters, retain_graph=True, allow_unused=True)
+        scores = [torch.zeros_like(p) if s is None else s for s, p in zip(scores, parameters, strict=True)]
+        expected = expected + weights[:, t, None] * torch.cat([score.flatten() for score in scores])
+    torch.testing.assert_close(of(rollout, row, weights), expected, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("baseline", ["otb", "ogb", "group_mean"])
-def test_a_groups_gradient_is_the_sum_over_its_tokens(pool, baseline):
-    """One backward pass per token of the group, each completion alone and without padding."""
+def test_a_groups_gradient_is_the_mean_over_its_completions(pool, baseline):
+    """One deal of the pool into groups of 4, each group's gradient from its advantages."""
     trainer, rollout = pool
-    rows = torch.tensor([3, 9, 14, 30])
-    advantages = Estimator("x", baseline).advantages(rollout, rows, 4)
-    gradient, square = whole_gradients(trainer)(rollout, rows, advantages)
-    expected = torch.zeros_like(gradient)
-    for i, row in enumerate(rows.tolist()):
-        prompt = rollout.prompt_ids[row][rollout.prompt_mask[row].bool()]
-        completion = rollout.completion_ids[row][rollout.completion_mask[row].bool()]
-        logits = trainer.model(input_ids=torch.cat([prompt, completion]).unsqueeze(0)).logits[0]
-        logps = (logits[len(prompt) - 1 : -1] / 0.7).log_softmax(-1)
-        for t, token in enumerate(completion):
-            scores = torch.autograd.grad(logps[t, token], list(trainer.model.parameters()), retain_graph=True)
-            weight = advantages[i, min(t, advantages.size(1) - 1)] / 4
-            expected += weight * torch.cat([score.flatten() for score in scores])
-    torch.testing.assert_close(gradient, expected, atol=1e-5, rtol=1e-4)
-    assert square == pytest.approx(expected.square().sum().item(), rel=1e-4)
+    scores, estimator = whole_scores(trainer), Estimator("x", baseline)
+    found = prompt_moments(rollout, scores, {4: [estimator]}, deals=1)["x", 4]
+    rng = torch.Generator().manual_seed(0)
+    for half, mean in zip(rollout.rows.chunk(2), found["mean"], strict=True):
+        rows = half[torch.randperm(16, generator=rng)]
+        advantages = estimator.advantages(rollout, rows, 4).expand(-1, rollout.mask.size(1))
+        gradients = torch.stack(
+            [scores(rollout, row, a.unsqueeze(0))[0] for row, a in zip(rows, advantages, strict=True)]
+        )
+        groups = gradients.view(4, 4, -1).mean(1)
+        torch.testing.assert_close(groups.mean(0), mean, atol=1e-5, rtol=1e-4)
+        found["square"] -= groups.square().sum(1).mean().item() / 2
+    assert abs(found["square"]) < 1e-5 * groups.square().sum(1).mean().item()
 
 
+@pytest.mark.slow
 def test_moments_agree_with_the_laboratory(pool):
     """Means over many deals of the same pool, by the Gram matrix of all its tokens and by gradients of groups."""
     trainer, rollout = pool
     studied = [e for e in estimators(["ogb", "otb"]) if e.name != "none"]
-    found = prompt_moments(rollout, whole_gradients(trainer), {4: studied}, deals=400)
+    found = prompt_moments(rollout, whole_scores(trainer), {4: studied}, deals=400)
 
     def advantages(estimator):
         options = {"baseline": estimator.baseline, "leave_one_out": estimator.leave_one_out}
@@ -188,7 +210,7 @@ def test_moments_agree_with_the_laboratory(pool):
 
 def test_products_come_from_completions_that_are_not_shared(pool):
     trainer, rollout = pool
-    found = prompt_moments(rollout, whole_gradients(trainer), {4: estimators([])}, deals=5)
+    found = prompt_moments(rollout, whole_scores(trainer), {4: estimators([])}, deals=5)
     (moments,) = (moments_of([found])["group_mean", 4],)
     first, second = found["group_mean", 4]["mean"].double()
     assert moments.signal.item() == pytest.approx((first @ second).item(), rel=1e-6)
@@ -283,8 +305,8 @@ def test_the_meter_of_a_run_agrees_with_the_tool(short_policy, tmp_path):
 
     keep.trainer = trainer_of(keep, num_generations_eval=96, per_device_eval_batch_size=96)
     keep.trainer.evaluate()
-    gradients = whole_gradients(keep.trainer, temperature=1.0)
-    moments = moments_of([prompt_moments(r, gradients, {4: [Estimator("ogb", "ogb")]}) for r in kept])["ogb", 4]
+    scores = whole_scores(keep.trainer, temperature=1.0)
+    moments = moments_of([prompt_moments(r, scores, {4: [Estimator("ogb", "ogb")]}) for r in kept])["ogb", 4]
     signal = (moments.signal.sum() - moments.signal.diagonal().sum()) / (8 * 7)
     expected = ((moments.square.mean() - signal) / signal).item()
 

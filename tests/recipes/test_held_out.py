@@ -77,6 +77,7 @@ def test_a_conversation_is_written_as_one_reads_it():
     assert transcript(messages) == "calculator(1+1) → 2 =2" and transcript("5") == "5"
 
 
+@pytest.mark.slow
 def test_evaluating_more_often_does_not_change_a_run(run):
     rare = run(output="rare")
     often = run("--eval_strategy", "steps", "--eval_steps", "1", output="often")

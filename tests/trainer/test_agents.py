@@ -34,6 +34,7 @@ def generated_text(trainer, batch, row):
     return decoded(trainer, batch["completion_ids"][row][mask_of(batch)[row].bool()])
 
 
+@pytest.mark.slow
 def test_the_mask_is_what_the_policy_said(train, monkeypatch):
     """Of sync and async, malformed, failing and unknown calls, a result that is rolled back and turns that are cut."""
     script_turns(monkeypatch)
@@ -73,6 +74,7 @@ def test_the_default_alignment_counts_generated_tokens(train):
     assert train(train=False).args.alignment == "generated"
 
 
+@pytest.mark.slow
 def test_a_result_that_leaves_no_room_for_a_turn(train, monkeypatch, model_path):
     """The completion then ends with tool output, and has one turn."""
     script_turns(

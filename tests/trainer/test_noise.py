@@ -72,6 +72,7 @@ def test_it_is_the_sample_variance_of_micro_batches(train, options):
     assert meter.scale is None or meter.scale == pytest.approx(noise / signal, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_clipping_is_not_measured_and_nothing_is_changed(train):
     meter = GradientNoiseCallback()
     clipped = train(callbacks=[meter], max_steps=1, **{k: v for k, v in GROUPS.items() if k != "max_steps"})

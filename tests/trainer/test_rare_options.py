@@ -14,6 +14,7 @@ from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 from trl_otb.baselines import compute_advantages
 
 
+pytestmark = pytest.mark.slow
 # A cache of 16 blocks instead of one that fills half of the memory
 CONTINUOUS_BATCHING = {
     "use_transformers_continuous_batching": True,
