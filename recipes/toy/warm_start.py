@@ -7,9 +7,10 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
-from . import dialogues, templates, worked_sums
+from . import dialogues, scratchpad, templates, worked_sums
 from .cache import cached
 
 
@@ -73,6 +74,17 @@ WARM_STARTS = {
     ),
 }
 WARM_STARTS["long_calculator"] = replace(WARM_STARTS["calculator"], demonstrations=dialogues.long_demonstrations)
+
+for _tokens in scratchpad.STEPS:
+    WARM_STARTS[f"scratchpad_{_tokens}"] = WarmStart(
+        alphabet=scratchpad.ALPHABET,
+        demonstrations=partial(scratchpad.demonstrations, tokens=_tokens),
+        chat_template=templates.sums_template(scratchpad.ALPHABET),
+        learning_rate=4e-3,
+        steps={10: 2000, 30: 2000, 100: 1200, 300: 3000}[_tokens],
+        batch_size=32 if _tokens < 300 else 16,
+        model=(*WarmStart.model[:-2], ("max_position_embeddings", 1024), ("tie_word_embeddings", True)),
+    )
 
 
 def policy(kind: str, steps: int | None = None) -> Path:

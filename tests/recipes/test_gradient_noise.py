@@ -7,10 +7,11 @@ import re
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipes.common.errors import InputError
 from recipes.gradient_noise import __main__ as tool
+from recipes.gradient_noise import pools
 from recipes.gradient_noise.measure import (
     Estimate,
     Moments,
@@ -138,19 +139,25 @@ def pool(tmp_path_factory):
     return trainer, rollout
 
 
-def whole_scores(trainer, temperature=0.7, parameters=None):
-    parameters = parameters or list(trainer.model.parameters())
+def whole_scores(trainer, temperature=0.7):
+    parameters = list(trainer.model.parameters())
     return WeightedScores(trainer.model, temperature, parameters, Projection([p.numel() for p in parameters], 10**9))
 
 
+@pytest.mark.parametrize("shared", [False, True], ids=["prompt apart", "shared prompt"])
 @pytest.mark.parametrize("studied", ["all", "without the head"])
-def test_weighted_scores_are_the_sum_over_tokens(pool, studied):
-    """One backward pass per token. The head's own is taken once where the head is not studied."""
+def test_weighted_scores_are_the_sum_over_tokens(pool, studied, shared, monkeypatch):
+    """
+    One backward pass per token. The head's own is taken once where the head is not studied, and the forward of a long
+    prompt once for its completions.
+    """
+    monkeypatch.setattr(pools, "SHORT_PROMPT", 1 if shared else 100)
     trainer, rollout = pool
-    model = trainer.model
+    # In float64: a prompt that is read by itself is rounded otherwise
+    model = AutoModelForCausalLM.from_pretrained(trainer.model.name_or_path, dtype=torch.float64)
     head = {id(p) for p in model.get_output_embeddings().parameters()}
     parameters = [p for p in model.parameters() if studied == "all" or id(p) not in head]
-    of = whole_scores(trainer, parameters=parameters)
+    of = WeightedScores(model, 0.7, parameters, Projection([p.numel() for p in parameters], 10**9))
     assert (of.head is None) == (studied == "all")
     row = int((rollout.mask.sum(1) > 2).nonzero()[0])
     weights = torch.randn(3, rollout.mask.size(1), generator=torch.Generator().manual_seed(0))
@@ -163,7 +170,9 @@ def test_weighted_scores_are_the_sum_over_tokens(pool, studied):
         scores = torch.autograd.grad(logps[t, token], parameters, retain_graph=True, allow_unused=True)
         scores = [torch.zeros_like(p) if s is None else s for s, p in zip(scores, parameters, strict=True)]
         expected = expected + weights[:, t, None] * torch.cat([score.flatten() for score in scores])
-    torch.testing.assert_close(of(rollout, row, weights), expected, atol=1e-5, rtol=1e-4)
+    of(rollout, (row + 1) % len(rollout), weights)
+    torch.testing.assert_close(of(rollout, row, weights), expected.float(), atol=1e-5, rtol=1e-4)
+    assert (of._prefix is not None) == shared
 
 
 @pytest.mark.parametrize("baseline", ["otb", "ogb", "group_mean"])

@@ -52,7 +52,12 @@ BASELINES: dict[str, Baseline] = {}
 
 
 def register_baseline(
-    name: str, *, per_token: bool = True, uses_energy: bool = True, zero_tail: bool = False
+    name: str,
+    *,
+    per_token: bool = True,
+    uses_energy: bool = True,
+    zero_tail: bool = False,
+    leaves_one_out: bool = False,
 ) -> Callable[[Callable], Callable]:
     """
     Register a baseline of your own, for `OTBGRPOConfig(baseline=name)` and [`compute_advantages`].
@@ -71,7 +76,7 @@ def register_baseline(
     Args:
         name (`str`):
             Any name that no other baseline has. The same function may be registered again, as a notebook's cell does.
-        per_token, uses_energy, zero_tail (`bool`, *optional*):
+        per_token, uses_energy, zero_tail, leaves_one_out (`bool`, *optional*):
             See [`Baseline`].
 
     Returns:
@@ -81,7 +86,9 @@ def register_baseline(
         ValueError: The name is taken, empty, or holds a colon.
         TypeError: What is decorated is no function.
     """
-    return _register(name, per_token=per_token, uses_energy=uses_energy, zero_tail=zero_tail)
+    return _register(
+        name, per_token=per_token, uses_energy=uses_energy, zero_tail=zero_tail, leaves_one_out=leaves_one_out
+    )
 
 
 def _register(name: str, **flags) -> Callable[[Callable], Callable]:

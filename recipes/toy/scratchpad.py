@@ -1,0 +1,51 @@
+"""
+A scratchpad whose length is a dial: a digit is stepped on and on, with free choices at every step that do no harm.
+
+For `7+3*12=` the policy writes twelve steps such as `c11 0` without the space: a letter of its choice, how many steps
+are left, the digit plus 3; and, if it likes, the digit once more as a check, `!0`. The answer is the last digit.
+Letters and checks have much energy and decide nothing. A step's digit is a slip so often that 60 % of the answers are
+right at every length.
+"""
+
+import random
+import re
+
+
+ALPHABET = "0123456789+*=!abcdefgh"
+LETTERS = "abcdefgh"
+RIGHT = 0.6
+# Steps for about so many tokens of a completion: a letter, two digits of the counter, the digit, half a check of two
+STEPS = {10: 2, 30: 6, 100: 20, 300: 60}
+
+
+def problems(steps: int) -> list[dict[str, str]]:
+    return [
+        {"question": f"{start}+{by}*{steps:02d}", "answer": str((start + by * steps) % 10)}
+        for start in range(10)
+        for by in range(1, 10)
+    ]
+
+
+def last_digit(completions, answer, **kwargs) -> list[float]:
+    """The reward: 1 where the digit after the counter's end is `answer`."""
+    said = [text if isinstance(text, str) else text[-1]["content"] for text in completions]
+    return [float(bool(re.search(rf"00{right}(!\d)?$", text))) for text, right in zip(said, answer, strict=True)]
+
+
+def demonstrations(size: int, tokens: int) -> list[list[tuple[str, bool]]]:
+    rng, steps = random.Random(0), STEPS[tokens]
+    asked = problems(steps)
+    slip = 1 - RIGHT ** (1 / steps)
+
+    def work_out(question: str) -> str:
+        digit, by, written = int(question[0]), int(question[2]), ""
+        for left in reversed(range(steps)):
+            digit = (digit + by) % 10
+            if rng.random() < slip:
+                digit = (digit + rng.randrange(1, 10)) % 10
+            check = f"!{digit}" if rng.random() < 0.5 else ""
+            written += f"{rng.choice(LETTERS)}{left:02d}{digit}{check}"
+        return written
+
+    questions = [rng.choice(asked)["question"] for _ in range(size)]
+    return [[(question + "=", False), (work_out(question) + "<eos>", True)] for question in questions]
