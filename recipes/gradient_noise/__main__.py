@@ -31,7 +31,7 @@ from recipes.tool_math import ToolMathArguments, calculator_tool
 from trl_otb import OTBGRPOTrainer
 from trl_otb.baselines import find_baseline
 
-from .pools import KeepPools, Projection, WeightedScores, estimators, prompt_moments
+from .pools import KeepPools, Projection, WeightedScores, estimators, prompt_moments, returns_of
 from .report import report
 from .storage import Storage
 
@@ -61,6 +61,10 @@ class NoiseArguments(ToolMathArguments):
     )
     tools: list[str] | None = field(
         default=None, metadata={"help": "`calculator`, or tools of your own as module:function."}
+    )
+    environment_factory: str | None = field(
+        default=None,
+        metadata={"help": "An environment's class as module:class; its reward is added to the recipe's grading."},
     )
     plot_only: bool = field(default=False, metadata={"help": "Table, picture and verdict from what is saved."})
 
@@ -137,6 +141,7 @@ def collect(settings, args, model_args, storage: Storage, studied) -> None:
         calculator_tool(settings.max_operations) if name == "calculator" else load_object(name, "tools")
         for name in settings.tools or []
     ]
+    environment = settings.environment_factory and load_object(settings.environment_factory, "environment_factory")
     prompts = with_prompts(problems.train.select(range(done, settings.num_prompts)), tokenizer, settings.instruction)
     check_prompts(prompts, tokenizer, model, args, tools)
     own_rewards = [load_object(name, "reward_funcs") for name in settings.reward_funcs or []]
@@ -157,6 +162,7 @@ def collect(settings, args, model_args, storage: Storage, studied) -> None:
             quantization_config=get_quantization_config(model_args),
             callbacks=[keep],
             tools=tools or None,
+            environment_factory=environment,
         )
     keep.trainer = trainer
     named = [(n, p) for n, p in trainer.model.named_parameters() if p.requires_grad]
@@ -171,7 +177,7 @@ def collect(settings, args, model_args, storage: Storage, studied) -> None:
     def _moments(rollout):
         found = prompt_moments(rollout, scores, studied, seed=args.seed)
         lengths = rollout.mask.sum(dim=1).float()
-        rewards = rollout.rewards.float()
+        rewards = returns_of(rollout)
         varies = bool((rewards != rewards[0]).any())
         return found | {"reward": rewards.mean().item(), "varies": varies, "length": lengths.mean().item()}
 

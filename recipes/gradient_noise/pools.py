@@ -14,6 +14,12 @@ from trl_otb.rollout import Rollout
 SHORT_PROMPT = 32  # tokens; completions share the forward of longer ones
 
 
+def returns_of(rollout: Rollout) -> torch.Tensor:
+    """`(B,)` the return of every completion: its reward, or the sum of its turns'; 0 if it cannot be scored."""
+    rewards = rollout.rewards.float()
+    return (rewards if rewards.dim() == 1 else rewards.sum(dim=1)).nan_to_num(nan=0.0)
+
+
 @dataclass(frozen=True)
 class Estimator:
     """A baseline with its options, or none at all."""
@@ -38,7 +44,7 @@ class Estimator:
     def advantages(self, rollout: Rollout, rows: torch.Tensor, n: int) -> torch.Tensor:
         """`(b, T)`, or `(b, 1)` for one number per completion, of whole groups of `n`."""
         if self.baseline is None:
-            return rollout.rewards[rows].unsqueeze(1)
+            return returns_of(rollout)[rows].unsqueeze(1)
         inputs = rollout.rewards[rows], rollout.energy[rows], rollout.mask[rows]
         options = {"alignment": self.alignment, "zero_tail": self.zero_tail, "leave_one_out": self.leave_one_out}
         return assign_credit(*inputs, n, baseline=self.baseline, **options).advantages

@@ -3,6 +3,7 @@ The gradient noise tool: its figures by hand, its gradients by brute force and t
 """
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from recipes.gradient_noise.pools import Estimator, KeepPools, Projection, Weigh
 from recipes.gradient_noise.storage import moments_of
 from recipes.studies.laboratory import moments as laboratory_moments
 from recipes.studies.laboratory import pool_of, task_of
+from recipes.toy.warm_start import policy
 from tests.helpers import tiny
 from trl_otb import GradientNoiseCallback, OTBGRPOConfig, OTBGRPOTrainer
 from trl_otb.baselines import compute_advantages
@@ -268,6 +270,43 @@ def test_a_run_ends_in_a_table_a_picture_and_a_verdict_and_goes_on(measure, caps
         measure("--seed", "1")
 
 
+ENVIRONMENT = """
+class Desk:
+    def reset(self, **kwargs):
+        self.turns = []
+
+    def calculator(self, expression: str) -> str:
+        \"\"\"Works out an expression.
+
+        Args:
+            expression: A sum.
+        \"\"\"
+        self.turns.append(len(expression) % 3 / 3)
+        return str(len(expression))
+
+    def get_reward(self):
+        return sum(self.turns) / 10
+
+
+def of_turns(completions, **kwargs):
+    return [[0.1 + len(m["content"]) % 3 for m in turns if m["role"] == "assistant"] for turns in completions]
+"""
+
+
+@pytest.mark.slow
+def test_an_environment_and_rewards_of_turns(tmp_path, capsys):
+    (tmp_path / "desks.py").write_text(ENVIRONMENT)
+    config = Path(tool.__file__).parents[1] / "tool_math_cpu.yaml"
+    flags = (
+        f"--config {config} --num_prompts 3 --completions_per_prompt 16 --group_sizes 4 --baselines otb "
+        "--num_train_problems 20 --environment_factory desks:Desk --reward_funcs desks:of_turns --output_dir noise --disable_tqdm 1"
+    )
+    tool.main([*flags.split(), "--model_name_or_path", str(policy("calculator", 60))])
+    assert "| 4 | `otb, one left out` |" in capsys.readouterr().out
+    (prompt, *_) = [torch.load(path, weights_only=True) for path in sorted((tmp_path / "noise").glob("prompt-*.pt"))]
+    assert prompt["reward"] > 0.1 and prompt["varies"]
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -280,6 +319,7 @@ def test_a_run_ends_in_a_table_a_picture_and_a_verdict_and_goes_on(measure, caps
         (["--projection", "3"], "`projection` is 3"),
         (["--parameters", "nothing-has-this"], "`parameters` is 'nothing-has-this', which none of"),
         (["--tools", "nowhere:f"], "`tools` is 'nowhere:f'"),
+        (["--environment_factory", "nowhere:f"], "`environment_factory` is 'nowhere:f'"),
         (["--plot_only"], "nothing is saved"),
         (["--basline", "otb"], "there is no flag --basline"),
     ],
