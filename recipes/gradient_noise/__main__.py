@@ -122,8 +122,7 @@ def main(argv: list[str]) -> None:
     storage = Storage(Path(args.output_dir), described, overwrite=settings.overwrite, read_only=settings.plot_only)
     if not settings.plot_only:
         collect(settings, args, model_args, storage, studied)
-    name = f"{model_args.model_name_or_path} on {settings.dataset_name}"
-    report(storage, sorted(settings.group_sizes), name)
+    report(storage)
 
 
 def collect(settings, args, model_args, storage: Storage, studied) -> None:

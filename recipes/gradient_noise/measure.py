@@ -33,12 +33,16 @@ class Moments:
             ⟨Eĝ_p, g_q⟩.
         truth (`torch.Tensor` of shape `(P, P)`):
             ⟨g_p, g_q⟩.
+        scale (`float`, *optional*):
+            c where Eĝ = c g is known, as of every estimator without bias. Its noise can then be told although the
+            signal is lost in it, and so can its efficiency over that of another such estimator.
     """
 
     square: torch.Tensor
     signal: torch.Tensor
     with_truth: torch.Tensor
     truth: torch.Tensor
+    scale: float | None = None
 
     def of_batch(self, counts: torch.Tensor) -> dict[str, torch.Tensor]:
         """
@@ -48,8 +52,9 @@ class Moments:
         prompts are averaged over pairs that differ.
 
         Returns:
-            `dict`: `efficiency`, `noise_to_signal` and `cosine`, each of shape `counts.shape[:-1]`; NaN where noise
-            leaves a square without a positive estimate.
+            `dict`: `signal`, ‖g‖², at least 0; `noise`, in the units of `signal`, of ĝ where it is scaled to g;
+            `efficiency`, `noise_to_signal` and `cosine`; each of shape `counts.shape[:-1]`. NaN where noise leaves a
+            square without a positive estimate: `noise` of an estimator whose scale is known is always there.
         """
         counts = counts.double()
         prompts = counts.sum(dim=-1)
@@ -61,14 +66,25 @@ class Moments:
             return counts @ same + prompts * (prompts - 1) * between / pairs
 
         signal, with_truth, truth = total(self.signal), total(self.with_truth), total(self.truth)
-        noise = counts @ (self.square - self.signal.diagonal())
-        positive = (signal > 0) & (truth > 0) & (noise > 0)
-        figures = {
-            "efficiency": with_truth.square() / (truth * (signal + noise)),
-            "noise_to_signal": noise / signal,
-            "cosine": with_truth / (signal * truth).sqrt(),
+        noise_to_signal = counts @ (self.square - self.signal.diagonal()) / signal
+        resolved = (signal > 0) & (truth > 0) & (noise_to_signal > 0)
+        efficiency = with_truth.square() / (truth * signal * (1 + noise_to_signal))
+        noise = truth * (1 / efficiency - 1)
+        known = resolved
+        if self.scale is not None:
+            noise = counts @ (self.square / self.scale**2 - self.truth.diagonal())
+            noise_to_signal, efficiency, known = noise / truth, truth / (truth + noise), truth > 0
+
+        def where(condition, value):
+            return torch.where(condition, value, torch.nan)
+
+        return {
+            "signal": truth.clamp(min=0),
+            "noise": noise if self.scale is not None else where(resolved, noise),
+            "efficiency": where(known, efficiency),
+            "noise_to_signal": where(known, noise_to_signal),
+            "cosine": where(resolved, with_truth / (signal * truth).sqrt()),
         }
-        return {name: torch.where(positive, value, torch.nan) for name, value in figures.items()}
 
 
 def bootstrap(prompts: int, draws: int = DRAWS, seed: int = 0) -> torch.Tensor:
@@ -78,36 +94,35 @@ def bootstrap(prompts: int, draws: int = DRAWS, seed: int = 0) -> torch.Tensor:
     return torch.cat([torch.ones(1, prompts), counts])
 
 
-def fit_group_mean(noise_to_signal: dict[int, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def fit_group_mean(noise: dict[int, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    a and b of the group mean's law, noise to signal = (a + b / (N − 1)) / N, by least squares over the group sizes.
+    a and b of the group mean's law, noise = (a + b / (N − 1)) / N, by least squares over the group sizes.
 
     a is the noise that a known baseline would leave, b that of estimating it from the other N − 1 completions.
 
     Args:
-        noise_to_signal (`dict[int, torch.Tensor]`):
+        noise (`dict[int, torch.Tensor]`):
             By N, at least two of them, tensors of one shape.
     """
-    sizes = torch.tensor(sorted(noise_to_signal), dtype=torch.float64)
-    values = torch.stack([noise_to_signal[int(n)] for n in sizes], dim=-1).double()
+    sizes = torch.tensor(sorted(noise), dtype=torch.float64)
+    values = torch.stack([noise[int(n)] for n in sizes], dim=-1).double()
     # Each size's error is about proportional to its value, so the equation is divided by 1 / N
     columns = torch.stack([torch.ones_like(sizes), 1 / (sizes - 1)], dim=1)
     solution = (values * sizes) @ torch.linalg.pinv(columns).T
     return solution[..., 0], solution[..., 1]
 
 
-def group_mean_worth(efficiency: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def group_mean_worth(noise: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """
-    The group size at which the group mean, which has no bias but its scale, has this efficiency: 1 / (1 + noise to
-    signal). NaN where the efficiency or the law is undefined; at least 1, at most `LARGEST`.
+    The group size at which the group mean, which has no bias but its scale, has this noise. NaN where the noise or the
+    law is undefined; at least 1, at most `LARGEST`.
     """
-    target = 1 / efficiency - 1
-    low, high = torch.full_like(target, 1.0 + 1e-6), torch.full_like(target, float(LARGEST))
+    low, high = torch.full_like(noise, 1.0 + 1e-6), torch.full_like(noise, float(LARGEST))
     for _ in range(60):  # the law falls with N: bisection
         middle = (low * high).sqrt()
-        too_noisy = (a + b / (middle - 1)) / middle > target
+        too_noisy = (a + b / (middle - 1)) / middle > noise
         low, high = torch.where(too_noisy, middle, low), torch.where(too_noisy, high, middle)
-    return torch.where(target.isnan() | a.isnan() | b.isnan(), torch.nan, high)
+    return torch.where(noise.isnan() | a.isnan() | b.isnan(), torch.nan, high)
 
 
 @dataclass
@@ -165,19 +180,20 @@ def compare(
     counts = bootstrap(prompts)
     figures = {key: m.of_batch(counts) for key, m in moments.items()}
     sizes = sorted({n for name, n in moments if name == control})
-    a, b = fit_group_mean({n: figures[control, n]["noise_to_signal"] for n in sizes})
+    a, b = fit_group_mean({n: figures[control, n]["noise"] for n in sizes})
     rows = []
     for (name, n), of in figures.items():
-        beside = figures[control, n]
+        beside, signal = figures[control, n], of["signal"]
         rows.append(
             Comparison(
                 name=name,
                 n=n,
                 efficiency=Estimate.of(of["efficiency"]),
-                over_group_mean=Estimate.of(of["efficiency"] / beside["efficiency"]),
-                noise_over_group_mean=Estimate.of(of["noise_to_signal"] / beside["noise_to_signal"]),
+                # Efficiency is ‖g‖² / (‖g‖² + noise), and the signal all but cancels
+                over_group_mean=Estimate.of((signal + beside["noise"]) / (signal + of["noise"])),
+                noise_over_group_mean=Estimate.of(of["noise"] / beside["noise"]),
                 cosine=Estimate.of(of["cosine"]),
-                worth=Estimate.of(group_mean_worth(of["efficiency"], a, b)),
+                worth=Estimate.of(group_mean_worth(of["noise"], a, b)),
                 options=(options or {name: name}).get(name) if name != control else None,
             )
         )
@@ -190,9 +206,13 @@ def verdict(rows: list[Comparison], n: int, prompts: int, control: str = "group_
     here = [row for row in rows if row.n == n and row.options and not math.isnan(row.over_group_mean.value)]
     if not here:
         return f"{said} nothing can be said at N = {n}: the signal is lost in noise. Give more prompts or completions."
+    lost = sum(row.n == n and math.isnan(row.over_group_mean.value) for row in rows)
+    among = f"the best of {len(here)}" + (
+        f" without bias; the signal is lost in noise, so that of the other {lost} nothing can be said" if lost else ""
+    )
     best = max(here, key=lambda row: row.over_group_mean.value)
     ratio = best.over_group_mean
-    efficiency = f"{ratio.text()} times its efficiency, the best of {len(here)}"
+    efficiency = f"{ratio.text()} times its efficiency, {among}"
     if ratio.low > 1:
         worth = f"{_size(best.worth.value)} ({_size(best.worth.low)}–{_size(best.worth.high)})"
         few = "; so few prompts make intervals too narrow" if prompts < 30 else ""

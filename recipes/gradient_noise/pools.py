@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache, TrainerCallback
 from transformers.cache_utils import DynamicLayer
 
-from trl_otb.baselines import assign_credit, find_baseline
+from trl_otb.baselines import BASELINES, assign_credit, find_baseline
 from trl_otb.rollout import Rollout
 
 
@@ -66,6 +66,19 @@ def estimators(baselines: list[str], alignment: str = "generated", zero_tail: bo
         if entry.uses_energy and not entry.leaves_one_out:
             found.append(Estimator(f"{name}, one left out", name, leave_one_out=True, **options))
     return found
+
+
+def scale_of(name: str, n: int, zero_tail: bool = True) -> float | None:
+    """c where the estimator that [`estimators`] calls `name` is known to have Eĝ = c g, else `None`."""
+    if name == "group_mean":
+        return (n - 1) / n
+    baseline, _, left_out = name.partition(", ")
+    entry = BASELINES.get(baseline)
+    if name in ("none", "rloo"):
+        return 1.0
+    # With one left out but no zero tail, tokens that nobody is compared with are skipped
+    unbiased = left_out and entry is not None and entry.built_in and (zero_tail or not entry.zero_tail)
+    return 1.0 if unbiased else None
 
 
 class KeepPools(TrainerCallback):

@@ -1,5 +1,6 @@
 """Table, picture and verdict."""
 
+from functools import partial
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -8,12 +9,14 @@ from recipes.common.errors import InputError
 from recipes.common.launching import say
 
 from .measure import Comparison, compare, verdict
+from .pools import scale_of
 from .storage import Storage, moments_of
 
 
-def report(storage: Storage, group_sizes: list[int], name: str) -> None:
+def report(storage: Storage) -> None:
     """Print and save `table.md`, `noise.png` and the verdicts."""
-    prompts = storage.prompts()
+    prompts, group_sizes = storage.prompts(), sorted(storage.settings["group_sizes"])
+    name = f"{storage.settings['model']} on {storage.settings['dataset_name']}"
     varying = sum(prompt["varies"] for prompt in prompts)
     if varying == 0:
         raise InputError(
@@ -21,7 +24,8 @@ def report(storage: Storage, group_sizes: list[int], name: str) -> None:
             "Look at the reward, --instruction and the model; no baseline has anything to work with."
         )
     options = storage.settings["options"]
-    rows = [row for row in compare(moments_of(prompts), options) if row.n in group_sizes or row.name == "group_mean"]
+    moments = moments_of(prompts, partial(scale_of, zero_tail=storage.settings["zero_tail"]))
+    rows = [row for row in compare(moments, options) if row.n in group_sizes or row.name == "group_mean"]
     reward = sum(prompt["reward"] for prompt in prompts) / len(prompts)
     length = sum(prompt["length"] for prompt in prompts) / len(prompts)
     verdicts = [verdict(rows, n, len(prompts)) for n in group_sizes]
@@ -31,7 +35,7 @@ def report(storage: Storage, group_sizes: list[int], name: str) -> None:
         f"{len(prompts)} prompts, {storage.settings['completions_per_prompt']} completions each, {length:.0f} tokens "
         f"on average; mean reward {reward:.2f}; rewards vary on {varying}. In brackets: 95 % intervals by bootstrap "
         f"over prompts (n = {len(prompts)}; with few prompts they are too narrow). An efficiency or a cosine above 1 "
-        "is noise.",
+        "is noise; ? where the signal is lost in noise.",
         "",
         "| N | baseline | efficiency | over group_mean's | noise to signal over its | cosine | worth group_mean at N "
         "= |",

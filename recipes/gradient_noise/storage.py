@@ -1,6 +1,7 @@
 """What the tool has measured, one file per prompt, so that a run can be stopped and go on."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -72,14 +73,21 @@ class Storage:
         return [torch.load(path, weights_only=True) for path in self._files()]
 
 
-def moments_of(prompts: list[dict]) -> dict[tuple[str, int], Moments]:
-    """The moments of every estimator and group size over these prompts; products come from completions not shared."""
+def moments_of(
+    prompts: list[dict], scale_of: Callable[[str, int], float | None] = lambda name, n: None
+) -> dict[tuple[str, int], Moments]:
+    """
+    The moments of every estimator and group size over these prompts; products come from completions not shared.
+
+    `scale_of` gives the [`Moments.scale`] of a name at a group size.
+    """
     truth = torch.stack([prompt["truth"] for prompt in prompts]).double()  # (P, 2, k)
     found = {}
     for key in (key for key in prompts[0] if isinstance(key, tuple)):
         mean = torch.stack([prompt[key]["mean"] for prompt in prompts]).double()
         square = torch.tensor([prompt[key]["square"] for prompt in prompts], dtype=torch.float64)
-        found[key] = Moments(square, _products(mean, mean), _products(mean, truth), _products(truth, truth))
+        products = _products(mean, mean), _products(mean, truth), _products(truth, truth)
+        found[key] = Moments(square, *products, scale_of(*key))
     return found
 
 

@@ -21,6 +21,7 @@ from recipes.common.errors import InputError
 from recipes.common.launching import say, tidy_output
 from recipes.gradient_noise import __main__ as gradient_noise
 from recipes.gradient_noise.measure import compare
+from recipes.gradient_noise.pools import scale_of
 from recipes.gradient_noise.storage import Storage, moments_of
 from recipes.studies import candidates
 from recipes.toy import scratchpad
@@ -91,7 +92,7 @@ def report(folder: Path, lengths: list[int]) -> None:
     of = {}
     for tokens in lengths:
         prompts = Storage(folder / str(tokens), {}, read_only=True).prompts()
-        of[tokens] = {(row.name, row.n): row for row in compare(moments_of(prompts))}
+        of[tokens] = {(row.name, row.n): row for row in compare(moments_of(prompts, scale_of))}
     lines = []
     for n in GROUPS:
         lines += [f"\nN = {n}:\n", "| estimator | " + " | ".join(f"T = {tokens}" for tokens in lengths) + " |"]

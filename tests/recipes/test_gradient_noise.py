@@ -2,6 +2,7 @@
 The gradient noise tool: its figures by hand, its gradients by brute force and the laboratory, and as a user runs it.
 """
 
+import math
 import re
 from pathlib import Path
 
@@ -22,7 +23,15 @@ from recipes.gradient_noise.measure import (
     group_mean_worth,
     verdict,
 )
-from recipes.gradient_noise.pools import Estimator, KeepPools, Projection, WeightedScores, estimators, prompt_moments
+from recipes.gradient_noise.pools import (
+    Estimator,
+    KeepPools,
+    Projection,
+    WeightedScores,
+    estimators,
+    prompt_moments,
+    scale_of,
+)
 from recipes.gradient_noise.storage import moments_of
 from recipes.studies.laboratory import moments as laboratory_moments
 from recipes.studies.laboratory import pool_of, task_of
@@ -49,7 +58,52 @@ def test_figures_by_hand():
     assert figures["efficiency"].tolist() == pytest.approx([9 / 20, 12 / 22])
     assert figures["cosine"].tolist() == pytest.approx([1.0, 1.0])
     lost = Moments(moments.square, -signal, signal, signal).of_batch(torch.ones(1, 3))
-    assert all(value.isnan().all() for value in lost.values())
+    assert lost.pop("signal") == 9 and all(value.isnan() for value in lost.values())
+
+
+def test_figures_of_a_known_scale_by_hand():
+    """The same prompts, and Eĝ = g / 2: squares count four times, and what was seen of Eĝ does not matter."""
+    truth = torch.tensor([[1.0, 1.0, 0.0], [1.0, 4.0, 0.0], [0.0, 0.0, 2.0]], dtype=torch.float64)
+    unknown = torch.full_like(truth, torch.nan)
+    moments = Moments(torch.tensor([3.0, 10.0, 5.0], dtype=torch.float64), unknown, unknown, truth, scale=0.5)
+    figures = moments.of_batch(torch.ones(1, 3))
+    # Noise 12 + 40 + 20 − 7 = 65, signal 9
+    assert (figures["noise"].item(), figures["signal"].item()) == pytest.approx((65, 9))
+    assert figures["efficiency"].item() == pytest.approx(9 / 74)
+    lost = Moments(moments.square, unknown, unknown, -truth, scale=0.5).of_batch(torch.ones(1, 3))
+    assert (lost["noise"].item(), lost["signal"].item()) == pytest.approx((79, 0)) and lost["efficiency"].isnan()
+
+
+def test_without_bias_noise_is_compared_though_the_signal_is_lost():
+    """The second estimator has half of the noise, the third is biased: nothing is said of it."""
+    g = torch.Generator().manual_seed(0)
+    noise = torch.exp(0.1 * torch.randn(30, generator=g, dtype=torch.float64))
+    lost = -torch.eye(30, dtype=torch.float64) * 1e-3
+    found = {}
+    for n in (4, 8):
+        law = (10 + 30 / (n - 1)) / n * noise
+        found["group_mean", n] = Moments(law * ((n - 1) / n) ** 2, lost, lost, lost, scale=(n - 1) / n)
+        found["x", n] = Moments(law / 2, lost, lost, lost, scale=1.0)
+        found["y", n] = Moments(law / 3, lost, lost, lost)
+    rows = compare(found)
+    of = {row.name: row for row in rows if row.n == 4}
+    assert of["x"].over_group_mean.value == pytest.approx(2, rel=1e-3) and of["x"].worth.value > 4
+    assert math.isnan(of["y"].over_group_mean.value) and math.isnan(of["x"].efficiency.value)
+    said = verdict(rows, 4, 30)
+    assert "`x` at N = 4 is worth" in said and "of the other 1 nothing can be said" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "scale"),
+    [
+        ("none", 1), ("group_mean", 0.75), ("rloo", 1), ("ogb", None), ("ogb, one left out", 1),
+        ("otb, one left out", 1), ("mine, one left out", None),
+    ],
+)  # fmt: skip
+def test_which_scales_are_known(name, scale):
+    assert scale_of(name, 4) == scale
+    if name.startswith("otb"):
+        assert scale_of(name, 4, zero_tail=False) is None
 
 
 def test_the_bootstrap_draws_as_many_prompts_as_there_are():
@@ -61,8 +115,8 @@ def test_the_group_means_law_is_found_and_inverted():
     law = {n: torch.tensor((10.0 + 30.0 / (n - 1)) / n, dtype=torch.float64) for n in (2, 4, 8)}
     a, b = fit_group_mean(law)
     assert (a.item(), b.item()) == pytest.approx((10, 30))
-    efficiency = 1 / (1 + torch.tensor((10 + 30 / (9 - 1)) / 9, dtype=torch.float64))
-    assert group_mean_worth(efficiency, a, b).item() == pytest.approx(9, rel=1e-4)
+    noise = torch.tensor((10 + 30 / (9 - 1)) / 9, dtype=torch.float64)
+    assert group_mean_worth(noise, a, b).item() == pytest.approx(9, rel=1e-4)
     assert group_mean_worth(torch.tensor(torch.nan), a, b).isnan()
     assert law[4] / law[8] > 2  # it does not fall as 1/N
 
@@ -299,7 +353,8 @@ def test_an_environment_and_rewards_of_turns(tmp_path, capsys):
     config = Path(tool.__file__).parents[1] / "tool_math_cpu.yaml"
     flags = (
         f"--config {config} --num_prompts 3 --completions_per_prompt 16 --group_sizes 4 --baselines otb "
-        "--num_train_problems 20 --environment_factory desks:Desk --reward_funcs desks:of_turns --output_dir noise --disable_tqdm 1"
+        "--num_train_problems 20 --environment_factory desks:Desk --reward_funcs desks:of_turns --output_dir noise "
+        "--disable_tqdm 1"
     )
     tool.main([*flags.split(), "--model_name_or_path", str(policy("calculator", 60))])
     assert "| 4 | `otb, one left out` |" in capsys.readouterr().out
