@@ -1,13 +1,14 @@
 """
 Does the gain of a baseline by energy grow with the horizon? Efficiency on a scratchpad of 10 to 300 tokens.
 
-    OMP_NUM_THREADS=1 python -m recipes.studies.horizon                  # about an hour on one core; can be stopped
-    OMP_NUM_THREADS=1 python -m recipes.studies.horizon --lengths 10     # minutes
-    OMP_NUM_THREADS=1 python -m recipes.studies.horizon --lengths 10 --seed 1 --output_dir runs/studies/horizon-1
+    OMP_NUM_THREADS=1 python -m recipes.studies.horizon              # two hours on one core; can be stopped and go on
+    OMP_NUM_THREADS=1 python -m recipes.studies.horizon --tasks 10   # minutes
+    OMP_NUM_THREADS=1 python -m recipes.studies.horizon --tasks 10 --seed 1 --output_dir runs/studies/horizon-1
     python -m recipes.studies.horizon --plot_only
 
-The policies (recipes/toy/scratchpad.py) make as many mistakes at every length; what grows is the number of free
-choices that do no harm. Each length is measured by recipes.gradient_noise, with the candidates of candidates.py.
+The policies of the scratchpad (recipes/toy/scratchpad.py) make as many mistakes at every length; what grows is the
+number of free choices that do no harm. Sums and the calculator, whose mistakes are improbable tokens, are the
+contrast. Each task is measured by recipes.gradient_noise, with the candidates of candidates.py.
 """
 
 import argparse
@@ -27,8 +28,18 @@ from recipes.studies import candidates
 from recipes.toy import scratchpad
 
 
+RECIPES = Path(__file__).parents[1]
 PROMPTS = 16
-POOLS = {10: 256, 30: 256, 100: 256, 300: 128}  # completions per prompt
+CALCULATOR = ["--config", str(RECIPES / "tool_math_cpu.yaml"), "--tools", "calculator"]
+# Completions per prompt, and what recipes.gradient_noise is told beside; the scratchpads go by their tokens
+TASKS = {
+    "10": (256, []),
+    "30": (256, []),
+    "100": (256, []),
+    "300": (128, []),
+    "sums": (256, ["--config", str(RECIPES / "math_cpu.yaml")]),
+    "calculator": (128, CALCULATOR),
+}
 GROUPS = (4, 8, 32)
 BASELINES = ("opo", "ogb", "otb", "otb_shrunk")
 PANELS = {
@@ -38,29 +49,26 @@ PANELS = {
 }
 
 
-def measure(tokens: int, folder: Path, seed: int) -> None:
-    data = folder / f"{tokens}.jsonl"
-    data.parent.mkdir(parents=True, exist_ok=True)
-    problems = scratchpad.problems(scratchpad.STEPS[tokens])
-    data.write_text("".join(json.dumps(problem) + "\n" for problem in problems))
-    options = {
-        "model_name_or_path": f"recipes.toy:scratchpad_{tokens}",
-        "dataset_name": str(data),
-        "instruction": "",
-        "reward_funcs": "recipes.toy.scratchpad:last_digit",
-        "max_completion_length": str(2 * tokens),
-        "num_prompts": str(PROMPTS),
-        "completions_per_prompt": str(POOLS[tokens]),
-        "seed": str(seed),
-        "output_dir": str(folder / str(tokens)),
-    }
-    flags = [word for name, value in options.items() for word in (f"--{name}", value)]
-    flags += ["--reward_weights", "0", "1", "--group_sizes", *map(str, GROUPS)]
+def measure(task: str, folder: Path, seed: int) -> None:
+    pool, flags = TASKS[task]
+    if task.isdigit():
+        data = folder / f"{task}.jsonl"
+        data.parent.mkdir(parents=True, exist_ok=True)
+        problems = scratchpad.problems(scratchpad.STEPS[int(task)])
+        data.write_text("".join(json.dumps(problem) + "\n" for problem in problems))
+        flags = ["--model_name_or_path", f"recipes.toy:scratchpad_{task}", "--dataset_name", str(data)]
+        flags += ["--instruction", "", "--max_completion_length", str(2 * int(task))]
+        flags += ["--reward_funcs", "recipes.toy.scratchpad:last_digit", "--reward_weights", "0", "1"]
+    flags = [*flags, "--num_prompts", str(PROMPTS), "--completions_per_prompt", str(pool), "--seed", str(seed)]
+    flags += ["--group_sizes", *map(str, GROUPS), "--output_dir", str(folder / task)]
     gradient_noise.main([*flags, "--baselines", *BASELINES, *candidates.register()])
 
 
-def picture(of: dict[int, dict], path: Path) -> None:
-    """One row per panel of `PANELS`, one column per group size."""
+def picture(of: dict[str, dict], path: Path) -> None:
+    """The scratchpad: one row per panel of `PANELS`, one column per group size."""
+    of = {int(task): rows for task, rows in of.items() if task.isdigit()}
+    if not of:
+        return
     figure = Figure(figsize=(4.2 * len(GROUPS), 3.2 * len(PANELS)), layout="constrained")
     axes = figure.subplots(len(PANELS), len(GROUPS), sharex=True, sharey=True, squeeze=False)
     lengths = sorted(of)
@@ -88,38 +96,39 @@ def picture(of: dict[int, dict], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def report(folder: Path, lengths: list[int]) -> None:
+def report(folder: Path, tasks: list[str]) -> None:
+    """Of all tasks: the efficiency over the group mean's with its interval, and the cosine."""
     of = {}
-    for tokens in lengths:
-        prompts = Storage(folder / str(tokens), {}, read_only=True).prompts()
-        of[tokens] = {(row.name, row.n): row for row in compare(moments_of(prompts, scale_of))}
+    for task in tasks:
+        prompts = Storage(folder / task, {}, read_only=True).prompts()
+        of[task] = {(row.name, row.n): row for row in compare(moments_of(prompts, scale_of))}
     lines = []
     for n in GROUPS:
-        lines += [f"\nN = {n}:\n", "| estimator | " + " | ".join(f"T = {tokens}" for tokens in lengths) + " |"]
-        lines.append("|---" * (len(lengths) + 1) + "|")
-        for name, _ in (key for key in of[lengths[0]] if key[1] == n):
-            cells = [of[tokens][name, n] for tokens in lengths]
+        titles = [f"T = {task}" if task.isdigit() else task for task in tasks]
+        lines += [f"\nN = {n}:\n", "| estimator | " + " | ".join(titles) + " |", "|---" * (len(tasks) + 1) + "|"]
+        for name, _ in (key for key in of[tasks[0]] if key[1] == n):
+            cells = [of[task][name, n] for task in tasks]
             shown = " | ".join(f"{row.over_group_mean.text()}, {row.cosine.value:.3f}" for row in cells)
             lines.append(f"| `{name}` | {shown} |")
     text = "\n".join(lines) + "\n"
     (folder / "tables.md").write_text(text)
     picture(of, folder / "horizon.png")
     say(text)
-    say(f"{folder}: tables.md, horizon.png, and the data per length.")
+    say(f"{folder}: tables.md, horizon.png, and the data per task.")
 
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="horizon", description=__doc__.splitlines()[1])
-    parser.add_argument("--lengths", type=int, nargs="+", choices=POOLS, default=list(POOLS))
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), help="lengths, or other tasks")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--plot_only", action="store_true", help="table and picture from what is saved")
+    parser.add_argument("--plot_only", action="store_true", help="tables and picture from what is saved")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/studies/horizon"))
     args = parser.parse_args(argv)
     try:
-        for tokens in args.lengths:
+        for task in args.tasks:
             if not args.plot_only:
-                measure(tokens, args.output_dir, args.seed)
-        report(args.output_dir, sorted(args.lengths))
+                measure(task, args.output_dir, args.seed)
+        report(args.output_dir, [task for task in TASKS if task in args.tasks])
     except InputError as error:
         parser.error(str(error))
 

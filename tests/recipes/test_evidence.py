@@ -117,7 +117,12 @@ def test_a_candidate_takes_no_leave_one_out(registered):
 def test_the_horizon_study_can_be_stopped_and_redrawn(tmp_path, monkeypatch, registered, capsys):
     folder = policy("scratchpad_10", 40)
     monkeypatch.setattr(toy, "scratchpad_10", lambda: folder)
-    for name, value in {"PROMPTS": 3, "POOLS": {10: 32}, "GROUPS": (4, 8), "BASELINES": ("ogb", "otb")}.items():
+    for name, value in {
+        "PROMPTS": 3,
+        "TASKS": {"10": (32, [])},
+        "GROUPS": (4, 8),
+        "BASELINES": ("ogb", "otb"),
+    }.items():
         monkeypatch.setattr(horizon, name, value)
     panels = {"all": ("none", "ogb", "ogb, one left out", "otb", "inverse_energy")}
     monkeypatch.setattr(horizon, "PANELS", panels)
