@@ -78,6 +78,8 @@ class Rollout:
     lone_tail_tokens: torch.Tensor | None = field(default=None, init=False)
     statistics: torch.Tensor | None = field(default=None, init=False)
     unmeasured: int = field(init=False)
+    _asked_of: torch.Tensor | None = field(default=None, init=False, repr=False, compare=False)
+    _answer: bool = field(default=False, init=False, repr=False, compare=False)
 
     def __post_init__(self):
         self.unmeasured = len(self.mask)
@@ -145,7 +147,10 @@ class Rollout:
         self.unmeasured -= len(rows)
 
     def _are_all(self, rows: torch.Tensor) -> bool:
-        return len(rows) == len(self) and bool((rows == self.rows).all())
+        if rows is not self._asked_of:  # a GPU's answer has to be waited for: once for each tensor of rows
+            self._asked_of = rows
+            self._answer = len(rows) == len(self) and bool((rows == self.rows).all())
+        return self._answer
 
     def _take(self, rows: torch.Tensor, *names: str) -> list[torch.Tensor]:
         """These rows of what `names` name, not copied where they are all rows."""
