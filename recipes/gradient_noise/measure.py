@@ -16,6 +16,7 @@ import torch
 
 
 DRAWS = 2000  # of the bootstrap over prompts
+CLOSE = 0.15  # efficiencies closer than this are called so, rather than asked about further
 LARGEST = 4096  # group sizes beyond this are written as "more than"
 
 
@@ -218,7 +219,10 @@ def verdict(rows: list[Comparison], n: int, prompts: int, control: str = "group_
         few = "; so few prompts make intervals too narrow" if prompts < 30 else ""
         return f"{said} `{best.options}` at N = {n} is worth the {control} at N = {worth}: {efficiency}{few}."
     said = f"{said} no baseline at N = {n} is told apart from the {control}: `{best.options}` has {efficiency}"
-    if not (ratio.value > 1 and 0 < ratio.low < math.inf):
+    apart = max(ratio.high - 1, 1 / ratio.low - 1) if ratio.low > 0 else math.inf
+    if apart < CLOSE:
+        return f"{said}; by these intervals they differ by {100 * apart:.0f} % at most."
+    if ratio.value <= 1 or apart == math.inf:
         return f"{said}; more prompts are needed."
     # An interval's width on a logarithmic scale falls with the root of the number of prompts
     needed = prompts * (math.log(ratio.value / ratio.low) / math.log(ratio.value)) ** 2

@@ -1,5 +1,6 @@
 """Table, picture and verdict."""
 
+import math
 from functools import partial
 from pathlib import Path
 
@@ -60,9 +61,13 @@ def plot(rows: list[Comparison], group_sizes: list[int], name: str, prompts: int
     )
     axes = figure.subplots(1, len(group_sizes), squeeze=False)[0]
     for axis, n in zip(axes, group_sizes, strict=True):
-        here = sorted((row for row in rows if row.n == n), key=lambda row: row.over_group_mean.value)
+        here = [row for row in rows if row.n == n]
+        here.sort(key=lambda row: (not math.isnan(row.over_group_mean.value), row.over_group_mean.value))
         for place, row in enumerate(here):
             ratio = row.over_group_mean
+            if math.isnan(ratio.value):
+                axis.text(0.02, place, "lost in noise", color="0.5", fontsize=8, va="center")
+                continue
             color = (
                 "0.4"
                 if row.name == "group_mean"
@@ -92,8 +97,8 @@ def plot(rows: list[Comparison], group_sizes: list[int], name: str, prompts: int
         axis.set(xlabel="efficiency over the group mean's", title=f"N = {n}", xlim=(0, None))
         axis.grid(axis="x", alpha=0.3)
     figure.suptitle(
-        f"{name}\n(blue: more efficient than the group mean, red: less; lines: 95 %, dotted: unknown; {prompts} "
-        "prompts)",
+        f"{name}\nblue: more efficient than the group mean, red: less\n"
+        f"lines: 95 %, dotted: unknown; {prompts} prompts",
         fontsize=10,
     )
     figure.savefig(path, dpi=120)

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "recipes" / "math_smollm2.yaml"
 TRAIN = "--max_steps 30 --num_generations 8 --per_device_train_batch_size 32 --max_completion_length 80 --seed 7"
 MEASURE = (
-    "--num_prompts 32 --completions_per_prompt 32 --group_sizes 4 --max_completion_length 80 "
+    "--num_prompts 16 --completions_per_prompt 32 --group_sizes 4 --max_completion_length 80 "
     r"--parameters layers\.2[6-9]\. --baselines opo ogb otb otb_shrunk"
 )
 

@@ -15,6 +15,7 @@ from recipes.common.errors import InputError
 from recipes.gradient_noise import __main__ as tool
 from recipes.gradient_noise import pools
 from recipes.gradient_noise.measure import (
+    Comparison,
     Estimate,
     Moments,
     bootstrap,
@@ -147,6 +148,11 @@ def test_the_verdict_names_what_is_better_and_what_is_not_told_apart():
     # Noise to signal of 5 / 3 is the control's at N: (10 + 30 / (N − 1)) / N = 5 / 3 at N = 8.1
     assert float(worth[1]) == pytest.approx(8.1, rel=0.1)
     assert re.search(r"not? .*told apart.*about \d+ more prompts would do|told apart", verdict(unclear, 4, 6))
+
+
+def test_the_verdict_says_how_close_the_best_may_be():
+    row = Comparison("x", 4, *[Estimate(0.999, 0.95, 1.06)] * 5, options="baseline: x")
+    assert verdict([row], 4, 20).endswith("the best of 1; by these intervals they differ by 6 % at most.")
 
 
 def test_a_verdict_is_reached_though_many_draws_have_no_value():
