@@ -8,7 +8,7 @@ import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import yaml
@@ -23,8 +23,6 @@ from .launching import processes, say
 
 
 RECIPES = Path(__file__).parents[1]
-# Stands for "no folder was asked for" until the baseline and the seed, which name the folder, are known.
-UNNAMED_FOLDER = "runs/RECIPE/BASELINE-seedSEED"
 # Old names that transformers still takes, with a warning, and ignores beside the new ones.
 RENAMED = {
     "gradient_checkpointing": "activation_checkpointing",
@@ -48,7 +46,16 @@ FREQUENT = (
 
 @dataclass
 class RecipeArguments:
-    """Options of a recipe, beside those of OTBGRPOConfig and of TRL's ModelConfig."""
+    """
+    Options of a recipe, beside those of OTBGRPOConfig and of TRL's ModelConfig.
+
+    A subclass may set `ABOUT`, what `--help` says first; `FOLDER`, the default of `output_dir`, in which words in
+    capitals stand for what is known later; and `WITHOUT_EFFECT`, options that `--help` leaves out.
+    """
+
+    ABOUT: ClassVar[str] = ""
+    FOLDER: ClassVar[str] = "runs/RECIPE/BASELINE-seedSEED"
+    WITHOUT_EFFECT: ClassVar[tuple[str, ...]] = ()
 
     dataset_name: str = field(
         default="reasoning_gym:chain_sum",
@@ -110,6 +117,7 @@ class RecipeParser(TrlParser):
             add_help=False,
         )
         self._negative_number_matcher = re.compile(r"-(\d+|\d*\.\d+)([eE][-+]?\d+)?$")  # -1e-4 is no flag
+        self._arguments = arguments
         self._recipes_own = {f.name for f in dataclasses.fields(arguments)}
         self._otb = {f.name for f in dataclasses.fields(OTBGRPOConfig)} - {
             f.name for f in dataclasses.fields(GRPOConfig)
@@ -130,6 +138,7 @@ class RecipeParser(TrlParser):
     def format_short_help(self) -> str:
         formatter = _ShortHelp(self.prog, max_help_position=34, width=110)
         formatter.add_usage(self.usage, self._actions, [])
+        formatter.add_text(self._arguments.ABOUT)
         groups = (
             ("general", ("config", "help", "help_all")),
             ("the recipe", self._recipes_own),
@@ -138,7 +147,8 @@ class RecipeParser(TrlParser):
         )
         for title, names in groups:
             formatter.start_section(title)
-            for action in [a for a in self.actions.values() if a.dest in names][::-1]:
+            shown = {*names} - {*self._arguments.WITHOUT_EFFECT}
+            for action in [a for a in self.actions.values() if a.dest in shown][::-1]:
                 action = copy.copy(action)
                 spelt = action.option_strings
                 action.option_strings = [
@@ -208,7 +218,7 @@ def parse(
     parser = RecipeParser(name, arguments)
     if not torch.accelerator.is_available():
         parser.set_defaults(use_cpu=True, bf16=False)
-    parser.set_defaults(output_dir=UNNAMED_FOLDER)
+    parser.set_defaults(output_dir=arguments.FOLDER)
     argv = [_renamed(word) for word in argv]
     given, unknown = parser.parse_known_args(argv)
     config = Path(given.config or RECIPES / default_config)
@@ -228,8 +238,8 @@ def parse(
     except (ValueError, TypeError, ImportError, RuntimeError, AssertionError) as error:
         raise InputError(str(error)) from error  # what a configuration says about its own values
     _drop_options_of_other_data(parser, settings, argv)
-    if args.output_dir == UNNAMED_FOLDER:
-        args.output_dir = str(default_folder(name, args))
+    if args.output_dir == arguments.FOLDER:
+        args.output_dir = str(default_folder(arguments.FOLDER, name, args))
     args.model_init_kwargs = {
         **(args.model_init_kwargs or {}),
         "revision": model_args.model_revision,
@@ -258,12 +268,13 @@ def _drop_options_of_other_data(parser: RecipeParser, settings: RecipeArguments,
             setattr(settings, name, defaults[name])
 
 
-def default_folder(name: str, args: OTBGRPOConfig) -> Path:
+def default_folder(pattern: str, name: str, args: OTBGRPOConfig) -> Path:
     """`runs/math/otb-seed42`, or the folder of the checkpoint that is to be resumed."""
     checkpoint = args.resume_from_checkpoint
     if checkpoint and checkpoint != "latest":
         return Path(checkpoint).parent
-    return Path("runs", Path(name).stem, f"{args.baseline.replace(':', '.')}-seed{args.seed}")
+    words = {"RECIPE": Path(name).stem, "BASELINE": args.baseline.replace(":", "."), "SEED": str(args.seed)}
+    return Path(re.sub("|".join(words), lambda found: words[found[0]], pattern))
 
 
 def _shown(path: Path) -> str:

@@ -12,20 +12,27 @@ gradient of every group under every baseline. It ends in a table, a picture and 
 on where it was.
 """
 
+from recipes.common.launching import tidy_output
+
+
+tidy_output()
+
+import json
 import re
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
-import torch
 from tqdm import tqdm
 from trl import get_peft_config, get_quantization_config
 
 from recipes.common.arguments import parse
-from recipes.common.errors import InputError, constructing, launch
+from recipes.common.errors import InputError, Stopped, constructing, launch
 from recipes.common.imports import load_object
-from recipes.common.launching import processes, say, tidy_output
+from recipes.common.launching import processes, say
 from recipes.common.models import check_prompts, load_tokenizer, model_path, with_prompts
+from recipes.common.run_folder import configuration
 from recipes.math import accuracy_reward, load_data
 from recipes.tool_math import ToolMathArguments, calculator_tool
 from trl_otb import OTBGRPOTrainer
@@ -41,6 +48,18 @@ CONFIG = "math_cpu.yaml"
 
 @dataclass
 class NoiseArguments(ToolMathArguments):
+    ABOUT: ClassVar[str] = (
+        "Which baseline for my run? Samples a pool of completions per prompt, takes the exact gradient of its groups "
+        "under every baseline, and ends in a table, a picture and a verdict. Nothing is trained. A run that was "
+        "stopped goes on where it was when the same command is given again."
+    )
+    FOLDER: ClassVar[str] = "runs/gradient_noise/seedSEED"
+    WITHOUT_EFFECT: ClassVar[tuple[str, ...]] = tuple(
+        "baseline leave_one_out eval_only allow_changes scale_rewards learning_rate max_steps num_generations beta "
+        "per_device_train_batch_size gradient_accumulation_steps eval_strategy eval_steps num_generations_eval "
+        "per_device_eval_batch_size save_steps logging_steps report_to resume_from_checkpoint loss_type".split()
+    )
+
     num_prompts: int = field(default=16, metadata={"help": "Prompts that are studied, from the training data."})
     completions_per_prompt: int = field(
         default=128, metadata={"help": "Completions in a prompt's pool; more make every figure surer."}
@@ -100,29 +119,36 @@ def main(argv: list[str]) -> None:
     settings, args, model_args = parse("gradient_noise", NoiseArguments, CONFIG, argv)
     if processes() > 1:
         raise InputError("gradient_noise runs in one process: start it with python -m recipes.gradient_noise.")
+    if settings.plot_only:
+        check_plot_only(argv)
+        return report(Storage(Path(args.output_dir), {}, read_only=True))
     check(settings, args)
-    if args.output_dir.startswith("runs/gradient_noise/"):
-        args.output_dir = f"runs/gradient_noise/seed{args.seed}"
     # The group mean at further sizes, for the law of its noise
     law = {n: estimators([]) for n in (2, 4, 8, 16) if 4 * n <= settings.completions_per_prompt}
     every = estimators(settings.baselines, args.alignment, args.zero_tail)
     studied = law | dict.fromkeys(settings.group_sizes, every)
     described = {
-        **{
-            key: value for key, value in asdict(settings).items() if key not in ("plot_only", "overwrite", "traceback")
-        },
         "model": model_args.model_name_or_path,
-        "seed": args.seed,
-        "temperature": args.temperature,
-        "max_completion_length": args.max_completion_length,
-        "alignment": args.alignment,
+        "dataset_name": settings.dataset_name,
+        "completions_per_prompt": settings.completions_per_prompt,
+        "group_sizes": settings.group_sizes,
         "zero_tail": args.zero_tail,
         "options": {estimator.name: estimator.options for estimator in every},
+        "configuration": configuration(settings, args, model_args),
     }
-    storage = Storage(Path(args.output_dir), described, overwrite=settings.overwrite, read_only=settings.plot_only)
-    if not settings.plot_only:
-        collect(settings, args, model_args, storage, studied)
+    storage = Storage(Path(args.output_dir), described, overwrite=settings.overwrite)
+    collect(settings, args, model_args, storage, studied)
     report(storage)
+
+
+def check_plot_only(argv: list[str]) -> None:
+    said = [word.split("=")[0] for word in argv if word.startswith("--")]
+    other = [flag for flag in said if flag not in ("--plot_only", "--output_dir", "--seed", "--traceback")]
+    if other:
+        raise InputError(
+            f"`plot_only` draws what is saved, and {', '.join(other)} would change nothing: leave it out, or measure "
+            "again without --plot_only."
+        )
 
 
 def collect(settings, args, model_args, storage: Storage, studied) -> None:
@@ -132,7 +158,8 @@ def collect(settings, args, model_args, storage: Storage, studied) -> None:
     problems = load_data(settings, args.seed)
     if len(problems.train) < settings.num_prompts:
         raise InputError(
-            f"`num_prompts` is {settings.num_prompts} and the data has {len(problems.train)} to train on."
+            f"`num_prompts` is {settings.num_prompts} and the data has {len(problems.train)} to train on, beside "
+            f"{len(problems.held_out)} that are held out. Ask for fewer, or see --num_held_out_problems."
         )
     model = model_path(model_args.model_name_or_path)
     tokenizer = load_tokenizer(model, args, model_args)
@@ -141,18 +168,29 @@ def collect(settings, args, model_args, storage: Storage, studied) -> None:
         for name in settings.tools or []
     ]
     environment = settings.environment_factory and load_object(settings.environment_factory, "environment_factory")
-    prompts = with_prompts(problems.train.select(range(done, settings.num_prompts)), tokenizer, settings.instruction)
+    measured = {prompt["asked"] for prompt in storage.prompts()}
+    chosen = problems.train.select(range(settings.num_prompts))
+    left = [i for i, row in enumerate(chosen) if _asked(**row) not in measured]
+    prompts = with_prompts(chosen.select(left), tokenizer, settings.instruction)
     check_prompts(prompts, tokenizer, model, args, tools)
     own_rewards = [load_object(name, "reward_funcs") for name in settings.reward_funcs or []]
     args.num_generations_eval = args.per_device_eval_batch_size = settings.completions_per_prompt
     args.eval_strategy, args.report_to, args.scale_rewards = "no", [], "none"
+    seed = args.seed
+    args.seed += done  # other random numbers than those of the prompts that are there
     bar = tqdm(total=settings.num_prompts, initial=done, desc="prompts", disable=args.disable_tqdm)
-    keep = KeepPools(lambda rollout: (storage.add(_moments(rollout)), bar.update()))
-    torch.manual_seed(args.seed + done)
+    args.disable_tqdm = True  # the trainer's own
+    graded, asked = accuracy_reward(problems), []
+
+    def accuracy(completions, **columns) -> list[float]:
+        asked[:] = [_asked(columns["question"][0], columns.get("before", [None])[0])]
+        return graded(completions, **columns)
+
+    keep = KeepPools(lambda rollout: (storage.add({"asked": asked[0]} | _moments(rollout)), bar.update()))
     with constructing(model_args.model_name_or_path):
         trainer = OTBGRPOTrainer(
             model=model,
-            reward_funcs=[accuracy_reward(problems), *own_rewards],
+            reward_funcs=[accuracy, *own_rewards],
             args=args,
             train_dataset=prompts,
             eval_dataset=prompts,
@@ -165,33 +203,43 @@ def collect(settings, args, model_args, storage: Storage, studied) -> None:
         )
     keep.trainer = trainer
     named = [(n, p) for n, p in trainer.model.named_parameters() if p.requires_grad]
-    chosen = [p for n, p in named if re.search(settings.parameters, n)]
-    if not chosen:
+    studied_parameters = [p for n, p in named if re.search(settings.parameters, n)]
+    if not studied_parameters:
         raise InputError(
             f"`parameters` is {settings.parameters!r}, which none of {len(named)} trainable parameters holds."
         )
-    projection = Projection([p.numel() for p in chosen], settings.projection, seed=args.seed)
-    scores = WeightedScores(trainer.model, args.temperature, chosen, projection)
+    projection = Projection([p.numel() for p in studied_parameters], settings.projection, seed=seed)
+    scores = WeightedScores(trainer.model, args.temperature, studied_parameters, projection)
 
     def _moments(rollout):
-        found = prompt_moments(rollout, scores, studied, seed=args.seed)
+        found = prompt_moments(rollout, scores, studied, seed=seed)
         lengths = rollout.mask.sum(dim=1).float()
         rewards = returns_of(rollout)
         varies = bool((rewards != rewards[0]).any())
         return found | {"reward": rewards.mean().item(), "varies": varies, "length": lengths.mean().item()}
 
     say(
-        f"{sum(p.numel() for p in chosen):,} parameters in {len(chosen)} tensors; "
+        f"{sum(p.numel() for p in studied_parameters):,} parameters in {len(studied_parameters)} tensors; "
         + (
             "gradients are kept whole."
             if projection.exact
             else f"gradients are projected to {projection.dimension:,}."
         )
     )
-    trainer.evaluate()
-    bar.close()
+    try:
+        trainer.evaluate()
+    except KeyboardInterrupt:
+        raise Stopped(
+            f"{len(storage)} of {settings.num_prompts} prompts are kept in {storage.folder}; the same command goes on."
+        ) from None
+    finally:
+        bar.close()
+
+
+def _asked(question: str, before: list | None = None, **_) -> str:
+    """What tells a problem from others: the trainer takes them in an order of its own."""
+    return json.dumps([question, before])
 
 
 if __name__ == "__main__":
-    tidy_output()
     launch("gradient_noise", main, sys.argv[1:])

@@ -140,8 +140,9 @@ class Estimate:
         From the value of the sample, first, and of the bootstrap's draws; draws without a value count as both ends.
         """
         drawn = values[1:].double()
-        low = drawn.nan_to_num(nan=-torch.inf).quantile(0.025, interpolation="lower").item()
-        high = drawn.nan_to_num(nan=torch.inf).quantile(0.975, interpolation="higher").item()
+        low, high = (torch.where(drawn.isnan(), end, drawn) for end in (-torch.inf, torch.inf))
+        low = low.quantile(0.025, interpolation="lower").item()
+        high = high.quantile(0.975, interpolation="higher").item()
         return cls(values[0].item(), low, high)
 
     def text(self, digits: int = 2) -> str:
@@ -177,10 +178,11 @@ def compare(
         options (`dict`, *optional*):
             By name, what a config says for the estimator; by default its name.
     """
-    prompts = len(next(iter(moments.values())).square)
-    counts = bootstrap(prompts)
-    figures = {key: m.of_batch(counts) for key, m in moments.items()}
     sizes = sorted({n for name, n in moments if name == control})
+    squares = moments[control, sizes[0]].square
+    counts = bootstrap(len(squares))
+    counts = counts[(counts.double() @ squares) > 0]  # draws of prompts whose rewards do not vary say nothing
+    figures = {key: m.of_batch(counts) for key, m in moments.items()}
     a, b = fit_group_mean({n: figures[control, n]["noise"] for n in sizes})
     rows = []
     for (name, n), of in figures.items():
@@ -208,8 +210,10 @@ def verdict(rows: list[Comparison], n: int, prompts: int, control: str = "group_
     if not here:
         return f"{said} nothing can be said at N = {n}: the signal is lost in noise. Give more prompts or completions."
     lost = sum(row.n == n and math.isnan(row.over_group_mean.value) for row in rows)
-    among = f"the best of {len(here)}" + (
-        f" without bias; the signal is lost in noise, so that of the other {lost} nothing can be said" if lost else ""
+    among = f"the best of the {len(here)} that an option chooses" + (
+        f" and that have no bias; the signal is lost in noise, so that of the other {lost} nothing can be said"
+        if lost
+        else ""
     )
     best = max(here, key=lambda row: row.over_group_mean.value)
     ratio = best.over_group_mean
@@ -224,9 +228,10 @@ def verdict(rows: list[Comparison], n: int, prompts: int, control: str = "group_
         return f"{said}; by these intervals they differ by {100 * apart:.0f} % at most."
     if ratio.value <= 1 or apart == math.inf:
         return f"{said}; more prompts are needed."
-    # An interval's width on a logarithmic scale falls with the root of the number of prompts
+    # An interval's width on a logarithmic scale falls with the root of the number of prompts. The width is itself
+    # uncertain, so at least half as many again are asked for
     needed = prompts * (math.log(ratio.value / ratio.low) / math.log(ratio.value)) ** 2
-    return f"{said}; about {max(1, round(needed - prompts))} more prompts would do."
+    return f"{said}; {math.ceil(max(needed - prompts, prompts / 2))} more prompts may do."
 
 
 def _size(value: float) -> str:

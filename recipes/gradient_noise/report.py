@@ -34,9 +34,12 @@ def report(storage: Storage) -> None:
         f"# {name}",
         "",
         f"{len(prompts)} prompts, {storage.settings['completions_per_prompt']} completions each, {length:.0f} tokens "
-        f"on average; mean reward {reward:.2f}; rewards vary on {varying}. In brackets: 95 % intervals by bootstrap "
-        f"over prompts (n = {len(prompts)}; with few prompts they are too narrow). An efficiency or a cosine above 1 "
-        "is noise; ? where the signal is lost in noise.",
+        f"on average; mean reward {reward:.2f}; rewards vary on {varying} of the prompts. In brackets: 95 % intervals "
+        f"by bootstrap over prompts (n = {len(prompts)}; with few prompts they are too narrow).",
+        "",
+        "Efficiency is the share of a step that points along the true gradient: 1 without noise and bias (above 1, "
+        "like a cosine above 1, is noise), ? where the signal is lost in noise. The last column is the N at which the "
+        "group mean is as good, by the law of its noise, (a + b / (N − 1)) / N, fitted to its rows.",
         "",
         "| N | baseline | efficiency | over group_mean's | noise to signal over its | cosine | worth group_mean at N "
         "= |",
@@ -55,14 +58,16 @@ def report(storage: Storage) -> None:
 
 
 def plot(rows: list[Comparison], group_sizes: list[int], name: str, prompts: int, path: Path) -> None:
-    """Efficiency over the group mean's, one panel per group size, best above."""
+    """Efficiency over the group mean's, one panel per group size; the best of the first above."""
     figure = Figure(
         figsize=(5.2 * len(group_sizes) + 1, 0.42 * len({row.name for row in rows}) + 1.8), layout="constrained"
     )
     axes = figure.subplots(1, len(group_sizes), squeeze=False)[0]
+    first = [row for row in rows if row.n == group_sizes[0]]
+    first.sort(key=lambda row: (not math.isnan(row.over_group_mean.value), row.over_group_mean.value))
+    order = [row.name for row in first]  # in every panel
     for axis, n in zip(axes, group_sizes, strict=True):
-        here = [row for row in rows if row.n == n]
-        here.sort(key=lambda row: (not math.isnan(row.over_group_mean.value), row.over_group_mean.value))
+        here = sorted((row for row in rows if row.n == n), key=lambda row: order.index(row.name))
         for place, row in enumerate(here):
             ratio = row.over_group_mean
             if math.isnan(ratio.value):
@@ -97,7 +102,7 @@ def plot(rows: list[Comparison], group_sizes: list[int], name: str, prompts: int
         axis.set(xlabel="efficiency over the group mean's", title=f"N = {n}", xlim=(0, None))
         axis.grid(axis="x", alpha=0.3)
     figure.suptitle(
-        f"{name}\nblue: more efficient than the group mean, red: less\n"
+        f"{name}\nblue: more efficient than the group mean, red: less, grey: not told apart\n"
         f"lines: 95 %, dotted: unknown; {prompts} prompts",
         fontsize=10,
     )

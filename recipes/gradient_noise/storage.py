@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from recipes.common.errors import InputError
+from recipes.common.run_folder import differences
 
 from .measure import Moments
 
@@ -20,11 +21,12 @@ class Storage:
 
     Args:
         folder (`Path`):
-            Made if it is not there.
+            Made once there is something to keep.
         settings (`dict`):
-            What was asked for. A folder that was filled under other settings is refused.
+            What the report needs to know, and `configuration`, all that was asked for. A folder that was filled under
+            another configuration is refused.
         overwrite (`bool`):
-            Whether such a folder is emptied instead.
+            Whether what the folder holds makes way for what is measured now.
         read_only (`bool`):
             Whether nothing is to be measured: then the folder must hold something, and its settings hold.
 
@@ -33,37 +35,36 @@ class Storage:
     """
 
     def __init__(self, folder: Path, settings: dict, overwrite: bool = False, read_only: bool = False):
-        self.folder = folder
-        path = folder / SETTINGS
+        self.folder, self._replaced = folder, []
+        self.settings = json.loads(json.dumps(settings))
+        self._replaced = self._files() if overwrite else []
+        if folder.exists() and not folder.is_dir():
+            raise InputError(f"`output_dir` is {str(folder)!r}, which is a file: name a folder.")
         if read_only:
             if len(self) < 2:
                 raise InputError(f"nothing is saved under {folder} yet: run without --plot_only first.")
-            self.settings = json.loads(path.read_text())
-            return
-        if path.is_file():
-            before = json.loads(path.read_text())
-            settings = json.loads(json.dumps(settings))
-            # More prompts continue what was begun
-            other = [k for k in sorted(before | settings) if k != "num_prompts" and before.get(k) != settings.get(k)]
-            if other and not overwrite:
-                named = ", ".join(f"{k} ({before.get(k)!r}, now {settings.get(k)!r})" for k in other)
+            self.settings = json.loads((folder / SETTINGS).read_text())
+        elif len(self):
+            before = json.loads((folder / SETTINGS).read_text()).get("configuration", {})
+            other = differences(before, self.settings["configuration"])
+            if other:
                 raise InputError(
-                    f"{folder} was measured with other settings: {named}. Choose another --output_dir, or --overwrite."
+                    f"{folder} was measured otherwise: {'; '.join(other)}. Choose another --output_dir, or "
+                    "--overwrite."
                 )
-            if overwrite:
-                for file in self._files():
-                    file.unlink()
-        folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(settings, indent=2) + "\n")
-        self.settings = settings
 
     def __len__(self) -> int:
         return len(self._files())
 
     def _files(self) -> list[Path]:
-        return sorted(self.folder.glob("prompt-*.pt"))
+        return [] if self._replaced else sorted(self.folder.glob("prompt-*.pt"))
 
     def add(self, found: dict) -> None:
+        for file in self._replaced:
+            file.unlink()
+        self._replaced = []
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / SETTINGS).write_text(json.dumps(self.settings, indent=2) + "\n")
         path = self.folder / f"prompt-{len(self):05d}.pt"
         unfinished = path.with_suffix(".unfinished")
         torch.save(found, unfinished)

@@ -152,7 +152,7 @@ def test_the_verdict_names_what_is_better_and_what_is_not_told_apart():
 
 def test_the_verdict_says_how_close_the_best_may_be():
     row = Comparison("x", 4, *[Estimate(0.999, 0.95, 1.06)] * 5, options="baseline: x")
-    assert verdict([row], 4, 20).endswith("the best of 1; by these intervals they differ by 6 % at most.")
+    assert verdict([row], 4, 20).endswith("option chooses; by these intervals they differ by 6 % at most.")
 
 
 def test_a_verdict_is_reached_though_many_draws_have_no_value():
@@ -324,10 +324,77 @@ def test_a_run_ends_in_a_table_a_picture_and_a_verdict_and_goes_on(measure, caps
     assert [file.stat().st_mtime_ns for file in files] == before and len(list(folder.glob("prompt-*.pt"))) == 4
     assert "On these 4 prompts" in capsys.readouterr().out
     (folder / "noise.png").unlink()
-    measure("--plot_only")
-    assert (folder / "noise.png").is_file()
-    with pytest.raises(InputError, match=r"other settings: seed \(42, now 1\).*--overwrite"):
-        measure("--seed", "1")
+    tool.main(["--plot_only", "--output_dir", str(folder)])
+    assert (folder / "noise.png").is_file() and "On these 4 prompts" in capsys.readouterr().out
+    with pytest.raises(InputError, match="plot_only` draws what is saved, and --group_sizes would change nothing"):
+        tool.main(["--plot_only", "--output_dir", str(folder), "--group_sizes", "8"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--seed", "1"], "`seed` was 42 and is 1.*--overwrite"),
+        (["--top_p", "0.5"], "`top_p` was 1.0 and is 0.5"),
+        (["--reward_weights", "2"], "`reward_weights` was None and is \\[2.0\\]"),
+        (["--use_peft"], "`use_peft` was False and is True"),
+    ],
+)
+def test_a_folder_that_was_measured_otherwise_is_refused(measure, flags, message):
+    folder = measure()
+    files = {file: file.read_bytes() for file in folder.iterdir()}
+    with pytest.raises(InputError, match=message):
+        measure(*flags)
+    assert {file: file.read_bytes() for file in folder.iterdir()} == files
+
+
+def test_a_start_that_fails_leaves_nothing_and_takes_nothing(measure):
+    with pytest.raises(InputError, match="nothing-has-this"):
+        measure("--parameters", "nothing-has-this")
+    folder = measure()  # which the failed start does not stand in the way of
+    files = {file: file.read_bytes() for file in folder.glob("prompt-*")}
+    with pytest.raises(InputError, match="nothing-has-this"):
+        measure("--parameters", "nothing-has-this", "--overwrite")
+    assert {file: file.read_bytes() for file in folder.glob("prompt-*")} == files
+    measure("--completions_per_prompt", "20", "--overwrite")
+    assert len(list(folder.glob("prompt-*"))) == 3
+
+
+def test_every_prompt_is_measured_once_though_the_run_was_stopped(measure, monkeypatch, capsys):
+    """The trainer takes the prompts in an order of its own, which depends on how many are left."""
+    keep, stopped = tool.KeepPools, []
+
+    class Stopping(keep):
+        def on_prediction_step(self, *args, **kwargs):
+            super().on_prediction_step(*args, **kwargs)
+            if len(stopped) == 1:
+                raise KeyboardInterrupt
+            stopped.append(True)
+
+    monkeypatch.setattr(tool, "KeepPools", Stopping)
+    with pytest.raises(KeyboardInterrupt, match="2 of 5 prompts are kept in .*; the same command goes on"):
+        measure("--num_prompts", "5")
+    monkeypatch.setattr(tool, "KeepPools", keep)
+    folder = measure("--num_prompts", "5")
+    prompts = [torch.load(path, weights_only=True) for path in sorted(folder.glob("prompt-*.pt"))]
+    assert len({prompt["asked"] for prompt in prompts}) == len(prompts) == 5
+    truths = torch.stack([prompt["truth"].flatten() for prompt in prompts])
+    assert len(truths.unique(dim=0)) == 5
+
+
+def test_draws_in_which_no_reward_varies_say_nothing():
+    """Two of five prompts have noise; a draw of the other three alone has none to compare."""
+    square = torch.tensor([0.0, 0.0, 0.0, 4.0, 5.0], dtype=torch.float64)
+    truth = torch.diag(torch.tensor([0.0, 0.0, 0.0, 1.0, 1.0], dtype=torch.float64))
+    found = {(name, n): Moments(square * factor / n, truth, truth, truth, 1.0)
+             for name, factor in (("group_mean", 2), ("x", 1)) for n in (4, 8)}  # fmt: skip
+    rows = {row.name: row for row in compare(found) if row.n == 4}
+    assert rows["group_mean"].over_group_mean.text() == "1.00 (1.00–1.00)"
+    assert 1 < rows["x"].over_group_mean.low <= rows["x"].over_group_mean.high < 100
+
+
+def test_an_end_without_bound_is_a_question_mark():
+    values = torch.cat([torch.full((90,), 2.0), torch.full((10,), torch.inf)])
+    assert Estimate.of(values).text() == "2.00 (2.00–?)"
 
 
 ENVIRONMENT = """
@@ -381,7 +448,6 @@ def test_an_environment_and_rewards_of_turns(tmp_path, capsys):
         (["--parameters", "nothing-has-this"], "`parameters` is 'nothing-has-this', which none of"),
         (["--tools", "nowhere:f"], "`tools` is 'nowhere:f'"),
         (["--environment_factory", "nowhere:f"], "`environment_factory` is 'nowhere:f'"),
-        (["--plot_only"], "nothing is saved"),
         (["--basline", "otb"], "there is no flag --basline"),
     ],
 )
