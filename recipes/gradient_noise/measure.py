@@ -145,6 +145,11 @@ class Estimate:
         high = high.quantile(0.975, interpolation="higher").item()
         return cls(values[0].item(), low, high)
 
+    @property
+    def lost(self) -> bool:
+        """Whether noise leaves no value, or an interval without ends."""
+        return math.isnan(self.value) or (self.low == -math.inf and self.high == math.inf)
+
     def text(self, digits: int = 2) -> str:
         def number(x):
             return "?" if x != x or abs(x) == torch.inf else f"{x:.{digits}f}"
@@ -206,10 +211,10 @@ def compare(
 def verdict(rows: list[Comparison], n: int, prompts: int, control: str = "group_mean") -> str:
     """In words, for group size `n`: the options that are worth most, or that they are not told apart."""
     said = f"On these {prompts} prompts"
-    here = [row for row in rows if row.n == n and row.options and not math.isnan(row.over_group_mean.value)]
+    here = [row for row in rows if row.n == n and row.options and not row.over_group_mean.lost]
     if not here:
         return f"{said} nothing can be said at N = {n}: the signal is lost in noise. Give more prompts or completions."
-    lost = sum(row.n == n and math.isnan(row.over_group_mean.value) for row in rows)
+    lost = sum(row.n == n and row.over_group_mean.lost for row in rows)
     among = f"the best of the {len(here)} that an option chooses" + (
         f" and that have no bias; the signal is lost in noise, so that of the other {lost} nothing can be said"
         if lost

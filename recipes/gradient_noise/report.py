@@ -1,6 +1,5 @@
 """Table, picture and verdict."""
 
-import math
 from functools import partial
 from pathlib import Path
 
@@ -64,13 +63,13 @@ def plot(rows: list[Comparison], group_sizes: list[int], name: str, prompts: int
     )
     axes = figure.subplots(1, len(group_sizes), squeeze=False)[0]
     first = [row for row in rows if row.n == group_sizes[0]]
-    first.sort(key=lambda row: (not math.isnan(row.over_group_mean.value), row.over_group_mean.value))
+    first.sort(key=lambda row: (not row.over_group_mean.lost, row.over_group_mean.value))
     order = [row.name for row in first]  # in every panel
     for axis, n in zip(axes, group_sizes, strict=True):
         here = sorted((row for row in rows if row.n == n), key=lambda row: order.index(row.name))
         for place, row in enumerate(here):
             ratio = row.over_group_mean
-            if math.isnan(ratio.value):
+            if ratio.lost:
                 axis.text(0.02, place, "lost in noise", color="0.5", fontsize=8, va="center")
                 continue
             color = (
