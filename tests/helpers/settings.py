@@ -1,5 +1,7 @@
 """Settings of the trainer that several tests go through."""
 
+import itertools
+
 import torch
 from peft import LoraConfig
 
@@ -39,6 +41,11 @@ SOURCES = {
     "one extra no-gradient forward": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
     "the no-gradient forward that GRPOTrainer runs anyway": {"num_iterations": 2},
 }
+
+
+def in_turn(many, few):
+    """Every one of `many` beside one of `few`: where their effects are apart, all pairs would show nothing more."""
+    return [(value, other) for value, other in zip(many, itertools.cycle(few), strict=False)]
 
 
 def weights(trainer):

@@ -19,8 +19,12 @@ SMALL = (
 @pytest.fixture(scope="session")
 def short_policy(tmp_path_factory):
     """The folder of a toy policy after a short warm start: it writes sums, mostly wrong ones."""
-    folder = tmp_path_factory.mktemp("policy") / "sums"
-    warm_start.train(replace(warm_start.WARM_STARTS["sums"], steps=150), folder)
+    return shortly_trained("sums", 150, tmp_path_factory.mktemp("policy") / "sums")
+
+
+def shortly_trained(kind, steps, folder):
+    """As `recipes.toy.warm_start.policy`, but in this process, which has imported what takes longest."""
+    warm_start.train(replace(warm_start.WARM_STARTS[kind], steps=steps), folder)
     return folder
 
 

@@ -10,7 +10,7 @@ from recipes import toy
 from recipes.common.errors import InputError
 from recipes.studies import candidates, horizon, language, variance
 from recipes.toy import scratchpad
-from recipes.toy.warm_start import policy
+from tests.recipes.conftest import shortly_trained
 from trl_otb import OTBGRPOConfig
 from trl_otb.baselines import BASELINES, compute_advantages
 
@@ -115,7 +115,7 @@ def test_a_candidate_takes_no_leave_one_out(registered):
 
 @pytest.mark.slow
 def test_the_horizon_study_can_be_stopped_and_redrawn(tmp_path, monkeypatch, registered, capsys):
-    folder = policy("scratchpad_10", 40)
+    folder = shortly_trained("scratchpad_10", 40, tmp_path / "policy")
     monkeypatch.setattr(toy, "scratchpad_10", lambda: folder)
     for name, value in {
         "PROMPTS": 3,
@@ -126,13 +126,13 @@ def test_the_horizon_study_can_be_stopped_and_redrawn(tmp_path, monkeypatch, reg
         monkeypatch.setattr(horizon, name, value)
     panels = {"all": ("none", "ogb", "ogb, one left out", "otb", "inverse_energy")}
     monkeypatch.setattr(horizon, "PANELS", panels)
-    horizon.main(["--output_dir", str(tmp_path)])
-    table = (tmp_path / "tables.md").read_text()
+    horizon.main(["--output_dir", str(tmp_path / "study")])
+    table = (tmp_path / "study" / "tables.md").read_text()
     assert "N = 8:" in table and table.count("| `token_damped` |") == 2 and "T = 10" in table
     assert not re.search("inverse_energy, one left out", table)
-    (tmp_path / "horizon.png").unlink()
-    horizon.main(["--output_dir", str(tmp_path), "--plot_only"])
-    assert (tmp_path / "horizon.png").stat().st_size > 10_000
+    (tmp_path / "study" / "horizon.png").unlink()
+    horizon.main(["--output_dir", str(tmp_path / "study"), "--plot_only"])
+    assert (tmp_path / "study" / "horizon.png").stat().st_size > 10_000
 
 
 def test_nothing_to_plot_is_said(tmp_path, capsys):

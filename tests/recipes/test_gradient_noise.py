@@ -36,8 +36,8 @@ from recipes.gradient_noise.pools import (
 from recipes.gradient_noise.storage import moments_of
 from recipes.studies.laboratory import moments as laboratory_moments
 from recipes.studies.laboratory import pool_of, task_of
-from recipes.toy.warm_start import policy
 from tests.helpers import tiny
+from tests.recipes.conftest import shortly_trained
 from trl_otb import GradientNoiseCallback, OTBGRPOConfig, OTBGRPOTrainer
 from trl_otb.baselines import compute_advantages
 
@@ -429,7 +429,7 @@ def test_an_environment_and_rewards_of_turns(tmp_path, capsys):
         "--num_train_problems 20 --environment_factory desks:Desk --reward_funcs desks:of_turns --output_dir noise "
         "--disable_tqdm 1"
     )
-    tool.main([*flags.split(), "--model_name_or_path", str(policy("calculator", 60))])
+    tool.main([*flags.split(), "--model_name_or_path", str(shortly_trained("calculator", 60, tmp_path / "policy"))])
     assert "| 4 | `otb, one left out` |" in capsys.readouterr().out
     (prompt, *_) = [torch.load(path, weights_only=True) for path in sorted((tmp_path / "noise").glob("prompt-*.pt"))]
     assert prompt["reward"] > 0.1 and prompt["varies"]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from trl import GRPOConfig, GRPOTrainer
 
-from tests.helpers.settings import SOURCES, assert_same_weights
+from tests.helpers.settings import SOURCES, assert_same_weights, in_turn
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer, TokenRewards
 
 
@@ -34,9 +34,9 @@ class Replaced:
         return self.accelerator.gather(torch.tensor(lengths))
 
 
-@pytest.mark.parametrize("options", SOURCES.values(), ids=SOURCES)
-@pytest.mark.parametrize("change", [Shaped, Named, Replaced])
-def test_group_mean_gives_the_weights_of_the_same_subclass_of_grpo_trainer(train, change, options):
+@pytest.mark.parametrize(("change", "source"), in_turn([Shaped, Named, Replaced], SOURCES))
+def test_group_mean_gives_the_weights_of_the_same_subclass_of_grpo_trainer(train, change, source):
+    options = SOURCES[source]
     grpo = train(type("OfGRPO", (change, GRPOTrainer), {}), GRPOConfig, scale_rewards="none", **options)
     otb = train(type("OfOTB", (change, OTBGRPOTrainer), {}), OTBGRPOConfig, baseline="group_mean", **options)
     assert_same_weights(grpo, otb)

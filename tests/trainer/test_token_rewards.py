@@ -9,7 +9,7 @@ from tests.helpers.agents import AGENT, assert_is_double_loop, by_length, reward
 from tests.helpers.oracles import energies_by_softmax, mask_of
 from tests.helpers.recording import first_rollout
 from tests.helpers.scripted import TOOLS, TURNS, script_turns
-from tests.helpers.settings import logged
+from tests.helpers.settings import in_turn, logged
 from trl_otb import TokenRewards
 from trl_otb.baselines import BASELINES
 from trl_otb.rewards import turn_ends
@@ -41,8 +41,7 @@ AT_THE_END = {
 }
 
 
-@pytest.mark.parametrize("form", AT_THE_END)
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize(("form", "source"), in_turn(AT_THE_END, SOURCES))
 def test_a_reward_at_the_end_is_the_scalar_reward(train, form, source):
     plain = train(**{**GROUPS, **SOURCES[source]})
     credited = train(reward_funcs=once(tiny.even_bytes, AT_THE_END[form]), **{**GROUPS, **SOURCES[source]})

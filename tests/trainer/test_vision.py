@@ -7,7 +7,7 @@ import torch
 from trl import GRPOConfig, GRPOTrainer
 
 from tests.helpers import tiny, tiny_vision
-from tests.helpers.settings import LORA, SOURCES, assert_same_weights, logged
+from tests.helpers.settings import LORA, SOURCES, assert_same_weights, in_turn, logged
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 from trl_otb.baselines import compute_advantages
 
@@ -80,8 +80,9 @@ def energies_by_row(layout, dataset, rollout, shift=0):
     return energies
 
 
-@pytest.mark.parametrize("setting", PARITY)
-@pytest.mark.parametrize("pictures", ["patches, one picture or two", "rows, one picture each"])
+@pytest.mark.parametrize(
+    ("setting", "pictures"), in_turn(PARITY, ["patches, one picture or two", "rows, one picture each"])
+)
 def test_group_mean_gives_the_weights_of_grpo_trainer(train_on, pictures, setting):
     """To the bit."""
     options = {"scale_rewards": "none", **PARITY[setting]}
@@ -91,8 +92,7 @@ def test_group_mean_gives_the_weights_of_grpo_trainer(train_on, pictures, settin
     assert min(logged(otb, "grad_norm")) > 0
 
 
-@pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("pictures", PICTURES)
+@pytest.mark.parametrize(("pictures", "source"), in_turn(PICTURES, SOURCES))
 def test_energies_and_advantages_saw_the_pictures(train_on, pictures, source):
     """Each completion's energies are those of a forward of its own, with its prompt's pictures and no padding."""
     layout, dataset = PICTURES[pictures]
