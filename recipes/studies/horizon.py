@@ -45,7 +45,7 @@ BASELINES = ("opo", "ogb", "otb", "otb_shrunk")
 PANELS = {
     "as they are": ("none", "opo", "ogb", "otb", "otb_shrunk"),
     "one left out: no bias": ("ogb, one left out", "otb, one left out", "otb_shrunk, one left out"),
-    "damped": ("damped_return", "damped_mean", "inverse_energy", "inverse_relative", "token_damped"),
+    "damped": ("damped_return", "inverse_energy", "inverse_relative", "clipped", "token_damped"),
 }
 
 
@@ -80,9 +80,9 @@ def picture(of: dict[str, dict], path: Path) -> None:
                 shifted = [tokens * 1.04 ** (i - len(names) / 2) for tokens in lengths]
                 line = axis.plot(shifted, [r.value for r in ratios], "o-", markersize=4, label=name)[0]
                 for at, ratio in zip(shifted, ratios, strict=True):
-                    axis.plot([at, at], [max(ratio.low, 0), min(ratio.high, 20)], color=line.get_color(), alpha=0.4)
+                    axis.plot([at, at], [max(ratio.low, 0), ratio.high], color=line.get_color(), alpha=0.4)
             axis.axhline(1, color="0.4", linewidth=0.8, linestyle=":")
-            axis.set(xscale="log", title=f"{title}, N = {n}", ylim=(0, 4))
+            axis.set(xscale="log", title=f"{title}, N = {n}", ylim=(0, 1.7))
             axis.set_xticks(lengths, map(str, lengths))
             axis.minorticks_off()
             axis.grid(alpha=0.3)
