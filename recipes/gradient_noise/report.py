@@ -36,9 +36,10 @@ def report(storage: Storage) -> None:
         f"on average; mean reward {reward:.2f}; rewards vary on {varying} of the prompts. In brackets: 95 % intervals "
         f"by bootstrap over prompts (n = {len(prompts)}; with few prompts they are too narrow).",
         "",
-        "Efficiency is the share of a step that points along the true gradient: 1 without noise and bias (above 1, "
-        "like a cosine above 1, is noise), ? where the signal is lost in noise. The last column is the N at which the "
-        "group mean is as good, by the law of its noise, (a + b / (N − 1)) / N, fitted to its rows.",
+        "Efficiency is the share of a step on all these prompts together that points along the true gradient: 1 "
+        "without noise and bias (above 1, like a cosine above 1, is noise), ? where the signal is lost in noise. The "
+        "last column is the N at which the group mean is as good, by the law of its noise, (a + b / (N − 1)) / N, "
+        "fitted to its rows.",
         "",
         "| N | baseline | efficiency | over group_mean's | noise to signal over its | cosine | worth group_mean at N "
         "= |",

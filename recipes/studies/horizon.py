@@ -97,7 +97,7 @@ def picture(of: dict[str, dict], path: Path) -> None:
 
 
 def report(folder: Path, tasks: list[str]) -> None:
-    """Of all tasks: the efficiency over the group mean's with its interval, and the cosine."""
+    """Of all tasks: efficiency and noise to signal over the group mean's with intervals, and the cosine."""
     of = {}
     for task in tasks:
         prompts = Storage(folder / task, {}, read_only=True).prompts()
@@ -108,7 +108,10 @@ def report(folder: Path, tasks: list[str]) -> None:
         lines += [f"\nN = {n}:\n", "| estimator | " + " | ".join(titles) + " |", "|---" * (len(tasks) + 1) + "|"]
         for name, _ in (key for key in of[tasks[0]] if key[1] == n):
             cells = [of[task][name, n] for task in tasks]
-            shown = " | ".join(f"{row.over_group_mean.text()}, {row.cosine.value:.3f}" for row in cells)
+            shown = " | ".join(
+                f"{row.over_group_mean.text()}; {row.noise_over_group_mean.text()}; {row.cosine.value:.3f}"
+                for row in cells
+            )
             lines.append(f"| `{name}` | {shown} |")
     text = "\n".join(lines) + "\n"
     (folder / "tables.md").write_text(text)
