@@ -53,9 +53,10 @@ class Moments:
         prompts are averaged over pairs that differ.
 
         Returns:
-            `dict`: `signal`, ‖g‖², at least 0; `noise`, in the units of `signal`, of ĝ where it is scaled to g;
-            `efficiency`, `noise_to_signal` and `cosine`; each of shape `counts.shape[:-1]`. NaN where noise leaves a
-            square without a positive estimate: `noise` of an estimator whose scale is known is always there.
+            `dict`: `signal`, ‖g‖², at least 0; `noise` of ĝ scaled to the length of g; `missed`, noise with what bias
+            adds, so that the efficiency is signal / (signal + missed); `efficiency`, `noise_to_signal` and `cosine`;
+            each of shape `counts.shape[:-1]`. NaN where noise leaves a square without a positive estimate: `noise`
+            and `missed` of an estimator whose scale is known are always there.
         """
         counts = counts.double()
         prompts = counts.sum(dim=-1)
@@ -70,18 +71,19 @@ class Moments:
         noise_to_signal = counts @ (self.square - self.signal.diagonal()) / signal
         resolved = (signal > 0) & (truth > 0) & (noise_to_signal > 0)
         efficiency = with_truth.square() / (truth * signal * (1 + noise_to_signal))
-        noise = truth * (1 / efficiency - 1)
-        known = resolved
+        noise, missed, known, always = truth * noise_to_signal, truth * (1 / efficiency - 1), resolved, resolved
         if self.scale is not None:
-            noise = counts @ (self.square / self.scale**2 - self.truth.diagonal())
-            noise_to_signal, efficiency, known = noise / truth, truth / (truth + noise), truth > 0
+            noise = missed = counts @ (self.square / self.scale**2 - self.truth.diagonal())
+            noise_to_signal, efficiency = noise / truth, truth / (truth + noise)
+            known, always = truth > 0, torch.ones_like(truth, dtype=torch.bool)
 
         def where(condition, value):
             return torch.where(condition, value, torch.nan)
 
         return {
             "signal": truth.clamp(min=0),
-            "noise": noise if self.scale is not None else where(resolved, noise),
+            "noise": where(always, noise),
+            "missed": where(always, missed),
             "efficiency": where(known, efficiency),
             "noise_to_signal": where(known, noise_to_signal),
             "cosine": where(resolved, with_truth / (signal * truth).sqrt()),
@@ -113,17 +115,17 @@ def fit_group_mean(noise: dict[int, torch.Tensor]) -> tuple[torch.Tensor, torch.
     return solution[..., 0], solution[..., 1]
 
 
-def group_mean_worth(noise: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def group_mean_worth(missed: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """
-    The group size at which the group mean, which has no bias but its scale, has this noise. NaN where the noise or the
-    law is undefined; at least 1, at most `LARGEST`.
+    The group size at which the group mean, which has no bias but its scale, misses as much. NaN where it or the law
+    is undefined; at least 1, at most `LARGEST`.
     """
-    low, high = torch.full_like(noise, 1.0 + 1e-6), torch.full_like(noise, float(LARGEST))
+    low, high = torch.full_like(missed, 1.0 + 1e-6), torch.full_like(missed, float(LARGEST))
     for _ in range(60):  # the law falls with N: bisection
         middle = (low * high).sqrt()
-        too_noisy = (a + b / (middle - 1)) / middle > noise
+        too_noisy = (a + b / (middle - 1)) / middle > missed
         low, high = torch.where(too_noisy, middle, low), torch.where(too_noisy, high, middle)
-    return torch.where(noise.isnan() | a.isnan() | b.isnan(), torch.nan, high)
+    return torch.where(missed.isnan() | a.isnan() | b.isnan(), torch.nan, high)
 
 
 @dataclass
@@ -198,10 +200,10 @@ def compare(
                 n=n,
                 efficiency=Estimate.of(of["efficiency"]),
                 # Efficiency is ‖g‖² / (‖g‖² + noise), and the signal all but cancels
-                over_group_mean=Estimate.of((signal + beside["noise"]) / (signal + of["noise"])),
+                over_group_mean=Estimate.of((signal + beside["missed"]) / (signal + of["missed"])),
                 noise_over_group_mean=Estimate.of(of["noise"] / beside["noise"]),
                 cosine=Estimate.of(of["cosine"]),
-                worth=Estimate.of(group_mean_worth(of["noise"], a, b)),
+                worth=Estimate.of(group_mean_worth(of["missed"], a, b)),
                 options=(options or {name: name}).get(name) if name != control else None,
             )
         )

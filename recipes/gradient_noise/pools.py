@@ -155,6 +155,8 @@ class WeightedScores:
         """`(E, dimension)` for `weights` of shape `(E, T)`; those outside the rollout's mask are ignored."""
         prompt = rollout.prompt_ids[row][rollout.prompt_mask[row].bool()]
         length = int(rollout.completion_mask[row].sum())
+        if length == 0:  # masked, as `mask_truncated_completions` does
+            return torch.zeros(len(weights), self.projection.dimension)
         ids = torch.cat([prompt, rollout.completion_ids[row, :length]]).unsqueeze(0)
         weights = (weights * rollout.mask[row])[:, :length].float()
         inputs = []

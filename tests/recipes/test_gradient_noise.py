@@ -2,6 +2,7 @@
 The gradient noise tool: its figures by hand, its gradients by brute force and the laboratory, and as a user runs it.
 """
 
+import copy
 import math
 import re
 from pathlib import Path
@@ -58,6 +59,9 @@ def test_figures_by_hand():
     assert figures["noise_to_signal"].tolist() == pytest.approx([11 / 9, 10 / 12])
     assert figures["efficiency"].tolist() == pytest.approx([9 / 20, 12 / 22])
     assert figures["cosine"].tolist() == pytest.approx([1.0, 1.0])
+    # The signal is of length 3, the truth of 6: scaled to it, noise counts four times. No bias adds to it
+    for name in ("noise", "missed"):
+        assert figures[name].tolist() == pytest.approx([44, 40])
     lost = Moments(moments.square, -signal, signal, signal).of_batch(torch.ones(1, 3))
     assert lost.pop("signal") == 9 and all(value.isnan() for value in lost.values())
 
@@ -277,6 +281,16 @@ def test_moments_agree_with_the_laboratory(pool):
         assert ours == pytest.approx(theirs, rel=0.1), name
     tokens = found["otb", 4]["square"] / found["group_mean", 4]["square"]  # of one deal, hence coarse
     assert tokens == pytest.approx(of_laboratory["otb"].square / of_laboratory["group_mean"].square, rel=0.3)
+
+
+def test_a_masked_completion_has_no_gradient(pool):
+    trainer, rollout = pool
+    masked = copy.copy(rollout)
+    masked.completion_mask = rollout.completion_mask.clone()
+    masked.completion_mask[3] = 0
+    scores = whole_scores(trainer)
+    assert scores(rollout, 3, torch.ones(1, rollout.mask.size(1))).abs().max() > 0
+    assert scores(masked, 3, torch.ones(1, rollout.mask.size(1))).eq(0).all()
 
 
 def test_products_come_from_completions_that_are_not_shared(pool):
