@@ -25,13 +25,14 @@ from pathlib import Path
 from typing import ClassVar
 
 from tqdm import tqdm
-from trl import get_peft_config, get_quantization_config
+from transformers import set_seed
+from trl import get_quantization_config
 
 from recipes.common.arguments import parse
 from recipes.common.errors import InputError, Stopped, constructing, launch
 from recipes.common.imports import load_object
 from recipes.common.launching import processes, say
-from recipes.common.models import check_prompts, load_tokenizer, model_path, with_prompts
+from recipes.common.models import check_prompts, load_tokenizer, model_path, with_adapter, with_prompts
 from recipes.common.run_folder import configuration
 from recipes.math import accuracy_reward, load_data
 from recipes.tool_math import ToolMathArguments, calculator_tool
@@ -92,10 +93,10 @@ def check(settings: NoiseArguments, args) -> None:
     smallest, largest = min(settings.group_sizes, default=0), max(settings.group_sizes, default=0)
     if smallest < 2:
         raise InputError(f"`group_sizes` is {settings.group_sizes}: give sizes of 2 or more, such as 4 8.")
-    if settings.completions_per_prompt < 4 * largest:
+    if settings.completions_per_prompt < max(4 * largest, 16):
         raise InputError(
             f"`completions_per_prompt` is {settings.completions_per_prompt} and the largest group has {largest}: a "
-            f"pool needs four groups, so {4 * largest} or more."
+            f"pool needs four groups, and four of 4 for the group mean's law, so {max(4 * largest, 16)} or more."
         )
     if settings.num_prompts < 3:
         raise InputError(f"`num_prompts` is {settings.num_prompts}: intervals need 3 prompts or more, better 16.")
@@ -133,6 +134,7 @@ def main(argv: list[str]) -> None:
         "completions_per_prompt": settings.completions_per_prompt,
         "group_sizes": settings.group_sizes,
         "zero_tail": args.zero_tail,
+        "scores_have_mean_zero": _scores_have_mean_zero(args),
         "options": {estimator.name: estimator.options for estimator in every},
         "configuration": configuration(settings, args, model_args),
     }
@@ -152,14 +154,14 @@ def check_plot_only(argv: list[str]) -> None:
 
 
 def collect(settings, args, model_args, storage: Storage, studied) -> None:
-    done = len(storage)
-    if done >= settings.num_prompts:
-        return say(f"{storage.folder}: all {done} prompts are there.")
+    if len(storage) >= settings.num_prompts:
+        return say(f"{storage.folder}: all {len(storage)} prompts are there.")
     problems = load_data(settings, args.seed)
-    if len(problems.train) < settings.num_prompts:
+    different = list({_asked(**row): i for i, row in reversed([*enumerate(problems.train)])}.items())[::-1]
+    if len(different) < settings.num_prompts:
         raise InputError(
-            f"`num_prompts` is {settings.num_prompts} and the data has {len(problems.train)} to train on, beside "
-            f"{len(problems.held_out)} that are held out. Ask for fewer, or see --num_held_out_problems."
+            f"`num_prompts` is {settings.num_prompts} and the data has {len(different)} different problems to train "
+            f"on, beside {len(problems.held_out)} that are held out. Ask for fewer, or see --num_held_out_problems."
         )
     model = model_path(model_args.model_name_or_path)
     tokenizer = load_tokenizer(model, args, model_args)
@@ -169,16 +171,13 @@ def collect(settings, args, model_args, storage: Storage, studied) -> None:
     ]
     environment = settings.environment_factory and load_object(settings.environment_factory, "environment_factory")
     measured = {prompt["asked"] for prompt in storage.prompts()}
-    chosen = problems.train.select(range(settings.num_prompts))
-    left = [i for i, row in enumerate(chosen) if _asked(**row) not in measured]
-    prompts = with_prompts(chosen.select(left), tokenizer, settings.instruction)
+    left = [i for asked, i in different[: settings.num_prompts] if asked not in measured]
+    prompts = with_prompts(problems.train.select(left), tokenizer, settings.instruction)
     check_prompts(prompts, tokenizer, model, args, tools)
     own_rewards = [load_object(name, "reward_funcs") for name in settings.reward_funcs or []]
     args.num_generations_eval = args.per_device_eval_batch_size = settings.completions_per_prompt
     args.eval_strategy, args.report_to, args.scale_rewards = "no", [], "none"
-    seed = args.seed
-    args.seed += done  # other random numbers than those of the prompts that are there
-    bar = tqdm(total=settings.num_prompts, initial=done, desc="prompts", disable=args.disable_tqdm)
+    bar = tqdm(total=settings.num_prompts, initial=len(storage), desc="prompts", disable=args.disable_tqdm)
     args.disable_tqdm = True  # the trainer's own
     graded, asked = accuracy_reward(problems), []
 
@@ -188,6 +187,7 @@ def collect(settings, args, model_args, storage: Storage, studied) -> None:
 
     keep = KeepPools(lambda rollout: (storage.add({"asked": asked[0]} | _moments(rollout)), bar.update()))
     with constructing(model_args.model_name_or_path):
+        model, peft_config = with_adapter(model, args, model_args)
         trainer = OTBGRPOTrainer(
             model=model,
             reward_funcs=[accuracy, *own_rewards],
@@ -195,24 +195,26 @@ def collect(settings, args, model_args, storage: Storage, studied) -> None:
             train_dataset=prompts,
             eval_dataset=prompts,
             processing_class=tokenizer,
-            peft_config=get_peft_config(model_args),
+            peft_config=peft_config,
             quantization_config=get_quantization_config(model_args),
             callbacks=[keep],
             tools=tools or None,
             environment_factory=environment,
         )
     keep.trainer = trainer
+    # Other samples than those of the prompts that are there, and the same adapter
+    set_seed(args.seed + len(storage))
     named = [(n, p) for n, p in trainer.model.named_parameters() if p.requires_grad]
     studied_parameters = [p for n, p in named if re.search(settings.parameters, n)]
     if not studied_parameters:
         raise InputError(
             f"`parameters` is {settings.parameters!r}, which none of {len(named)} trainable parameters holds."
         )
-    projection = Projection([p.numel() for p in studied_parameters], settings.projection, seed=seed)
+    projection = Projection([p.numel() for p in studied_parameters], settings.projection, seed=args.seed)
     scores = WeightedScores(trainer.model, args.temperature, studied_parameters, projection)
 
     def _moments(rollout):
-        found = prompt_moments(rollout, scores, studied, seed=seed)
+        found = prompt_moments(rollout, scores, studied, seed=args.seed)
         lengths = rollout.mask.sum(dim=1).float()
         rewards = returns_of(rollout)
         varies = bool((rewards != rewards[0]).any())
@@ -229,11 +231,18 @@ def collect(settings, args, model_args, storage: Storage, studied) -> None:
     try:
         trainer.evaluate()
     except KeyboardInterrupt:
+        same = "the same command without --overwrite" if settings.overwrite else "the same command"
         raise Stopped(
-            f"{len(storage)} of {settings.num_prompts} prompts are kept in {storage.folder}; the same command goes on."
+            f"{len(storage)} of {settings.num_prompts} prompts are kept in {storage.folder}; {same} goes on."
         ) from None
     finally:
         bar.close()
+
+
+def _scores_have_mean_zero(args) -> bool:
+    """Whether completions come from the policy whose log-probs are differentiated, each with all of its tokens."""
+    cut = args.top_p < 1 or (args.top_k or 0) > 0 or (args.min_p or 0) > 0 or args.repetition_penalty != 1
+    return not (cut or args.mask_truncated_completions or args.generation_kwargs)
 
 
 def _asked(question: str, before: list | None = None, **_) -> str:

@@ -171,6 +171,7 @@ class Comparison:
     cosine: Estimate
     worth: Estimate
     options: str | None = None  # what a config says for it, if it can
+    unbiased: bool = False
 
 
 def compare(
@@ -188,7 +189,8 @@ def compare(
     sizes = sorted({n for name, n in moments if name == control})
     squares = moments[control, sizes[0]].square
     counts = bootstrap(len(squares))
-    counts = counts[(counts.double() @ squares) > 0]  # draws of prompts whose rewards do not vary say nothing
+    # Draws of one prompt alone, or of prompts whose rewards do not vary, say nothing
+    counts = counts[((counts > 0).sum(dim=1) > 1) & (counts.double() @ squares > 0)]
     figures = {key: m.of_batch(counts) for key, m in moments.items()}
     a, b = fit_group_mean({n: figures[control, n]["noise"] for n in sizes})
     rows = []
@@ -199,11 +201,12 @@ def compare(
                 name=name,
                 n=n,
                 efficiency=Estimate.of(of["efficiency"]),
-                # Efficiency is ‖g‖² / (‖g‖² + noise), and the signal all but cancels
+                # Efficiency is ‖g‖² / (‖g‖² + what is missed), and where the signal is small it all but cancels
                 over_group_mean=Estimate.of((signal + beside["missed"]) / (signal + of["missed"])),
                 noise_over_group_mean=Estimate.of(of["noise"] / beside["noise"]),
                 cosine=Estimate.of(of["cosine"]),
                 worth=Estimate.of(group_mean_worth(of["missed"], a, b)),
+                unbiased=moments[name, n].scale is not None,
                 options=(options or {name: name}).get(name) if name != control else None,
             )
         )
@@ -217,19 +220,21 @@ def verdict(rows: list[Comparison], n: int, prompts: int, control: str = "group_
     if not here:
         return f"{said} nothing can be said at N = {n}: the signal is lost in noise. Give more prompts or completions."
     lost = sum(row.n == n and row.over_group_mean.lost for row in rows)
-    among = f"the best of the {len(here)} that an option chooses" + (
-        f" and that have no bias; the signal is lost in noise, so that of the other {lost} nothing can be said"
-        if lost
-        else ""
-    )
-    best = max(here, key=lambda row: row.over_group_mean.value)
+    kind = " and that have no bias" if lost and all(row.unbiased for row in here) else ""
+    among = f"the best of the {len(here)} that an option chooses{kind}"
+    if lost:
+        among += f"; the signal is lost in noise, so that of the other {lost} nothing can be said"
+    # The best of those that are shown to be better, if there are any
+    best = max(here, key=lambda row: (row.over_group_mean.low > 1, row.over_group_mean.value))
     ratio = best.over_group_mean
     efficiency = f"{ratio.text()} times its efficiency, {among}"
     if ratio.low > 1:
         worth = f"{_size(best.worth.value)} ({_size(best.worth.low)}–{_size(best.worth.high)})"
         few = "; so few prompts make intervals too narrow" if prompts < 30 else ""
         return f"{said} `{best.options}` at N = {n} is worth the {control} at N = {worth}: {efficiency}{few}."
-    said = f"{said} no baseline at N = {n} is told apart from the {control}: `{best.options}` has {efficiency}"
+    said = f"{said} no baseline at N = {n} is shown to beat the {control}: `{best.options}` has {efficiency}"
+    if ratio.high < 1:
+        return f"{said}."
     apart = max(ratio.high - 1, 1 / ratio.low - 1) if ratio.low > 0 else math.inf
     if apart < CLOSE:
         return f"{said}; by these intervals they differ by {100 * apart:.0f} % at most."

@@ -12,6 +12,7 @@ from trl_otb.rollout import Rollout
 
 
 SHORT_PROMPT = 32  # tokens; completions share the forward of longer ones
+GRADIENTS = 2**26  # numbers of gradients that are projected together, a quarter of a GiB
 
 
 def returns_of(rollout: Rollout) -> torch.Tensor:
@@ -69,7 +70,10 @@ def estimators(baselines: list[str], alignment: str = "generated", zero_tail: bo
 
 
 def scale_of(name: str, n: int, zero_tail: bool = True) -> float | None:
-    """c where the estimator that [`estimators`] calls `name` is known to have Eĝ = c g, else `None`."""
+    """
+    c where the estimator that [`estimators`] calls `name` is known to have Eĝ = c g, else `None`. Completions must
+    come from the policy itself, nothing cut off: then its scores have mean 0.
+    """
     if name == "group_mean":
         return (n - 1) / n
     baseline, _, left_out = name.partition(", ")
@@ -178,12 +182,14 @@ class WeightedScores:
             pulls = torch.nn.functional.pad(weights, (0, hidden.size(1) - length)).view(*shape[:2], -1, 1) * score
         else:
             hidden, pulls = logps, weights
-        found = []
-        for pull in pulls:
-            of_one = torch.autograd.grad(
-                hidden, self.parameters, pull.to(hidden.dtype), retain_graph=True, allow_unused=True
-            )
-            found.append(of_one)
+        at_once = max(1, GRADIENTS // sum(parameter.numel() for parameter in self.parameters))
+        return torch.cat([self._projected(hidden, some) for some in pulls.split(at_once)])
+
+    def _projected(self, output: torch.Tensor, pulls: torch.Tensor) -> torch.Tensor:
+        found = [
+            torch.autograd.grad(output, self.parameters, pull.to(output.dtype), retain_graph=True, allow_unused=True)
+            for pull in pulls
+        ]
         stacked = [
             torch.stack([torch.zeros_like(parameter) if gradient is None else gradient for gradient in gradients])
             for parameter, gradients in zip(self.parameters, zip(*found, strict=True), strict=True)

@@ -75,12 +75,16 @@ def picture(of: dict[str, dict], path: Path) -> None:
     for row, (title, names) in zip(axes, PANELS.items(), strict=True):
         for axis, n in zip(row, GROUPS, strict=True):
             for i, name in enumerate(names):
-                ratios = [of[tokens][name, n].over_group_mean for tokens in lengths]
                 # Side by side, so that intervals do not hide each other
-                shifted = [tokens * 1.04 ** (i - len(names) / 2) for tokens in lengths]
-                line = axis.plot(shifted, [r.value for r in ratios], "o-", markersize=4, label=name)[0]
-                for at, ratio in zip(shifted, ratios, strict=True):
-                    axis.plot([at, at], [max(ratio.low, 0), ratio.high], color=line.get_color(), alpha=0.4)
+                found = [
+                    (tokens * 1.04 ** (i - len(names) / 2), of[tokens][name, n].over_group_mean) for tokens in lengths
+                ]
+                found = [(at, ratio) for at, ratio in found if not ratio.lost]
+                places, values = [at for at, _ in found], [ratio.value for _, ratio in found]
+                line = axis.plot(places, values, "o-", markersize=4, label=name)[0]
+                for at, ratio in found:
+                    ends = [max(ratio.low, 0), min(ratio.high, 9)]
+                    axis.plot([at, at], ends, color=line.get_color(), alpha=0.4)
             axis.axhline(1, color="0.4", linewidth=0.8, linestyle=":")
             axis.set(xscale="log", title=f"{title}, N = {n}", ylim=(0, 1.7))
             axis.set_xticks(lengths, map(str, lengths))

@@ -33,7 +33,7 @@ MEASURE = (
 
 
 def has_word(completions, answer, **kwargs) -> list[float]:
-    """1 where the completion holds the word `answer`."""
+    """1 where the completion holds `answer`, also within a longer word."""
     return [float(word in final_text(text).lower()) for text, word in zip(completions, answer, strict=True)]
 
 

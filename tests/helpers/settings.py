@@ -45,7 +45,8 @@ SOURCES = {
 
 def in_turn(many, few):
     """Every one of `many` beside one of `few`: where their effects are apart, all pairs would show nothing more."""
-    return [(value, other) for value, other in zip(many, itertools.cycle(few), strict=False)]
+    assert len(many) >= len(few)
+    return list(zip(many, itertools.cycle(few), strict=False))
 
 
 def weights(trainer):

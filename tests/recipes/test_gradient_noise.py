@@ -3,6 +3,7 @@ The gradient noise tool: its figures by hand, its gradients by brute force and t
 """
 
 import copy
+import json
 import math
 import re
 from pathlib import Path
@@ -151,7 +152,9 @@ def test_the_verdict_names_what_is_better_and_what_is_not_told_apart():
     assert worth and float(worth[2]) <= float(worth[1]) <= float(worth[3])
     # Noise to signal of 5 / 3 is the control's at N: (10 + 30 / (N − 1)) / N = 5 / 3 at N = 8.1
     assert float(worth[1]) == pytest.approx(8.1, rel=0.1)
-    assert re.search(r"not? .*told apart.*about \d+ more prompts would do|told apart", verdict(unclear, 4, 6))
+    said = verdict(unclear, 4, 6)
+    assert "no baseline at N = 4 is shown to beat the group_mean: `x` has" in said
+    assert re.search(r"(\d+ more prompts may do|more prompts are needed|they differ by \d+ % at most)\.$", said)
 
 
 def test_the_verdict_says_how_close_the_best_may_be():
@@ -373,6 +376,59 @@ def test_a_start_that_fails_leaves_nothing_and_takes_nothing(measure):
     assert len(list(folder.glob("prompt-*"))) == 3
 
 
+def row(name, value, low, high, unbiased=False):
+    estimate = Estimate(value, low, high)
+    return Comparison(name, 4, estimate, estimate, estimate, estimate, estimate, f"baseline: {name}", unbiased)
+
+
+def test_the_verdict_prefers_what_is_shown_to_what_is_guessed():
+    said = verdict([row("a", 1.5, 0.9, 2.5), row("b", 1.3, 1.2, 1.4)], 4, 40)
+    assert "`baseline: b` at N = 4 is worth" in said
+    worse = verdict([row("a", 0.6, 0.5, 0.7)], 4, 40)
+    assert "no baseline at N = 4 is shown to beat" in worse and worse.endswith("that an option chooses.")
+
+
+def test_the_verdict_calls_nothing_unbiased_that_is_not():
+    lost = row("c", 2.0, -math.inf, math.inf)
+    assert "have no bias" not in verdict([row("a", 1.5, 1.2, 2.5), lost], 4, 40)
+    assert "have no bias; the signal is lost" in verdict([row("a", 1.5, 1.2, 2.5, unbiased=True), lost], 4, 40)
+
+
+def test_a_questions_duplicates_are_measured_once(measure, data_file):
+    rows = [{"question": f"{i % 4}+{i % 4}", "answer": str(2 * (i % 4))} for i in range(12)]
+    flags = ["--dataset_name", data_file(rows), "--num_held_out_problems", "1"]
+    with pytest.raises(InputError, match="`num_prompts` is 4 and the data has 3 different problems"):
+        measure(*flags, "--num_prompts", "4")
+    folder = measure(*flags)
+    assert len(list(folder.glob("prompt-*.pt"))) == 3
+
+
+@pytest.mark.parametrize("option", [["--top_p", "0.9"], ["--top_k", "5"], ["--mask_truncated_completions", "true"]])
+def test_where_scores_have_another_mean_no_scale_is_known(measure, option, capsys):
+    folder = measure(*option)
+    assert json.loads((folder / "settings.json").read_text())["scores_have_mean_zero"] is False
+
+
+def test_a_run_with_lora_goes_on_in_the_same_adapter(measure, run, tmp_path, monkeypatch):
+    """Its random matrix decides the coordinates of gradients. The folder of a LoRA run can be measured too."""
+    adapters = []
+
+    class Recording(WeightedScores):
+        def __init__(self, model, *args):
+            adapters.append({n: p.detach().clone() for n, p in model.named_parameters() if "lora_A" in n})
+            super().__init__(model, *args)
+
+    monkeypatch.setattr(tool, "WeightedScores", Recording)
+    lora = ["--use_peft", "--lora_target_modules", "all-linear"]
+    measure(*lora)
+    folder = measure(*lora, "--num_prompts", "4")
+    first, second = adapters
+    assert first and all(torch.equal(first[name], second[name]) for name in first)
+    adapter = run(*lora, "--max_steps", "1", output="adapter")
+    measure("--model_name_or_path", str(adapter), "--overwrite")
+    assert len(list(folder.glob("prompt-*.pt"))) == 3
+
+
 def test_every_prompt_is_measured_once_though_the_run_was_stopped(measure, monkeypatch, capsys):
     """The trainer takes the prompts in an order of its own, which depends on how many are left."""
     keep, stopped = tool.KeepPools, []
@@ -454,6 +510,7 @@ def test_an_environment_and_rewards_of_turns(tmp_path, capsys):
     [
         (["--group_sizes", "1"], r"`group_sizes` is \[1\]: give sizes of 2 or more"),
         (["--group_sizes", "8"], "`completions_per_prompt` is 16 and the largest group has 8.*32 or more"),
+        (["--group_sizes", "2", "--completions_per_prompt", "8"], "`completions_per_prompt` is 8.*16 or more"),
         (["--num_prompts", "2"], "`num_prompts` is 2"),
         (["--leave_one_out", "true"], "`leave_one_out` is set and has no effect here"),
         (["--num_prompts", "1000"], "`num_prompts` is 1000 and the data has"),
