@@ -157,7 +157,10 @@ def collect(settings, args, model_args, storage: Storage, studied) -> None:
     if len(storage) >= settings.num_prompts:
         return say(f"{storage.folder}: all {len(storage)} prompts are there.")
     problems = load_data(settings, args.seed)
-    different = list({_asked(**row): i for i, row in reversed([*enumerate(problems.train)])}.items())[::-1]
+    first = {}  # where each problem stands first
+    for i, row in enumerate(problems.train):
+        first.setdefault(_asked(**row), i)
+    different = list(first.items())
     if len(different) < settings.num_prompts:
         raise InputError(
             f"`num_prompts` is {settings.num_prompts} and the data has {len(different)} different problems to train "

@@ -14,6 +14,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipes.common.errors import InputError
+from recipes.common.problems import Problems
 from recipes.gradient_noise import __main__ as tool
 from recipes.gradient_noise import pools
 from recipes.gradient_noise.measure import (
@@ -401,6 +402,18 @@ def test_a_questions_duplicates_are_measured_once(measure, data_file):
         measure(*flags, "--num_prompts", "4")
     folder = measure(*flags)
     assert len(list(folder.glob("prompt-*.pt"))) == 3
+
+
+def test_the_first_different_problems_are_measured(measure, data_file):
+    """Not those that are asked least often."""
+    rows = [{"question": f"{i % 5}+{i % 5}", "answer": str(2 * (i % 5))} for i in range(20)]
+    rows += [{"question": f"{i}-1", "answer": str(i - 1)} for i in range(1, 6)]
+    problems = Problems(Dataset.from_list(rows), Dataset.from_list(rows[:1]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tool, "load_data", lambda settings, seed: problems)
+        folder = measure("--num_prompts", "5")
+    asked = {torch.load(path, weights_only=True)["asked"] for path in folder.glob("prompt-*.pt")}
+    assert asked == {json.dumps([f"{i}+{i}", None]) for i in range(5)}
 
 
 @pytest.mark.parametrize("option", [["--top_p", "0.9"], ["--top_k", "5"], ["--mask_truncated_completions", "true"]])
