@@ -348,6 +348,7 @@ def test_a_run_ends_in_a_table_a_picture_and_a_verdict_and_goes_on(measure, caps
         tool.main(["--plot_only", "--output_dir", str(folder), "--group_sizes", "8"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -365,6 +366,7 @@ def test_a_folder_that_was_measured_otherwise_is_refused(measure, flags, message
     assert {file: file.read_bytes() for file in folder.iterdir()} == files
 
 
+@pytest.mark.slow
 def test_a_start_that_fails_leaves_nothing_and_takes_nothing(measure):
     with pytest.raises(InputError, match="nothing-has-this"):
         measure("--parameters", "nothing-has-this")
@@ -404,6 +406,7 @@ def test_a_questions_duplicates_are_measured_once(measure, data_file):
     assert len(list(folder.glob("prompt-*.pt"))) == 3
 
 
+@pytest.mark.slow
 def test_the_first_different_problems_are_measured(measure, data_file):
     """Not those that are asked least often."""
     rows = [{"question": f"{i % 5}+{i % 5}", "answer": str(2 * (i % 5))} for i in range(20)]
@@ -416,12 +419,14 @@ def test_the_first_different_problems_are_measured(measure, data_file):
     assert asked == {json.dumps([f"{i}+{i}", None]) for i in range(5)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", [["--top_p", "0.9"], ["--top_k", "5"], ["--mask_truncated_completions", "true"]])
 def test_where_scores_have_another_mean_no_scale_is_known(measure, option, capsys):
     folder = measure(*option)
     assert json.loads((folder / "settings.json").read_text())["scores_have_mean_zero"] is False
 
 
+@pytest.mark.slow
 def test_a_run_with_lora_goes_on_in_the_same_adapter(measure, run, tmp_path, monkeypatch):
     """Its random matrix decides the coordinates of gradients. The folder of a LoRA run can be measured too."""
     adapters = []
@@ -442,6 +447,7 @@ def test_a_run_with_lora_goes_on_in_the_same_adapter(measure, run, tmp_path, mon
     assert len(list(folder.glob("prompt-*.pt"))) == 3
 
 
+@pytest.mark.slow
 def test_every_prompt_is_measured_once_though_the_run_was_stopped(measure, monkeypatch, capsys):
     """The trainer takes the prompts in an order of its own, which depends on how many are left."""
     keep, stopped = tool.KeepPools, []
