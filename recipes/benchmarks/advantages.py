@@ -11,11 +11,9 @@ tool output in the middle. Medians of several runs, after one that warms up.
 """
 
 import argparse
-import json
 import statistics
 import sys
 import time
-from pathlib import Path
 
 import torch
 
@@ -114,8 +112,7 @@ def main(argv):
         cells += [f"{1e3 * loop:.1f}", f"{loop / step:.1f}", f"{1e3 * floor:.2f}", f"{alone / floor:.1f}"]
         table.add(f"{rows} × {length}", *cells)
     if args.output:
-        note = f"N = {N}, {name}; times in ms, ns per token"
-        Path(args.output).write_text(json.dumps({"note": note, "table": table.rows}, indent=2, ensure_ascii=False))
+        table.save(args.output, f"N = {N}, {name}; times in ms, ns per token")
 
 
 if __name__ == "__main__":

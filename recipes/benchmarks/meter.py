@@ -13,13 +13,11 @@ anyway; on a GPU the time to launch their kernels.
 """
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
 import time
 from functools import wraps
-from pathlib import Path
 
 from recipes.benchmarks.step import (
     Clock,
@@ -97,10 +95,7 @@ def main(argv):
     note += f"; the hooks take {100 * share:.2f} % of a step"
     print(note.split("; ")[-1] + ".")
     if args.output:
-        text = json.dumps(
-            {"note": note, "table": table.rows, "figures": figures, "hooks": share}, indent=2, ensure_ascii=False
-        )
-        Path(args.output).write_text(text)
+        table.save(args.output, note, figures=figures, hooks=share)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ GPU's allocator or of the process. The README has what was seen on two CPU cores
 
 import argparse
 import gc
-import json
 import os
 import statistics
 import sys
@@ -293,8 +292,7 @@ def main(argv):
             *(f"{figure[key]:.3f}" for key in ("memory_ratio", "grpo_forwards", "otb_forwards")),
         )
         if args.output:  # after every regime, for whoever has to stop it
-            text = json.dumps({"note": note, "table": table.rows, "figures": figures}, indent=2, ensure_ascii=False)
-            Path(args.output).write_text(text)
+            table.save(args.output, note, figures=figures)
 
 
 if __name__ == "__main__":

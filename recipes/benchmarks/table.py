@@ -1,5 +1,8 @@
 """A table on the screen, printed row by row as they come, and kept."""
 
+import json
+from pathlib import Path
+
 
 def print_row(*cells: object, width: int = 14, first: int = 26) -> None:
     head, *rest = map(str, cells)
@@ -17,6 +20,11 @@ class Table:
     def add(self, *cells: object) -> None:
         self.rows.append([str(cell) for cell in cells])
         print_row(*cells, **self.layout)
+
+    def save(self, path: str, note: str, **more: object) -> None:
+        """As JSON, beside a note and whatever else a report may want."""
+        content = {"note": note, "table": self.rows, **more}
+        Path(path).write_text(json.dumps(content, indent=2, ensure_ascii=False))
 
 
 def markdown(rows: list[list[str]]) -> str:

@@ -157,10 +157,11 @@ def collect(settings, args, model_args, storage: Storage, studied) -> None:
     if len(storage) >= settings.num_prompts:
         return say(f"{storage.folder}: all {len(storage)} prompts are there.")
     problems = load_data(settings, args.seed)
-    first = {}  # where each problem stands first
+    different = {}  # where each problem stands first
     for i, row in enumerate(problems.train):
-        first.setdefault(_asked(**row), i)
-    different = list(first.items())
+        different.setdefault(_asked(**row), i)
+        if len(different) == settings.num_prompts:
+            break
     if len(different) < settings.num_prompts:
         raise InputError(
             f"`num_prompts` is {settings.num_prompts} and the data has {len(different)} different problems to train "
@@ -174,7 +175,7 @@ def collect(settings, args, model_args, storage: Storage, studied) -> None:
     ]
     environment = settings.environment_factory and load_object(settings.environment_factory, "environment_factory")
     measured = {prompt["asked"] for prompt in storage.prompts()}
-    left = [i for asked, i in different[: settings.num_prompts] if asked not in measured]
+    left = [i for asked, i in different.items() if asked not in measured]
     prompts = with_prompts(problems.train.select(left), tokenizer, settings.instruction)
     check_prompts(prompts, tokenizer, model, args, tools)
     own_rewards = [load_object(name, "reward_funcs") for name in settings.reward_funcs or []]

@@ -164,12 +164,11 @@ class WeightedScores:
         ids = torch.cat([prompt, rollout.completion_ids[row, :length]]).unsqueeze(0)
         weights = (weights * rollout.mask[row])[:, :length].float()
         inputs = []
-        hook = self.head and self.head.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
         with torch.enable_grad():
             prefix = self._prefix_of(prompt)
             read = 0 if prefix is None else len(prompt) - 1
             cache = None if prefix is None else DynamicCache(prefix)
-            inputs.clear()
+            hook = self.head and self.head.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
             logits = self.model(input_ids=ids[:, read:], past_key_values=cache, logits_to_keep=length + 1).logits
             logits = logits[0, :-1]
             logps = (logits.float() / self.temperature).log_softmax(dim=-1)
@@ -178,8 +177,7 @@ class WeightedScores:
             hook.remove()
             (hidden,) = inputs
             (score,) = torch.autograd.grad(logps.sum(), hidden)  # the last position has none
-            shape = (len(weights), 1, length, 1)
-            pulls = torch.nn.functional.pad(weights, (0, hidden.size(1) - length)).view(*shape[:2], -1, 1) * score
+            pulls = torch.nn.functional.pad(weights, (0, 1))[:, None, :, None] * score
         else:
             hidden, pulls = logps, weights
         at_once = max(1, GRADIENTS // sum(parameter.numel() for parameter in self.parameters))

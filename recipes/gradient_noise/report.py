@@ -24,8 +24,8 @@ def report(storage: Storage) -> None:
             "Look at the reward, --instruction and the model; no baseline has anything to work with."
         )
     options = storage.settings["options"]
-    known = scale_of if storage.settings.get("scores_have_mean_zero", True) else lambda *_, **__: None
-    moments = moments_of(prompts, partial(known, zero_tail=storage.settings["zero_tail"]))
+    scales = partial(scale_of, zero_tail=storage.settings["zero_tail"])
+    moments = moments_of(prompts, scales if storage.settings.get("scores_have_mean_zero", True) else None)
     rows = [row for row in compare(moments, options) if row.n in group_sizes or row.name == "group_mean"]
     reward = sum(prompt["reward"] for prompt in prompts) / len(prompts)
     length = sum(prompt["length"] for prompt in prompts) / len(prompts)

@@ -35,9 +35,9 @@ class Storage:
     """
 
     def __init__(self, folder: Path, settings: dict, overwrite: bool = False, read_only: bool = False):
-        self.folder, self._replaced = folder, []
+        self.folder = folder
         self.settings = json.loads(json.dumps(settings))
-        self._replaced = self._files() if overwrite else []
+        self._overwrite = overwrite  # until there is something to take the place of what is there
         if folder.exists() and not folder.is_dir():
             raise InputError(f"`output_dir` is {str(folder)!r}, which is a file: name a folder.")
         if read_only:
@@ -57,12 +57,13 @@ class Storage:
         return len(self._files())
 
     def _files(self) -> list[Path]:
-        return [] if self._replaced else sorted(self.folder.glob("prompt-*.pt"))
+        return [] if self._overwrite else sorted(self.folder.glob("prompt-*.pt"))
 
     def add(self, found: dict) -> None:
-        for file in self._replaced:
-            file.unlink()
-        self._replaced = []
+        if self._overwrite:
+            self._overwrite = False
+            for file in self._files():
+                file.unlink()
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / SETTINGS).write_text(json.dumps(self.settings, indent=2) + "\n")
         path = self.folder / f"prompt-{len(self):05d}.pt"
@@ -75,12 +76,12 @@ class Storage:
 
 
 def moments_of(
-    prompts: list[dict], scale_of: Callable[[str, int], float | None] = lambda name, n: None
+    prompts: list[dict], scale_of: Callable[[str, int], float | None] | None = None
 ) -> dict[tuple[str, int], Moments]:
     """
     The moments of every estimator and group size over these prompts; products come from completions not shared.
 
-    `scale_of` gives the [`Moments.scale`] of a name at a group size.
+    `scale_of` gives the [`Moments.scale`] of a name at a group size; without it none is known.
     """
     truth = torch.stack([prompt["truth"] for prompt in prompts]).double()  # (P, 2, k)
     found = {}
@@ -88,7 +89,7 @@ def moments_of(
         mean = torch.stack([prompt[key]["mean"] for prompt in prompts]).double()
         square = torch.tensor([prompt[key]["square"] for prompt in prompts], dtype=torch.float64)
         products = _products(mean, mean), _products(mean, truth), _products(truth, truth)
-        found[key] = Moments(square, *products, scale_of(*key))
+        found[key] = Moments(square, *products, scale_of(*key) if scale_of else None)
     return found
 
 

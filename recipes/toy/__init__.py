@@ -5,53 +5,30 @@ Each function returns the folder of a model, which is made once and then cached 
 folder that the environment variable `TRL_OTB_CACHE` names).
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 
-def sums() -> Path:
-    """A 2-layer policy that writes down short sums carelessly; the default of recipes/math.py."""
-    from .warm_start import policy
+def _warm_started(kind: str) -> Callable[[], Path]:
+    def folder() -> Path:
+        from .warm_start import policy
 
-    return policy("sums")
+        return policy(kind)
 
-
-def calculator() -> Path:
-    """A 2-layer policy that calls a calculator carelessly, in about three turns; tool_math.py's default."""
-    from .warm_start import policy
-
-    return policy("calculator")
+    return folder
 
 
-def long_calculator() -> Path:
-    """The same for sums of eight to ten numbers, in about ten turns."""
-    from .warm_start import policy
-
-    return policy("long_calculator")
-
-
-def scratchpad_10() -> Path:
-    """A 2-layer policy that steps a digit on, in about 10 tokens; the others in about so many as their names say."""
-    from .warm_start import policy
-
-    return policy("scratchpad_10")
-
-
-def scratchpad_30() -> Path:
-    from .warm_start import policy
-
-    return policy("scratchpad_30")
-
-
-def scratchpad_100() -> Path:
-    from .warm_start import policy
-
-    return policy("scratchpad_100")
-
-
-def scratchpad_300() -> Path:
-    from .warm_start import policy
-
-    return policy("scratchpad_300")
+# A 2-layer policy that writes down short sums carelessly; the default of recipes/math.py
+sums = _warm_started("sums")
+# One that calls a calculator carelessly, in about three turns; tool_math.py's default
+calculator = _warm_started("calculator")
+# The same for sums of eight to ten numbers, in about ten turns
+long_calculator = _warm_started("long_calculator")
+# Policies that step a digit on, in about as many tokens as their names say
+scratchpad_10 = _warm_started("scratchpad_10")
+scratchpad_30 = _warm_started("scratchpad_30")
+scratchpad_100 = _warm_started("scratchpad_100")
+scratchpad_300 = _warm_started("scratchpad_300")
 
 
 def smollm2() -> Path:
