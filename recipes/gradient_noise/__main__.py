@@ -20,7 +20,9 @@ tidy_output()
 import json
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -33,11 +35,13 @@ from recipes.common.errors import InputError, Stopped, constructing, launch
 from recipes.common.imports import load_object
 from recipes.common.launching import processes, say
 from recipes.common.models import check_prompts, load_tokenizer, model_path, with_adapter, with_prompts
+from recipes.common.problems import Problems
 from recipes.common.run_folder import configuration
 from recipes.math import accuracy_reward, load_data
 from recipes.tool_math import ToolMathArguments, calculator_tool
 from trl_otb import OTBGRPOTrainer
 from trl_otb.baselines import find_baseline
+from trl_otb.rollout import Rollout
 
 from .pools import KeepPools, Projection, WeightedScores, estimators, prompt_moments, returns_of
 from .report import report
@@ -139,7 +143,7 @@ def main(argv: list[str]) -> None:
         "configuration": configuration(settings, args, model_args),
     }
     storage = Storage(Path(args.output_dir), described, overwrite=settings.overwrite)
-    collect(settings, args, model_args, storage, studied)
+    collect(settings, args, model_args, storage, partial(prompt_moments, studied=studied, seed=args.seed))
     report(storage)
 
 
@@ -153,59 +157,26 @@ def check_plot_only(argv: list[str]) -> None:
         )
 
 
-def collect(settings, args, model_args, storage: Storage, studied) -> None:
+def collect(
+    settings: NoiseArguments,
+    args,
+    model_args,
+    storage: Storage,
+    measure: Callable[[Rollout, WeightedScores], dict],
+) -> None:
+    """Fill `storage` with what `measure` finds in a pool of completions of every prompt that it lacks."""
     if len(storage) >= settings.num_prompts:
         return say(f"{storage.folder}: all {len(storage)} prompts are there.")
-    problems = load_data(settings, args.seed)
-    different = {}  # where each problem stands first
-    for i, row in enumerate(problems.train):
-        different.setdefault(_asked(**row), i)
-        if len(different) == settings.num_prompts:
-            break
-    if len(different) < settings.num_prompts:
-        raise InputError(
-            f"`num_prompts` is {settings.num_prompts} and the data has {len(different)} different problems to train "
-            f"on, beside {len(problems.held_out)} that are held out. Ask for fewer, or see --num_held_out_problems."
-        )
-    model = model_path(model_args.model_name_or_path)
-    tokenizer = load_tokenizer(model, args, model_args)
-    tools = [
-        calculator_tool(settings.max_operations) if name == "calculator" else load_object(name, "tools")
-        for name in settings.tools or []
-    ]
-    environment = settings.environment_factory and load_object(settings.environment_factory, "environment_factory")
-    measured = {prompt["asked"] for prompt in storage.prompts()}
-    left = [i for asked, i in different.items() if asked not in measured]
-    prompts = with_prompts(problems.train.select(left), tokenizer, settings.instruction)
-    check_prompts(prompts, tokenizer, model, args, tools)
-    own_rewards = [load_object(name, "reward_funcs") for name in settings.reward_funcs or []]
-    args.num_generations_eval = args.per_device_eval_batch_size = settings.completions_per_prompt
-    args.eval_strategy, args.report_to, args.scale_rewards = "no", [], "none"
+    problems, left = _problems_left(settings, args.seed, storage)
     bar = tqdm(total=settings.num_prompts, initial=len(storage), desc="prompts", disable=args.disable_tqdm)
-    args.disable_tqdm = True  # the trainer's own
-    graded, asked = accuracy_reward(problems), []
 
-    def accuracy(completions, **columns) -> list[float]:
-        asked[:] = [_asked(columns["question"][0], columns.get("before", [None])[0])]
-        return graded(completions, **columns)
+    def keep(asked: str, rollout: Rollout) -> None:
+        rewards, lengths = returns_of(rollout), rollout.mask.sum(dim=1).float()
+        seen = {"asked": asked, "reward": rewards.mean().item(), "length": lengths.mean().item()}
+        storage.add(seen | {"varies": bool((rewards != rewards[0]).any())} | measure(rollout, scores))
+        bar.update()
 
-    keep = KeepPools(lambda rollout: (storage.add({"asked": asked[0]} | _moments(rollout)), bar.update()))
-    with constructing(model_args.model_name_or_path):
-        model, peft_config = with_adapter(model, args, model_args)
-        trainer = OTBGRPOTrainer(
-            model=model,
-            reward_funcs=[accuracy, *own_rewards],
-            args=args,
-            train_dataset=prompts,
-            eval_dataset=prompts,
-            processing_class=tokenizer,
-            peft_config=peft_config,
-            quantization_config=get_quantization_config(model_args),
-            callbacks=[keep],
-            tools=tools or None,
-            environment_factory=environment,
-        )
-    keep.trainer = trainer
+    trainer = _sampler(settings, args, model_args, problems, left, keep)
     # Other samples than those of the prompts that are there, and the same adapter
     set_seed(args.seed + len(storage))
     named = [(n, p) for n, p in trainer.model.named_parameters() if p.requires_grad]
@@ -216,14 +187,6 @@ def collect(settings, args, model_args, storage: Storage, studied) -> None:
         )
     projection = Projection([p.numel() for p in studied_parameters], settings.projection, seed=args.seed)
     scores = WeightedScores(trainer.model, args.temperature, studied_parameters, projection)
-
-    def _moments(rollout):
-        found = prompt_moments(rollout, scores, studied, seed=args.seed)
-        lengths = rollout.mask.sum(dim=1).float()
-        rewards = returns_of(rollout)
-        varies = bool((rewards != rewards[0]).any())
-        return found | {"reward": rewards.mean().item(), "varies": varies, "length": lengths.mean().item()}
-
     say(
         f"{sum(p.numel() for p in studied_parameters):,} parameters in {len(studied_parameters)} tensors; "
         + (
@@ -241,6 +204,66 @@ def collect(settings, args, model_args, storage: Storage, studied) -> None:
         ) from None
     finally:
         bar.close()
+
+
+def _problems_left(settings, seed: int, storage: Storage) -> tuple[Problems, list[int]]:
+    """The problems, and where the first different ones stand that are not measured yet."""
+    problems = load_data(settings, seed)
+    different = {}
+    for i, row in enumerate(problems.train):
+        different.setdefault(_asked(**row), i)
+        if len(different) == settings.num_prompts:
+            break
+    if len(different) < settings.num_prompts:
+        raise InputError(
+            f"`num_prompts` is {settings.num_prompts} and the data has {len(different)} different problems to train "
+            f"on, beside {len(problems.held_out)} that are held out. Ask for fewer, or see --num_held_out_problems."
+        )
+    measured = {prompt["asked"] for prompt in storage.prompts()}
+    return problems, [i for asked, i in different.items() if asked not in measured]
+
+
+def _sampler(
+    settings, args, model_args, problems: Problems, left: list[int], keep: Callable[[str, Rollout], None]
+) -> OTBGRPOTrainer:
+    """Its evaluation hands every problem in `left`, as [`_asked`] tells it, to `keep` with a pool of completions."""
+    model = model_path(model_args.model_name_or_path)
+    tokenizer = load_tokenizer(model, args, model_args)
+    tools = [
+        calculator_tool(settings.max_operations) if name == "calculator" else load_object(name, "tools")
+        for name in settings.tools or []
+    ]
+    environment = settings.environment_factory and load_object(settings.environment_factory, "environment_factory")
+    prompts = with_prompts(problems.train.select(left), tokenizer, settings.instruction)
+    check_prompts(prompts, tokenizer, model, args, tools)
+    own_rewards = [load_object(name, "reward_funcs") for name in settings.reward_funcs or []]
+    args.num_generations_eval = args.per_device_eval_batch_size = settings.completions_per_prompt
+    args.eval_strategy, args.report_to, args.scale_rewards = "no", [], "none"
+    args.disable_tqdm = True  # the trainer's own
+    graded, asked = accuracy_reward(problems), []
+
+    def accuracy(completions, **columns) -> list[float]:
+        asked[:] = [_asked(columns["question"][0], columns.get("before", [None])[0])]
+        return graded(completions, **columns)
+
+    pools = KeepPools(lambda rollout: keep(asked[0], rollout))
+    with constructing(model_args.model_name_or_path):
+        model, peft_config = with_adapter(model, args, model_args)
+        trainer = OTBGRPOTrainer(
+            model=model,
+            reward_funcs=[accuracy, *own_rewards],
+            args=args,
+            train_dataset=prompts,
+            eval_dataset=prompts,
+            processing_class=tokenizer,
+            peft_config=peft_config,
+            quantization_config=get_quantization_config(model_args),
+            callbacks=[pools],
+            tools=tools or None,
+            environment_factory=environment,
+        )
+    pools.trainer = trainer
+    return trainer
 
 
 def _scores_have_mean_zero(args) -> bool:

@@ -27,9 +27,13 @@ def _candidate(per_token: bool = False, uses_energy: bool = True):
 
 
 def register() -> list[str]:
-    """Register all of them as baselines, under the names that are returned."""
+    """Register all of them as baselines, under their names, which are returned."""
     for function, flags in _FOUND:
         register_baseline(function.__name__, **flags)(function)
+    return names()
+
+
+def names() -> list[str]:
     return [function.__name__ for function, _ in _FOUND]
 
 

@@ -14,6 +14,7 @@ contrast. Each task is measured by recipes.gradient_noise, with the candidates o
 import argparse
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -25,13 +26,13 @@ from recipes.gradient_noise.measure import compare
 from recipes.gradient_noise.pools import scale_of
 from recipes.gradient_noise.storage import Storage, moments_of
 from recipes.studies import candidates
-from recipes.toy import scratchpad
+from recipes.toy import lake, scratchpad
 
 
 RECIPES = Path(__file__).parents[1]
 PROMPTS = 16
 CALCULATOR = ["--config", str(RECIPES / "tool_math_cpu.yaml"), "--tools", "calculator"]
-# Completions per prompt, and what recipes.gradient_noise is told beside; the scratchpads go by their tokens
+# Completions per prompt, and what recipes.gradient_noise is told beside; the dials go by their names
 TASKS = {
     "10": (256, []),
     "30": (256, []),
@@ -39,9 +40,59 @@ TASKS = {
     "300": (128, []),
     "sums": (256, ["--config", str(RECIPES / "math_cpu.yaml")]),
     "calculator": (128, CALCULATOR),
+    "lake_6": (128, []),
+    "lake_14": (128, []),
+    "lake_30": (64, []),
+    "lake_6_turns": (128, []),
+    "lake_14_turns": (128, []),
+    "lake_30_turns": (64, []),
 }
-GROUPS = (4, 8, 32)
-BASELINES = ("opo", "ogb", "otb", "otb_shrunk")
+
+
+@dataclass(frozen=True)
+class Family:
+    """
+    Tasks that are measured alike and shown side by side.
+
+    Args:
+        tasks (`list[str]`):
+            Keys of `TASKS`.
+        groups (`tuple[int, ...]`):
+            Group sizes.
+        baselines (`tuple[str, ...]`):
+            Built-in ones and candidates.
+        columns (`dict[str, tuple[int, dict[int, str]]]`):
+            Of the picture, by title: a group size, and the tasks by the value of the dial.
+        dial (`str`):
+            What the dial counts.
+    """
+
+    tasks: list[str]
+    groups: tuple[int, ...]
+    baselines: tuple[str, ...]
+    columns: dict[str, tuple[int, dict[int, str]]]
+    dial: str
+
+
+FAMILIES = {
+    "tokens": Family(
+        ["10", "30", "100", "300", "sums", "calculator"],
+        (4, 8, 32),
+        ("opo", "ogb", "otb", "otb_shrunk", *candidates.names()),
+        {f"N = {n}": (n, {t: str(t) for t in scratchpad.STEPS}) for n in (4, 8, 32)},
+        "tokens per completion",
+    ),
+    "turns": Family(
+        [task for task in TASKS if task.startswith("lake")],
+        (4, 8),
+        ("opo", "ogb", "otb", "otb_shrunk", "damped_return", "damped_mean", "inverse_energy", "clipped"),
+        {
+            "reward at the end, N = 4": (4, {t: f"lake_{t}" for t in lake.SIDES}),
+            "rewards per turn, N = 4": (4, {t: f"lake_{t}_turns" for t in lake.SIDES}),
+        },
+        "turns per game",
+    ),
+}
 PANELS = {
     "as they are": ("none", "opo", "ogb", "otb", "otb_shrunk"),
     "one left out: no bias": ("ogb, one left out", "otb, one left out", "otb_shrunk, one left out"),
@@ -49,35 +100,55 @@ PANELS = {
 }
 
 
-def measure(task: str, folder: Path, seed: int) -> None:
+def write(problems: list[dict], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(problem) + "\n" for problem in problems))
+
+
+def flags_of(task: str, folder: Path, seed: int) -> list[str]:
+    """What recipes.gradient_noise is told; data that it reads are written to `folder`."""
     pool, flags = TASKS[task]
     if task.isdigit():
         data = folder / f"{task}.jsonl"
-        data.parent.mkdir(parents=True, exist_ok=True)
-        problems = scratchpad.problems(scratchpad.STEPS[int(task)])
-        data.write_text("".join(json.dumps(problem) + "\n" for problem in problems))
+        write(scratchpad.problems(scratchpad.STEPS[int(task)]), data)
         flags = ["--model_name_or_path", f"recipes.toy:scratchpad_{task}", "--dataset_name", str(data)]
         flags += ["--instruction", "", "--max_completion_length", str(2 * int(task))]
         flags += ["--reward_funcs", "recipes.toy.scratchpad:last_digit", "--reward_weights", "0", "1"]
+    elif task.startswith("lake"):
+        turns, kind = int(task.split("_")[1]), task.endswith("_turns")
+        data = folder / f"lake_{turns}.jsonl"
+        write(lake.problems(lake.SIDES[turns]), data)
+        flags = ["--config", str(RECIPES / "tool_math_cpu.yaml"), "--model_name_or_path", f"recipes.toy:lake_{turns}"]
+        flags += ["--dataset_name", str(data), "--environment_factory", "recipes.toy.lake:Lake"]
+        flags += ["--reward_funcs", f"recipes.toy.lake:{'progress' if kind else 'won'}", "--reward_weights", "0", "1"]
+        flags += ["--max_tool_calling_iterations", str(2 * turns), "--max_completion_length", str(32 * turns)]
     flags = [*flags, "--num_prompts", str(PROMPTS), "--completions_per_prompt", str(pool), "--seed", str(seed)]
-    flags += ["--group_sizes", *map(str, GROUPS), "--output_dir", str(folder / task)]
-    gradient_noise.main([*flags, "--baselines", *BASELINES, *candidates.register()])
+    return [*flags, "--output_dir", str(folder / task)]
 
 
-def picture(of: dict[str, dict], path: Path) -> None:
-    """The scratchpad: one row per panel of `PANELS`, one column per group size."""
-    of = {int(task): rows for task, rows in of.items() if task.isdigit()}
-    if not of:
+def measure(task: str, family: Family, folder: Path, seed: int) -> None:
+    candidates.register()
+    flags = [*flags_of(task, folder, seed), "--group_sizes", *map(str, family.groups)]
+    gradient_noise.main([*flags, "--baselines", *family.baselines])
+
+
+def picture(of: dict[str, dict], family: Family, path: Path) -> None:
+    """One row per panel of `PANELS`, one column per column of the family, of the tasks that are there."""
+    columns = {title: (n, {x: t for x, t in tasks.items() if t in of}) for title, (n, tasks) in family.columns.items()}
+    columns = {title: (n, tasks) for title, (n, tasks) in columns.items() if tasks}
+    if not columns:
         return
-    figure = Figure(figsize=(4.2 * len(GROUPS), 3.2 * len(PANELS)), layout="constrained")
-    axes = figure.subplots(len(PANELS), len(GROUPS), sharex=True, sharey=True, squeeze=False)
-    lengths = sorted(of)
+    figure = Figure(figsize=(4.2 * len(columns) + 0.6, 3.2 * len(PANELS)), layout="constrained")
+    axes = figure.subplots(len(PANELS), len(columns), sharex=True, sharey=True, squeeze=False)
     for row, (title, names) in zip(axes, PANELS.items(), strict=True):
-        for axis, n in zip(row, GROUPS, strict=True):
+        names = [
+            name for name in names if all((name, n) in of[t] for n, tasks in columns.values() for t in tasks.values())
+        ]
+        for axis, (column, (n, tasks)) in zip(row, columns.items(), strict=True):
             for i, name in enumerate(names):
                 # Side by side, so that intervals do not hide each other
                 found = [
-                    (tokens * 1.04 ** (i - len(names) / 2), of[tokens][name, n].over_group_mean) for tokens in lengths
+                    (x * 1.04 ** (i - len(names) / 2), of[task][name, n].over_group_mean) for x, task in tasks.items()
                 ]
                 found = [(at, ratio) for at, ratio in found if not ratio.lost]
                 places, values = [at for at, _ in found], [ratio.value for _, ratio in found]
@@ -86,28 +157,27 @@ def picture(of: dict[str, dict], path: Path) -> None:
                     ends = [max(ratio.low, 0), min(ratio.high, 9)]
                     axis.plot([at, at], ends, color=line.get_color(), alpha=0.4)
             axis.axhline(1, color="0.4", linewidth=0.8, linestyle=":")
-            axis.set(xscale="log", title=f"{title}, N = {n}", ylim=(0, 1.7))
-            axis.set_xticks(lengths, map(str, lengths))
+            axis.set(xscale="log", title=f"{title}, {column}", ylim=(0, 2))
+            axis.title.set_fontsize(10)
+            axis.set_xticks(list(tasks), map(str, tasks))
             axis.minorticks_off()
             axis.grid(alpha=0.3)
         row[0].set_ylabel("efficiency over the group mean's")
         row[-1].legend(fontsize=8, loc="upper right")
     for axis in axes[-1]:
-        axis.set_xlabel("tokens per completion")
-    figure.suptitle(
-        f"The scratchpad ({PROMPTS} prompts per length; bars: 95 % by bootstrap over prompts)", fontsize=11
-    )
+        axis.set_xlabel(family.dial)
+    figure.suptitle(f"{PROMPTS} prompts per point; bars: 95 % by bootstrap over prompts", fontsize=11)
     figure.savefig(path, dpi=110)
 
 
-def report(folder: Path, tasks: list[str]) -> None:
+def report(folder: Path, family: Family, tasks: list[str]) -> None:
     """Of all tasks: efficiency and noise to signal over the group mean's with intervals, and the cosine."""
     of = {}
     for task in tasks:
         prompts = Storage(folder / task, {}, read_only=True).prompts()
         of[task] = {(row.name, row.n): row for row in compare(moments_of(prompts, scale_of))}
     lines = []
-    for n in GROUPS:
+    for n in family.groups:
         titles = [f"T = {task}" if task.isdigit() else task for task in tasks]
         lines += [f"\nN = {n}:\n", "| estimator | " + " | ".join(titles) + " |", "|---" * (len(tasks) + 1) + "|"]
         for name, _ in (key for key in of[tasks[0]] if key[1] == n):
@@ -119,23 +189,31 @@ def report(folder: Path, tasks: list[str]) -> None:
             lines.append(f"| `{name}` | {shown} |")
     text = "\n".join(lines) + "\n"
     (folder / "tables.md").write_text(text)
-    picture(of, folder / "horizon.png")
+    picture(of, family, folder / "horizon.png")
     say(text)
     say(f"{folder}: tables.md, horizon.png, and the data per task.")
 
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="horizon", description=__doc__.splitlines()[1])
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), help="lengths, or other tasks")
+    parser.add_argument("--family", choices=FAMILIES, default="tokens", help="what the dial counts")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, help="some of the family's tasks; by default all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plot_only", action="store_true", help="tables and picture from what is saved")
-    parser.add_argument("--output_dir", type=Path, default=Path("runs/studies/horizon"))
+    parser.add_argument("--output_dir", type=Path, help="by default runs/studies/horizon, or runs/studies/turns")
     args = parser.parse_args(argv)
+    family = FAMILIES[args.family]
+    tasks = args.tasks or family.tasks
+    if others := [task for task in tasks if task not in family.tasks]:
+        parser.error(
+            f"--tasks: {', '.join(others)} is not in the family {args.family}, which has {', '.join(family.tasks)}"
+        )
+    folder = args.output_dir or Path("runs/studies") / {"tokens": "horizon"}.get(args.family, args.family)
     try:
-        for task in args.tasks:
+        for task in tasks:
             if not args.plot_only:
-                measure(task, args.output_dir, args.seed)
-        report(args.output_dir, [task for task in TASKS if task in args.tasks])
+                measure(task, family, folder, args.seed)
+        report(folder, family, [task for task in family.tasks if task in tasks])
     except InputError as error:
         parser.error(str(error))
 

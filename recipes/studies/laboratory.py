@@ -8,6 +8,7 @@ form, whatever its advantages.
 """
 
 import math
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +19,10 @@ from peft import PeftModel
 
 from recipes.common.arguments import RecipeArguments, parse
 from recipes.common.models import with_prompts
-from recipes.common.problems import Problems, load_problems
+from recipes.common.problems import load_problems
 from recipes.math import accuracy_reward
 from recipes.tool_math import calculator_tool
-from recipes.toy import dialogues, worked_sums
+from recipes.toy import dialogues, scratchpad, worked_sums
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 from trl_otb.baselines import compute_advantages
 from trl_otb.rollout import Rollout
@@ -52,27 +53,24 @@ class Task:
     Problems that a policy is studied on.
 
     Args:
-        problems (`Problems`):
-            With their grader.
         train, held_out (`Dataset`):
             Their prompts.
+        reward (`Callable`):
+            1 for a right answer and 0 for a wrong one.
         tools (`list`, *optional*):
             What the policy may call.
     """
 
-    problems: Problems
     train: Dataset
     held_out: Dataset
-    tools: list | None
-
-    @property
-    def reward(self) -> Callable[..., list[float]]:
-        """1 for a right answer and 0 for a wrong one."""
-        return accuracy_reward(self.problems)
+    reward: Callable[..., list[float]]
+    tools: list | None = None
 
 
 def task_of(name: str, tokenizer, num_train: int, num_held_out: int, seed: int) -> Task:
-    """The task called "sums", "calculator", "long_calculator" or "smollm2"."""
+    """The task called "sums", "calculator", "long_calculator", "smollm2" or "scratchpad_100" and the like."""
+    if name.startswith("scratchpad_"):
+        return _scratchpad_task(int(name.removeprefix("scratchpad_")), tokenizer)
     options, instruction = _CHAIN_SUMS.get(name), ""
     if name == "smollm2":
         settings = smollm2_recipe()[0]
@@ -82,7 +80,15 @@ def task_of(name: str, tokenizer, num_train: int, num_held_out: int, seed: int) 
     )
     train, held_out = (with_prompts(data, tokenizer, instruction) for data in (problems.train, problems.held_out))
     tools = [calculator_tool(max_operations=1)] if name.endswith("calculator") else None
-    return Task(problems, train, held_out, tools)
+    return Task(train, held_out, accuracy_reward(problems), tools)
+
+
+def _scratchpad_task(tokens: int, tokenizer) -> Task:
+    """All 90 starts of a scratchpad of so many tokens, 18 of them held out."""
+    rows = scratchpad.problems(scratchpad.STEPS[tokens])
+    random.Random(0).shuffle(rows)
+    train, held_out = (with_prompts(Dataset.from_list(some), tokenizer, "") for some in (rows[18:], rows[:18]))
+    return Task(train, held_out, scratchpad.last_digit)
 
 
 def smollm2_recipe():

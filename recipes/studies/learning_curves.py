@@ -1,8 +1,7 @@
 """
 Does N = 4 do the work of N = 32? Learning curves over generated tokens, by baseline and group size, over seeds.
 
-    OMP_NUM_THREADS=1 python -m recipes.studies.learning_curves --task calculator --worker 0 --workers 2 &
-    OMP_NUM_THREADS=1 python -m recipes.studies.learning_curves --task calculator --worker 1 --workers 2
+    OMP_NUM_THREADS=1 python -m recipes.studies.learning_curves --task calculator   # again beside it, on another core
     python -m recipes.studies.learning_curves --plot_only
 
 Every run trains the toy policy of a task with 16 problems per step. Learning rates are tuned per arm, on two
@@ -28,8 +27,10 @@ from transformers import AutoTokenizer, PrinterCallback
 
 from recipes import toy
 from recipes.common.held_out import HeldOut
+from recipes.studies import candidates
+from recipes.studies.aggregate import difference, interquartile_mean, probability_of_improvement
 from recipes.studies.laboratory import BARE, task_of
-from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
+from trl_otb import GradientNoiseCallback, OTBGRPOConfig, OTBGRPOTrainer, register_baseline
 from trl_otb.baselines import BASELINES
 
 
@@ -42,15 +43,17 @@ class Task:
     threshold: float
     max_completion_length: int
     max_calls: int = 6
+    held_out_samples: int = 4
 
 
 TASKS = {
     "sums": Task({4: 400, 8: 400, 32: 300}, (2e-4, 4e-4, 8e-4, 1.6e-3), 0.55, 24),
     "calculator": Task({4: 100, 8: 80, 32: 40}, (2e-4, 4e-4, 8e-4, 1.6e-3), 0.85, 72),
     "long_calculator": Task({4: 60, 8: 50, 32: 40}, (1e-4, 2e-4, 4e-4, 8e-4), 0.55, 180, max_calls=14),
+    "scratchpad_100": Task({4: 100}, (1e-4, 2e-4, 4e-4), 0.8, 200, held_out_samples=16),
 }
 TUNING_SEEDS = (101, 102)
-SEEDS = (1, 2, 3, 4, 5)
+ARMS = ("none", *BASELINES, *candidates.names())
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,8 @@ def train(run: Run) -> dict:
             output_dir="runs/studies/learning_curves/work",
             baseline=run.baseline,
             num_generations=run.n,
-            per_device_train_batch_size=16 * run.n,
+            per_device_train_batch_size=4 * run.n,
+            gradient_accumulation_steps=4,  # whose noise the meter measures
             learning_rate=run.learning_rate,
             seed=run.seed,
             max_steps=task.steps[run.n],
@@ -88,14 +92,14 @@ def train(run: Run) -> dict:
             lr_scheduler_type="constant_with_warmup",
             warmup_steps=10,
             per_device_eval_batch_size=400,
-            num_generations_eval=4,
+            num_generations_eval=task.held_out_samples,
             logging_steps=1,
             **BARE,
         ),
         train_dataset=studied.train,
         eval_dataset=measure.dataset,
         processing_class=tokenizer,
-        callbacks=[measure],
+        callbacks=[measure, GradientNoiseCallback()],
         tools=studied.tools,
     )
     trainer.remove_callback(PrinterCallback)
@@ -109,6 +113,8 @@ def train(run: Run) -> dict:
         **vars(run),
         "reward": [float(entry["reward"]) for entry in log],
         "grad_norm": [float(entry["grad_norm"]) for entry in log],
+        "entropy": [float(entry["entropy"]) for entry in log],
+        "noise_scale": [entry.get("noise/scale") for entry in log],
         "grad_power": [entry["otb/grad_power"] for entry in log],
         "tokens": [16 * run.n * sum(lengths[: i + 1]) for i in range(len(log))],  # generated, tool output left out
         "held_out": measure.evaluations[-1].mean,
@@ -123,7 +129,7 @@ def best_learning_rate(folder: Path, task: str, baseline: str, n: int) -> float 
         paths = [folder / f"{Run(task, baseline, n, rate, seed).name}.json" for seed in TUNING_SEEDS]
         if not all(path.exists() for path in paths):
             return None
-        scores[rate] = statistics.fmean(statistics.fmean(json.loads(p.read_text())["reward"]) for p in paths)
+        scores[rate] = statistics.fmean(over_the_run(json.loads(p.read_text())) for p in paths)
     return max(scores, key=scores.get)
 
 
@@ -184,67 +190,129 @@ def mean_and_interval(values: list[float], draws: int = 2000) -> str:
     return f"{x.mean():.3g} ({low:.3g}–{high:.3g})"
 
 
+def over_the_run(result: dict) -> float:
+    """The score of a run, by which learning rates are tuned too: its mean reward, at equal tokens per step."""
+    return statistics.fmean(result["reward"])
+
+
+def at_the_end(result: dict) -> float:
+    """The mean reward of the last tenth."""
+    return statistics.fmean(result["reward"][-max(1, len(result["reward"]) // 10) :])
+
+
 def report(folder: Path) -> None:
     results = [json.loads(p.read_text()) for p in sorted(folder.glob("*.json"))]
-    lines = []
-    for task in TASKS:
-        arms = [(n, b) for n in sorted(TASKS[task].steps) for b in BASELINES]
-        arms = {arm: best_learning_rate(folder, task, arm[1], arm[0]) for arm in arms}
-        arms = {arm: rate for arm, rate in arms.items() if rate is not None}
-        of = {
-            (n, b): [
-                r
-                for r in results
-                if (r["task"], r["baseline"], r["n"], r["learning_rate"]) == (task, b, n, rate) and r["seed"] in SEEDS
-            ]
-            for (n, b), rate in arms.items()
-        }
-        of = {arm: rows for arm, rows in of.items() if rows}
-        if not of:
-            continue
-        threshold = TASKS[task].threshold
-        lines += [f"\n### {task}: 16 problems per step, threshold {threshold:.0%} of training reward\n"]
-        lines += [
-            "| N | baseline | learning rate | seeds | tokens to threshold (thousands) | held-out at the end (%) | "
-            "worst gradient norm | collapsed |",
-            "|---|---|---|---|---|---|---|---|",
-        ]
-        for (n, b), rows in of.items():
-            reached = [t / 1000 for r in rows if (t := tokens_to(r, threshold)) is not None]
-            missed = f", {len(rows) - len(reached)} never" if len(reached) < len(rows) else ""
-            tokens = mean_and_interval(reached) + missed if reached else "never"
-            lines.append(
-                f"| {n} | {b} | {arms[n, b]:g} | {len(rows)} | {tokens} | "
-                f"{mean_and_interval([100 * r['held_out'] for r in rows])} | "
-                f"{statistics.median(max(r['grad_norm']) for r in rows):.2f} | {sum(map(collapsed, rows))} |"
-            )
-        rates = TASKS[task].learning_rates
-        lines += [f"\nTuning, mean reward over the run by learning rate ({len(TUNING_SEEDS)} seeds):\n"]
-        lines += [
-            "| N | baseline | " + " | ".join(f"{rate:g}" for rate in rates) + " |",
-            "|---" * (2 + len(rates)) + "|",
-        ]
-        for n, b in of:
-            cells = []
-            for rate in rates:
-                rows = [
-                    r
-                    for r in results
-                    if (r["task"], r["baseline"], r["n"], r["learning_rate"]) == (task, b, n, rate)
-                    and r["seed"] in TUNING_SEEDS
-                ]
-                score = statistics.fmean(statistics.fmean(r["reward"]) for r in rows)
-                broken = sum(map(collapsed, rows))
-                cells.append(f"{score:.3f}" + (f", {broken} collapsed" if broken else ""))
-            lines.append(f"| {n} | {b} | " + " | ".join(cells) + " |")
-        plot(task, of, folder / f"{task}.png")
-    text = "\n".join(lines) + "\n"
+    text = "".join(_report_of(task, [r for r in results if r["task"] == task], folder) for task in TASKS)
     (folder / "tables.md").write_text(text)
     print(text)
 
 
+def _report_of(task: str, results: list[dict], folder: Path) -> str:
+    """The tables of a task, and its picture; nothing for arms whose learning rate is not tuned yet."""
+    rates = {(n, b): best_learning_rate(folder, task, b, n) for n in sorted(TASKS[task].steps) for b in ARMS}
+    of = {
+        (n, b): sorted(
+            (
+                r
+                for r in results
+                if (r["baseline"], r["n"], r["learning_rate"]) == (b, n, rate) and r["seed"] not in TUNING_SEEDS
+            ),
+            key=lambda r: r["seed"],
+        )
+        for (n, b), rate in rates.items()
+    }
+    of = {arm: rows for arm, rows in of.items() if rows}
+    if not of:
+        return ""
+    plot(task, of, folder / f"{task}.png")
+    threshold = TASKS[task].threshold
+    title = f"\n### {task}: 16 problems per step, threshold {threshold:.0%} of training reward\n"
+    return "\n".join(
+        [title, *_outcomes(of, rates, threshold), *_beside_group_mean(of), *_tuning(task, of, results), ""]
+    )
+
+
+def _outcomes(of: dict, rates: dict, threshold: float) -> list[str]:
+    lines = [
+        "| N | baseline | learning rate | seeds | tokens to threshold (thousands) | held-out at the end (%) | "
+        "worst gradient norm | entropy, first and last tenth | noise scale (prompts) | collapsed |",
+        "|---" * 10 + "|",
+    ]
+    for (n, b), rows in of.items():
+        reached = [t / 1000 for r in rows if (t := tokens_to(r, threshold)) is not None]
+        missed = f", {len(rows) - len(reached)} never" if len(reached) < len(rows) else ""
+        tokens = mean_and_interval(reached) + missed if reached else "never"
+        tenth = max(1, len(rows[0]["entropy"]) // 10)
+        entropy = [
+            statistics.fmean(e for r in rows for e in r["entropy"][part])
+            for part in (slice(tenth), slice(-tenth, None))
+        ]
+        scales = [scale for r in rows for scale in r["noise_scale"] if scale is not None]
+        lines.append(
+            f"| {n} | {b} | {rates[n, b]:g} | {len(rows)} | {tokens} | "
+            f"{mean_and_interval([100 * r['held_out'] for r in rows])} | "
+            f"{statistics.median(max(r['grad_norm']) for r in rows):.2f} | {entropy[0]:.3f}, {entropy[1]:.3f} | "
+            f"{f'{statistics.median(scales):.0f}' if scales else '?'} | {sum(map(collapsed, rows))} |"
+        )
+    return lines
+
+
+def _beside_group_mean(of: dict) -> list[str]:
+    """
+    The score of each arm beside the group mean's of the same N. The last row has the group mean beside itself, the
+    later half of its seeds beside the earlier: what no baseline at all looks like.
+    """
+    lines = [
+        "\nReward over the run (interquartile mean over seeds), the same at its end, and over the group mean's:\n",
+        "| N | baseline | seeds | over the run | in the last tenth | minus the group mean's, over the run | "
+        "probability that a run beats one of the group mean's |",
+        "|---" * 7 + "|",
+    ]
+
+    def line(n, name, rows, beside):
+        ours, theirs = [list(map(over_the_run, rows))], [list(map(over_the_run, beside))]
+        final = interquartile_mean([list(map(at_the_end, rows))])
+        return (
+            f"| {n} | {name} | {len(rows)} | {interquartile_mean(ours).text()} | {final.text()} | "
+            f"{difference(ours, theirs).text()} | {probability_of_improvement(ours, theirs).text(2)} |"
+        )
+
+    for (n, b), rows in of.items():
+        control = of.get((n, "group_mean"), [])
+        if len(control) < 4 or len(rows) < 2:
+            continue
+        if b != "group_mean":
+            lines.append(line(n, b, rows, control))
+        else:
+            half = len(rows) // 2
+            lines.append(line(n, "group_mean, later half of the seeds beside the earlier", rows[half:], rows[:half]))
+    return lines if len(lines) > 3 else []
+
+
+def _tuning(task: str, of: dict, results: list[dict]) -> list[str]:
+    rates = TASKS[task].learning_rates
+    lines = [
+        f"\nTuning, mean reward over the run by learning rate ({len(TUNING_SEEDS)} seeds):\n",
+        "| N | baseline | " + " | ".join(f"{rate:g}" for rate in rates) + " |",
+        "|---" * (2 + len(rates)) + "|",
+    ]
+    for n, b in of:
+        cells = []
+        for rate in rates:
+            rows = [
+                r
+                for r in results
+                if (r["baseline"], r["n"], r["learning_rate"]) == (b, n, rate) and r["seed"] in TUNING_SEEDS
+            ]
+            broken = sum(map(collapsed, rows))
+            score = statistics.fmean(map(over_the_run, rows))
+            cells.append(f"{score:.3f}" + (f", {broken} collapsed" if broken else ""))
+        lines.append(f"| {n} | {b} | " + " | ".join(cells) + " |")
+    return lines
+
+
 PALETTE = ("tab:blue", "tab:red", "tab:orange", "tab:brown", "tab:green", "tab:purple", "tab:pink", "tab:olive")
-COLORS = dict(zip(BASELINES, itertools.cycle(PALETTE), strict=False)) | {"group_mean": "0.4"}
+COLORS = dict(zip(ARMS, itertools.cycle(PALETTE), strict=False)) | {"none": "black", "group_mean": "0.4"}
 
 
 def plot(task: str, of: dict[tuple[int, str], list[dict]], path: Path) -> None:
@@ -273,31 +341,40 @@ def plot(task: str, of: dict[tuple[int, str], list[dict]], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+def nothing(group) -> torch.Tensor:
+    """Per completion: nothing, so that A = G."""
+    return torch.zeros_like(group.returns)
+
+
 def main(argv):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
     parser.add_argument("--task", choices=TASKS, default="calculator")
-    parser.add_argument("--baselines", nargs="+", choices=BASELINES, default=list(BASELINES))
+    parser.add_argument("--baselines", nargs="+", choices=ARMS, default=list(BASELINES))
     parser.add_argument("--sizes", nargs="+", type=int, choices=(4, 8, 32), default=[4, 8, 32])
-    parser.add_argument("--worker", type=int, default=0, help="start from another end than the other workers")
-    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--seeds", type=int, default=5, help="Seeds per arm, beside those that tune it.")
     parser.add_argument("--plot_only", action="store_true", help="make tables and pictures from what is saved")
     parser.add_argument("--output_dir", default="runs/studies/learning_curves")
     args = parser.parse_args(argv)
-    if not 0 <= args.worker < args.workers:
-        parser.error("--worker must be at least 0 and less than --workers")
+    missing = [n for n in args.sizes if n not in TASKS[args.task].steps]
+    if missing and not args.plot_only:
+        parser.error(f"--sizes: {args.task} has no runs of N = {missing[0]}, only of {list(TASKS[args.task].steps)}")
+    if not 1 <= args.seeds < min(TUNING_SEEDS):
+        parser.error(f"--seeds is {args.seeds}: give 1 to {min(TUNING_SEEDS) - 1}")
     warnings.filterwarnings("ignore")
     folder = Path(args.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     if not args.plot_only:
+        register_baseline("none", per_token=False, uses_energy=False, leaves_one_out=True)(nothing)
+        candidates.register()
         arms = [(n, b) for n in args.sizes for b in args.baselines]
-        arms = arms[args.worker :: args.workers] + [a for i, a in enumerate(arms) if i % args.workers != args.worker]
+        rates = TASKS[args.task].learning_rates
+        perform([Run(args.task, b, n, rate, seed) for n, b in arms for rate in rates for seed in TUNING_SEEDS], folder)
         for n, b in arms:
-            rates = TASKS[args.task].learning_rates
-            perform([Run(args.task, b, n, rate, seed) for rate in rates for seed in TUNING_SEEDS], folder)
-        for n, b in arms:
-            while (rate := best_learning_rate(folder, args.task, b, n)) is None:
-                time.sleep(5)  # another worker is tuning it
-            perform([Run(args.task, b, n, rate, seed) for seed in SEEDS], folder)
+            while best_learning_rate(folder, args.task, b, n) is None:
+                time.sleep(5)  # another process is tuning it
+        best = {(n, b): best_learning_rate(folder, args.task, b, n) for n, b in arms}
+        # By seeds, so that what is there when it is stopped compares the arms
+        perform([Run(args.task, b, n, best[n, b], seed) for seed in range(1, args.seeds + 1) for n, b in arms], folder)
     report(folder)
 
 

@@ -29,6 +29,10 @@ scratchpad_10 = _warm_started("scratchpad_10")
 scratchpad_30 = _warm_started("scratchpad_30")
 scratchpad_100 = _warm_started("scratchpad_100")
 scratchpad_300 = _warm_started("scratchpad_300")
+# Policies that cross a frozen lake, in about as many turns as their names say
+lake_6 = _warm_started("lake_6")
+lake_14 = _warm_started("lake_14")
+lake_30 = _warm_started("lake_30")
 
 
 def smollm2() -> Path:

@@ -23,13 +23,13 @@ _SUMS = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '=' -}}{%- endif -%}"""
 
-_CALCULATOR = """\
+_TOOL = """\
     {%- elif message.role == 'assistant' -%}
         {{- '>' -}}
         {%- for call in message.tool_calls or [] -%}
             {%- set arguments = call.function.arguments -%}
-            {%- if call.function.name == 'calculator' and arguments.keys() | list == ['expression'] -%}
-                {{- '[' ~ arguments.expression ~ ']' -}}
+            {%- if call.function.name == 'TOOL' and arguments.keys() | list == ['ARGUMENT'] -%}
+                {{- '[' ~ arguments.ARGUMENT ~ ']' -}}
             {%- else -%}
                 {{- '[' ~ call.function.name ~ arguments | tojson ~ ']' -}}
             {%- endif -%}
@@ -41,29 +41,24 @@ _CALCULATOR = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '>' -}}{%- endif -%}"""
 
-# What the policy says, read back as a message (transformers' response templates).
-CALCULATOR_RESPONSE = {
-    "defaults": {"role": "assistant"},
-    "start_anchor": ">",
-    "fields": {
-        "tool_calls": {
-            "open": "[",
-            "close": "]",
-            "repeats": True,
-            "content": "text",
-            "transform": {
-                "type": "function",
-                "function": {"name": "calculator", "arguments": {"expression": "{content}"}},
-            },
-        },
-        "content": {"close": "<eos>", "content": "text"},
-    },
-}
-
 
 def sums_template(alphabet: str) -> str:
     return _USER.replace("ALPHABET", repr(alphabet)) + _SUMS
 
 
-def calculator_template(alphabet: str) -> str:
-    return _USER.replace("ALPHABET", repr(alphabet)) + _CALCULATOR
+def tool_template(alphabet: str, tool: str, argument: str) -> str:
+    """Calls of the one tool are written `[…]`, what it shows `{…}`, or `{?}` for an error."""
+    return _USER.replace("ALPHABET", repr(alphabet)) + _TOOL.replace("TOOL", tool).replace("ARGUMENT", argument)
+
+
+def tool_response(tool: str, argument: str) -> dict:
+    """What the policy says, read back as a message (transformers' response templates)."""
+    call = {"type": "function", "function": {"name": tool, "arguments": {argument: "{content}"}}}
+    return {
+        "defaults": {"role": "assistant"},
+        "start_anchor": ">",
+        "fields": {
+            "tool_calls": {"open": "[", "close": "]", "repeats": True, "content": "text", "transform": call},
+            "content": {"close": "<eos>", "content": "text"},
+        },
+    }

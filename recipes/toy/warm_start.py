@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from . import dialogues, scratchpad, templates, worked_sums
+from . import dialogues, lake, scratchpad, templates, worked_sums
 from .cache import cached
 
 
@@ -68,13 +68,14 @@ WARM_STARTS = {
     "calculator": WarmStart(
         alphabet=dialogues.ALPHABET,
         demonstrations=dialogues.demonstrations,
-        chat_template=templates.calculator_template(dialogues.ALPHABET),
-        response_template=templates.CALCULATOR_RESPONSE,
+        chat_template=templates.tool_template(dialogues.ALPHABET, "calculator", "expression"),
+        response_template=templates.tool_response("calculator", "expression"),
         learning_rate=4e-3,
     ),
 }
 WARM_STARTS["long_calculator"] = replace(WARM_STARTS["calculator"], demonstrations=dialogues.long_demonstrations)
 
+_LONG = (*WarmStart.model[:-2], ("max_position_embeddings", 1024), ("tie_word_embeddings", True))
 for _tokens in scratchpad.STEPS:
     WARM_STARTS[f"scratchpad_{_tokens}"] = WarmStart(
         alphabet=scratchpad.ALPHABET,
@@ -83,7 +84,18 @@ for _tokens in scratchpad.STEPS:
         learning_rate=4e-3,
         steps={10: 2000, 30: 2000, 100: 1200, 300: 3000}[_tokens],
         batch_size=32 if _tokens < 300 else 16,
-        model=(*WarmStart.model[:-2], ("max_position_embeddings", 1024), ("tie_word_embeddings", True)),
+        model=_LONG,
+    )
+for _turns in lake.SIDES:
+    WARM_STARTS[f"lake_{_turns}"] = WarmStart(
+        alphabet=lake.ALPHABET,
+        demonstrations=partial(lake.demonstrations, turns=_turns),
+        chat_template=templates.tool_template(lake.ALPHABET, "move", "direction"),
+        response_template=templates.tool_response("move", "direction"),
+        learning_rate=4e-3,
+        steps={6: 1500, 14: 1000, 30: 800}[_turns],
+        batch_size=32 if _turns < 30 else 16,
+        model=_LONG,
     )
 
 

@@ -7,7 +7,9 @@ import pytest
 from datasets import Dataset
 
 from recipes import math as recipe
+from recipes.studies import candidates
 from recipes.toy import warm_start
+from trl_otb.baselines import BASELINES
 
 
 SMALL = (
@@ -26,6 +28,15 @@ def shortly_trained(kind, steps, folder):
     """As `recipes.toy.warm_start.policy`, but in this process, which has imported what takes longest."""
     warm_start.train(replace(warm_start.WARM_STARTS[kind], steps=steps), folder)
     return folder
+
+
+@pytest.fixture
+def registered():
+    """The names of the studies' candidates, registered for this test alone."""
+    before = dict(BASELINES)
+    yield candidates.register()
+    BASELINES.clear()
+    BASELINES.update(before)
 
 
 @pytest.fixture(autouse=True)

@@ -1,26 +1,19 @@
-"""The studies on gradient_noise: the scratchpad, the language model's tasks, the candidates, and the report."""
+"""The studies on gradient_noise: scratchpad, lake, the language model's tasks, candidates, shrinkage, reports."""
 
 import random
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 
 from recipes import toy
 from recipes.common.errors import InputError
-from recipes.studies import candidates, horizon, language, variance
-from recipes.toy import scratchpad
+from recipes.studies import horizon, language, shrinkage, variance
+from recipes.toy import lake, scratchpad
 from tests.recipes.conftest import shortly_trained
 from trl_otb import OTBGRPOConfig
-from trl_otb.baselines import BASELINES, compute_advantages
-
-
-@pytest.fixture
-def registered():
-    before = dict(BASELINES)
-    yield candidates.register()
-    BASELINES.clear()
-    BASELINES.update(before)
+from trl_otb.baselines import compute_advantages
 
 
 # The scratchpad
@@ -43,6 +36,124 @@ def test_the_scratchpads_answer_is_the_digit_after_the_counters_end():
     assert scratchpad.last_digit(said, ["0"] * 6) == [1, 1, 0, 0, 0, 1]
     (problem,) = [p for p in scratchpad.problems(2) if p["question"] == "4+3*02"]
     assert problem["answer"] == "0"
+
+
+# The lake
+
+
+LAKE = ["SFH", "HFF", "FFG"]
+
+
+def game_of(moves, lake_rows=LAKE):
+    """The messages of a game, and the question it answers."""
+    game = lake.Lake()
+    game.reset(lake=" ".join(lake_rows))
+    messages = []
+    for move in moves:
+        messages.append({"role": "assistant", "tool_calls": [{"function": {"name": "move"}}]})
+        messages.append({"role": "tool", "content": game.move(move)})
+    return [*messages, {"role": "assistant", "content": "="}], f"lake 1: {lake.seen(lake_rows, 0, 0)}"
+
+
+def test_what_is_seen_on_the_lake():
+    assert lake.seen(LAKE, 0, 0) == "0202XO.X"  # left the shore, below a hole, right ice, above the shore
+    assert lake.seen(LAKE, 1, 1) == "0101O..."
+    assert (lake.seen(LAKE, 2, 2), lake.seen(LAKE, 0, 2)) == ("*", "O")
+
+
+def test_games_and_their_rewards():
+    won, asked = game_of("RDRD")
+    told = [message["content"] for message in won if message["role"] == "tool"]
+    assert told == ["0102..OX", "0101O...", "0001..XO", "*"]
+    games = [won, game_of("RR")[0], game_of("RDUL")[0]]
+    assert lake.won(games) == [1, 0, 0]
+    of_turns = [[0.25, 0.25, 0.25, 0.25, 0], [0.25, -1, 0], [0.25, 0.25, -0.25, -0.25, 0]]
+    assert lake.progress(games, [asked] * 3) == of_turns
+
+
+def test_a_move_that_cannot_be_made_is_an_error():
+    game = lake.Lake()
+    game.reset(lake=" ".join(LAKE))
+    with pytest.raises(ValueError, match="'X', none of L, D, R and U"):
+        game.move("X")
+    game.move("D")
+    with pytest.raises(ValueError, match="the game is over"):
+        game.move("R")
+    with pytest.raises(ValueError, match="the game is over"):
+        lake.Lake().move("R")
+
+
+@pytest.mark.parametrize("turns", lake.SIDES)
+def test_demonstrated_games_are_the_games_of_the_lake(turns):
+    """What the pupil is shown is what gymnasium's lake does, and it wins as often, in as many turns, as is said."""
+    levels, shown = {}, lake.demonstrations(300, turns)
+    for side, seed in ((lake.SIDES[turns], seed) for seed in range(20)):
+        rows = levels[seed] = lake.level(side, seed)
+        assert rows[0][0] == "S" and rows[-1][-1] == "G" and len(rows) == side
+    rng = random.Random(1)
+    for rows in levels.values():
+        segments = lake._demonstration(rows, 0.1, 2 * turns, rng)
+        moves = [said[1] for said, by_policy in segments if by_policy and said[0] == "["]
+        messages, _ = game_of(moves, rows)
+        told = [m["content"] for m in messages if m["role"] == "tool"]
+        written = [text[1:-2] for text, by_policy in segments[1:] if not by_policy]
+        assert told[: len(written)] == written
+    games = ["".join(text for text, _ in segments) for segments in shown]
+    won = [text for text in games if "{*}" in text]
+    assert len(won) / len(games) == pytest.approx(lake.RIGHT, abs=0.09)
+    assert sum(text.count("[") for text in won) / len(won) == pytest.approx(turns, rel=0.2)
+    assert set("".join(games).replace("<eos>", "")) <= set(lake.ALPHABET)
+
+
+# Shrinkage
+
+
+def test_the_share_and_the_target_of_shrinkage_by_hand():
+    """Of the plain mean: v = σ² / (N − 1), and all of it by the other prompts."""
+    returns = torch.rand(5, 4, generator=torch.Generator().manual_seed(0)).double()
+    share, target = shrinkage.shrinkage(shrinkage.left_one_out(returns, torch.ones_like(returns)))
+    for p in range(5):
+        others = returns[[q for q in range(5) if q != p]]
+        noise = others.var(dim=1).mean() / 3
+        between = max(others.mean(dim=1).var() - noise * 3 / 4, 0)
+        assert target[p].item() == pytest.approx(others.mean().item())
+        assert share[p].item() == pytest.approx((noise / (noise + between)).item())
+
+
+def test_prompts_alike_are_pooled_and_prompts_apart_are_not():
+    noise = torch.randn(400, 4, generator=torch.Generator().manual_seed(0)).double()
+    alike, _ = shrinkage.shrinkage(shrinkage.left_one_out(noise, torch.ones_like(noise)))
+    assert alike.min() > 0.8
+    apart = noise + 100 * torch.randn(400, 1, generator=torch.Generator().manual_seed(1))
+    share, _ = shrinkage.shrinkage(shrinkage.left_one_out(apart, torch.ones_like(noise)))
+    assert share.max() < 0.01
+
+
+def test_means_of_the_others_by_weights():
+    returns, weights = torch.tensor([[1.0, 2.0, 4.0]]), torch.tensor([[1.0, 3.0, 1.0]])
+    expected = torch.tensor([[10 / 4, 5 / 2, 7 / 4]])
+    torch.testing.assert_close(shrinkage.left_one_out(returns, weights), expected)
+
+
+@pytest.mark.slow
+def test_the_shrinkage_study(tmp_path, monkeypatch, capsys):
+    """Left out or shrunk, every estimator keeps the expectation; and the study goes on where it was."""
+    folder = shortly_trained("scratchpad_10", 60, tmp_path / "policy")
+    monkeypatch.setattr(toy, "scratchpad_10", lambda: folder)
+    monkeypatch.setattr(horizon, "PROMPTS", 4)
+    monkeypatch.setitem(horizon.TASKS, "10", (64, []))
+    shrinkage.main(["--tasks", "10", "--output_dir", str(tmp_path / "study")])
+    table = (tmp_path / "study" / "tables.md").read_text()
+    assert table.count("| `otb, one left out, shrunk` |") == 3 and "nan" not in table
+    pools = [torch.load(path, weights_only=True) for path in sorted((tmp_path / "study" / "10").glob("prompt-*.pt"))]
+    found = shrinkage.moments(pools, 4)
+    for prompt in found:
+        plain, unscaled = prompt["mean, one left out", 4], prompt["group_mean", 4]
+        torch.testing.assert_close(plain["mean"], unscaled["mean"] * 4 / 3, atol=1e-4, rtol=1e-3)
+        assert plain["square"] == pytest.approx(unscaled["square"] * 16 / 9, rel=1e-3)
+    before = capsys.readouterr()
+    shrinkage.main(["--tasks", "10", "--output_dir", str(tmp_path / "study")])
+    assert "all 4 prompts are there" in capsys.readouterr().out and before
 
 
 # Tasks of the language model
@@ -117,13 +228,13 @@ def test_a_candidate_takes_no_leave_one_out(registered):
 def test_the_horizon_study_can_be_stopped_and_redrawn(tmp_path, monkeypatch, registered, capsys):
     folder = shortly_trained("scratchpad_10", 40, tmp_path / "policy")
     monkeypatch.setattr(toy, "scratchpad_10", lambda: folder)
-    for name, value in {
-        "PROMPTS": 3,
-        "TASKS": {"10": (32, [])},
-        "GROUPS": (4, 8),
-        "BASELINES": ("ogb", "otb"),
-    }.items():
-        monkeypatch.setattr(horizon, name, value)
+    family = replace(
+        horizon.FAMILIES["tokens"], tasks=["10"], groups=(4, 8), baselines=("ogb", "otb", *registered),
+        columns={"N = 4": (4, {10: "10"})},
+    )  # fmt: skip
+    monkeypatch.setattr(horizon, "FAMILIES", {"tokens": family})
+    monkeypatch.setattr(horizon, "PROMPTS", 3)
+    monkeypatch.setitem(horizon.TASKS, "10", (32, []))
     panels = {"all": ("none", "ogb", "ogb, one left out", "otb", "inverse_energy")}
     monkeypatch.setattr(horizon, "PANELS", panels)
     horizon.main(["--output_dir", str(tmp_path / "study")])
@@ -135,10 +246,31 @@ def test_the_horizon_study_can_be_stopped_and_redrawn(tmp_path, monkeypatch, reg
     assert (tmp_path / "study" / "horizon.png").stat().st_size > 10_000
 
 
-def test_nothing_to_plot_is_said(tmp_path, capsys):
+@pytest.mark.slow
+def test_the_study_of_turns(tmp_path, monkeypatch, registered):
+    folder = shortly_trained("lake_6", 150, tmp_path / "policy")
+    monkeypatch.setattr(toy, "lake_6", lambda: folder)
+    monkeypatch.setattr(horizon, "PROMPTS", 3)
+    for task in ("lake_6", "lake_6_turns"):
+        monkeypatch.setitem(horizon.TASKS, task, (32, []))
+    flags = ["--family", "turns", "--tasks", "lake_6", "lake_6_turns", "--output_dir", str(tmp_path / "study")]
+    horizon.main(flags)
+    assert (tmp_path / "study" / "horizon.png").stat().st_size > 10_000
+    of_turns = [torch.load(p, weights_only=True) for p in (tmp_path / "study" / "lake_6_turns").glob("prompt-*.pt")]
+    assert all(prompt["varies"] for prompt in of_turns)
+
+
+@pytest.mark.parametrize("study", [horizon, shrinkage], ids=["horizon", "shrinkage"])
+def test_nothing_to_plot_is_said(study, tmp_path, capsys):
     with pytest.raises(SystemExit):
-        horizon.main(["--plot_only", "--output_dir", str(tmp_path)])
+        study.main(["--plot_only", "--output_dir", str(tmp_path)])
     assert "nothing is saved" in capsys.readouterr().err
+
+
+def test_a_task_of_another_family_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        horizon.main(["--family", "turns", "--tasks", "10"])
+    assert "10 is not in the family turns, which has lake_6" in capsys.readouterr().err
 
 
 def test_the_published_table_is_read_and_drawn(tmp_path):

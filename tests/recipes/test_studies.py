@@ -1,24 +1,26 @@
 """The studies and benchmarks from end to end, small; and what their tables are made of."""
 
 import json
+import random
 import runpy
 import sys
 
 import pytest
 import torch
 
-from recipes.studies import figures, learning_curves, variance
+from recipes.studies import aggregate, figures, learning_curves, variance
 from recipes.studies.laboratory import Moments, Pool
 from recipes.studies.learning_curves import Run, best_learning_rate, collapsed, tokens_to
 
 
 def result(run, reward, held_out=0.5):
     steps = len(reward)
-    values = {"reward": reward, "grad_norm": [1.0] * steps, "grad_power": [1.0] * steps}
+    values = {"reward": reward, **dict.fromkeys(("grad_norm", "grad_power", "entropy"), [1.0] * steps)}
     return {
         **vars(run),
         **values,
         "tokens": [100.0 * (i + 1) for i in range(steps)],
+        "noise_scale": [None] * steps,
         "held_out": held_out,
         "seconds": 1.0,
     }
@@ -35,13 +37,49 @@ def test_tokens_to_a_threshold_and_collapse():
 
 def test_learning_rates_are_chosen_on_seeds_of_their_own(tmp_path):
     task = learning_curves.TASKS["sums"]
-    assert not set(learning_curves.TUNING_SEEDS) & set(learning_curves.SEEDS)
     for i, rate in enumerate(task.learning_rates):
         for seed in learning_curves.TUNING_SEEDS:
             assert best_learning_rate(tmp_path, "sums", "otb", 4) is None  # not before all are there
             run = Run("sums", "otb", 4, rate, seed)
             (tmp_path / f"{run.name}.json").write_text(json.dumps(result(run, [0.1 * i if i != 2 else 0.9] * 10)))
     assert best_learning_rate(tmp_path, "sums", "otb", 4) == task.learning_rates[2]
+
+
+def test_arms_are_compared_on_their_scores_and_the_group_mean_with_itself(tmp_path, monkeypatch):
+    monkeypatch.setattr(learning_curves, "TASKS", {"sums": learning_curves.Task({4: 10}, (1e-3,), 0.5, 24)})
+    for name, score in {"group_mean": 0.5, "otb": 0.6, "none": 0.4}.items():
+        for seed in (*learning_curves.TUNING_SEEDS, *range(1, 9)):
+            run = Run("sums", name, 4, 1e-3, seed)
+            rewards = [score + 0.001 * (seed % 4)] * 10
+            (tmp_path / f"{run.name}.json").write_text(json.dumps(result(run, rewards)))
+    learning_curves.report(tmp_path)
+    table = (tmp_path / "tables.md").read_text()
+    rows = {line.split(" | ")[1]: line.split(" | ") for line in table.splitlines() if line.startswith("| 4")}
+    compared = [line for line in table.splitlines() if line.startswith("| 4 | otb | 8 | 0.6")]
+    assert len(compared) == 1 and "0.100" in compared[0] and compared[0].endswith("1.00 (1.00–1.00) |")
+    (itself,) = [line for name, line in rows.items() if "beside the earlier" in name]
+    assert itself[2] == "4" and itself[6].startswith("0.50 (")
+    assert any(line.startswith("| 4 | none | 8 | 0.4") and "0.00 (0.00–0.00) |" in line for line in table.splitlines())
+
+
+def test_statistics_over_seeds_by_hand():
+    ours, theirs = [[1.0, 2.0, 3.0, 100.0], [4.0, 4.0, 4.0, 4.0]], [[0.0, 2.0, 2.0, 4.0], [5.0, 4.0, 4.0, 4.0]]
+    assert aggregate.interquartile_mean(ours).value == pytest.approx((3 + 4 + 4 + 4) / 4)  # of 1 2 3 4 4 4 4 100
+    # First task: 1, 2, 3 and 100 against 0, 2, 2, 4 win 1, 1 + 2/2, 3 and 4 of 16; second: 12 ties of 16
+    probability = aggregate.probability_of_improvement(ours, theirs)
+    assert probability.value == pytest.approx(((1 + 2 + 3 + 4) / 16 + (12 / 2) / 16) / 2)
+    assert probability.low <= probability.value <= probability.high
+    apart = aggregate.difference([[1.0] * 5], [[0.25] * 5])
+    assert apart == (0.75, 0.75, 0.75)
+
+
+def test_an_interval_covers_as_often_as_it_says():
+    rng = random.Random(0)
+    covered = 0
+    for _ in range(60):
+        low, high = aggregate.interquartile_mean([[rng.gauss(1, 1) for _ in range(20)]])[1:]
+        covered += low <= 1 <= high
+    assert covered >= 50
 
 
 def test_a_ratio_sums_noise_and_signal_over_prompts():
@@ -88,15 +126,15 @@ def test_the_variance_study_says_at_once_that_smollm2_is_missing(tmp_path, monke
 
 
 @pytest.mark.slow
-def test_learning_curves_and_figures(tmp_path, monkeypatch, capsys):
+def test_learning_curves_and_figures(tmp_path, monkeypatch, capsys, registered):
     task = learning_curves.Task({4: 4, 8: 4, 32: 4}, (4e-4,), 0.1, 72)
     monkeypatch.setattr(learning_curves, "TASKS", {"calculator": task})
-    for name, value in {"TUNING_SEEDS": (101,), "SEEDS": (1,)}.items():
-        monkeypatch.setattr(learning_curves, name, value)
-    runs, flags = tmp_path / "runs", ["--sizes", "4", "--baselines", "group_mean", "otb"]
+    monkeypatch.setattr(learning_curves, "TUNING_SEEDS", (101,))
+    runs, flags = tmp_path / "runs", ["--sizes", "4", "--baselines", "group_mean", "otb", "none", "--seeds", "1"]
     learning_curves.main([*flags, "--output_dir", str(runs)])
-    assert len(list(runs.glob("*.json"))) == 4
-    assert "| 4 | otb | 0.0004 | 1 |" in (runs / "tables.md").read_text()
+    assert len(list(runs.glob("*.json"))) == 6
+    table = (runs / "tables.md").read_text()
+    assert "| 4 | otb | 0.0004 | 1 |" in table and "| 4 | none | 0.0004 | 1 |" in table
     assert (runs / "calculator.png").stat().st_size > 10_000
     capsys.readouterr()
     learning_curves.main([*flags, "--output_dir", str(runs)])

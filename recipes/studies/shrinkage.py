@@ -1,0 +1,208 @@
+"""
+Does a baseline gain from the other prompts? Leave-one-out baselines shrunk towards those of the other prompts.
+
+    OMP_NUM_THREADS=1 python -m recipes.studies.shrinkage               # half an hour on one core; can be stopped
+    OMP_NUM_THREADS=1 python -m recipes.studies.shrinkage --tasks 10 --seed 1 --output_dir runs/studies/shrinkage-1
+    python -m recipes.studies.shrinkage --plot_only     # the tables, from what is saved
+
+The idea is that of https://arxiv.org/abs/2511.03710, there for the plain mean; here for weighted ones too. No knob and
+no bias: what a completion is compared with depends on other completions alone. Tasks are those of horizon.py.
+"""
+
+import argparse
+import sys
+from collections import defaultdict
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from recipes.common.arguments import parse
+from recipes.common.errors import InputError
+from recipes.common.launching import say, tidy_output
+from recipes.common.run_folder import configuration
+from recipes.gradient_noise.__main__ import CONFIG, NoiseArguments, collect
+from recipes.gradient_noise.measure import compare
+from recipes.gradient_noise.pools import Estimator, WeightedScores, returns_of
+from recipes.gradient_noise.storage import Storage, moments_of
+from recipes.studies.horizon import TASKS, flags_of
+from trl_otb.rollout import Rollout
+
+
+GROUPS = (2, 4, 8)
+PER_TOKEN = ("otb", "otb_shrunk")
+DEALS = 20
+
+
+def left_one_out(returns: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """`(P, N)` twice -> `(P, N)`, the weighted mean of the others' returns."""
+    weights = weights + 1e-30
+    weighted = weights * returns
+    return (weighted.sum(1, keepdim=True) - weighted) / (weights.sum(1, keepdim=True) - weights)
+
+
+def shrinkage(baselines: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    How much of the other prompts' mean to mix in, λ, and that mean, both by the other prompts alone.
+
+        λ = v / (v + τ²),   v = Σ_j (b_(−j) − b)² averaged,   τ² = max(0, s² − v (N − 1) / N)
+
+    v is the jackknife's estimate of the variance of a prompt's b_(−j), a mean over N − 1 completions, and s² the
+    variance between the prompts' b, of which their own noise is a part. For the plain mean v = σ² / (N − 1).
+
+    Args:
+        baselines (`torch.Tensor` of shape `(P, N)`):
+            b_(−j), each with completion j left out; P at least 3, N at least 3.
+
+    Returns:
+        `tuple[torch.Tensor, torch.Tensor]`: λ and the target, each `(P, 1)`.
+    """
+    centre = baselines.mean(dim=1, keepdim=True)
+    own_noise = (baselines - centre).square().sum(dim=1, keepdim=True)
+
+    def of_others(values):
+        return (values.sum() - values) / (len(values) - 1)
+
+    target, noise = of_others(centre), of_others(own_noise)
+    others = len(centre) - 1
+    spread = (of_others(centre.square()) - target.square()) * others / (others - 1)
+    n = baselines.size(1)
+    between = (spread - noise * (n - 1) / n).clamp(min=0)
+    return noise / (noise + between).clamp(min=1e-20), target
+
+
+def pool_of(rollout: Rollout, scores: WeightedScores, sizes: tuple[int, ...], seed: int) -> dict:
+    """The gradient of every completion of a pool, with weight 1 and under baselines per token in one deal per size."""
+    rng = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(rollout), generator=rng)
+    kinds = [(name, n) for n in sizes for name in PER_TOKEN]
+    weights = torch.ones(len(rollout), 1 + len(kinds), rollout.mask.size(1))
+    for i, (name, n) in enumerate(kinds, start=1):
+        rows = order[: len(order) // n * n]
+        weights[rows, i] = Estimator(name, name, leave_one_out=True).advantages(rollout, rows, n)
+    found = torch.stack([scores(rollout, row, weights[row]) for row in range(len(rollout))], dim=1)
+    return {
+        "returns": returns_of(rollout),
+        "energy": (rollout.energy * rollout.mask).sum(dim=1),
+        "order": order,
+        "gradients": dict(zip(["own", *kinds], found[:, order], strict=True)),
+    }
+
+
+def moments(pools: list[dict], n: int, seed: int = 0) -> list[dict]:
+    """
+    For every prompt, what [`moments_of`] reads. Groups of all prompts meet at random, as they would in a batch.
+
+    A pool's halves stay apart, and the first half of one prompt meets only first halves of others.
+    """
+    size = len(pools[0]["order"]) // 2 // n * n  # of a half
+    starts = [0, len(pools[0]["order"]) // n // 2 * n]
+    halves = [slice(start, start + size) for start in starts]
+    returns, energy = (torch.stack([pool[key][pool["order"]] for pool in pools]) for key in ("returns", "energy"))
+    own = torch.stack([pool["gradients"]["own"] for pool in pools])
+    rng = torch.Generator().manual_seed(seed)
+    means, squares = defaultdict(lambda: torch.zeros(len(pools), 2, own.size(2))), defaultdict(float)
+    shares = DEALS * size // n  # of a half, each group once in every deal
+    for _ in range(DEALS):
+        for half, rows in enumerate(halves):
+            # Groups stay as they were dealt for the baselines per token; which groups meet is drawn anew
+            for groups in torch.stack([torch.randperm(size // n, generator=rng) for _ in pools], dim=1):
+                places = rows.start + groups[:, None] * n + torch.arange(n)
+                picked = torch.arange(len(pools))[:, None]
+                g, w, scores = returns[picked, places], energy[picked, places], own[picked, places]
+                for name, gradient in _gradients(pools, g, w, scores, places, n).items():
+                    means[name][:, half] += gradient / shares
+                    squares[name] += gradient.double().square().sum(dim=1) / (2 * shares)
+    return [
+        {"truth": _truth(own[p], returns[p], energy[p], halves)}
+        | {(name, n): {"square": squares[name][p].item(), "mean": means[name][p]} for name in means}
+        for p in range(len(pools))
+    ]
+
+
+def _gradients(pools, returns, energy, scores, places, n) -> dict[str, torch.Tensor]:
+    """`(P, k)` by estimator, of one group of every prompt."""
+
+    def with_advantages(advantages):
+        return torch.einsum("pn,pnk->pk", advantages, scores) / n
+
+    plain, by_energy = left_one_out(returns, torch.ones_like(energy)), left_one_out(returns, energy)
+    found = {
+        "none": with_advantages(returns),
+        "group_mean": with_advantages(returns - returns.mean(1, keepdim=True)),
+        "the other prompts' mean": with_advantages(returns - shrinkage(plain)[1]),
+    }
+    for name, baseline in {"mean": plain, "ogb": by_energy}.items():
+        share, target = shrinkage(baseline)
+        found[f"{name}, one left out"] = with_advantages(returns - baseline)
+        found[f"{name}, one left out, shrunk"] = with_advantages(returns - (1 - share) * baseline - share * target)
+    # The share and the target of ogb
+    for name in PER_TOKEN:
+        gradients = torch.stack([pool["gradients"][name, n][at] for pool, at in zip(pools, places, strict=True)])
+        of_tokens = gradients.mean(dim=1)
+        found[f"{name}, one left out"] = of_tokens
+        found[f"{name}, one left out, shrunk"] = (1 - share) * of_tokens + share * with_advantages(returns - target)
+    return found
+
+
+def _truth(scores, returns, energy, halves) -> torch.Tensor:
+    found = []
+    for rows in halves:
+        advantages = returns[rows] - left_one_out(returns[None, rows], energy[None, rows])[0]
+        found.append((advantages[:, None] * scores[rows]).mean(dim=0))
+    return torch.stack(found)
+
+
+def scale_of(name: str, n: int) -> float:
+    """c of Eĝ = c g."""
+    return (n - 1) / n if name == "group_mean" else 1.0
+
+
+def measure(task: str, folder: Path, seed: int) -> None:
+    """Keep the pools of a task."""
+    flags = [*flags_of(task, folder, seed), "--group_sizes", *map(str, GROUPS), "--projection", "4096"]
+    settings, args, model_args = parse("gradient_noise", NoiseArguments, CONFIG, flags)
+    storage = Storage(folder / task, {"configuration": configuration(settings, args, model_args)})
+    collect(settings, args, model_args, storage, partial(pool_of, sizes=GROUPS, seed=seed))
+
+
+def report(folder: Path, tasks: list[str]) -> None:
+    """Noise to signal over the group mean's with intervals, of all tasks."""
+    rows = {}
+    for task in tasks:
+        pools = Storage(folder / task, {}, read_only=True).prompts()
+        found = [
+            {key: value for of_size in per_prompt for key, value in of_size.items()}
+            for per_prompt in zip(*[moments(pools, n) for n in GROUPS], strict=True)
+        ]
+        rows[task] = {(row.name, row.n): row for row in compare(moments_of(found, scale_of))}
+    lines = []
+    for n in GROUPS:
+        lines += [f"\nN = {n}:\n", "| baseline | " + " | ".join(tasks) + " |", "|---" * (len(tasks) + 1) + "|"]
+        for name in dict.fromkeys(name for name, _ in rows[tasks[0]]):
+            cells = " | ".join(rows[task][name, n].noise_over_group_mean.text() for task in tasks)
+            lines.append(f"| `{name}` | {cells} |")
+    text = "\n".join(lines) + "\n"
+    (folder / "tables.md").write_text(text)
+    say(text)
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="shrinkage", description=__doc__.splitlines()[1])
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=["10", "30", "sums", "calculator"])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--plot_only", action="store_true", help="the tables, from what is saved")
+    parser.add_argument("--output_dir", type=Path, default=Path("runs/studies/shrinkage"))
+    args = parser.parse_args(argv)
+    try:
+        for task in args.tasks:
+            if not args.plot_only:
+                measure(task, args.output_dir, args.seed)
+        report(args.output_dir, [task for task in TASKS if task in args.tasks])
+    except InputError as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    tidy_output()
+    main(sys.argv[1:])

@@ -1,0 +1,167 @@
+"""
+A frozen lake as text: a game of one move per turn, whose number of turns is a dial. The lakes are gymnasium's.
+
+The policy sees how far right and down the goal is, and what lies left, below, right and above: `0503#.OX`, `O` a hole,
+`X` beyond the shore. It calls `move` with one of L, D, R and U, `[D]`, and sees the same of the place it gets to, or
+`*` at the goal and `O` in a hole. Where ice lies both below and to the right, either will do: a free choice. The
+policies step into holes now and then, so that 60 % of the games are won at every size, and wander without harm.
+"""
+
+import random
+
+
+ALPHABET = "0123456789.O#X*[]{}LDRU>=?"
+MOVES = "LDRU"  # in gymnasium's order
+WON, LOST = "*", "O"
+HOLES = 0.25  # share of the cells
+WANDERS = 0.05  # share of the turns
+RIGHT = 0.6
+# Cells along a side of the lake, for about so many turns of a game that is won
+SIDES = {6: 4, 14: 8, 30: 16}
+
+
+def level(side: int, seed: int) -> list[str]:
+    """Rows of a lake, in gymnasium's letters, on which steps right and down never come to a dead end."""
+    rng = random.Random(f"{side} {seed}")
+    lake = [["H" if rng.random() < HOLES else "F" for _ in range(side)] for _ in range(side)]
+    lake[0][0], lake[-1][-1] = "S", "G"
+    for row in reversed(range(side)):
+        for column in reversed(range(side)):
+            ahead = [(row + 1, column), (row, column + 1)]
+            ahead = [(r, c) for r, c in ahead if r < side and c < side]
+            if ahead and all(lake[r][c] == "H" for r, c in ahead):
+                r, c = rng.choice(ahead)
+                lake[r][c] = "F"
+    return ["".join(row) for row in lake]
+
+
+def seen(lake: list[str], row: int, column: int) -> str:
+    """What the policy is shown there."""
+    if lake[row][column] in "GH":
+        return WON if lake[row][column] == "G" else LOST
+
+    def cell(r, c):
+        inside = 0 <= r < len(lake) and 0 <= c < len(lake)
+        return {"H": LOST}.get(lake[r][c], ".") if inside else "X"
+
+    around = "".join(cell(row + r, column + c) for r, c in ((0, -1), (1, 0), (0, 1), (-1, 0)))
+    return f"{len(lake) - 1 - column:02d}{len(lake) - 1 - row:02d}{around}"
+
+
+def problems(side: int, number: int = 200) -> list[dict[str, str]]:
+    return [
+        {"question": f"lake {seed}: {seen(lake, 0, 0)}", "answer": WON, "lake": " ".join(lake)}
+        for seed in range(number)
+        for lake in [level(side, seed)]
+    ]
+
+
+class Lake:
+    """The environment, for `environment_factory`; its rows hold the column `lake`."""
+
+    def __init__(self):
+        self._lake, self._game, self._over = [], None, True
+
+    def reset(self, lake: str = "", **row) -> None:
+        import gymnasium
+
+        self._lake = lake.split()
+        self._over = not self._lake
+        if self._lake:
+            self._game = gymnasium.make("FrozenLake-v1", desc=self._lake, is_slippery=False, max_episode_steps=10_000)
+            self._game.reset(seed=0)
+
+    def move(self, direction: str) -> str:
+        """
+        Moves by one cell.
+
+        Args:
+            direction: L, D, R or U.
+
+        Returns:
+            What lies around the new place.
+        """
+        if direction not in tuple(MOVES):
+            raise ValueError(f"the direction is {direction!r}, none of L, D, R and U")
+        if self._over:
+            raise ValueError("the game is over")
+        place, _, self._over, _, _ = self._game.step(MOVES.index(direction))
+        return seen(self._lake, *divmod(int(place), len(self._lake)))
+
+
+def won(completions, **kwargs) -> list[float]:
+    """The reward at the end: 1 where the goal was reached."""
+    return [float(any(message.get("content") == WON for message in turns)) for turns in completions]
+
+
+def progress(completions, question, **kwargs) -> list[list[float]]:
+    """
+    A reward per turn: the share of the way to the goal that its move came nearer, and −1 for a step into a hole. A
+    game that is won has 1 in all.
+    """
+    return [_progress(turns, asked.split(": ")[-1]) for turns, asked in zip(completions, question, strict=True)]
+
+
+def _progress(messages: list[dict], first: str) -> list[float]:
+    way = left = _distance(first)
+    rewards = []
+    for message in messages:
+        if message["role"] == "assistant":
+            rewards.append(0.0)
+        elif message["content"] == LOST:
+            rewards[-1] -= 1
+        elif message["content"] == WON or message["content"][:4].isdigit():
+            now = 0 if message["content"] == WON else _distance(message["content"])
+            rewards[-1] += (left - now) / way
+            left = now
+    return rewards
+
+
+def _distance(shown: str) -> int:
+    return int(shown[:2]) + int(shown[2:4])
+
+
+def demonstrations(size: int, turns: int) -> list[list[tuple[str, bool]]]:
+    rng, side = random.Random(0), SIDES[turns]
+    tempting = sum(_tempting(level(side, seed), rng) for seed in range(200)) / 200
+    slip = 1 - RIGHT ** (1 / tempting)
+    return [_demonstration(level(side, rng.randrange(10**6)), slip, 2 * turns, rng) for _ in range(size)]
+
+
+def _ahead(lake: list[str], row: int, column: int) -> dict[str, str]:
+    """What lies below and to the right, by move."""
+    side = len(lake)
+    found = {"D": (row + 1, column), "R": (row, column + 1)}
+    return {move: lake[r][c] for move, (r, c) in found.items() if r < side and c < side}
+
+
+def _tempting(lake: list[str], rng: random.Random) -> int:
+    """How many turns of a game have a hole below or to the right."""
+    row = column = found = 0
+    while lake[row][column] != "G":
+        ahead = _ahead(lake, row, column)
+        found += "H" in ahead.values()
+        down = rng.choice([move for move, cell in ahead.items() if cell != "H"]) == "D"
+        row, column = row + down, column + (not down)
+    return found
+
+
+def _demonstration(lake: list[str], slip: float, limit: int, rng: random.Random) -> list[tuple[str, bool]]:
+    row = column = 0
+    segments = [(seen(lake, 0, 0) + ">", False)]
+    for _ in range(limit):
+        if lake[row][column] in "GH":
+            return [*segments, ("=<eos>", True)]
+        ahead = _ahead(lake, row, column)
+        holes, ice = ([move for move, cell in ahead.items() if (cell == "H") == hole] for hole in (True, False))
+        back = [("L", row, column - 1), ("U", row - 1, column)]
+        back = [move for move, r, c in back if r >= 0 and c >= 0 and lake[r][c] != "H"]
+        move = rng.choice(ice)
+        if holes and rng.random() < slip:
+            move = rng.choice(holes)
+        elif back and rng.random() < WANDERS:
+            move = rng.choice(back)
+        row += {"D": 1, "U": -1}.get(move, 0)
+        column += {"R": 1, "L": -1}.get(move, 0)
+        segments += [(f"[{move}]<eos>", True), (f"{{{seen(lake, row, column)}}}>", False)]
+    return segments[:-1]
