@@ -3,7 +3,7 @@ from dataclasses import dataclass, field, fields
 
 from trl import GRPOConfig
 
-from .baselines import ALIGNMENTS, BASELINES, check_options
+from .baselines import ALIGNMENTS, BASELINES, check_options, find_baseline
 
 
 # The loss types of TRL 1.16, each of which multiplies a token's own score by that token's advantage.
@@ -112,6 +112,12 @@ class OTBGRPOConfig(GRPOConfig):
         if self.scale_rewards not in (True, False, "group", "batch", "none"):
             raise ValueError(
                 f"`scale_rewards` is {self.scale_rewards!r}: it must be one of 'none', 'group' and 'batch'."
+            )
+        if find_baseline(self.baseline).across_prompts and self.scale_rewards in (True, "group"):
+            raise ValueError(
+                f"`scale_rewards` is {self.scale_rewards!r} and `baseline` is {self.baseline!r}, which compares "
+                "prompts: a group whose returns are all equal has advantages then, and they would be divided by its "
+                "standard deviation, which is 0. Set `scale_rewards='none'` or 'batch'."
             )
         if self.loss_type not in LOSS_TYPES:
             raise ValueError(

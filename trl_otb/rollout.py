@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from .baselines import assign_credit
+from .baselines.advantages import rows_compared
 from .baselines.groups import scorable_rows
 from .blocks import by_blocks
 from .metrics import completion_statistics
@@ -101,7 +102,8 @@ class Rollout:
     def credit(self, rows: torch.Tensor, **options) -> None:
         """
         Form the advantages of these `rows`, which hold whole groups, with `options` of
-        [`~trl_otb.baselines.assign_credit`]. A baseline that reads energies needs theirs.
+        [`~trl_otb.baselines.assign_credit`]. A baseline that reads energies needs theirs; one that compares prompts
+        needs all rows.
         """
         mask, rewards, scale = self._take(rows, "mask", "rewards", "scale")
         energy = torch.zeros_like(mask, dtype=torch.float32) if self.energy is None else self._take(rows, "energy")[0]
@@ -118,7 +120,8 @@ class Rollout:
                 credit.lone_tail_tokens,
             )
 
-        for name, values in zip(_CREDITED, by_blocks(credit_of, mask, self.num_generations), strict=True):
+        together = rows_compared(options.get("baseline", "otb"), mask, self.num_generations)
+        for name, values in zip(_CREDITED, by_blocks(credit_of, mask, together), strict=True):
             self._fill(name, rows, values)
 
     def take_credit_from(self, whole: "Rollout", rows: slice) -> None:

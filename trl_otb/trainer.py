@@ -35,7 +35,8 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
     Energies cost no logits: Σπ² comes out of TRL's fused LM head. `energy_source`, logged once, names the forward
     used: the no-gradient forward that TRL runs itself (reused batches, vLLM's importance-sampling correction); else
     the training forward, where a micro-batch holds whole groups (`per_device_train_batch_size` is a multiple of
-    `num_generations`); else one extra forward without gradient. All give the same advantages.
+    `num_generations`) and the baseline compares no prompts; else one extra forward without gradient. All give the
+    same advantages.
 
     `rollouts["train"]` and `rollouts["eval"]` are the last generation batches, token by token: see
     [`~trl_otb.rollout.Rollout`].
@@ -99,6 +100,12 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
                 )
         self.energy_source: str | None = None  # the forward that energies come from in training, once known
         super().__init__(model, reward_funcs, args, *other_args, **kwargs)
+        prompts = self.args.generation_batch_size // self.num_generations
+        if self._baseline.across_prompts and prompts < 3:
+            logger.warning(
+                f"`baseline` is {args.baseline!r}, which pools prompts, and a generation batch has {prompts}: with "
+                "fewer than 3 nothing is pooled. Give more prompts, or choose 'rloo', or 'ogb' with `leave_one_out`."
+            )
         self.add_callback(InexactResumeNotice)
         for callback in self.callback_handler.callbacks:
             self._serve(callback)
@@ -141,9 +148,10 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
             )
 
     def score_rollout(self, rollout: Rollout, batch: dict[str, Any]) -> None:
-        needs_energy = self._baseline.uses_energy
+        needs_energy, across_prompts = self._baseline.uses_energy, self._baseline.across_prompts
         source = "the no-gradient forward that GRPOTrainer runs anyway"
-        if rollout.energy is None and needs_energy and not self.micro_batch_holds_groups(rollout):
+        in_micro_batches = self.micro_batch_holds_groups(rollout) and not across_prompts
+        if rollout.energy is None and needs_energy and not in_micro_batches:
             forward, source = self.extra_forward(batch), "one extra no-gradient forward"
             rollout.hear(rollout.rows, forward.energy(), forward.logps)
         elif rollout.energy is None:
@@ -151,10 +159,11 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
         self._log_energy_source_once(source)
         if rollout.energy is None and needs_energy:
             return  # each micro-batch is credited in its loss
-        if len(rollout) % rollout.num_generations == 0:
+        alone = not across_prompts or self.accelerator.num_processes == 1
+        if alone and len(rollout) % rollout.num_generations == 0:
             self._credit(rollout, rollout.rows)
         else:
-            self._credit_straddled_groups(rollout)
+            self._credit_with_all_processes(rollout)
         if rollout.energy is not None:
             self._measure(rollout, rollout.rows)
 
@@ -180,8 +189,10 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
             leave_one_out=self.args.leave_one_out,
         )
 
-    def _credit_straddled_groups(self, rollout: Rollout) -> None:
-        """Where a group's rows lie on several processes, each of them credits the rows of all, and keeps its own."""
+    def _credit_with_all_processes(self, rollout: Rollout) -> None:
+        """
+        Where rows that are compared lie on several processes, each of them credits the rows of all, and keeps its own.
+        """
         energy = torch.zeros_like(rollout.mask, dtype=torch.float32) if rollout.energy is None else rollout.energy
         # No energy is negative, so one tensor carries both energies and mask; 4 B·T bytes leave each process
         energy = self._gather_padded(energy.masked_fill(rollout.mask == 0, -1.0), -1.0)

@@ -115,9 +115,14 @@ def check(settings: NoiseArguments, args) -> None:
         raise InputError(f"`projection` is {settings.projection}: 64 or more, thousands for a useful error.")
     for name in settings.baselines:
         try:
-            find_baseline(name)
+            across_prompts = find_baseline(name).across_prompts
         except ValueError as error:
             raise InputError(str(error)) from error
+        if across_prompts:
+            raise InputError(
+                f"`baselines` names {name!r}, which compares prompts, and prompts are measured one at a time here: "
+                "leave it out. What pooling prompts gains is measured by python -m recipes.studies.shrinkage."
+            )
 
 
 def main(argv: list[str]) -> None:

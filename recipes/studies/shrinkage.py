@@ -26,6 +26,7 @@ from recipes.gradient_noise.measure import compare
 from recipes.gradient_noise.pools import Estimator, WeightedScores, returns_of
 from recipes.gradient_noise.storage import Storage, moments_of
 from recipes.studies.horizon import TASKS, flags_of
+from trl_otb.baselines import Groups, partial_pooling
 from trl_otb.rollout import Rollout
 
 
@@ -36,39 +37,15 @@ DEALS = 20
 
 def left_one_out(returns: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """`(P, N)` twice -> `(P, N)`, the weighted mean of the others' returns."""
-    weights = weights + 1e-30
-    weighted = weights * returns
-    return (weighted.sum(1, keepdim=True) - weighted) / (weights.sum(1, keepdim=True) - weights)
+    ones = torch.ones(returns.numel(), 1)
+    groups = Groups(returns.flatten(), ones, ones, returns.size(1), per_token=False)
+    return groups.mean(weights.unsqueeze(2), leave_one_out=True).squeeze(2)
 
 
-def shrinkage(baselines: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """
-    How much of the other prompts' mean to mix in, λ, and that mean, both by the other prompts alone.
-
-        λ = v / (v + τ²),   v = Σ_j (b_(−j) − b)² averaged,   τ² = max(0, s² − v (N − 1) / N)
-
-    v is the jackknife's estimate of the variance of a prompt's b_(−j), a mean over N − 1 completions, and s² the
-    variance between the prompts' b, of which their own noise is a part. For the plain mean v = σ² / (N − 1).
-
-    Args:
-        baselines (`torch.Tensor` of shape `(P, N)`):
-            b_(−j), each with completion j left out; P at least 3, N at least 3.
-
-    Returns:
-        `tuple[torch.Tensor, torch.Tensor]`: λ and the target, each `(P, 1)`.
-    """
-    centre = baselines.mean(dim=1, keepdim=True)
-    own_noise = (baselines - centre).square().sum(dim=1, keepdim=True)
-
-    def of_others(values):
-        return (values.sum() - values) / (len(values) - 1)
-
-    target, noise = of_others(centre), of_others(own_noise)
-    others = len(centre) - 1
-    spread = (of_others(centre.square()) - target.square()) * others / (others - 1)
-    n = baselines.size(1)
-    between = (spread - noise * (n - 1) / n).clamp(min=0)
-    return noise / (noise + between).clamp(min=1e-20), target
+def pooling(baselines: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """λ and the target of [`~trl_otb.baselines.partial_pooling`], each `(P, 1)`, from `(P, N)`."""
+    share, target = partial_pooling(baselines.unsqueeze(2), torch.ones_like(baselines).unsqueeze(2))
+    return share.squeeze(2), target.squeeze(2)
 
 
 def pool_of(rollout: Rollout, scores: WeightedScores, sizes: tuple[int, ...], seed: int) -> dict:
@@ -130,10 +107,10 @@ def _gradients(pools, returns, energy, scores, places, n) -> dict[str, torch.Ten
     found = {
         "none": with_advantages(returns),
         "group_mean": with_advantages(returns - returns.mean(1, keepdim=True)),
-        "the other prompts' mean": with_advantages(returns - shrinkage(plain)[1]),
+        "the other prompts' mean": with_advantages(returns - pooling(plain)[1]),
     }
     for name, baseline in {"mean": plain, "ogb": by_energy}.items():
-        share, target = shrinkage(baseline)
+        share, target = pooling(baseline)
         found[f"{name}, one left out"] = with_advantages(returns - baseline)
         found[f"{name}, one left out, shrunk"] = with_advantages(returns - (1 - share) * baseline - share * target)
     # The share and the target of ogb

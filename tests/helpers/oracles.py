@@ -80,7 +80,41 @@ WEIGHTS: dict[str, Callable[[Completion, int], float | None]] = {
     "opo": lambda c, t: len(c.position),
     "rloo": lambda c, t: 1.0,
     "group_mean": lambda c, t: 1.0,
+    "ogb_pooled": lambda c, t: c.realized_energy(),
+    "rloo_pooled": lambda c, t: 1.0,
 }
+
+
+def weighted_mean(terms):
+    total = sum(w for w, _ in terms)
+    if total > 0:
+        return sum(w * g for w, g in terms) / total
+    return sum(g for _, g in terms) / len(terms) if terms else 0.0
+
+
+def pooled_baseline(groups, prompt, own, weight):
+    """The baseline of completion `own` of group number `prompt`, all groups given as lists of scorable completions."""
+
+    def without(group, left_out):
+        return weighted_mean([(weight(c, 0), c.total_reward) for c in group if c is not left_out])
+
+    centres, noises, own_noises = [], [], []
+    for q, group in enumerate(groups):
+        if q != prompt and len(group) > 1:
+            means = [without(group, c) for c in group]
+            centres.append(sum(means) / len(means))
+            noises.append(sum((b - centres[-1]) ** 2 for b in means))
+            own_noises.append(noises[-1] * (len(means) - 1) / len(means))
+    if len(centres) < 2:
+        return without(groups[prompt], own)
+    target = sum(centres) / len(centres)
+    if len(groups[prompt]) == 1:
+        return target
+    spread = sum((c - target) ** 2 for c in centres) / (len(centres) - 1)
+    between = max(0.0, spread - sum(own_noises) / len(own_noises))
+    noise = sum(noises) / len(noises)
+    share = noise / (noise + between) if noise > 0 else 0.0
+    return (1 - share) * without(groups[prompt], own) + share * target
 
 
 def double_loop(
@@ -101,6 +135,8 @@ def double_loop(
         Completion(rewards[i], energy[i], mask[i], ratios[i] if ratios else None, alignment) for i in range(len(mask))
     ]
     advantages = [[0.0] * len(mask[0]) for _ in mask]
+    groups = [completions[first : first + n] for first in range(0, len(completions), n)]
+    groups = [[c for c in group if not math.isnan(c.total_reward)] for group in groups]
     for i, own in enumerate(completions):
         if math.isnan(own.total_reward):
             continue
@@ -118,11 +154,10 @@ def double_loop(
                 on_lone_tail = t > max((c.last for c in others), default=-1)
                 if on_lone_tail or not terms:
                     terms = [] if zero_tail else [(1.0, returns[id(own)])]
-            total = sum(w for w, _ in terms)
-            if total > 0:
-                b = sum(w * g for w, g in terms) / total
+            if baseline.endswith("_pooled") and n > 1:
+                b = pooled_baseline(groups, i // n, own, weight)
             else:
-                b = sum(g for _, g in terms) / len(terms) if terms else 0.0
+                b = weighted_mean(terms)
             advantages[i][p] = returns[id(own)] - b
     return torch.tensor(advantages)
 

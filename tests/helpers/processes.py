@@ -61,6 +61,7 @@ SOURCES = {
     "the training forward": {"num_generations": 3},
     "the no-gradient forward that GRPOTrainer runs anyway": {"num_generations": 4, "num_iterations": 2},
 }
+TRAINING = "the training forward"
 OWN_BASELINE = "tests.helpers.processes:own_baseline"
 
 
@@ -83,13 +84,14 @@ class Part:
     def name(self) -> str:
         kind = f"{'lora' if self.lora else 'full'}-{'gc' if self.checkpointing else 'plain'}"
         kind += f"-{list(SOURCES).index(self.source)}"
-        return kind + ("" if self.baseline == "otb" else "-own") + ("-pictures" if self.pictures else "")
+        baseline = {"otb": "", OWN_BASELINE: "-own"}.get(self.baseline, f"-{self.baseline}")
+        return kind + baseline + ("-pictures" if self.pictures else "")
 
 
 def pairwise() -> list[tuple[str, Part]]:
     """
     (backend, part): every two of backend, source of energies, adapter and checkpointing meet in some case. Then a
-    user's own baseline, and a vision-language model.
+    user's own baseline, those that compare prompts, and a vision-language model.
     """
     cases = []
     for b, backend in enumerate(BACKENDS):
@@ -97,8 +99,10 @@ def pairwise() -> list[tuple[str, Part]]:
             lora = (b + (i == 2)) % 2 == 1
             cases.append((backend, Part(source, lora, checkpointing=(i + lora) % 2 == 1)))
     cases += [("ddp", Part(source, False, False, OWN_BASELINE)) for source in SOURCES]
+    cases += [("ddp", Part(source, False, False, "ogb_pooled")) for source in SOURCES if source != TRAINING]
+    cases += [("ddp", Part(TRAINING, False, False, "rloo_pooled"))]  # whole groups on every process
     # Where rows are shuffled with their pictures
-    pictures = Part("the training forward", lora=False, checkpointing=False, pictures=True)
+    pictures = Part(TRAINING, lora=False, checkpointing=False, pictures=True)
     return cases + [(backend, pictures) for backend in ("ddp", "zero3")]
 
 
@@ -168,7 +172,7 @@ def case(model: str, folder: str, part: Part) -> dict:
         "learning_rate": 0.3,
         "gradient_checkpointing": part.checkpointing,
         "baseline": part.baseline,
-        "leave_one_out": part.baseline != "otb",
+        "leave_one_out": part.baseline == OWN_BASELINE,
         "max_completion_length": 32,
     }
     if "num_iterations" in SOURCES[part.source]:
@@ -192,11 +196,9 @@ def case(model: str, folder: str, part: Part) -> dict:
     whole = weight.ds_numel if hasattr(weight, "ds_numel") else weight.numel()
     rollouts = settings["gradient_accumulation_steps"]  # micro-batches of the first rollout
     rows = torch.cat([b["rows_of_rollout"] for b in micro_batches[:rollouts]])
-    longest = max(b["advantages"].size(1) for b in micro_batches[:rollouts])
-    padded = [
-        torch.nn.functional.pad(b["advantages"], (0, longest - b["advantages"].size(1)))
-        for b in micro_batches[:rollouts]
-    ]
+    advantages = [b["advantages"].view(len(b["rows_of_rollout"]), -1) for b in micro_batches[:rollouts]]
+    longest = max(a.size(1) for a in advantages)
+    padded = [torch.nn.functional.pad(a, (0, longest - a.size(1))) for a in advantages]
     return {
         "processes": trainer.accelerator.num_processes,
         "distributed_type": str(trainer.accelerator.distributed_type),

@@ -7,7 +7,7 @@ import torch
 
 from tests.helpers.oracles import OPTIONS, Rollouts
 from trl_otb import blocks
-from trl_otb.baselines import assign_credit, compute_advantages, reward_to_go
+from trl_otb.baselines import BASELINES, assign_credit, compute_advantages, partial_pooling, reward_to_go
 
 
 def baselines_of(*inputs, **options):
@@ -131,10 +131,35 @@ def test_permuting_a_group_permutes_its_advantages(options):
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_a_group_does_not_see_the_others(options):
+def test_a_group_sees_the_others_only_where_prompts_are_compared(options):
     x = Rollouts()
     alone = compute_advantages(x.rewards[:4], x.energy[:4], x.mask[:4], 4, **options)
-    torch.testing.assert_close(x.advantages(**options)[:4], alone, atol=1e-6, rtol=0)
+    beside = x.advantages(**options)[:4]
+    if BASELINES[options["baseline"]].across_prompts:
+        assert (beside - alone).abs().max() > 1e-3
+    else:
+        torch.testing.assert_close(beside, alone, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("pooled", ["ogb_pooled", "rloo_pooled"])
+def test_pooling_with_few_prompts_or_prompts_apart_is_leaving_one_out(pooled):
+    x = Rollouts(groups=8)
+    plain = {"ogb_pooled": {"baseline": "ogb", "leave_one_out": True}, "rloo_pooled": {"baseline": "rloo"}}[pooled]
+    two = [values[:8] for values in (x.rewards, x.energy, x.mask)]
+    found, expected = compute_advantages(*two, 4, baseline=pooled), compute_advantages(*two, 4, **plain)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+    apart = x.rewards + 1e4 * torch.arange(8).repeat_interleave(4)
+    torch.testing.assert_close(x.advantages(apart, baseline=pooled), x.advantages(apart, **plain), atol=0.01, rtol=0)
+    alike = x.advantages(baseline=pooled)
+    assert (alike - x.advantages(**plain)).abs().max() > 0.1
+
+
+def test_a_prompt_with_a_single_scorable_completion_has_the_others_mean():
+    rewards = torch.tensor([5.0, math.nan, 1.0, 2.0, 3.0, 6.0, 4.0, 4.0])
+    ones = torch.ones(8, 1)
+    advantages = compute_advantages(rewards, ones, ones, 2, baseline="rloo_pooled").flatten()
+    # The other prompts' means are 1.5, 4.5 and 4
+    assert advantages[0].item() == pytest.approx(5 - 10 / 3, abs=1e-5) and advantages[1] == 0
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -179,3 +204,31 @@ def test_tool_output_shifts_nothing():
     mask = torch.where(rows[:, None], insert[1], torch.nn.functional.pad(x.mask, (0, 3)))
     shifted = x.advantages(energy=energy, mask=mask)
     assert torch.equal(shifted[mask.bool()], x.advantages()[x.mask.bool()])
+
+
+def pooling_of(returns):
+    """λ and the target of the plain mean, `(P,)` each."""
+    left_out = (returns.sum(1, keepdim=True) - returns) / (returns.size(1) - 1)
+    found = partial_pooling(left_out.unsqueeze(2), torch.ones_like(returns).unsqueeze(2))
+    return [values.flatten() for values in found]
+
+
+def test_the_share_and_the_target_of_pooling_by_hand():
+    """Of the plain mean: v = σ² / (N − 1), and all of it by the other prompts."""
+    returns = torch.rand(5, 4, generator=torch.Generator().manual_seed(0)).double()
+    share, target = pooling_of(returns)
+    for p in range(5):
+        others = returns[[q for q in range(5) if q != p]]
+        noise = others.var(dim=1).mean() / 3
+        between = max(others.mean(dim=1).var() - noise * 3 / 4, 0)
+        assert target[p].item() == pytest.approx(others.mean().item())
+        assert share[p].item() == pytest.approx((noise / (noise + between)).item())
+
+
+def test_prompts_alike_are_pooled_and_prompts_apart_are_not():
+    noise = torch.randn(400, 4, generator=torch.Generator().manual_seed(0)).double()
+    alike, _ = pooling_of(noise)
+    assert alike.min() > 0.8
+    apart = noise + 100 * torch.randn(400, 1, generator=torch.Generator().manual_seed(1))
+    share, _ = pooling_of(apart)
+    assert share.max() < 0.01

@@ -108,27 +108,6 @@ def test_demonstrated_games_are_the_games_of_the_lake(turns):
 # Shrinkage
 
 
-def test_the_share_and_the_target_of_shrinkage_by_hand():
-    """Of the plain mean: v = σ² / (N − 1), and all of it by the other prompts."""
-    returns = torch.rand(5, 4, generator=torch.Generator().manual_seed(0)).double()
-    share, target = shrinkage.shrinkage(shrinkage.left_one_out(returns, torch.ones_like(returns)))
-    for p in range(5):
-        others = returns[[q for q in range(5) if q != p]]
-        noise = others.var(dim=1).mean() / 3
-        between = max(others.mean(dim=1).var() - noise * 3 / 4, 0)
-        assert target[p].item() == pytest.approx(others.mean().item())
-        assert share[p].item() == pytest.approx((noise / (noise + between)).item())
-
-
-def test_prompts_alike_are_pooled_and_prompts_apart_are_not():
-    noise = torch.randn(400, 4, generator=torch.Generator().manual_seed(0)).double()
-    alike, _ = shrinkage.shrinkage(shrinkage.left_one_out(noise, torch.ones_like(noise)))
-    assert alike.min() > 0.8
-    apart = noise + 100 * torch.randn(400, 1, generator=torch.Generator().manual_seed(1))
-    share, _ = shrinkage.shrinkage(shrinkage.left_one_out(apart, torch.ones_like(noise)))
-    assert share.max() < 0.01
-
-
 def test_means_of_the_others_by_weights():
     returns, weights = torch.tensor([[1.0, 2.0, 4.0]]), torch.tensor([[1.0, 3.0, 1.0]])
     expected = torch.tensor([[10 / 4, 5 / 2, 7 / 4]])

@@ -534,6 +534,7 @@ def test_an_environment_and_rewards_of_turns(tmp_path, capsys):
         (["--leave_one_out", "true"], "`leave_one_out` is set and has no effect here"),
         (["--num_prompts", "1000"], "`num_prompts` is 1000 and the data has"),
         (["--baselines", "absent"], "'absent': it must be one of"),
+        (["--baselines", "ogb", "ogb_pooled"], "`baselines` names 'ogb_pooled', which compares prompts"),
         (["--projection", "3"], "`projection` is 3"),
         (["--parameters", "nothing-has-this"], "`parameters` is 'nothing-has-this', which none of"),
         (["--tools", "nowhere:f"], "`tools` is 'nowhere:f'"),

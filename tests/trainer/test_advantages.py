@@ -30,6 +30,22 @@ def test_advantages_are_those_of_a_float64_softmax(train, model_path, source, ba
     assert expected.abs().max() > 0.01
 
 
+@pytest.mark.parametrize("baseline", [name for name, entry in BASELINES.items() if entry.across_prompts])
+def test_prompts_of_a_whole_generation_batch_are_pooled(train, model_path, baseline, caplog):
+    """Four prompts in micro-batches of two; with two prompts nothing is pooled, which is said."""
+    trainer = train(baseline=baseline, learning_rate=0.0, max_steps=1, gradient_accumulation_steps=2)
+    rollout = trainer.rollouts["train"]
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    inputs = rollout.rewards, energies_by_softmax(model, vars(rollout)), rollout.mask, 4
+    expected = compute_advantages(*inputs, baseline=baseline)
+    torch.testing.assert_close(rollout.advantages * rollout.mask, expected, atol=2e-6, rtol=0)
+    apart = torch.cat([compute_advantages(*(x[i : i + 8] for x in inputs[:3]), 4, baseline=baseline) for i in (0, 8)])
+    assert len(rollout) == 16 and (expected - apart).abs().max() > 0.01
+    assert "nothing is pooled" not in caplog.text
+    train(baseline=baseline, max_steps=1)
+    assert f"`baseline` is '{baseline}', which pools prompts, and a generation batch has 2" in caplog.text
+
+
 def test_all_sources_give_the_same_advantages_and_weights(train):
     """One generation batch of the same completions, dealt to one micro-batch, to four, and used twice."""
     trainers = {name: train(max_steps=1, **options) for name, options in SOURCES.items()}
@@ -49,6 +65,8 @@ def test_all_sources_give_the_same_advantages_and_weights(train):
         ("the training forward", "group_mean", {"grad": 2, "no_grad": 0}),
         ("one extra no-gradient forward", "otb", {"grad": 8, "no_grad": 2}),
         ("one extra no-gradient forward", "rloo", {"grad": 8, "no_grad": 0}),
+        ("the training forward", "ogb_pooled", {"grad": 2, "no_grad": 2}),  # all prompts are needed before the loss
+        ("the training forward", "rloo_pooled", {"grad": 2, "no_grad": 0}),
         ("the no-gradient forward that GRPOTrainer runs anyway", "otb", {"grad": 2, "no_grad": 1}),
     ],
 )

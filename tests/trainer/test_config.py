@@ -51,6 +51,10 @@ def test_wrong_kind_of_args(model_path):
         ({"loss_type": "ppo"}, "`loss_type` is 'ppo'.*'dapo'"),
         ({"baseline": "otb_shrunk", "zero_tail": False}, "`zero_tail` is False and `baseline` is 'otb_shrunk'"),
         ({"baseline": "ogb", "alignment": "position"}, "`alignment` is 'position' and `baseline` is 'ogb'.*'otb'"),
+        (
+            {"baseline": "rloo_pooled", "scale_rewards": "group"},
+            "`scale_rewards` is 'group' and `baseline` is 'rloo_pooled', which compares prompts.*'none'` or 'batch'",
+        ),
         ({"baseline": len}, "`baseline` is <built-in function len>: a config holds text. Register the function"),
         ({"baseline": "nowhere:mine"}, "`baseline` is 'nowhere:mine', which cannot be imported"),
     ],

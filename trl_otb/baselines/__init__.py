@@ -7,6 +7,7 @@ explains baselines reads them there. To add one, register it: [`register_baselin
 from .advantages import Credit, assign_credit, compute_advantages
 from .family import group_mean, ogb, opo, otb, otb_shrunk, rloo
 from .groups import ALIGNMENTS, Groups, reward_to_go
+from .pooled import ogb_pooled, partial_pooling, rloo_pooled
 from .registry import BASELINES, Baseline, check_options, find_baseline, register_baseline
 
 
@@ -22,10 +23,13 @@ __all__ = [
     "find_baseline",
     "group_mean",
     "ogb",
+    "ogb_pooled",
     "opo",
     "otb",
     "otb_shrunk",
+    "partial_pooling",
     "register_baseline",
     "reward_to_go",
     "rloo",
+    "rloo_pooled",
 ]

@@ -58,7 +58,13 @@ def assign_credit(
         )
         return _credit(groups, rule, zero_tail)
 
-    return Credit(*by_blocks(credit_of, mask, rows_together=num_generations))
+    return Credit(*by_blocks(credit_of, mask, rows_compared(rule, mask, num_generations)))
+
+
+def rows_compared(baseline: str | Callable | Baseline, mask: torch.Tensor, num_generations: int) -> int:
+    """How many rows `baseline` looks at together: a group's or, where prompts are compared, all that there are."""
+    rule = baseline if isinstance(baseline, Baseline) else find_baseline(baseline)
+    return max(len(mask), 1) if rule.across_prompts else num_generations
 
 
 def _credit(groups: Groups, rule: Baseline, zero_tail: bool) -> Credit:

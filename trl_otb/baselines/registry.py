@@ -30,6 +30,8 @@ class Baseline:
             Whether the option `zero_tail` applies: B = 0 on the lone tail.
         leaves_one_out (`bool`):
             Whether it leaves a completion's own return out by itself, so that the option has nothing to say.
+        across_prompts (`bool`):
+            Whether it compares prompts: then it is given those of a whole generation batch, of all processes.
         built_in (`bool`):
             Whether it is one of this module's, whose results are not checked.
     """
@@ -40,6 +42,7 @@ class Baseline:
     uses_energy: bool = True
     zero_tail: bool = False
     leaves_one_out: bool = False
+    across_prompts: bool = False
     built_in: bool = False
 
     @property
@@ -58,6 +61,7 @@ def register_baseline(
     uses_energy: bool = True,
     zero_tail: bool = False,
     leaves_one_out: bool = False,
+    across_prompts: bool = False,
 ) -> Callable[[Callable], Callable]:
     """
     Register a baseline of your own, for `OTBGRPOConfig(baseline=name)` and [`compute_advantages`].
@@ -71,12 +75,13 @@ def register_baseline(
 
     The function gets [`Groups`]: `returns`, `energy` and `present`, each `(G, N, T)` or broadcastable to it, and
     `mean(weights)`, which knows about leaving one out. It returns B, broadcastable to `(G, N, T)` and finite wherever
-    a completion is present. G counts the prompts at hand, of a rollout or of a micro-batch: do not mix them.
+    a completion is present. G counts the prompts at hand, of a rollout or of a micro-batch: do not mix them, unless
+    `across_prompts` asks for all of a generation batch.
 
     Args:
         name (`str`):
             Any name that no other baseline has. The same function may be registered again, as a notebook's cell does.
-        per_token, uses_energy, zero_tail, leaves_one_out (`bool`, *optional*):
+        per_token, uses_energy, zero_tail, leaves_one_out, across_prompts (`bool`, *optional*):
             See [`Baseline`].
 
     Returns:
@@ -87,7 +92,12 @@ def register_baseline(
         TypeError: What is decorated is no function.
     """
     return _register(
-        name, per_token=per_token, uses_energy=uses_energy, zero_tail=zero_tail, leaves_one_out=leaves_one_out
+        name,
+        per_token=per_token,
+        uses_energy=uses_energy,
+        zero_tail=zero_tail,
+        leaves_one_out=leaves_one_out,
+        across_prompts=across_prompts,
     )
 
 
