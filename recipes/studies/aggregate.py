@@ -39,7 +39,7 @@ def probability_of_improvement(ours: list[list[float]], theirs: list[list[float]
 
     def of(*drawn):
         pairs = zip(drawn[: len(ours)], drawn[len(ours) :], strict=True)
-        return numpy.mean([stats.mannwhitneyu(a, b).statistic / (len(a) * len(b)) for a, b in pairs])
+        return numpy.mean([numpy.mean((a[:, None] > b) + (a[:, None] == b) / 2) for a, b in pairs])
 
     return _interval([*ours, *theirs], of)
 

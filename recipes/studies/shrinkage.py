@@ -3,7 +3,7 @@ Does a baseline gain from the other prompts? Leave-one-out baselines shrunk towa
 
     OMP_NUM_THREADS=1 python -m recipes.studies.shrinkage               # half an hour on one core; can be stopped
     OMP_NUM_THREADS=1 python -m recipes.studies.shrinkage --tasks 10 --seed 1 --output_dir runs/studies/shrinkage-1
-    python -m recipes.studies.shrinkage --plot_only     # the tables, from what is saved
+    python -m recipes.studies.shrinkage --plot_only     # table and picture, from what is saved
 
 The idea is that of https://arxiv.org/abs/2511.03710, there for the plain mean; here for weighted ones too. No knob and
 no bias: what a completion is compared with depends on other completions alone. Tasks are those of horizon.py.
@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from matplotlib.figure import Figure
 
 from recipes.common.arguments import parse
 from recipes.common.errors import InputError
@@ -32,6 +33,15 @@ from trl_otb.rollout import Rollout
 
 GROUPS = (2, 4, 8)
 PER_TOKEN = ("otb", "otb_shrunk")
+# Of the picture, by label; each baseline with one left out and then pooled
+SHOWN = {
+    "rloo": "mean, one left out",
+    "rloo_pooled": "mean, pooled",
+    "ogb": "ogb, one left out",
+    "ogb_pooled": "ogb, pooled",
+    "otb": "otb, one left out",
+    "otb, pooled": "otb, pooled",
+}
 DEALS = 20
 
 
@@ -112,13 +122,13 @@ def _gradients(pools, returns, energy, scores, places, n) -> dict[str, torch.Ten
     for name, baseline in {"mean": plain, "ogb": by_energy}.items():
         share, target = pooling(baseline)
         found[f"{name}, one left out"] = with_advantages(returns - baseline)
-        found[f"{name}, one left out, shrunk"] = with_advantages(returns - (1 - share) * baseline - share * target)
+        found[f"{name}, pooled"] = with_advantages(returns - (1 - share) * baseline - share * target)
     # The share and the target of ogb
     for name in PER_TOKEN:
         gradients = torch.stack([pool["gradients"][name, n][at] for pool, at in zip(pools, places, strict=True)])
         of_tokens = gradients.mean(dim=1)
         found[f"{name}, one left out"] = of_tokens
-        found[f"{name}, one left out, shrunk"] = (1 - share) * of_tokens + share * with_advantages(returns - target)
+        found[f"{name}, pooled"] = (1 - share) * of_tokens + share * with_advantages(returns - target)
     return found
 
 
@@ -161,14 +171,39 @@ def report(folder: Path, tasks: list[str]) -> None:
             lines.append(f"| `{name}` | {cells} |")
     text = "\n".join(lines) + "\n"
     (folder / "tables.md").write_text(text)
+    picture(rows, folder / "shrinkage.png")
     say(text)
+    say(f"{folder}: tables.md, shrinkage.png, and the data per task.")
+
+
+def picture(rows: dict[str, dict], path: Path) -> None:
+    """One panel per task, noise over the group mean's by the size of the groups."""
+    figure = Figure(figsize=(3.4 * len(rows) + 0.6, 3.6), layout="constrained")
+    axes = figure.subplots(1, len(rows), sharey=True, squeeze=False)[0]
+    for axis, (task, of_task) in zip(axes, rows.items(), strict=True):
+        for i, (label, name) in enumerate(SHOWN.items()):
+            places = [n * 1.03 ** (i - len(SHOWN) / 2) for n in GROUPS]
+            ratios = [of_task[name, n].noise_over_group_mean for n in GROUPS]
+            style = {"color": f"C{i // 2}", "linestyle": "-" if i % 2 else ":"}
+            axis.plot(places, [ratio.value for ratio in ratios], "o", markersize=4, label=label, **style)
+            for at, ratio in zip(places, ratios, strict=True):
+                axis.plot([at, at], [ratio.low, ratio.high], color=f"C{i // 2}", alpha=0.4)
+        axis.axhline(1, color="0.4", linewidth=0.8)
+        axis.set(xscale="log", xlabel="N", title=f"T = {task}" if task.isdigit() else task, ylim=(0, 1.4))
+        axis.set_xticks(GROUPS, map(str, GROUPS))
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("noise to signal over the group mean's")
+    axes[-1].legend(fontsize=8)
+    figure.suptitle("One left out (dotted), and pooled with the other prompts (solid); no bias", fontsize=11)
+    figure.savefig(path, dpi=110)
 
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="shrinkage", description=__doc__.splitlines()[1])
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=["10", "30", "sums", "calculator"])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--plot_only", action="store_true", help="the tables, from what is saved")
+    parser.add_argument("--plot_only", action="store_true", help="table and picture, from what is saved")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/studies/shrinkage"))
     args = parser.parse_args(argv)
     try:

@@ -70,9 +70,11 @@ SHOWN = 4  # in the picture
 
 
 def estimators() -> dict[str, dict | None]:
-    """Every baseline, with and without the completion's own return, and none at all."""
+    """Every baseline of one prompt, with and without the completion's own return, and none at all."""
     found = {"none": None}
     for name, entry in reversed(BASELINES.items()):
+        if entry.across_prompts:
+            continue
         found[name] = {"baseline": name}
         if entry.zero_tail:
             found[f"{name}, no zero tail"] = {"baseline": name, "zero_tail": False}
@@ -316,11 +318,11 @@ def plot(settings: list[str], ratios: dict[tuple[str, str], Ratio], path: Path) 
 
 
 def read_table(text: str, n: int) -> tuple[list[str], dict[tuple[str, str], Ratio]]:
-    """The settings and cells of the table for groups of `n` in recipes/studies/README.md."""
+    """The settings and cells of the table for groups of `n` in recipes/studies/variance.md."""
     rows = text.partition(f"N = {n}:\n\n")[2].partition("\n\n")[0].splitlines()
     if not rows:
         raise InputError(f"there is no table for N = {n}.")
-    header, _, *rows = ([cell.strip(" `") for cell in row.strip("|").split("|")] for row in rows)
+    header, _, *rows = ([cell.strip() for cell in row.replace("`", "").strip("|").split("|")] for row in rows)
     ratios = {}
     for name, *cells in rows:
         for setting, cell in zip(header[1:], cells, strict=True):
@@ -334,13 +336,13 @@ def main(argv):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
     parser.add_argument("--only", choices=list(TITLES), help="one task")
     parser.add_argument("--plot_only", action="store_true", help="make tables and pictures from what is saved")
-    parser.add_argument("--redraw", action="store_true", help="make the picture from the README's table")
+    parser.add_argument("--redraw", action="store_true", help="make the picture from the table of variance.md")
     parser.add_argument("--output_dir", default="runs/studies/variance")
     args = parser.parse_args(argv)
     warnings.filterwarnings("ignore")
     if args.redraw:
         here = Path(__file__).parent
-        return plot(*read_table((here / "README.md").read_text(), SHOWN), here / "variance.png")
+        return plot(*read_table((here / "variance.md").read_text(), SHOWN), here / "variance.png")
     output = Path(args.output_dir)
     settings = [s for s in SETTINGS if args.only in (None, s.task)]
     if not args.plot_only:

@@ -123,7 +123,7 @@ def test_the_shrinkage_study(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(horizon.TASKS, "10", (64, []))
     shrinkage.main(["--tasks", "10", "--output_dir", str(tmp_path / "study")])
     table = (tmp_path / "study" / "tables.md").read_text()
-    assert table.count("| `otb, one left out, shrunk` |") == 3 and "nan" not in table
+    assert table.count("| `otb, pooled` |") == 3 and "nan" not in table
     pools = [torch.load(path, weights_only=True) for path in sorted((tmp_path / "study" / "10").glob("prompt-*.pt"))]
     found = shrinkage.moments(pools, 4)
     for prompt in found:

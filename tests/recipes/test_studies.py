@@ -47,6 +47,7 @@ def test_learning_rates_are_chosen_on_seeds_of_their_own(tmp_path):
 
 def test_arms_are_compared_on_their_scores_and_the_group_mean_with_itself(tmp_path, monkeypatch):
     monkeypatch.setattr(learning_curves, "TASKS", {"sums": learning_curves.Task({4: 10}, (1e-3,), 0.5, 24)})
+    monkeypatch.setattr(aggregate, "DRAWS", 200)
     for name, score in {"group_mean": 0.5, "otb": 0.6, "none": 0.4}.items():
         for seed in (*learning_curves.TUNING_SEEDS, *range(1, 9)):
             run = Run("sums", name, 4, 1e-3, seed)
@@ -62,7 +63,8 @@ def test_arms_are_compared_on_their_scores_and_the_group_mean_with_itself(tmp_pa
     assert any(line.startswith("| 4 | none | 8 | 0.4") and "0.00 (0.00–0.00) |" in line for line in table.splitlines())
 
 
-def test_statistics_over_seeds_by_hand():
+def test_statistics_over_seeds_by_hand(monkeypatch):
+    monkeypatch.setattr(aggregate, "DRAWS", 200)
     ours, theirs = [[1.0, 2.0, 3.0, 100.0], [4.0, 4.0, 4.0, 4.0]], [[0.0, 2.0, 2.0, 4.0], [5.0, 4.0, 4.0, 4.0]]
     assert aggregate.interquartile_mean(ours).value == pytest.approx((3 + 4 + 4 + 4) / 4)  # of 1 2 3 4 4 4 4 100
     # First task: 1, 2, 3 and 100 against 0, 2, 2, 4 win 1, 1 + 2/2, 3 and 4 of 16; second: 12 ties of 16
@@ -73,7 +75,8 @@ def test_statistics_over_seeds_by_hand():
     assert apart == (0.75, 0.75, 0.75)
 
 
-def test_an_interval_covers_as_often_as_it_says():
+def test_an_interval_covers_as_often_as_it_says(monkeypatch):
+    monkeypatch.setattr(aggregate, "DRAWS", 200)
     rng = random.Random(0)
     covered = 0
     for _ in range(60):
