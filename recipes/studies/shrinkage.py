@@ -1,7 +1,7 @@
 """
 Does a baseline gain from the other prompts? Leave-one-out baselines shrunk towards those of the other prompts.
 
-    OMP_NUM_THREADS=1 python -m recipes.studies.shrinkage               # half an hour on one core; can be stopped
+    OMP_NUM_THREADS=1 python -m recipes.studies.shrinkage               # 70 minutes on one core; can be stopped
     OMP_NUM_THREADS=1 python -m recipes.studies.shrinkage --tasks 10 --seed 1 --output_dir runs/studies/shrinkage-1
     python -m recipes.studies.shrinkage --plot_only     # table and picture, from what is saved
 
@@ -10,6 +10,7 @@ no bias: what a completion is compared with depends on other completions alone. 
 """
 
 import argparse
+import math
 import sys
 from collections import defaultdict
 from functools import partial
@@ -31,6 +32,7 @@ from trl_otb.baselines import Groups, partial_pooling
 from trl_otb.rollout import Rollout
 
 
+MEASURED = ["sums", "calculator", "10", "30", "100", "lake_14", "lake_30"]
 GROUPS = (2, 4, 8)
 PER_TOKEN = ("otb", "otb_shrunk")
 # Of the picture, by label; each baseline with one left out and then pooled
@@ -178,9 +180,11 @@ def report(folder: Path, tasks: list[str]) -> None:
 
 def picture(rows: dict[str, dict], path: Path) -> None:
     """One panel per task, noise over the group mean's by the size of the groups."""
-    figure = Figure(figsize=(3.4 * len(rows) + 0.6, 3.6), layout="constrained")
-    axes = figure.subplots(1, len(rows), sharey=True, squeeze=False)[0]
-    for axis, (task, of_task) in zip(axes, rows.items(), strict=True):
+    columns = min(4, len(rows) + 1)
+    lines = math.ceil((len(rows) + 1) / columns)  # one place is the legend's
+    figure = Figure(figsize=(3.4 * columns + 0.6, 3.2 * lines), layout="constrained")
+    axes = figure.subplots(lines, columns, sharey=True, squeeze=False).flatten()
+    for axis, (task, of_task) in zip(axes, rows.items(), strict=False):
         for i, (label, name) in enumerate(SHOWN.items()):
             places = [n * 1.03 ** (i - len(SHOWN) / 2) for n in GROUPS]
             ratios = [of_task[name, n].noise_over_group_mean for n in GROUPS]
@@ -193,15 +197,20 @@ def picture(rows: dict[str, dict], path: Path) -> None:
         axis.set_xticks(GROUPS, map(str, GROUPS))
         axis.minorticks_off()
         axis.grid(alpha=0.3)
-    axes[0].set_ylabel("noise to signal over the group mean's")
-    axes[-1].legend(fontsize=8)
+    for axis in axes[::columns]:
+        axis.set_ylabel("noise over the group mean's")
+    for axis in axes[len(rows) :]:
+        axis.set_axis_off()
+    axes[len(rows)].legend(*axes[0].get_legend_handles_labels(), loc="center left")
     figure.suptitle("One left out (dotted), and pooled with the other prompts (solid); no bias", fontsize=11)
     figure.savefig(path, dpi=110)
 
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="shrinkage", description=__doc__.splitlines()[1])
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=["10", "30", "sums", "calculator"])
+    parser.add_argument(
+        "--tasks", nargs="+", choices=TASKS, default=["sums", "calculator", "10", "30", "100", "lake_14", "lake_30"]
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plot_only", action="store_true", help="table and picture, from what is saved")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/studies/shrinkage"))
