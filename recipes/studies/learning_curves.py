@@ -200,16 +200,19 @@ def at_the_end(result: dict) -> float:
     return statistics.fmean(result["reward"][-max(1, len(result["reward"]) // 10) :])
 
 
-def report(folder: Path) -> None:
+def report(folder: Path, learning_rate: float | None = None) -> None:
+    """Of all arms, each at its tuned learning rate, or all at the given one."""
     results = [json.loads(p.read_text()) for p in sorted(folder.glob("*.json"))]
-    text = "".join(_report_of(task, [r for r in results if r["task"] == task], folder) for task in TASKS)
-    (folder / "tables.md").write_text(text)
-    print(text)
+    texts = [_report_of(task, [r for r in results if r["task"] == task], folder, learning_rate) for task in TASKS]
+    name = "tables" if learning_rate is None else f"tables-lr{learning_rate:g}"
+    (folder / f"{name}.md").write_text("".join(texts))
+    print("".join(texts))
 
 
-def _report_of(task: str, results: list[dict], folder: Path) -> str:
+def _report_of(task: str, results: list[dict], folder: Path, learning_rate: float | None) -> str:
     """The tables of a task, and its picture; nothing for arms whose learning rate is not tuned yet."""
-    rates = {(n, b): best_learning_rate(folder, task, b, n) for n in sorted(TASKS[task].steps) for b in ARMS}
+    arms = [(n, b) for n in sorted(TASKS[task].steps) for b in ARMS]
+    rates = {(n, b): learning_rate or best_learning_rate(folder, task, b, n) for n, b in arms}
     of = {
         (n, b): sorted(
             (
@@ -224,12 +227,12 @@ def _report_of(task: str, results: list[dict], folder: Path) -> str:
     of = {arm: rows for arm, rows in of.items() if rows}
     if not of:
         return ""
-    plot(task, of, folder / f"{task}.png")
+    plot(task, of, folder / (f"{task}.png" if learning_rate is None else f"{task}-lr{learning_rate:g}.png"))
     threshold = TASKS[task].threshold
     title = f"\n### {task}: 16 problems per step, threshold {threshold:.0%} of training reward\n"
-    return "\n".join(
-        [title, *_outcomes(of, rates, threshold), *_beside_group_mean(of), *_tuning(task, of, results), ""]
-    )
+    tables = [*_outcomes(of, rates, threshold), *_beside_group_mean(of)]
+    tuning = _tuning(task, of, results) if learning_rate is None else []
+    return "\n".join([title, *tables, *tuning, ""])
 
 
 def _outcomes(of: dict, rates: dict, threshold: float) -> list[str]:
@@ -352,6 +355,7 @@ def main(argv):
     parser.add_argument("--baselines", nargs="+", choices=ARMS, default=list(BASELINES))
     parser.add_argument("--sizes", nargs="+", type=int, choices=(4, 8, 32), default=[4, 8, 32])
     parser.add_argument("--seeds", type=int, default=5, help="Seeds per arm, beside those that tune it.")
+    parser.add_argument("--learning_rate", type=float, help="of every arm, in the place of the tuned ones")
     parser.add_argument("--plot_only", action="store_true", help="make tables and pictures from what is saved")
     parser.add_argument("--output_dir", default="runs/studies/learning_curves")
     args = parser.parse_args(argv)
@@ -367,15 +371,22 @@ def main(argv):
         register_baseline("none", per_token=False, uses_energy=False, leaves_one_out=True)(nothing)
         candidates.register()
         arms = [(n, b) for n in args.sizes for b in args.baselines]
-        rates = TASKS[args.task].learning_rates
-        perform([Run(args.task, b, n, rate, seed) for n, b in arms for rate in rates for seed in TUNING_SEEDS], folder)
-        for n, b in arms:
-            while best_learning_rate(folder, args.task, b, n) is None:
-                time.sleep(5)  # another process is tuning it
-        best = {(n, b): best_learning_rate(folder, args.task, b, n) for n, b in arms}
+        best = dict.fromkeys(arms, args.learning_rate)
+        if args.learning_rate is None:
+            tuning = [
+                (n, b, rate, seed)
+                for n, b in arms
+                for rate in TASKS[args.task].learning_rates
+                for seed in TUNING_SEEDS
+            ]
+            perform([Run(args.task, b, n, rate, seed) for n, b, rate, seed in tuning], folder)
+            for n, b in arms:
+                while (rate := best_learning_rate(folder, args.task, b, n)) is None:
+                    time.sleep(5)  # another process is tuning it
+                best[n, b] = rate
         # By seeds, so that what is there when it is stopped compares the arms
         perform([Run(args.task, b, n, best[n, b], seed) for seed in range(1, args.seeds + 1) for n, b in arms], folder)
-    report(folder)
+    report(folder, args.learning_rate)
 
 
 if __name__ == "__main__":

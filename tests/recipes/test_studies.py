@@ -60,6 +60,10 @@ def test_arms_are_compared_on_their_scores_and_the_group_mean_with_itself(tmp_pa
     assert len(compared) == 1 and "0.100" in compared[0] and compared[0].endswith("1.00 (1.00–1.00) |")
     (itself,) = [line for name, line in rows.items() if "beside the earlier" in name]
     assert itself[2] == "4" and itself[6].startswith("0.50 (")
+    learning_curves.report(tmp_path, 1e-3)
+    assert (tmp_path / "tables-lr0.001.md").read_text() == table.split("\nTuning")[0]
+    learning_curves.report(tmp_path, 2e-3)  # which nobody ran at
+    assert (tmp_path / "tables-lr0.002.md").read_text() == ""
     assert any(line.startswith("| 4 | none | 8 | 0.4") and "0.00 (0.00–0.00) |" in line for line in table.splitlines())
 
 
