@@ -208,9 +208,7 @@ def picture(rows: dict[str, dict], path: Path) -> None:
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="shrinkage", description=__doc__.splitlines()[1])
-    parser.add_argument(
-        "--tasks", nargs="+", choices=TASKS, default=["sums", "calculator", "10", "30", "100", "lake_14", "lake_30"]
-    )
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=MEASURED)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plot_only", action="store_true", help="table and picture, from what is saved")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/studies/shrinkage"))

@@ -1,10 +1,10 @@
 """
 A frozen lake as text: a game of one move per turn, whose number of turns is a dial. The lakes are gymnasium's.
 
-The policy sees how far right and down the goal is, and what lies left, below, right and above: `0503#.OX`, `O` a hole,
+The policy sees how far right and down the goal is, and what lies left, below, right and above: `0503..OX`, `O` a hole,
 `X` beyond the shore. It calls `move` with one of L, D, R and U, `[D]`, and sees the same of the place it gets to, or
 `*` at the goal and `O` in a hole. Where ice lies both below and to the right, either will do: a free choice. The
-policies step into holes now and then, so that 60 % of the games are won at every size, and wander without harm.
+pupils they learn from step into holes so often that 60 % of the games are won at every size, and wander without harm.
 """
 
 import random

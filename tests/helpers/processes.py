@@ -55,13 +55,13 @@ BACKENDS = {
     },
 }
 AGENT_BACKENDS = ("ddp", "zero3", "fsdp2")
+TRAINING = "the training forward"
 # 12 rows a rollout on all processes together. Of 3 groups of 4, the middle one straddles two processes.
 SOURCES = {
     "one extra no-gradient forward": {"num_generations": 4},
-    "the training forward": {"num_generations": 3},
+    TRAINING: {"num_generations": 3},
     "the no-gradient forward that GRPOTrainer runs anyway": {"num_generations": 4, "num_iterations": 2},
 }
-TRAINING = "the training forward"
 OWN_BASELINE = "tests.helpers.processes:own_baseline"
 
 

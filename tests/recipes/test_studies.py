@@ -45,6 +45,12 @@ def test_learning_rates_are_chosen_on_seeds_of_their_own(tmp_path):
     assert best_learning_rate(tmp_path, "sums", "otb", 4) == task.learning_rates[2]
 
 
+def test_the_seeds_that_tune_are_not_those_that_are_compared(capsys):
+    with pytest.raises(SystemExit):
+        learning_curves.main(["--seeds", str(min(learning_curves.TUNING_SEEDS))])
+    assert "--seeds is 101: give 1 to 100" in capsys.readouterr().err
+
+
 def test_arms_are_compared_on_their_scores_and_the_group_mean_with_itself(tmp_path, monkeypatch):
     monkeypatch.setattr(learning_curves, "TASKS", {"sums": learning_curves.Task({4: 10}, (1e-3,), 0.5, 24)})
     monkeypatch.setattr(aggregate, "DRAWS", 200)

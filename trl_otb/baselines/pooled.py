@@ -85,6 +85,7 @@ def partial_pooling(left_one_out: torch.Tensor, members: torch.Tensor) -> tuple[
     target, square = of_others(centre - origin), of_others((centre - origin).square())
     spread = (square - target.square()) * others / (others - 1).clamp(min=1)
     between = (spread - of_others(noise * (size - 1) / size.clamp(min=1))).clamp(min=0)
-    share = of_others(noise) / (of_others(noise) + between).clamp(min=1e-20)
+    within = of_others(noise)
+    share = within / (within + between).clamp(min=1e-20)
     share = torch.where(known > 0, share, 1.0)  # a single completion has no baseline of its own
     return share * (others > 1), target + origin
