@@ -3,6 +3,10 @@
 import re
 
 
+WORDS = re.compile(r"[^\W\d_]+([\s.,;:!?'’-]+[^\W\d_]+)*[\s.!?]*")
+LONG_WORD = re.compile(r"[^\W\d_]{4}")  # what is shorter may be variables: xy and yx are equal
+
+
 def final_text(completion: str | list[dict]) -> str:
     """A completion's text; for a conversation, its last message."""
     return completion if isinstance(completion, str) else completion[-1].get("content") or ""
@@ -27,13 +31,20 @@ def grade_mathematics(answer: str, gold: str, entry: int | None = None, seconds:
     """
     1.0 if two answers of unknown form are equal, to the letter or as mathematics (math-verify), else 0.0.
 
-    An answer that takes longer than `seconds` to work out, such as 9^9^9^9, is wrong. Call it in the main thread:
-    math-verify keeps time by its signals.
+    A `gold` of words is compared word by word, whatever its capitals and its full stop: as mathematics, letters are
+    factors, of which anagrams are equal and a sentence takes seconds. An answer that takes longer than `seconds` to
+    work out, such as 9^9^9^9, is wrong. Call it in the main thread: math-verify keeps time by its signals.
     """
     from math_verify import parse, verify
 
     if answer == gold:
         return 1.0
+    if WORDS.fullmatch(gold) and LONG_WORD.search(gold):
+        return float(_words(answer) == _words(gold))
     # Both as LaTeX, which reads 1/2, \frac{1}{2} and 0.5 alike
     gold_parsed, answer_parsed = (parse(f"${text}$", parsing_timeout=seconds) for text in (gold, answer))
     return float(verify(gold_parsed, answer_parsed, timeout_seconds=seconds))
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"[^\W_]+|[^\s\w.!?]", re.sub(r"\\(?:text|mathrm|textbf)\{(.*?)\}", r"\1", text).casefold())
