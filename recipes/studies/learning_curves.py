@@ -4,10 +4,10 @@ Does N = 4 do the work of N = 32? Learning curves over generated tokens, by base
     OMP_NUM_THREADS=1 python -m recipes.studies.learning_curves --task calculator   # again beside it, on another core
     python -m recipes.studies.learning_curves --plot_only
 
-Every run trains the toy policy of a task with 16 problems per step. Learning rates are tuned per arm, on two
-seeds of their own and the same grid, by the mean reward over the run; the other seeds then run with the best one. A
-run that is saved is not run again. Everything lands in runs/studies/learning_curves; the results are in
-recipes/studies/README.md.
+Every run trains the toy policy of a task with 16 problems per step. Learning rates are tuned per arm by the mean
+reward over the run, on seeds of their own and the same grid, by halving: two seeds for every rate, three more for the
+best two. The other seeds then run with the best one. A run that is saved is not run again. Everything lands in
+runs/studies/learning_curves; the results are in recipes/studies/README.md.
 """
 
 import argparse
@@ -52,7 +52,7 @@ TASKS = {
     "long_calculator": Task({4: 60, 8: 50, 32: 40}, (1e-4, 2e-4, 4e-4, 8e-4), 0.55, 180, max_calls=14),
     "scratchpad_100": Task({4: 100}, (1e-4, 2e-4, 4e-4), 0.8, 200, held_out_samples=16),
 }
-TUNING_SEEDS = (101, 102)
+TUNING_SEEDS = ((101, 102), (103, 104, 105))  # every learning rate; the two that are best with these
 ARMS = ("none", *BASELINES, *candidates.names())
 
 
@@ -122,15 +122,40 @@ def train(run: Run) -> dict:
     }
 
 
+def finalists(folder: Path, task: str, baseline: str, n: int) -> list[float] | None:
+    """The two learning rates that are best in the first round of tuning, once all of its runs are there."""
+    first = _tuned(folder, task, baseline, n, TASKS[task].learning_rates, TUNING_SEEDS[0])
+    return first and sorted(first, key=first.get)[-2:]
+
+
 def best_learning_rate(folder: Path, task: str, baseline: str, n: int) -> float | None:
-    """By the mean reward over the runs with the tuning seeds, once all of them are there."""
-    scores = {}
-    for rate in TASKS[task].learning_rates:
-        paths = [folder / f"{Run(task, baseline, n, rate, seed).name}.json" for seed in TUNING_SEEDS]
-        if not all(path.exists() for path in paths):
-            return None
-        scores[rate] = statistics.fmean(over_the_run(json.loads(p.read_text())) for p in paths)
-    return max(scores, key=scores.get)
+    """Of the finalists, over the seeds of both rounds, once all of these runs are there."""
+    rates = finalists(folder, task, baseline, n)
+    scores = rates and _tuned(folder, task, baseline, n, rates, itertools.chain(*TUNING_SEEDS))
+    return scores and max(scores, key=scores.get)
+
+
+def _tuned(folder, task, baseline, n, rates, seeds) -> dict[float, float] | None:
+    """The mean reward over the runs with these seeds, by learning rate."""
+    paths = {rate: [] for rate in rates}
+    for rate, seed in itertools.product(rates, seeds):
+        paths[rate].append(folder / f"{Run(task, baseline, n, rate, seed).name}.json")
+    if not all(path.exists() for of_rate in paths.values() for path in of_rate):
+        return None
+    return {rate: statistics.fmean(over_the_run(json.loads(p.read_text())) for p in paths[rate]) for rate in rates}
+
+
+def tune(task: str, arms: list[tuple[int, str]], folder: Path) -> dict[tuple[int, str], float]:
+    """The best learning rate of every arm, given as (N, baseline)."""
+    rates = dict.fromkeys(arms, TASKS[task].learning_rates)
+    for seeds, decide in zip(TUNING_SEEDS, (finalists, best_learning_rate), strict=True):
+        runs = [Run(task, b, n, rate, seed) for n, b in arms for rate in rates[n, b] for seed in seeds]
+        perform(runs, folder)
+        for n, b in arms:
+            while (decided := decide(folder, task, b, n)) is None:
+                time.sleep(5)  # another process is at it
+            rates[n, b] = decided
+    return rates
 
 
 def perform(runs: list[Run], folder: Path) -> None:
@@ -218,7 +243,7 @@ def _report_of(task: str, results: list[dict], folder: Path, learning_rate: floa
             (
                 r
                 for r in results
-                if (r["baseline"], r["n"], r["learning_rate"]) == (b, n, rate) and r["seed"] not in TUNING_SEEDS
+                if (r["baseline"], r["n"], r["learning_rate"]) == (b, n, rate) and r["seed"] < TUNING_SEEDS[0][0]
             ),
             key=lambda r: r["seed"],
         )
@@ -295,7 +320,7 @@ def _beside_group_mean(of: dict) -> list[str]:
 def _tuning(task: str, of: dict, results: list[dict]) -> list[str]:
     rates = TASKS[task].learning_rates
     lines = [
-        f"\nTuning, mean reward over the run by learning rate ({len(TUNING_SEEDS)} seeds):\n",
+        "\nTuning, mean reward over the run by learning rate (seeds):\n",
         "| N | baseline | " + " | ".join(f"{rate:g}" for rate in rates) + " |",
         "|---" * (2 + len(rates)) + "|",
     ]
@@ -305,11 +330,11 @@ def _tuning(task: str, of: dict, results: list[dict]) -> list[str]:
             rows = [
                 r
                 for r in results
-                if (r["baseline"], r["n"], r["learning_rate"]) == (b, n, rate) and r["seed"] in TUNING_SEEDS
+                if (r["baseline"], r["n"], r["learning_rate"]) == (b, n, rate) and r["seed"] >= TUNING_SEEDS[0][0]
             ]
             broken = sum(map(collapsed, rows))
             score = statistics.fmean(map(over_the_run, rows))
-            cells.append(f"{score:.3f}" + (f", {broken} collapsed" if broken else ""))
+            cells.append(f"{score:.3f} ({len(rows)})" + (f", {broken} collapsed" if broken else ""))
         lines.append(f"| {n} | {b} | " + " | ".join(cells) + " |")
     return lines
 
@@ -362,8 +387,9 @@ def main(argv):
     missing = [n for n in args.sizes if n not in TASKS[args.task].steps]
     if missing and not args.plot_only:
         parser.error(f"--sizes: {args.task} has no runs of N = {missing[0]}, only of {list(TASKS[args.task].steps)}")
-    if not 1 <= args.seeds < min(TUNING_SEEDS):
-        parser.error(f"--seeds is {args.seeds}: give 1 to {min(TUNING_SEEDS) - 1}")
+    largest = min(itertools.chain(*TUNING_SEEDS)) - 1
+    if not 1 <= args.seeds <= largest:
+        parser.error(f"--seeds is {args.seeds}: give 1 to {largest}")
     warnings.filterwarnings("ignore")
     folder = Path(args.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
@@ -371,19 +397,7 @@ def main(argv):
         register_baseline("none", per_token=False, uses_energy=False, leaves_one_out=True)(nothing)
         candidates.register()
         arms = [(n, b) for n in args.sizes for b in args.baselines]
-        best = dict.fromkeys(arms, args.learning_rate)
-        if args.learning_rate is None:
-            tuning = [
-                (n, b, rate, seed)
-                for n, b in arms
-                for rate in TASKS[args.task].learning_rates
-                for seed in TUNING_SEEDS
-            ]
-            perform([Run(args.task, b, n, rate, seed) for n, b, rate, seed in tuning], folder)
-            for n, b in arms:
-                while (rate := best_learning_rate(folder, args.task, b, n)) is None:
-                    time.sleep(5)  # another process is tuning it
-                best[n, b] = rate
+        best = dict.fromkeys(arms, args.learning_rate) if args.learning_rate else tune(args.task, arms, folder)
         # By seeds, so that what is there when it is stopped compares the arms
         perform([Run(args.task, b, n, best[n, b], seed) for seed in range(1, args.seeds + 1) for n, b in arms], folder)
     report(folder, args.learning_rate)

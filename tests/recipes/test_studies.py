@@ -1,5 +1,6 @@
 """The studies and benchmarks from end to end, small; and what their tables are made of."""
 
+import itertools
 import json
 import random
 import runpy
@@ -10,7 +11,7 @@ import torch
 
 from recipes.studies import aggregate, figures, learning_curves, variance
 from recipes.studies.laboratory import Moments, Pool
-from recipes.studies.learning_curves import Run, best_learning_rate, collapsed, tokens_to
+from recipes.studies.learning_curves import Run, best_learning_rate, collapsed, finalists, tokens_to
 
 
 def result(run, reward, held_out=0.5):
@@ -35,19 +36,29 @@ def test_tokens_to_a_threshold_and_collapse():
     assert not collapsed(result(run, [0.2] * 10 + [0.9] * 20))
 
 
-def test_learning_rates_are_chosen_on_seeds_of_their_own(tmp_path):
-    task = learning_curves.TASKS["sums"]
-    for i, rate in enumerate(task.learning_rates):
-        for seed in learning_curves.TUNING_SEEDS:
-            assert best_learning_rate(tmp_path, "sums", "otb", 4) is None  # not before all are there
-            run = Run("sums", "otb", 4, rate, seed)
-            (tmp_path / f"{run.name}.json").write_text(json.dumps(result(run, [0.1 * i if i != 2 else 0.9] * 10)))
-    assert best_learning_rate(tmp_path, "sums", "otb", 4) == task.learning_rates[2]
+def test_learning_rates_are_halved_on_seeds_of_their_own(tmp_path):
+    rates = learning_curves.TASKS["sums"].learning_rates
+    first, second = learning_curves.TUNING_SEEDS
+
+    def save(rate, seed, reward):
+        run = Run("sums", "otb", 4, rate, seed)
+        (tmp_path / f"{run.name}.json").write_text(json.dumps(result(run, [reward] * 10)))
+
+    for rate, reward in zip(rates, (0.1, 0.8, 0.9, 0.2), strict=True):
+        for seed in first:
+            assert finalists(tmp_path, "sums", "otb", 4) is None  # not before all are there
+            save(rate, seed, reward)
+    assert sorted(finalists(tmp_path, "sums", "otb", 4)) == sorted(rates[1:3])
+    for rate, reward in zip(rates[1:3], (0.8, 0.7), strict=True):  # the first round's best was lucky
+        for seed in second:
+            assert best_learning_rate(tmp_path, "sums", "otb", 4) is None
+            save(rate, seed, reward)
+    assert best_learning_rate(tmp_path, "sums", "otb", 4) == rates[1]
 
 
 def test_the_seeds_that_tune_are_not_those_that_are_compared(capsys):
     with pytest.raises(SystemExit):
-        learning_curves.main(["--seeds", str(min(learning_curves.TUNING_SEEDS))])
+        learning_curves.main(["--seeds", str(learning_curves.TUNING_SEEDS[0][0])])
     assert "--seeds is 101: give 1 to 100" in capsys.readouterr().err
 
 
@@ -55,7 +66,7 @@ def test_arms_are_compared_on_their_scores_and_the_group_mean_with_itself(tmp_pa
     monkeypatch.setattr(learning_curves, "TASKS", {"sums": learning_curves.Task({4: 10}, (1e-3,), 0.5, 24)})
     monkeypatch.setattr(aggregate, "DRAWS", 200)
     for name, score in {"group_mean": 0.5, "otb": 0.6, "none": 0.4}.items():
-        for seed in (*learning_curves.TUNING_SEEDS, *range(1, 9)):
+        for seed in (*itertools.chain(*learning_curves.TUNING_SEEDS), *range(1, 9)):
             run = Run("sums", name, 4, 1e-3, seed)
             rewards = [score + 0.001 * (seed % 4)] * 10
             (tmp_path / f"{run.name}.json").write_text(json.dumps(result(run, rewards)))
@@ -142,10 +153,10 @@ def test_the_variance_study_says_at_once_that_smollm2_is_missing(tmp_path, monke
 def test_learning_curves_and_figures(tmp_path, monkeypatch, capsys, registered):
     task = learning_curves.Task({4: 4, 8: 4, 32: 4}, (4e-4,), 0.1, 72)
     monkeypatch.setattr(learning_curves, "TASKS", {"calculator": task})
-    monkeypatch.setattr(learning_curves, "TUNING_SEEDS", (101,))
+    monkeypatch.setattr(learning_curves, "TUNING_SEEDS", ((101,), (102,)))
     runs, flags = tmp_path / "runs", ["--sizes", "4", "--baselines", "group_mean", "otb", "none", "--seeds", "1"]
     learning_curves.main([*flags, "--output_dir", str(runs)])
-    assert len(list(runs.glob("*.json"))) == 6
+    assert len(list(runs.glob("*.json"))) == 9
     table = (runs / "tables.md").read_text()
     assert "| 4 | otb | 0.0004 | 1 |" in table and "| 4 | none | 0.0004 | 1 |" in table
     assert (runs / "calculator.png").stat().st_size > 10_000
