@@ -35,7 +35,8 @@ NEUTRAL = set(
     "output_dir run_name disable_tqdm resume_from_checkpoint overwrite allow_changes traceback eval_only max_steps "
     "num_train_epochs num_completions_to_print per_device_eval_batch_size project local_rank ddp_timeout do_train "
     "do_eval do_predict skip_memory_metrics include_for_metrics load_best_model_at_end metric_for_best_model "
-    "greater_is_better restore_callback_states_from_checkpoint enable_jit_checkpoint num_prompts plot_only".split()
+    "greater_is_better restore_callback_states_from_checkpoint enable_jit_checkpoint num_prompts prompts_per_batch "
+    "plot_only".split()
 )
 
 

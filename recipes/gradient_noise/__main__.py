@@ -76,6 +76,9 @@ class NoiseArguments(ToolMathArguments):
         },
     )
     group_sizes: list[int] = field(default_factory=lambda: [4, 8], metadata={"help": "Completions per group, N."})
+    prompts_per_batch: int = field(
+        default=16, metadata={"help": "Prompts of a step, which baselines that pool prompts see together."}
+    )
     parameters: str = field(
         default=".*", metadata={"help": "Only trainable parameters whose name holds this regular expression."}
     )
@@ -115,13 +118,13 @@ def check(settings: NoiseArguments, args) -> None:
         raise InputError(f"`projection` is {settings.projection}: 64 or more, thousands for a useful error.")
     for name in settings.baselines:
         try:
-            across_prompts = find_baseline(name).across_prompts
+            entry = find_baseline(name)
         except ValueError as error:
             raise InputError(str(error)) from error
-        if across_prompts:
+        if entry.across_prompts and entry.per_token:
             raise InputError(
-                f"`baselines` names {name!r}, which compares prompts, and prompts are measured one at a time here: "
-                "leave it out. What pooling prompts gains is measured by python -m recipes.studies.shrinkage."
+                f"`baselines` names {name!r}, which compares prompts token by token. Of those that compare prompts, "
+                "only ones with a number per completion (`per_token=False`) can be measured: leave it out."
             )
 
 
@@ -129,9 +132,11 @@ def main(argv: list[str]) -> None:
     settings, args, model_args = parse("gradient_noise", NoiseArguments, CONFIG, argv)
     if processes() > 1:
         raise InputError("gradient_noise runs in one process: start it with python -m recipes.gradient_noise.")
+    if settings.prompts_per_batch < 3:
+        raise InputError(f"`prompts_per_batch` is {settings.prompts_per_batch}: give 3 or more.")
     if settings.plot_only:
         check_plot_only(argv)
-        return report(Storage(Path(args.output_dir), {}, read_only=True))
+        return report(Storage(Path(args.output_dir), {}, read_only=True), settings.prompts_per_batch)
     check(settings, args)
     # The group mean at further sizes, for the law of its noise
     law = {n: estimators([]) for n in (2, 4, 8, 16) if 4 * n <= settings.completions_per_prompt}
@@ -145,16 +150,18 @@ def main(argv: list[str]) -> None:
         "zero_tail": args.zero_tail,
         "scores_have_mean_zero": _scores_have_mean_zero(args),
         "options": {estimator.name: estimator.options for estimator in every},
+        "across_prompts": [estimator.name for estimator in every if estimator.across_prompts],
         "configuration": configuration(settings, args, model_args),
     }
     storage = Storage(Path(args.output_dir), described, overwrite=settings.overwrite)
     collect(settings, args, model_args, storage, partial(prompt_moments, studied=studied, seed=args.seed))
-    report(storage)
+    report(storage, settings.prompts_per_batch)
 
 
 def check_plot_only(argv: list[str]) -> None:
     said = [word.split("=")[0] for word in argv if word.startswith("--")]
-    other = [flag for flag in said if flag not in ("--plot_only", "--output_dir", "--seed", "--traceback")]
+    allowed = ("--plot_only", "--output_dir", "--seed", "--prompts_per_batch", "--traceback")
+    other = [flag for flag in said if flag not in allowed]
     if other:
         raise InputError(
             f"`plot_only` draws what is saved, and {', '.join(other)} would change nothing: leave it out, or measure "

@@ -10,6 +10,8 @@ from transformers.cache_utils import DynamicLayer
 from trl_otb.baselines import BASELINES, assign_credit, find_baseline
 from trl_otb.rollout import Rollout
 
+from .across import pool_of
+
 
 SHORT_PROMPT = 32  # tokens; completions share the forward of longer ones
 GRADIENTS = 2**26  # numbers of gradients that are projected together, a quarter of a GiB
@@ -34,6 +36,10 @@ class Estimator:
     @property
     def per_token(self) -> bool:
         return self.baseline is not None and find_baseline(self.baseline).per_token
+
+    @property
+    def across_prompts(self) -> bool:
+        return self.baseline is not None and find_baseline(self.baseline).across_prompts
 
     @property
     def options(self) -> str | None:
@@ -78,7 +84,7 @@ def scale_of(name: str, n: int, zero_tail: bool = True) -> float | None:
         return (n - 1) / n
     baseline, _, left_out = name.partition(", ")
     entry = BASELINES.get(baseline)
-    if name in ("none", "rloo"):
+    if name in ("none", "rloo", "rloo_pooled", "ogb_pooled"):
         return 1.0
     # With one left out but no zero tail, tokens that nobody is compared with are skipped
     unbiased = left_out and entry is not None and entry.built_in and (zero_tail or not entry.zero_tail)
@@ -225,8 +231,10 @@ def prompt_moments(
     Returns:
         `dict`: `truth`, `(2, k)`: the gradient by each half, taken as one group under `ogb` with one left out, which
         has no bias and little noise; and for each `(name, N)` its `square`, the mean of ‖ĝ‖², and `mean`, `(2, k)`,
-        the mean of ĝ by half.
+        the mean of ĝ by half. For baselines that compare prompts, `pool`: see `.across`.
     """
+    compared = any(estimator.across_prompts for of_size in studied.values() for estimator in of_size)
+    studied = {n: [e for e in of_size if not e.across_prompts] for n, of_size in studied.items()}
     rng = torch.Generator().manual_seed(seed)
     halves = rollout.rows.chunk(2)
     dealt = {n: [[_deal(half, n, rng) for half in halves] for _ in range(deals)] for n in studied}
@@ -248,6 +256,8 @@ def prompt_moments(
 
     truth = Estimator("truth", "ogb", leave_one_out=True)
     moments = {"truth": torch.cat([of_groups(truth, len(half), half) for half in halves])}
+    if compared:
+        moments["pool"] = pool_of(rollout, own)
     for n, of_size in studied.items():
         for estimator in of_size:
             squares, means = [], []

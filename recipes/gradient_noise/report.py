@@ -8,14 +8,16 @@ from matplotlib.figure import Figure
 from recipes.common.errors import InputError
 from recipes.common.launching import say
 
+from .across import with_pooled
 from .measure import Comparison, compare, verdict
 from .pools import scale_of
 from .storage import Storage, moments_of
 
 
-def report(storage: Storage) -> None:
-    """Print and save `table.md`, `noise.png` and the verdicts."""
-    prompts, group_sizes = storage.prompts(), sorted(storage.settings["group_sizes"])
+def report(storage: Storage, prompts_per_batch: int) -> None:
+    """Print and save `table.md`, `noise.png` and the verdicts; so many prompts meet where baselines compare them."""
+    group_sizes, options = sorted(storage.settings["group_sizes"]), storage.settings["options"]
+    prompts = storage.prompts()
     name = f"{storage.settings['model']} on {storage.settings['dataset_name']}"
     varying = sum(prompt["varies"] for prompt in prompts)
     if varying == 0:
@@ -23,7 +25,8 @@ def report(storage: Storage) -> None:
             f"no prompt's reward varied: it is {prompts[0]['reward']:.2f} for every completion of the first prompt. "
             "Look at the reward, --instruction and the model; no baseline has anything to work with."
         )
-    options = storage.settings["options"]
+    if across := storage.settings.get("across_prompts"):
+        prompts = with_pooled(prompts, across, group_sizes, prompts_per_batch)
     scales = partial(scale_of, zero_tail=storage.settings["zero_tail"])
     moments = moments_of(prompts, scales if storage.settings.get("scores_have_mean_zero", True) else None)
     rows = [row for row in compare(moments, options) if row.n in group_sizes or row.name == "group_mean"]

@@ -1,13 +1,13 @@
 """
 How noisy is the gradient of a pretrained language model? SmolLM2-135M-Instruct with LoRA, answers of about 50 tokens.
 
-    OMP_NUM_THREADS=1 python -m recipes.studies.language words
-    OMP_NUM_THREADS=1 python -m recipes.studies.language copy --num_prompts 16 --completions_per_prompt 64
-    OMP_NUM_THREADS=1 python -m recipes.studies.language words --stage trained
+    OMP_NUM_THREADS=1 python -m recipes.studies.language words                    # an hour on one core
+    OMP_NUM_THREADS=1 python -m recipes.studies.language copy --stage trained     # a quarter of an hour more
+    OMP_NUM_THREADS=1 python -m recipes.studies.language copy --num_prompts 8     # minutes
 
 Two tasks on which the energy of tokens means different things. *words*: a short story that uses a given word; most
 choices are free, in good and bad stories alike. *copy*: a text is to be repeated, and what departs from it is both
-improbable and wrong; the reward is the likeness, between 0 and 1. The stage `trained` first trains for 30 steps.
+improbable and wrong; the reward is the likeness, between 0 and 1. The stage `trained` first trains for 20 steps.
 Flags that are not named here go to recipes.gradient_noise, which can be stopped and run again.
 """
 
@@ -25,10 +25,14 @@ from recipes.common.launching import tidy_output
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "recipes" / "math_smollm2.yaml"
-TRAIN = "--max_steps 30 --num_generations 8 --per_device_train_batch_size 32 --max_completion_length 80 --seed 7"
+TRAIN = (
+    "--max_steps 20 --learning_rate 5e-4 --num_generations 8 --per_device_train_batch_size 16 "
+    "--max_completion_length 80 --num_held_out_problems 10 --seed 7"
+)
 MEASURE = (
-    "--num_prompts 16 --completions_per_prompt 32 --group_sizes 4 --max_completion_length 80 "
-    r"--parameters layers\.2[6-9]\. --baselines opo ogb otb otb_shrunk"
+    "--num_prompts 60 --completions_per_prompt 16 --group_sizes 4 --max_completion_length 80 "
+    r"--parameters layers\.2[6-9]\. "
+    "--baselines opo ogb otb otb_shrunk rloo_pooled ogb_pooled ogb_pooled_damped"
 )
 
 

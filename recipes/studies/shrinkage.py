@@ -12,7 +12,6 @@ no bias: what a completion is compared with depends on other completions alone. 
 import argparse
 import math
 import sys
-from collections import defaultdict
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from recipes.common.errors import InputError
 from recipes.common.launching import say, tidy_output
 from recipes.common.run_folder import configuration
 from recipes.gradient_noise.__main__ import CONFIG, NoiseArguments, collect
+from recipes.gradient_noise.across import moments_of_batches
 from recipes.gradient_noise.measure import compare
 from recipes.gradient_noise.pools import Estimator, WeightedScores, returns_of
 from recipes.gradient_noise.storage import Storage, moments_of
@@ -79,33 +79,30 @@ def pool_of(rollout: Rollout, scores: WeightedScores, sizes: tuple[int, ...], se
 
 
 def moments(pools: list[dict], n: int, seed: int = 0) -> list[dict]:
-    """
-    For every prompt, what [`moments_of`] reads. Groups of all prompts meet at random, as they would in a batch.
-
-    A pool's halves stay apart, and the first half of one prompt meets only first halves of others.
-    """
+    """For every prompt, what [`moments_of`] reads. Groups of all prompts meet at random, as they would in a batch."""
     size = len(pools[0]["order"]) // 2 // n * n  # of a half
     starts = [0, len(pools[0]["order"]) // n // 2 * n]
     halves = [slice(start, start + size) for start in starts]
     returns, energy = (torch.stack([pool[key][pool["order"]] for pool in pools]) for key in ("returns", "energy"))
     own = torch.stack([pool["gradients"]["own"] for pool in pools])
     rng = torch.Generator().manual_seed(seed)
-    means, squares = defaultdict(lambda: torch.zeros(len(pools), 2, own.size(2))), defaultdict(float)
-    shares = DEALS * size // n  # of a half, each group once in every deal
-    for _ in range(DEALS):
-        for half, rows in enumerate(halves):
-            # Groups stay as they were dealt for the baselines per token; which groups meet is drawn anew
-            for groups in torch.stack([torch.randperm(size // n, generator=rng) for _ in pools], dim=1):
-                places = rows.start + groups[:, None] * n + torch.arange(n)
-                picked = torch.arange(len(pools))[:, None]
-                g, w, scores = returns[picked, places], energy[picked, places], own[picked, places]
-                for name, gradient in _gradients(pools, g, w, scores, places, n).items():
-                    means[name][:, half] += gradient / shares
-                    squares[name] += gradient.double().square().sum(dim=1) / (2 * shares)
+
+    def dealt() -> torch.Tensor:
+        """Groups stay as they were dealt for the baselines per token; which groups meet is drawn anew."""
+        places = torch.stack([torch.arange(start, start + size).view(-1, n) for start in starts])
+        return torch.stack(
+            [torch.stack([half[torch.randperm(len(half), generator=rng)] for _ in pools]) for half in places]
+        )
+
+    def gradients(batch: torch.Tensor, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        at = batch[:, None], rows
+        return _gradients([pools[p] for p in batch], returns[at], energy[at], own[at], rows, n)
+
+    found = moments_of_batches((dealt() for _ in range(DEALS)), gradients, len(pools), rng)
     return [
         {"truth": _truth(own[p], returns[p], energy[p], halves)}
-        | {(name, n): {"square": squares[name][p].item(), "mean": means[name][p]} for name in means}
-        for p in range(len(pools))
+        | {(name, n): values for name, values in of_prompt.items()}
+        for p, of_prompt in enumerate(found)
     ]
 
 

@@ -81,6 +81,7 @@ WEIGHTS: dict[str, Callable[[Completion, int], float | None]] = {
     "rloo": lambda c, t: 1.0,
     "group_mean": lambda c, t: 1.0,
     "ogb_pooled": lambda c, t: c.realized_energy(),
+    "ogb_pooled_damped": lambda c, t: c.realized_energy(),
     "rloo_pooled": lambda c, t: 1.0,
 }
 
@@ -115,6 +116,15 @@ def pooled_baseline(groups, prompt, own, weight):
     noise = sum(noises) / len(noises)
     share = noise / (noise + between) if noise > 0 else 0.0
     return (1 - share) * without(groups[prompt], own) + share * target
+
+
+def damping(own, others):
+    """The square of the others' share of the energy, over what it is where all have the same."""
+    if not others:
+        return 0.0
+    total = own.realized_energy() + sum(c.realized_energy() for c in others)
+    share = own.realized_energy() / total if total > 0 else 1 / (len(others) + 1)
+    return ((1 - share) * (len(others) + 1) / len(others)) ** 2
 
 
 def double_loop(
@@ -154,11 +164,12 @@ def double_loop(
                 on_lone_tail = t > max((c.last for c in others), default=-1)
                 if on_lone_tail or not terms:
                     terms = [] if zero_tail else [(1.0, returns[id(own)])]
-            if baseline.endswith("_pooled") and n > 1:
+            if "_pooled" in baseline and n > 1:
                 b = pooled_baseline(groups, i // n, own, weight)
             else:
                 b = weighted_mean(terms)
-            advantages[i][p] = returns[id(own)] - b
+            damped = baseline.endswith("_damped") and n > 1
+            advantages[i][p] = (returns[id(own)] - b) * (damping(own, others) if damped else 1)
     return torch.tensor(advantages)
 
 

@@ -17,6 +17,7 @@ from recipes.common.errors import InputError
 from recipes.common.problems import Problems
 from recipes.gradient_noise import __main__ as tool
 from recipes.gradient_noise import pools
+from recipes.gradient_noise.across import with_pooled
 from recipes.gradient_noise.measure import (
     Comparison,
     Estimate,
@@ -41,8 +42,8 @@ from recipes.studies.laboratory import moments as laboratory_moments
 from recipes.studies.laboratory import pool_of, task_of
 from tests.helpers import tiny
 from tests.recipes.conftest import shortly_trained
-from trl_otb import GradientNoiseCallback, OTBGRPOConfig, OTBGRPOTrainer
-from trl_otb.baselines import compute_advantages
+from trl_otb import GradientNoiseCallback, OTBGRPOConfig, OTBGRPOTrainer, register_baseline
+from trl_otb.baselines import assign_credit, compute_advantages
 
 
 # Figures
@@ -104,7 +105,7 @@ def test_without_bias_noise_is_compared_though_the_signal_is_lost():
     ("name", "scale"),
     [
         ("none", 1), ("group_mean", 0.75), ("rloo", 1), ("ogb", None), ("ogb, one left out", 1),
-        ("otb, one left out", 1), ("mine, one left out", None),
+        ("otb, one left out", 1), ("mine, one left out", None), ("ogb_pooled", 1), ("ogb_pooled_damped", None),
     ],
 )  # fmt: skip
 def test_which_scales_are_known(name, scale):
@@ -304,6 +305,69 @@ def test_products_come_from_completions_that_are_not_shared(pool):
     first, second = found["group_mean", 4]["mean"].double()
     assert moments.signal.item() == pytest.approx((first @ second).item(), rel=1e-6)
     assert moments.square.item() > moments.signal.item()
+
+
+# Baselines that compare prompts
+
+
+def prompts_of(pool, number=4, size=8):
+    """Rows of one pool as if they were several prompts' completions."""
+    trainer, rollout = pool
+    scores = whole_scores(trainer)
+    own = torch.stack([scores(rollout, row, torch.ones(1, rollout.mask.size(1)))[0] for row in range(number * size)])
+    rows = torch.arange(number * size).view(number, size)
+    kept = [{name: getattr(rollout, name)[r] for name in ("rewards", "energy", "mask")} for r in rows]
+    kept[0] = {n: v if v.dim() == 1 else v[:, : int(kept[0]["mask"].sum(1).max())] for n, v in kept[0].items()}
+    return [{"pool": {**of_prompt, "own": own[r]}} for of_prompt, r in zip(kept, rows, strict=True)], rows, own
+
+
+@pytest.mark.parametrize("baseline", ["ogb_pooled", "rloo_pooled", "ogb_pooled_damped"])
+def test_gradients_of_baselines_that_compare_prompts(pool, baseline):
+    """Halves of one group each, so that all prompts' groups meet; one prompt's tensors are narrower."""
+    prompts, rows, own = prompts_of(pool)
+    found = with_pooled(prompts, [baseline], [4], prompts_per_batch=4, deals=3)
+    _, rollout = pool
+    for half, at in enumerate((rows[:, :4].flatten(), rows[:, 4:].flatten())):
+        inputs = rollout.rewards[at], rollout.energy[at], rollout.mask[at]
+        advantages = assign_credit(*inputs, 4, baseline=baseline).advantages
+        expected = (advantages * own[at]).view(4, 4, -1).mean(1)
+        for prompt, of_prompt in zip(found, expected, strict=True):
+            torch.testing.assert_close(prompt[baseline, 4]["mean"][half], of_prompt, atol=1e-5, rtol=1e-4)
+    squares = torch.tensor([prompt[baseline, 4]["square"] for prompt in found])
+    norms = torch.stack([prompt[baseline, 4]["mean"].square().sum(1).mean() for prompt in found])
+    torch.testing.assert_close(squares, norms, rtol=1e-4, atol=1e-8)  # nothing varies but which deal it is
+
+
+def test_so_many_prompts_meet_in_a_batch(pool):
+    """In batches of two nothing is pooled; more halves and deals only average."""
+    prompts, rows, own = prompts_of(pool)
+    found = with_pooled(prompts, ["ogb_pooled"], [2], prompts_per_batch=2, deals=40)
+    _, rollout = pool
+    for prompt, of_prompt in zip(found, rows, strict=True):
+        pairs = torch.stack([torch.tensor([a, b]) for half in of_prompt.chunk(2) for a in half for b in half if a < b])
+        at = pairs.flatten()
+        inputs = rollout.rewards[at], rollout.energy[at], rollout.mask[at]
+        advantages = assign_credit(*inputs, 2, baseline="ogb", leave_one_out=True).advantages
+        expected = (advantages * own[at]).view(len(pairs), 2, -1).mean(1)
+        assert prompt["ogb_pooled", 2]["square"] == pytest.approx(expected.square().sum(1).mean().item(), rel=0.15)
+
+
+@pytest.mark.slow
+def test_pooled_baselines_are_measured_beside_the_others(measure, capsys):
+    folder = measure("--num_prompts", "4", "--baselines", "ogb", "ogb_pooled", "ogb_pooled_damped")
+    said = capsys.readouterr().out
+    assert "| 4 | `ogb_pooled` |" in said and "| 4 | `ogb_pooled_damped` |" in said
+    tool.main(["--plot_only", "--output_dir", str(folder)])
+    assert capsys.readouterr().out.endswith(said[said.index("\n# ") :])
+    tool.main(["--plot_only", "--output_dir", str(folder), "--prompts_per_batch", "3"])
+    assert "| 4 | `ogb_pooled` |" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_baseline_that_compares_prompts_token_by_token_is_refused(measure):
+    register_baseline("all_tokens", across_prompts=True)(lambda group: group.mean(group.energy).mean())
+    with pytest.raises(InputError, match="'all_tokens', which compares prompts token by token"):
+        measure("--baselines", "all_tokens")
 
 
 # As a user runs it
@@ -534,7 +598,7 @@ def test_an_environment_and_rewards_of_turns(tmp_path, capsys):
         (["--leave_one_out", "true"], "`leave_one_out` is set and has no effect here"),
         (["--num_prompts", "1000"], "`num_prompts` is 1000 and the data has"),
         (["--baselines", "absent"], "'absent': it must be one of"),
-        (["--baselines", "ogb", "ogb_pooled"], "`baselines` names 'ogb_pooled', which compares prompts"),
+        (["--prompts_per_batch", "2"], "`prompts_per_batch` is 2: give 3 or more"),
         (["--projection", "3"], "`projection` is 3"),
         (["--parameters", "nothing-has-this"], "`parameters` is 'nothing-has-this', which none of"),
         (["--tools", "nowhere:f"], "`tools` is 'nowhere:f'"),

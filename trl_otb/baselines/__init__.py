@@ -7,7 +7,7 @@ explains baselines reads them there. To add one, register it: [`register_baselin
 from .advantages import Credit, assign_credit, compute_advantages
 from .family import group_mean, ogb, opo, otb, otb_shrunk, rloo
 from .groups import ALIGNMENTS, Groups, reward_to_go
-from .pooled import ogb_pooled, partial_pooling, rloo_pooled
+from .pooled import ogb_pooled, ogb_pooled_damped, partial_pooling, rloo_pooled
 from .registry import BASELINES, Baseline, check_options, find_baseline, register_baseline
 
 
@@ -24,6 +24,7 @@ __all__ = [
     "group_mean",
     "ogb",
     "ogb_pooled",
+    "ogb_pooled_damped",
     "opo",
     "otb",
     "otb_shrunk",

@@ -7,7 +7,7 @@ import torch
 
 ALIGNMENTS = ("generated", "position")
 
-_LEAST_WEIGHT = 1e-30  # added to everybody's: lost in rounding, unless all weights are 0
+LEAST_WEIGHT = 1e-30  # added to everybody's: lost in rounding, unless all weights are 0
 
 
 def reward_to_go(token_rewards: torch.Tensor) -> torch.Tensor:
@@ -136,7 +136,7 @@ class Groups:
         """
         leave_one_out = self.leave_one_out if leave_one_out is None else leave_one_out
         at_least = self.present if self.per_token else self.scorable
-        weights = torch.add(weights.float(), at_least, alpha=_LEAST_WEIGHT).mul_(self.scorable)
+        weights = torch.add(weights.float(), at_least, alpha=LEAST_WEIGHT).mul_(self.scorable)
         total = _sum_of_group(weights, leave_one_out)
         return _sum_of_group(weights * self.returns, leave_one_out) / total.clamp_(min=1e-38)
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from .groups import Groups
+from .groups import LEAST_WEIGHT, Groups
 from .registry import built_in
 
 
@@ -30,6 +30,35 @@ def ogb_pooled(group: Groups) -> torch.Tensor:
     than mistakes, as in long games, prefer `rloo_pooled`.
     """
     return _pooled(group, group.energy.sum(dim=-1, keepdim=True))
+
+
+@built_in(per_token=False, uses_energy=True, leaves_one_out=True, across_prompts=True)
+def ogb_pooled_damped(group: Groups) -> torch.Tensor:
+    """Per completion: as `ogb_pooled`, its advantages damped by the completion's share of the group's energy.
+
+        A_i = d_i² (R_i − B_i),   d_i = (1 − ω_i) N / (N − 1),   ω_i = W_{T,i} / Σ_j W_{T,j}
+
+    B_i is that of [`ogb_pooled`], whose assumptions it shares. The noise of a completion's term is about W_T A², so
+    terms of large energy are noisy: like the weights of measurements of unequal variance, d² lets them count for less.
+    A completion's own return in its baseline damps too, once: `ogb` is (1 − ω_i) (R_i − b_(−i)). The factor
+    N / (N − 1) makes d = 1 where all energies are equal. This project's own.
+
+    Biased, as d depends on the completion: improbable completions teach less. The bias shrinks with N. In
+    recipes/studies the gradient's expectation had a cosine of 0.994 to 1.000 to the true one at N = 4, and its
+    efficiency was above that of `ogb_pooled` on all seven tasks. The power 2 was chosen among 1/2, 1 and 2, and among
+    other factors, on three of them as the most efficient with a cosine of at least 0.99, and reported on the others.
+
+    Degenerate cases: where no energy is above 0, d = 1. A completion that is the only scorable one of its prompt has
+    all of its energy, so A = 0. `scale_rewards="group"` is refused, as for [`ogb_pooled`].
+
+    Use it in the place of `ogb_pooled` where a small bias is fine, as it is with the group mean of small groups.
+    """
+    energy = group.energy.sum(dim=-1, keepdim=True)
+    weights = torch.add(energy, group.scorable, alpha=LEAST_WEIGHT)
+    size = group.scorable.sum(dim=1, keepdim=True)
+    of_others = 1 - weights / weights.sum(dim=1, keepdim=True).clamp(min=1e-38)
+    damping = (of_others * size / (size - 1).clamp(min=1)).square()
+    return group.returns - damping * (group.returns - _pooled(group, energy))
 
 
 @built_in(per_token=False, uses_energy=False, leaves_one_out=True, across_prompts=True)
