@@ -29,6 +29,17 @@ def pytest_collection_modifyitems(items):
         seen.add(sweep)
 
 
+@pytest.fixture
+def registry():
+    """What a test registers as a baseline is gone after it."""
+    from trl_otb.baselines import BASELINES
+
+    before = dict(BASELINES)
+    yield
+    BASELINES.clear()
+    BASELINES.update(before)
+
+
 @pytest.fixture(scope="session")
 def model_path(tmp_path_factory):
     from tests.helpers import tiny

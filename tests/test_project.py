@@ -105,16 +105,12 @@ def test_what_a_page_refers_to_is_there(page):
     assert [script for script in scripts if not (ROOT / script).exists()] == []
 
 
-def test_the_python_examples_of_the_readme():
+def test_the_python_examples_of_the_readme(registry):
     baseline, trainer, reward = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    names, before = {}, dict(BASELINES)
-    try:
-        exec(baseline.split("args =")[0], names)
-        compile(baseline, "README.md", "exec")
-        assert find_baseline("newest").function is names["newest"]
-    finally:
-        BASELINES.clear()
-        BASELINES.update(before)
+    names = {}
+    exec(baseline.split("args =")[0], names)
+    compile(baseline, "README.md", "exec")
+    assert find_baseline("newest").function is names["newest"]
     compile(trainer, "README.md", "exec")
     exec(reward, names)
     call = {"role": "assistant", "content": "", "tool_calls": [{}]}

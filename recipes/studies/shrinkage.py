@@ -4,6 +4,7 @@ Does a baseline gain from the other prompts? Leave-one-out baselines shrunk towa
     OMP_NUM_THREADS=1 python -m recipes.studies.shrinkage               # 70 minutes on one core; can be stopped
     OMP_NUM_THREADS=1 python -m recipes.studies.shrinkage --tasks 10 --seed 1 --output_dir runs/studies/shrinkage-1
     python -m recipes.studies.shrinkage --plot_only     # table and picture, from what is saved
+    python -m recipes.studies.shrinkage --plot_only --group_sizes 4 --prompts_per_batch 4
 
 The idea is that of https://arxiv.org/abs/2511.03710, there for the plain mean; here for weighted ones too. No knob and
 no bias: what a completion is compared with depends on other completions alone. Tasks are those of horizon.py.
@@ -27,7 +28,7 @@ from recipes.gradient_noise.across import moments_of_batches
 from recipes.gradient_noise.measure import compare
 from recipes.gradient_noise.pools import Estimator, WeightedScores, returns_of
 from recipes.gradient_noise.storage import Storage, moments_of
-from recipes.studies.horizon import TASKS, flags_of
+from recipes.studies.horizon import PROMPTS, TASKS, flags_of
 from trl_otb.baselines import Groups, partial_pooling
 from trl_otb.rollout import Rollout
 
@@ -45,6 +46,32 @@ SHOWN = {
     "otb, pooled": "otb, pooled",
 }
 DEALS = 20
+
+
+def damped(energy: torch.Tensor, power: float) -> torch.Tensor:
+    """(1 − ω)^power, ω a completion's share of its group's energy; `(P, N)` -> `(P, N)`."""
+    return (1 - energy / energy.sum(1, keepdim=True).clamp(min=1e-20)).pow(power)
+
+
+def inverse(energy: torch.Tensor, constant: float) -> torch.Tensor:
+    """1 / (c + W / W̄), W̄ the batch's mean."""
+    return 1 / (constant + energy / energy.mean().clamp(min=1e-20))
+
+
+# Of pooled advantages, from energies and those advantages; what depends on a completion itself biases the gradient
+FACTORS = {
+    "(1 − ω)^½": lambda w, a: damped(w, 0.5),
+    "(1 − ω)": lambda w, a: damped(w, 1.0),
+    "(1 − ω)²": lambda w, a: damped(w, 2.0),
+    "1 / (4 + W / W̄)": lambda w, a: inverse(w, 4.0),
+    "1 / (1 + W / W̄)": lambda w, a: inverse(w, 1.0),
+    "1 / (¼ + W / W̄)": lambda w, a: inverse(w, 0.25),
+    "min(1, median / √W |A|)": lambda w, a: _clipping(w.sqrt() * a.abs()),
+}
+
+
+def _clipping(size: torch.Tensor) -> torch.Tensor:
+    return (size.median() / size.clamp(min=1e-20)).clamp(max=1)
 
 
 def left_one_out(returns: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -78,8 +105,8 @@ def pool_of(rollout: Rollout, scores: WeightedScores, sizes: tuple[int, ...], se
     }
 
 
-def moments(pools: list[dict], n: int, seed: int = 0) -> list[dict]:
-    """For every prompt, what [`moments_of`] reads. Groups of all prompts meet at random, as they would in a batch."""
+def moments(pools: list[dict], n: int, prompts_per_batch: int, seed: int = 0) -> list[dict]:
+    """For every prompt, what [`moments_of`] reads. Groups of different prompts meet at random, as in a batch."""
     size = len(pools[0]["order"]) // 2 // n * n  # of a half
     starts = [0, len(pools[0]["order"]) // n // 2 * n]
     halves = [slice(start, start + size) for start in starts]
@@ -98,7 +125,7 @@ def moments(pools: list[dict], n: int, seed: int = 0) -> list[dict]:
         at = batch[:, None], rows
         return _gradients([pools[p] for p in batch], returns[at], energy[at], own[at], rows, n)
 
-    found = moments_of_batches((dealt() for _ in range(DEALS)), gradients, len(pools), rng)
+    found = moments_of_batches((dealt() for _ in range(DEALS)), gradients, prompts_per_batch, rng)
     return [
         {"truth": _truth(own[p], returns[p], energy[p], halves)}
         | {(name, n): values for name, values in of_prompt.items()}
@@ -121,7 +148,11 @@ def _gradients(pools, returns, energy, scores, places, n) -> dict[str, torch.Ten
     for name, baseline in {"mean": plain, "ogb": by_energy}.items():
         share, target = pooling(baseline)
         found[f"{name}, one left out"] = with_advantages(returns - baseline)
-        found[f"{name}, pooled"] = with_advantages(returns - (1 - share) * baseline - share * target)
+        pooled = returns - (1 - share) * baseline - share * target
+        found[f"{name}, pooled"] = with_advantages(pooled)
+        for factor, of in FACTORS.items():
+            found[f"{name}, pooled × {factor}"] = with_advantages(of(energy, pooled) * pooled)
+    found["none × (1 − ω)²"] = with_advantages(damped(energy, 2.0) * returns)
     # The share and the target of ogb
     for name in PER_TOKEN:
         gradients = torch.stack([pool["gradients"][name, n][at] for pool, at in zip(pools, places, strict=True)])
@@ -139,9 +170,9 @@ def _truth(scores, returns, energy, halves) -> torch.Tensor:
     return torch.stack(found)
 
 
-def scale_of(name: str, n: int) -> float:
-    """c of Eĝ = c g."""
-    return (n - 1) / n if name == "group_mean" else 1.0
+def scale_of(name: str, n: int) -> float | None:
+    """c of Eĝ = c g; `None` where a factor biases ĝ."""
+    return None if "×" in name else (n - 1) / n if name == "group_mean" else 1.0
 
 
 def measure(task: str, folder: Path, seed: int) -> None:
@@ -152,30 +183,39 @@ def measure(task: str, folder: Path, seed: int) -> None:
     collect(settings, args, model_args, storage, partial(pool_of, sizes=GROUPS, seed=seed))
 
 
-def report(folder: Path, tasks: list[str]) -> None:
-    """Noise to signal over the group mean's with intervals, of all tasks."""
+def report(folder: Path, tasks: list[str], group_sizes: list[int], prompts_per_batch: int) -> None:
+    """Noise to signal over the group mean's with intervals, of all tasks, and the efficiency of factors."""
     rows = {}
     for task in tasks:
         pools = Storage(folder / task, {}, read_only=True).prompts()
         found = [
             {key: value for of_size in per_prompt for key, value in of_size.items()}
-            for per_prompt in zip(*[moments(pools, n) for n in GROUPS], strict=True)
+            for per_prompt in zip(*[moments(pools, n, prompts_per_batch) for n in group_sizes], strict=True)
         ]
         rows[task] = {(row.name, row.n): row for row in compare(moments_of(found, scale_of))}
     lines = []
-    for n in GROUPS:
-        lines += [f"\nN = {n}:\n", "| baseline | " + " | ".join(tasks) + " |", "|---" * (len(tasks) + 1) + "|"]
-        for name in dict.fromkeys(name for name, _ in rows[tasks[0]]):
+    names = list(dict.fromkeys(name for name, _ in rows[tasks[0]]))
+    header = ["| baseline | " + " | ".join(tasks) + " |", "|---" * (len(tasks) + 1) + "|"]
+    for n in group_sizes:
+        lines += [f"\nN = {n}:\n", *header]
+        for name in (name for name in names if "×" not in name):
             cells = " | ".join(rows[task][name, n].noise_over_group_mean.text() for task in tasks)
             lines.append(f"| `{name}` | {cells} |")
+    for n in group_sizes:
+        lines += [f"\nWith a factor, N = {n}: efficiency over the group mean's; cosine\n", *header]
+        for name in (name for name in names if "×" in name or name in ("ogb, pooled", "mean, pooled")):
+            found = (rows[task][name, n] for task in tasks)
+            cells = " | ".join(f"{row.over_group_mean.text()}; {row.cosine.value:.3f}" for row in found)
+            lines.append(f"| `{name}` | {cells} |")
     text = "\n".join(lines) + "\n"
-    (folder / "tables.md").write_text(text)
-    picture(rows, folder / "shrinkage.png")
+    suffix = "" if prompts_per_batch == PROMPTS else f"-{prompts_per_batch}"
+    (folder / f"tables{suffix}.md").write_text(text)
+    picture(rows, group_sizes, folder / f"shrinkage{suffix}.png")
     say(text)
-    say(f"{folder}: tables.md, shrinkage.png, and the data per task.")
+    say(f"{folder}: tables{suffix}.md, shrinkage{suffix}.png, and the data per task.")
 
 
-def picture(rows: dict[str, dict], path: Path) -> None:
+def picture(rows: dict[str, dict], group_sizes: list[int], path: Path) -> None:
     """One panel per task, noise over the group mean's by the size of the groups."""
     columns = min(4, len(rows) + 1)
     lines = math.ceil((len(rows) + 1) / columns)  # one place is the legend's
@@ -183,15 +223,15 @@ def picture(rows: dict[str, dict], path: Path) -> None:
     axes = figure.subplots(lines, columns, sharey=True, squeeze=False).flatten()
     for axis, (task, of_task) in zip(axes, rows.items(), strict=False):
         for i, (label, name) in enumerate(SHOWN.items()):
-            places = [n * 1.03 ** (i - len(SHOWN) / 2) for n in GROUPS]
-            ratios = [of_task[name, n].noise_over_group_mean for n in GROUPS]
+            places = [n * 1.03 ** (i - len(SHOWN) / 2) for n in group_sizes]
+            ratios = [of_task[name, n].noise_over_group_mean for n in group_sizes]
             style = {"color": f"C{i // 2}", "linestyle": "-" if i % 2 else ":"}
             axis.plot(places, [ratio.value for ratio in ratios], "o", markersize=4, label=label, **style)
             for at, ratio in zip(places, ratios, strict=True):
                 axis.plot([at, at], [ratio.low, ratio.high], color=f"C{i // 2}", alpha=0.4)
         axis.axhline(1, color="0.4", linewidth=0.8)
         axis.set(xscale="log", xlabel="N", title=f"T = {task}" if task.isdigit() else task, ylim=(0, 1.4))
-        axis.set_xticks(GROUPS, map(str, GROUPS))
+        axis.set_xticks(group_sizes, map(str, group_sizes))
         axis.minorticks_off()
         axis.grid(alpha=0.3)
     for axis in axes[::columns]:
@@ -207,14 +247,19 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="shrinkage", description=__doc__.splitlines()[1])
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=MEASURED)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--group_sizes", nargs="+", type=int, choices=GROUPS, default=list(GROUPS))
+    parser.add_argument("--prompts_per_batch", type=int, default=PROMPTS, help="that are pooled, about")
     parser.add_argument("--plot_only", action="store_true", help="table and picture, from what is saved")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/studies/shrinkage"))
     args = parser.parse_args(argv)
+    if args.prompts_per_batch < 3:
+        parser.error(f"--prompts_per_batch is {args.prompts_per_batch}: give 3 to {PROMPTS}")
     try:
         for task in args.tasks:
             if not args.plot_only:
                 measure(task, args.output_dir, args.seed)
-        report(args.output_dir, [task for task in TASKS if task in args.tasks])
+        tasks = [task for task in TASKS if task in args.tasks]
+        report(args.output_dir, tasks, args.group_sizes, args.prompts_per_batch)
     except InputError as error:
         parser.error(str(error))
 

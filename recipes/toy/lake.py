@@ -27,8 +27,7 @@ def level(side: int, seed: int) -> list[str]:
     lake[0][0], lake[-1][-1] = "S", "G"
     for row in reversed(range(side)):
         for column in reversed(range(side)):
-            ahead = [(row + 1, column), (row, column + 1)]
-            ahead = [(r, c) for r, c in ahead if r < side and c < side]
+            ahead = list(_steps_ahead(side, row, column).values())
             if ahead and all(lake[r][c] == "H" for r, c in ahead):
                 r, c = rng.choice(ahead)
                 lake[r][c] = "F"
@@ -128,11 +127,15 @@ def demonstrations(size: int, turns: int) -> list[list[tuple[str, bool]]]:
     return [_demonstration(level(side, rng.randrange(10**6)), slip, 2 * turns, rng) for _ in range(size)]
 
 
+def _steps_ahead(side: int, row: int, column: int) -> dict[str, tuple[int, int]]:
+    """Where a step down or right leads, by move."""
+    steps = {"D": (row + 1, column), "R": (row, column + 1)}
+    return {move: place for move, place in steps.items() if max(place) < side}
+
+
 def _ahead(lake: list[str], row: int, column: int) -> dict[str, str]:
     """What lies below and to the right, by move."""
-    side = len(lake)
-    found = {"D": (row + 1, column), "R": (row, column + 1)}
-    return {move: lake[r][c] for move, (r, c) in found.items() if r < side and c < side}
+    return {move: lake[r][c] for move, (r, c) in _steps_ahead(len(lake), row, column).items()}
 
 
 def _tempting(lake: list[str], rng: random.Random) -> int:

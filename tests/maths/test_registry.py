@@ -10,12 +10,7 @@ from tests.helpers.oracles import WEIGHTS, Rollouts
 from trl_otb.baselines import BASELINES, assign_credit, check_options, find_baseline
 
 
-@pytest.fixture(autouse=True)
-def registry():
-    before = dict(BASELINES)
-    yield
-    BASELINES.clear()
-    BASELINES.update(before)
+pytestmark = pytest.mark.usefixtures("registry")
 
 
 def own_otb(group):

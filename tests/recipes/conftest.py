@@ -9,7 +9,6 @@ from datasets import Dataset
 from recipes import math as recipe
 from recipes.studies import candidates
 from recipes.toy import warm_start
-from trl_otb.baselines import BASELINES
 
 
 SMALL = (
@@ -31,12 +30,9 @@ def shortly_trained(kind, steps, folder):
 
 
 @pytest.fixture
-def registered():
+def registered(registry):
     """The names of the studies' candidates, registered for this test alone."""
-    before = dict(BASELINES)
-    yield candidates.register()
-    BASELINES.clear()
-    BASELINES.update(before)
+    return candidates.register()
 
 
 @pytest.fixture(autouse=True)

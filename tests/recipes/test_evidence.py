@@ -125,7 +125,7 @@ def test_the_shrinkage_study(tmp_path, monkeypatch, capsys):
     table = (tmp_path / "study" / "tables.md").read_text()
     assert table.count("| `otb, pooled` |") == 3 and "nan" not in table
     pools = [torch.load(path, weights_only=True) for path in sorted((tmp_path / "study" / "10").glob("prompt-*.pt"))]
-    found = shrinkage.moments(pools, 4)
+    found = shrinkage.moments(pools, 4, prompts_per_batch=4)
     for prompt in found:
         plain, unscaled = prompt["mean, one left out", 4], prompt["group_mean", 4]
         torch.testing.assert_close(plain["mean"], unscaled["mean"] * 4 / 3, atol=1e-4, rtol=1e-3)

@@ -12,7 +12,7 @@ from tests.helpers.oracles import energies_by_softmax, mask_of
 from tests.helpers.recording import first_rollout
 from tests.helpers.settings import SETTINGS, SOURCES, assert_same_weights, logged, scripted_rollout, weights
 from trl_otb import OTBGRPOTrainer
-from trl_otb.baselines import BASELINES, compute_advantages, register_baseline
+from trl_otb.baselines import compute_advantages, register_baseline
 from trl_otb.config import LOSS_TYPES
 
 
@@ -160,8 +160,7 @@ def own_otb(group):
 
 
 @pytest.fixture
-def own_baseline(monkeypatch):
-    monkeypatch.setattr("trl_otb.baselines.registry.BASELINES", dict(BASELINES))
+def own_baseline(registry):
     register_baseline("own_otb")(own_otb)
 
 
