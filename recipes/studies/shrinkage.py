@@ -202,10 +202,14 @@ def report(folder: Path, tasks: list[str], group_sizes: list[int], prompts_per_b
             cells = " | ".join(rows[task][name, n].noise_over_group_mean.text() for task in tasks)
             lines.append(f"| `{name}` | {cells} |")
     for n in group_sizes:
-        lines += [f"\nWith a factor, N = {n}: efficiency over the group mean's; cosine\n", *header]
+        said = f"With a factor, N = {n}: efficiency over the group mean's; noise over its; cosine"
+        lines += [f"\n{said}\n", *header]
         for name in (name for name in names if "×" in name or name in ("ogb, pooled", "mean, pooled")):
             found = (rows[task][name, n] for task in tasks)
-            cells = " | ".join(f"{row.over_group_mean.text()}; {row.cosine.value:.3f}" for row in found)
+            cells = " | ".join(
+                f"{row.over_group_mean.text()}; {row.noise_over_group_mean.text()}; {row.cosine.value:.3f}"
+                for row in found
+            )
             lines.append(f"| `{name}` | {cells} |")
     text = "\n".join(lines) + "\n"
     suffix = "" if prompts_per_batch == PROMPTS else f"-{prompts_per_batch}"
