@@ -3,6 +3,7 @@ Does the gain of a baseline by energy grow with the horizon? Efficiency on a scr
 
     OMP_NUM_THREADS=1 python -m recipes.studies.horizon              # two hours on one core; can be stopped and go on
     OMP_NUM_THREADS=1 python -m recipes.studies.horizon --tasks 10   # minutes
+    OMP_NUM_THREADS=1 python -m recipes.studies.horizon --tasks 10 30 100 sums --num_prompts 32
     OMP_NUM_THREADS=1 python -m recipes.studies.horizon --tasks 10 --seed 1 --output_dir runs/studies/horizon-1
     python -m recipes.studies.horizon --plot_only
 
@@ -105,7 +106,7 @@ def write(problems: list[dict], path: Path) -> None:
     path.write_text("".join(json.dumps(problem) + "\n" for problem in problems))
 
 
-def flags_of(task: str, folder: Path, seed: int) -> list[str]:
+def flags_of(task: str, folder: Path, seed: int, num_prompts: int | None = None) -> list[str]:
     """What recipes.gradient_noise is told; data that it reads are written to `folder`."""
     pool, flags = TASKS[task]
     if task.isdigit():
@@ -122,17 +123,25 @@ def flags_of(task: str, folder: Path, seed: int) -> list[str]:
         flags += ["--dataset_name", str(data), "--environment_factory", "recipes.toy.lake:Lake"]
         flags += ["--reward_funcs", f"recipes.toy.lake:{'progress' if kind else 'won'}", "--reward_weights", "0", "1"]
         flags += ["--max_tool_calling_iterations", str(2 * turns), "--max_completion_length", str(32 * turns)]
-    flags = [*flags, "--num_prompts", str(PROMPTS), "--completions_per_prompt", str(pool), "--seed", str(seed)]
+    flags = [
+        *flags,
+        "--num_prompts",
+        str(num_prompts or PROMPTS),
+        "--completions_per_prompt",
+        str(pool),
+        "--seed",
+        str(seed),
+    ]
     return [*flags, "--output_dir", str(folder / task)]
 
 
-def measure(task: str, family: Family, folder: Path, seed: int) -> None:
+def measure(task: str, family: Family, folder: Path, seed: int, num_prompts: int | None) -> None:
     candidates.register()
-    flags = [*flags_of(task, folder, seed), "--group_sizes", *map(str, family.groups)]
+    flags = [*flags_of(task, folder, seed, num_prompts), "--group_sizes", *map(str, family.groups)]
     gradient_noise.main([*flags, "--baselines", *family.baselines])
 
 
-def picture(of: dict[str, dict], family: Family, path: Path) -> None:
+def picture(of: dict[str, dict], prompts: dict[str, int], family: Family, path: Path) -> None:
     """One row per panel of `PANELS`, one column per column of the family, of the tasks that are there."""
     columns = {title: (n, {x: t for x, t in tasks.items() if t in of}) for title, (n, tasks) in family.columns.items()}
     columns = {title: (n, tasks) for title, (n, tasks) in columns.items() if tasks}
@@ -166,19 +175,22 @@ def picture(of: dict[str, dict], family: Family, path: Path) -> None:
         row[-1].legend(fontsize=8, loc="upper right")
     for axis in axes[-1]:
         axis.set_xlabel(family.dial)
-    figure.suptitle(f"{PROMPTS} prompts per point; bars: 95 % by bootstrap over prompts", fontsize=11)
+    shown = {prompts[task] for _, tasks in columns.values() for task in tasks.values()}
+    numbers = f"{min(shown)} to {max(shown)}" if len(shown) > 1 else f"{min(shown)}"
+    figure.suptitle(f"{numbers} prompts per point; bars: 95 % by bootstrap over prompts", fontsize=11)
     figure.savefig(path, dpi=110)
 
 
 def report(folder: Path, family: Family, tasks: list[str]) -> None:
     """Of all tasks: efficiency and noise to signal over the group mean's with intervals, and the cosine."""
-    of = {}
+    of, number = {}, {}
     for task in tasks:
         prompts = Storage(folder / task, {}, read_only=True).prompts()
+        number[task] = len(prompts)
         of[task] = {(row.name, row.n): row for row in compare(moments_of(prompts, scale_of))}
     lines = []
     for n in family.groups:
-        titles = [f"T = {task}" if task.isdigit() else task for task in tasks]
+        titles = [f"{f'T = {task}' if task.isdigit() else task} (n = {number[task]})" for task in tasks]
         lines += [f"\nN = {n}:\n", "| estimator | " + " | ".join(titles) + " |", "|---" * (len(tasks) + 1) + "|"]
         for name, _ in (key for key in of[tasks[0]] if key[1] == n):
             cells = [of[task][name, n] for task in tasks]
@@ -189,7 +201,7 @@ def report(folder: Path, family: Family, tasks: list[str]) -> None:
             lines.append(f"| `{name}` | {shown} |")
     text = "\n".join(lines) + "\n"
     (folder / "tables.md").write_text(text)
-    picture(of, family, folder / "horizon.png")
+    picture(of, number, family, folder / "horizon.png")
     say(text)
     say(f"{folder}: tables.md, horizon.png, and the data per task.")
 
@@ -199,6 +211,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--family", choices=FAMILIES, default="tokens", help="what the dial counts")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, help="some of the family's tasks; by default all")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--num_prompts", type=int, help=f"per task, by default {PROMPTS}; more add to what is there")
     parser.add_argument("--plot_only", action="store_true", help="tables and picture from what is saved")
     parser.add_argument("--output_dir", type=Path, help="by default runs/studies/horizon, or runs/studies/turns")
     args = parser.parse_args(argv)
@@ -212,7 +225,7 @@ def main(argv: list[str]) -> None:
     try:
         for task in tasks:
             if not args.plot_only:
-                measure(task, family, folder, args.seed)
+                measure(task, family, folder, args.seed, args.num_prompts)
         report(folder, family, [task for task in family.tasks if task in tasks])
     except InputError as error:
         parser.error(str(error))

@@ -223,6 +223,8 @@ def test_the_horizon_study_can_be_stopped_and_redrawn(tmp_path, monkeypatch, reg
     (tmp_path / "study" / "horizon.png").unlink()
     horizon.main(["--output_dir", str(tmp_path / "study"), "--plot_only"])
     assert (tmp_path / "study" / "horizon.png").stat().st_size > 10_000
+    horizon.main(["--output_dir", str(tmp_path / "study"), "--num_prompts", "4"])
+    assert "T = 10 (n = 4)" in (tmp_path / "study" / "tables.md").read_text()
 
 
 @pytest.mark.slow
