@@ -66,7 +66,7 @@ FACTORS = {
     "1 / (4 + W / W̄)": lambda w, a: inverse(w, 4.0),
     "1 / (1 + W / W̄)": lambda w, a: inverse(w, 1.0),
     "1 / (¼ + W / W̄)": lambda w, a: inverse(w, 0.25),
-    "min(1, median / √W·abs(A))": lambda w, a: _clipping(w.sqrt() * a.abs()),
+    "min(1, median / (√W·abs(A)))": lambda w, a: _clipping(w.sqrt() * a.abs()),
 }
 
 

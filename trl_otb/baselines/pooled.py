@@ -26,7 +26,7 @@ def ogb_pooled(group: Groups) -> torch.Tensor:
     here, and they would be divided by almost nothing.
 
     Energies of all prompts are needed at once: where TRL runs no forward before the loss, one extra no-gradient
-    forward is run. Use it for small N and 8 or more prompts per generation batch. Where energy marks success rather
+    forward is run. Use it for small N and 4 or more prompts per generation batch. Where energy marks success rather
     than mistakes, as in long games, prefer `rloo_pooled`.
     """
     return _pooled(group, group.energy.sum(dim=-1, keepdim=True))
@@ -44,14 +44,14 @@ def ogb_pooled_damped(group: Groups) -> torch.Tensor:
     N / (N − 1) makes d = 1 where all energies are equal. This project's own.
 
     Biased, as d depends on the completion: improbable completions teach less. The bias shrinks with N. In
-    recipes/studies the gradient's expectation had a cosine of 0.994 to 1.000 to the true one at N = 4, and its
-    efficiency was above that of `ogb_pooled` on all seven tasks. The power 2 was chosen among 1/2, 1 and 2, and among
-    other factors, on three of them as the most efficient with a cosine of at least 0.99, and reported on the others.
+    recipes/studies the gradient's expectation had a cosine of 0.993 to 1.000 to the true one at N = 4, and its
+    efficiency was above that of `ogb_pooled` on all seven tasks; at N = 2 it was below on one. The power 2 was chosen
+    among 1/2, 1 and 2, and among other factors, as the most efficient with a cosine of at least 0.99.
 
     Degenerate cases: where no energy is above 0, d = 1. A completion that is the only scorable one of its prompt has
     all of its energy, so A = 0. `scale_rewards="group"` is refused, as for [`ogb_pooled`].
 
-    Use it in the place of `ogb_pooled` where a small bias is fine, as it is with the group mean of small groups.
+    Use it in the place of `ogb_pooled` for N of 4 or more, where a small bias is fine.
     """
     energy = group.energy.sum(dim=-1, keepdim=True)
     weights = torch.add(energy, group.scorable, alpha=LEAST_WEIGHT)
