@@ -53,7 +53,8 @@ def otb_shrunk(group: Groups, kappa: float = 2.0) -> torch.Tensor:
     Degenerate cases: a completion that has ended stays in the mean with W_T and the reward-to-go of its last token,
     which for a terminal reward is the return, so there is no lone tail. Where all energies are 0, the plain mean.
 
-    Use it for N of 4 or 8. Not where an unbiased gradient is wanted: there use `rloo`, or `ogb` with `leave_one_out`.
+    Use it for N of 4 or 8 and few prompts per generation batch; with 4 or more, `ogb_pooled_damped` was more efficient
+    in recipes/studies. Where the gradient must be unbiased use `ogb_pooled`, `rloo`, or `ogb` with `leave_one_out`.
     """
     total = group.energy.cumsum(-1)[..., -1:]
     # 1e-20: where nobody has energy, ended completions weigh as much as others
