@@ -70,7 +70,7 @@ class NoiseArguments(ToolMathArguments):
         default=128, metadata={"help": "Completions in a prompt's pool; more make every figure surer."}
     )
     baselines: list[str] = field(
-        default_factory=lambda: ["ogb", "otb", "otb_shrunk"],
+        default_factory=lambda: ["ogb", "otb", "otb_shrunk", "ogb_pooled", "ogb_pooled_damped"],
         metadata={
             "help": "Baselines beside `none` and `group_mean`; those that read energies also with one left out."
         },
