@@ -1,19 +1,13 @@
 """Baselines that compare prompts: the moments of their gradients take the pools of several prompts at once."""
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from trl_otb.baselines import assign_credit
-from trl_otb.rollout import Rollout
 
-
-def pool_of(rollout: Rollout, own: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What a prompt keeps for them: its completions, and the gradient of each with weight 1, `own`, `(M, k)`."""
-    kept = {"rewards": rollout.rewards, "energy": rollout.energy, "mask": rollout.mask, "own": own}
-    return {name: values.detach().cpu() for name, values in kept.items()}
+from .pools import deal
 
 
 def with_pooled(
@@ -24,7 +18,7 @@ def with_pooled(
 
     Args:
         prompts (`list[dict]`):
-            What was measured prompt by prompt; each holds what [`pool_of`] kept, under `pool`.
+            What was measured prompt by prompt; each holds what `.pools.pool_of` kept, under `pool`.
         baselines (`list[str]`):
             Those that compare prompts, with one number per completion.
         group_sizes (`list[int]`):
@@ -46,7 +40,7 @@ def with_pooled(
     def dealt(n: int) -> torch.Tensor:
         """`(2, P, groups, n)`"""
         groups = min(map(len, halves)) // n
-        rows = [[half[torch.randperm(len(half), generator=rng)[: groups * n]] for _ in pools] for half in halves]
+        rows = [[deal(half, n, rng)[: groups * n] for _ in pools] for half in halves]
         return torch.stack([torch.stack(of_half) for of_half in rows]).view(2, len(pools), groups, n)
 
     def gradients(batch: torch.Tensor, rows: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -87,7 +81,7 @@ def moments_of_batches(
         rng (`torch.Generator`):
             By which groups meet.
     """
-    squares, means, shares = defaultdict(float), {}, 0
+    squares, means, shares = {}, {}, 0
     for halves in deals:
         shares += halves.size(2)
         prompts = halves.size(1)

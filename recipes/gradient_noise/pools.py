@@ -10,8 +10,6 @@ from transformers.cache_utils import DynamicLayer
 from trl_otb.baselines import BASELINES, assign_credit, find_baseline
 from trl_otb.rollout import Rollout
 
-from .across import pool_of
-
 
 SHORT_PROMPT = 32  # tokens; completions share the forward of longer ones
 GRADIENTS = 2**26  # numbers of gradients that are projected together, a quarter of a GiB
@@ -231,13 +229,13 @@ def prompt_moments(
     Returns:
         `dict`: `truth`, `(2, k)`: the gradient by each half, taken as one group under `ogb` with one left out, which
         has no bias and little noise; and for each `(name, N)` its `square`, the mean of ‖ĝ‖², and `mean`, `(2, k)`,
-        the mean of ĝ by half. For baselines that compare prompts, `pool`: see `.across`.
+        the mean of ĝ by half. For baselines that compare prompts, `pool`, by [`pool_of`].
     """
     compared = any(estimator.across_prompts for of_size in studied.values() for estimator in of_size)
     studied = {n: [e for e in of_size if not e.across_prompts] for n, of_size in studied.items()}
     rng = torch.Generator().manual_seed(seed)
     halves = rollout.rows.chunk(2)
-    dealt = {n: [[_deal(half, n, rng) for half in halves] for _ in range(deals)] for n in studied}
+    dealt = {n: [[deal(half, n, rng) for half in halves] for _ in range(deals)] for n in studied}
     per_token = [(n, estimator) for n, of_size in studied.items() for estimator in of_size if estimator.per_token]
     weights = torch.ones(len(rollout), 1 + len(per_token), rollout.mask.size(1), device=rollout.mask.device)
     for i, (n, estimator) in enumerate(per_token, start=1):
@@ -272,6 +270,12 @@ def prompt_moments(
     return moments
 
 
-def _deal(half: torch.Tensor, n: int, rng: torch.Generator) -> torch.Tensor:
+def pool_of(rollout: Rollout, own: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What baselines that compare prompts need of one: its completions, and the gradient of each, `own`, `(M, k)`."""
+    kept = {"rewards": rollout.rewards, "energy": rollout.energy, "mask": rollout.mask, "own": own}
+    return {name: values.detach().cpu() for name, values in kept.items()}
+
+
+def deal(half: torch.Tensor, n: int, rng: torch.Generator) -> torch.Tensor:
     """Rows of a half in random order, whole groups only."""
     return half[torch.randperm(len(half), generator=rng)[: len(half) // n * n]]

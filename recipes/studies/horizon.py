@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 from recipes.common.errors import InputError
 from recipes.common.launching import say, tidy_output
 from recipes.gradient_noise import __main__ as gradient_noise
-from recipes.gradient_noise.measure import compare
+from recipes.gradient_noise.measure import Comparison, compare
 from recipes.gradient_noise.pools import scale_of
 from recipes.gradient_noise.storage import Storage, moments_of
 from recipes.studies import candidates
@@ -123,16 +123,8 @@ def flags_of(task: str, folder: Path, seed: int, num_prompts: int | None = None)
         flags += ["--dataset_name", str(data), "--environment_factory", "recipes.toy.lake:Lake"]
         flags += ["--reward_funcs", f"recipes.toy.lake:{'progress' if kind else 'won'}", "--reward_weights", "0", "1"]
         flags += ["--max_tool_calling_iterations", str(2 * turns), "--max_completion_length", str(32 * turns)]
-    flags = [
-        *flags,
-        "--num_prompts",
-        str(num_prompts or PROMPTS),
-        "--completions_per_prompt",
-        str(pool),
-        "--seed",
-        str(seed),
-    ]
-    return [*flags, "--output_dir", str(folder / task)]
+    flags = [*flags, "--num_prompts", str(num_prompts or PROMPTS), "--completions_per_prompt", str(pool)]
+    return [*flags, "--seed", str(seed), "--output_dir", str(folder / task)]
 
 
 def measure(task: str, family: Family, folder: Path, seed: int, num_prompts: int | None) -> None:
@@ -181,6 +173,11 @@ def picture(of: dict[str, dict], prompts: dict[str, int], family: Family, path: 
     figure.savefig(path, dpi=110)
 
 
+def cell(row: Comparison) -> str:
+    """Efficiency over the group mean's, noise to signal over its, and the cosine."""
+    return f"{row.over_group_mean.text()}; {row.noise_over_group_mean.text()}; {row.cosine.value:.3f}"
+
+
 def report(folder: Path, family: Family, tasks: list[str]) -> None:
     """Of all tasks: efficiency and noise to signal over the group mean's with intervals, and the cosine."""
     of, number = {}, {}
@@ -193,12 +190,7 @@ def report(folder: Path, family: Family, tasks: list[str]) -> None:
         titles = [f"{f'T = {task}' if task.isdigit() else task} (n = {number[task]})" for task in tasks]
         lines += [f"\nN = {n}:\n", "| estimator | " + " | ".join(titles) + " |", "|---" * (len(tasks) + 1) + "|"]
         for name, _ in (key for key in of[tasks[0]] if key[1] == n):
-            cells = [of[task][name, n] for task in tasks]
-            shown = " | ".join(
-                f"{row.over_group_mean.text()}; {row.noise_over_group_mean.text()}; {row.cosine.value:.3f}"
-                for row in cells
-            )
-            lines.append(f"| `{name}` | {shown} |")
+            lines.append(f"| `{name}` | {' | '.join(cell(of[task][name, n]) for task in tasks)} |")
     text = "\n".join(lines) + "\n"
     (folder / "tables.md").write_text(text)
     picture(of, number, family, folder / "horizon.png")

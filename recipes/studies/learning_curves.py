@@ -387,7 +387,7 @@ def main(argv):
     missing = [n for n in args.sizes if n not in TASKS[args.task].steps]
     if missing and not args.plot_only:
         parser.error(f"--sizes: {args.task} has no runs of N = {missing[0]}, only of {list(TASKS[args.task].steps)}")
-    largest = min(itertools.chain(*TUNING_SEEDS)) - 1
+    largest = TUNING_SEEDS[0][0] - 1
     if not 1 <= args.seeds <= largest:
         parser.error(f"--seeds is {args.seeds}: give 1 to {largest}")
     warnings.filterwarnings("ignore")

@@ -28,7 +28,7 @@ from recipes.gradient_noise.across import moments_of_batches
 from recipes.gradient_noise.measure import compare
 from recipes.gradient_noise.pools import Estimator, WeightedScores, returns_of
 from recipes.gradient_noise.storage import Storage, moments_of
-from recipes.studies.horizon import PROMPTS, TASKS, flags_of
+from recipes.studies.horizon import PROMPTS, TASKS, cell, flags_of
 from trl_otb.baselines import Groups, partial_pooling
 from trl_otb.rollout import Rollout
 
@@ -205,12 +205,7 @@ def report(folder: Path, tasks: list[str], group_sizes: list[int], prompts_per_b
         said = f"With a factor, N = {n}: efficiency over the group mean's; noise over its; cosine"
         lines += [f"\n{said}\n", *header]
         for name in (name for name in names if "×" in name or name in ("ogb, pooled", "mean, pooled")):
-            found = (rows[task][name, n] for task in tasks)
-            cells = " | ".join(
-                f"{row.over_group_mean.text()}; {row.noise_over_group_mean.text()}; {row.cosine.value:.3f}"
-                for row in found
-            )
-            lines.append(f"| `{name}` | {cells} |")
+            lines.append(f"| `{name}` | {' | '.join(cell(rows[task][name, n]) for task in tasks)} |")
     text = "\n".join(lines) + "\n"
     suffix = "" if prompts_per_batch == PROMPTS else f"-{prompts_per_batch}"
     (folder / f"tables{suffix}.md").write_text(text)
