@@ -36,15 +36,17 @@ from trl_otb.rollout import Rollout
 MEASURED = ["sums", "calculator", "10", "30", "100", "lake_14", "lake_30"]
 GROUPS = (2, 4, 8)
 PER_TOKEN = ("otb", "otb_shrunk")
-# Of the picture, by label; each baseline with one left out and then pooled
+# Of the picture, by label: the estimator, its colour and line
 SHOWN = {
-    "rloo": "mean, one left out",
-    "rloo_pooled": "mean, pooled",
-    "ogb": "ogb, one left out",
-    "ogb_pooled": "ogb, pooled",
-    "otb": "otb, one left out",
-    "otb, pooled": "otb, pooled",
+    "none": ("none", "black", "--"),
+    "rloo": ("mean, one left out", "C0", ":"),
+    "rloo_pooled": ("mean, pooled", "C0", "-"),
+    "ogb": ("ogb, one left out", "C1", ":"),
+    "ogb_pooled": ("ogb, pooled", "C1", "-"),
+    "otb": ("otb, one left out", "C2", ":"),
+    "otb, pooled": ("otb, pooled", "C2", "-"),
 }
+SHARES = (0.25, 0.5, 1, 2, 4)  # of the group mean's noise, on its axis
 DEALS = 20
 
 
@@ -58,15 +60,19 @@ def inverse(energy: torch.Tensor, constant: float) -> torch.Tensor:
     return 1 / (constant + energy / energy.mean().clamp(min=1e-20))
 
 
-# Of pooled advantages, from energies and those advantages; what depends on a completion itself biases the gradient
+# Of pooled advantages, from energies, lengths and those advantages, each `(P, N)`; what depends on a completion itself
+# biases the gradient
 FACTORS = {
-    "(1 − ω)^½": lambda w, a: damped(w, 0.5),
-    "(1 − ω)": lambda w, a: damped(w, 1.0),
-    "(1 − ω)²": lambda w, a: damped(w, 2.0),
-    "1 / (4 + W / W̄)": lambda w, a: inverse(w, 4.0),
-    "1 / (1 + W / W̄)": lambda w, a: inverse(w, 1.0),
-    "1 / (¼ + W / W̄)": lambda w, a: inverse(w, 0.25),
-    "min(1, median / (√W·abs(A)))": lambda w, a: _clipping(w.sqrt() * a.abs()),
+    "(1 − ω)^½": lambda w, t, a: damped(w, 0.5),
+    "(1 − ω)": lambda w, t, a: damped(w, 1.0),
+    "(1 − ω)²": lambda w, t, a: damped(w, 2.0),
+    "1 / (4 + W / W̄)": lambda w, t, a: inverse(w, 4.0),
+    "1 / (1 + W / W̄)": lambda w, t, a: inverse(w, 1.0),
+    "1 / (¼ + W / W̄)": lambda w, t, a: inverse(w, 0.25),
+    "min(1, median / (√W·abs(A)))": lambda w, t, a: _clipping(w.sqrt() * a.abs()),
+    "T^½": lambda w, t, a: t.pow(0.5),
+    "T^−½": lambda w, t, a: t.pow(-0.5),
+    "T^−1": lambda w, t, a: t.pow(-1.0),
 }
 
 
@@ -100,6 +106,7 @@ def pool_of(rollout: Rollout, scores: WeightedScores, sizes: tuple[int, ...], se
     return {
         "returns": returns_of(rollout),
         "energy": (rollout.energy * rollout.mask).sum(dim=1),
+        "length": rollout.mask.sum(dim=1).clamp(min=1).float(),
         "order": order,
         "gradients": dict(zip(["own", *kinds], found[:, order], strict=True)),
     }
@@ -110,7 +117,9 @@ def moments(pools: list[dict], n: int, prompts_per_batch: int, seed: int = 0) ->
     size = len(pools[0]["order"]) // 2 // n * n  # of a half
     starts = [0, len(pools[0]["order"]) // n // 2 * n]
     halves = [slice(start, start + size) for start in starts]
-    returns, energy = (torch.stack([pool[key][pool["order"]] for pool in pools]) for key in ("returns", "energy"))
+    returns, energy, length = (
+        torch.stack([pool[key][pool["order"]] for pool in pools]) for key in ("returns", "energy", "length")
+    )
     own = torch.stack([pool["gradients"]["own"] for pool in pools])
     rng = torch.Generator().manual_seed(seed)
 
@@ -123,7 +132,7 @@ def moments(pools: list[dict], n: int, prompts_per_batch: int, seed: int = 0) ->
 
     def gradients(batch: torch.Tensor, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         at = batch[:, None], rows
-        return _gradients([pools[p] for p in batch], returns[at], energy[at], own[at], rows, n)
+        return _gradients([pools[p] for p in batch], returns[at], energy[at], length[at], own[at], rows, n)
 
     found = moments_of_batches((dealt() for _ in range(DEALS)), gradients, prompts_per_batch, rng)
     return [
@@ -133,7 +142,7 @@ def moments(pools: list[dict], n: int, prompts_per_batch: int, seed: int = 0) ->
     ]
 
 
-def _gradients(pools, returns, energy, scores, places, n) -> dict[str, torch.Tensor]:
+def _gradients(pools, returns, energy, length, scores, places, n) -> dict[str, torch.Tensor]:
     """`(P, k)` by estimator, of one group of every prompt."""
 
     def with_advantages(advantages):
@@ -151,7 +160,7 @@ def _gradients(pools, returns, energy, scores, places, n) -> dict[str, torch.Ten
         pooled = returns - (1 - share) * baseline - share * target
         found[f"{name}, pooled"] = with_advantages(pooled)
         for factor, of in FACTORS.items():
-            found[f"{name}, pooled × {factor}"] = with_advantages(of(energy, pooled) * pooled)
+            found[f"{name}, pooled × {factor}"] = with_advantages(of(energy, length, pooled) * pooled)
     found["none × (1 − ω)²"] = with_advantages(damped(energy, 2.0) * returns)
     # The share and the target of ogb
     for name in PER_TOKEN:
@@ -221,16 +230,17 @@ def picture(rows: dict[str, dict], group_sizes: list[int], path: Path) -> None:
     figure = Figure(figsize=(3.4 * columns + 0.6, 3.2 * lines), layout="constrained")
     axes = figure.subplots(lines, columns, sharey=True, squeeze=False).flatten()
     for axis, (task, of_task) in zip(axes, rows.items(), strict=False):
-        for i, (label, name) in enumerate(SHOWN.items()):
+        for i, (label, (name, color, line)) in enumerate(SHOWN.items()):
             places = [n * 1.03 ** (i - len(SHOWN) / 2) for n in group_sizes]
             ratios = [of_task[name, n].noise_over_group_mean for n in group_sizes]
-            style = {"color": f"C{i // 2}", "linestyle": "-" if i % 2 else ":"}
-            axis.plot(places, [ratio.value for ratio in ratios], "o", markersize=4, label=label, **style)
+            values = [ratio.value for ratio in ratios]
+            axis.plot(places, values, "o", markersize=4, label=label, color=color, linestyle=line)
             for at, ratio in zip(places, ratios, strict=True):
-                axis.plot([at, at], [ratio.low, ratio.high], color=f"C{i // 2}", alpha=0.4)
+                axis.plot([at, at], [ratio.low, ratio.high], color=color, alpha=0.4)
         axis.axhline(1, color="0.4", linewidth=0.8)
-        axis.set(xscale="log", xlabel="N", title=f"T = {task}" if task.isdigit() else task, ylim=(0, 1.4))
+        axis.set(xscale="log", yscale="log", xlabel="N", title=f"T = {task}" if task.isdigit() else task)
         axis.set_xticks(group_sizes, map(str, group_sizes))
+        axis.set_yticks(SHARES, map(str, SHARES))
         axis.minorticks_off()
         axis.grid(alpha=0.3)
     for axis in axes[::columns]:
@@ -238,7 +248,7 @@ def picture(rows: dict[str, dict], group_sizes: list[int], path: Path) -> None:
     for axis in axes[len(rows) :]:
         axis.set_axis_off()
     axes[len(rows)].legend(*axes[0].get_legend_handles_labels(), loc="center left")
-    figure.suptitle("One left out (dotted), and pooled with the other prompts (solid); no bias", fontsize=11)
+    figure.suptitle("One left out (dotted), pooled (solid), nothing subtracted (dashed); no bias", fontsize=11)
     figure.savefig(path, dpi=110)
 
 
