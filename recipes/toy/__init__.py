@@ -33,6 +33,7 @@ scratchpad_300 = _warm_started("scratchpad_300")
 lake_6 = _warm_started("lake_6")
 lake_14 = _warm_started("lake_14")
 lake_30 = _warm_started("lake_30")
+lake_46 = _warm_started("lake_46")
 
 
 def smollm2() -> Path:

@@ -17,7 +17,7 @@ HOLES = 0.25  # share of the cells
 WANDERS = 0.05  # share of the turns
 RIGHT = 0.6
 # Cells along a side of the lake, for about so many turns of a game that is won
-SIDES = {6: 4, 14: 8, 30: 16}
+SIDES = {6: 4, 14: 8, 30: 16, 46: 24}
 
 
 def level(side: int, seed: int) -> list[str]:

@@ -75,7 +75,10 @@ WARM_STARTS = {
 }
 WARM_STARTS["long_calculator"] = replace(WARM_STARTS["calculator"], demonstrations=dialogues.long_demonstrations)
 
-_LONG = (*WarmStart.model[:-2], ("max_position_embeddings", 1024), ("tie_word_embeddings", True))
+_LONG, _LONGEST = (
+    (*WarmStart.model[:-2], ("max_position_embeddings", tokens), ("tie_word_embeddings", True))
+    for tokens in (1024, 2048)
+)
 for _tokens in scratchpad.STEPS:
     WARM_STARTS[f"scratchpad_{_tokens}"] = WarmStart(
         alphabet=scratchpad.ALPHABET,
@@ -93,9 +96,9 @@ for _turns in lake.SIDES:
         chat_template=templates.tool_template(lake.ALPHABET, "move", "direction"),
         response_template=templates.tool_response("move", "direction"),
         learning_rate=4e-3,
-        steps={6: 1500, 14: 1000, 30: 800}[_turns],
+        steps={6: 1500, 14: 1000, 30: 800, 46: 1000}[_turns],
         batch_size=32 if _turns < 30 else 16,
-        model=_LONG,
+        model=_LONG if _turns < 46 else _LONGEST,
     )
 
 
