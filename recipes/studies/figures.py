@@ -22,14 +22,14 @@ from matplotlib.figure import Figure
 from transformers import AutoTokenizer
 
 from recipes.studies.laboratory import BARE
-from recipes.studies.learning_curves import COLORS, Run, perform, smooth, window
+from recipes.studies.learning_curves import COLORS, Run, perform, register, smooth, window
 from recipes.tool_math import calculator_tool
 from recipes.toy import calculator
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 from trl_otb.rollout import Rollout
 
 
-BASELINES = ("group_mean", "otb", "otb_shrunk")
+BASELINES = ("none", "group_mean", "otb", "otb_shrunk")
 TASK, RATE, N, SEEDS = "long_calculator", 4e-4, 4, (1, 2, 3)
 PROBLEM, ANSWER, GROUP = "12+71-35", 48, 8
 
@@ -141,6 +141,7 @@ def main(argv):
         if not saved.exists():
             rollout = sample(256)
             torch.save({name: getattr(rollout, name) for name in ("mask", "energy", "logps", "rewards")}, saved)
+        register()
         perform(training_runs, runs)
     elif not saved.exists():
         parser.error(f"nothing is saved under {folder} yet: run without --plot_only first")

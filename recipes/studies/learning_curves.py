@@ -369,9 +369,12 @@ def plot(task: str, of: dict[tuple[int, str], list[dict]], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def nothing(group) -> torch.Tensor:
-    """Per completion: nothing, so that A = G."""
-    return torch.zeros_like(group.returns)
+def register() -> None:
+    """All of `ARMS` as baselines, `none` too."""
+    register_baseline("none", per_token=False, uses_energy=False, leaves_one_out=True)(
+        lambda group: torch.zeros_like(group.returns)
+    )
+    candidates.register()
 
 
 def main(argv):
@@ -394,8 +397,7 @@ def main(argv):
     folder = Path(args.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     if not args.plot_only:
-        register_baseline("none", per_token=False, uses_energy=False, leaves_one_out=True)(nothing)
-        candidates.register()
+        register()
         arms = [(n, b) for n in args.sizes for b in args.baselines]
         best = dict.fromkeys(arms, args.learning_rate) if args.learning_rate else tune(args.task, arms, folder)
         # By seeds, so that what is there when it is stopped compares the arms
