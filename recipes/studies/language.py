@@ -7,7 +7,7 @@ How noisy is the gradient of a pretrained language model? SmolLM2-135M-Instruct 
 
 Two tasks on which the energy of tokens means different things. *words*: a short story that uses a given word; most
 choices are free, in good and bad stories alike. *copy*: a text is to be repeated, and what departs from it is both
-improbable and wrong; the reward is the likeness, between 0 and 1. The stage `trained` first trains for 20 or 4 steps.
+improbable and wrong; the reward is the likeness, between 0 and 1. The stage `trained` first trains for a few steps.
 Flags that are not named here go to recipes.gradient_noise, which can be stopped and run again.
 """
 
@@ -25,7 +25,7 @@ from recipes.common.launching import tidy_output
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "recipes" / "math_smollm2.yaml"
-STEPS = {"words": 20, "copy": 4}  # which take copies from a likeness of 0.3 to one of 0.7
+STEPS = {"words": 5, "copy": 4}  # which take rewards from 0.5 to 0.8 and from 0.3 to 0.7
 TRAIN = (
     "--learning_rate 5e-4 --num_generations 8 --per_device_train_batch_size 16 "
     "--max_completion_length 80 --num_held_out_problems 10 --seed 7"
