@@ -228,14 +228,27 @@ def at_the_end(result: dict) -> float:
 def report(folder: Path, learning_rate: float | None = None) -> None:
     """Of all arms, each at its tuned learning rate, or all at the given one."""
     results = [json.loads(p.read_text()) for p in sorted(folder.glob("*.json"))]
-    texts = [_report_of(task, [r for r in results if r["task"] == task], folder, learning_rate) for task in TASKS]
-    name = "tables" if learning_rate is None else f"tables-lr{learning_rate:g}"
-    (folder / f"{name}.md").write_text("".join(texts))
-    print("".join(texts))
+    suffix = "" if learning_rate is None else f"-lr{learning_rate:g}"
+    text, beside = "", {}
+    for task in TASKS:
+        of_task = [r for r in results if r["task"] == task]
+        rates, of = _arms(task, of_task, folder, learning_rate)
+        if not of:
+            continue
+        columns = {f"{task}, N = {n}": (task, {b: rows for (m, b), rows in of.items() if m == n}) for n, _ in of}
+        plot(columns, folder / f"{task}{suffix}.png")
+        beside |= {title: column for title, column in columns.items() if title.endswith("N = 4")}
+        text += f"\n### {task}: 16 problems per step, threshold {TASKS[task].threshold:.0%} of training reward\n\n"
+        tables = [*_outcomes(of, rates, TASKS[task].threshold), *_beside_group_mean(of)]
+        text += "\n".join(tables + (_tuning(task, of, of_task) if learning_rate is None else [])) + "\n"
+    if len(beside) > 1:
+        plot(beside, folder / f"tasks{suffix}.png")
+    (folder / f"tables{suffix}.md").write_text(text)
+    print(text)
 
 
-def _report_of(task: str, results: list[dict], folder: Path, learning_rate: float | None) -> str:
-    """The tables of a task, and its picture; nothing for arms whose learning rate is not tuned yet."""
+def _arms(task: str, results: list[dict], folder: Path, learning_rate: float | None) -> tuple[dict, dict]:
+    """By (N, baseline): the learning rate, and the runs at it by seed, where there are any and it is tuned."""
     arms = [(n, b) for n in sorted(TASKS[task].steps) for b in ARMS]
     rates = {(n, b): learning_rate or best_learning_rate(folder, task, b, n) for n, b in arms}
     of = {
@@ -249,15 +262,7 @@ def _report_of(task: str, results: list[dict], folder: Path, learning_rate: floa
         )
         for (n, b), rate in rates.items()
     }
-    of = {arm: rows for arm, rows in of.items() if rows}
-    if not of:
-        return ""
-    plot(task, of, folder / (f"{task}.png" if learning_rate is None else f"{task}-lr{learning_rate:g}.png"))
-    threshold = TASKS[task].threshold
-    title = f"\n### {task}: 16 problems per step, threshold {threshold:.0%} of training reward\n"
-    tables = [*_outcomes(of, rates, threshold), *_beside_group_mean(of)]
-    tuning = _tuning(task, of, results) if learning_rate is None else []
-    return "\n".join([title, *tables, *tuning, ""])
+    return rates, {arm: rows for arm, rows in of.items() if rows}
 
 
 def _outcomes(of: dict, rates: dict, threshold: float) -> list[str]:
@@ -343,29 +348,26 @@ PALETTE = ("tab:blue", "tab:red", "tab:orange", "tab:brown", "tab:green", "tab:p
 COLORS = dict(zip(ARMS, itertools.cycle(PALETTE), strict=False)) | {"none": "black", "group_mean": "0.4"}
 
 
-def plot(task: str, of: dict[tuple[int, str], list[dict]], path: Path) -> None:
-    sizes = sorted({n for n, _ in of})
-    figure = Figure(figsize=(max(6, 4.2 * len(sizes)), 6.5), layout="constrained")
-    axes = figure.subplots(2, len(sizes), squeeze=False, sharey="row", sharex="col")
-    for column, n in enumerate(sizes):
-        for axis, key in zip(axes[:, column], ("reward", "grad_norm"), strict=True):
+def plot(columns: dict[str, tuple[str, dict[str, list[dict]]]], path: Path) -> None:
+    """Reward and gradient norm over generated tokens; each column has a title, and a task's runs by baseline."""
+    figure = Figure(figsize=(max(6, 4.2 * len(columns)), 6.5), layout="constrained")
+    axes = figure.subplots(2, len(columns), squeeze=False, sharey="row", sharex="col")
+    for (top, bottom), (title, (task, of)) in zip(axes.T, columns.items(), strict=True):
+        for axis, key in ((top, "reward"), (bottom, "grad_norm")):
             for baseline, color in COLORS.items():
-                if rows := of.get((n, baseline)):
+                if rows := of.get(baseline):
                     curves = torch.tensor([smooth(row[key]) for row in rows])
                     thousands = torch.tensor([row["tokens"] for row in rows]).mean(0) / 1000
-                    axis.plot(thousands, curves.mean(0), color=color, label=baseline)
+                    axis.plot(thousands, curves.mean(0), color=color, label=f"{baseline} ({len(rows)})")
                     axis.fill_between(thousands, curves.amin(0), curves.amax(0), color=color, alpha=0.12, linewidth=0)
             axis.grid(alpha=0.3)
-        top, bottom = axes[:, column]
         top.axhline(TASKS[task].threshold, color="black", linewidth=0.8, linestyle=":")
-        top.set_title(f"N = {n}", fontsize=10)
+        top.set_title(title, fontsize=10)
+        top.legend(fontsize=8)
         bottom.set(xlabel="generated tokens (thousands)", yscale="log")
     axes[0, 0].set_ylabel("reward (share of right answers)")
     axes[1, 0].set_ylabel("gradient norm")
-    axes[0, 0].legend(fontsize=8)
-    figure.suptitle(
-        f"{task}: learning by baseline and group size\n(smoothed; mean and range of the seeds)", fontsize=11
-    )
+    figure.suptitle("Learning by baseline (smoothed; mean and range of so many seeds)", fontsize=11)
     figure.savefig(path, dpi=120)
 
 

@@ -84,6 +84,18 @@ def test_arms_are_compared_on_their_scores_and_the_group_mean_with_itself(tmp_pa
     assert any(line.startswith("| 4 | none | 8 | 0.4") and "0.00 (0.00–0.00) |" in line for line in table.splitlines())
 
 
+def test_tasks_stand_side_by_side(tmp_path, monkeypatch):
+    task = learning_curves.Task({4: 10}, (1e-3,), 0.5, 24)
+    monkeypatch.setattr(learning_curves, "TASKS", {"sums": task, "calculator": task})
+    for name in learning_curves.TASKS:
+        run = Run(name, "otb", 4, 1e-3, 1)
+        (tmp_path / f"{run.name}.json").write_text(json.dumps(result(run, [0.5] * 10)))
+    learning_curves.report(tmp_path, 1e-3)
+    pictures = {path.name: path.stat().st_size for path in tmp_path.glob("*.png")}
+    assert set(pictures) == {"sums-lr0.001.png", "calculator-lr0.001.png", "tasks-lr0.001.png"}
+    assert pictures["tasks-lr0.001.png"] > pictures["sums-lr0.001.png"]
+
+
 def test_statistics_over_seeds_by_hand(monkeypatch):
     monkeypatch.setattr(aggregate, "DRAWS", 200)
     ours, theirs = [[1.0, 2.0, 3.0, 100.0], [4.0, 4.0, 4.0, 4.0]], [[0.0, 2.0, 2.0, 4.0], [5.0, 4.0, 4.0, 4.0]]
