@@ -463,13 +463,13 @@ def test_the_verdict_calls_nothing_unbiased_that_is_not():
 
 @pytest.mark.parametrize("weight", [0, 1])
 def test_a_grading_of_no_weight_is_not_asked(measure, tmp_path, monkeypatch, weight):
-    (tmp_path / "my_rewards.py").write_text("def in_turn(completions, **_): return [0, 1] * (len(completions) // 2)")
+    (tmp_path / "in_turn.py").write_text("def in_turn(completions, **_): return [0, 1] * (len(completions) // 2)")
     problems = Dataset.from_list([{"question": f"{i}+1", "answer": "1"} for i in range(4)])
     graded = []
     monkeypatch.setattr(
         tool, "load_data", lambda *_: Problems(problems, problems[:0], lambda *answer: graded.append(answer) or 1.0)
     )
-    folder = measure("--reward_funcs", "my_rewards:in_turn", "--reward_weights", str(weight), "1")
+    folder = measure("--reward_funcs", "in_turn:in_turn", "--reward_weights", str(weight), "1")
     rewards = [torch.load(path, weights_only=True)["reward"] for path in folder.glob("prompt-*.pt")]
     assert rewards == [weight + 0.5] * 3 and len(graded) == weight * 48
 
