@@ -1,7 +1,7 @@
 """
 The paper's figures 1 to 5, on toy policies with a calculator.
 
-    OMP_NUM_THREADS=1 python -m recipes.studies.figures   # about 10 minutes on one core; a saved run is not run again
+    OMP_NUM_THREADS=1 python -m recipes.studies.figures   # about 20 minutes on one core; a saved run is not run again
     python -m recipes.studies.figures --plot_only         # from what is saved
 
 1 and 2: reward, gradient norm and the gradient's power over training, by baseline, in sums of ten turns at a learning
