@@ -232,14 +232,17 @@ def report(folder: Path, learning_rate: float | None = None) -> None:
     text, beside = "", {}
     for task in TASKS:
         of_task = [r for r in results if r["task"] == task]
-        rates, of = _arms(task, of_task, folder, learning_rate)
+        of = _arms(task, of_task, folder, learning_rate)
         if not of:
             continue
-        columns = {f"{task}, N = {n}": (task, {b: rows for (m, b), rows in of.items() if m == n}) for n, _ in of}
-        plot(columns, folder / f"{task}{suffix}.png")
-        beside |= {title: column for title, column in columns.items() if title.endswith("N = 4")}
+        of_size = {}
+        for (n, b), rows in of.items():
+            of_size.setdefault(n, {})[b] = rows
+        plot({f"{task}, N = {n}": (task, arms) for n, arms in of_size.items()}, folder / f"{task}{suffix}.png")
+        if 4 in of_size:
+            beside[f"{task}, N = 4"] = task, of_size[4]
         text += f"\n### {task}: 16 problems per step, threshold {TASKS[task].threshold:.0%} of training reward\n\n"
-        tables = [*_outcomes(of, rates, TASKS[task].threshold), *_beside_group_mean(of)]
+        tables = [*_outcomes(of, TASKS[task].threshold), *_beside_group_mean(of)]
         text += "\n".join(tables + (_tuning(task, of, of_task) if learning_rate is None else [])) + "\n"
     if len(beside) > 1:
         plot(beside, folder / f"tasks{suffix}.png")
@@ -247,8 +250,10 @@ def report(folder: Path, learning_rate: float | None = None) -> None:
     print(text)
 
 
-def _arms(task: str, results: list[dict], folder: Path, learning_rate: float | None) -> tuple[dict, dict]:
-    """By (N, baseline): the learning rate, and the runs at it by seed, where there are any and it is tuned."""
+def _arms(
+    task: str, results: list[dict], folder: Path, learning_rate: float | None
+) -> dict[tuple[int, str], list[dict]]:
+    """By (N, baseline): the runs at its learning rate, by seed, where there are any and it is tuned."""
     arms = [(n, b) for n in sorted(TASKS[task].steps) for b in ARMS]
     rates = {(n, b): learning_rate or best_learning_rate(folder, task, b, n) for n, b in arms}
     of = {
@@ -262,10 +267,10 @@ def _arms(task: str, results: list[dict], folder: Path, learning_rate: float | N
         )
         for (n, b), rate in rates.items()
     }
-    return rates, {arm: rows for arm, rows in of.items() if rows}
+    return {arm: rows for arm, rows in of.items() if rows}
 
 
-def _outcomes(of: dict, rates: dict, threshold: float) -> list[str]:
+def _outcomes(of: dict, threshold: float) -> list[str]:
     lines = [
         "| N | baseline | learning rate | seeds | tokens to threshold (thousands) | held-out at the end (%) | "
         "worst gradient norm | entropy, first and last tenth | noise scale (prompts) | collapsed |",
@@ -282,7 +287,7 @@ def _outcomes(of: dict, rates: dict, threshold: float) -> list[str]:
         ]
         scales = [scale for r in rows for scale in r["noise_scale"] if scale is not None]
         lines.append(
-            f"| {n} | {b} | {rates[n, b]:g} | {len(rows)} | {tokens} | "
+            f"| {n} | {b} | {rows[0]['learning_rate']:g} | {len(rows)} | {tokens} | "
             f"{mean_and_interval([100 * r['held_out'] for r in rows])} | "
             f"{statistics.median(max(r['grad_norm']) for r in rows):.2f} | {entropy[0]:.3f}, {entropy[1]:.3f} | "
             f"{f'{statistics.median(scales):.0f}' if scales else '?'} | {sum(map(collapsed, rows))} |"
