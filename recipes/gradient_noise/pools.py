@@ -12,6 +12,7 @@ from trl_otb.rollout import Rollout
 
 
 SHORT_PROMPT = 32  # tokens; completions share the forward of longer ones
+SMALL = 2**22  # parameters; backward passes of a smaller model are taken together, as they wait for the calls
 GRADIENTS = 2**26  # numbers of gradients that are projected together, a quarter of a GiB
 
 
@@ -156,6 +157,7 @@ class WeightedScores:
         self.model, self.temperature, self.parameters, self.projection = model, temperature, parameters, projection
         head = model.get_output_embeddings()
         studied = {id(parameter) for parameter in parameters}
+        self.small = sum(p.numel() for p in model.parameters()) <= SMALL
         self.head = head if head is not None and not studied & {id(p) for p in head.parameters()} else None
         self._prompt, self._prefix = None, None
 
@@ -188,13 +190,15 @@ class WeightedScores:
         return torch.cat([self._projected(hidden, some) for some in pulls.split(at_once)])
 
     def _projected(self, output: torch.Tensor, pulls: torch.Tensor) -> torch.Tensor:
-        found = [
-            torch.autograd.grad(output, self.parameters, pull.to(output.dtype), retain_graph=True, allow_unused=True)
-            for pull in pulls
-        ]
+        how = {"retain_graph": True, "allow_unused": True}
+        if self.small:
+            found = torch.autograd.grad(output, self.parameters, pulls.to(output.dtype), is_grads_batched=True, **how)
+        else:
+            one_by_one = [torch.autograd.grad(output, self.parameters, pull.to(output.dtype), **how) for pull in pulls]
+            found = [None if of[0] is None else torch.stack(of) for of in zip(*one_by_one, strict=True)]
         stacked = [
-            torch.stack([torch.zeros_like(parameter) if gradient is None else gradient for gradient in gradients])
-            for parameter, gradients in zip(self.parameters, zip(*found, strict=True), strict=True)
+            parameter.new_zeros(len(pulls), *parameter.shape) if gradients is None else gradients
+            for parameter, gradients in zip(self.parameters, found, strict=True)
         ]
         return self.projection(stacked)
 
@@ -241,32 +245,35 @@ def prompt_moments(
     for i, (n, estimator) in enumerate(per_token, start=1):
         for rows in dealt[n][0]:
             weights[rows, i] = estimator.advantages(rollout, rows, n)
-    found = torch.stack([scores(rollout, row, weights[row]) for row in range(len(rollout))], dim=1)
-    own, of_tokens = found[0], dict(zip(((e.name, n) for n, e in per_token), found[1:], strict=True))  # (M, k) each
+    own, *weighted = torch.stack([scores(rollout, row, weights[row]) for row in range(len(rollout))], dim=1)  # (M, k)
+    of_tokens = dict(zip(((e.name, n) for n, e in per_token), weighted, strict=True))
+    products = own.double() @ own.double().T
 
-    def of_groups(estimator: Estimator, n: int, rows: torch.Tensor) -> torch.Tensor:
-        """`(groups, k)` the gradients of the groups that `rows` hold one after the other."""
-        if estimator.per_token:
-            weighted = of_tokens[estimator.name, n][rows.cpu()]
-        else:
-            weighted = estimator.advantages(rollout, rows, n)[:, :1].cpu() * own[rows.cpu()]
-        return weighted.view(-1, n, weighted.size(1)).mean(dim=1)
+    def by_tokens(estimator: Estimator, n: int) -> dict:
+        whole = of_tokens[estimator.name, n]
+        gradients = [whole[rows.cpu()].unflatten(0, (-1, n)).mean(dim=1) for rows in dealt[n][0]]
+        squares = torch.stack([g.double().square().sum(dim=1).mean() for g in gradients])
+        return {"square": squares.mean().item(), "mean": torch.stack([g.mean(dim=0) for g in gradients])}
 
-    truth = Estimator("truth", "ogb", leave_one_out=True)
-    moments = {"truth": torch.cat([of_groups(truth, len(half), half) for half in halves])}
+    def by_completions(estimator: Estimator, n: int | None, of_deals: list[list[torch.Tensor]]) -> dict:
+        """Of groups of `n`, or of each half as one. A group's gradient is Σ_i c_i s_i, its square c'Kc."""
+        squares, shares = [], torch.zeros(2, len(rollout), dtype=torch.float64)
+        for of_deal in of_deals:
+            for share, rows in zip(shares, of_deal, strict=True):
+                size = n or len(rows)
+                c = estimator.advantages(rollout, rows, size)[:, 0].cpu().double().view(-1, size) / size
+                at = rows.cpu().view(-1, size)
+                squares.append(torch.einsum("gi,gij,gj->g", c, products[at.unsqueeze(2), at.unsqueeze(1)], c).mean())
+                share.index_add_(0, at.flatten(), c.flatten() / (len(at) * len(of_deals)))
+        return {"square": torch.stack(squares).mean().item(), "mean": shares.to(own) @ own}
+
+    moments = {"truth": by_completions(Estimator("truth", "ogb", leave_one_out=True), None, [halves])["mean"]}
     if compared:
         moments["pool"] = pool_of(rollout, own)
     for n, of_size in studied.items():
         for estimator in of_size:
-            squares, means = [], []
-            for of_deal in dealt[n][: 1 if estimator.per_token else deals]:
-                gradients = [of_groups(estimator, n, rows) for rows in of_deal]
-                squares.append(sum(g.double().square().sum(dim=1).mean() for g in gradients) / 2)
-                means.append(torch.stack([g.mean(dim=0) for g in gradients]))
-            moments[estimator.name, n] = {
-                "square": torch.stack(squares).mean().item(),
-                "mean": torch.stack(means).mean(dim=0),
-            }
+            found = by_tokens(estimator, n) if estimator.per_token else by_completions(estimator, n, dealt[n])
+            moments[estimator.name, n] = found
     return moments
 
 

@@ -217,12 +217,14 @@ def whole_scores(trainer, temperature=0.7):
 
 @pytest.mark.parametrize("shared", [False, True], ids=["prompt apart", "shared prompt"])
 @pytest.mark.parametrize("studied", ["all", "without the head"])
-def test_weighted_scores_are_the_sum_over_tokens(pool, studied, shared, monkeypatch):
+@pytest.mark.parametrize("together", [False, True], ids=["one by one", "together"])
+def test_weighted_scores_are_the_sum_over_tokens(pool, together, studied, shared, monkeypatch):
     """
     One backward pass per token. The head's own is taken once where the head is not studied, and the forward of a long
-    prompt once for its completions.
+    prompt once for its completions; a small model's backward passes are taken together.
     """
     monkeypatch.setattr(pools, "SHORT_PROMPT", 1 if shared else 100)
+    monkeypatch.setattr(pools, "SMALL", 10**9 if together else 0)
     trainer, rollout = pool
     # In float64: a prompt that is read by itself is rounded otherwise
     model = AutoModelForCausalLM.from_pretrained(trainer.model.name_or_path, dtype=torch.float64)
