@@ -249,31 +249,28 @@ def prompt_moments(
     of_tokens = dict(zip(((e.name, n) for n, e in per_token), weighted, strict=True))
     products = own.double() @ own.double().T
 
-    def by_tokens(estimator: Estimator, n: int) -> dict:
-        whole = of_tokens[estimator.name, n]
-        gradients = [whole[rows.cpu()].unflatten(0, (-1, n)).mean(dim=1) for rows in dealt[n][0]]
-        squares = torch.stack([g.double().square().sum(dim=1).mean() for g in gradients])
-        return {"square": squares.mean().item(), "mean": torch.stack([g.mean(dim=0) for g in gradients])}
+    def of_half(estimator: Estimator, n: int, deals: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """E‖ĝ‖² and Eĝ over the groups of `n` that each deal holds one after the other."""
+        if estimator.per_token:
+            gradients = of_tokens[estimator.name, n][deals[0].cpu()].unflatten(0, (-1, n)).mean(dim=1)
+            return gradients.double().square().sum(dim=1).mean(), gradients.mean(dim=0)
+        rows = torch.cat(deals)
+        # A group's gradient is Σ_i c_i s_i, so its square needs the products of the completions' scores alone
+        c = estimator.advantages(rollout, rows, n)[:, 0].cpu().double().view(-1, n) / n
+        at = rows.cpu().view(-1, n)
+        squares = torch.einsum("gi,gij,gj->g", c, products[at.unsqueeze(2), at.unsqueeze(1)], c)
+        total = torch.zeros(len(own), dtype=c.dtype).index_add_(0, at.flatten(), c.flatten())
+        return squares.mean(), (total / len(at)).to(own) @ own
 
-    def by_completions(estimator: Estimator, n: int | None, of_deals: list[list[torch.Tensor]]) -> dict:
-        """Of groups of `n`, or of each half as one. A group's gradient is Σ_i c_i s_i, its square c'Kc."""
-        squares, shares = [], torch.zeros(2, len(rollout), dtype=torch.float64)
-        for of_deal in of_deals:
-            for share, rows in zip(shares, of_deal, strict=True):
-                size = n or len(rows)
-                c = estimator.advantages(rollout, rows, size)[:, 0].cpu().double().view(-1, size) / size
-                at = rows.cpu().view(-1, size)
-                squares.append(torch.einsum("gi,gij,gj->g", c, products[at.unsqueeze(2), at.unsqueeze(1)], c).mean())
-                share.index_add_(0, at.flatten(), c.flatten() / (len(at) * len(of_deals)))
-        return {"square": torch.stack(squares).mean().item(), "mean": shares.to(own) @ own}
-
-    moments = {"truth": by_completions(Estimator("truth", "ogb", leave_one_out=True), None, [halves])["mean"]}
+    truth = Estimator("truth", "ogb", leave_one_out=True)
+    moments = {"truth": torch.stack([of_half(truth, len(half), [half])[1] for half in halves])}
     if compared:
         moments["pool"] = pool_of(rollout, own)
     for n, of_size in studied.items():
         for estimator in of_size:
-            found = by_tokens(estimator, n) if estimator.per_token else by_completions(estimator, n, dealt[n])
-            moments[estimator.name, n] = found
+            of_halves = [of_half(estimator, n, list(deals)) for deals in zip(*dealt[n], strict=True)]
+            squares, means = (torch.stack(of) for of in zip(*of_halves, strict=True))
+            moments[estimator.name, n] = {"square": squares.mean().item(), "mean": means}
     return moments
 
 
