@@ -6,6 +6,7 @@ Does the gain of a baseline by energy grow with the horizon? Efficiency on a scr
     OMP_NUM_THREADS=1 python -m recipes.studies.horizon --tasks 10 30 100 sums --num_prompts 32
     OMP_NUM_THREADS=1 python -m recipes.studies.horizon --tasks 10 --seed 1 --output_dir runs/studies/horizon-1
     python -m recipes.studies.horizon --plot_only
+    python -m recipes.studies.horizon --tasks 100 300 --plot_only --publish   # two columns of horizon.md, horizon.png
 
 The policies of the scratchpad (recipes/toy/scratchpad.py) make as many mistakes at every length; what grows is the
 number of free choices that do no harm. Sums and the calculator, whose mistakes are improbable tokens, are the
@@ -23,10 +24,11 @@ from matplotlib.figure import Figure
 from recipes.common.errors import InputError
 from recipes.common.launching import say, tidy_output
 from recipes.gradient_noise import __main__ as gradient_noise
-from recipes.gradient_noise.measure import Comparison, compare
+from recipes.gradient_noise.measure import compare
 from recipes.gradient_noise.pools import scale_of
 from recipes.gradient_noise.storage import Storage, moments_of
 from recipes.studies import candidates
+from recipes.studies.pages import Cell, Column, publish, tables
 from recipes.toy import lake, scratchpad
 
 
@@ -43,11 +45,11 @@ TASKS = {
     "calculator": (128, CALCULATOR),
     "lake_6": (128, []),
     "lake_14": (128, []),
-    "lake_30": (64, []),
+    "lake_30": (128, []),
     "lake_46": (64, []),
     "lake_6_turns": (128, []),
     "lake_14_turns": (128, []),
-    "lake_30_turns": (64, []),
+    "lake_30_turns": (128, []),
     "lake_46_turns": (64, []),
 }
 
@@ -68,6 +70,8 @@ class Family:
             Of the picture, by title: a group size, and the tasks by the value of the dial.
         dial (`str`):
             What the dial counts.
+        page (`str`):
+            The published one; its picture has the same name.
     """
 
     tasks: list[str]
@@ -75,6 +79,7 @@ class Family:
     baselines: tuple[str, ...]
     columns: dict[str, tuple[int, dict[int, str]]]
     dial: str
+    page: str
 
 
 FAMILIES = {
@@ -84,6 +89,7 @@ FAMILIES = {
         ("opo", "ogb", "otb", "otb_shrunk", *candidates.names()),
         {f"N = {n}": (n, {t: str(t) for t in scratchpad.STEPS}) for n in (4, 8, 32)},
         "tokens per completion",
+        "horizon.md",
     ),
     "turns": Family(
         [task for task in TASKS if task.startswith("lake")],
@@ -94,6 +100,7 @@ FAMILIES = {
             "rewards per turn, N = 4": (4, {t: f"lake_{t}_turns" for t in lake.SIDES}),
         },
         "turns per game",
+        "turns.md",
     ),
 }
 PANELS = {
@@ -135,23 +142,30 @@ def measure(task: str, family: Family, folder: Path, seed: int, num_prompts: int
     gradient_noise.main([*flags, "--baselines", *family.baselines])
 
 
-def picture(of: dict[str, dict], prompts: dict[str, int], family: Family, path: Path) -> None:
+def title_of(task: str) -> str:
+    return f"T = {task}" if task.isdigit() else task
+
+
+def picture(columns: dict[str, Column], family: Family, path: Path) -> None:
     """One row per panel of `PANELS`, one column per column of the family, of the tasks that are there."""
-    columns = {title: (n, {x: t for x, t in tasks.items() if t in of}) for title, (n, tasks) in family.columns.items()}
-    columns = {title: (n, tasks) for title, (n, tasks) in columns.items() if tasks}
-    if not columns:
+    shown = {
+        title: (n, {x: columns[title_of(task)] for x, task in tasks.items() if title_of(task) in columns})
+        for title, (n, tasks) in family.columns.items()
+    }
+    shown = {title: (n, tasks) for title, (n, tasks) in shown.items() if tasks}
+    if not shown:
         return
-    figure = Figure(figsize=(4.2 * len(columns) + 0.6, 3.2 * len(PANELS)), layout="constrained")
-    axes = figure.subplots(len(PANELS), len(columns), sharex=True, sharey=True, squeeze=False)
-    for row, (title, names) in zip(axes, PANELS.items(), strict=True):
+    figure = Figure(figsize=(4.2 * len(shown) + 0.6, 3.2 * len(PANELS)), layout="constrained")
+    axes = figure.subplots(len(PANELS), len(shown), sharex=True, sharey=True, squeeze=False)
+    for row, (panel, names) in zip(axes, PANELS.items(), strict=True):
         names = [
-            name for name in names if all((name, n) in of[t] for n, tasks in columns.values() for t in tasks.values())
+            name for name in names if all((name, n) in t.cells for n, tasks in shown.values() for t in tasks.values())
         ]
-        for axis, (column, (n, tasks)) in zip(row, columns.items(), strict=True):
+        for axis, (title, (n, tasks)) in zip(row, shown.items(), strict=True):
             for i, name in enumerate(names):
                 # Side by side, so that intervals do not hide each other
                 found = [
-                    (x * 1.04 ** (i - len(names) / 2), of[task][name, n].over_group_mean) for x, task in tasks.items()
+                    (x * 1.04 ** (i - len(names) / 2), task.cells[name, n].efficiency) for x, task in tasks.items()
                 ]
                 found = [(at, ratio) for at, ratio in found if not ratio.lost]
                 places, values = [at for at, _ in found], [ratio.value for _, ratio in found]
@@ -160,7 +174,7 @@ def picture(of: dict[str, dict], prompts: dict[str, int], family: Family, path: 
                     ends = [max(ratio.low, 0), min(ratio.high, 9)]
                     axis.plot([at, at], ends, color=line.get_color(), alpha=0.4)
             axis.axhline(1, color="0.4", linewidth=0.8, linestyle=":")
-            axis.set(xscale="log", title=f"{title}, {column}", ylim=(0, 2))
+            axis.set(xscale="log", title=f"{panel}, {title}", ylim=(0, 2))
             axis.title.set_fontsize(10)
             axis.set_xticks(list(tasks), map(str, tasks))
             axis.minorticks_off()
@@ -169,35 +183,30 @@ def picture(of: dict[str, dict], prompts: dict[str, int], family: Family, path: 
         row[-1].legend(fontsize=8, loc="upper right")
     for axis in axes[-1]:
         axis.set_xlabel(family.dial)
-    shown = {prompts[task] for _, tasks in columns.values() for task in tasks.values()}
-    numbers = f"{min(shown)} to {max(shown)}" if len(shown) > 1 else f"{min(shown)}"
+    prompts = sorted({task.prompts for _, tasks in shown.values() for task in tasks.values()})
+    numbers = " to ".join(map(str, dict.fromkeys((prompts[0], prompts[-1]))))
     figure.suptitle(f"{numbers} prompts per point; bars: 95 % by bootstrap over prompts", fontsize=11)
     figure.savefig(path, dpi=110)
 
 
-def cell(row: Comparison) -> str:
-    """Efficiency over the group mean's, noise to signal over its, and the cosine."""
-    return f"{row.over_group_mean.text()}; {row.noise_over_group_mean.text()}; {row.cosine.value:.3f}"
-
-
-def report(folder: Path, family: Family, tasks: list[str]) -> None:
-    """Of all tasks: efficiency and noise to signal over the group mean's with intervals, and the cosine."""
-    of, number = {}, {}
+def measured(folder: Path, tasks: list[str]) -> dict[str, Column]:
+    columns = {}
     for task in tasks:
         prompts = Storage(folder / task, {}, read_only=True).prompts()
-        number[task] = len(prompts)
-        of[task] = {(row.name, row.n): row for row in compare(moments_of(prompts, scale_of))}
-    lines = []
-    for n in family.groups:
-        titles = [f"{f'T = {task}' if task.isdigit() else task} (n = {number[task]})" for task in tasks]
-        lines += [f"\nN = {n}:\n", "| estimator | " + " | ".join(titles) + " |", "|---" * (len(tasks) + 1) + "|"]
-        for name, _ in (key for key in of[tasks[0]] if key[1] == n):
-            lines.append(f"| `{name}` | {' | '.join(cell(of[task][name, n]) for task in tasks)} |")
-    text = "\n".join(lines) + "\n"
+        rows = compare(moments_of(prompts, scale_of))
+        columns[title_of(task)] = Column(len(prompts), {(row.name, row.n): Cell.of(row) for row in rows})
+    return columns
+
+
+def report(folder: Path, family: Family, tasks: list[str]) -> dict[str, Column]:
+    """Tables of all tasks, and the picture, beside the data."""
+    columns = measured(folder, tasks)
+    text = tables(columns, family.groups)
     (folder / "tables.md").write_text(text)
-    picture(of, number, family, folder / "horizon.png")
+    picture(columns, family, folder / "horizon.png")
     say(text)
     say(f"{folder}: tables.md, horizon.png, and the data per task.")
+    return columns
 
 
 def main(argv: list[str]) -> None:
@@ -207,6 +216,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num_prompts", type=int, help=f"per task, by default {PROMPTS}; more add to what is there")
     parser.add_argument("--plot_only", action="store_true", help="tables and picture from what is saved")
+    parser.add_argument("--publish", action="store_true", help="put the columns into the page, and draw its picture")
     parser.add_argument("--output_dir", type=Path, help="by default runs/studies/horizon, or runs/studies/turns")
     args = parser.parse_args(argv)
     family = FAMILIES[args.family]
@@ -220,7 +230,10 @@ def main(argv: list[str]) -> None:
         for task in tasks:
             if not args.plot_only:
                 measure(task, family, folder, args.seed, args.num_prompts)
-        report(folder, family, [task for task in family.tasks if task in tasks])
+        columns = report(folder, family, [task for task in family.tasks if task in tasks])
+        if args.publish:
+            page = Path(__file__).parent / family.page
+            picture(publish(page, columns, family.groups), family, page.with_suffix(".png"))
     except InputError as error:
         parser.error(str(error))
 

@@ -28,7 +28,8 @@ from recipes.gradient_noise.across import moments_of_batches
 from recipes.gradient_noise.measure import compare
 from recipes.gradient_noise.pools import Estimator, WeightedScores, returns_of
 from recipes.gradient_noise.storage import Storage, moments_of
-from recipes.studies.horizon import PROMPTS, TASKS, cell, flags_of
+from recipes.studies.horizon import PROMPTS, TASKS, flags_of, title_of
+from recipes.studies.pages import Cell
 from trl_otb.baselines import Groups, partial_pooling
 from trl_otb.rollout import Rollout
 
@@ -214,7 +215,7 @@ def report(folder: Path, tasks: list[str], group_sizes: list[int], prompts_per_b
         said = f"With a factor, N = {n}: efficiency over the group mean's; noise over its; cosine"
         lines += [f"\n{said}\n", *header]
         for name in (name for name in names if "×" in name or name in ("ogb, pooled", "mean, pooled")):
-            lines.append(f"| `{name}` | {' | '.join(cell(rows[task][name, n]) for task in tasks)} |")
+            lines.append(f"| `{name}` | {' | '.join(Cell.of(rows[task][name, n]).text() for task in tasks)} |")
     text = "\n".join(lines) + "\n"
     suffix = "" if prompts_per_batch == PROMPTS else f"-{prompts_per_batch}"
     (folder / f"tables{suffix}.md").write_text(text)
@@ -238,7 +239,7 @@ def picture(rows: dict[str, dict], group_sizes: list[int], path: Path) -> None:
             for at, ratio in zip(places, ratios, strict=True):
                 axis.plot([at, at], [ratio.low, ratio.high], color=color, alpha=0.4)
         axis.axhline(1, color="0.4", linewidth=0.8)
-        axis.set(xscale="log", yscale="log", xlabel="N", title=f"T = {task}" if task.isdigit() else task)
+        axis.set(xscale="log", yscale="log", xlabel="N", title=title_of(task))
         axis.set_xticks(group_sizes, map(str, group_sizes))
         axis.set_yticks(SHARES, map(str, SHARES))
         axis.minorticks_off()

@@ -1,15 +1,18 @@
 """The studies on gradient_noise: scratchpad, lake, the language model's tasks, candidates, shrinkage, reports."""
 
+import math
 import random
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from recipes import toy
 from recipes.common.errors import InputError
-from recipes.studies import horizon, language, shrinkage, variance
+from recipes.gradient_noise.measure import Estimate
+from recipes.studies import horizon, language, pages, shrinkage, variance
 from recipes.toy import lake, scratchpad
 from tests.recipes.conftest import shortly_trained
 from trl_otb import OTBGRPOConfig
@@ -209,7 +212,7 @@ def test_the_horizon_study_can_be_stopped_and_redrawn(tmp_path, monkeypatch, reg
     monkeypatch.setattr(toy, "scratchpad_10", lambda: folder)
     family = replace(
         horizon.FAMILIES["tokens"], tasks=["10"], groups=(4, 8), baselines=("ogb", "otb", *registered),
-        columns={"N = 4": (4, {10: "10"})},
+        columns={"N = 4": (4, {10: "10"})}, page=str(tmp_path / "page.md"),
     )  # fmt: skip
     monkeypatch.setattr(horizon, "FAMILIES", {"tokens": family})
     monkeypatch.setattr(horizon, "PROMPTS", 3)
@@ -224,7 +227,12 @@ def test_the_horizon_study_can_be_stopped_and_redrawn(tmp_path, monkeypatch, reg
     horizon.main(["--output_dir", str(tmp_path / "study"), "--plot_only"])
     assert (tmp_path / "study" / "horizon.png").stat().st_size > 10_000
     horizon.main(["--output_dir", str(tmp_path / "study"), "--num_prompts", "4"])
-    assert "T = 10 (n = 4)" in (tmp_path / "study" / "tables.md").read_text()
+    table = (tmp_path / "study" / "tables.md").read_text()
+    assert "T = 10 (n = 4)" in table
+    (tmp_path / "page.md").write_text(f"# A page\n\n{table.replace('(n = 4)', '(n = 3)')}")
+    horizon.main(["--output_dir", str(tmp_path / "study"), "--plot_only", "--publish"])
+    assert (tmp_path / "page.md").read_text() == f"# A page\n\n{table}"
+    assert (tmp_path / "page.png").stat().st_size > 10_000
 
 
 @pytest.mark.slow
@@ -252,6 +260,28 @@ def test_a_task_of_another_family_is_refused(capsys):
     with pytest.raises(SystemExit):
         horizon.main(["--family", "turns", "--tasks", "10"])
     assert "10 is not in the family turns, which has lake_6" in capsys.readouterr().err
+
+
+def test_a_column_that_is_measured_anew_takes_the_place_of_the_published_one(tmp_path):
+    """The others stay as they are, to the digit, and what is lost in noise stays lost."""
+    here = Path(horizon.__file__).parent
+    for name in ("horizon.md", "turns.md"):
+        (tmp_path / name).write_text((here / name).read_text())
+        group_sizes = next(f.groups for f in horizon.FAMILIES.values() if f.page == name)
+        pages.publish(tmp_path / name, {}, group_sizes)
+        assert (tmp_path / name).read_text() == (here / name).read_text()
+    page = tmp_path / "turns.md"
+    before = pages.read_tables(page.read_text())
+    assert before["lake_14"].cells["otb", 4].efficiency.value > 0
+    again = replace(before["lake_14"].cells["otb", 4], efficiency=Estimate(math.nan, 0.5, math.inf))
+    columns = pages.publish(page, {"lake_14": pages.Column(64, {("otb", 4): again})}, (4, 8))
+    found = pages.read_tables(page.read_text())
+    assert page.read_text().startswith((here / "turns.md").read_text().partition("N = 4")[0])
+    assert found["lake_14"].prompts == 64 and list(found["lake_14"].cells) == [("otb", 4)]
+    assert found["lake_14"].cells["otb", 4].text().startswith("? (0.50–?); ")
+    assert found["lake_30"] == before["lake_30"] == columns["lake_30"]
+    with pytest.raises(InputError, match="no column lake_99, only lake_6, lake_14"):
+        pages.publish(page, {"lake_99": before["lake_14"]}, (4, 8))
 
 
 def test_the_published_table_is_read_and_drawn(tmp_path):
