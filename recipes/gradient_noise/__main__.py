@@ -77,7 +77,10 @@ class NoiseArguments(ToolMathArguments):
     )
     group_sizes: list[int] = field(default_factory=lambda: [4, 8], metadata={"help": "Completions per group, N."})
     prompts_per_batch: int = field(
-        default=16, metadata={"help": "Prompts of a step, which baselines that pool prompts see together."}
+        default=16,
+        metadata={
+            "help": "Prompts per step, for which efficiencies are; baselines that pool prompts see them together."
+        },
     )
     parameters: str = field(
         default=".*", metadata={"help": "Only trainable parameters whose name holds this regular expression."}

@@ -45,9 +45,10 @@ class Moments:
     truth: torch.Tensor
     scale: float | None = None
 
-    def of_batch(self, counts: torch.Tensor) -> dict[str, torch.Tensor]:
+    def of_batch(self, counts: torch.Tensor, size: int | None = None) -> dict[str, torch.Tensor]:
         """
-        Figures of a batch of P prompts like these, of which prompt p was drawn `counts[..., p]` times.
+        Figures of a batch of `size` prompts like these, by default of as many, of which prompt p was drawn
+        `counts[..., p]` times. The larger a batch, the less noise beside its signal.
 
         A prompt that is drawn twice stands for two prompts like it, not for the same one: products of different
         prompts are averaged over pairs that differ.
@@ -61,19 +62,21 @@ class Moments:
         counts = counts.double()
         prompts = counts.sum(dim=-1)
         pairs = prompts.square() - counts.square().sum(dim=-1)
+        size = prompts if size is None else torch.full_like(prompts, size)
+        of_size = counts * (size / prompts).unsqueeze(-1)
 
         def total(matrix):
             same, own = matrix.diagonal(), counts.square()
             between = torch.einsum("...p,pq,...q->...", counts, matrix, counts) - own @ same
-            return counts @ same + prompts * (prompts - 1) * between / pairs
+            return of_size @ same + size * (size - 1) * between / pairs
 
         signal, with_truth, truth = total(self.signal), total(self.with_truth), total(self.truth)
-        noise_to_signal = counts @ (self.square - self.signal.diagonal()) / signal
+        noise_to_signal = of_size @ (self.square - self.signal.diagonal()) / signal
         resolved = (signal > 0) & (truth > 0) & (noise_to_signal > 0)
         efficiency = with_truth.square() / (truth * signal * (1 + noise_to_signal))
         noise, missed, known, always = truth * noise_to_signal, truth * (1 / efficiency - 1), resolved, resolved
         if self.scale is not None:
-            noise = missed = counts @ (self.square / self.scale**2 - self.truth.diagonal())
+            noise = missed = of_size @ (self.square / self.scale**2 - self.truth.diagonal())
             noise_to_signal, efficiency = noise / truth, truth / (truth + noise)
             known, always = truth > 0, torch.ones_like(truth, dtype=torch.bool)
 
@@ -175,7 +178,10 @@ class Comparison:
 
 
 def compare(
-    moments: dict[tuple[str, int], Moments], options: dict[str, str] | None = None, control: str = "group_mean"
+    moments: dict[tuple[str, int], Moments],
+    options: dict[str, str] | None = None,
+    control: str = "group_mean",
+    batch: int | None = None,
 ) -> list[Comparison]:
     """
     Every estimator and group size beside `control` at the same size.
@@ -185,13 +191,16 @@ def compare(
             By name and N; `control` must be there at every N, and at two of them at least.
         options (`dict`, *optional*):
             By name, what a config says for the estimator; by default its name.
+        batch (`int`, *optional*):
+            Prompts per step, by default as many as were measured. Efficiencies depend on it: they are comparable
+            between measurements for one batch alone.
     """
     sizes = sorted({n for name, n in moments if name == control})
     squares = moments[control, sizes[0]].square
     counts = bootstrap(len(squares))
     # Draws of one prompt alone, or of prompts whose rewards do not vary, say nothing
     counts = counts[((counts > 0).sum(dim=1) > 1) & (counts.double() @ squares > 0)]
-    figures = {key: m.of_batch(counts) for key, m in moments.items()}
+    figures = {key: m.of_batch(counts, batch) for key, m in moments.items()}
     a, b = fit_group_mean({n: figures[control, n]["noise"] for n in sizes})
     rows = []
     for (name, n), of in figures.items():
@@ -213,7 +222,9 @@ def compare(
     return rows
 
 
-def verdict(rows: list[Comparison], n: int, prompts: int, control: str = "group_mean") -> str:
+def verdict(
+    rows: list[Comparison], n: int, prompts: int, control: str = "group_mean", batch: int | None = None
+) -> str:
     """In words, for group size `n`: the options that are worth most, or that they are not told apart."""
     said = f"On these {prompts} prompts"
     here = [row for row in rows if row.n == n and row.options and not row.over_group_mean.lost]
@@ -227,7 +238,8 @@ def verdict(rows: list[Comparison], n: int, prompts: int, control: str = "group_
     # The best of those that are shown to be better, if there are any
     best = max(here, key=lambda row: (row.over_group_mean.low > 1, row.over_group_mean.value))
     ratio = best.over_group_mean
-    efficiency = f"{ratio.text()} times its efficiency, {among}"
+    steps = f" in steps of {batch} prompts" if batch else ""
+    efficiency = f"{ratio.text()} times its efficiency{steps}, {among}"
     if ratio.low > 1:
         worth = f"{_size(best.worth.value)} ({_size(best.worth.low)}–{_size(best.worth.high)})"
         few = "; so few prompts make intervals too narrow" if prompts < 30 else ""

@@ -15,7 +15,7 @@ from .storage import Storage, moments_of
 
 
 def report(storage: Storage, prompts_per_batch: int) -> None:
-    """Print and save `table.md`, `noise.png` and the verdicts; so many prompts meet where baselines compare them."""
+    """Print and save `table.md`, `noise.png` and the verdicts, for steps of so many prompts."""
     group_sizes, options = sorted(storage.settings["group_sizes"]), storage.settings["options"]
     prompts = storage.prompts()
     name = f"{storage.settings['model']} on {storage.settings['dataset_name']}"
@@ -29,10 +29,11 @@ def report(storage: Storage, prompts_per_batch: int) -> None:
         prompts = with_pooled(prompts, across, group_sizes, prompts_per_batch)
     scales = partial(scale_of, zero_tail=storage.settings["zero_tail"])
     moments = moments_of(prompts, scales if storage.settings.get("scores_have_mean_zero", True) else None)
-    rows = [row for row in compare(moments, options) if row.n in group_sizes or row.name == "group_mean"]
+    rows = compare(moments, options, batch=prompts_per_batch)
+    rows = [row for row in rows if row.n in group_sizes or row.name == "group_mean"]
     reward = sum(prompt["reward"] for prompt in prompts) / len(prompts)
     length = sum(prompt["length"] for prompt in prompts) / len(prompts)
-    verdicts = [verdict(rows, n, len(prompts)) for n in group_sizes]
+    verdicts = [verdict(rows, n, len(prompts), batch=prompts_per_batch) for n in group_sizes]
     lines = [
         f"# {name}",
         "",
@@ -40,9 +41,9 @@ def report(storage: Storage, prompts_per_batch: int) -> None:
         f"on average; mean reward {reward:.2f}; rewards vary on {varying} of the prompts. In brackets: 95 % intervals "
         f"by bootstrap over prompts (n = {len(prompts)}; with few prompts they are too narrow).",
         "",
-        "Efficiency is the share of a step on all these prompts together that points along the true gradient: 1 "
-        "without noise and bias (above 1, like a cosine above 1, is noise), ? where the signal is lost in noise. The "
-        "last column is the N at which the group mean is as good, by the law of its noise, (a + b / (N − 1)) / N, "
+        f"Efficiency is the share of a step on {prompts_per_batch} such prompts that points along the true gradient: "
+        "1 without noise and bias (above 1, like a cosine above 1, is noise), ? where the signal is lost in noise. "
+        "The last column is the N at which the group mean is as good, by the law of its noise, (a + b / (N − 1)) / N, "
         "fitted to its rows.",
         "",
         "| N | baseline | efficiency | over group_mean's | noise to signal over its | cosine | worth group_mean at N "

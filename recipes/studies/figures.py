@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from transformers import AutoTokenizer
 
 from recipes.studies.laboratory import BARE
-from recipes.studies.learning_curves import COLORS, Run, perform, register, smooth, window
+from recipes.studies.learning_curves import COLORS, Run, perform, smooth, window
 from recipes.tool_math import calculator_tool
 from recipes.toy import calculator
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
@@ -141,7 +141,6 @@ def main(argv):
         if not saved.exists():
             rollout = sample(256)
             torch.save({name: getattr(rollout, name) for name in ("mask", "energy", "logps", "rewards")}, saved)
-        register()
         perform(training_runs, runs)
     elif not saved.exists():
         parser.error(f"nothing is saved under {folder} yet: run without --plot_only first")

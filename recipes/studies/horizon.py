@@ -193,7 +193,7 @@ def measured(folder: Path, tasks: list[str]) -> dict[str, Column]:
     columns = {}
     for task in tasks:
         prompts = Storage(folder / task, {}, read_only=True).prompts()
-        rows = compare(moments_of(prompts, scale_of))
+        rows = compare(moments_of(prompts, scale_of), batch=PROMPTS)
         columns[title_of(task)] = Column(len(prompts), {(row.name, row.n): Cell.of(row) for row in rows})
     return columns
 

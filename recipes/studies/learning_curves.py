@@ -160,6 +160,7 @@ def tune(task: str, arms: list[tuple[int, str]], folder: Path) -> dict[tuple[int
 
 def perform(runs: list[Run], folder: Path) -> None:
     """Train what is not saved yet; a run that another worker is at is left to it."""
+    register()
     for i, run in enumerate(runs):
         path = folder / f"{run.name}.json"
         if path.exists():
@@ -404,7 +405,6 @@ def main(argv):
     folder = Path(args.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     if not args.plot_only:
-        register()
         arms = [(n, b) for n in args.sizes for b in args.baselines]
         best = dict.fromkeys(arms, args.learning_rate) if args.learning_rate else tune(args.task, arms, folder)
         # By seeds, so that what is there when it is stopped compares the arms

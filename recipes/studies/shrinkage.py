@@ -185,9 +185,9 @@ def scale_of(name: str, n: int) -> float | None:
     return None if "×" in name else (n - 1) / n if name == "group_mean" else 1.0
 
 
-def measure(task: str, folder: Path, seed: int) -> None:
+def measure(task: str, folder: Path, seed: int, num_prompts: int | None) -> None:
     """Keep the pools of a task."""
-    flags = [*flags_of(task, folder, seed), "--group_sizes", *map(str, GROUPS), "--projection", "4096"]
+    flags = [*flags_of(task, folder, seed, num_prompts), "--group_sizes", *map(str, GROUPS), "--projection", "4096"]
     settings, args, model_args = parse("gradient_noise", NoiseArguments, CONFIG, flags)
     storage = Storage(folder / task, {"configuration": configuration(settings, args, model_args)})
     collect(settings, args, model_args, storage, partial(pool_of, sizes=GROUPS, seed=seed))
@@ -195,17 +195,18 @@ def measure(task: str, folder: Path, seed: int) -> None:
 
 def report(folder: Path, tasks: list[str], group_sizes: list[int], prompts_per_batch: int) -> None:
     """Noise to signal over the group mean's with intervals, of all tasks, and the efficiency of factors."""
-    rows = {}
+    rows, titles = {}, []
     for task in tasks:
         pools = Storage(folder / task, {}, read_only=True).prompts()
+        titles.append(f"{title_of(task)} (n = {len(pools)})")
         found = [
             {key: value for of_size in per_prompt for key, value in of_size.items()}
             for per_prompt in zip(*[moments(pools, n, prompts_per_batch) for n in group_sizes], strict=True)
         ]
-        rows[task] = {(row.name, row.n): row for row in compare(moments_of(found, scale_of))}
+        rows[task] = {(row.name, row.n): row for row in compare(moments_of(found, scale_of), batch=prompts_per_batch)}
     lines = []
     names = list(dict.fromkeys(name for name, _ in rows[tasks[0]]))
-    header = ["| baseline | " + " | ".join(tasks) + " |", "|---" * (len(tasks) + 1) + "|"]
+    header = ["| baseline | " + " | ".join(titles) + " |", "|---" * (len(tasks) + 1) + "|"]
     for n in group_sizes:
         lines += [f"\nN = {n}:\n", *header]
         for name in (name for name in names if "×" not in name):
@@ -257,17 +258,18 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="shrinkage", description=__doc__.splitlines()[1])
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=MEASURED)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--num_prompts", type=int, help=f"per task, by default {PROMPTS}; more add to what is there")
     parser.add_argument("--group_sizes", nargs="+", type=int, choices=GROUPS, default=list(GROUPS))
     parser.add_argument("--prompts_per_batch", type=int, default=PROMPTS, help="that are pooled, about")
     parser.add_argument("--plot_only", action="store_true", help="table and picture, from what is saved")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/studies/shrinkage"))
     args = parser.parse_args(argv)
     if args.prompts_per_batch < 3:
-        parser.error(f"--prompts_per_batch is {args.prompts_per_batch}: give 3 to {PROMPTS}")
+        parser.error(f"--prompts_per_batch is {args.prompts_per_batch}: give 3 or more")
     try:
         for task in args.tasks:
             if not args.plot_only:
-                measure(task, args.output_dir, args.seed)
+                measure(task, args.output_dir, args.seed, args.num_prompts)
         tasks = [task for task in TASKS if task in args.tasks]
         report(args.output_dir, tasks, args.group_sizes, args.prompts_per_batch)
     except InputError as error:

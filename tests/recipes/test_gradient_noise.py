@@ -65,6 +65,9 @@ def test_figures_by_hand():
     # The signal is of length 3, the truth of 6: scaled to it, noise counts four times. No bias adds to it
     for name in ("noise", "missed"):
         assert figures[name].tolist() == pytest.approx([44, 40])
+    # Six such prompts: squares 14, 30 ordered pairs of mean product 1/3, so signal 24; noise 22
+    six = moments.of_batch(torch.ones(1, 3), 6)
+    assert (six["noise_to_signal"].item(), six["cosine"].item()) == pytest.approx((22 / 24, 1.0))
     lost = Moments(moments.square, -signal, signal, signal).of_batch(torch.ones(1, 3))
     assert lost.pop("signal") == 9 and all(value.isnan() for value in lost.values())
 
@@ -78,6 +81,8 @@ def test_figures_of_a_known_scale_by_hand():
     # Noise 12 + 40 + 20 − 7 = 65, signal 9
     assert (figures["noise"].item(), figures["signal"].item()) == pytest.approx((65, 9))
     assert figures["efficiency"].item() == pytest.approx(9 / 74)
+    six = moments.of_batch(torch.ones(1, 3), 6)  # noise twice as large, signal 24
+    assert (six["noise"].item(), six["efficiency"].item()) == pytest.approx((130, 24 / 154))
     lost = Moments(moments.square, unknown, unknown, -truth, scale=0.5).of_batch(torch.ones(1, 3))
     assert (lost["noise"].item(), lost["signal"].item()) == pytest.approx((79, 0)) and lost["efficiency"].isnan()
 
