@@ -277,7 +277,8 @@ def prompt_moments(
 def pool_of(rollout: Rollout, own: torch.Tensor) -> dict[str, torch.Tensor]:
     """What baselines that compare prompts need of one: its completions, and the gradient of each, `own`, `(M, k)`."""
     kept = {"rewards": rollout.rewards, "energy": rollout.energy, "mask": rollout.mask, "own": own}
-    return {name: values.detach().cpu() for name, values in kept.items()}
+    # A view would be saved with all that it is a view of
+    return {name: values.detach().cpu().clone() for name, values in kept.items()}
 
 
 def deal(half: torch.Tensor, n: int, rng: torch.Generator) -> torch.Tensor:

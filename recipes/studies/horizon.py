@@ -24,6 +24,7 @@ from matplotlib.figure import Figure
 from recipes.common.errors import InputError
 from recipes.common.launching import say, tidy_output
 from recipes.gradient_noise import __main__ as gradient_noise
+from recipes.gradient_noise.across import with_pooled
 from recipes.gradient_noise.measure import compare
 from recipes.gradient_noise.pools import scale_of
 from recipes.gradient_noise.storage import Storage, moments_of
@@ -52,6 +53,7 @@ TASKS = {
     "lake_30_turns": (128, []),
     "lake_46_turns": (64, []),
 }
+POOLED = ("rloo_pooled", "ogb_pooled", "ogb_pooled_damped")
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ FAMILIES = {
     "tokens": Family(
         ["10", "30", "100", "300", "sums", "calculator"],
         (4, 8, 32),
-        ("opo", "ogb", "otb", "otb_shrunk", *candidates.names()),
+        ("opo", "ogb", "otb", "otb_shrunk", *POOLED, *candidates.names()),
         {f"N = {n}": (n, {t: str(t) for t in scratchpad.STEPS}) for n in (4, 8, 32)},
         "tokens per completion",
         "horizon.md",
@@ -94,7 +96,7 @@ FAMILIES = {
     "turns": Family(
         [task for task in TASKS if task.startswith("lake")],
         (4, 8),
-        ("opo", "ogb", "otb", "otb_shrunk", "damped_return", "damped_mean", "inverse_energy", "clipped"),
+        ("opo", "ogb", "otb", "otb_shrunk", *POOLED, "damped_return", "damped_mean", "inverse_energy", "clipped"),
         {
             "reward at the end, N = 4": (4, {t: f"lake_{t}" for t in lake.SIDES}),
             "rewards per turn, N = 4": (4, {t: f"lake_{t}_turns" for t in lake.SIDES}),
@@ -106,6 +108,7 @@ FAMILIES = {
 PANELS = {
     "as they are": ("none", "opo", "ogb", "otb", "otb_shrunk"),
     "one left out: no bias": ("ogb, one left out", "otb, one left out", "otb_shrunk, one left out"),
+    "pooled": POOLED,
     "damped": ("damped_return", "inverse_energy", "inverse_relative", "clipped", "token_damped"),
 }
 
@@ -159,13 +162,15 @@ def picture(columns: dict[str, Column], family: Family, path: Path) -> None:
     axes = figure.subplots(len(PANELS), len(shown), sharex=True, sharey=True, squeeze=False)
     for row, (panel, names) in zip(axes, PANELS.items(), strict=True):
         names = [
-            name for name in names if all((name, n) in t.cells for n, tasks in shown.values() for t in tasks.values())
+            name for name in names if any((name, n) in t.cells for n, tasks in shown.values() for t in tasks.values())
         ]
         for axis, (title, (n, tasks)) in zip(row, shown.items(), strict=True):
             for i, name in enumerate(names):
                 # Side by side, so that intervals do not hide each other
                 found = [
-                    (x * 1.04 ** (i - len(names) / 2), task.cells[name, n].efficiency) for x, task in tasks.items()
+                    (x * 1.04 ** (i - len(names) / 2), task.cells[name, n].efficiency)
+                    for x, task in tasks.items()
+                    if (name, n) in task.cells
                 ]
                 found = [(at, ratio) for at, ratio in found if not ratio.lost]
                 places, values = [at for at, _ in found], [ratio.value for _, ratio in found]
@@ -189,10 +194,13 @@ def picture(columns: dict[str, Column], family: Family, path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def measured(folder: Path, tasks: list[str]) -> dict[str, Column]:
+def measured(folder: Path, family: Family, tasks: list[str]) -> dict[str, Column]:
     columns = {}
     for task in tasks:
-        prompts = Storage(folder / task, {}, read_only=True).prompts()
+        storage = Storage(folder / task, {}, read_only=True)
+        prompts = storage.prompts()
+        if across := storage.settings["across_prompts"]:
+            prompts = with_pooled(prompts, across, list(family.groups), PROMPTS)
         rows = compare(moments_of(prompts, scale_of), batch=PROMPTS)
         columns[title_of(task)] = Column(len(prompts), {(row.name, row.n): Cell.of(row) for row in rows})
     return columns
@@ -200,7 +208,7 @@ def measured(folder: Path, tasks: list[str]) -> dict[str, Column]:
 
 def report(folder: Path, family: Family, tasks: list[str]) -> dict[str, Column]:
     """Tables of all tasks, and the picture, beside the data."""
-    columns = measured(folder, tasks)
+    columns = measured(folder, family, tasks)
     text = tables(columns, family.groups)
     (folder / "tables.md").write_text(text)
     picture(columns, family, folder / "horizon.png")

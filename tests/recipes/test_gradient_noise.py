@@ -361,13 +361,17 @@ def test_so_many_prompts_meet_in_a_batch(pool):
 
 @pytest.mark.slow
 def test_pooled_baselines_are_measured_beside_the_others(measure, capsys):
-    folder = measure("--num_prompts", "4", "--baselines", "ogb", "ogb_pooled", "ogb_pooled_damped")
+    folder = measure("--num_prompts", "4", "--baselines", "otb", "ogb_pooled", "ogb_pooled_damped")
+    kept = torch.load(folder / "prompt-00000.pt", weights_only=True)["pool"]
+    for values in kept.values():  # without the gradients under other weights, which they stood beside
+        assert values.untyped_storage().nbytes() == values.nbytes
     said = capsys.readouterr().out
     assert "| 4 | `ogb_pooled` |" in said and "| 4 | `ogb_pooled_damped` |" in said
     tool.main(["--plot_only", "--output_dir", str(folder)])
     assert capsys.readouterr().out.endswith(said[said.index("\n# ") :])
     tool.main(["--plot_only", "--output_dir", str(folder), "--prompts_per_batch", "3"])
-    assert "| 4 | `ogb_pooled` |" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "| 4 | `ogb_pooled` |" in said and "a step on 3 such prompts" in said
 
 
 @pytest.mark.usefixtures("registered")
