@@ -28,8 +28,8 @@ def otb(group: Groups) -> torch.Tensor:
     (default) sets B = 0 there, as the reference implementation does, so that A = G, also in a group whose returns are
     all equal. With `zero_tail=False`, A = 0 there. Where all energies are 0, the plain mean.
 
-    Use it to follow the paper, and with rewards per turn or token. In small groups of completions of very unequal
-    length prefer `otb_shrunk` or `ogb`.
+    Use it to follow the paper, and with rewards per turn or token where prompts per step are few. In small groups of
+    completions of very unequal length prefer `otb_shrunk` or `ogb`.
     """
     return group.mean(group.energy.cumsum(-1) * group.present)
 

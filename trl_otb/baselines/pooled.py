@@ -28,7 +28,7 @@ def ogb_pooled(group: Groups) -> torch.Tensor:
 
     Energies of all prompts are needed at once: where TRL runs no forward before the loss, one extra no-gradient
     forward is run. Use it for small N and 4 or more prompts per generation batch. Where energy marks success rather
-    than mistakes, as in long games, prefer `rloo_pooled`.
+    than mistakes, as in long games, `rloo_pooled` does as well.
     """
     return _pooled(group, group.energy.sum(dim=-1, keepdim=True))
 
