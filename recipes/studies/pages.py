@@ -18,7 +18,7 @@ class Cell:
         efficiency, noise ([`~recipes.gradient_noise.measure.Estimate`]):
             Both over the group mean's; of the noise to signal.
         cosine (`float`):
-            Of the expected gradient to the true one.
+            Of the expected gradient to the true one; NaN where noise leaves no length to either.
     """
 
     efficiency: Estimate
@@ -30,12 +30,13 @@ class Cell:
         return cls(row.over_group_mean, row.noise_over_group_mean, row.cosine.value)
 
     def text(self) -> str:
-        return f"{self.efficiency.text()}; {self.noise.text()}; {self.cosine:.3f}"
+        cosine = "?" if math.isnan(self.cosine) else f"{self.cosine:.3f}"
+        return f"{self.efficiency.text()}; {self.noise.text()}; {cosine}"
 
     @classmethod
     def read(cls, text: str) -> "Cell":
         *ratios, cosine = text.split("; ")
-        return cls(*map(_estimate, ratios), float(cosine))
+        return cls(*map(_estimate, ratios), _number(cosine))
 
 
 @dataclass
@@ -87,5 +88,8 @@ def publish(page: Path, measured: dict[str, Column], group_sizes: tuple[int, ...
 
 def _estimate(text: str) -> Estimate:
     value, low, high = re.fullmatch(r"(\S+) \(([^–]+)–([^–]+)\)", text).groups()
-    ends = (math.nan, -math.inf, math.inf)
-    return Estimate(*(end if x == "?" else float(x) for x, end in zip((value, low, high), ends, strict=True)))
+    return Estimate(_number(value), _number(low, -math.inf), _number(high, math.inf))
+
+
+def _number(text: str, lost: float = math.nan) -> float:
+    return lost if text == "?" else float(text)

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 from tests.helpers import tiny
 from tests.helpers.oracles import energies_by_softmax, mask_of
 from tests.helpers.recording import Recording, first_rollout
-from tests.helpers.settings import LORA, SOURCES, assert_same_weights
+from tests.helpers.settings import LORA, SGD, SOURCES, assert_same_weights
 from trl_otb.baselines import BASELINES, compute_advantages
 from trl_otb.seam.shuffling import shuffle_groups
 
@@ -48,7 +48,7 @@ def test_prompts_of_a_whole_generation_batch_are_pooled(train, model_path, basel
 
 def test_all_sources_give_the_same_advantages_and_weights(train):
     """One generation batch of the same completions, dealt to one micro-batch, to four, and used twice."""
-    trainers = {name: train(max_steps=1, **options) for name, options in SOURCES.items()}
+    trainers = {name: train(max_steps=1, **SGD, **options) for name, options in SOURCES.items()}
     assert [t.energy_source for t in trainers.values()] == list(SOURCES)
     reference, *others = trainers.values()
     for other in others:

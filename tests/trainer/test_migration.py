@@ -12,7 +12,7 @@ from trl import GRPOConfig, GRPOTrainer
 from tests.helpers import tiny
 from tests.helpers.oracles import mask_of
 from tests.helpers.recording import first_rollout
-from tests.helpers.settings import LORA, SOURCES, assert_same_weights, logged, scripted_rollout
+from tests.helpers.settings import LORA, SGD, SOURCES, assert_same_weights, logged, scripted_rollout
 
 
 def test_conversational_dataset(train):
@@ -114,8 +114,7 @@ def test_evaluation_in_between_leaves_training_as_it_was(train, source):
     options = {
         "rollout_func": scripted_rollout,
         "max_steps": 4,
-        "optim": "sgd",
-        "learning_rate": 0.1,
+        **SGD,
         **SOURCES[source],
     }
     evaluated = train(

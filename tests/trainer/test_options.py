@@ -10,7 +10,7 @@ from trl import GRPOConfig, GRPOTrainer
 from tests.helpers import tiny
 from tests.helpers.oracles import energies_by_softmax, mask_of
 from tests.helpers.recording import first_rollout
-from tests.helpers.settings import SETTINGS, SOURCES, assert_same_weights, logged, scripted_rollout, weights
+from tests.helpers.settings import SETTINGS, SGD, SOURCES, assert_same_weights, logged, scripted_rollout, weights
 from trl_otb import OTBGRPOTrainer
 from trl_otb.baselines import compute_advantages, register_baseline
 from trl_otb.config import LOSS_TYPES
@@ -167,7 +167,7 @@ def own_baseline(registry):
 @pytest.mark.parametrize("leave_one_out", [False, True])
 @pytest.mark.parametrize("source", SOURCES)
 def test_a_users_own_baseline_trains_as_the_same_one_of_ours(train, own_baseline, source, leave_one_out):
-    options = {"leave_one_out": leave_one_out, "rollout_func": scripted_rollout, **SOURCES[source]}
+    options = {"leave_one_out": leave_one_out, "rollout_func": scripted_rollout, **SGD, **SOURCES[source]}
     ours = train(zero_tail=leave_one_out, **options)
     own = train(baseline="own_otb", **options)
     assert own.energy_source == ours.energy_source == source

@@ -5,7 +5,7 @@ import torch
 from trl import GRPOConfig, GRPOTrainer
 
 from tests.helpers import tiny
-from tests.helpers.settings import SETTINGS, assert_same_weights, weights
+from tests.helpers.settings import SETTINGS, SGD, assert_same_weights, weights
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 
 
@@ -28,6 +28,7 @@ def test_group_mean_normalises_several_rewards_first_as_grpo_trainer_does(train)
         "reward_funcs": [tiny.even_bytes, lambda completion_ids, **kwargs: [-len(ids) / 8 for ids in completion_ids]],
         "reward_weights": [1.0, 0.3],
         "multi_objective_aggregation": "normalize_then_sum",
+        **SGD,
     }
     grpo = train(GRPOTrainer, GRPOConfig, **options)
     # GRPOTrainer subtracts the batch's mean there, which equals every group's: 0 up to rounding

@@ -7,7 +7,7 @@ import torch
 from trl import GRPOConfig, GRPOTrainer
 
 from tests.helpers import tiny, tiny_vision
-from tests.helpers.settings import LORA, SOURCES, assert_same_weights, in_turn, logged
+from tests.helpers.settings import LORA, SGD, SOURCES, assert_same_weights, in_turn, logged
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 from trl_otb.baselines import compute_advantages
 
@@ -126,9 +126,7 @@ def test_other_pictures_would_show(train_on, pictures):
 @pytest.mark.parametrize("pictures", PICTURES)
 def test_all_sources_give_the_same_advantages_and_weights(train_on, pictures):
     """The loss, too, saw each row with its own pictures, however rows were shuffled and dealt."""
-    reference, *others = [
-        train_on(pictures, optim="sgd", learning_rate=0.3, **settings_of(source)) for source in SOURCES
-    ]
+    reference, *others = [train_on(pictures, **SGD, **settings_of(source)) for source in SOURCES]
     counts = {count for batch in reference.micro_batches for count in batch["num_images"]}
     assert counts == ({1, 2} if "two" in pictures else {1})
     for other in others:
