@@ -37,7 +37,7 @@ def test_the_notebook_runs(tmp_path, folder):
         notebook.cells = notebook.cells[:8]  # the imports and the first run: what the folder could break
     # Beside math.py, where `import math` could go wrong, or in the repository's root, as papermill runs it
     resources = {"metadata": {"path": str(ROOT / folder)}}
-    nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3", resources=resources).execute()
+    nbclient.NotebookClient(notebook, timeout=900, kernel_name="python3", resources=resources).execute()
     pictures = [o for c in notebook.cells for o in c.get("outputs", []) if "image/png" in o.get("data", {})]
     assert len(pictures) == (2 if folder == "recipes" else 0)
     assert folder == "." or str(tmp_path) in str([c["source"] for c in notebook.cells])
