@@ -64,6 +64,15 @@ def test_a_wheel_works_by_itself(tmp_path):
     assert str(tmp_path / "site") in done.stdout
 
 
+@pytest.mark.skipif(not (ROOT / ".git").exists() or not shutil.which("git"), reason="needs a checkout and git")
+def test_nothing_lies_beside_the_project():
+    """What a tool left in the root is easily committed."""
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
+    shown = {path.partition("/")[0] for path in tracked if not path.startswith(".")}
+    files = {"LICENSE", "Makefile", "README.md", "constraints.txt", "pyproject.toml"}
+    assert shown == {"recipes", "tests", "trl_otb"} | files
+
+
 def test_the_readme_explains_every_metric_and_no_other():
     logged = {f"otb/{name}" for name in summarize(torch.zeros(2, len(STATISTICS)), 2)}
     assert set(re.findall(r"^\| `(otb/[\w/]+)`", README, flags=re.MULTILINE)) == logged
