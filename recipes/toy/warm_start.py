@@ -107,7 +107,8 @@ def policy(kind: str, steps: int | None = None) -> Path:
     start = replace(WARM_STARTS[kind], steps=steps or WARM_STARTS[kind].steps)
 
     def make(folder: Path) -> None:
-        print("Warm-starting the toy policy: a minute or less, once; it is cached.", flush=True)
+        takes = "a minute or less" if start.model == WarmStart.model else "minutes, for long games an hour"
+        print(f"Warm-starting the toy policy {kind}: {takes}, once; it is cached.", flush=True)
         # In a process of its own, outside the launched job: a trainer here would wait for the other processes, which
         # wait for this one. In a session of its own, so that Ctrl-C reaches only this process, which then ends it.
         command = [sys.executable, "-m", __name__, kind, str(folder), str(start.steps)]
