@@ -60,6 +60,11 @@ def with_pooled(
     return found
 
 
+def batches_of(prompts: int, prompts_per_batch: int) -> int:
+    """Into how many batches so many prompts are split, evenly."""
+    return max(1, round(prompts / prompts_per_batch))
+
+
 def moments_of_batches(
     deals: Iterable[torch.Tensor],
     gradients: Callable[[torch.Tensor, torch.Tensor], dict[str, torch.Tensor]],
@@ -85,7 +90,7 @@ def moments_of_batches(
     for halves in deals:
         shares += halves.size(2)
         prompts = halves.size(1)
-        batches = max(1, round(prompts / prompts_per_batch))
+        batches = batches_of(prompts, prompts_per_batch)
         for half, of_half in enumerate(halves):
             for groups in of_half.transpose(0, 1):
                 for batch in torch.randperm(prompts, generator=rng).tensor_split(batches):

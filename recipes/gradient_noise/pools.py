@@ -228,7 +228,9 @@ def prompt_moments(
 
     The pool's halves are never mixed in a group, so that what is multiplied later comes from completions that are not
     shared. Estimators with one number per completion are combinations of the completions' own scores, and so come for
-    many deals into groups; those with one per token take a backward pass per completion, for one deal.
+    many deals into groups; those with one per token take a backward pass per completion, for one deal. What that deal
+    is off by is estimated by `ogb`, whose moments come for it and for all, and taken away: a control variate, which
+    leaves expectations as they are.
 
     Returns:
         `dict`: `truth`, `(2, k)`: the gradient by each half, taken as one group under `ogb` with one left out, which
@@ -253,7 +255,10 @@ def prompt_moments(
         """E‖ĝ‖² and Eĝ over the groups of `n` that each deal holds one after the other."""
         if estimator.per_token:
             gradients = of_tokens[estimator.name, n][deals[0].cpu()].unflatten(0, (-1, n)).mean(dim=1)
-            return gradients.double().square().sum(dim=1).mean(), gradients.mean(dim=0)
+            control = Estimator("control", "ogb", leave_one_out=estimator.leave_one_out)
+            of_one, of_all = of_half(control, n, deals[:1]), of_half(control, n, deals)
+            found = gradients.double().square().sum(dim=1).mean(), gradients.mean(dim=0)
+            return tuple(value + every - one for value, every, one in zip(found, of_all, of_one, strict=True))
         rows = torch.cat(deals)
         # A group's gradient is Σ_i c_i s_i, so its square needs the products of the completions' scores alone
         c = estimator.advantages(rollout, rows, n)[:, 0].cpu().double().view(-1, n) / n

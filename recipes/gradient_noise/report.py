@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from recipes.common.errors import InputError
 from recipes.common.launching import say
 
-from .across import with_pooled
+from .across import batches_of, with_pooled
 from .measure import Comparison, compare, verdict
 from .pools import scale_of
 from .storage import Storage, moments_of
@@ -25,8 +25,11 @@ def report(storage: Storage, prompts_per_batch: int) -> None:
             f"no prompt's reward varied: it is {prompts[0]['reward']:.2f} for every completion of the first prompt. "
             "Look at the reward, --instruction and the model; no baseline has anything to work with."
         )
+    met = ""
     if across := storage.settings.get("across_prompts"):
         prompts = with_pooled(prompts, across, group_sizes, prompts_per_batch)
+        together = len(prompts) / batches_of(len(prompts), prompts_per_batch)
+        met = f" Baselines that pool prompts saw {together:.0f} of them together."
     scales = partial(scale_of, zero_tail=storage.settings["zero_tail"])
     moments = moments_of(prompts, scales if storage.settings.get("scores_have_mean_zero", True) else None)
     rows = compare(moments, options, batch=prompts_per_batch)
@@ -39,7 +42,7 @@ def report(storage: Storage, prompts_per_batch: int) -> None:
         "",
         f"{len(prompts)} prompts, {storage.settings['completions_per_prompt']} completions each, {length:.0f} tokens "
         f"on average; mean reward {reward:.2f}; rewards vary on {varying} of the prompts. In brackets: 95 % intervals "
-        f"by bootstrap over prompts (n = {len(prompts)}; with few prompts they are too narrow).",
+        f"by bootstrap over prompts (n = {len(prompts)}; with few prompts they are too narrow).{met}",
         "",
         f"Efficiency is the share of a step on {prompts_per_batch} such prompts that points along the true gradient: "
         "1 without noise and bias (above 1, like a cosine above 1, is noise), ? where the signal is lost in noise. "

@@ -47,11 +47,11 @@ TASKS = {
     "lake_6": (128, []),
     "lake_14": (128, []),
     "lake_30": (128, []),
-    "lake_46": (64, []),
+    "lake_46": (128, []),
     "lake_6_turns": (128, []),
     "lake_14_turns": (128, []),
     "lake_30_turns": (128, []),
-    "lake_46_turns": (64, []),
+    "lake_46_turns": (128, []),
 }
 POOLED = ("rloo_pooled", "ogb_pooled", "ogb_pooled_damped")
 
@@ -199,7 +199,7 @@ def measured(folder: Path, family: Family, tasks: list[str]) -> dict[str, Column
     for task in tasks:
         storage = Storage(folder / task, {}, read_only=True)
         prompts = storage.prompts()
-        if across := storage.settings["across_prompts"]:
+        if across := storage.settings.get("across_prompts"):
             prompts = with_pooled(prompts, across, list(family.groups), PROMPTS)
         rows = compare(moments_of(prompts, scale_of), batch=PROMPTS)
         columns[title_of(task)] = Column(len(prompts), {(row.name, row.n): Cell.of(row) for row in rows})
@@ -227,6 +227,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--publish", action="store_true", help="put the columns into the page, and draw its picture")
     parser.add_argument("--output_dir", type=Path, help="by default runs/studies/horizon, or runs/studies/turns")
     args = parser.parse_args(argv)
+    if args.publish and args.seed:
+        parser.error("--publish is for the seed of the page, 0")
     family = FAMILIES[args.family]
     tasks = args.tasks or family.tasks
     if others := [task for task in tasks if task not in family.tasks]:

@@ -76,11 +76,19 @@ def read_tables(text: str) -> dict[str, Column]:
 
 
 def publish(page: Path, measured: dict[str, Column], group_sizes: tuple[int, ...]) -> dict[str, Column]:
-    """Put what was measured in the place of the page's columns of these names, and return all that it shows then."""
+    """
+    Put what was measured in the place of the page's columns of these names, and return all that it shows then.
+
+    Raises:
+        InputError: The page has no such column, or an estimator there that was not measured.
+    """
     text = page.read_text()
     introduction, published = text.partition("\nN = ")[0], read_tables(text)
     if unknown := [name for name in measured if name not in published]:
         raise InputError(f"{page} has no column {', '.join(unknown)}, only {', '.join(published)}.")
+    for name, column in measured.items():
+        if lost := sorted({estimator for estimator, _ in published[name].cells.keys() - column.cells.keys()}):
+            raise InputError(f"{page} has {', '.join(lost)} for {name}, which was not measured now: measure it too.")
     columns = published | measured
     page.write_text(f"{introduction}\n{tables(columns, group_sizes)}")
     return columns

@@ -260,7 +260,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num_prompts", type=int, help=f"per task, by default {PROMPTS}; more add to what is there")
     parser.add_argument("--group_sizes", nargs="+", type=int, choices=GROUPS, default=list(GROUPS))
-    parser.add_argument("--prompts_per_batch", type=int, default=PROMPTS, help="that are pooled, about")
+    parser.add_argument("--prompts_per_batch", type=int, default=PROMPTS, help="of a step, which are pooled, about")
     parser.add_argument("--plot_only", action="store_true", help="table and picture, from what is saved")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/studies/shrinkage"))
     args = parser.parse_args(argv)

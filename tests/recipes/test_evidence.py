@@ -264,6 +264,12 @@ def test_a_task_of_another_family_is_refused(capsys):
     assert "10 is not in the family turns, which has lake_6" in capsys.readouterr().err
 
 
+def test_another_seed_is_not_published(capsys):
+    with pytest.raises(SystemExit):
+        horizon.main(["--publish", "--seed", "1"])
+    assert "--publish is for the seed of the page, 0" in capsys.readouterr().err
+
+
 def test_a_column_that_is_measured_anew_takes_the_place_of_the_published_one(tmp_path):
     """The others stay as they are, to the digit, and what is lost in noise stays lost."""
     here = Path(horizon.__file__).parent
@@ -277,15 +283,18 @@ def test_a_column_that_is_measured_anew_takes_the_place_of_the_published_one(tmp
     assert before["lake_14"].cells["otb", 4].efficiency.value > 0
     lost = Estimate(math.nan, 0.5, math.inf)
     again = replace(before["lake_14"].cells["otb", 4], efficiency=lost, cosine=math.nan)
-    columns = pages.publish(page, {"lake_14": pages.Column(64, {("otb", 4): again})}, (4, 8))
+    cells = before["lake_14"].cells | {("otb", 4): again, ("newest", 4): again}
+    columns = pages.publish(page, {"lake_14": pages.Column(65, cells)}, (4, 8))
     found = pages.read_tables(page.read_text())
     assert page.read_text().startswith((here / "turns.md").read_text().partition("N = 4")[0])
-    assert found["lake_14"].prompts == 64 and list(found["lake_14"].cells) == [("otb", 4)]
+    assert found["lake_14"].prompts == 65 and found["lake_14"].cells.keys() == cells.keys()
     said = found["lake_14"].cells["otb", 4].text()
     assert said.startswith("? (0.50–?); ") and said.endswith("; ?")
     assert found["lake_30"] == before["lake_30"] == columns["lake_30"]
     with pytest.raises(InputError, match="no column lake_99, only lake_6, lake_14"):
         pages.publish(page, {"lake_99": before["lake_14"]}, (4, 8))
+    with pytest.raises(InputError, match="has newest for lake_14, which was not measured now"):
+        pages.publish(page, {"lake_14": before["lake_14"]}, (4, 8))
 
 
 def test_the_published_table_is_read_and_drawn(tmp_path):
