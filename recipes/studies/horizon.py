@@ -1,7 +1,7 @@
 """
 Does the gain of a baseline by energy grow with the horizon? Efficiency on a scratchpad of 10 to 300 tokens.
 
-    OMP_NUM_THREADS=1 python -m recipes.studies.horizon              # two hours on one core; can be stopped and go on
+    OMP_NUM_THREADS=1 python -m recipes.studies.horizon              # an hour on one core; can be stopped and go on
     OMP_NUM_THREADS=1 python -m recipes.studies.horizon --tasks 10   # minutes
     OMP_NUM_THREADS=1 python -m recipes.studies.horizon --tasks 10 30 100 sums --num_prompts 32
     OMP_NUM_THREADS=1 python -m recipes.studies.horizon --tasks 10 --seed 1 --output_dir runs/studies/horizon-1

@@ -98,6 +98,22 @@ def problems(task: str, number: int, seed: int) -> list[dict[str, str]]:
     return list(found.values())
 
 
+def prepare(task: str, stage: str, folder: Path) -> list[str]:
+    """Write the problems, train where the stage asks for it, and return what recipes.gradient_noise is to know."""
+    folder.mkdir(parents=True, exist_ok=True)
+    data = folder / f"{task}.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in problems(task, 500, seed=1)))
+    flags = ["--config", str(CONFIG), "--dataset_name", str(data), "--instruction", ""]
+    flags += ["--reward_funcs", f"recipes.studies.language:{TASKS[task][1]}", "--reward_weights", "0", "1"]
+    if stage == "start":
+        return flags
+    trained = folder / f"{task}-policy"
+    if not (trained / "result.json").is_file():
+        command = [sys.executable, str(ROOT / "recipes" / "math.py"), *flags, *TRAIN.split()]
+        subprocess.run([*command, "--max_steps", str(STEPS[task]), "--output_dir", str(trained)], check=True)
+    return [*flags, "--model_name_or_path", str(trained)]
+
+
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="language", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -106,21 +122,11 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--stage", choices=["start", "trained"], default="start")
     args, others = parser.parse_known_args(argv)
     folder = Path("runs/studies/language")
-    folder.mkdir(parents=True, exist_ok=True)
-    data = folder / f"{args.task}.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in problems(args.task, 500, seed=1)))
-    task = ["--config", str(CONFIG), "--dataset_name", str(data), "--instruction", ""]
-    task += ["--reward_funcs", f"recipes.studies.language:{TASKS[args.task][1]}", "--reward_weights", "0", "1"]
-    if args.stage == "trained":
-        trained = folder / f"{args.task}-policy"
-        if not (trained / "result.json").is_file():
-            command = [sys.executable, str(ROOT / "recipes" / "math.py"), *task, *TRAIN.split()]
-            command += ["--max_steps", str(STEPS[args.task]), "--output_dir", str(trained)]
-            subprocess.run(command, check=True)
-        task += ["--model_name_or_path", str(trained)]
-    noise = [sys.executable, "-m", "recipes.gradient_noise", *task, *MEASURE.split()]
-    output = folder / f"{args.task}-{args.stage}"
-    sys.exit(subprocess.run([*noise, "--output_dir", str(output), *others]).returncode)
+    command = [sys.executable, "-m", "recipes.gradient_noise"]
+    if "--plot_only" not in others:
+        command += [*prepare(args.task, args.stage, folder), *MEASURE.split()]
+    command += ["--output_dir", str(folder / f"{args.task}-{args.stage}"), *others]
+    sys.exit(subprocess.run(command).returncode)
 
 
 if __name__ == "__main__":

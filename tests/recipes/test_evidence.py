@@ -3,14 +3,17 @@
 import math
 import random
 import re
+import subprocess
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from recipes import toy
 from recipes.common.errors import InputError
+from recipes.gradient_noise.__main__ import check_plot_only
 from recipes.gradient_noise.measure import Estimate
 from recipes.studies import horizon, language, pages, shrinkage, variance
 from recipes.toy import lake, scratchpad
@@ -148,6 +151,27 @@ def test_rewards_of_the_language_model():
     assert language.has_word(said, ["silver", "silver"]) == [1, 0]
     # Of three and four words two are shared in order: 2 · 2 / 7
     assert language.likeness(["one two three", "a b"], ["one two four five", "a b"]) == [pytest.approx(4 / 7), 1]
+
+
+@pytest.mark.parametrize("flags", [["--num_prompts", "8"], ["--plot_only"]], ids=["measure", "redraw"])
+def test_the_study_of_the_language_model_runs_the_tool(flags, tmp_path, monkeypatch):
+    """With the task's data, and to redraw with the folder alone, which is all that the tool takes then."""
+    monkeypatch.chdir(tmp_path)
+    asked = []
+    monkeypatch.setattr(
+        subprocess, "run", lambda command, **kw: asked.append(command) or SimpleNamespace(returncode=0)
+    )
+    with pytest.raises(SystemExit, match="0"):
+        language.main(["copy", *flags])
+    (command,) = asked
+    assert command[1:3] == ["-m", "recipes.gradient_noise"]
+    if "--plot_only" in flags:
+        assert command[3:] == ["--output_dir", "runs/studies/language/copy-start", "--plot_only"]
+        check_plot_only(command[3:])
+    else:
+        assert command[-2:] == flags and "recipes.studies.language:likeness" in command
+        data = Path(command[command.index("--dataset_name") + 1])
+        assert len(data.read_text().splitlines()) == 500
 
 
 @pytest.mark.parametrize("task", language.TASKS)

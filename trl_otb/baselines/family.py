@@ -48,7 +48,7 @@ def otb_shrunk(group: Groups, kappa: float = 2.0) -> torch.Tensor:
     the others.
 
     Assumes what `otb` assumes. Biased for finite N in the same way; much of its gain at N = 4 and 8 is the damping by
-    a completion's own weight, and one left out it is no better than `ogb`.
+    a completion's own weight: one left out and with one reward at the end, it is little better than `ogb`.
 
     Degenerate cases: a completion that has ended stays in the mean with W_T and the reward-to-go of its last token,
     which for a terminal reward is the return, so there is no lone tail. Where all energies are 0, the plain mean.

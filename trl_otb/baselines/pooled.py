@@ -19,7 +19,7 @@ def ogb_pooled(group: Groups) -> torch.Tensor:
     Assumes that the prompts of a batch are alike enough for one to say something about another; where they are not, λ
     is near 0 and B is `ogb` with one left out. Unbiased: neither b_(−i) nor λ and m look at completion i. The fewer
     the completions per prompt, the more it gains: in recipes/studies, at N = 4, it had less noise than `ogb` with one
-    left out on all seven tasks, and the least of all unbiased baselines on six; on a language model's stories, whose
+    left out on all seven tasks, and the least of the unbiased baselines on six; on a language model's stories, whose
     prompts are very unequal, it was not told apart from the group mean.
 
     Degenerate cases: with fewer than 3 prompts in a generation batch, λ = 0. A completion that is the only scorable
