@@ -11,12 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-from recipes.common.errors import InputError
-from recipes.common.problems import Problems
-from recipes.gradient_noise import __main__ as tool
-from recipes.gradient_noise import pools
 from recipes.gradient_noise.across import with_pooled
 from recipes.gradient_noise.measure import (
     Comparison,
@@ -38,6 +32,12 @@ from recipes.gradient_noise.pools import (
     scale_of,
 )
 from recipes.gradient_noise.storage import moments_of
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from recipes.common.errors import InputError
+from recipes.common.problems import Problems
+from recipes.gradient_noise import __main__ as tool
+from recipes.gradient_noise import pools
 from recipes.studies.laboratory import moments as laboratory_moments
 from recipes.studies.laboratory import pool_of, task_of
 from tests.helpers import tiny
