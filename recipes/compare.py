@@ -22,10 +22,10 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from recipes.common.checkpoints import latest_checkpoint
 from recipes.common.errors import InputError, launch
 from recipes.common.launching import say
-from recipes.common.pictures import centred_mean
+from recipes.common.report import centred_mean
+from recipes.common.run_folder import latest_checkpoint
 from trl_otb.baselines import BASELINES
 
 

@@ -19,7 +19,7 @@ from trl_otb.baselines import BASELINES
 
 from .checks import check_values
 from .errors import InputError
-from .launching import processes, say
+from .launching import print_once, processes
 
 
 RECIPES = Path(__file__).parents[1]
@@ -197,31 +197,33 @@ class RecipeParser(TrlParser):
 
 
 def parse(
-    name: str, arguments: type, default_config: str, argv: list[str]
+    file: str, arguments: type, default_config: str, argv: list[str]
 ) -> tuple[RecipeArguments, OTBGRPOConfig, ModelConfig]:
     """
     Parse flags, with a YAML file for everything that they leave open.
 
     Args:
-        name (`str`):
-            The recipe's file name, for messages.
+        file (`str`):
+            The recipe's file or name. Messages and the run's folder have its name.
         arguments (`type`):
             `RecipeArguments` or a subclass.
         default_config (`str`):
-            The recipe's own YAML file, in recipes/. Only `--config` replaces it.
+            The recipe's own YAML file, beside it or in recipes/. Only `--config` replaces it.
         argv (`list[str]`):
             The command line after the program's name.
 
     Raises:
         InputError: A flag or a value cannot be used.
     """
+    name = Path(file).name
     parser = RecipeParser(name, arguments)
     if not torch.accelerator.is_available():
         parser.set_defaults(use_cpu=True, bf16=False)
     parser.set_defaults(output_dir=arguments.FOLDER)
     argv = [_renamed(word) for word in argv]
     given, unknown = parser.parse_known_args(argv)
-    config = Path(given.config or RECIPES / default_config)
+    beside = Path(file).with_name(default_config)
+    config = Path(given.config or (beside if beside.is_file() else RECIPES / default_config))
     parser.read_yaml(config)
     if given.help or given.help_all:
         print(parser.format_help() if given.help_all else parser.format_short_help())
@@ -247,7 +249,9 @@ def parse(
         "dtype": model_args.dtype,
     }
     flags = sum(word.startswith("--") for word in argv)
-    say(f"{name}: defaults from {_shown(config)}" + (f", {flags} flag{'s' * (flags > 1)} on top." if flags else "."))
+    print_once(
+        f"{name}: defaults from {_shown(config)}" + (f", {flags} flag{'s' * (flags > 1)} on top." if flags else ".")
+    )
     return settings, args, model_args
 
 
@@ -264,7 +268,7 @@ def _drop_options_of_other_data(parser: RecipeParser, settings: RecipeArguments,
     defaults = {f.name: f.default for f in dataclasses.fields(settings)}
     for name in DATA_OPTIONS:
         if name not in given and getattr(settings, name) != defaults[name]:
-            say(f"Note: `{name}` of the YAML file belongs to its own data and is left out.")
+            print_once(f"Note: `{name}` of the YAML file belongs to its own data and is left out.")
             setattr(settings, name, defaults[name])
 
 

@@ -6,7 +6,7 @@ import torch
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 
 from .errors import Stopped
-from .launching import say
+from .launching import print_once
 
 
 class CompactProgress(ProgressCallback):
@@ -61,7 +61,7 @@ class CheckpointOnInterrupt(TrainerCallback):
         if self.interrupted:
             raise Stopped("The step was not finished; the newest checkpoint is the last one that was saved.")
         self.interrupted = True
-        say("\nInterrupted: finishing this step and saving a checkpoint. Once more to stop at once.")
+        print_once("\nInterrupted: finishing this step and saving a checkpoint. Once more to stop at once.")
 
     def on_step_begin(self, args, state, control, **kwargs):
         self._training = True

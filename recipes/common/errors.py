@@ -18,13 +18,14 @@ class Stopped(KeyboardInterrupt):
     """Ctrl-C where no checkpoint can be saved; the message says what is lost and what is kept."""
 
 
-def launch(name: str, main: Callable[[list[str]], None], argv: list[str]) -> None:
+def launch(file: str, main: Callable[[list[str]], None], argv: list[str]) -> None:
     """
-    Run `main(argv)` as a script does.
+    Run `main(argv)` as a script does; `file` is its `__file__` or name.
 
     Exit codes: 0 after a good run, 2 for an `InputError`, 130 after Ctrl-C, 1 for every other error, whose traceback
     goes into a file that the error line names. With `--traceback` in `argv` it is printed instead.
     """
+    name = os.path.basename(file)
     try:
         main(argv)
     except Exception as error:

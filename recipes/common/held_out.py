@@ -14,8 +14,8 @@ from datasets import Dataset
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from .checkpoints import COUNTS
 from .grading import final_text
+from .run_folder import COUNTS
 
 
 KEPT = 20  # held-out problems whose answers are kept
@@ -51,24 +51,28 @@ class HeldOut(TrainerCallback):
     random numbers of training as they are, so that evaluating more often does not change a run.
 
     Args:
-        problems (`Dataset`):
-            The held-out problems, with their `prompt`. `self.dataset` is the same with their numbers, by which the
-            reward function's calls in an evaluation are told from those in training.
+        problems (`Dataset`, *optional*):
+            The held-out problems, with their `prompt`; or see [`numbered`].
     """
 
-    def __init__(self, problems: Dataset):
-        self.dataset = problems.add_column("held_out", list(range(len(problems))))
+    def __init__(self, problems: Dataset | None = None):
+        self.dataset = None if problems is None else self.numbered(problems)
         self.tokens_generated = 0  # by this process
         self.evaluations: list[Accuracy] = []
         self.answers: dict[str, list[dict]] = {}  # "before" and "after": of each problem, its first sample
         self._samples: list[tuple[int, float, str]] = []
         self._random_state = None
 
-    def watch(self, reward: Callable[..., list[float]]) -> Callable[..., list[float]]:
+    def numbered(self, problems: Dataset) -> Dataset:
+        """The held-out problems with numbers, by which the reward's calls in an evaluation are told from others."""
+        self.dataset = problems.add_column("held_out", list(range(len(problems))))
+        return self.dataset
+
+    def counted(self, reward: Callable[..., list[float]]) -> Callable[..., list[float]]:
         """`reward`, whose scores are counted."""
 
         @functools.wraps(reward)
-        def counted(completions, completion_ids, held_out=None, log_metric=None, **kwargs):
+        def count(completions, completion_ids, held_out=None, log_metric=None, **kwargs):
             if log_metric is not None and not isinstance(completions[0], str):
                 turns = sum(message["role"] == "assistant" for c in completions for message in c)
                 log_metric("turns", turns / len(completions))
@@ -80,7 +84,9 @@ class HeldOut(TrainerCallback):
                 self._samples += [(problem, _number(score), transcript(c)) for problem, score, c in samples]
             return scores
 
-        return counted
+        return count
+
+    watch = counted  # its former name
 
     def resume(self, checkpoint: str, is_main_process: bool) -> None:
         """Take up the counts that were saved with a checkpoint."""

@@ -18,10 +18,13 @@ def processes() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def say(text: str) -> None:
+def print_once(text: str) -> None:
     """Print once, whatever the number of processes."""
     if int(os.environ.get("RANK", "0")) == 0:
         print(text, flush=True)
+
+
+say = print_once  # its former name
 
 
 def tidy_output() -> None:
@@ -117,7 +120,7 @@ def warn_of_missing_processes() -> None:
         return
     asked_for = words[words.index("--num_processes") + 1]
     if asked_for.isdecimal() and int(asked_for) != processes():
-        say(
+        print_once(
             f"Note: --num_processes {asked_for} was asked for, and accelerate started {processes()}. On CPUs it "
             "starts several only with --multi_gpu and without --cpu: accelerate launch --multi_gpu "
             f"--num_processes {asked_for} --num_machines 1 --mixed_precision no --dynamo_backend no "

@@ -10,9 +10,9 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from trl import GRPOConfig, ModelConfig, get_peft_config
 from trl.chat_template_utils import supports_tool_calling
 
-from .checkpoints import check_safetensors
 from .errors import InputError, explained
 from .imports import is_named_object, load_object
+from .run_folder import check_safetensors
 
 
 if TYPE_CHECKING:
