@@ -32,7 +32,7 @@ from pathlib import Path
 
 import torch
 
-from recipes.benchmarks.table import markdown
+from recipes.benchmarks import markdown
 
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -28,8 +28,8 @@ import torch
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
+from recipes.benchmarks import print_row
 from recipes.benchmarks.step import build, measure, synchronize
-from recipes.benchmarks.table import print_row
 from recipes.toy import sums
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 

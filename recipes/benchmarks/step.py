@@ -35,7 +35,7 @@ from transformers import (
 )
 from trl import GRPOConfig, GRPOTrainer
 
-from recipes.benchmarks.table import Table
+from recipes.benchmarks import Table
 from recipes.toy import sums
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 

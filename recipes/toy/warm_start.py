@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from . import dialogues, lake, scratchpad, templates, worked_sums
-from .cache import cached
+from . import cached, dialogues, lake, scratchpad, templates, worked_sums
 
 
 @dataclass(frozen=True)
