@@ -4,22 +4,18 @@ import json
 from pathlib import Path
 
 
-def print_row(*cells: object, width: int = 14, first: int = 26) -> None:
-    head, *rest = map(str, cells)
-    print(head.ljust(first) + "".join(cell.rjust(width) for cell in rest), flush=True)
-
-
 class Table:
     """Prints its head and every row that is added; `rows` has them all as text, the head first."""
 
     def __init__(self, *head: object, width: int = 14, first: int = 26):
-        self.layout = {"width": width, "first": first}
+        self.width, self.first = width, first
         self.rows: list[list[str]] = []
         self.add(*head)
 
     def add(self, *cells: object) -> None:
-        self.rows.append([str(cell) for cell in cells])
-        print_row(*cells, **self.layout)
+        head, *others = row = [str(cell) for cell in cells]
+        self.rows.append(row)
+        print(head.ljust(self.first) + "".join(cell.rjust(self.width) for cell in others), flush=True)
 
     def save(self, path: str, note: str, **more: object) -> None:
         """As JSON, beside a note and whatever else a report may want."""
