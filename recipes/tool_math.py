@@ -29,7 +29,9 @@ from recipes.common.launching import tidy_output
 tidy_output()
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+from transformers.hf_argparser import HfArg
 
 from recipes.common.arguments import RecipeArguments
 from recipes.common.calculator import evaluate
@@ -44,16 +46,12 @@ CONFIG = "tool_math_cpu.yaml"
 
 @dataclass
 class ToolMathArguments(RecipeArguments):
-    instruction: str = field(
-        default=(
-            "Work out every number with the calculator, step by step, and look at each result before the next call. "
-            r"Put your final answer within \boxed{}."
-        ),
-        metadata={"help": "Added to every problem."},
+    instruction: str = HfArg(
+        default="Work out every number with the calculator, step by step, and look at each result before the next "
+        r"call. Put your final answer within \boxed{}.",
+        help="Added to every problem.",
     )
-    max_operations: int = field(
-        default=50, metadata={"help": "Operations that one call of the calculator may hold, at least 1."}
-    )
+    max_operations: int = HfArg(default=50, help="Operations that one call of the calculator may hold, at least 1.")
 
 
 def calculator_tool(max_operations: int) -> Callable[[str], str]:

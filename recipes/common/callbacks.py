@@ -16,9 +16,8 @@ class CompactProgress(ProgressCallback):
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if state.is_world_process_zero and self.training_bar is not None:
-            shown = {
-                label: f"{float(logs[key]):.3g}" for key, label in self.SHOWN.items() if logs.get(key) is not None
-            }
+            logged = {label: logs.get(key) for key, label in self.SHOWN.items()}
+            shown = {label: f"{float(value):.3g}" for label, value in logged.items() if value is not None}
             if shown:
                 self.training_bar.set_postfix(shown)
 
@@ -41,9 +40,7 @@ class CheckpointOnInterrupt(TrainerCallback):
     """
 
     def __init__(self):
-        self.interrupted = False
-        self._training = False
-        self._trained = False
+        self.interrupted = self._training = self._trained = False
 
     def __enter__(self):
         self._previous = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}

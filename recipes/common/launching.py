@@ -49,15 +49,9 @@ def command(argv: list[str], environment: dict[str, str] | None = None) -> str:
     environment = os.environ if environment is None else environment
     if "TRL_OTB_MAKE_RUN" in environment:
         return f"make run ARGS={shlex.quote(shlex.join(argv))}" if argv else "make run"
-    launcher = _launcher()
-    program = launcher or [_as_found(sys.executable), *(_module() or [sys.argv[0]])]
-    return shlex.join([*program, *argv])
-
-
-def _module() -> list[str] | None:
-    """`-m recipes.math`, if that is how Python was called."""
-    words = sys.orig_argv[1:]
-    return ["-m", words[words.index("-m") + 1]] if "-m" in words[:-1] else None
+    words = sys.orig_argv
+    program = ["-m", words[words.index("-m") + 1]] if "-m" in words[:-1] else [sys.argv[0]]
+    return shlex.join([*(_launcher() or [_as_found(sys.executable), *program]), *argv])
 
 
 def _launcher() -> list[str] | None:
