@@ -8,8 +8,8 @@ from .project import version
 
 if TYPE_CHECKING:
     from .baselines import register_baseline as register_baseline
+    from .callbacks import GradientNoiseCallback as GradientNoiseCallback
     from .config import OTBGRPOConfig as OTBGRPOConfig
-    from .noise import GradientNoiseCallback as GradientNoiseCallback
     from .rewards import TokenRewards as TokenRewards
     from .trainer import OTBGRPOTrainer as OTBGRPOTrainer
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __version__ = version()
 # Imported when asked for, so that `trl_otb.energy` and `trl_otb.baselines` can be used with torch alone.
 _MODULES = {
-    "GradientNoiseCallback": "noise",
+    "GradientNoiseCallback": "callbacks",
     "OTBGRPOConfig": "config",
     "OTBGRPOTrainer": "trainer",
     "TokenRewards": "rewards",

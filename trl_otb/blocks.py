@@ -1,18 +1,20 @@
-"""Work through the rows of a batch in blocks that fit a processor's cache: there, fresh memory is what costs."""
+"""Work through the rows of a batch in blocks, so that intermediate results stay small beside what is kept."""
 
 from collections.abc import Callable
 
 import torch
 
 
-TOKENS = 2**18  # whose intermediate results a processor core can keep in its cache
+LEAST = 2**15  # tokens of a block: smaller ones cost time and save nothing
+MOST_ON_CPU = 2**18  # whose intermediate results a processor core can keep in its cache
+BLOCKS = 8  # that a large batch is split into at least: intermediate results take up to 60 bytes per token
 
 
 def by_blocks(
     function: Callable[[slice], tuple[torch.Tensor, ...]], mask: torch.Tensor, rows_together: int = 1
 ) -> tuple[torch.Tensor, ...]:
     """
-    `function` of all rows, called for one block of rows after another where `mask` is on a CPU.
+    `function` of all rows, called for one block of rows after another.
 
     Args:
         function (`Callable`):
@@ -22,14 +24,17 @@ def by_blocks(
         rows_together (`int`, *optional*, defaults to 1):
             Rows that must stay in one block.
     """
-    rows = max(TOKENS // max(mask.size(1), 1) // rows_together, 1) * rows_together
-    if mask.device.type != "cpu" or len(mask) <= rows:
+    tokens = max(mask.numel() // BLOCKS, LEAST)
+    if mask.device.type == "cpu":
+        tokens = min(tokens, MOST_ON_CPU)
+    rows = max(tokens // max(mask.size(1), 1) // rows_together, 1) * rows_together
+    if len(mask) <= rows:
         return function(slice(0, len(mask)))
-    whole = None
+    whole: tuple[torch.Tensor, ...] = ()
     for first in range(0, len(mask), rows):
         block = slice(first, first + rows)
         part = function(block)
-        if whole is None:
+        if not whole:
             whole = tuple(values.new_empty(len(mask), *values.shape[1:]) for values in part)
         for values, of_part in zip(whole, part, strict=True):
             values[block] = of_part

@@ -30,24 +30,27 @@ def completion_statistics(
     group_mean_advantages: torch.Tensor,
     baselines: torch.Tensor,
     lone_tail_tokens: torch.Tensor,
+    scorable: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """
     Args:
         energy (`torch.Tensor` of shape `(B, T)`):
             ρ_t² w_t, finite.
         mask (`torch.Tensor` of shape `(B, T)`):
-            1 on generated tokens of scorable completions; others have no statistics.
+            1 on generated tokens.
         advantages, group_mean_advantages, baselines (`torch.Tensor` of shape `(B, T)` or `(B, 1)`):
             A_t under the chosen baseline, A under the group mean, and B_t.
         lone_tail_tokens (`torch.Tensor` of shape `(B, 1)`):
             Generated tokens on the lone tail.
+        scorable (`torch.Tensor` of shape `(B,)`, *optional*):
+            Which completions can be scored, by default all; the others have no statistics.
 
     Returns:
         `torch.Tensor` of shape `(B, len(STATISTICS))`, float32.
     """
 
     def statistics_of(rows: slice) -> tuple[torch.Tensor]:
-        m = mask[rows].float()
+        m = (mask[rows] if scorable is None else mask[rows] * scorable[rows].unsqueeze(1)).float()
         w, a, a_mean, b = energy[rows] * m, advantages[rows], group_mean_advantages[rows], baselines[rows]
         tokens = m.sum(dim=1)
         baseline = (b * m).sum(dim=1)

@@ -2,17 +2,16 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate.logging import get_logger
 from trl import GRPOConfig
 
 from .baselines import Baseline, find_baseline
-from .callbacks import InexactResumeNotice
+from .callbacks import GradientNoiseCallback, InexactResumeNotice
 from .config import OTBGRPOConfig
+from .credit import credit, measure, set_energies
 from .metrics import completion_advantages, summarize
-from .noise import GradientNoiseCallback
 from .project import version
-from .rollout import Rollout
+from .rollout import EVERY_ROW, Rollout, Rows
 from .seam import EnergyGRPOTrainer, config_model_id
 
 
@@ -83,7 +82,9 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
             }"""),
     }
 
-    def __init__(self, model, reward_funcs=None, args: GRPOConfig | None = None, *other_args, **kwargs):
+    def __init__(
+        self, model: Any, reward_funcs: Any = None, args: GRPOConfig | None = None, *other_args: Any, **kwargs: Any
+    ) -> None:
         if args is None:
             name = model if isinstance(model, str) else config_model_id(model.config)
             args = OTBGRPOConfig(f"{name.rstrip('/').split('/')[-1]}-OTB")
@@ -108,20 +109,20 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
             )
         self.add_callback(InexactResumeNotice)
         for callback in self.callback_handler.callbacks:
-            self._serve(callback)
+            self._connect(callback)
 
-    def add_callback(self, callback):
+    def add_callback(self, callback: Any) -> None:
         super().add_callback(callback)
-        self._serve(self.callback_handler.callbacks[-1])
+        self._connect(self.callback_handler.callbacks[-1])
 
-    def _serve(self, callback) -> None:
-        """A gradient noise meter gets a place in the log, and micro-batches of whole groups where they can be had."""
+    def _connect(self, callback: Any) -> None:
+        """A gradient noise callback gets a place in the log and, where they fit, micro-batches of whole groups."""
         if isinstance(callback, GradientNoiseCallback):
             callback.add_metrics = self.add_metrics
-            self.deals_groups = self.args.per_device_train_batch_size % self.num_generations == 0
-            callback.deals_groups = self.deals_groups
+            self.keeps_groups_together = self.args.per_device_train_batch_size % self.num_generations == 0
+            callback.keeps_groups_together = self.keeps_groups_together
 
-    def train(self, *args, **kwargs):
+    def train(self, *args: Any, **kwargs: Any) -> Any:
         """As [`~trl.GRPOTrainer`]'s; a dataset too small for a single step is a `ValueError`."""
         dataset = self.train_dataset
         if hasattr(dataset, "__len__") and len(dataset) < self._prompts_per_batch:
@@ -133,7 +134,7 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
             )
         return super().train(*args, **kwargs)
 
-    def create_model_card(self, *args, **kwargs):
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         super().create_model_card(*args, **kwargs)
         card = Path(self.args.output_dir) / "README.md"
         if not self.is_world_process_zero() or not card.is_file():
@@ -147,28 +148,37 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
             )
 
     def score_rollout(self, rollout: Rollout, batch: dict[str, Any]) -> None:
-        needs_energy, across_prompts = self._baseline.uses_energy, self._baseline.across_prompts
-        source = "the no-gradient forward that GRPOTrainer runs anyway"
-        in_micro_batches = self.micro_batch_holds_groups(rollout) and not across_prompts
-        if rollout.energy is None and needs_energy and not in_micro_batches:
-            forward, source = self.extra_forward(batch), "one extra no-gradient forward"
-            rollout.hear(rollout.rows, forward.energy(), forward.logps)
-        elif rollout.energy is None:
-            source = "the training forward"
-        self._log_energy_source_once(source)
-        if rollout.energy is None and needs_energy:
-            return  # each micro-batch is credited in its loss
-        alone = not across_prompts or self.accelerator.num_processes == 1
-        if alone and len(rollout) % rollout.num_generations == 0:
-            self._credit(rollout, rollout.rows)
-        else:
-            self._credit_with_all_processes(rollout)
-        if rollout.energy is not None:
-            self._measure(rollout, rollout.rows)
+        """A rollout's energies, then its baselines and advantages, then its statistics."""
+        rule = self._baseline
 
-    def score_rows(self, rollout: Rollout, rows: torch.Tensor) -> None:
+        # Energies: TRL's own forward without gradient has left them in the rollout, or the training forward will, or
+        # an extra one is needed
+        source = "the no-gradient forward that GRPOTrainer runs anyway"
+        if rollout.energy is None:
+            in_the_loss = self.micro_batch_holds_groups(rollout) and not rule.across_prompts
+            if in_the_loss or not rule.uses_energy:
+                source = "the training forward"
+            else:
+                source = "one extra no-gradient forward"
+                forward = self.extra_forward(batch)
+                set_energies(rollout, forward.energy(), forward.logps)
+        self._log_energy_source_once(source)
+        if rollout.energy is None and rule.uses_energy:
+            return  # `score_rows` goes on with each micro-batch
+
+        # Baselines and advantages
+        compared_here = len(rollout) % rollout.num_generations == 0 and not rule.across_prompts
+        alone = self.accelerator.num_processes == 1 or compared_here
+        credit(rollout, accelerator=None if alone else self.accelerator, **self._credit_options)
+
+        # Statistics, which need energies under any baseline
+        if rollout.energy is not None:
+            self._measure(rollout)
+
+    def score_rows(self, rollout: Rollout, rows: Rows) -> None:
+        """The same of some rows, whose energies have come from the training forward."""
         if self._baseline.uses_energy:
-            self._credit(rollout, rows)
+            credit(rollout, rows, **self._credit_options)
         self._measure(rollout, rows)
 
     @property
@@ -184,43 +194,13 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
     def _baseline(self) -> Baseline:
         return find_baseline(self.args.baseline)
 
-    def _credit(self, rollout: Rollout, rows: torch.Tensor) -> None:
-        rollout.credit(
-            rows,
-            baseline=self.args.baseline,
-            alignment=self.args.alignment,
-            zero_tail=self.args.zero_tail,
-            leave_one_out=self.args.leave_one_out,
-        )
+    @property
+    def _credit_options(self) -> dict[str, Any]:
+        return {name: getattr(self.args, name) for name in ("baseline", "alignment", "zero_tail", "leave_one_out")}
 
-    def _credit_with_all_processes(self, rollout: Rollout) -> None:
-        """
-        Where rows that are compared lie on several processes, each of them credits the rows of all, and keeps its own.
-        """
-        energy = torch.zeros_like(rollout.mask, dtype=torch.float32) if rollout.energy is None else rollout.energy
-        # No energy is negative, so one tensor carries both energies and mask; 4 B·T bytes leave each process
-        energy = self._gather_padded(energy.masked_fill(rollout.mask == 0, -1.0), -1.0)
-        per_token = rollout.rewards.dim() == 2
-        everybody = Rollout(
-            **dict.fromkeys(("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")),
-            mask=(energy >= 0).long(),
-            num_generations=rollout.num_generations,
-            rewards=self._gather_padded(rollout.rewards, 0.0)
-            if per_token
-            else self.accelerator.gather(rollout.rewards),
-            scale=self.accelerator.gather(rollout.scale),
-        )
-        everybody.hear(everybody.rows, energy)
-        self._credit(everybody, everybody.rows)
-        rollout.take_credit_from(everybody, self.own_rows(len(rollout)))
-
-    def _gather_padded(self, tokens: torch.Tensor, padding: float) -> torch.Tensor:
-        """Rows of all processes, padded to the longest."""
-        return self.accelerator.gather(self.accelerator.pad_across_processes(tokens, dim=1, pad_index=padding))
-
-    def _measure(self, rollout: Rollout, rows: torch.Tensor) -> None:
+    def _measure(self, rollout: Rollout, rows: Rows = EVERY_ROW) -> None:
         """Record these rows' statistics and, when they were the last ones of the rollout, log them."""
-        rollout.measure(rows)
+        measure(rollout, rows)
         if rollout.unmeasured > 0:
             return
         statistics = self.accelerator.gather(rollout.statistics)

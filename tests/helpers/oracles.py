@@ -80,6 +80,7 @@ WEIGHTS: dict[str, Callable[[Completion, int], float | None]] = {
     "opo": lambda c, t: len(c.position),
     "rloo": lambda c, t: 1.0,
     "group_mean": lambda c, t: 1.0,
+    "none": lambda c, t: None,
     "ogb_pooled": lambda c, t: c.realized_energy(),
     "ogb_pooled_damped": lambda c, t: c.realized_energy(),
     "rloo_pooled": lambda c, t: 1.0,

@@ -167,12 +167,10 @@ def test_a_prompt_with_a_single_scorable_completion_has_the_others_mean():
 def test_blocks_change_nothing(options, weighted, monkeypatch):
     x = Rollouts()
     ratios = torch.rand(12, 1) + 0.5 if weighted else None
-    inputs = (x.rewards, x.energy, x.mask, 4)
-    whole = assign_credit(*inputs, importance_weights=ratios, **options)
-    monkeypatch.setattr(blocks, "TOKENS", 2 * 4 * 12)  # two groups, then the third
-    in_blocks = assign_credit(*inputs, importance_weights=ratios, **options)
-    for one, several in zip(whole, in_blocks, strict=True):
-        torch.testing.assert_close(several, one, atol=1e-6, rtol=0)
+    whole = x.advantages(importance_weights=ratios, **options)
+    monkeypatch.setattr(blocks, "LEAST", 2 * 4 * 12)  # two groups, then the third
+    in_blocks = x.advantages(importance_weights=ratios, **options)
+    torch.testing.assert_close(in_blocks, whole, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("options", OPTIONS)

@@ -130,7 +130,7 @@ def test_names_that_cannot_be(name):
 
 
 def test_a_name_is_given_once():
-    with pytest.raises(ValueError, match=r"'otb' is registered already, by trl_otb\.baselines\.family\.otb"):
+    with pytest.raises(ValueError, match=r"'otb' is registered already, by trl_otb\.baselines\.group_means\.otb"):
         trl_otb.register_baseline("otb")(own_otb)
     with pytest.raises(TypeError, match="'mine' is a int: it must be a function"):
         trl_otb.register_baseline("mine")(3)

@@ -7,7 +7,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from tests.helpers.settings import LORA, assert_same_weights, logged
 from trl_otb import GradientNoiseCallback, OTBGRPOTrainer
-from trl_otb.noise import noise_and_signal, norm_of
+from trl_otb.callbacks.gradient_noise import noise_and_signal, norm_of
 
 
 GROUPS = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "max_steps": 3, "max_grad_norm": 0.01}
@@ -83,11 +83,11 @@ def test_clipping_is_not_measured_and_nothing_is_changed(train):
     assert all(not p._backward_hooks for p in clipped.model.parameters())
 
 
-def test_added_later_it_is_served_too(train):
+def test_added_later_it_is_connected_too(train):
     trainer = train(train=False, **GROUPS)
     trainer.add_callback(GradientNoiseCallback)
     trainer.train()
-    assert trainer.deals_groups and "noise/scale" in str(trainer.state.log_history)
+    assert trainer.keeps_groups_together and "noise/scale" in str(trainer.state.log_history)
 
 
 @pytest.mark.parametrize(
@@ -102,11 +102,11 @@ def test_added_later_it_is_served_too(train):
         (GRPOTrainer, GROUPS, "rows of a group are spread over micro-batches. Use OTBGRPOTrainer"),
     ],
 )
-def test_where_it_cannot_be_had_it_says_so_once(train, caplog, trainer, options, reason):
+def test_where_it_cannot_be_measured_it_says_so_once(train, caplog, trainer, options, reason):
     config = {"config": GRPOConfig} if trainer is GRPOTrainer else {}
     done = train(trainer, callbacks=[GradientNoiseCallback()], **config, **options)
-    (said,) = [r.getMessage() for r in caplog.records if r.name == "trl_otb.noise"]
-    assert "cannot be had" in said and reason in said
+    (said,) = [r.getMessage() for r in caplog.records if r.name == "trl_otb.callbacks.gradient_noise"]
+    assert "cannot be measured" in said and reason in said
     assert not any(key.startswith("noise/") for entry in done.state.log_history for key in entry)
 
 

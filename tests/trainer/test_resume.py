@@ -21,7 +21,7 @@ BUFFERED = {"num_iterations": 2, "steps_per_generation": 2, "gradient_accumulati
 
 
 def warnings_of(caplog):
-    return [r.getMessage() for r in caplog.records if r.name == "trl_otb.callbacks"]
+    return [r.getMessage() for r in caplog.records if r.name == "trl_otb.callbacks.inexact_resume"]
 
 
 def test_checkpoints_inside_a_generation_buffer_are_announced_once(train, tmp_path, caplog):

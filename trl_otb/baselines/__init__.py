@@ -1,12 +1,12 @@
 """Baselines, and the advantages over them. Pure torch; the notation is that of `trl_otb.energy`.
 
-A baseline is a function from [`Groups`] to B, registered once under its name in `BASELINES`; whatever lists, checks or
-explains baselines reads them there. To add one, register it: [`register_baseline`].
+A baseline is a function from [`Groups`], or from the totals of [`Completions`], to B, registered once under its name
+in `BASELINES`; whatever lists, checks or explains baselines reads them there. To add one: [`register_baseline`].
 """
 
 from .advantages import Credit, assign_credit, compute_advantages
-from .family import group_mean, ogb, opo, otb, otb_shrunk, rloo
-from .groups import ALIGNMENTS, Groups, reward_to_go
+from .group_means import group_mean, none, ogb, opo, otb, otb_shrunk, rloo
+from .groups import ALIGNMENTS, Completions, Groups, reward_to_go
 from .pooled import ogb_pooled, ogb_pooled_damped, partial_pooling, rloo_pooled
 from .registry import BASELINES, Baseline, check_options, find_baseline, register_baseline
 
@@ -15,6 +15,7 @@ __all__ = [
     "ALIGNMENTS",
     "BASELINES",
     "Baseline",
+    "Completions",
     "Credit",
     "Groups",
     "assign_credit",
@@ -22,6 +23,7 @@ __all__ = [
     "compute_advantages",
     "find_baseline",
     "group_mean",
+    "none",
     "ogb",
     "ogb_pooled",
     "ogb_pooled_damped",

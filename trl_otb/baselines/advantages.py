@@ -1,13 +1,13 @@
 """From rewards, energies and a baseline to the advantage of every token."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ..blocks import by_blocks
 from ..energy import importance_weighted
-from .groups import Groups
+from .groups import Completions, Groups, completion_returns
 from .registry import Baseline, check_options, find_baseline
 
 
@@ -39,47 +39,62 @@ def assign_credit(
     alignment: str = "generated",
     zero_tail: bool = True,
     leave_one_out: bool = False,
-    importance_weights: torch.Tensor | None = None,
 ) -> Credit:
-    """Advantages with what they were made of, the trainer's entry; arguments and errors of [`compute_advantages`]."""
+    """Advantages with what they were made of; arguments and errors of [`compute_advantages`]."""
     check_options(baseline, alignment, zero_tail, leave_one_out)
-    _check_shapes(rewards, energy, mask, num_generations, importance_weights)
+    _check_shapes(rewards, energy, mask, num_generations)
     rule = find_baseline(baseline)
-
-    def credit_of(rows: slice) -> Credit:
-        groups = Groups(
-            rewards[rows],
-            importance_weighted(energy[rows], None if importance_weights is None else importance_weights[rows]),
-            mask[rows],
-            num_generations,
-            per_token=rule.per_token,
-            alignment=alignment,
-            leave_one_out=leave_one_out,
-        )
-        return _credit(groups, rule, zero_tail)
-
-    return Credit(*by_blocks(credit_of, mask, rows_compared(rule, mask, num_generations)))
-
-
-def rows_compared(baseline: str | Callable | Baseline, mask: torch.Tensor, num_generations: int) -> int:
-    """How many rows `baseline` looks at together: a group's or, where prompts are compared, all that there are."""
-    rule = baseline if isinstance(baseline, Baseline) else find_baseline(baseline)
-    return max(len(mask), 1) if rule.across_prompts else num_generations
+    if rule.totals_only:
+        totals = completion_returns(rewards), *totals_of_tokens(energy, mask)
+        return assign_credit_by_totals(*totals, num_generations, baseline=baseline, leave_one_out=leave_one_out)
+    groups = Groups(
+        rewards,
+        energy,
+        mask,
+        num_generations,
+        per_token=rule.per_token,
+        alignment=alignment,
+        leave_one_out=leave_one_out,
+    )
+    return _credit(groups, rule, zero_tail)
 
 
-def _credit(groups: Groups, rule: Baseline, zero_tail: bool) -> Credit:
+def assign_credit_by_totals(
+    returns: torch.Tensor,
+    total_energy: torch.Tensor,
+    lengths: torch.Tensor,
+    num_generations: int,
+    *,
+    baseline: str | Callable = "group_mean",
+    leave_one_out: bool = False,
+) -> Credit:
+    """As [`assign_credit`], under a baseline that reads totals only; arguments of [`Completions`]."""
+    completions = Completions(returns, total_energy, lengths, num_generations, leave_one_out=leave_one_out)
+    return _credit(completions, find_baseline(baseline), zero_tail=False)
+
+
+def totals_of_tokens(energy: torch.Tensor | None, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`(B,)` W_T, 0 without energies, and `(B,)` the number of generated tokens; float32."""
+    lengths = mask.sum(dim=1).float()
+    if energy is None:
+        return torch.zeros_like(lengths), lengths
+    return energy.float().masked_fill(mask == 0, 0.0).cumsum(dim=1)[:, -1], lengths
+
+
+def _credit(groups: Completions, rule: Baseline, zero_tail: bool) -> Credit:
     if groups.shape[1] == 1:  # nobody to compare with
         baseline = torch.zeros_like(groups.returns)
     else:
         baseline = rule.function(groups)
         if not rule.built_in:
             baseline = _checked(baseline, rule, groups)
-        if rule.zero_tail and zero_tail:
-            baseline = baseline * (1 - groups.lone_tail)
-        elif rule.zero_tail and groups.leave_one_out:
-            baseline = torch.where(groups.alone, groups.returns, baseline)
+        if rule.zero_tail and isinstance(groups, Groups):
+            if zero_tail:
+                baseline = baseline * (1 - groups.lone_tail)
+            elif groups.leave_one_out:
+                baseline = torch.where(groups.alone, groups.returns, baseline)
     advantages = groups.returns - baseline
-    if rule.per_token:
+    if rule.per_token and isinstance(groups, Groups):
         advantages = groups.in_place(advantages.expand(groups.shape))
     else:
         advantages = advantages.reshape(-1, 1) * groups.row_scorable
@@ -136,21 +151,29 @@ def compute_advantages(
         ValueError: An option is unknown or not looked at by `baseline`, the shapes disagree, or a baseline of the
             user's own returned something that is not finite or does not fit `(G, N, T)`.
     """
-    credit = assign_credit(
-        rewards,
-        energy,
-        mask,
-        num_generations,
-        baseline=baseline,
-        alignment=alignment,
-        zero_tail=zero_tail,
-        leave_one_out=leave_one_out,
-        importance_weights=importance_weights,
-    )
-    return credit.advantages if find_baseline(baseline).per_token else credit.advantages * mask.float()
+    if importance_weights is not None and importance_weights.shape not in (mask.shape, (len(mask), 1)):
+        raise ValueError(
+            f"`importance_weights` has shape {tuple(importance_weights.shape)}: it must be (B, T) = "
+            f"{tuple(mask.shape)} for ratios per token, or (B, 1) for ratios per completion."
+        )
+    _check_shapes(rewards, energy, mask, num_generations)
+    rule = find_baseline(baseline)
+    options = {"alignment": alignment, "zero_tail": zero_tail, "leave_one_out": leave_one_out}
+
+    def advantages_of(rows: slice) -> tuple[torch.Tensor]:
+        weighted = importance_weighted(energy[rows], None if importance_weights is None else importance_weights[rows])
+        credit = assign_credit(rewards[rows], weighted, mask[rows], num_generations, baseline=baseline, **options)
+        return (credit.advantages if rule.per_token else credit.advantages * mask[rows].float(),)
+
+    return by_blocks(advantages_of, mask, rows_compared(rule, len(mask), num_generations))[0]
 
 
-def _check_shapes(rewards, energy, mask, num_generations, importance_weights) -> None:
+def rows_compared(rule: Baseline, rows: int, num_generations: int) -> int:
+    """How many of `rows` a baseline looks at together: a group's or, where prompts are compared, all."""
+    return max(rows, 1) if rule.across_prompts else num_generations
+
+
+def _check_shapes(rewards: torch.Tensor, energy: torch.Tensor, mask: torch.Tensor, num_generations: int) -> None:
     if mask.dim() != 2 or energy.shape != mask.shape:
         raise ValueError(
             f"`energy` has shape {tuple(energy.shape)} and `mask` {tuple(mask.shape)}: both must be (B, T)."
@@ -164,14 +187,9 @@ def _check_shapes(rewards, energy, mask, num_generations, importance_weights) ->
         raise ValueError(
             f"`num_generations` is {num_generations} and there are {len(mask)} rows: the batch must hold whole groups."
         )
-    if importance_weights is not None and importance_weights.shape not in (mask.shape, (len(mask), 1)):
-        raise ValueError(
-            f"`importance_weights` has shape {tuple(importance_weights.shape)}: it must be (B, T) = "
-            f"{tuple(mask.shape)} for ratios per token, or (B, 1) for ratios per completion."
-        )
 
 
-def _checked(baseline, rule: Baseline, groups: Groups) -> torch.Tensor:
+def _checked(baseline: Any, rule: Baseline, groups: Completions) -> torch.Tensor:
     """The result of a user's function, with three axes; values that no token is compared with may be anything."""
     shape = groups.shape if rule.per_token else (*groups.shape[:2], 1)
     if not isinstance(baseline, torch.Tensor | float | int):
@@ -189,7 +207,8 @@ def _checked(baseline, rule: Baseline, groups: Groups) -> torch.Tensor:
             f"be broadcast to {kind} = {shape}."
         ) from error
     finite = baseline.isfinite()
-    broken = ~finite & (groups.present if rule.per_token else groups.scorable).bool()
+    compared = groups.present if rule.per_token and isinstance(groups, Groups) else groups.scorable
+    broken = ~finite & compared.bool()
     if broken.any():
         prompt, completion, token = broken.nonzero()[0].tolist()
         value = baseline[prompt, completion, token].item()

@@ -29,9 +29,109 @@ def scorable_rows(rewards: torch.Tensor) -> torch.Tensor:
     return ~(rewards.isnan() if rewards.dim() == 1 else rewards.isnan().any(dim=1))
 
 
-class Groups:
+def completion_returns(rewards: torch.Tensor) -> torch.Tensor:
+    """`(B,)` float32 the return of every completion: its reward, or the sum of its tokens'; NaN if it has none."""
+    return rewards.float() if rewards.dim() == 1 else rewards.float().sum(dim=1)
+
+
+class Completions:
     """
-    G prompts with N completions each, aligned: what a baseline is a function of.
+    G prompts with N completions each, a few numbers per completion: what a baseline with `totals_only` is a function
+    of.
+
+    Args:
+        returns (`torch.Tensor` of shape `(B,)`):
+            One return per completion. NaN marks a completion that cannot be scored.
+        total_energy (`torch.Tensor` of shape `(B,)`):
+            W_T.
+        lengths (`torch.Tensor` of shape `(B,)`):
+            Generated tokens.
+        num_generations (`int`):
+            N; the N rows of a prompt are adjacent.
+        leave_one_out (`bool`, *optional*, defaults to `False`):
+            Whether [`mean`] leaves a completion's own return out of its baseline.
+    """
+
+    per_token = False
+
+    def __init__(
+        self,
+        returns: torch.Tensor,
+        total_energy: torch.Tensor,
+        lengths: torch.Tensor,
+        num_generations: int,
+        *,
+        leave_one_out: bool = False,
+    ):
+        self.leave_one_out = leave_one_out
+        self.row_scorable = scorable_rows(returns).unsqueeze(1)
+        self.row_returns = returns.float().unsqueeze(1).masked_fill(~self.row_scorable, 0.0)
+        self._num_generations = num_generations
+        self._total_energy, self._lengths = total_energy.float().unsqueeze(1), lengths.float().unsqueeze(1)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(G, N, 1)"""
+        return len(self.row_returns) // self._num_generations, self._num_generations, 1
+
+    @property
+    def returns(self) -> torch.Tensor:
+        """`(G, N, 1)` each completion's return; 0 if it cannot be scored."""
+        return self._grouped(self.row_returns)
+
+    @property
+    def total_energy(self) -> torch.Tensor:
+        """`(G, N, 1)` W_T; 0 if the completion cannot be scored."""
+        return self._grouped(self._total_energy * self.row_scorable)
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """`(G, N, 1)` generated tokens; 0 if the completion cannot be scored."""
+        return self._grouped(self._lengths * self.row_scorable)
+
+    @property
+    def scorable(self) -> torch.Tensor:
+        """`(G, N, 1)` 0 for completions with a NaN reward, else 1."""
+        return self._grouped(self.row_scorable).float()
+
+    def mean(self, weights: torch.Tensor, leave_one_out: bool | None = None) -> torch.Tensor:
+        """
+        Σ_i ω_i G_i / Σ_i ω_i over the group or, with one left out, over the other completions.
+
+        Args:
+            weights (`torch.Tensor` broadcastable to `(G, N, T)`):
+                ω, not negative. A completion that cannot be scored counts for nothing.
+            leave_one_out (`bool`, *optional*):
+                By default, the run's option.
+
+        Returns:
+            `torch.Tensor` of shape `(G, 1, T)`, or `(G, N, T)` with one left out; with 1 in the place of T where one
+            number serves all tokens. Where all weights are 0 it is the plain mean over the completions present at t
+            (for a baseline per completion, over all that can be scored), and 0 where there are none.
+        """
+        leave_one_out = self.leave_one_out if leave_one_out is None else leave_one_out
+        weights = torch.add(weights.float(), self._members, alpha=LEAST_WEIGHT).mul_(self.scorable)
+        total = _sum_of_group(weights, leave_one_out)
+        return _sum_of_group(weights * self.returns, leave_one_out) / total.clamp_(min=1e-38)
+
+    @property
+    def lone_tail_tokens(self) -> torch.Tensor:
+        """`(B, 1)` how many of a completion's generated tokens no other completion of its group is long enough for."""
+        lengths = self.lengths
+        return (lengths - _second_largest(lengths)).clamp_(min=0).long().view(-1, 1)
+
+    @property
+    def _members(self) -> torch.Tensor:
+        """Whose returns are averaged where all weights are 0."""
+        return self.scorable
+
+    def _grouped(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.reshape(-1, self._num_generations, rows.size(1))
+
+
+class Groups(Completions):
+    """
+    G prompts with N completions each, token by token and aligned: what a baseline is a function of.
 
     Under `alignment="generated"` the t-th token that one completion generated meets the t-th of another, tool output
     being squeezed out; under `"position"` tokens meet at the same position of the completion.
@@ -69,11 +169,8 @@ class Groups:
         self.per_token = per_token
         self.leave_one_out = leave_one_out
         self.row_scorable = scorable_rows(rewards).unsqueeze(1)
-        if rewards.dim() == 1:
-            returns = rewards.float().unsqueeze(1)
-        else:
-            returns = reward_to_go(rewards) if per_token else rewards.float().sum(dim=1, keepdim=True)
-        self.row_returns = returns.masked_fill(~self.row_scorable, 0.0)  # (B, 1) or (B, T), not aligned
+        returns = reward_to_go(rewards) if per_token and rewards.dim() == 2 else completion_returns(rewards)
+        self.row_returns = returns.view(len(returns), -1).masked_fill(~self.row_scorable, 0.0)  # not aligned
         self._mask = mask.long() * self.row_scorable
         self._energy = energy
         self._num_generations = num_generations
@@ -115,30 +212,18 @@ class Groups:
         return self._grouped(self._mask).float()
 
     @property
-    def scorable(self) -> torch.Tensor:
-        """`(G, N, 1)` 0 for completions with a NaN reward, else 1."""
-        return self._grouped(self.row_scorable).float()
+    def total_energy(self) -> torch.Tensor:
+        """`(G, N, 1)` W_T."""
+        return self.energy.cumsum(dim=-1)[..., -1:]  # token after token, so that padding changes no rounding
 
-    def mean(self, weights: torch.Tensor, leave_one_out: bool | None = None) -> torch.Tensor:
-        """
-        Σ_i ω_i G_i / Σ_i ω_i over the group or, with one left out, over the other completions.
+    @property
+    def lengths(self) -> torch.Tensor:
+        """`(G, N, 1)` generated tokens."""
+        return self.present.sum(dim=-1, keepdim=True)
 
-        Args:
-            weights (`torch.Tensor` broadcastable to `(G, N, T)`):
-                ω, not negative. A completion that cannot be scored counts for nothing.
-            leave_one_out (`bool`, *optional*):
-                By default, the run's option.
-
-        Returns:
-            `torch.Tensor` of shape `(G, 1, T)`, or `(G, N, T)` with one left out; with 1 in the place of T where one
-            number serves all tokens. Where all weights are 0 it is the plain mean over the completions present at t
-            (for a baseline per completion, over all that can be scored), and 0 where there are none.
-        """
-        leave_one_out = self.leave_one_out if leave_one_out is None else leave_one_out
-        at_least = self.present if self.per_token else self.scorable
-        weights = torch.add(weights.float(), at_least, alpha=LEAST_WEIGHT).mul_(self.scorable)
-        total = _sum_of_group(weights, leave_one_out)
-        return _sum_of_group(weights * self.returns, leave_one_out) / total.clamp_(min=1e-38)
+    @property
+    def _members(self) -> torch.Tensor:
+        return self.present if self.per_token else self.scorable
 
     # The lone tail
 
@@ -192,16 +277,18 @@ class Groups:
     @property
     def _second_end(self) -> torch.Tensor:
         """`(G, 1, 1)` where the second longest completion ends, 0 with N = 1."""
-        if self._num_generations == 1:
-            return torch.zeros_like(self._ends)
-        return self._ends.topk(2, dim=1).values[:, 1:]
+        return _second_largest(self._ends)
 
     @property
     def _positions(self) -> torch.Tensor:
         return torch.arange(self._mask.size(1), device=self._mask.device)
 
-    def _grouped(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows.reshape(-1, self._num_generations, rows.size(1))
+
+def _second_largest(values: torch.Tensor) -> torch.Tensor:
+    """`(G, N, 1)` -> `(G, 1, 1)` of each group, 0 with N = 1."""
+    if values.size(1) == 1:
+        return torch.zeros_like(values)
+    return values.topk(2, dim=1).values[:, 1:]
 
 
 def _sum_of_group(x: torch.Tensor, own_left_out: bool) -> torch.Tensor:

@@ -2,12 +2,12 @@
 
 import torch
 
-from .groups import LEAST_WEIGHT, Groups
+from .groups import LEAST_WEIGHT, Completions
 from .registry import built_in
 
 
-@built_in(per_token=False, uses_energy=True, leaves_one_out=True, across_prompts=True)
-def ogb_pooled(group: Groups) -> torch.Tensor:
+@built_in(per_token=False, uses_energy=True, leaves_one_out=True, across_prompts=True, totals_only=True, unbiased=True)
+def ogb_pooled(group: Completions) -> torch.Tensor:
     """Per completion: the others' mean weighted by total energy W_T, pooled with that of the other prompts.
 
         B_i = (1 − λ) b_(−i) + λ m,   b_(−i) = Σ_{j≠i} W_{T,j} R_j / Σ_{j≠i} W_{T,j}
@@ -30,11 +30,11 @@ def ogb_pooled(group: Groups) -> torch.Tensor:
     forward is run. Use it for small N and 4 or more prompts per generation batch. Where energy marks success rather
     than mistakes, as in long games, `rloo_pooled` does as well.
     """
-    return _pooled(group, group.energy.sum(dim=-1, keepdim=True))
+    return _pooled(group, group.total_energy)
 
 
-@built_in(per_token=False, uses_energy=True, leaves_one_out=True, across_prompts=True)
-def ogb_pooled_damped(group: Groups) -> torch.Tensor:
+@built_in(per_token=False, uses_energy=True, leaves_one_out=True, across_prompts=True, totals_only=True)
+def ogb_pooled_damped(group: Completions) -> torch.Tensor:
     """Per completion: as `ogb_pooled`, its advantages damped by the completion's share of the group's energy.
 
         A_i = d_i² (R_i − B_i),   d_i = (1 − ω_i) N / (N − 1),   ω_i = W_{T,i} / Σ_j W_{T,j}
@@ -55,16 +55,17 @@ def ogb_pooled_damped(group: Groups) -> torch.Tensor:
 
     Use it in the place of `ogb_pooled` for N of 4 or more, where a small bias is fine.
     """
-    energy = group.energy.sum(dim=-1, keepdim=True)
-    weights = torch.add(energy, group.scorable, alpha=LEAST_WEIGHT)
+    weights = torch.add(group.total_energy, group.scorable, alpha=LEAST_WEIGHT)
     size = group.scorable.sum(dim=1, keepdim=True)
     of_others = 1 - weights / weights.sum(dim=1, keepdim=True).clamp(min=1e-38)
     damping = (of_others * size / (size - 1).clamp(min=1)).square()
-    return group.returns - damping * (group.returns - _pooled(group, energy))
+    return group.returns - damping * (group.returns - _pooled(group, group.total_energy))
 
 
-@built_in(per_token=False, uses_energy=False, leaves_one_out=True, across_prompts=True)
-def rloo_pooled(group: Groups) -> torch.Tensor:
+@built_in(
+    per_token=False, uses_energy=False, leaves_one_out=True, across_prompts=True, totals_only=True, unbiased=True
+)
+def rloo_pooled(group: Completions) -> torch.Tensor:
     """Per completion: the mean of the others' returns, pooled with that of the other prompts.
 
         B_i = (1 − λ) b_(−i) + λ m,   b_(−i) = Σ_{j≠i} R_j / (N − 1)
@@ -76,7 +77,7 @@ def rloo_pooled(group: Groups) -> torch.Tensor:
     return _pooled(group, torch.ones_like(group.returns))
 
 
-def _pooled(group: Groups, weights: torch.Tensor) -> torch.Tensor:
+def _pooled(group: Completions, weights: torch.Tensor) -> torch.Tensor:
     left_one_out = group.mean(weights, leave_one_out=True)
     share, target = partial_pooling(left_one_out, group.scorable)
     return left_one_out + share * (target - left_one_out)

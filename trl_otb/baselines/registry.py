@@ -5,10 +5,11 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 
-from .groups import ALIGNMENTS, Groups
+from .groups import ALIGNMENTS
 
 
 @dataclass(frozen=True)
@@ -32,18 +33,32 @@ class Baseline:
             Whether it leaves a completion's own return out by itself, so that the option has nothing to say.
         across_prompts (`bool`):
             Whether it compares prompts: then it is given those of a whole generation batch, of all processes.
+        totals_only (`bool`):
+            Whether the function gets [`~trl_otb.baselines.Completions`], a few numbers per completion, in the place of
+            tokens. Then only those travel where the completions that it compares lie on several processes.
+        unbiased (`bool` or `"leave_one_out"`):
+            Whether B never depends on the completion it is subtracted from, so that the gradient is unbiased: always
+            (`True`), where the option `leave_one_out` is set (`"leave_one_out"`), or never (`False`).
         built_in (`bool`):
             Whether it is one of this module's, whose results are not checked.
     """
 
     name: str
-    function: Callable[[Groups], torch.Tensor]
+    function: Callable[[Any], torch.Tensor]
     per_token: bool = True
     uses_energy: bool = True
     zero_tail: bool = False
     leaves_one_out: bool = False
     across_prompts: bool = False
+    totals_only: bool = False
+    unbiased: bool | Literal["leave_one_out"] = False
     built_in: bool = False
+
+    def is_unbiased(self, leave_one_out: bool = False, zero_tail: bool = True) -> bool:
+        """Whether the gradient is unbiased under these options."""
+        if leave_one_out and self.zero_tail and not zero_tail:
+            return False  # tokens that nobody is compared with are skipped
+        return self.unbiased is True or (leave_one_out and self.unbiased == "leave_one_out")
 
     @property
     def summary(self) -> str:
@@ -62,6 +77,8 @@ def register_baseline(
     zero_tail: bool = False,
     leaves_one_out: bool = False,
     across_prompts: bool = False,
+    totals_only: bool = False,
+    unbiased: bool | Literal["leave_one_out"] = False,
 ) -> Callable[[Callable], Callable]:
     """
     Register a baseline of your own, for `OTBGRPOConfig(baseline=name)` and [`compute_advantages`].
@@ -73,22 +90,22 @@ def register_baseline(
         return group.mean(group.energy)
     ```
 
-    The function gets [`Groups`]: `returns`, `energy` and `present`, each `(G, N, T)` or broadcastable to it, and
-    `mean(weights)`, which knows about leaving one out. It returns B, broadcastable to `(G, N, T)` and finite wherever
-    a completion is present. G counts the prompts at hand, of a rollout or of a micro-batch: do not mix them, unless
-    `across_prompts` asks for all of a generation batch.
+    The function gets [`~trl_otb.baselines.Groups`]: `returns`, `energy` and `present`, each `(G, N, T)` or
+    broadcastable to it, `total_energy` and `lengths`, and `mean(weights)`, which knows about leaving one out. It
+    returns B, broadcastable to `(G, N, T)` and finite wherever a completion is present. G counts the prompts at hand,
+    of a rollout or of a micro-batch: do not mix them, unless `across_prompts` asks for all of a generation batch.
 
     Args:
         name (`str`):
             Any name that no other baseline has. The same function may be registered again, as a notebook's cell does.
-        per_token, uses_energy, zero_tail, leaves_one_out, across_prompts (`bool`, *optional*):
-            See [`Baseline`].
+        per_token, uses_energy, zero_tail, leaves_one_out, across_prompts, totals_only, unbiased (*optional*):
+            See [`~trl_otb.baselines.Baseline`].
 
     Returns:
         `Callable`: a decorator that returns the function as it is.
 
     Raises:
-        ValueError: The name is taken, empty, or holds a colon.
+        ValueError: The name is taken, empty, or holds a colon; or flags contradict each other.
         TypeError: What is decorated is no function.
     """
     return _register(
@@ -98,12 +115,23 @@ def register_baseline(
         zero_tail=zero_tail,
         leaves_one_out=leaves_one_out,
         across_prompts=across_prompts,
+        totals_only=totals_only,
+        unbiased=unbiased,
     )
 
 
-def _register(name: str, **flags) -> Callable[[Callable], Callable]:
+def _register(name: str, **flags: Any) -> Callable[[Callable], Callable]:
     if not isinstance(name, str) or not name or ":" in name:
         raise ValueError(f"`name` is {name!r}: a baseline's name must be text that is not empty and holds no colon.")
+    if flags.get("totals_only") and flags.get("per_token", True):
+        raise ValueError(
+            f"The baseline {name!r} has `totals_only=True` and `per_token=True`: totals of completions give no "
+            "baseline per token. Set `per_token=False`, or leave `totals_only` out."
+        )
+    if flags.get("unbiased", False) not in (True, False, "leave_one_out"):
+        raise ValueError(
+            f"The baseline {name!r} has `unbiased={flags['unbiased']!r}`: it must be True, False or 'leave_one_out'."
+        )
 
     def register(function: Callable) -> Callable:
         if not callable(function):
@@ -120,10 +148,10 @@ def _register(name: str, **flags) -> Callable[[Callable], Callable]:
     return register
 
 
-def built_in(**flags) -> Callable[[Callable], Callable]:
+def built_in(**flags: Any) -> Callable[[Callable], Callable]:
     """Register one of this package's own baselines under its function's name."""
 
-    def register(function):
+    def register(function: Callable) -> Callable:
         return _register(function.__name__, built_in=True, **flags)(function)
 
     return register

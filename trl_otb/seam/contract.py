@@ -9,7 +9,7 @@ from trl import GRPOTrainer
 from ..project import trl_requirement
 
 
-def moved(what: str) -> ImportError:
+def incompatible_trl(what: str) -> ImportError:
     return ImportError(
         f"trl_otb relies on parts of TRL that have moved in trl {trl.__version__}: {what}. Install a version that was "
         f"tested: pip install '{trl_requirement()}'."
@@ -20,7 +20,7 @@ try:
     from trl.models import utils as trl_models
     from trl.trainer import utils as trl_utils
 except ImportError as error:
-    raise moved(str(error)) from error
+    raise incompatible_trl(str(error)) from error
 
 # The leading parameters of each method that is overridden or called, as the overrides use them.
 METHODS = {
@@ -120,7 +120,7 @@ def check_trl(attributes_of: GRPOTrainer | None = None) -> None:
     if attributes_of is not None:
         found += [f"`GRPOTrainer.{name}` is gone" for name in ATTRIBUTES if not hasattr(attributes_of, name)]
     if found:
-        raise moved("; ".join(found))
+        raise incompatible_trl("; ".join(found))
 
 
 def source_hashes() -> dict[str, str]:

@@ -2,11 +2,13 @@
 
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from ..energy import token_energy
 from .contract import trl_utils
@@ -41,7 +43,7 @@ class Forward:
 
 class EnergyHead:
     """
-    The fused LM head that GRPOTrainer gave the policy, made to compute log Σπ² too whenever somebody listens.
+    The fused LM head that GRPOTrainer gave the policy, made to compute log Σπ² too while forwards are recorded.
 
     GRPOTrainer asked its head for ("log_probs", "entropy"). A second head takes its place while a forward is recorded;
     elsewhere, and for plain forwards, everything is as GRPOTrainer left it.
@@ -50,10 +52,10 @@ class EnergyHead:
         ValueError: The LM head is quantized.
     """
 
-    def __init__(self, policy, temperature: float, cast_lm_head_to_fp32: bool):
+    def __init__(self, policy: PreTrainedModel, temperature: float, cast_lm_head_to_fp32: bool) -> None:
         _check_lm_head(policy)
-        self.listener: Callable[[Forward], None] | None = None
-        self._recording = False
+        self.on_forward: Callable[[Forward], None] | None = None
+        self._with_energies = False
         without = policy.forward
         trl_utils.add_fused_lm_head(
             policy,
@@ -64,36 +66,36 @@ class EnergyHead:
         with_energies = policy.forward
 
         @functools.wraps(type(policy).forward)  # `generate` validates its arguments against the signature
-        def forward(module, *args, **kwargs):
-            return (with_energies if self._recording else without)(*args, **kwargs)
+        def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+            return (with_energies if self._with_energies else without)(*args, **kwargs)
 
         policy.forward = types.MethodType(forward, policy)
 
     @contextmanager
-    def listening(self, listener: Callable[[Forward], None]):
-        """Within this context `listener` gets every forward that scores completions, as soon as it has run."""
-        self.listener = listener
+    def recording_forwards(self, on_forward: Callable[[Forward], None]) -> Iterator[None]:
+        """Within this context `on_forward` gets every forward that scores completions, as soon as it has run."""
+        self.on_forward = on_forward
         try:
             yield
         finally:
-            self.listener = None
+            self.on_forward = None
 
     @contextmanager
-    def recording(self, model: torch.nn.Module):
+    def energies_of_calls(self, model: torch.nn.Module) -> Iterator[list[torch.Tensor | None]]:
         """Within this context the calls of `model`, the policy in whatever wraps it, fill the list that is yielded."""
-        log_sum_sq_probs = []
+        log_sum_sq_probs: list[torch.Tensor | None] = []
         hook = model.register_forward_hook(
             lambda module, args, outputs: log_sum_sq_probs.append(outputs.log_sum_sq_probs)
         )
-        self._recording = True
+        self._with_energies = True
         try:
             yield log_sum_sq_probs
         finally:
-            self._recording = False
+            self._with_energies = False
             hook.remove()
 
 
-def _check_lm_head(model) -> None:
+def _check_lm_head(model: PreTrainedModel) -> None:
     """
     The fused head multiplies by the LM head's weight itself, and TRL does not notice if that holds packed numbers.
     """

@@ -8,11 +8,12 @@ from accelerate.utils import is_peft_model
 from trl import GRPOTrainer
 from trl.extras.profiling import profiling_decorator
 
-from ..baselines import assign_credit
+from ..baselines.advantages import assign_credit_by_totals
+from ..credit import advantages_of, own_rows, set_energies
 from ..energy import importance_weighted
 from ..rewards import RewardRecorder
-from ..rollout import Rollout, generated_mask
-from .contract import FORWARD_KWARGS, check_trl, moved, trl_models, trl_utils
+from ..rollout import Rollout, Rollouts, Rows, generated_mask
+from .contract import FORWARD_KWARGS, check_trl, incompatible_trl, trl_models, trl_utils
 from .gspo_token import ratios_per_token, spread_sequence_ratio
 from .head import EnergyHead, Forward
 from .recorded_rewards import recorded_rewards
@@ -27,10 +28,10 @@ ROWS = "rows_of_rollout"  # the one key that micro-batches carry for us
 class EnergyGRPOTrainer(CollectiveToolLoop):
     """A [`~trl.GRPOTrainer`] whose policy forwards yield energies and whose advantages a subclass forms."""
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         check_trl()
-        self.rollouts: dict[str, Rollout] = {}  # the last one of each mode, "train" and "eval"
-        self.deals_groups = False  # whether rows are shuffled group by group though their advantages are known
+        self.rollouts: dict[str, Rollout] = Rollouts()  # the last one of each mode, "train" and "eval"
+        self.keeps_groups_together = False  # whether rows are shuffled by groups though their advantages are known
         super().__init__(*args, **kwargs)
         check_trl(self)
         policy = self.model.get_base_model() if is_peft_model(self.model) else self.model
@@ -43,7 +44,7 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
         [`score_rows`], in which case rows are shuffled group by group."""
         raise NotImplementedError
 
-    def score_rows(self, rollout: Rollout, rows: torch.Tensor) -> None:
+    def score_rows(self, rollout: Rollout, rows: Rows) -> None:
         """Called in the loss, between the policy's forward and the first use of the advantages, with the rows of a
         micro-batch that have just got their energies, until all of the rollout's rows are measured."""
         raise NotImplementedError
@@ -64,10 +65,6 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
         """N in the current mode."""
         return self.num_generations if self.model.training else self.num_generations_eval
 
-    def own_rows(self, rows: int) -> slice:
-        """Where this process's `rows` rows stand among those of all processes."""
-        return slice(self.accelerator.process_index * rows, (self.accelerator.process_index + 1) * rows)
-
     def micro_batch_holds_groups(self, rollout: Rollout) -> bool:
         """Whether rows can be dealt to micro-batches such that each micro-batch holds whole groups."""
         micro_batches = self.args.steps_per_generation if self.model.training else 1
@@ -77,9 +74,9 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
     def extra_forward(self, batch: dict[str, Any]) -> Forward:
         """A forward over `batch` under the current policy, without gradient."""
         forwards: list[Forward] = []
-        listening = self._energy_head.listening(forwards.append)
+        recording = self._energy_head.recording_forwards(forwards.append)
         checkpointing = self.args.gradient_checkpointing_kwargs
-        with listening, trl_models.disable_gradient_checkpointing(self.model, checkpointing):
+        with recording, trl_models.disable_gradient_checkpointing(self.model, checkpointing):
             self._get_per_token_logps_and_entropies(
                 self.model,
                 torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
@@ -106,21 +103,36 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
 
     # Overrides
 
-    def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
-        listener = self._energy_head.listener
-        if listener is None:
+    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        on_forward = self._energy_head.on_forward
+        if on_forward is None:
             return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
-        with self._energy_head.recording(model) as log_sum_sq_probs:
+        with self._energy_head.energies_of_calls(model) as log_sum_sq_probs:
             result = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
-        listener(Forward(result[0], log_sum_sq_probs))
+        on_forward(Forward(result[0], log_sum_sq_probs))
         return result
 
-    def _generate_and_score_completions(self, inputs):
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        rollout, batch = self.collect(inputs)
+        self.rollouts[self.mode] = rollout
+        self.score_rollout(rollout, batch)
+        batch[ROWS] = torch.arange(len(rollout), device=rollout.mask.device)
+        if rollout.advantages is None:
+            del batch["advantages"]  # TRL's own: if nothing takes their place, the loss must not go on with them
+        else:
+            batch["advantages"] = advantages_of(rollout)
+        return batch
+
+    def collect(self, inputs: list[dict[str, Any]]) -> tuple[Rollout, dict[str, Any]]:
+        """
+        Completions of `inputs`, one per row, with their rewards and, if TRL ran a forward without gradient, their
+        energies; and the batch that TRL made of them.
+        """
         forwards: list[Forward] = []
-        with self._energy_head.listening(forwards.append), recorded_rewards(self) as recorders:
+        with self._energy_head.recording_forwards(forwards.append), recorded_rewards(self) as recorders:
             batch = super()._generate_and_score_completions(inputs)
         if not recorders:
-            raise moved("rewards no longer come from `GRPOTrainer._calculate_rewards`")
+            raise incompatible_trl("rewards no longer come from `GRPOTrainer._calculate_rewards`")
         recorder = recorders[-1]
         returns = weigh_rewards(
             recorder.rewards_per_func,
@@ -134,18 +146,11 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
         rollout = self._rollout_of(batch, returns, recorder)
         if (forward := _forward_of(batch, forwards)) is not None:
             energy = importance_weighted(forward.energy(), batch.get("importance_sampling_ratio"))
-            rollout.hear(rollout.rows, energy, forward.logps)
-        self.rollouts[self.mode] = rollout
-        self.score_rollout(rollout, batch)
-        batch[ROWS] = rollout.rows
-        if rollout.advantages is None:
-            del batch["advantages"]  # TRL's own: if nothing takes their place, the loss must not go on with them
-        else:
-            batch["advantages"] = rollout.advantages_of(rollout.rows)
-        return batch
+            set_energies(rollout, energy, forward.logps)
+        return rollout, batch
 
     @profiling_decorator
-    def _prepare_inputs(self, generation_batch):
+    def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         # The parent's method with one change: rows are shuffled group by group if their advantages are still to come.
         if not self.model.training:
             return super()._prepare_inputs(generation_batch)
@@ -153,7 +158,7 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
         if self._step % generate_every == 0 or self._buffered_inputs is None:
             batch = self._generate_and_score_completions(generation_batch)
             batch = trl_utils.split_pixel_values_by_grid(batch)
-            if self.deals_groups or "advantages" not in batch:
+            if self.keeps_groups_together or "advantages" not in batch:
                 batch = shuffle_groups(batch, self.num_generations)
             else:
                 batch = trl_utils.shuffle_sequence_dict(batch)
@@ -161,7 +166,7 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
             self._buffered_inputs = [trl_utils.unsplit_pixel_values_by_grid(x) for x in micro_batches]
         return self._buffered_inputs[self._step % self.args.steps_per_generation]
 
-    def _compute_loss(self, model, inputs):
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         if self.importance_sampling_level == "sequence" and self.credits_tokens:
             inputs, spread = dict(inputs), True  # a copy: the micro-batch is used again
         else:
@@ -177,22 +182,22 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
                 spread_sequence_ratio(inputs, forward.logps)
 
         try:
-            with self._energy_head.listening(on_forward), ratios_per_token(self) if spread else nullcontext():
+            with self._energy_head.recording_forwards(on_forward), ratios_per_token(self) if spread else nullcontext():
                 loss = super()._compute_loss(model, inputs)
         except KeyError as error:
             if error.args != ("advantages",):
                 raise
-            raise moved("the loss reads the advantages before the policy's forward has run") from error
+            raise incompatible_trl("the loss reads the advantages before the policy's forward has run") from error
         if 0 < unmeasured == rollout.unmeasured:
-            raise moved("the loss no longer runs the policy's forward, so that it has no energies")
+            raise incompatible_trl("the loss no longer runs the policy's forward, so that it has no energies")
         return loss
 
     def _score_micro_batch(self, inputs: dict[str, Any], forward: Forward) -> None:
         rollout, rows = self.rollouts[self.mode], inputs[ROWS]
-        rollout.hear(rows, forward.energy(), forward.logps)
+        set_energies(rollout, forward.energy(), forward.logps, rows)
         with torch.no_grad():
             self.score_rows(rollout, rows)
-        inputs["advantages"] = rollout.advantages_of(rows)
+        inputs["advantages"] = advantages_of(rollout, rows)
 
     # Both judge a whole completion by the sign of its advantage: give them one advantage per completion.
 
@@ -216,7 +221,7 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
 
     def _rollout_of(self, batch: dict[str, Any], returns: Returns, recorder: RewardRecorder) -> Rollout:
         mask = generated_mask(batch)
-        own = self.own_rows(len(mask))
+        own = own_rows(self.accelerator, len(mask))
         rewards = returns.returns[own]
         credited = torch.tensor([bool(recorder)], device=rewards.device)
         if self.accelerator.gather(credited).any():
@@ -227,15 +232,15 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
 
     def _check_group_mean(self, advantages: torch.Tensor, returns: Returns) -> None:
         """Compare `advantages`, TRL's own of this process, with the group mean's formed from what was intercepted."""
-        every = torch.ones(len(returns.returns), 1, device=advantages.device)
-        ours = assign_credit(returns.returns, every, every, self.generations, baseline="group_mean").advantages
-        own = self.own_rows(len(advantages))
+        nothing = torch.zeros_like(returns.returns)
+        ours = assign_credit_by_totals(returns.returns, nothing, nothing, self.generations).advantages
+        own = own_rows(self.accelerator, len(advantages))
         expected = (ours.squeeze(1) / returns.scale)[own].nan_to_num(nan=0.0)
         difference = (expected - advantages) * returns.scale[own]
         rounding = 1e-5 * (1 + returns.returns.abs().nan_to_num(nan=0.0).max())
         if (difference.abs() > rounding).any():
             row = difference.abs().argmax().item()
-            raise moved(
+            raise incompatible_trl(
                 "how GRPOTrainer forms its advantages: for completion "
                 f"{row} of the first rollout it has {advantages[row].item():.6g}, and the rewards, weights and scale "
                 f"that trl_otb relies on give {expected[row].item():.6g}"
@@ -255,7 +260,7 @@ def _forward_of(batch: dict[str, Any], forwards: list[Forward]) -> Forward | Non
     for forward in forwards:
         if forward.logps is logps:
             return forward
-    raise moved("the old log-probs of the rollout are not those that any forward of the policy returned")
+    raise incompatible_trl("the old log-probs of the rollout are not those that any forward of the policy returned")
 
 
 def _completion_advantage(advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

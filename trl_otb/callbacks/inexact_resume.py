@@ -1,5 +1,9 @@
+"""A notice that a run which is resumed from a checkpoint will differ from one that was not interrupted."""
+
+from typing import Any
+
 from accelerate.logging import get_logger
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 
 logger = get_logger(__name__)
@@ -14,26 +18,28 @@ class InexactResumeNotice(TrainerCallback):
     never interrupted; nothing is lost.
     """
 
-    def __init__(self):
-        self._said = False
+    def __init__(self) -> None:
+        self._warned = False
 
-    def on_train_begin(self, args, state, control, **kwargs):
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if _inside_buffer(args, state.global_step):
             logger.warning(
                 f"Resuming at step {state.global_step}, inside a generation buffer: new completions take the place of "
                 "those that were left in it, so this run will differ from one that was not interrupted."
             )
         elif args.save_strategy == "steps" and _inside_buffer(args, state.save_steps):
-            self._say(args, f"`save_steps` is {state.save_steps}: some checkpoints will lie")
+            self._warn_once(args, f"`save_steps` is {state.save_steps}: some checkpoints will lie")
 
-    def on_save(self, args, state, control, **kwargs):
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if _inside_buffer(args, state.global_step) and state.global_step < state.max_steps:
-            self._say(args, f"The checkpoint of step {state.global_step} lies")
+            self._warn_once(args, f"The checkpoint of step {state.global_step} lies")
 
-    def _say(self, args, what: str) -> None:
-        if self._said:
+    def _warn_once(self, args: Any, what: str) -> None:
+        if self._warned:
             return
-        self._said = True
+        self._warned = True
         steps = args.steps_per_generation * args.num_iterations / args.gradient_accumulation_steps
         logger.warning(
             f"{what} inside a generation buffer, which TRL does not save: a run resumed from there will differ "
@@ -41,5 +47,5 @@ class InexactResumeNotice(TrainerCallback):
         )
 
 
-def _inside_buffer(args, step: int) -> bool:
+def _inside_buffer(args: Any, step: int) -> bool:
     return step * args.gradient_accumulation_steps % (args.steps_per_generation * args.num_iterations) != 0

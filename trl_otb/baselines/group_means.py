@@ -1,15 +1,12 @@
-"""The built-in baselines.
-
-Each is a weighted mean of the group's returns, B = Σ_i ω_i G_i / Σ_i ω_i; they differ in the weight ω.
-"""
+"""Baselines that are a weighted mean of their group's returns, B = Σ_i ω_i G_i / Σ_i ω_i, and none at all."""
 
 import torch
 
-from .groups import Groups
+from .groups import Completions, Groups
 from .registry import built_in
 
 
-@built_in(per_token=True, uses_energy=True, zero_tail=True)
+@built_in(per_token=True, uses_energy=True, zero_tail=True, unbiased="leave_one_out")
 def otb(group: Groups) -> torch.Tensor:
     """Per token: the mean weighted by the energy that each completion has realized up to that token.
 
@@ -34,7 +31,7 @@ def otb(group: Groups) -> torch.Tensor:
     return group.mean(group.energy.cumsum(-1) * group.present)
 
 
-@built_in(per_token=True, uses_energy=True)
+@built_in(per_token=True, uses_energy=True, unbiased="leave_one_out")
 def otb_shrunk(group: Groups, kappa: float = 2.0) -> torch.Tensor:
     """Per token: weights W_T + κ w_t, a baseline per token shrunk towards `ogb`, for small groups.
 
@@ -56,13 +53,12 @@ def otb_shrunk(group: Groups, kappa: float = 2.0) -> torch.Tensor:
     Use it for N of 4 or 8 and few prompts per generation batch; with 4 or more, `ogb_pooled_damped` was more efficient
     in recipes/studies. Where the gradient must be unbiased use `ogb_pooled`, `rloo`, or `ogb` with `leave_one_out`.
     """
-    total = group.energy.cumsum(-1)[..., -1:]
     # 1e-20: where nobody has energy, ended completions weigh as much as others
-    return group.mean(total + kappa * group.energy + 1e-20)
+    return group.mean(group.total_energy + kappa * group.energy + 1e-20)
 
 
-@built_in(per_token=False, uses_energy=True)
-def ogb(group: Groups) -> torch.Tensor:
+@built_in(per_token=False, uses_energy=True, totals_only=True, unbiased="leave_one_out")
+def ogb(group: Completions) -> torch.Tensor:
     """Per completion: the mean weighted by total energy W_T.
 
         B = Σ_i W_{T,i} R_i / Σ_i W_{T,i}
@@ -75,11 +71,11 @@ def ogb(group: Groups) -> torch.Tensor:
 
     Use it where rewards come at the end and `otb`'s baselines per token rest on too few completions.
     """
-    return group.mean(group.energy.cumsum(-1)[..., -1:])
+    return group.mean(group.total_energy)
 
 
-@built_in(per_token=False, uses_energy=False)
-def opo(group: Groups) -> torch.Tensor:
+@built_in(per_token=False, uses_energy=False, totals_only=True, unbiased="leave_one_out")
+def opo(group: Completions) -> torch.Tensor:
     """Per completion: the mean weighted by length, in generated tokens.
 
         B = Σ_i T_i R_i / Σ_i T_i
@@ -88,11 +84,11 @@ def opo(group: Groups) -> torch.Tensor:
     Biased for finite N by the completion's own weight; `leave_one_out` removes that. Equal lengths reduce it to
     `group_mean`. Where long completions are the careful ones, it is noisier than the group mean.
     """
-    return group.mean(group.present.sum(-1, keepdim=True))
+    return group.mean(group.lengths)
 
 
-@built_in(per_token=False, uses_energy=False, leaves_one_out=True)
-def rloo(group: Groups) -> torch.Tensor:
+@built_in(per_token=False, uses_energy=False, leaves_one_out=True, totals_only=True, unbiased=True)
+def rloo(group: Completions) -> torch.Tensor:
     """Per completion: the mean of the other completions' returns.
 
         B_i = Σ_{j≠i} R_j / (N − 1)
@@ -103,8 +99,8 @@ def rloo(group: Groups) -> torch.Tensor:
     return group.mean(torch.ones_like(group.returns), leave_one_out=True)
 
 
-@built_in(per_token=False, uses_energy=False)
-def group_mean(group: Groups) -> torch.Tensor:
+@built_in(per_token=False, uses_energy=False, totals_only=True, unbiased="leave_one_out")
+def group_mean(group: Completions) -> torch.Tensor:
     """Per completion: the mean of the group's returns, GRPO's own baseline.
 
         B = Σ_i R_i / N
@@ -113,3 +109,15 @@ def group_mean(group: Groups) -> torch.Tensor:
     (N−1)/N only. Under it a run has GRPOTrainer's weights to the bit.
     """
     return group.mean(torch.ones_like(group.returns))
+
+
+@built_in(per_token=False, uses_energy=False, leaves_one_out=True, totals_only=True, unbiased=True)
+def none(group: Completions) -> torch.Tensor:
+    """Per completion: nothing.
+
+        B = 0
+
+    REINFORCE (Williams, 1992), A = G. Unbiased. As a control: what a baseline must beat where rewards are of one sign
+    and most tokens of a right completion are sure.
+    """
+    return torch.zeros_like(group.returns)

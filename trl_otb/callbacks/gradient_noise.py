@@ -1,10 +1,12 @@
 """How noisy is the gradient that a run uses? The gradient noise scale, measured from micro-batches and processes."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 
 logger = get_logger(__name__)
@@ -46,9 +48,9 @@ class GradientNoiseCallback(TrainerCallback):
     Logs the noise scale of the gradient that a run uses, for [`OTBGRPOTrainer`] and [`~trl.GRPOTrainer`].
 
     The completions of a prompt share a baseline, so the independent unit is the prompt, and the parts of a batch that
-    are compared must hold whole groups: the micro-batches of an accumulation where rows are dealt to them by groups,
-    as [`OTBGRPOTrainer`] does for this callback; else the processes of a data-parallel run. Where neither is to be
-    had, one warning says why.
+    are compared must hold whole groups: the micro-batches of an accumulation where rows are shuffled group by group,
+    as [`OTBGRPOTrainer`] does for this callback; else the processes of a data-parallel run. Where there are neither,
+    one warning says why.
 
     Logged, from exponential averages of noise and signal, with the gradients before clipping:
 
@@ -67,15 +69,16 @@ class GradientNoiseCallback(TrainerCallback):
         ValueError: `decay` is out of range.
     """
 
-    def __init__(self, decay: float = 0.9):
+    def __init__(self, decay: float = 0.9) -> None:
         if not 0 <= decay < 1:
             raise ValueError(f"`decay` is {decay}: it must be at least 0 and below 1.")
         self.decay = decay
-        self.add_metrics = None  # set by OTBGRPOTrainer, whose log then holds the values
-        self.deals_groups = False  # set by OTBGRPOTrainer
+        # Both set by OTBGRPOTrainer, whose log then holds the values
+        self.add_metrics: Callable[[dict[str, float]], None] | None = None
+        self.keeps_groups_together = False
         self._averages = torch.zeros(3, dtype=torch.float64)  # of noise, signal, and 1, each from 0
-        self._hooks = []
-        self._step: _Step | None = None
+        self._hooks: list[Any] = []
+        self._step: _StepGradients | None = None
 
     @property
     def scale(self) -> float | None:
@@ -83,29 +86,33 @@ class GradientNoiseCallback(TrainerCallback):
         noise, signal, weight = self._averages.tolist()
         return noise / signal if weight > 0 and signal > 0 else None
 
-    def on_train_begin(self, args, state, control, model=None, **kwargs):
-        self._forget_hooks()  # of a run that broke off
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+    ) -> None:
+        self._remove_hooks()  # of a run that broke off
         self._averages = torch.zeros(3, dtype=torch.float64)
         processes, accumulated = args.world_size, args.gradient_accumulation_steps
         reason = self._why_not(args, processes, accumulated)
         if reason is not None:
-            logger.warning(f"The gradient noise scale cannot be had: {reason}.")
+            logger.warning(f"The gradient noise scale cannot be measured: {reason}.")
             return
-        self._step = _Step(args, by_micro_batch=self.deals_groups and accumulated > 1)
+        self._step = _StepGradients(args, by_micro_batch=self.keeps_groups_together and accumulated > 1)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._step.witness = min(trained, key=torch.Tensor.numel)
+        self._step.clipped_parameter = min(trained, key=torch.Tensor.numel)
         for parameter in trained:
-            self._hooks.append(parameter.register_hook(self._step.hear_part))
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(self._step.hear_total))
+            self._hooks.append(parameter.register_hook(self._step.add_micro_batch))
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(self._step.add_accumulated))
 
-    def on_train_end(self, args, state, control, **kwargs):
-        self._forget_hooks()
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._remove_hooks()
 
-    def _forget_hooks(self) -> None:
+    def _remove_hooks(self) -> None:
         while self._hooks:
             self._hooks.pop().remove()
 
-    def _why_not(self, args, processes: int, accumulated: int) -> str | None:
+    def _why_not(self, args: Any, processes: int, accumulated: int) -> str | None:
         if args.deepspeed_plugin is not None or getattr(args, "fsdp_plugin_args", None):
             return "DeepSpeed and FSDP hold gradients in partitions"
         if args.fp16:
@@ -113,7 +120,7 @@ class GradientNoiseCallback(TrainerCallback):
         per_process = args.per_device_train_batch_size * accumulated
         if processes > 1 and per_process % args.num_generations == 0:
             return None
-        if self.deals_groups and accumulated > 1:
+        if self.keeps_groups_together and accumulated > 1:
             return None
         if accumulated == 1 and processes == 1:
             return "a step has one micro-batch. Set `gradient_accumulation_steps` to 2 or more, at equal batch size"
@@ -124,11 +131,15 @@ class GradientNoiseCallback(TrainerCallback):
             "a multiple of `num_generations`, or several processes"
         )
 
-    def on_substep_end(self, args, state, control, **kwargs):
+    def on_substep_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if self._step is not None:
             self._step.next_micro_batch()
 
-    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+    ) -> None:
         if self._step is None:
             return
         squares = self._step.finish(model)
@@ -140,7 +151,14 @@ class GradientNoiseCallback(TrainerCallback):
         if self.add_metrics is not None:
             self.add_metrics(self._values())
 
-    def on_log(self, args, state, control, logs=None, **kwargs):
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
         if self.add_metrics is None and logs is not None and "loss" in logs:
             logs.update(self._values())
             state.log_history[-1].update(self._values())
@@ -152,7 +170,7 @@ class GradientNoiseCallback(TrainerCallback):
         return {"noise/scale": self.scale, "noise/batch_over_scale": prompts / self.scale}
 
 
-class _Step:
+class _StepGradients:
     """
     The gradients of one optimizer step as backward passes yield them: sums of squares, nothing else.
 
@@ -163,34 +181,34 @@ class _Step:
             Whether the parts are the micro-batches of each process, or the processes.
     """
 
-    def __init__(self, args, by_micro_batch: bool):
+    def __init__(self, args: Any, by_micro_batch: bool) -> None:
         self.processes, self.accumulated = args.world_size, args.gradient_accumulation_steps
         self.by_micro_batch = by_micro_batch
         self.parts = self.processes * (self.accumulated if by_micro_batch else 1)
         rows_per_part = args.per_device_train_batch_size * (1 if by_micro_batch else self.accumulated)
         self.prompts_per_part = rows_per_part / args.num_generations
-        self.witness: torch.nn.Parameter | None = None  # a small parameter, on which clipping shows
+        self.clipped_parameter: torch.nn.Parameter | None = None  # a small one, which tells how far all were clipped
         self._device = args.device
         self._begin()
 
     def _begin(self) -> None:
         self._micro_batch = 0
         self._parts, self._total = (torch.zeros((), device=self._device) for _ in range(2))
-        self._witness_before: torch.Tensor | None = None
+        self._before_clipping: torch.Tensor | None = None
 
-    def hear_part(self, gradient: torch.Tensor) -> None:
+    def add_micro_batch(self, gradient: torch.Tensor) -> None:
         """A parameter's gradient of one micro-batch, before it is added to the others'."""
         if self.by_micro_batch:
             norm = norm_of(gradient)
             self._parts.addcmul_(norm, norm)
 
-    def hear_total(self, parameter: torch.nn.Parameter) -> None:
+    def add_accumulated(self, parameter: torch.nn.Parameter) -> None:
         """A parameter whose `grad` holds the sum of this process's micro-batches so far."""
         if self._micro_batch == self.accumulated - 1:
             norm = norm_of(parameter.grad)
             self._total.addcmul_(norm, norm)
-            if parameter is self.witness:
-                self._witness_before = parameter.grad.detach().float().clone()
+            if parameter is self.clipped_parameter:
+                self._before_clipping = parameter.grad.detach().float().clone()
 
     def next_micro_batch(self) -> None:
         self._micro_batch += 1
@@ -213,16 +231,16 @@ class _Step:
         ‖G‖² over all processes, from the gradients after clipping and the factor that clipping has left on one of
         them.
         """
-        before = self._witness_before
-        before = torch.zeros_like(self.witness, dtype=torch.float32) if before is None else before
+        before = self._before_clipping
+        before = torch.zeros_like(self.clipped_parameter, dtype=torch.float32) if before is None else before
         torch.distributed.all_reduce(before)
         before /= self.processes
-        heard = [p for p in model.parameters() if p.grad is not None]
-        clipped = sum(norm_of(p.grad).square() for p in heard)
-        if self.witness.grad is None or before.count_nonzero() == 0:
-            # This step is lost; the next has a better witness.
-            told = [p for p in heard if p.grad.count_nonzero() > 0]  # the same on all processes
-            self.witness = min(told, key=torch.Tensor.numel, default=self.witness)
+        with_gradient = [p for p in model.parameters() if p.grad is not None]
+        clipped = sum(norm_of(p.grad).square() for p in with_gradient)
+        if self.clipped_parameter.grad is None or before.count_nonzero() == 0:
+            # This step is lost; the next looks at a better parameter.
+            candidates = [p for p in with_gradient if p.grad.count_nonzero() > 0]  # the same on all processes
+            self.clipped_parameter = min(candidates, key=torch.Tensor.numel, default=self.clipped_parameter)
             return torch.full((), torch.nan)
-        factor = (before * self.witness.grad.float()).sum() / before.square().sum()
+        factor = (before * self.clipped_parameter.grad.float()).sum() / before.square().sum()
         return clipped / factor.square()

@@ -1,0 +1,175 @@
+"""From a rollout's energies to its advantages and statistics: functions of the record, in the order of use."""
+
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from .baselines import assign_credit, find_baseline
+from .baselines.advantages import assign_credit_by_totals, rows_compared, totals_of_tokens
+from .baselines.groups import completion_returns, scorable_rows
+from .blocks import by_blocks
+from .metrics import completion_statistics
+from .rollout import EVERY_ROW, Rollout, Rows, store
+
+
+def set_energies(
+    rollout: Rollout, energy: torch.Tensor, logps: torch.Tensor | None = None, rows: Rows = EVERY_ROW
+) -> None:
+    """Store what a forward over `rows` yielded: `energy`, ρ_t² w_t, and `logps`, log π(y_t), each `(b, T)`."""
+    store(rollout, "energy", energy, rows)
+    if logps is not None:
+        store(rollout, "logps", logps.detach(), rows)
+
+
+def credit(rollout: Rollout, rows: Rows = EVERY_ROW, accelerator: Accelerator | None = None, **options: Any) -> None:
+    """
+    Form baselines and advantages, and those of the group mean for comparison.
+
+    Args:
+        rollout ([`Rollout`]):
+            With the energies of `rows`, if the baseline reads energies.
+        rows (`Rows`, *optional*):
+            Whole groups and, if the baseline compares prompts, all. By default every row.
+        accelerator (`Accelerator`, *optional*):
+            Given where rows that are compared lie on several of its processes, all of which must call. What travels is
+            what the baseline needs: three numbers per completion if it reads totals only; else the tokens of groups
+            that lie on several processes or, if it compares prompts, of all.
+        options:
+            `baseline`, `alignment`, `zero_tail` and `leave_one_out`, as in [`~trl_otb.baselines.compute_advantages`].
+    """
+    rule, n = find_baseline(options["baseline"]), rollout.num_generations
+    scale = _scale(rollout, rows)
+    totals = _totals(rollout, rows, with_energy=rule.totals_only)
+    every = totals if accelerator is None else accelerator.gather(totals)
+    own = slice(None) if accelerator is None else own_rows(accelerator, len(rollout))
+
+    of_group_mean = assign_credit_by_totals(*every.unbind(dim=1), n, baseline="group_mean")
+    store(rollout, "group_mean_advantages", of_group_mean.advantages[own] / scale, rows)
+    if rule.totals_only:
+        options = {"baseline": options["baseline"], "leave_one_out": options["leave_one_out"]}
+        found = assign_credit_by_totals(*every.unbind(dim=1), n, **options)
+        advantages, returns, lone_tail_tokens = (values[own] for values in found)
+        _store_credit(rollout, (advantages / scale, returns - advantages, lone_tail_tokens), rows)
+        return
+    if accelerator is not None:
+        shared = shared_rows(len(rollout), n, accelerator.num_processes, whole_batch=rule.across_prompts)
+        _credit_shared_rows(rollout, shared, accelerator, options)
+        rows = _stretch(~shared[own])
+        if rows.start == rows.stop:
+            return
+    energy = None if rollout.energy is None else rollout.energy[rows]
+    scale = _scale(rollout, rows)
+    _store_credit(rollout, _credit_tokens(rollout.rewards[rows], energy, rollout.mask[rows], scale, n, options), rows)
+
+
+def measure(rollout: Rollout, rows: Rows = EVERY_ROW) -> None:
+    """Record the statistics of `rows`, once they have energies and advantages."""
+    names = ("energy", "mask", "advantages", "group_mean_advantages", "baselines", "lone_tail_tokens")
+    inputs = {name: getattr(rollout, name)[rows] for name in names}
+    statistics = completion_statistics(**inputs, scorable=scorable_rows(rollout.rewards[rows]))
+    store(rollout, "statistics", statistics, rows)
+    rollout.unmeasured -= len(statistics)
+
+
+def advantages_of(rollout: Rollout, rows: Rows = EVERY_ROW) -> torch.Tensor:
+    """`(b, T)`, or `(b,)` under a baseline per completion, as GRPOTrainer has it."""
+    if rollout.advantages is None:
+        raise ValueError("The rollout has no advantages yet: call `credit` first.")
+    advantages = rollout.advantages[rows]
+    return advantages.squeeze(1) if advantages.size(1) == 1 else advantages
+
+
+def own_rows(accelerator: Accelerator, rows: int) -> slice:
+    """Where this process's `rows` rows stand among those of all processes."""
+    return slice(accelerator.process_index * rows, (accelerator.process_index + 1) * rows)
+
+
+def shared_rows(rows: int, num_generations: int, processes: int, whole_batch: bool = False) -> torch.Tensor:
+    """`(processes × rows,)` bool: whose group lies on several processes; with `whole_batch`, every row."""
+    if whole_batch:
+        return torch.ones(processes * rows, dtype=torch.bool)
+    process = torch.arange(processes * rows).view(-1, num_generations) // rows
+    return (process[:, :1] != process[:, -1:]).repeat_interleave(num_generations)
+
+
+def _credit_shared_rows(
+    rollout: Rollout, shared: torch.Tensor, accelerator: Accelerator, options: dict[str, Any]
+) -> None:
+    """Credit the rows whose groups lie on several processes: each process sends its own and credits their groups."""
+    n, rows, device = rollout.num_generations, len(rollout), rollout.mask.device
+    by_process = shared.view(-1, rows)
+    most = int(by_process.sum(dim=1).max())  # rows that a process sends, the same of all
+    if most == 0:
+        return
+    mine = torch.zeros_like(by_process)
+    mine[accelerator.process_index] = by_process[accelerator.process_index]
+    # Groups that a row of this process is in; all, where prompts are compared
+    whole_batch = bool(shared.all())
+    needed = shared & (mine.view(-1, n).any(dim=1).repeat_interleave(n) | whole_batch)
+    process = torch.arange(len(shared)) // rows
+    place = (process * most + by_process.long().cumsum(dim=1).flatten() - 1)[needed].to(device)
+    sent = mine[accelerator.process_index].nonzero().squeeze(1).to(device)
+
+    def exchange(values: torch.Tensor, padding: float) -> torch.Tensor:
+        values = torch.nn.functional.pad(
+            values[sent], (0, 0) * (values.dim() - 1) + (0, most - len(sent)), value=padding
+        )
+        if values.dim() == 2:
+            values = accelerator.pad_across_processes(values, dim=1, pad_index=padding)
+        return accelerator.gather(values)[place]
+
+    # No energy is negative, so one tensor carries both energies and mask
+    energy = torch.zeros_like(rollout.mask, dtype=torch.float32) if rollout.energy is None else rollout.energy
+    energy = exchange(energy.masked_fill(rollout.mask == 0, -1.0), -1.0)
+    rewards = exchange(rollout.rewards.float(), 0.0)
+    if len(sent) == 0:
+        return
+    scale = torch.ones(len(energy), 1, device=device)
+    own = mine.flatten()[needed].to(device)
+    scale[own] = _scale(rollout, sent)
+    found = _credit_tokens(rewards, energy.clamp(min=0), (energy >= 0).long(), scale, n, options)
+    _store_credit(rollout, tuple(values[own][:, : rollout.mask.size(1)] for values in found), sent)
+
+
+def _credit_tokens(
+    rewards: torch.Tensor,
+    energy: torch.Tensor | None,
+    mask: torch.Tensor,
+    scale: torch.Tensor,
+    num_generations: int,
+    options: dict[str, Any],
+) -> tuple[torch.Tensor, ...]:
+    """Advantages over `scale`, baselines, and tokens on the lone tail, of whole groups."""
+
+    def of_block(block: slice) -> tuple[torch.Tensor, ...]:
+        w = torch.zeros_like(mask[block], dtype=torch.float32) if energy is None else energy[block]
+        found = assign_credit(rewards[block], w, mask[block], num_generations, **options)
+        return found.advantages / scale[block], found.returns - found.advantages, found.lone_tail_tokens
+
+    rows_together = rows_compared(find_baseline(options["baseline"]), len(mask), num_generations)
+    return by_blocks(of_block, mask, rows_together)
+
+
+def _totals(rollout: Rollout, rows: Rows, with_energy: bool) -> torch.Tensor:
+    """`(b, 3)` return, W_T and generated tokens of each completion."""
+    mask = rollout.mask[rows]
+    energy = rollout.energy[rows] if with_energy and rollout.energy is not None else None
+    totals = by_blocks(lambda block: totals_of_tokens(None if energy is None else energy[block], mask[block]), mask)
+    return torch.stack([completion_returns(rollout.rewards[rows]), *totals], dim=1)
+
+
+def _scale(rollout: Rollout, rows: Rows) -> torch.Tensor:
+    """`(b, 1)`; infinite where a group is too small for a standard deviation: no signal, as in TRL."""
+    return rollout.scale[rows].nan_to_num(nan=torch.inf).unsqueeze(1)
+
+
+def _store_credit(rollout: Rollout, found: tuple[torch.Tensor, ...], rows: Rows) -> None:
+    for name, values in zip(("advantages", "baselines", "lone_tail_tokens"), found, strict=True):
+        store(rollout, name, values, rows)
+
+
+def _stretch(chosen: torch.Tensor) -> slice:
+    """The slice of `(b,)` bool from the first to the last 1, which lie side by side."""
+    at = chosen.nonzero().flatten().tolist()
+    return slice(at[0], at[-1] + 1) if at else slice(0, 0)
