@@ -258,11 +258,11 @@ def tuning(task: str, arms: list[tuple[int, str]], results: dict[Run, dict]) -> 
 
 
 def report(folder: Path, learning_rate: float | None = None) -> render.Tables:
-    """Tables of all arms, each at its tuned learning rate, or all at the given one; and pictures."""
+    """Tables of all arms, each at its tuned learning rate, or all at the given one; and the picture."""
     found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     results = {Run(*(result[key] for key in Run.__annotations__)): result for result in found}
     suffix, said = ("", "") if learning_rate is None else (f"-lr{learning_rate:g}", f" at {learning_rate:g}")
-    tables, beside = {}, {}
+    tables, columns = {}, {}
     for task, schedule in TASKS.items():
         of = {}
         for n, b in itertools.product(sorted(schedule.steps), BASELINES):
@@ -270,22 +270,17 @@ def report(folder: Path, learning_rate: float | None = None) -> render.Tables:
             runs = [Run(task, b, n, rate, seed) for rate in rates for seed in range(1, TUNING_SEEDS[0][0])]
             if rows := [results[run] for run in runs if run in results]:
                 of[n, b] = rows
-        sizes = {n: {b: rows for (size, b), rows in of.items() if size == n} for n, _ in of}
-        if not of:
-            continue
-        plot({f"{task}, N = {n}": (task, arms) for n, arms in sizes.items()}, folder / f"{task}{suffix}.png")
-        if 4 in sizes:
-            beside[f"{task}, N = 4"] = task, sizes[4]
-        tables[f"outcomes, {task}{said}"] = [outcome(*arm, rows, schedule.threshold) for arm, rows in of.items()]
-        tables[f"scores, {task}{said}"] = scores(of)
-        if learning_rate is None:
-            tables[f"tuning, {task}"] = tuning(task, list(of), results)
-    if len(beside) > 1:
-        plot(beside, folder / f"tasks{suffix}.png")
+                columns.setdefault(f"{task}, N = {n}", (task, {}))[1][b] = rows
+        if of:
+            tables[f"outcomes, {task}{said}"] = [outcome(*arm, rows, schedule.threshold) for arm, rows in of.items()]
+            tables[f"scores, {task}{said}"] = scores(of)
+            tables[f"tuning, {task}"] = tuning(task, list(of), results) if learning_rate is None else []
     tables = {title: arms for title, arms in tables.items() if arms}
     text = "\n".join(f"{title}:\n\n{render.of_arms(arms)}" for title, arms in tables.items())
     (folder / f"tables{suffix}.md").write_text(text)
     print(text)
+    if columns:
+        plot(columns, folder / f"learning_curves{suffix}.png")
     return tables
 
 

@@ -32,19 +32,7 @@ CHAIN_SUMS = {
 
 @dataclass(frozen=True)
 class Task:
-    """
-    Args:
-        policy (`Path`):
-            The model's folder.
-        train, held_out (`Dataset`):
-            Prompts, with the columns that the reward reads.
-        reward (`Callable`):
-            As TRL calls it.
-        max_completion_length (`int`):
-            In tokens, tool output included.
-        tools (`list`), environment (`Callable`), max_calls (`int`), *optional*:
-            What the policy may call, and in how many turns.
-    """
+    """A policy's folder; prompts, with what the reward reads; what the policy may call, and in how many turns."""
 
     policy: Path
     train: Dataset

@@ -119,16 +119,18 @@ def test_tables_of_arms_are_published_where_nothing_is_lost(tmp_path, monkeypatc
         render.publish("learning_curves", {"outcomes, lakes": []})
 
 
-def test_tasks_stand_side_by_side(tmp_path, monkeypatch):
-    task = Schedule({4: 10}, (1e-3,), 0.5)
+def test_tasks_and_sizes_stand_side_by_side(tmp_path, monkeypatch):
+    task = Schedule({4: 10, 8: 10}, (1e-3,), 0.5)
     monkeypatch.setattr(learning_curves, "TASKS", {"sums": task, "calculator": task})
-    for name in learning_curves.TASKS:
-        run = Run(name, "otb", 4, 1e-3, 1)
+    sizes = []
+    for name, n in (("sums", 4), ("calculator", 4), ("calculator", 8)):
+        run = Run(name, "otb", n, 1e-3, 1)
         (tmp_path / f"{run.name}.json").write_text(json.dumps(result(run, [0.5] * 10)))
-    learning_curves.report(tmp_path, 1e-3)
-    pictures = {path.name: path.stat().st_size for path in tmp_path.glob("*.png")}
-    assert set(pictures) == {"sums-lr0.001.png", "calculator-lr0.001.png", "tasks-lr0.001.png"}
-    assert pictures["tasks-lr0.001.png"] > pictures["sums-lr0.001.png"]
+        learning_curves.report(tmp_path, 1e-3)
+        (picture,) = tmp_path.glob("*.png")
+        assert picture.name == "learning_curves-lr0.001.png"
+        sizes.append(picture.stat().st_size)
+    assert 10_000 < sizes[0] < sizes[1] < sizes[2]
 
 
 def test_statistics_over_seeds_by_hand(monkeypatch):
@@ -163,10 +165,10 @@ def test_learning_curves_and_figures(tmp_path, monkeypatch, capsys):
     assert len(list(runs.glob("*.json"))) == 9
     table = (runs / "tables.md").read_text()
     assert "| 4 | otb | 0.0004 | 1 |" in table and "| 4 | none | 0.0004 | 1 |" in table
-    assert (runs / "calculator.png").stat().st_size > 10_000
+    assert (runs / "learning_curves.png").stat().st_size > 10_000
     capsys.readouterr()
     learning_curves.main([*flags, "--output_dir", str(runs)])
-    assert "held-out" not in capsys.readouterr().out.split("###")[0]  # nothing is trained again
+    assert "held-out" not in capsys.readouterr().out.split("outcomes")[0]  # nothing is trained again
 
     for name, value in {"BASELINES": ("group_mean", "otb"), "TASK": "calculator", "RATE": 4e-4, "SEEDS": (1,)}.items():
         monkeypatch.setattr(figures, name, value)
