@@ -52,7 +52,9 @@ def main(argv: list[str]) -> None:
             of = f"scratchpad_{task}" if task.isdigit() else task
             report = compared(
                 folder / task,
-                None if args.plot_only else lambda of=of: trainer_of(task_of(of, args.seed), seed=args.seed),
+                None
+                if args.plot_only
+                else lambda of=of: trainer_of(task_of(of, args.seed), seed=args.seed, disable_tqdm=False),
                 num_prompts=args.num_prompts,
                 completions_per_prompt=of_family[task],
                 group_sizes=GROUP_SIZES[args.family],

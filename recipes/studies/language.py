@@ -90,6 +90,7 @@ def trainer_at(name: str, stage: str, seed: int) -> OTBGRPOTrainer:
         warmup_steps=2,
         max_steps=STEPS[name],
         seed=seed,
+        disable_tqdm=False,
     )
     if stage == "trained":
         trainer.train()
@@ -120,11 +121,11 @@ def main(argv: list[str]) -> None:
         columns = {f"{args.task}, {args.stage}": cells_of(report)}
         render.report(columns, folder)
         print(report.verdict)
-        report.plot(str(folder / "noise.png"))
+        report.plot(folder / "noise.png")
         if args.publish:
             render.publish("language", columns)
             if (args.task, args.stage) == ("copy", "trained"):
-                report.plot(str(render.HERE / "copy.png"))
+                report.plot(render.HERE / "copy.png")
     except ValueError as error:
         parser.error(str(error))
 

@@ -12,7 +12,6 @@ from transformers import AutoTokenizer, PrinterCallback
 
 import trl_otb
 from recipes import toy
-from recipes.common.errors import InputError
 from recipes.common.problems import load_problems
 from recipes.math import accuracy_reward
 from recipes.tool_math import calculator_tool
@@ -116,18 +115,11 @@ def noise_flags(parser: ArgumentParser, seed: int, num_prompts: int) -> None:
 
 
 def compared(folder: Path, trainer: Callable[[], OTBGRPOTrainer] | None, **options) -> "trl_otb.BaselineReport":
-    """
-    What [`~trl_otb.compare_baselines`] finds, kept in `folder`; without a trainer, what is there.
-
-    Raises:
-        InputError: There is no trainer, and nothing in the folder.
-    """
-    if trainer is not None:
-        options |= {"baselines": list(BASELINES), "prompts_per_batch": PROMPTS_PER_BATCH, "output_dir": str(folder)}
-        return trl_otb.compare_baselines(trainer(), **options)
-    if not folder.is_dir() or not any(folder.iterdir()):
-        raise InputError(f"nothing is saved under {folder} yet: run without --plot_only first.")
-    return trl_otb.BaselineReport.load(str(folder), prompts_per_batch=PROMPTS_PER_BATCH)
+    """What [`~trl_otb.compare_baselines`] finds, kept in `folder`; without a trainer, what is there."""
+    if trainer is None:
+        return trl_otb.BaselineReport.load(folder, prompts_per_batch=PROMPTS_PER_BATCH)
+    options |= {"baselines": list(BASELINES), "prompts_per_batch": PROMPTS_PER_BATCH, "output_dir": folder}
+    return trl_otb.compare_baselines(trainer(), **options)
 
 
 def cells_of(report: "trl_otb.BaselineReport") -> list[dict]:

@@ -193,6 +193,7 @@ def compare(monkeypatch):
         return Report(**asked)
 
     def load(output_dir, prompts_per_batch):
+        assert prompts_per_batch == 16
         return Report(**json.loads((Path(output_dir) / "asked.json").read_text()))
 
     monkeypatch.setattr(trl_otb, "compare_baselines", compare_baselines, raising=False)
@@ -220,7 +221,7 @@ def test_the_study_of_the_horizon_measures_saves_draws_and_publishes(tmp_path, c
     study, before = ["--output_dir", str(tmp_path / "study")], render.load("horizon")
     horizon.main([*study, "--tasks", "sums", "10", "--num_prompts", "33"])
     ((of_ten, options), asked), ((of_sums, _), _) = compare
-    assert (of_ten, of_sums, options) == (("scratchpad_10", 0), ("sums", 0), {"seed": 0})
+    assert (of_ten, of_sums, options) == (("scratchpad_10", 0), ("sums", 0), {"seed": 0, "disable_tqdm": False})
     assert asked == {
         "baselines": list(tasks.BASELINES), "num_prompts": 33, "completions_per_prompt": 256, "prompts_per_batch": 16,
         "group_sizes": [4, 8, 32], "seed": 0,
@@ -237,6 +238,34 @@ def test_the_study_of_the_horizon_measures_saves_draws_and_publishes(tmp_path, c
     assert after["tables"].pop("T = 10") != before["tables"].pop("T = 10") and after == before
     assert page.count("| T = 10 (n = 33) | T = 30 (n = 32) |") == 3 and "1.23 (1.10–?)" in page
     assert (pages / "horizon.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "task"), [("tokens", "10"), ("turns", "lake_6_turns")])
+def test_a_study_of_the_horizon_from_end_to_end(family, task, tmp_path, monkeypatch, capsys):
+    """With a policy after a short warm start. More prompts add to what is there, and nothing is measured again."""
+    name = "scratchpad_10" if family == "tokens" else "lake_6"
+    policy = shortly_trained(name, 150, tmp_path / "policy")
+    monkeypatch.setattr(toy, name, lambda: policy)
+    monkeypatch.setitem(horizon.TASKS, family, {task: 32})
+    monkeypatch.setitem(horizon.GROUP_SIZES, family, [4, 8])
+    flags = ["--family", family, "--output_dir", str(tmp_path / "study")]
+    horizon.main([*flags, "--num_prompts", "3"])
+    said = (tmp_path / "study" / "tables.md").read_text()
+    published = render.load(horizon.RESULTS[family])["tables"].values()
+    estimators = {cell["estimator"] for cells in published for cell in cells}
+    for estimator in estimators:
+        assert said.count(f"| `{estimator}` |") == 2, estimator
+    measured = {path: path.stat().st_mtime_ns for path in (tmp_path / "study" / task).glob("prompt-*.pt")}
+    assert len(measured) == 3 and "nan" not in said
+    horizon.main([*flags, "--plot_only"])
+    assert (tmp_path / "study" / "tables.md").read_text() == said
+    horizon.main([*flags, "--num_prompts", "4"])
+    assert "(n = 4)" in (tmp_path / "study" / "tables.md").read_text()
+    assert all(path.stat().st_mtime_ns == at for path, at in measured.items())
+    with pytest.raises(SystemExit):
+        horizon.main([*flags, "--num_prompts", "4", "--seed", "1"])
+    assert "was measured otherwise" in capsys.readouterr().err
 
 
 def test_the_study_of_turns_asks_for_lakes(tmp_path, compare):
@@ -274,7 +303,7 @@ def test_the_study_of_the_language_model(stage, tmp_path, compare, pages, monkey
 def test_nothing_to_plot_is_said(main, flags, tmp_path, capsys):
     with pytest.raises(SystemExit):
         main([*flags, "--plot_only", "--output_dir", str(tmp_path)])
-    assert "nothing is saved" in capsys.readouterr().err
+    assert "Nothing is saved under" in capsys.readouterr().err
 
 
 def test_a_task_of_another_family_is_refused(capsys):
