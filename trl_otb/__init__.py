@@ -1,14 +1,18 @@
 """The Optimal Token Baseline for TRL's GRPOTrainer."""
 
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .project import version
 
 
 if TYPE_CHECKING:
+    from . import baselines as baselines
+    from . import energy as energy
     from .baselines import register_baseline as register_baseline
     from .callbacks import GradientNoiseCallback as GradientNoiseCallback
+    from .comparison import BaselineReport as BaselineReport
+    from .comparison import compare_baselines as compare_baselines
     from .config import OTBGRPOConfig as OTBGRPOConfig
     from .rewards import TokenRewards as TokenRewards
     from .trainer import OTBGRPOTrainer as OTBGRPOTrainer
@@ -17,18 +21,23 @@ if TYPE_CHECKING:
 __version__ = version()
 # Imported when asked for, so that `trl_otb.energy` and `trl_otb.baselines` can be used with torch alone.
 _MODULES = {
+    "BaselineReport": "comparison",
     "GradientNoiseCallback": "callbacks",
     "OTBGRPOConfig": "config",
     "OTBGRPOTrainer": "trainer",
     "TokenRewards": "rewards",
+    "compare_baselines": "comparison",
     "register_baseline": "baselines",
 }
-__all__ = list(_MODULES)
+_SUBMODULES = ("baselines", "energy")
+__all__ = [*_MODULES, *_SUBMODULES]
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return getattr(import_module(f".{_MODULES[name]}", __name__), name)
+    if name in _SUBMODULES:
+        return import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -101,10 +101,10 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
                 )
         self.energy_source: str | None = None  # the forward that energies come from in training, once known
         super().__init__(model, reward_funcs, args, *other_args, **kwargs)
-        if self._baseline.across_prompts and self._prompts_per_batch < 3:
+        if self._baseline.across_prompts and self.prompts_per_batch < 3:
             logger.warning(
                 f"`baseline` is {args.baseline!r}, which pools prompts, and a generation batch has "
-                f"{self._prompts_per_batch}: with fewer than 3 nothing is pooled. Give more prompts, or choose "
+                f"{self.prompts_per_batch}: with fewer than 3 nothing is pooled. Give more prompts, or choose "
                 "'rloo', or 'ogb' with `leave_one_out`."
             )
         self.add_callback(InexactResumeNotice)
@@ -125,9 +125,9 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As [`~trl.GRPOTrainer`]'s; a dataset too small for a single step is a `ValueError`."""
         dataset = self.train_dataset
-        if hasattr(dataset, "__len__") and len(dataset) < self._prompts_per_batch:
+        if hasattr(dataset, "__len__") and len(dataset) < self.prompts_per_batch:
             raise ValueError(
-                f"`train_dataset` has {len(dataset)} prompts and a generation batch takes {self._prompts_per_batch} "
+                f"`train_dataset` has {len(dataset)} prompts and a generation batch takes {self.prompts_per_batch} "
                 f"({self.args.generation_batch_size} completions, {self.num_generations} per prompt): not a single "
                 "step could be trained. Give more prompts, or lower `per_device_train_batch_size`, "
                 "`gradient_accumulation_steps` or `steps_per_generation`."
@@ -186,8 +186,8 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
         return self._baseline.per_token
 
     @property
-    def _prompts_per_batch(self) -> int:
-        """Of a generation batch, on all processes together."""
+    def prompts_per_batch(self) -> int:
+        """Prompts of a generation batch, on all processes together."""
         return self.args.generation_batch_size // self.num_generations
 
     @property

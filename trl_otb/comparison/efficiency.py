@@ -11,12 +11,14 @@ summed, as training sums them.
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from .estimators import CONTROL, Estimator
+
 
 DRAWS = 2000  # of the bootstrap over prompts
-CLOSE = 0.15  # efficiencies closer than this are called so, rather than asked about further
 LARGEST = 4096  # group sizes beyond this are written as "more than"
 
 
@@ -55,9 +57,9 @@ class Moments:
 
         Returns:
             `dict`: `signal`, ‖g‖², at least 0; `noise` of ĝ scaled to the length of g; `missed`, noise with what bias
-            adds, so that the efficiency is signal / (signal + missed); `efficiency`, `noise_to_signal` and `cosine`;
-            each of shape `counts.shape[:-1]`. NaN where noise leaves a square without a positive estimate: `noise`
-            and `missed` of an estimator whose scale is known are always there.
+            adds, so that the efficiency is signal / (signal + missed); `efficiency`, `noise_to_signal`, `cosine` and
+            `length`, ‖Eĝ‖ / ‖g‖; each of shape `counts.shape[:-1]`. NaN where noise leaves a square without a positive
+            estimate: `noise` and `missed` of an estimator whose scale is known are always there.
         """
         counts = counts.double()
         prompts = counts.sum(dim=-1)
@@ -65,7 +67,7 @@ class Moments:
         size = prompts if size is None else torch.full_like(prompts, size)
         of_size = counts * (size / prompts).unsqueeze(-1)
 
-        def total(matrix):
+        def total(matrix: torch.Tensor) -> torch.Tensor:
             same, own = matrix.diagonal(), counts.square()
             between = torch.einsum("...p,pq,...q->...", counts, matrix, counts) - own @ same
             return of_size @ same + size * (size - 1) * between / pairs
@@ -80,7 +82,7 @@ class Moments:
             noise_to_signal, efficiency = noise / truth, truth / (truth + noise)
             known, always = truth > 0, torch.ones_like(truth, dtype=torch.bool)
 
-        def where(condition, value):
+        def where(condition: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             return torch.where(condition, value, torch.nan)
 
         return {
@@ -90,6 +92,7 @@ class Moments:
             "efficiency": where(known, efficiency),
             "noise_to_signal": where(known, noise_to_signal),
             "cosine": where(resolved, with_truth / (signal * truth).sqrt()),
+            "length": where((signal > 0) & (truth > 0), (signal / truth).sqrt()),
         }
 
 
@@ -123,12 +126,11 @@ def group_mean_worth(missed: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> 
     The group size at which the group mean, which has no bias but its scale, misses as much. NaN where it or the law
     is undefined; at least 1, at most `LARGEST`.
     """
-    low, high = torch.full_like(missed, 1.0 + 1e-6), torch.full_like(missed, float(LARGEST))
-    for _ in range(60):  # the law falls with N: bisection
-        middle = (low * high).sqrt()
-        too_noisy = (a + b / (middle - 1)) / middle > missed
-        low, high = torch.where(too_noisy, middle, low), torch.where(too_noisy, high, middle)
-    return torch.where(missed.isnan() | a.isnan() | b.isnan(), torch.nan, high)
+    # m N (N − 1) = a (N − 1) + b, the larger root
+    middle = missed + a
+    root = (middle.square() - 4 * missed * (a - b)).clamp(min=0).sqrt()
+    size = ((middle + root) / (2 * missed)).clamp(1, LARGEST)
+    return torch.where(missed > 0, size, torch.full_like(size, LARGEST)).where(~(missed + a + b).isnan(), torch.nan)
 
 
 @dataclass
@@ -155,110 +157,130 @@ class Estimate:
         """Whether noise leaves no value, or an interval without ends."""
         return math.isnan(self.value) or (self.low == -math.inf and self.high == math.inf)
 
-    def text(self, digits: int = 2) -> str:
-        def number(x):
-            return "?" if x != x or abs(x) == torch.inf else f"{x:.{digits}f}"
+    def text(self, digits: int = 2, factor: float = 1.0) -> str:
+        """`"0.81 (0.77–0.85)"`; `?` for what noise leaves without a value."""
+
+        def number(x: float) -> str:
+            return f"{round(factor * x, digits) + 0.0:.{digits}f}" if math.isfinite(x) else "?"  # no -0
 
         return f"{number(self.value)} ({number(self.low)}–{number(self.high)})"
 
 
 @dataclass
 class Comparison:
-    """An estimator at one group size beside the group mean at the same size."""
+    """
+    An estimator at one group size beside the group mean at the same size.
+
+    Args:
+        name, baseline, leave_one_out:
+            The estimator; `name` is that of the baseline, with ", one left out" where the option is set.
+        n (`int`):
+            Group size.
+        unbiased (`bool`):
+            Whether the estimator is known to have no bias but a factor.
+        more_prompts ([`Estimate`]):
+            How many more prompts per step the group mean needs to be as efficient, as a share: 0.13 for 13 % more.
+        efficiency, over_group_mean ([`Estimate`]):
+            Of a step, and over the group mean's.
+        noise_over_group_mean ([`Estimate`]):
+            Noise to signal over the group mean's.
+        cosine, length ([`Estimate`]):
+            Of the expected gradient: its cosine to the true one, and its length over that one's.
+        worth ([`Estimate`]):
+            The group size at which the group mean is as efficient.
+    """
 
     name: str
+    baseline: str
+    leave_one_out: bool
     n: int
+    unbiased: bool
+    more_prompts: Estimate
     efficiency: Estimate
     over_group_mean: Estimate
     noise_over_group_mean: Estimate
     cosine: Estimate
+    length: Estimate
     worth: Estimate
-    options: str | None = None  # what a config says for it, if it can
-    unbiased: bool = False
+
+    @property
+    def settings(self) -> str:
+        """As a config says it."""
+        return Estimator(self.name, self.baseline, self.leave_one_out).settings
 
 
 def compare(
-    moments: dict[tuple[str, int], Moments],
-    options: dict[str, str] | None = None,
-    control: str = "group_mean",
-    batch: int | None = None,
+    moments: dict[tuple[str, int], Moments], estimators: dict[str, Estimator], prompts_per_batch: int
 ) -> list[Comparison]:
     """
-    Every estimator and group size beside `control` at the same size.
+    Every estimator and group size beside the group mean at the same size, for steps of `prompts_per_batch` prompts.
 
     Args:
         moments (`dict`):
-            By name and N; `control` must be there at every N, and at two of them at least.
-        options (`dict`, *optional*):
-            By name, what a config says for the estimator; by default its name.
-        batch (`int`, *optional*):
-            Prompts per step, by default as many as were measured. Efficiencies depend on it: they are comparable
-            between measurements for one batch alone.
+            By name and N; the group mean must be there at every N, and at two of them at least.
+        estimators (`dict[str, Estimator]`):
+            By name.
+        prompts_per_batch (`int`):
+            Prompts per step. Efficiencies depend on it, however many were measured.
     """
-    sizes = sorted({n for name, n in moments if name == control})
-    squares = moments[control, sizes[0]].square
+    sizes = sorted({n for name, n in moments if name == CONTROL})
+    squares = moments[CONTROL, sizes[0]].square
     counts = bootstrap(len(squares))
     # Draws of one prompt alone, or of prompts whose rewards do not vary, say nothing
     counts = counts[((counts > 0).sum(dim=1) > 1) & (counts.double() @ squares > 0)]
-    figures = {key: m.of_batch(counts, batch) for key, m in moments.items()}
-    a, b = fit_group_mean({n: figures[control, n]["noise"] for n in sizes})
+    figures = {key: m.of_batch(counts, prompts_per_batch) for key, m in moments.items()}
+    a, b = fit_group_mean({n: figures[CONTROL, n]["noise"] for n in sizes})
     rows = []
     for (name, n), of in figures.items():
-        beside, signal = figures[control, n], of["signal"]
+        beside, signal = figures[CONTROL, n], of["signal"]
         rows.append(
             Comparison(
                 name=name,
+                baseline=estimators[name].baseline,
+                leave_one_out=estimators[name].leave_one_out,
                 n=n,
+                unbiased=moments[name, n].scale is not None,
+                more_prompts=Estimate.of(beside["missed"] / of["missed"] - 1),
                 efficiency=Estimate.of(of["efficiency"]),
                 # Efficiency is ‖g‖² / (‖g‖² + what is missed), and where the signal is small it all but cancels
                 over_group_mean=Estimate.of((signal + beside["missed"]) / (signal + of["missed"])),
                 noise_over_group_mean=Estimate.of(of["noise"] / beside["noise"]),
                 cosine=Estimate.of(of["cosine"]),
+                length=Estimate.of(of["length"]),
                 worth=Estimate.of(group_mean_worth(of["missed"], a, b)),
-                unbiased=moments[name, n].scale is not None,
-                options=(options or {name: name}).get(name) if name != control else None,
             )
         )
     return rows
 
 
-def verdict(
-    rows: list[Comparison], n: int, prompts: int, control: str = "group_mean", batch: int | None = None
-) -> str:
-    """In words, for group size `n`: the options that are worth most, or that they are not told apart."""
-    said = f"On these {prompts} prompts"
-    here = [row for row in rows if row.n == n and row.options and not row.over_group_mean.lost]
-    if not here:
-        return f"{said} nothing can be said at N = {n}: the signal is lost in noise. Give more prompts or completions."
-    lost = sum(row.n == n and row.over_group_mean.lost for row in rows)
-    kind = " and that have no bias" if lost and all(row.unbiased for row in here) else ""
-    among = f"the best of the {len(here)} that an option chooses{kind}"
-    if lost:
-        among += f"; the signal is lost in noise, so that of the other {lost} nothing can be said"
-    # The best of those that are shown to be better, if there are any
-    best = max(here, key=lambda row: (row.over_group_mean.low > 1, row.over_group_mean.value))
-    ratio = best.over_group_mean
-    steps = f" in steps of {batch} prompts" if batch else ""
-    efficiency = f"{ratio.text()} times its efficiency{steps}, {among}"
-    if ratio.low > 1:
-        worth = f"{_size(best.worth.value)} ({_size(best.worth.low)}–{_size(best.worth.high)})"
-        few = "; so few prompts make intervals too narrow" if prompts < 30 else ""
-        return f"{said} `{best.options}` at N = {n} is worth the {control} at N = {worth}: {efficiency}{few}."
-    said = f"{said} no baseline at N = {n} is shown to beat the {control}: `{best.options}` has {efficiency}"
-    if ratio.high < 1:
-        return f"{said}."
-    apart = max(ratio.high - 1, 1 / ratio.low - 1) if ratio.low > 0 else math.inf
-    if apart < CLOSE:
-        return f"{said}; by these intervals they differ by {100 * apart:.0f} % at most."
-    if ratio.value <= 1 or apart == math.inf:
-        return f"{said}; more prompts are needed."
-    # An interval's width on a logarithmic scale falls with the root of the number of prompts. The width is itself
-    # uncertain, so at least half as many again are asked for
-    needed = prompts * (math.log(ratio.value / ratio.low) / math.log(ratio.value)) ** 2
-    return f"{said}; {math.ceil(max(needed - prompts, prompts / 2))} more prompts may do."
+def moments_of(
+    prompts: list[dict[Any, Any]], estimators: dict[str, Estimator], mean_zero: bool = True
+) -> dict[tuple[str, int], Moments]:
+    """
+    The moments of every estimator and group size over these prompts; products come from completions not shared.
+
+    Args:
+        prompts (`list[dict]`):
+            Of [`~trl_otb.comparison.moments.prompt_moments`].
+        estimators (`dict[str, Estimator]`):
+            By name.
+        mean_zero (`bool`, *optional*, defaults to `True`):
+            Whether completions come from the very policy that is differentiated, nothing cut off, so that scores have
+            mean 0. Without that no estimator's scale is known.
+    """
+    truth = torch.stack([prompt["truth"] for prompt in prompts]).double()  # (P, 2, k)
+    found = {}
+    for name, n in (key for key in prompts[0] if isinstance(key, tuple)):
+        mean = torch.stack([prompt[name, n]["mean"] for prompt in prompts]).double()
+        square = torch.tensor([prompt[name, n]["square"] for prompt in prompts], dtype=torch.float64)
+        products = _products(mean, mean), _products(mean, truth), _products(truth, truth)
+        found[name, n] = Moments(square, *products, estimators[name].scale(n) if mean_zero else None)
+    return found
 
 
-def _size(value: float) -> str:
-    if value != value or abs(value) == torch.inf:
-        return "?"
-    return f"over {LARGEST}" if value >= LARGEST else f"{value:.0f}" if value >= 10 else f"{value:.1f}"
+def _products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """`(P, 2, k)` twice -> `(P, P)`, symmetric: of unlike halves where the prompt is the same."""
+    between = a.mean(1) @ b.mean(1).T
+    within = ((a[:, 0] * b[:, 1]).sum(1) + (a[:, 1] * b[:, 0]).sum(1)) / 2
+    between.diagonal().copy_(within)
+    return (between + between.T) / 2

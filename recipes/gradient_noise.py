@@ -1,0 +1,186 @@
+"""
+Which baseline for my run? The noise of the gradient under each, measured on your own model, data and reward.
+
+    python -m recipes.gradient_noise                                                      # the toy policy of math.py
+    python -m recipes.gradient_noise --config recipes/tool_math_cpu.yaml --tools calculator
+    python -m recipes.gradient_noise --config recipes/math_smollm2.yaml --num_prompts 12
+    python -m recipes.gradient_noise --model_name_or_path FOLDER --dataset_name problems.jsonl
+    python -m recipes.gradient_noise --plot_only --output_dir FOLDER
+
+A command line on `trl_otb.compare_baselines`, for whom has no trainer at hand. It ends in a verdict, a table and a
+picture. A run that was stopped goes on where it was.
+"""
+
+from recipes.common.launching import tidy_output
+
+
+tidy_output()
+
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+from trl import get_quantization_config
+
+import trl_otb
+from recipes.common.arguments import parse
+from recipes.common.errors import InputError, Stopped, constructing, launch
+from recipes.common.imports import load_object
+from recipes.common.launching import say
+from recipes.common.models import check_prompts, load_tokenizer, model_path, with_adapter, with_prompts
+from recipes.math import accuracy_reward, load_data
+from recipes.tool_math import ToolMathArguments, calculator_tool
+from trl_otb import OTBGRPOTrainer
+from trl_otb.baselines import find_baseline
+
+
+CONFIG = "math_cpu.yaml"
+
+
+@dataclass
+class NoiseArguments(ToolMathArguments):
+    ABOUT: ClassVar[str] = (
+        "Which baseline for my run? Samples a pool of completions per prompt, takes the exact gradient of its groups "
+        "under every baseline, and ends in a verdict, a table and a picture. Nothing is trained. A run that was "
+        "stopped goes on where it was when the same command is given again."
+    )
+    FOLDER: ClassVar[str] = "runs/gradient_noise/seedSEED"
+    WITHOUT_EFFECT: ClassVar[tuple[str, ...]] = tuple(
+        "baseline leave_one_out eval_only allow_changes scale_rewards learning_rate max_steps beta "
+        "gradient_accumulation_steps eval_strategy eval_steps num_generations_eval save_steps logging_steps report_to "
+        "resume_from_checkpoint loss_type".split()
+    )
+
+    num_prompts: int = field(default=16, metadata={"help": "Prompts that are studied, from the training data."})
+    completions_per_prompt: int = field(
+        default=128, metadata={"help": "Completions in a prompt's pool; more make every figure surer."}
+    )
+    baselines: list[str] = field(
+        default_factory=lambda: ["ogb", "otb", "otb_shrunk", "ogb_pooled", "ogb_pooled_damped"],
+        metadata={
+            "help": "Baselines beside `none` and `group_mean`; those that read energies also with one left out."
+        },
+    )
+    group_sizes: list[int] = field(default_factory=lambda: [4, 8], metadata={"help": "Completions per group, N."})
+    prompts_per_batch: int = field(
+        default=16,
+        metadata={
+            "help": "Prompts per step, for which efficiencies are; baselines that pool prompts see them together."
+        },
+    )
+    parameters: str = field(
+        default=".*", metadata={"help": "Only trainable parameters whose name holds this regular expression."}
+    )
+    projection: int = field(
+        default=16_384,
+        metadata={"help": "Numbers kept per gradient; inner products are off by √(2 / this), relative to the norms."},
+    )
+    tools: list[str] | None = field(
+        default=None, metadata={"help": "`calculator`, or tools of your own as module:function."}
+    )
+    environment_factory: str | None = field(
+        default=None,
+        metadata={"help": "An environment's class as module:class; its reward is added to the recipe's grading."},
+    )
+    plot_only: bool = field(default=False, metadata={"help": "Table, picture and verdict from what is saved."})
+
+
+def check(settings: NoiseArguments, args) -> None:
+    for flag, value, remedy in (
+        ("baseline", args.baseline != "otb", "`--baselines` names those that are compared"),
+        ("leave_one_out", args.leave_one_out, "every baseline that reads energies is measured with and without"),
+        ("eval_only", settings.eval_only, "nothing is trained here anyway"),
+    ):
+        if value:
+            raise InputError(f"`{flag}` is set and has no effect here: {remedy}. Leave it out.")
+    try:
+        for name in settings.baselines:
+            find_baseline(name)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+
+
+def check_plot_only(argv: list[str]) -> None:
+    said = [word.split("=")[0] for word in argv if word.startswith("--")]
+    allowed = ("--plot_only", "--output_dir", "--seed", "--prompts_per_batch", "--traceback")
+    other = [flag for flag in said if flag not in allowed]
+    if other:
+        raise InputError(
+            f"`plot_only` draws what is saved, and {', '.join(other)} would change nothing: leave it out, or measure "
+            "again without --plot_only."
+        )
+
+
+def trainer_of(settings: NoiseArguments, args, model_args) -> OTBGRPOTrainer:
+    """The trainer of a run with these options."""
+    problems = load_data(settings, args.seed)
+    model = model_path(model_args.model_name_or_path)
+    tokenizer = load_tokenizer(model, args, model_args)
+    tools = [
+        calculator_tool(settings.max_operations) if name == "calculator" else load_object(name, "tools")
+        for name in settings.tools or []
+    ]
+    environment = settings.environment_factory and load_object(settings.environment_factory, "environment_factory")
+    prompts = with_prompts(problems.train, tokenizer, settings.instruction)
+    check_prompts(prompts, tokenizer, model, args, tools)
+    own_rewards = [load_object(name, "reward_funcs") for name in settings.reward_funcs or []]
+    graded = accuracy_reward(problems)
+    # Grading what does not count can take longer than all else
+    counts = args.reward_weights is None or args.reward_weights[0] != 0
+
+    def accuracy(completions, **columns) -> list[float]:
+        return graded(completions, **columns) if counts else [0.0] * len(completions)
+
+    args.eval_strategy, args.report_to, args.scale_rewards = "no", [], "none"
+    with constructing(model_args.model_name_or_path):
+        model, peft_config = with_adapter(model, args, model_args)
+        return OTBGRPOTrainer(
+            model=model,
+            reward_funcs=[accuracy, *own_rewards],
+            args=args,
+            train_dataset=prompts,
+            processing_class=tokenizer,
+            peft_config=peft_config,
+            quantization_config=get_quantization_config(model_args),
+            tools=tools or None,
+            environment_factory=environment,
+        )
+
+
+def main(argv: list[str]) -> None:
+    settings, args, model_args = parse("gradient_noise", NoiseArguments, CONFIG, argv)
+    folder = Path(args.output_dir)
+    try:
+        if settings.plot_only:
+            check_plot_only(argv)
+            report = trl_otb.BaselineReport.load(folder, settings.prompts_per_batch)
+        else:
+            check(settings, args)
+            report = trl_otb.compare_baselines(
+                trainer_of(settings, args, model_args),
+                settings.baselines,
+                settings.num_prompts,
+                settings.completions_per_prompt,
+                settings.group_sizes,
+                settings.parameters,
+                prompts_per_batch=settings.prompts_per_batch,
+                output_dir=folder,
+                projection=settings.projection,
+                overwrite=settings.overwrite,
+            )
+    except ValueError as error:
+        raise error if isinstance(error, InputError) else InputError(str(error)) from error
+    except KeyboardInterrupt as stop:
+        kept = len(list(folder.glob("prompt-*.pt")))
+        same = "the same command without --overwrite" if settings.overwrite else "the same command"
+        raise Stopped(f"{kept} of {settings.num_prompts} prompts are kept in {folder}; {same} goes on.") from stop
+    (folder / "table.md").write_text(report.to_markdown())
+    (folder / "report.json").write_text(json.dumps(report.to_json(), indent=2) + "\n")
+    report.plot(folder / "noise.png")
+    say(f"{report}\n\n{folder}: table.md with all figures, report.json, noise.png, and one file per prompt.")
+
+
+if __name__ == "__main__":
+    launch("gradient_noise", main, sys.argv[1:])

@@ -1,0 +1,328 @@
+"""Which baseline for my run? The noise of the gradient under each, measured on a trainer that one already has."""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object, is_peft_model
+from datasets.fingerprint import Hasher
+from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
+
+from ..baselines import BASELINES
+from ..baselines.groups import completion_returns
+from ..seam.sampling import left_as_it_was, sample_pool, single_rows, training_examples
+from ..trainer import OTBGRPOTrainer
+from .efficiency import Comparison, Estimate
+from .estimators import CONTROL, Estimator, Pool, estimators
+from .gradients import CompletionGradients, Projection, studied_parameters
+from .moments import prompt_moments
+from .report import BaselineReport
+from .storage import Storage, only_writer
+
+
+__all__ = ["BaselineReport", "Comparison", "Estimate", "compare_baselines"]
+
+LAW_SIZES = (2, 4, 8, 16)  # of groups, at which the group mean is measured for the law of its noise
+# What decides what is sampled and what it earns, beside model and data
+_SAMPLING = (
+    "temperature top_p top_k min_p repetition_penalty max_completion_length generation_kwargs chat_template_kwargs "
+    "mask_truncated_completions max_tool_calling_iterations reward_weights multi_objective_aggregation use_vllm "
+    "cast_lm_head_to_fp32 bf16 fp16"
+).split()
+
+
+def compare_baselines(
+    trainer: OTBGRPOTrainer,
+    baselines: Sequence[str] | None = None,
+    num_prompts: int = 16,
+    completions_per_prompt: int = 64,
+    group_sizes: Sequence[int] | None = None,
+    parameters: str | None = None,
+    *,
+    prompts_per_batch: int | None = None,
+    output_dir: str | Path | None = None,
+    overwrite: bool = False,
+    projection: int = 16_384,
+    seed: int | None = None,
+) -> BaselineReport:
+    """
+    Measure the noise of the gradient of `trainer`'s run under each baseline.
+
+    For each of some prompts of the training data a pool of completions is sampled and rewarded as the trainer does,
+    split into groups, and the gradient of every group under every baseline is taken, all with the present policy.
+    Nothing is trained, and the trainer is left as it was: training after it equals training without it, to the bit,
+    where the policy samples by itself (vLLM has random numbers of its own).
+
+    On several processes each measures prompts of its own, and the numbers are those of one process. A progress bar
+    counts completions. Returns are taken as they are, without `scale_rewards`; the loss is taken to be the plain sum
+    over tokens. A language model on a GPU takes as long as sampling the completions and about three training steps on
+    them.
+
+    Example:
+
+    ```python
+    report = trl_otb.compare_baselines(trainer)
+    report  # what to set, and what it is worth
+    report.plot("noise.png")
+    ```
+
+    Args:
+        trainer ([`OTBGRPOTrainer`]):
+            With any data, reward functions, tools, environment, adapter or processor.
+        baselines (`Sequence[str]`, *optional*):
+            Names, or `"module:function"`; by default all that are registered. No baseline and the group mean are
+            always measured, and those that read energies also with one left out.
+        num_prompts (`int`, *optional*, defaults to 16):
+            Different prompts, drawn from the training data; at least 3.
+        completions_per_prompt (`int`, *optional*, defaults to 64):
+            At least 16, and four groups of the largest size.
+        group_sizes (`Sequence[int]`, *optional*):
+            N; by default the trainer's own, its half and its double, as far as four groups fit into a pool.
+        parameters (`str`, *optional*):
+            Regular expression: only trainable parameters whose name holds it are studied. Backward passes stop at the
+            first of them, which saves most of the time.
+        prompts_per_batch (`int`, *optional*):
+            Prompts per step that the figures are of, at least 3; by default the trainer's.
+        output_dir (`str` or `Path`, *optional*):
+            A folder that keeps every prompt as it is measured. The same call goes on there; more `num_prompts` add to
+            what is there; another model, data or option is refused.
+        overwrite (`bool`, *optional*, defaults to `False`):
+            Whether what `output_dir` holds makes way for the first prompt that is measured now.
+        projection (`int`, *optional*, defaults to 16,384):
+            Numbers kept per gradient; inner products are off by √(2 / `projection`), relative to the norms.
+        seed (`int`, *optional*):
+            Of prompts and completions; by default the trainer's.
+
+    Returns:
+        [`BaselineReport`]
+
+    Raises:
+        ValueError: An argument cannot be used, the model is sharded over processes, no reward varies, or `output_dir`
+            holds another measurement or is in use.
+    """
+    _check_trainer(trainer)
+    args = trainer.args
+    seed = args.seed if seed is None else seed
+    names = list(BASELINES if baselines is None else dict.fromkeys(baselines))
+    sizes = _check_sizes(trainer.num_generations, group_sizes, completions_per_prompt, num_prompts)
+    batch = trainer.prompts_per_batch if prompts_per_batch is None else prompts_per_batch
+    if prompts_per_batch is not None and batch < 3:
+        raise ValueError(f"`prompts_per_batch` is {batch}: give 3 or more.")
+    if projection < 64:
+        raise ValueError(f"`projection` is {projection}: give 64 or more, thousands for a useful error.")
+    every = estimators(names, args.alignment, args.zero_tail)
+    for estimator in every:
+        if estimator.across_prompts and estimator.per_token:
+            raise ValueError(
+                f"`baselines` names {estimator.baseline!r}, which compares prompts token by token. Of those that "
+                "compare prompts, only ones with a number per completion (`per_token=False`) can be measured: leave "
+                "it out."
+            )
+    studied_here = studied_parameters(trainer, parameters)
+    examples = _different_examples(trainer, num_prompts, seed)
+    settings = {
+        "subject": _model_name(trainer),
+        "estimators": [vars(estimator) for estimator in every],
+        "across_prompts": [estimator.name for estimator in every if estimator.across_prompts],
+        "group_size": trainer.num_generations if trainer.num_generations in sizes else sizes[0],
+        "group_sizes": sizes,
+        "completions_per_prompt": completions_per_prompt,
+        "prompts_per_batch": max(batch, 3),
+        "scores_have_mean_zero": _scores_have_mean_zero(args),
+        "measured": {
+            "weights": _fingerprint(trainer.model),
+            "completions_per_prompt": completions_per_prompt,
+            "group_sizes": sizes,
+            "baselines": [vars(estimator) for estimator in every],
+            "parameters": parameters,
+            "projection": projection,
+            "seed": seed,
+            "rewards": trainer.reward_func_names,
+            "tools": [tool.__name__ for tool in trainer.tools or []],
+            **{name: getattr(args, name, None) for name in _SAMPLING},
+        },
+    }
+    law = {n: [Estimator(CONTROL, CONTROL)] for n in LAW_SIZES if 4 * n <= completions_per_prompt}
+    studied = law | dict.fromkeys(sizes, every)
+    reducer = Projection([p.numel() for p in studied_here], projection, seed=seed)
+    gradients = CompletionGradients(trainer, studied_here, reducer)
+    folder = None if output_dir is None else Path(output_dir)
+    main = trainer.accelerator.is_main_process
+    with ExitStack() as stack:
+
+        def open_storage() -> Storage:
+            stack.enter_context(only_writer(folder))
+            return Storage(folder, settings, overwrite=overwrite)
+
+        storage = _by_main_process(trainer, open_storage, lambda prompts: Storage(None, settings, prompts=prompts))
+        bar = tqdm(
+            total=num_prompts * completions_per_prompt,
+            initial=min(len(storage), num_prompts) * completions_per_prompt,
+            desc="completions measured",
+            disable=args.disable_tqdm or not main,
+        )
+        with bar, left_as_it_was(trainer):
+            _measure(trainer, storage, examples, gradients, studied, completions_per_prompt, seed, bar)
+        return BaselineReport.of(storage.settings, storage.prompts()[:num_prompts])
+
+
+def _by_main_process(
+    trainer: OTBGRPOTrainer, open_storage: Callable[[], Storage], copy_of: Callable[[list[dict[Any, Any]]], Storage]
+) -> Storage:
+    """What the main process opens, and copies of it elsewhere; if it raises, so do all."""
+    storage, error = None, None
+    if trainer.accelerator.is_main_process:
+        try:
+            storage = open_storage()
+        except ValueError as problem:
+            error = problem
+    prompts, error = gather_object([(storage.prompts() if storage else [], error)])[0]
+    if error is not None:
+        raise error
+    return storage or copy_of(prompts)
+
+
+def _measure(
+    trainer: OTBGRPOTrainer,
+    storage: Storage,
+    examples: list[tuple[str, dict[str, Any]]],
+    gradients: CompletionGradients,
+    studied: dict[int, list[Estimator]],
+    completions: int,
+    seed: int,
+    bar: Any,
+) -> None:
+    """Fill `storage` with the examples that it lacks, one at a time on each process."""
+    processes, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
+    kept = {prompt["example"] for prompt in storage.prompts()}
+    left = [index for index, (name, _) in enumerate(examples) if name not in kept]
+    for first in range(0, len(left), processes):
+        round_of = left[first : first + processes]
+        index = round_of[min(rank, len(round_of) - 1)]  # spare processes repeat the last one
+        name, example = examples[index]
+        found = _measure_prompt(trainer, example, gradients, studied, completions, seed + 1_000_003 * (index + 1), bar)
+        every = gather_object([{"example": name, **found}])
+        if trainer.accelerator.is_main_process:
+            bar.update(completions * (len(round_of) - 1))
+        for at, of_process in zip(round_of, every, strict=False):
+            storage.add(at, of_process)
+
+
+def _measure_prompt(
+    trainer: OTBGRPOTrainer,
+    example: dict[str, Any],
+    gradients: CompletionGradients,
+    studied: dict[int, list[Estimator]],
+    completions: int,
+    seed: int,
+    bar: Any,
+) -> dict[Any, Any]:
+    at_once = min(completions, max(trainer.args.per_device_train_batch_size, trainer.args.per_device_eval_batch_size))
+    parts = sample_pool(trainer, example, completions, at_once, seed % 2**32)
+    rows = [row for _, batch in parts for row in single_rows(batch)]
+    pool = Pool(
+        rewards=_stacked([rollout.rewards for rollout, _ in parts]).float(),
+        energy=_stacked([rollout.energy for rollout, _ in parts]).nan_to_num(0.0),
+        mask=_stacked([rollout.mask for rollout, _ in parts]),
+    )
+
+    def gradient_of(row: int, weights: torch.Tensor) -> torch.Tensor:
+        found = gradients(rows[row], weights.to(trainer.accelerator.device))
+        bar.update()
+        return found
+
+    returns = completion_returns(pool.rewards)
+    return {
+        "reward": returns.nanmean().item(),
+        "length": pool.mask.sum(dim=1).float().mean().item(),
+        "varies": bool((returns[~returns.isnan()].diff() != 0).any()),
+        **prompt_moments(pool, gradient_of, studied, seed),
+    }
+
+
+def _stacked(parts: list[Any]) -> torch.Tensor:
+    """`(b, T)` or `(b,)` several times -> `(M, T)` or `(M,)` on the CPU, padded with 0 to the longest."""
+    if any(part.dim() == 2 for part in parts):
+        rows = [row for part in parts for row in part.cpu()]
+        return pad_sequence(rows, batch_first=True)
+    return torch.cat(parts).cpu()
+
+
+def _check_trainer(trainer: Any) -> None:
+    if not isinstance(trainer, OTBGRPOTrainer):
+        raise TypeError(
+            f"`trainer` is a {type(trainer).__name__}: compare_baselines takes an OTBGRPOTrainer, with the arguments "
+            "of your GRPOTrainer."
+        )
+    deepspeed = trainer.accelerator.state.deepspeed_plugin
+    if trainer.is_fsdp_enabled or (deepspeed is not None and deepspeed.zero_stage == 3):
+        raise ValueError(
+            "The model is sharded over processes (ZeRO-3 or FSDP), where no process has whole gradients. Measure in "
+            "one process, with DDP, or with ZeRO-1 or 2; `parameters` bounds what is differentiated."
+        )
+
+
+def _check_sizes(own: int, group_sizes: Sequence[int] | None, completions: int, num_prompts: int) -> list[int]:
+    if num_prompts < 3:
+        raise ValueError(f"`num_prompts` is {num_prompts}: intervals need 3 prompts or more, better 16.")
+    if group_sizes is None:
+        sizes = [n for n in (own // 2, own, 2 * own) if n >= 2 and (4 * n <= completions or n == own)]
+    else:
+        sizes = sorted(set(group_sizes))
+    if not sizes or min(sizes) < 2:
+        raise ValueError(f"`group_sizes` is {list(group_sizes or [])}: give sizes of 2 or more, such as [4, 8].")
+    if completions < max(4 * max(sizes), 16):
+        raise ValueError(
+            f"`completions_per_prompt` is {completions} and the largest group has {max(sizes)}: a pool needs four "
+            f"groups, and four of 4 for the group mean's law, so {max(4 * max(sizes), 16)} or more."
+        )
+    return sizes
+
+
+def _different_examples(trainer: OTBGRPOTrainer, number: int, seed: int) -> list[tuple[str, dict[str, Any]]]:
+    """So many different examples of the training data, drawn at random where it has a length, each with its hash."""
+    data = training_examples(trainer)
+    if hasattr(data, "__len__"):
+        order = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed)).tolist()
+        rows = (data[i] for i in order)
+    else:
+        rows = islice(iter(data), 100 * number)
+    found: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        found.setdefault(Hasher.hash(row), row)
+        if len(found) == number:
+            return list(found.items())
+    raise ValueError(
+        f"`num_prompts` is {number} and the training data has {len(found)} different examples: ask for fewer."
+    )
+
+
+def _scores_have_mean_zero(args: Any) -> bool:
+    """Whether completions come from the policy whose log-probs are differentiated, each with all of its tokens."""
+    cut = args.top_p < 1 or (args.top_k or 0) > 0 or (args.min_p or 0) > 0 or args.repetition_penalty != 1
+    return not (cut or args.mask_truncated_completions or args.generation_kwargs)
+
+
+def _fingerprint(model: torch.nn.Module) -> str:
+    """A hash of names, shapes and weights that needs no copy of them: exact sums of their bits, plain and by place."""
+    found = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        bits = parameter.detach().contiguous().view(-1).view(torch.uint8)
+        sums = []
+        for part in bits.split(2**24):
+            values = part.long()
+            place = torch.arange(len(part), device=part.device) % 65_521 + 1
+            sums.append((values.sum() + 2**20 * (values * place).sum()).item())
+        found.update(json.dumps([name, list(parameter.shape), str(parameter.dtype), sums]).encode())
+    return found.hexdigest()[:16]
+
+
+def _model_name(trainer: OTBGRPOTrainer) -> str:
+    model = trainer.model.get_base_model() if is_peft_model(trainer.model) else trainer.model
+    return Path(getattr(model.config, "_name_or_path", "") or type(model).__name__).name

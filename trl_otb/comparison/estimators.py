@@ -1,0 +1,85 @@
+"""Estimators of the gradient: a baseline with its options."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..baselines import assign_credit, find_baseline
+
+
+CONTROL = "group_mean"  # what every baseline is compared with
+
+
+@dataclass
+class Pool:
+    """
+    M completions of one prompt.
+
+    Args:
+        rewards (`torch.Tensor` of shape `(M,)` or `(M, T)`):
+            One return per completion, or one reward per token; NaN for completions that cannot be scored.
+        energy, mask (`torch.Tensor` of shape `(M, T)`):
+            ρ_t² w_t, and 1 on generated tokens.
+    """
+
+    rewards: torch.Tensor
+    energy: torch.Tensor
+    mask: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.mask)
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """A baseline with its options."""
+
+    name: str
+    baseline: str
+    leave_one_out: bool = False
+    alignment: str = "generated"
+    zero_tail: bool = True
+
+    @property
+    def per_token(self) -> bool:
+        return find_baseline(self.baseline).per_token
+
+    @property
+    def across_prompts(self) -> bool:
+        return find_baseline(self.baseline).across_prompts
+
+    @property
+    def settings(self) -> str:
+        """As a config says it."""
+        return f"baseline={self.baseline!r}" + (", leave_one_out=True" if self.leave_one_out else "")
+
+    def scale(self, n: int) -> float | None:
+        """c where Eĝ = c g is known, else `None`, if the scores of completions have mean 0."""
+        if self.baseline == CONTROL and not self.leave_one_out:
+            return (n - 1) / n
+        return 1.0 if find_baseline(self.baseline).is_unbiased(self.leave_one_out, self.zero_tail) else None
+
+    def advantages(self, pool: Pool, rows: torch.Tensor, n: int) -> torch.Tensor:
+        """`(b, T)`, or `(b, 1)` for one number per completion, of whole groups of `n`."""
+        inputs = pool.rewards[rows], pool.energy[rows], pool.mask[rows]
+        options = {"alignment": self.alignment, "zero_tail": self.zero_tail, "leave_one_out": self.leave_one_out}
+        return assign_credit(*inputs, n, baseline=self.baseline, **options).advantages
+
+
+def estimators(baselines: Sequence[str], alignment: str = "generated", zero_tail: bool = True) -> list[Estimator]:
+    """
+    No baseline, the group mean, and every one of `baselines`, those that read energies also with one left out.
+
+    `alignment` and `zero_tail` are given to the baselines that look at them.
+    """
+    found = [Estimator("none", "none"), Estimator(CONTROL, CONTROL)]
+    for name in baselines:
+        entry = find_baseline(name)
+        alignment_of = alignment if entry.per_token else "generated"
+        zero_tail_of = zero_tail or not entry.zero_tail
+        if name not in ("none", CONTROL):
+            found.append(Estimator(name, name, False, alignment_of, zero_tail_of))
+        if entry.uses_energy and not entry.leaves_one_out:
+            found.append(Estimator(f"{name}, one left out", name, True, alignment_of, zero_tail_of))
+    return found

@@ -1,0 +1,144 @@
+"""The gradient of one completion's log-probs, weighted token by token, by the forward that training uses."""
+
+import re
+from typing import Any
+
+import torch
+from accelerate.utils import is_peft_model
+
+from ..seam import EnergyGRPOTrainer
+from ..seam.sampling import logps_and_states
+
+
+SMALL = 2**22  # parameters; backward passes of a smaller model are taken together, as they wait for the calls
+GRADIENTS = 2**26  # numbers of gradients that are projected together, a quarter of a GiB
+
+
+def studied_parameters(trainer: EnergyGRPOTrainer, pattern: str | None) -> list[torch.nn.Parameter]:
+    """
+    The trainable parameters whose name holds the regular expression `pattern`; by default all.
+
+    Raises:
+        ValueError: There is none, or `pattern` is no regular expression.
+    """
+    named = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
+    try:
+        found = [p for name, p in named.items() if re.search(pattern or "", name)]
+    except re.error as error:
+        raise ValueError(f"`parameters` is {pattern!r}, which is no regular expression: {error}.") from error
+    if not found:
+        example = next(iter(named), "none")
+        raise ValueError(
+            f"`parameters` is {pattern!r}, which none of {len(named)} trainable parameters holds: their names read "
+            f"like {example!r}."
+        )
+    return found
+
+
+class Projection:
+    """
+    A random projection of gradients that keeps inner products: a count sketch, seeded, with nothing stored.
+
+    ⟨Πa, Πb⟩ is unbiased for ⟨a, b⟩, with a standard error of at most ‖a‖ ‖b‖ √(2 / dimension); where there are no more
+    parameters than that, Π is the identity.
+
+    Args:
+        sizes (`list[int]`):
+            Numbers of elements of the parameters.
+        dimension (`int`):
+            Of the result.
+    """
+
+    def __init__(self, sizes: list[int], dimension: int, seed: int = 0) -> None:
+        self.exact = sum(sizes) <= dimension
+        self.dimension = sum(sizes) if self.exact else dimension
+        self.seed = seed
+
+    def __call__(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        """`(E, dimension)` float32, on the CPU, of E gradients: one tensor `(E, …)` per parameter."""
+        flat = [gradient.flatten(1).float() for gradient in gradients]
+        if self.exact:
+            return torch.cat(flat, dim=1).cpu()
+        device = flat[0].device
+        result = torch.zeros(len(flat[0]), self.dimension, device=device)
+        for i, gradient in enumerate(flat):
+            random = torch.Generator(device=device).manual_seed(self.seed * 1_000_003 + i)
+            place = torch.randint(2 * self.dimension, gradient.shape[1:], generator=random, device=device)
+            sign = 1 - 2 * (place % 2)  # its parity
+            result.index_add_(1, place // 2, gradient * sign)
+        return result.cpu()
+
+
+class CompletionGradients:
+    """
+    Σ_t A_t ∇ log π(y_t) of one completion, for several A at once, in the parameters that are studied.
+
+    A token's log-prob depends on the body of the model through the input of the LM head at its own position alone. So
+    the head's backward pass, which never forms (T, V) logits, is taken once, and each A weights what it yields.
+
+    Args:
+        trainer ([`~trl_otb.seam.EnergyGRPOTrainer`]):
+            Whose policy is differentiated.
+        parameters (`list[torch.nn.Parameter]`):
+            Those that are studied.
+        projection ([`Projection`]):
+            Applied to every gradient.
+    """
+
+    def __init__(
+        self, trainer: EnergyGRPOTrainer, parameters: list[torch.nn.Parameter], projection: Projection
+    ) -> None:
+        self.trainer, self.parameters, self.projection = trainer, parameters, projection
+        policy = trainer.model.get_base_model() if is_peft_model(trainer.model) else trainer.model
+        of_head = {id(p) for p in policy.get_output_embeddings().parameters()}
+        self.in_head = [i for i, p in enumerate(parameters) if id(p) in of_head]
+        self.small = sum(p.numel() for p in policy.parameters()) <= SMALL
+        self.together = max(1, GRADIENTS // sum(p.numel() for p in parameters))
+
+    def __call__(self, row: dict[str, Any], weights: torch.Tensor) -> torch.Tensor:
+        """
+        Args:
+            row (`dict`):
+                One of [`~trl_otb.seam.sampling.single_rows`].
+            weights (`torch.Tensor` of shape `(E, T)`):
+                A for each of E estimators, 0 outside the completion's mask; T at least as long as the completion.
+
+        Returns:
+            `torch.Tensor` of shape `(E, dimension)`, float32.
+        """
+        length = row["completion_ids"].size(1)
+        if length == 0:  # masked, as `mask_truncated_completions` does
+            return torch.zeros(len(weights), self.projection.dimension)
+        weights = weights[:, :length].float()
+        logps, leaf, body = logps_and_states(self.trainer, row)
+        (score,) = torch.autograd.grad(logps.sum(), leaf, retain_graph=True)  # the last position has none
+        padded = torch.nn.functional.pad(weights, (leaf.size(1) - 1 - length, 1))
+        found = []
+        for some, padded_some in zip(weights.split(self.together), padded.split(self.together), strict=True):
+            gradients = self._of_body(body, padded_some[:, None, :, None] * score)
+            for i, of_head in zip(self.in_head, self._of_head(logps, some), strict=True):
+                gradients[i] = gradients[i] + of_head
+            found.append(self.projection(gradients))
+        return torch.cat(found)
+
+    def _of_body(self, body: torch.Tensor, pulls: torch.Tensor) -> list[torch.Tensor]:
+        if not body.requires_grad:  # the head alone is trained
+            return [p.new_zeros(len(pulls), *p.shape) for p in self.parameters]
+        how: dict[str, Any] = {"retain_graph": True, "allow_unused": True}
+        pulls = pulls.to(body.dtype)
+        if self.small:
+            found = torch.autograd.grad(body, self.parameters, pulls, is_grads_batched=True, **how)
+        else:
+            one_by_one = [torch.autograd.grad(body, self.parameters, pull, **how) for pull in pulls]
+            found = [None if of[0] is None else torch.stack(of) for of in zip(*one_by_one, strict=True)]
+        return [
+            p.new_zeros(len(pulls), *p.shape) if gradient is None else gradient
+            for p, gradient in zip(self.parameters, found, strict=True)
+        ]
+
+    def _of_head(self, logps: torch.Tensor, weights: torch.Tensor) -> list[torch.Tensor]:
+        parameters = [self.parameters[i] for i in self.in_head]
+        if not parameters:
+            return []
+        each = [torch.autograd.grad(logps, parameters, a.unsqueeze(0).to(logps), retain_graph=True) for a in weights]
+        return [torch.stack(of) for of in zip(*each, strict=True)]

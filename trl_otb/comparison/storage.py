@@ -1,0 +1,151 @@
+"""What has been measured, one file per prompt, so that a measurement can be stopped and go on."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock, Timeout
+
+
+SETTINGS = "settings.json"
+
+
+class Storage:
+    """
+    The prompts that are measured: in memory, or in a folder with one file per prompt.
+
+    Args:
+        folder (`Path`, *optional*):
+            Made once there is something to keep.
+        settings (`dict`):
+            What the report needs to know, and `measured`, all that the numbers depend on.
+
+        overwrite (`bool`):
+            Whether what the folder holds makes way for what is measured now.
+        prompts (`list[dict]`, *optional*):
+            What was measured elsewhere; without a folder.
+
+    Raises:
+        ValueError: The folder holds a measurement of something else, or files that are none.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None,
+        settings: dict[str, Any],
+        *,
+        overwrite: bool = False,
+        prompts: list[dict[Any, Any]] | None = None,
+    ) -> None:
+        self.folder = folder
+        self.settings = json.loads(json.dumps(settings))
+        self._prompts = list(prompts or [])
+        self._overwrite = overwrite  # until there is something to take the place of what is there
+        if folder is None:
+            return
+        if folder.exists() and not folder.is_dir():
+            raise ValueError(f"`output_dir` is {str(folder)!r}, which is a file: name a folder.")
+        found = None if overwrite else load(folder)
+        if found is None:
+            return
+        before, self._prompts = found
+        other = _differences(before.get("measured", {}), self.settings["measured"])
+        if other:
+            raise ValueError(
+                f"{folder} was measured otherwise: {'; '.join(other)}. Choose another folder, or remove this one."
+            )
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def add(self, index: int, found: dict[Any, Any]) -> None:
+        if self.folder is not None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for file in self.folder.glob("prompt-*.pt") if self._overwrite else ():
+                file.unlink()
+            self._overwrite = False
+            _replace(self.folder / SETTINGS, lambda path: path.write_text(json.dumps(self.settings, indent=2) + "\n"))
+            _replace(self.folder / f"prompt-{index:05d}.pt", lambda path: torch.save(found, path))
+        self._prompts.append(found)
+
+    def prompts(self) -> list[dict[Any, Any]]:
+        return list(self._prompts)
+
+
+def load(folder: Path) -> tuple[dict[str, Any], list[dict[Any, Any]]] | None:
+    """
+    The settings of a folder and its prompts; `None` if it holds no prompt.
+
+    Raises:
+        ValueError: A file is damaged or foreign.
+    """
+    files = sorted(folder.glob("prompt-*.pt"))
+    if not files:
+        return None
+    try:
+        settings = json.loads((folder / SETTINGS).read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{folder / SETTINGS} cannot be read: {error}. Choose another folder.") from error
+    prompts = []
+    for file in files:
+        try:
+            prompts.append(torch.load(file, weights_only=True))
+        except Exception as error:  # torch, zip and pickle each raise their own kind
+            raise ValueError(
+                f"{file} is damaged or no measurement ({type(error).__name__}). Remove it: its prompt will be "
+                "measured again."
+            ) from error
+    return settings, prompts
+
+
+@contextmanager
+def only_writer(folder: Path | None) -> Iterator[None]:
+    """
+    Within this context nobody else measures into `folder`; the lock goes with the process, however it ends.
+
+    Raises:
+        ValueError: Somebody else is at it.
+    """
+    if folder is None:
+        yield
+        return
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"`output_dir` is {str(folder)!r}, which is a file: name a folder.")
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise ValueError(
+            f"Another process measures into {folder} right now: wait for it, or choose another folder."
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _replace(path: Path, write: Any) -> None:
+    unfinished = path.with_suffix(".unfinished")
+    write(unfinished)
+    unfinished.replace(path)
+
+
+def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """In words, what is not as it was."""
+    return [
+        f"`{name}` was {_short(before.get(name))} and is {_short(now.get(name))}"
+        for name in sorted(before.keys() | now.keys())
+        if before.get(name) != now.get(name)
+    ]
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,135 @@
+"""Pools of completions from a trainer, and the forward that it trains through; the trainer is left as it was."""
+
+import copy
+import random
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.utils import is_peft_model
+from transformers import set_seed
+
+from ..credit import set_energies
+from ..rollout import Rollout
+from .contract import FORWARD_KWARGS, trl_utils
+from .trainer import EnergyGRPOTrainer
+
+
+# What sampling adds to, beside random numbers and the mode of the model's modules
+_RECORDS = ("_metrics", "_logs", "_pending_extra_logs", "_pending_metrics")
+
+
+@contextmanager
+def left_as_it_was(trainer: EnergyGRPOTrainer) -> Iterator[None]:
+    """Within this context `trainer` samples in its eval mode; afterwards nothing tells that it did."""
+    records = {name: getattr(trainer, name) for name in _RECORDS}
+    generations, tokens_seen = trainer.num_generations_eval, trainer.state.num_input_tokens_seen
+    modes = {module: module.training for module in trainer.model.modules()}
+    python, numpy = random.getstate(), np.random.get_state()
+    device = trainer.accelerator.device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        trainer.model.eval()
+        for name, record in records.items():
+            setattr(trainer, name, _copied(record))
+        try:
+            with trainer.accelerator.autocast():
+                yield
+        finally:
+            for module, training in modes.items():
+                module.training = training
+            random.setstate(python)
+            np.random.set_state(numpy)
+            trainer.num_generations_eval, trainer.state.num_input_tokens_seen = generations, tokens_seen
+            for name, record in records.items():
+                setattr(trainer, name, record)
+
+
+def sample_pool(
+    trainer: EnergyGRPOTrainer, example: dict[str, Any], completions: int, at_once: int, seed: int
+) -> list[tuple[Rollout, dict[str, Any]]]:
+    """
+    So many completions of one example, as in an evaluation, with rewards and energies; `at_once` of them at a time.
+
+    Returns:
+        `list`: of every part its rollout and the batch that TRL made of it.
+    """
+    set_seed(seed)
+    parts = []
+    for first in range(0, completions, at_once):
+        trainer.num_generations_eval = min(at_once, completions - first)
+        rollout, batch = trainer.collect([dict(example) for _ in range(trainer.num_generations_eval)])
+        if rollout.energy is None:
+            forward = trainer.extra_forward(batch)
+            set_energies(rollout, forward.energy(), forward.logps)
+        parts.append((rollout, batch))
+    return parts
+
+
+def single_rows(batch: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of TRL's `batch` one by one, each without the padding behind its completion."""
+    rows = trl_utils.split_tensor_dict(trl_utils.split_pixel_values_by_grid(batch), len(batch["completion_ids"]))
+    found = []
+    for row in map(trl_utils.unsplit_pixel_values_by_grid, rows):
+        length, padded = int(row["completion_mask"].sum()), row["completion_ids"].size(1)
+        for key in ("completion_ids", "completion_mask", "token_type_ids", "mm_token_type_ids"):
+            if row.get(key) is not None:
+                row[key] = row[key][:, : row[key].size(1) - padded + length]
+        found.append(row)
+    return found
+
+
+def logps_and_states(
+    trainer: EnergyGRPOTrainer, row: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """
+    One of [`single_rows`] through the forward that training uses, with gradient, cut before the LM head.
+
+    Returns:
+        `tuple`: log π(y_t), `(1, T)`, with a graph that ends in the second: the head's input `(1, P + T, d)`, a leaf;
+        and the third, the same values with the graph of the model's body.
+    """
+    policy = trainer.model.get_base_model() if is_peft_model(trainer.model) else trainer.model
+    states: list[torch.Tensor] = []
+
+    def cut(module: Any, args: Any, output: Any) -> Any:
+        body = output.last_hidden_state
+        states.extend([body.detach().requires_grad_(), body])
+        output.last_hidden_state = states[-2]
+        return output
+
+    hook = policy.base_model.register_forward_hook(cut)
+    try:
+        with torch.enable_grad():
+            logps, *_ = trainer._get_per_token_logps_and_entropies(
+                trainer.model,
+                torch.cat([row["prompt_ids"], row["completion_ids"]], dim=1),
+                torch.cat([row["prompt_mask"], row["completion_mask"]], dim=1),
+                row["completion_ids"].size(1),
+                batch_size=1,
+                **{key: row[key] for key in FORWARD_KWARGS if key in row},
+            )
+    finally:
+        hook.remove()
+    leaf, body = states
+    return logps, leaf, body
+
+
+def training_examples(trainer: EnergyGRPOTrainer) -> Any:
+    """The training data as the trainer's dataloader sees it."""
+    data = trainer.train_dataset
+    if hasattr(data, "column_names") and trainer.args.remove_unused_columns and data.column_names is not None:
+        data = trainer._remove_unused_columns(data, description="training")
+    return data
+
+
+def _copied(record: Any) -> Any:
+    """Containers are copied, what they hold is not."""
+    if isinstance(record, dict):
+        found = copy.copy(record)  # a defaultdict stays one
+        for key, value in record.items():
+            found[key] = _copied(value)
+        return found
+    return copy.copy(record) if isinstance(record, list | deque) else record
