@@ -82,7 +82,7 @@ def trainer_at(name: str, stage: str, seed: int) -> OTBGRPOTrainer:
     data = with_prompts(Dataset.from_list(problems(name, 500, seed=1)))
     trainer = trainer_of(
         Task(toy.smollm2(), data, data, TASKS[name][1], TOKENS),
-        peft_config=LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear"),
+        peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
         num_generations=8,
         per_device_train_batch_size=16,
         learning_rate=5e-4,

@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from recipes.studies.laboratory import moments as laboratory_moments
-from recipes.studies.laboratory import pool_of, task_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipes.common.errors import InputError
@@ -40,6 +38,8 @@ from recipes.gradient_noise.pools import (
     scale_of,
 )
 from recipes.gradient_noise.storage import moments_of
+from recipes.studies.laboratory import moments as laboratory_moments
+from recipes.studies.laboratory import pool_of, task_of
 from tests.helpers import tiny
 from tests.recipes.conftest import shortly_trained
 from trl_otb import GradientNoiseCallback, OTBGRPOConfig, OTBGRPOTrainer, register_baseline
