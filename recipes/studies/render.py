@@ -30,6 +30,8 @@ def load(name: str) -> dict[str, Any]:
 
 
 def save(name: str, results: dict[str, Any]) -> None:
+    """With five digits of every number."""
+    results = json.loads(json.dumps(results), parse_float=lambda text: float(f"{float(text):.5g}"))
     (HERE / "results" / f"{name}.json").write_text(_lines(results) + "\n")
 
 

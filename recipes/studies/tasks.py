@@ -126,7 +126,7 @@ def cells_of(report: "trl_otb.BaselineReport") -> list[dict]:
     """What is published of a report: efficiency and noise to signal, both over the group mean's, and the cosine."""
 
     def known(*values: float) -> list[float | None]:
-        return [round(value, 4) if math.isfinite(value) else None for value in values]
+        return [value if math.isfinite(value) else None for value in values]
 
     cells = []
     for row in report.comparisons:
