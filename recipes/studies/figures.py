@@ -19,13 +19,11 @@ from pathlib import Path
 import torch
 from datasets import Dataset
 from matplotlib.figure import Figure
-from transformers import AutoTokenizer
 
-from recipes.studies.laboratory import BARE
-from recipes.studies.learning_curves import COLORS, Run, perform, smooth, window
+from recipes.studies.learning_curves import PANELS, Run, perform, plot
+from recipes.studies.tasks import Task, trainer_of, with_prompts
 from recipes.tool_math import calculator_tool
 from recipes.toy import calculator
-from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 from trl_otb.rollout import Rollout
 
 
@@ -36,58 +34,16 @@ PROBLEM, ANSWER, GROUP = "12+71-35", 48, 8
 
 def sample(size: int) -> Rollout:
     """A rollout of `size` completions of one problem."""
-    path = str(calculator())
 
     def right(completions, **kwargs):
         return [float(c[-1].get("content") == f"={ANSWER}") for c in completions]
 
-    trainer = OTBGRPOTrainer(
-        path,
-        right,
-        args=OTBGRPOConfig(
-            output_dir="runs/studies/figures/work",
-            num_generations=size,
-            per_device_train_batch_size=size,
-            max_completion_length=72,
-            max_tool_calling_iterations=6,
-            learning_rate=0.0,
-            max_steps=1,
-            seed=3,
-            **BARE,
-        ),
-        train_dataset=Dataset.from_dict({"prompt": [[{"role": "user", "content": PROBLEM}]]}),
-        processing_class=AutoTokenizer.from_pretrained(path, padding_side="left"),
-        tools=[calculator_tool(max_operations=1)],
-    )
+    data = with_prompts(Dataset.from_dict({"question": [PROBLEM]}))
+    task = Task(calculator(), data, data, right, 72, [calculator_tool(max_operations=1)], max_calls=6)
+    sizes = {"num_generations": size, "per_device_train_batch_size": size}
+    trainer = trainer_of(task, learning_rate=0.0, max_steps=1, seed=3, **sizes)
     trainer.train()
     return trainer.rollouts["train"]
-
-
-def plot_over_training(of: dict[str, list[dict]], path: Path) -> None:
-    """Figures 1 and 2."""
-    panels = {
-        "reward": "reward (share of right answers)",
-        "grad_norm": "gradient norm",
-        "grad_power": "power of the gradient, Σ w A²",
-    }
-    averaged = window(of[BASELINES[0]][0]["reward"])
-    figure = Figure(figsize=(5 * len(panels), 3.8), layout="constrained")
-    axes = figure.subplots(1, len(panels))
-    for axis, (key, label) in zip(axes, panels.items(), strict=True):
-        for baseline, rows in of.items():
-            curves = torch.tensor([smooth(row[key]) for row in rows])
-            low, high = curves.min(dim=0).values, curves.max(dim=0).values
-            axis.plot(curves.mean(dim=0), color=COLORS[baseline], label=baseline)
-            axis.fill_between(range(len(low)), low, high, color=COLORS[baseline], alpha=0.15, linewidth=0)
-        axis.set(xlabel="training step", ylabel=label, yscale="linear" if key == "reward" else "log")
-        axis.grid(alpha=0.3)
-    axes[0].legend()
-    figure.suptitle(
-        f"{TASK}: sums of eight to ten numbers with a calculator, learning rate {RATE:g}\n"
-        f"(N = {N}; lines: mean of {len(SEEDS)} seeds, bands: their range; averaged over {averaged} steps)",
-        fontsize=11,
-    )
-    figure.savefig(path, dpi=120)
 
 
 def plot_group(group: dict[str, torch.Tensor], path: Path) -> None:
@@ -128,26 +84,27 @@ def plot_tokens(rollout: dict[str, torch.Tensor], path: Path) -> None:
 def main(argv):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
     parser.add_argument("--plot_only", action="store_true")
-    parser.add_argument("--output_dir", default="runs/studies/figures")
-    parser.add_argument("--runs_dir", default="runs/studies/learning_curves", help="where training runs are saved")
+    parser.add_argument("--output_dir", type=Path, default=Path("runs/studies/figures"))
+    runs_dir = Path("runs/studies/learning_curves")
+    parser.add_argument("--runs_dir", type=Path, default=runs_dir, help="where training runs are saved")
     args = parser.parse_args(argv)
     warnings.filterwarnings("ignore")
-    folder, runs = Path(args.output_dir), Path(args.runs_dir)
-    for path in (folder, runs):
-        path.mkdir(parents=True, exist_ok=True)
-    saved = folder / "rollout.pt"
+    folder, saved = args.output_dir, args.output_dir / "rollout.pt"
     training_runs = [Run(TASK, b, N, RATE, seed) for b in BASELINES for seed in SEEDS]
     if not args.plot_only:
+        folder.mkdir(parents=True, exist_ok=True)
+        args.runs_dir.mkdir(parents=True, exist_ok=True)
         if not saved.exists():
             rollout = sample(256)
             torch.save({name: getattr(rollout, name) for name in ("mask", "energy", "logps", "rewards")}, saved)
-        perform(training_runs, runs)
+        perform(training_runs, args.runs_dir)
     elif not saved.exists():
         parser.error(f"nothing is saved under {folder} yet: run without --plot_only first")
     results = {b: [] for b in BASELINES}
     for run in training_runs:
-        results[run.baseline].append(json.loads((runs / f"{run.name}.json").read_text()))
-    plot_over_training(results, folder / "figure1_2.png")
+        results[run.baseline].append(json.loads((args.runs_dir / f"{run.name}.json").read_text()))
+    title = f"{TASK}, N = {N}, learning rate {RATE:g}"
+    plot({title: (TASK, results)}, folder / "figure1_2.png", PANELS | {"grad_power": "power of the gradient, Σ w A²"})
     rollout = torch.load(saved, weights_only=True)
     plot_group({key: value[:GROUP] for key, value in rollout.items()}, folder / "figure3_4.png")
     plot_tokens(rollout, folder / "figure5.png")

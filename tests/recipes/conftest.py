@@ -7,8 +7,8 @@ import pytest
 from datasets import Dataset
 
 from recipes import math as recipe
-from recipes.studies import candidates
 from recipes.toy import warm_start
+from trl_otb import register_baseline
 
 
 SMALL = (
@@ -31,8 +31,21 @@ def shortly_trained(kind, steps, folder):
 
 @pytest.fixture
 def registered(registry):
-    """The names of the studies' candidates, registered for this test alone."""
-    return candidates.register()
+    """The names of two baselines of a user's own, one per completion and one per token, for this test alone."""
+
+    @register_baseline("damped_return", per_token=False, leaves_one_out=True)
+    def damped_return(group):
+        """A = (1 − ω_i) G_i, ω_i a completion's share of its group's energy."""
+        total = group.energy.sum(dim=-1, keepdim=True)
+        return group.returns * total / total.sum(dim=1, keepdim=True).clamp(min=1e-20)
+
+    @register_baseline("token_damped", leaves_one_out=True)
+    def token_damped(group):
+        """A_t = (1 − w_t / 2)² (G − B_(−i)), B by energy: improbable tokens count less, w_t being at most 2."""
+        others = group.mean(group.energy.sum(dim=-1, keepdim=True), leave_one_out=True)
+        return group.returns - (1 - group.energy / 2).square() * (group.returns - others)
+
+    return ["damped_return", "token_damped"]
 
 
 @pytest.fixture(autouse=True)

@@ -1,25 +1,21 @@
-"""The studies on gradient_noise: scratchpad, lake, the language model's tasks, candidates, shrinkage, reports."""
+"""The studies of noise: scratchpad, lake, the language model's tasks; their results and the pages made of them."""
 
+import json
 import math
 import random
 import re
-import subprocess
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
-from recipes.gradient_noise.__main__ import check_plot_only
-from recipes.gradient_noise.measure import Estimate
 
+import trl_otb
 from recipes import toy
 from recipes.common.errors import InputError
-from recipes.studies import horizon, language, pages, shrinkage, variance
+from recipes.studies import horizon, language, render, tasks
 from recipes.toy import lake, scratchpad
 from tests.recipes.conftest import shortly_trained
 from trl_otb import OTBGRPOConfig
-from trl_otb.baselines import compute_advantages
 
 
 # The scratchpad
@@ -111,36 +107,34 @@ def test_demonstrated_games_are_the_games_of_the_lake(turns):
     assert set("".join(games).replace("<eos>", "")) <= set(lake.ALPHABET)
 
 
-# Shrinkage
+# Tasks
 
 
-def test_means_of_the_others_by_weights():
-    returns, weights = torch.tensor([[1.0, 2.0, 4.0]]), torch.tensor([[1.0, 3.0, 1.0]])
-    expected = torch.tensor([[10 / 4, 5 / 2, 7 / 4]])
-    torch.testing.assert_close(shrinkage.left_one_out(returns, weights), expected)
-
-
-@pytest.mark.slow
-def test_the_shrinkage_study(tmp_path, monkeypatch, capsys):
-    """Left out or shrunk, every estimator keeps the expectation; and the study goes on where it was."""
-    folder = shortly_trained("scratchpad_10", 60, tmp_path / "policy")
-    monkeypatch.setattr(toy, "scratchpad_10", lambda: folder)
-    monkeypatch.setattr(horizon, "PROMPTS", 4)
-    monkeypatch.setitem(horizon.TASKS, "10", (64, []))
-    shrinkage.main(["--tasks", "10", "--output_dir", str(tmp_path / "study")])
-    table = (tmp_path / "study" / "tables.md").read_text()
-    without_bias, *with_factors = table.split("With a factor")
-    assert without_bias.count("| `otb, pooled` |") == 3 and "?" not in without_bias and "nan" not in table
-    assert len(with_factors) == 3 and "| `ogb, pooled × T^−½` |" in with_factors[0]
-    pools = [torch.load(path, weights_only=True) for path in sorted((tmp_path / "study" / "10").glob("prompt-*.pt"))]
-    found = shrinkage.moments(pools, 4, prompts_per_batch=4)
-    for prompt in found:
-        plain, unscaled = prompt["mean, one left out", 4], prompt["group_mean", 4]
-        torch.testing.assert_close(plain["mean"], unscaled["mean"] * 4 / 3, atol=1e-4, rtol=1e-3)
-        assert plain["square"] == pytest.approx(unscaled["square"] * 16 / 9, rel=1e-3)
-    before = capsys.readouterr()
-    shrinkage.main(["--tasks", "10", "--output_dir", str(tmp_path / "study")])
-    assert "all 4 prompts are there" in capsys.readouterr().out and before
+@pytest.mark.parametrize(
+    ("name", "length", "calls", "rewards"),
+    [
+        ("sums", 24, None, 1.0), ("calculator", 72, 6, 1.0), ("scratchpad_10", 20, None, 1.0),
+        ("lake_6", 192, 12, 1.0), ("lake_6_turns", 192, 12, list),
+    ],
+)  # fmt: skip
+def test_a_task_is_what_its_trainer_samples(name, length, calls, rewards, tmp_path, monkeypatch):
+    """A policy, problems of which none is held out and trained on, and a reward that knows a right answer."""
+    kind = name.removesuffix("_turns")
+    monkeypatch.setattr(toy, kind, lambda: shortly_trained(kind, 1, tmp_path / "policy"))
+    task = tasks.task_of(name)
+    assert not {*task.train["question"]} & {*task.held_out["question"]} and len(task.train) > 70
+    trainer = tasks.trainer_of(task, seed=3)
+    assert (trainer.args.max_completion_length, trainer.args.max_tool_calling_iterations) == (length, calls)
+    assert (trainer.args.num_generations, trainer.args.generation_batch_size, trainer.args.seed) == (4, 64, 3)
+    row = task.held_out[0]
+    right = {
+        "sums": f"{row['answer']}", "calculator": [{"role": "assistant", "content": f"={row['answer']}"}],
+        "scratchpad_10": f"a00{row['answer']}", "lake_6": [{"role": "tool", "content": "*"}],
+    }.get(kind)  # fmt: skip
+    if name == "lake_6_turns":
+        right = [{"role": "assistant", "content": ""}, {"role": "tool", "content": "*"}]
+    (earned,) = task.reward(completions=[right], **{key: [value] for key, value in row.items()})
+    assert earned == [1.0] if rewards is list else earned == 1.0
 
 
 # Tasks of the language model
@@ -153,27 +147,6 @@ def test_rewards_of_the_language_model():
     assert language.likeness(["one two three", "a b"], ["one two four five", "a b"]) == [pytest.approx(4 / 7), 1]
 
 
-@pytest.mark.parametrize("flags", [["--num_prompts", "8"], ["--plot_only"]], ids=["measure", "redraw"])
-def test_the_study_of_the_language_model_runs_the_tool(flags, tmp_path, monkeypatch):
-    """With the task's data, and to redraw with the folder alone, which is all that the tool takes then."""
-    monkeypatch.chdir(tmp_path)
-    asked = []
-    monkeypatch.setattr(
-        subprocess, "run", lambda command, **kw: asked.append(command) or SimpleNamespace(returncode=0)
-    )
-    with pytest.raises(SystemExit, match="0"):
-        language.main(["copy", *flags])
-    (command,) = asked
-    assert command[1:3] == ["-m", "recipes.gradient_noise"]
-    if "--plot_only" in flags:
-        assert command[3:] == ["--output_dir", "runs/studies/language/copy-start", "--plot_only"]
-        check_plot_only(command[3:])
-    else:
-        assert command[-2:] == flags and "recipes.studies.language:likeness" in command
-        data = Path(command[command.index("--dataset_name") + 1])
-        assert len(data.read_text().splitlines()) == 500
-
-
 @pytest.mark.parametrize("task", language.TASKS)
 def test_problems_of_the_language_model_differ(task):
     found = language.problems(task, 200, seed=1)
@@ -182,104 +155,155 @@ def test_problems_of_the_language_model_differ(task):
     assert found == language.problems(task, 200, seed=1) != language.problems(task, 200, seed=2)
 
 
-# Candidates
+def test_a_baseline_that_leaves_one_out_by_itself_takes_no_such_option(registered):
+    with pytest.raises(ValueError, match="'damped_return', which leaves one out by itself"):
+        OTBGRPOConfig(baseline="damped_return", leave_one_out=True, use_cpu=True, bf16=False)
+    assert OTBGRPOConfig(baseline="damped_return", use_cpu=True, bf16=False).baseline == "damped_return"
 
 
-def by_hand(name, returns, energy, i):
-    """The advantage of completion `i`, or its tokens', from lists."""
-    n, total = len(returns), [sum(e) for e in energy]
-    kept = 1 - total[i] / sum(total)
-    others = [j for j in range(n) if j != i]
-    mean = sum(returns[j] for j in others) / (n - 1)
-    by_energy = sum(total[j] * returns[j] for j in others) / sum(total[j] for j in others)
-    sizes = []
-    for k in range(n):
-        rest = [j for j in range(n) if j != k]
-        prediction = sum(total[j] * returns[j] for j in rest) / sum(total[j] for j in rest)
-        sizes.append(total[k] ** 0.5 * abs(returns[k] - prediction))
-    return {
-        "damped_mean": kept * (returns[i] - mean),
-        "damped_return": kept * returns[i],
-        "damped_twice": kept**2 * (returns[i] - by_energy),
-        "inverse_energy": (returns[i] - by_energy) / (1 + total[i]),
-        "inverse_energy_mean": (returns[i] - mean) / (1 + total[i]),
-        "inverse_relative": (returns[i] - by_energy) / (1 + total[i] * n / sum(total)),
-        "token_damped": [(1 - w / 2) ** 2 * (returns[i] - by_energy) for w in energy[i]],
-        "clipped": (returns[i] - by_energy) * min(1, sorted(sizes)[(n - 1) // 2] / sizes[i]),
-        "inverse_root_length": (returns[i] - mean) / len(energy[i]) ** 0.5,
-    }[name]
+# Studies
 
 
-def test_candidates_by_hand(registered):
-    rng = random.Random(0)
-    returns = [rng.random() for _ in range(4)]
-    energy = [[rng.random() for _ in range(length)] for length in (3, 6, 2, 5)]
-    mask = torch.tensor([[1] * len(e) + [0] * (6 - len(e)) for e in energy])
-    padded = torch.tensor([e + [0.0] * (6 - len(e)) for e in energy])
-    for name in registered:
-        advantages = compute_advantages(torch.tensor(returns), padded, mask, 4, baseline=name)
-        for i, tokens in enumerate(energy):
-            expected = torch.tensor(by_hand(name, returns, energy, i)).expand(len(tokens))
-            torch.testing.assert_close(advantages[i, : len(tokens)], expected, msg=name)
+class Report:
+    """In the place of the package's own: what a study asked for, and as many estimators as it publishes."""
+
+    def __init__(self, num_prompts, group_sizes, **asked):
+        self.num_prompts, self.group_sizes, self.asked, self.verdict = num_prompts, group_sizes, asked, "Keep it."
+        ratio = SimpleNamespace(value=1.23456, low=1.1, high=math.inf)
+        names = [f"{b}{left}" for b in tasks.BASELINES for left in ("", ", one left out")]
+        self.comparisons = [
+            SimpleNamespace(name=name, n=n, over_group_mean=ratio, noise_over_group_mean=ratio, cosine=ratio)
+            for name in ("none", "group_mean", *names)
+            for n in (2, *group_sizes)  # the law of the group mean has further sizes
+        ]
+
+    def plot(self, path):
+        Path(path).write_text(f"picture of {self.num_prompts}")
 
 
-def test_a_candidate_takes_no_leave_one_out(registered):
-    with pytest.raises(ValueError, match="'inverse_energy', which leaves one out by itself"):
-        OTBGRPOConfig(baseline="inverse_energy", leave_one_out=True, use_cpu=True, bf16=False)
-    assert OTBGRPOConfig(baseline="inverse_energy", use_cpu=True, bf16=False).baseline == "inverse_energy"
+@pytest.fixture
+def compare(monkeypatch):
+    """Fakes the measurement; what is saved is what was asked for. Returns all that was."""
+    calls = []
+
+    def compare_baselines(trainer, output_dir, **asked):
+        calls.append((trainer, asked))
+        Path(output_dir).mkdir(parents=True)
+        (Path(output_dir) / "asked.json").write_text(json.dumps(asked))
+        return Report(**asked)
+
+    def load(output_dir, prompts_per_batch):
+        assert prompts_per_batch == 16
+        return Report(**json.loads((Path(output_dir) / "asked.json").read_text()))
+
+    monkeypatch.setattr(trl_otb, "compare_baselines", compare_baselines, raising=False)
+    monkeypatch.setattr(trl_otb, "BaselineReport", SimpleNamespace(load=load), raising=False)
+    for study in (horizon, language):
+        monkeypatch.setattr(study, "trainer_of", lambda task, **options: (task, options))
+    monkeypatch.setattr(horizon, "task_of", lambda name, seed: (name, seed))
+    monkeypatch.setattr(toy, "smollm2", lambda: Path("smollm2"))
+    return calls
 
 
-# Reports
+@pytest.fixture
+def pages(tmp_path, monkeypatch):
+    """A copy of the pages and their results, to publish in."""
+    for path in [*render.HERE.glob("*.md"), *render.HERE.glob("results/*.json")]:
+        copy = tmp_path / "pages" / path.relative_to(render.HERE)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(path.read_text())
+    monkeypatch.setattr(render, "HERE", tmp_path / "pages")
+    return tmp_path / "pages"
+
+
+def test_the_study_of_the_horizon_measures_saves_draws_and_publishes(tmp_path, compare, pages):
+    """What it asks for is what the page says; a column takes the place of the published one, the others stay."""
+    study, before = ["--output_dir", str(tmp_path / "study")], render.load("horizon")
+    horizon.main([*study, "--tasks", "sums", "10", "--num_prompts", "33"])
+    ((of_ten, options), asked), ((of_sums, _), _) = compare
+    assert (of_ten, of_sums, options) == (("scratchpad_10", 0), ("sums", 0), {"seed": 0, "disable_tqdm": False})
+    assert asked == {
+        "baselines": list(tasks.BASELINES), "num_prompts": 33, "completions_per_prompt": 256, "prompts_per_batch": 16,
+        "group_sizes": [4, 8, 32], "seed": 0,
+    }  # fmt: skip
+    table = (tmp_path / "study" / "tables.md").read_text()
+    assert table.startswith("N = 4:\n\n| estimator | T = 10 (n = 33) | sums (n = 33) |")
+    assert table.count("| `ogb_pooled` | 1.23 (1.10–?); 1.23 (1.10–?); 1.235 |") == 3 and "N = 2" not in table
+    picture = tmp_path / "study" / "horizon.png"
+    assert picture.stat().st_size > 10_000
+    picture.unlink()
+    horizon.main([*study, "--tasks", "10", "--plot_only", "--publish"])
+    assert len(compare) == 2 and picture.exists()
+    after, page = render.load("horizon"), (pages / "horizon.md").read_text()
+    assert after["tables"].pop("T = 10") != before["tables"].pop("T = 10") and after == before
+    assert page.count("| T = 10 (n = 33) | T = 30 (n = 32) |") == 3 and "1.23 (1.10–?)" in page
+    assert (pages / "horizon.png").stat().st_size > 10_000
 
 
 @pytest.mark.slow
-def test_the_horizon_study_can_be_stopped_and_redrawn(tmp_path, monkeypatch, registered, capsys):
-    folder = shortly_trained("scratchpad_10", 40, tmp_path / "policy")
-    monkeypatch.setattr(toy, "scratchpad_10", lambda: folder)
-    family = replace(
-        horizon.FAMILIES["tokens"], tasks=["10"], groups=(4, 8), baselines=("ogb", "otb", *registered),
-        columns={"N = 4": (4, {10: "10"})}, page=str(tmp_path / "page.md"),
-    )  # fmt: skip
-    monkeypatch.setattr(horizon, "FAMILIES", {"tokens": family})
-    monkeypatch.setattr(horizon, "PROMPTS", 3)
-    monkeypatch.setitem(horizon.TASKS, "10", (32, []))
-    panels = {"all": ("none", "ogb", "ogb, one left out", "otb", "inverse_energy")}
-    monkeypatch.setattr(horizon, "PANELS", panels)
-    horizon.main(["--output_dir", str(tmp_path / "study")])
-    table = (tmp_path / "study" / "tables.md").read_text()
-    assert "N = 8:" in table and table.count("| `token_damped` |") == 2 and "T = 10" in table
-    assert not re.search("inverse_energy, one left out", table)
-    (tmp_path / "study" / "horizon.png").unlink()
-    horizon.main(["--output_dir", str(tmp_path / "study"), "--plot_only"])
-    assert (tmp_path / "study" / "horizon.png").stat().st_size > 10_000
-    horizon.main(["--output_dir", str(tmp_path / "study"), "--num_prompts", "4"])
-    table = (tmp_path / "study" / "tables.md").read_text()
-    assert "T = 10 (n = 4)" in table
-    (tmp_path / "page.md").write_text(f"# A page\n\n{table.replace('(n = 4)', '(n = 3)')}")
-    horizon.main(["--output_dir", str(tmp_path / "study"), "--plot_only", "--publish"])
-    assert (tmp_path / "page.md").read_text() == f"# A page\n\n{table}"
-    assert (tmp_path / "page.png").stat().st_size > 10_000
-
-
-@pytest.mark.slow
-def test_the_study_of_turns(tmp_path, monkeypatch, registered):
-    folder = shortly_trained("lake_6", 150, tmp_path / "policy")
-    monkeypatch.setattr(toy, "lake_6", lambda: folder)
-    monkeypatch.setattr(horizon, "PROMPTS", 3)
-    for task in ("lake_6", "lake_6_turns"):
-        monkeypatch.setitem(horizon.TASKS, task, (32, []))
-    flags = ["--family", "turns", "--tasks", "lake_6", "lake_6_turns", "--output_dir", str(tmp_path / "study")]
-    horizon.main(flags)
-    assert (tmp_path / "study" / "horizon.png").stat().st_size > 10_000
-    of_turns = [torch.load(p, weights_only=True) for p in (tmp_path / "study" / "lake_6_turns").glob("prompt-*.pt")]
-    assert all(prompt["varies"] for prompt in of_turns)
-
-
-@pytest.mark.parametrize("study", [horizon, shrinkage], ids=["horizon", "shrinkage"])
-def test_nothing_to_plot_is_said(study, tmp_path, capsys):
+@pytest.mark.parametrize(("family", "task"), [("tokens", "10"), ("turns", "lake_6_turns")])
+def test_a_study_of_the_horizon_from_end_to_end(family, task, tmp_path, monkeypatch, capsys):
+    """With a policy after a short warm start. More prompts add to what is there, and nothing is measured again."""
+    name = "scratchpad_10" if family == "tokens" else "lake_6"
+    policy = shortly_trained(name, 150, tmp_path / "policy")
+    monkeypatch.setattr(toy, name, lambda: policy)
+    monkeypatch.setitem(horizon.TASKS, family, {task: 32})
+    monkeypatch.setitem(horizon.GROUP_SIZES, family, [4, 8])
+    flags = ["--family", family, "--output_dir", str(tmp_path / "study")]
+    horizon.main([*flags, "--num_prompts", "3"])
+    said = (tmp_path / "study" / "tables.md").read_text()
+    published = render.load(horizon.RESULTS[family])["tables"].values()
+    estimators = {cell["estimator"] for cells in published for cell in cells}
+    for estimator in estimators:
+        assert said.count(f"| `{estimator}` |") == 2, estimator
+    measured = {path: path.stat().st_mtime_ns for path in (tmp_path / "study" / task).glob("prompt-*.pt")}
+    assert len(measured) == 3 and "nan" not in said
+    horizon.main([*flags, "--plot_only"])
+    assert (tmp_path / "study" / "tables.md").read_text() == said
+    horizon.main([*flags, "--num_prompts", "4"])
+    assert "(n = 4)" in (tmp_path / "study" / "tables.md").read_text()
+    assert all(path.stat().st_mtime_ns == at for path, at in measured.items())
     with pytest.raises(SystemExit):
-        study.main(["--plot_only", "--output_dir", str(tmp_path)])
-    assert "nothing is saved" in capsys.readouterr().err
+        horizon.main([*flags, "--num_prompts", "4", "--seed", "1"])
+    assert "was measured otherwise" in capsys.readouterr().err
+
+
+def test_the_study_of_turns_asks_for_lakes(tmp_path, compare):
+    flags = ["--family", "turns", "--tasks", "lake_6_turns", "--seed", "2", "--output_dir", str(tmp_path / "study")]
+    horizon.main(flags)
+    ((task, _), asked) = compare[0]
+    assert task == ("lake_6_turns", 2) and asked["completions_per_prompt"] == 128
+    assert (asked["num_prompts"], asked["group_sizes"], asked["seed"]) == (16, [4, 8], 2)
+
+
+@pytest.mark.parametrize("stage", ["start", "trained"])
+def test_the_study_of_the_language_model(stage, tmp_path, compare, pages, monkeypatch):
+    trained = []
+    sampler = SimpleNamespace(train=lambda: trained.append("trained"))
+    monkeypatch.setattr(language, "trainer_of", lambda task, **options: trained.append((task, options)) or sampler)
+    flags = ["copy", "--stage", stage, "--output_dir", str(tmp_path / "study")]
+    language.main([*flags, "--num_prompts", "8"])
+    ((trainer, asked),) = compare
+    (task, options), *steps = trained
+    assert trainer is sampler and steps == ["trained"] * (stage == "trained") and options["max_steps"] == 4
+    assert (task.reward, task.max_completion_length, len(task.train)) == (language.likeness, 80, 500)
+    assert asked == {
+        "baselines": list(tasks.BASELINES), "num_prompts": 8, "completions_per_prompt": 16, "prompts_per_batch": 16,
+        "group_sizes": [4], "parameters": r"layers\.2[6-9]\.", "seed": 42,
+    }  # fmt: skip
+    assert (tmp_path / "study" / f"copy-{stage}" / "noise.png").read_text() == "picture of 8"
+    language.main([*flags, "--plot_only", "--publish"])
+    assert len(compare) == 1 and "| 1.23 (1.10–?) |" in (pages / "README.md").read_text()
+    assert (pages / "copy.png").exists() == (stage == "trained")
+
+
+@pytest.mark.parametrize(
+    ("main", "flags"), [(horizon.main, []), (language.main, ["copy"])], ids=["horizon", "language"]
+)
+def test_nothing_to_plot_is_said(main, flags, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main([*flags, "--plot_only", "--output_dir", str(tmp_path)])
+    assert "Nothing is saved under" in capsys.readouterr().err
 
 
 def test_a_task_of_another_family_is_refused(capsys):
@@ -288,51 +312,91 @@ def test_a_task_of_another_family_is_refused(capsys):
     assert "10 is not in the family turns, which has lake_6" in capsys.readouterr().err
 
 
-def test_another_seed_is_not_published(capsys):
+@pytest.mark.parametrize(
+    ("main", "flags", "seed"), [(horizon.main, [], 0), (language.main, ["copy"], 42)], ids=["horizon", "language"]
+)
+def test_another_seed_is_not_published(main, flags, seed, capsys):
     with pytest.raises(SystemExit):
-        horizon.main(["--publish", "--seed", "1"])
-    assert "--publish is for the seed of the page, 0" in capsys.readouterr().err
+        main([*flags, "--publish", "--seed", "1"])
+    assert f"--publish is for the seed of the page, {seed}" in capsys.readouterr().err
 
 
-def test_a_column_that_is_measured_anew_takes_the_place_of_the_published_one(tmp_path):
+# Results and pages
+
+
+def test_a_column_that_is_measured_anew_takes_the_place_of_the_published_one(pages):
     """The others stay as they are, to the digit, and what is lost in noise stays lost."""
-    here = Path(horizon.__file__).parent
-    for name in ("horizon.md", "turns.md"):
-        (tmp_path / name).write_text((here / name).read_text())
-        group_sizes = next(f.groups for f in horizon.FAMILIES.values() if f.page == name)
-        pages.publish(tmp_path / name, {}, group_sizes)
-        assert (tmp_path / name).read_text() == (here / name).read_text()
-    page = tmp_path / "turns.md"
-    before = pages.read_tables(page.read_text())
-    assert before["lake_14"].cells["otb", 4].efficiency.value > 0
-    lost = Estimate(math.nan, 0.5, math.inf)
-    again = replace(before["lake_14"].cells["otb", 4], efficiency=lost, cosine=math.nan)
-    cells = before["lake_14"].cells | {("otb", 4): again, ("newest", 4): again}
-    columns = pages.publish(page, {"lake_14": pages.Column(65, cells)}, (4, 8))
-    found = pages.read_tables(page.read_text())
-    assert page.read_text().startswith((here / "turns.md").read_text().partition("N = 4")[0])
-    assert found["lake_14"].prompts == 65 and found["lake_14"].cells.keys() == cells.keys()
-    said = found["lake_14"].cells["otb", 4].text()
-    assert said.startswith("? (0.50–?); ") and said.endswith("; ?")
-    assert found["lake_30"] == before["lake_30"] == columns["lake_30"]
+    before, page = render.load("turns"), (pages / "turns.md").read_text()
+    cells = [dict(cell, prompts=65) for cell in before["tables"]["lake_14"]]
+    at = next(i for i, cell in enumerate(cells) if (cell["estimator"], cell["n"]) == ("otb", 4))
+    cells[at] |= {"efficiency": [None, 0.5, None], "cosine": None}
+    cells.append(dict(cells[at], estimator="newest"))
+    render.publish("turns", {"lake_14": cells})
+    after = render.load("turns")
+    assert after == before | {"tables": before["tables"] | {"lake_14": cells}}
+    tables = (pages / "turns.md").read_text()
+    assert "| lake_6 (n = 64) | lake_14 (n = 65) | lake_30 (n = 64) |" in tables
+    (row,) = [line for line in tables.splitlines() if line.startswith("| `newest` |")]
+    first, newest, *others = row.strip("| ").split(" | ")[1:]
+    assert newest.startswith("? (0.50–?); ") and newest.endswith("; ?") and {first, *others} == {"–"}
+    assert tables.partition("N = 4")[0] == page.partition("N = 4")[0]
     with pytest.raises(InputError, match="no column lake_99, only lake_6, lake_14"):
-        pages.publish(page, {"lake_99": before["lake_14"]}, (4, 8))
+        render.publish("turns", {"lake_99": cells})
     with pytest.raises(InputError, match="has newest for lake_14, which was not measured now"):
-        pages.publish(page, {"lake_14": before["lake_14"]}, (4, 8))
+        render.publish("turns", {"lake_14": cells[:-1]})
+    render.publish("turns", {"lake_14": before["tables"]["lake_14"] + [cells[-1]]})
 
 
-def test_the_published_table_is_read_and_drawn(tmp_path):
-    none = "0.41 (0.17–0.66), 1.000 ± 0.001 | 1.65 (1.13–2.30), 1.021 ± 0.013"
-    mean = "1, 0.999 ± 0.002 | 1, 0.998 ± 0.003"
-    rows = ["| baseline | a-0 | b-1 |", "|---|---|---|", f"| `none` | {none} |", f"| `group_mean` | {mean} |"]
-    text = "Before.\n\nN = 4:\n\n" + "\n".join(rows) + "\n\nN = 8:\n\nAfter.\n"
-    settings, cells = variance.read_table(text, 4)
-    assert settings == ["a-0", "b-1"] and len(cells) == 4
-    assert vars(cells["b-1", "none"]) == {
-        "value": 1.65, "low": 1.13, "high": 2.3, "cosine": 1.021, "cosine_error": 0.013
-    }  # fmt: skip
-    assert (cells["a-0", "group_mean"].value, cells["a-0", "group_mean"].cosine) == (1, 0.999)
-    variance.plot(settings, cells, tmp_path / "redrawn.png")
-    assert (tmp_path / "redrawn.png").stat().st_size > 10_000
-    with pytest.raises(InputError, match="no table for N = 16"):
-        variance.read_table(text, 16)
+@pytest.mark.parametrize("page", render.PAGES)
+def test_the_published_tables_are_those_of_the_results(page):
+    """And a changed digit would be seen."""
+    text = (render.HERE / f"{page}.md").read_text()
+    assert render.rendered(text) == text and "<!-- " in text
+    number = re.search(r"<!-- .*?(\d\.\d\d) \(", text, flags=re.DOTALL)
+    assert render.rendered(text[: number.start(1)] + "9.99" + text[number.end(1) :]) == text
+
+
+def test_results_are_written_as_they_are_read(pages):
+    for path in (pages / "results").glob("*.json"):
+        before = path.read_text()
+        if path.stem != "headline":  # which is written by hand
+            render.save(path.stem, render.load(path.stem))
+            assert path.read_text() == before
+
+
+INTERVAL = r"-?\d+(?:\.\d+)? \(-?\d+(?:\.\d+)?–-?\d+(?:\.\d+)?\)"
+
+
+@pytest.mark.parametrize(
+    ("heading", "results"),
+    [
+        ("Does the gain grow with the horizon?", ["horizon", "turns"]),
+        ("Does less noise show in learning?", ["learning_curves"]),
+        ("Does N = 4 do the work of N = 32?", ["learning_curves"]),
+    ],
+)
+def test_numbers_in_prose_stand_in_the_results(heading, results):
+    """Every number with an interval, but for those of earlier series and those that only prose has."""
+    section = (render.HERE / "README.md").read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
+    paragraphs = re.split(r"\n(?=- |\n|\*\*)", section)
+    said = [p for p in paragraphs if not re.search("first series|earlier series", p, flags=re.IGNORECASE)]
+    found = set()
+    for name in results:
+        for form in (".2f", ".3f", ".1f", ".0f", ".3g"):
+            for rows in render.load(name)["tables"].values():
+                for row in rows:
+                    values = row | row.get("tokens", {})
+                    found |= {render.interval(v, form) for v in values.values() if isinstance(v, list) and len(v) == 3}
+    numbers = re.findall(INTERVAL, "\n".join(said).replace("−", "-"))
+    assert len(numbers) > 15 and [number for number in numbers if number not in found] == []
+
+
+@pytest.mark.parametrize("name", render.PICTURES)
+def test_pictures_are_drawn_from_the_results(name, tmp_path):
+    tables = render.load(name)["tables"]
+    render.draw(name, tables, tmp_path / "whole.png")
+    first = {next(iter(tables)): next(iter(tables.values()))}
+    render.draw(name, first, tmp_path / "first.png")
+    assert (tmp_path / "whole.png").stat().st_size > (tmp_path / "first.png").stat().st_size > 10_000
+    render.draw(name, {"sums": []}, tmp_path / "none.png")  # no point on the dial
+    assert not (tmp_path / "none.png").exists()

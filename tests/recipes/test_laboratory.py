@@ -5,13 +5,11 @@ import itertools
 import pytest
 import torch
 from datasets import Dataset
-from peft import AutoPeftModelForCausalLM, get_peft_model
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
-from trl import get_peft_config
 
-from recipes.studies import variance
-from recipes.studies.laboratory import Pool, moments, sample_pools, smollm2_recipe, task_of
 from tests.helpers import tiny
+from tests.helpers.laboratory import SCORABLE, Pool, moments, sample_pools
 from trl_otb.baselines import compute_advantages
 
 
@@ -49,22 +47,19 @@ def test_scores_are_gradients_of_log_probs(pools):
     torch.testing.assert_close(pool.exact_energy[0, 0], gradients[0].square().sum(), atol=1e-4, rtol=1e-4)
 
 
-def test_scores_of_an_adapter_are_those_of_its_last_block(tmp_path, monkeypatch):
-    """The path of SmolLM2 in the variance study, with a tiny model in its place."""
-    base = AutoModelForCausalLM.from_pretrained(tiny.save_model(tmp_path / "base"))
-    adapter = get_peft_config(smollm2_recipe()[2])
-    adapter.init_lora_weights = False  # else one half of the scores would be 0
-    get_peft_model(base, adapter).save_pretrained(tmp_path / "policy")
-    tiny.tokenizer().save_pretrained(tmp_path / "policy")
-    monkeypatch.setattr(variance, "policy", lambda setting, folder: folder / "policy")
-    variance.collect(variance.Setting("smollm2", 20, prompts=1, pool=6), tmp_path)
-    pool = Pool.load(tmp_path / "pools" / "0.pt")
+def test_scores_of_an_adapter_are_those_of_its_last_block(tmp_path):
+    """With every block's, the scores of a pool of a pretrained model would not fit."""
+    base = AutoModelForCausalLM.from_pretrained(tiny.save_model(tmp_path / "base"), **SCORABLE)
+    adapter = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)  # else half of the scores are 0
+    model, tokenizer, kept = get_peft_model(base, adapter), tiny.tokenizer(), []
+    data = Dataset.from_dict({"prompt": ["1+2="]})
+    sample_pools(
+        model, tokenizer, tiny.even_bytes, data, 6, kept.append,
+        trainable=lambda name: ".layers.1." in name, max_completion_length=6,
+    )  # fmt: skip
+    (pool,) = kept
 
-    model = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "policy", is_trainable=True, dtype=torch.float32)
-    tokenizer = tiny.tokenizer()
-    prompts = task_of("smollm2", tokenizer, 1, num_held_out=1, seed=11).train
-    prompt = tokenizer.apply_chat_template(prompts[0]["prompt"], add_generation_prompt=True)["input_ids"]
-    completion = pool.completions[0]
+    prompt, completion = tokenizer("1+2=")["input_ids"], pool.completions[0]
     logps = model(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
     parameters = [p for name, p in model.named_parameters() if "lora" in name and ".layers.1." in name]
     assert len(parameters) == 2 * 7

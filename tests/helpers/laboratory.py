@@ -8,7 +8,6 @@ form, whatever its advantages.
 """
 
 import math
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,85 +16,14 @@ import torch
 from datasets import Dataset
 from peft import PeftModel
 
-from recipes.common.arguments import RecipeArguments, parse
-from recipes.common.models import with_prompts
-from recipes.common.problems import load_problems
-from recipes.math import accuracy_reward
-from recipes.tool_math import calculator_tool
-from recipes.toy import dialogues, scratchpad, worked_sums
+from tests.helpers import tiny
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 from trl_otb.baselines import compute_advantages
 from trl_otb.rollout import Rollout
 
 
-# Of every training run of a study: nothing beside the numbers
-BARE = {
-    "save_strategy": "no",
-    "report_to": "none",
-    "gradient_checkpointing": False,
-    "use_cpu": True,
-    "bf16": False,
-    "disable_tqdm": True,
-}
 # Kernels of attention have no batched backward
 SCORABLE = {"attn_implementation": "eager", "dtype": "float32"}
-
-_CHAIN_SUMS = {
-    "sums": worked_sums.CHAIN_SUM,
-    "calculator": dialogues.CHAIN_SUM,
-    "long_calculator": dialogues.LONG_CHAIN_SUM,
-}
-
-
-@dataclass
-class Task:
-    """
-    Problems that a policy is studied on.
-
-    Args:
-        train, held_out (`Dataset`):
-            Their prompts.
-        reward (`Callable`):
-            1 for a right answer and 0 for a wrong one.
-        tools (`list`, *optional*):
-            What the policy may call.
-    """
-
-    train: Dataset
-    held_out: Dataset
-    reward: Callable[..., list[float]]
-    tools: list | None = None
-
-
-def task_of(name: str, tokenizer, num_train: int, num_held_out: int, seed: int) -> Task:
-    """The task called "sums", "calculator", "long_calculator", "smollm2" or "scratchpad_100" and the like."""
-    if name.startswith("scratchpad_"):
-        return _scratchpad_task(int(name.removeprefix("scratchpad_")), tokenizer)
-    options, instruction = _CHAIN_SUMS.get(name), ""
-    if name == "smollm2":
-        settings = smollm2_recipe()[0]
-        options, instruction = settings.dataset_options, settings.instruction
-    problems = load_problems(
-        "reasoning_gym:chain_sum", options=options, num_train=num_train, num_held_out=num_held_out, seed=seed
-    )
-    train, held_out = (with_prompts(data, tokenizer, instruction) for data in (problems.train, problems.held_out))
-    tools = [calculator_tool(max_operations=1)] if name.endswith("calculator") else None
-    return Task(train, held_out, accuracy_reward(problems), tools)
-
-
-def _scratchpad_task(tokens: int, tokenizer) -> Task:
-    """All 90 starts of a scratchpad of so many tokens, 18 of them held out."""
-    rows = scratchpad.problems(scratchpad.STEPS[tokens])
-    random.Random(0).shuffle(rows)
-    train, held_out = (with_prompts(Dataset.from_list(some), tokenizer, "") for some in (rows[18:], rows[:18]))
-    return Task(train, held_out, scratchpad.last_digit)
-
-
-def smollm2_recipe():
-    """
-    The recipe's, the trainer's and the model's arguments of `recipes/math.py --config recipes/math_smollm2.yaml`.
-    """
-    return parse("math.py", RecipeArguments, "math_smollm2.yaml", [])
 
 
 @dataclass
@@ -166,32 +94,26 @@ def sample_pools(
     pool_size: int,
     keep: Callable[[Pool], None],
     *,
-    tools=None,
     trainable: Callable[[str], bool] = lambda name: True,
     max_completion_length: int = 72,
-    seed: int = 0,
 ) -> None:
     """Sample `pool_size` completions of each prompt of `dataset`, in order, and hand their [`Pool`]s to `keep`."""
-    args = OTBGRPOConfig(
-        output_dir="runs/laboratory",
-        num_generations=pool_size,
-        per_device_train_batch_size=pool_size,
-        max_completion_length=max_completion_length,
-        max_tool_calling_iterations=6,
-        max_steps=len(dataset),
-        shuffle_dataset=False,
-        logging_strategy="no",
-        model_init_kwargs=SCORABLE if isinstance(model, str) else None,
-        seed=seed,
-        **BARE,
-    )
+    settings = tiny.SETTINGS | {
+        "output_dir": "laboratory",
+        "num_generations": pool_size,
+        "per_device_train_batch_size": pool_size,
+        "max_completion_length": max_completion_length,
+        "max_steps": len(dataset),
+        "shuffle_dataset": False,
+        "learning_rate": 0.0,
+        "model_init_kwargs": SCORABLE if isinstance(model, str) else None,
+    }
     PoolTrainer(
         model,
         reward,
-        args=args,
+        args=OTBGRPOConfig(**settings),
         train_dataset=dataset,
         processing_class=tokenizer,
-        tools=tools,
         trainable=trainable,
         keep=keep,
     ).train()
