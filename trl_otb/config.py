@@ -84,7 +84,7 @@ class OTBGRPOConfig(GRPOConfig):
         },
     )
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self._check_otb_options()
         super().__post_init__()
 
@@ -102,7 +102,7 @@ class OTBGRPOConfig(GRPOConfig):
         args._check_otb_options()
         return args
 
-    def _check_otb_options(self):
+    def _check_otb_options(self) -> None:
         if not isinstance(self.baseline, str):
             raise ValueError(
                 f"`baseline` is {self.baseline!r}: a config holds text. Register the function with "

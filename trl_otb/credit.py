@@ -44,13 +44,15 @@ def credit(rollout: Rollout, rows: Rows = EVERY_ROW, accelerator: Accelerator | 
     every = totals if accelerator is None else accelerator.gather(totals)
     own = slice(None) if accelerator is None else own_rows(accelerator, len(rollout))
 
-    of_group_mean = assign_credit_by_totals(*every.unbind(dim=1), n, baseline="group_mean")
+    returns, energies, lengths = every.unbind(dim=1)
+    of_group_mean = assign_credit_by_totals(returns, energies, lengths, n, baseline="group_mean")
     store(rollout, "group_mean_advantages", of_group_mean.advantages[own] / scale, rows)
     if rule.totals_only:
-        options = {"baseline": options["baseline"], "leave_one_out": options["leave_one_out"]}
-        found = assign_credit_by_totals(*every.unbind(dim=1), n, **options)
-        advantages, returns, lone_tail_tokens = (values[own] for values in found)
-        _store_credit(rollout, (advantages / scale, returns - advantages, lone_tail_tokens), rows)
+        found = assign_credit_by_totals(
+            returns, energies, lengths, n, baseline=options["baseline"], leave_one_out=options["leave_one_out"]
+        )
+        baselines = (found.returns - found.advantages)[own]
+        _store_credit(rollout, (found.advantages[own] / scale, baselines, found.lone_tail_tokens[own]), rows)
         return
     if accelerator is not None:
         shared = shared_rows(len(rollout), n, accelerator.num_processes, whole_batch=rule.across_prompts)

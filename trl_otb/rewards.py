@@ -51,7 +51,7 @@ class RewardRecorder:
         self._credited: dict[tuple[int, int], list[float]] = {}  # by function and row
         self._names: dict[int, str] = {}
 
-    def __bool__(self):
+    def __bool__(self) -> bool:
         """Whether a single turn or token was credited."""
         return bool(self._credited)
 
@@ -67,17 +67,17 @@ class RewardRecorder:
         if is_async:
 
             @functools.wraps(function)
-            async def wrapped(*args, **kwargs):
+            async def wrapped(*args: Any, **kwargs: Any) -> list[Any]:
                 return self._sums(index, await function(*args, **kwargs))
         else:
 
             @functools.wraps(function)
-            def wrapped(*args, **kwargs):
+            def wrapped(*args: Any, **kwargs: Any) -> list[Any]:
                 return self._sums(index, function(*args, **kwargs))
 
         return wrapped
 
-    def _sums(self, index: int, rewards) -> list[Any]:
+    def _sums(self, index: int, rewards: Any) -> list[Any]:
         name = self._names[index]
         if rewards is None or isinstance(rewards, str | bytes | dict) or not hasattr(rewards, "__iter__"):
             raise ValueError(

@@ -10,7 +10,9 @@ from transformers import AutoTokenizer
 
 from recipes import gradient_noise as tool
 from recipes.common.errors import InputError
-from recipes.common.problems import Problems
+from recipes.common.models import with_prompts
+from recipes.common.problems import Problems, load_problems
+from recipes.toy import worked_sums
 from tests.helpers import tiny
 from tests.helpers.laboratory import moments as laboratory_moments
 from tests.helpers.laboratory import pool_of
@@ -98,9 +100,8 @@ def test_a_grading_of_no_weight_is_not_asked(measure, tmp_path, monkeypatch, wei
     (tmp_path / "in_turn.py").write_text("def in_turn(completions, **_): return [0, 1] * (len(completions) // 2)")
     problems = Dataset.from_list([{"question": f"{i}+1", "answer": "1"} for i in range(4)])
     graded = []
-    monkeypatch.setattr(
-        tool, "load_data", lambda *_: Problems(problems, problems[:0], lambda *answer: graded.append(answer) or 1.0)
-    )
+    data = Problems(problems, problems, grade=lambda *answer: graded.append(answer) or 1.0)
+    monkeypatch.setattr(tool, "load_data", lambda *_: data)
     folder = measure("--reward_funcs", "in_turn:in_turn", "--reward_weights", str(weight), "1")
     assert [prompt["reward"] for prompt in kept_in(folder)] == [weight + 0.5] * 3 and len(graded) == weight * 48
 
@@ -250,7 +251,10 @@ def test_the_callback_of_a_run_agrees_with_the_tool(short_policy, tmp_path):
     callback's signal is ⟨g_p, g_q⟩ for prompts that differ, its noise the rest of E‖ĝ_p‖²: of completions and prompts.
     """
     tokenizer = AutoTokenizer.from_pretrained(short_policy, padding_side="left")
-    prompts = Dataset.from_dict({"prompt": [[{"role": "user", "content": f"{i}+{9 - i}-{i % 3}"}] for i in range(8)]})
+    problems = load_problems(
+        "reasoning_gym:chain_sum", options=worked_sums.CHAIN_SUM, num_train=8, num_held_out=1, seed=5
+    )
+    prompts = with_prompts(problems.train, tokenizer, "")
     settings = {**tiny.SETTINGS, "max_completion_length": 24, "learning_rate": 0.0, "output_dir": str(tmp_path)}
 
     def trainer_of(callbacks=(), **more):

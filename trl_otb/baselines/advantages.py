@@ -158,7 +158,7 @@ def compute_advantages(
         )
     _check_shapes(rewards, energy, mask, num_generations)
     rule = find_baseline(baseline)
-    options = {"alignment": alignment, "zero_tail": zero_tail, "leave_one_out": leave_one_out}
+    options: dict[str, Any] = {"alignment": alignment, "zero_tail": zero_tail, "leave_one_out": leave_one_out}
 
     def advantages_of(rows: slice) -> tuple[torch.Tensor]:
         weighted = importance_weighted(energy[rows], None if importance_weights is None else importance_weights[rows])

@@ -96,9 +96,9 @@ class GradientNoiseCallback(TrainerCallback):
         if reason is not None:
             logger.warning(f"The gradient noise scale cannot be measured: {reason}.")
             return
-        self._step = _StepGradients(args, by_micro_batch=self.keeps_groups_together and accumulated > 1)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._step.clipped_parameter = min(trained, key=torch.Tensor.numel)
+        smallest = min(trained, key=torch.Tensor.numel)
+        self._step = _StepGradients(args, self.keeps_groups_together and accumulated > 1, smallest)
         for parameter in trained:
             self._hooks.append(parameter.register_hook(self._step.add_micro_batch))
             self._hooks.append(parameter.register_post_accumulate_grad_hook(self._step.add_accumulated))
@@ -179,15 +179,17 @@ class _StepGradients:
             Of the run.
         by_micro_batch (`bool`):
             Whether the parts are the micro-batches of each process, or the processes.
+        clipped_parameter (`torch.nn.Parameter`):
+            A small one, which tells how far all gradients were clipped.
     """
 
-    def __init__(self, args: Any, by_micro_batch: bool) -> None:
+    def __init__(self, args: Any, by_micro_batch: bool, clipped_parameter: torch.nn.Parameter) -> None:
         self.processes, self.accumulated = args.world_size, args.gradient_accumulation_steps
         self.by_micro_batch = by_micro_batch
         self.parts = self.processes * (self.accumulated if by_micro_batch else 1)
         rows_per_part = args.per_device_train_batch_size * (1 if by_micro_batch else self.accumulated)
         self.prompts_per_part = rows_per_part / args.num_generations
-        self.clipped_parameter: torch.nn.Parameter | None = None  # a small one, which tells how far all were clipped
+        self.clipped_parameter = clipped_parameter
         self._device = args.device
         self._begin()
 
@@ -204,7 +206,7 @@ class _StepGradients:
 
     def add_accumulated(self, parameter: torch.nn.Parameter) -> None:
         """A parameter whose `grad` holds the sum of this process's micro-batches so far."""
-        if self._micro_batch == self.accumulated - 1:
+        if self._micro_batch == self.accumulated - 1 and parameter.grad is not None:
             norm = norm_of(parameter.grad)
             self._total.addcmul_(norm, norm)
             if parameter is self.clipped_parameter:
@@ -235,11 +237,11 @@ class _StepGradients:
         before = torch.zeros_like(self.clipped_parameter, dtype=torch.float32) if before is None else before
         torch.distributed.all_reduce(before)
         before /= self.processes
-        with_gradient = [p for p in model.parameters() if p.grad is not None]
-        clipped = sum(norm_of(p.grad).square() for p in with_gradient)
+        gradients = [(p, p.grad) for p in model.parameters() if p.grad is not None]
+        clipped = torch.stack([norm_of(gradient) for _, gradient in gradients]).square().sum()
         if self.clipped_parameter.grad is None or before.count_nonzero() == 0:
             # This step is lost; the next looks at a better parameter.
-            candidates = [p for p in with_gradient if p.grad.count_nonzero() > 0]  # the same on all processes
+            candidates = [p for p, gradient in gradients if gradient.count_nonzero() > 0]  # the same on all processes
             self.clipped_parameter = min(candidates, key=torch.Tensor.numel, default=self.clipped_parameter)
             return torch.full((), torch.nan)
         factor = (before * self.clipped_parameter.grad.float()).sum() / before.square().sum()

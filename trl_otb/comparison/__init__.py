@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
@@ -290,7 +290,7 @@ def _different_examples(trainer: OTBGRPOTrainer, number: int, seed: int) -> list
     data = training_examples(trainer)
     if hasattr(data, "__len__"):
         order = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed)).tolist()
-        rows = (data[i] for i in order)
+        rows: Iterable[dict[str, Any]] = (data[i] for i in order)
     else:
         rows = islice(iter(data), 100 * number)
     found: dict[str, dict[str, Any]] = {}

@@ -64,13 +64,13 @@ class Moments:
         counts = counts.double()
         prompts = counts.sum(dim=-1)
         pairs = prompts.square() - counts.square().sum(dim=-1)
-        size = prompts if size is None else torch.full_like(prompts, size)
-        of_size = counts * (size / prompts).unsqueeze(-1)
+        of = prompts if size is None else torch.full_like(prompts, size)
+        of_size = counts * (of / prompts).unsqueeze(-1)
 
         def total(matrix: torch.Tensor) -> torch.Tensor:
             same, own = matrix.diagonal(), counts.square()
             between = torch.einsum("...p,pq,...q->...", counts, matrix, counts) - own @ same
-            return of_size @ same + size * (size - 1) * between / pairs
+            return of_size @ same + of * (of - 1) * between / pairs
 
         signal, with_truth, truth = total(self.signal), total(self.with_truth), total(self.truth)
         noise_to_signal = of_size @ (self.square - self.signal.diagonal()) / signal
@@ -147,9 +147,9 @@ class Estimate:
         From the value of the sample, first, and of the bootstrap's draws; draws without a value count as both ends.
         """
         drawn = values[1:].double()
-        low, high = (torch.where(drawn.isnan(), end, drawn) for end in (-torch.inf, torch.inf))
-        low = low.quantile(0.025, interpolation="lower").item()
-        high = high.quantile(0.975, interpolation="higher").item()
+        lows, highs = (torch.where(drawn.isnan(), end, drawn) for end in (-torch.inf, torch.inf))
+        low = lows.quantile(0.025, interpolation="lower").item()
+        high = highs.quantile(0.975, interpolation="higher").item()
         return cls(values[0].item(), low, high)
 
     @property

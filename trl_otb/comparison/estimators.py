@@ -62,9 +62,16 @@ class Estimator:
 
     def advantages(self, pool: Pool, rows: torch.Tensor, n: int) -> torch.Tensor:
         """`(b, T)`, or `(b, 1)` for one number per completion, of whole groups of `n`."""
-        inputs = pool.rewards[rows], pool.energy[rows], pool.mask[rows]
-        options = {"alignment": self.alignment, "zero_tail": self.zero_tail, "leave_one_out": self.leave_one_out}
-        return assign_credit(*inputs, n, baseline=self.baseline, **options).advantages
+        return assign_credit(
+            pool.rewards[rows],
+            pool.energy[rows],
+            pool.mask[rows],
+            n,
+            baseline=self.baseline,
+            alignment=self.alignment,
+            zero_tail=self.zero_tail,
+            leave_one_out=self.leave_one_out,
+        ).advantages
 
 
 def estimators(baselines: Sequence[str], alignment: str = "generated", zero_tail: bool = True) -> list[Estimator]:

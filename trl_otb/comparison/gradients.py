@@ -127,10 +127,13 @@ class CompletionGradients:
         how: dict[str, Any] = {"retain_graph": True, "allow_unused": True}
         pulls = pulls.to(body.dtype)
         if self.small:
-            found = torch.autograd.grad(body, self.parameters, pulls, is_grads_batched=True, **how)
+            found = list(torch.autograd.grad(body, self.parameters, pulls, is_grads_batched=True, **how))
         else:
             one_by_one = [torch.autograd.grad(body, self.parameters, pull, **how) for pull in pulls]
-            found = [None if of[0] is None else torch.stack(of) for of in zip(*one_by_one, strict=True)]
+            found = [
+                None if of[0] is None else torch.stack([g for g in of if g is not None])
+                for of in zip(*one_by_one, strict=True)
+            ]
         return [
             p.new_zeros(len(pulls), *p.shape) if gradient is None else gradient
             for p, gradient in zip(self.parameters, found, strict=True)

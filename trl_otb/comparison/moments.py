@@ -132,10 +132,10 @@ def with_estimators_across_prompts(
 
     def gradients(batch: torch.Tensor, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         n, at = rows.size(1), (batch.unsqueeze(1), rows)
-        inputs = [values[at].flatten(0, 1) for values in (rewards, energy, mask)]
+        of_groups = rewards[at].flatten(0, 1), energy[at].flatten(0, 1), mask[at].flatten(0, 1)
         found = {}
         for estimator in across:
-            credit = assign_credit(*inputs, n, baseline=estimator.baseline)  # type: ignore[arg-type]
+            credit = assign_credit(*of_groups, n, baseline=estimator.baseline)
             found[estimator.name] = torch.einsum("pn,pnk->pk", credit.advantages.view(rows.shape), own[at]) / n
         return found
 

@@ -8,6 +8,7 @@ one advantage per completion the two have the same gradient.
 TRL's loss with ratios per token gives just that if it is told that the old log-probs are sg[log π(y_t)] − log s.
 """
 
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +18,7 @@ from ..rollout import generated_mask
 
 
 @contextmanager
-def ratios_per_token(trainer):
+def ratios_per_token(trainer: Any) -> Iterator[None]:
     """Within this context the loss forms its ratios per token."""
     trainer.importance_sampling_level = "token"
     try:

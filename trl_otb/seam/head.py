@@ -31,14 +31,15 @@ class Forward:
 
     def energy(self) -> torch.Tensor:
         """`(B, T)` w_t, without gradient."""
-        if not self.log_sum_sq_probs or any(chunk is None for chunk in self.log_sum_sq_probs):
+        chunks = [chunk for chunk in self.log_sum_sq_probs if chunk is not None]
+        if not chunks or len(chunks) < len(self.log_sum_sq_probs):
             raise RuntimeError(
                 "The policy's forward returned no log Σπ²: something replaced the fused LM head of the model after "
                 "OTBGRPOTrainer was constructed. Construct the trainer last."
             )
         length = self.logps.size(1)
         with torch.no_grad():
-            return token_energy(self.logps.detach(), torch.cat(self.log_sum_sq_probs)[:, -length:])
+            return token_energy(self.logps.detach(), torch.cat(chunks)[:, -length:])
 
 
 class EnergyHead:

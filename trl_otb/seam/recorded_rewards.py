@@ -1,6 +1,8 @@
 """The rewards that GRPOTrainer goes on with, per function and as they were credited to turns and tokens."""
 
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from trl import GRPOTrainer
@@ -10,7 +12,7 @@ from .contract import trl_utils
 
 
 @contextmanager
-def recorded_rewards(trainer: GRPOTrainer):
+def recorded_rewards(trainer: GRPOTrainer) -> Iterator[list[RewardRecorder]]:
     """
     Within this context the list that is yielded gets a recorder of the rewards that `trainer` goes on with: what
     `_calculate_rewards` returns to it, where a subclass overrides that method too.
@@ -20,7 +22,7 @@ def recorded_rewards(trainer: GRPOTrainer):
     # This trainer's own, if somebody gave it one; as a rule the method is its class's
     before = {key: value for key, value in vars(trainer).items() if key == "_calculate_rewards"}
 
-    def recorded(inputs, prompts, completions, completion_ids_list):
+    def recorded(inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> torch.Tensor:
         functions = trainer.reward_funcs
         recorder = RewardRecorder(list(map(len, completion_ids_list)))
         trainer.reward_funcs = [

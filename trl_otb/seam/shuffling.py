@@ -10,7 +10,7 @@ def shuffle_groups(batch: dict[str, Any], num_generations: int) -> dict[str, Any
     rows = torch.arange(len(batch["completion_ids"])).view(-1, num_generations)
     rows = rows[torch.randperm(len(rows))].flatten()
 
-    def permute(value):
+    def permute(value: Any) -> Any:
         if value is None or (isinstance(value, torch.Tensor) and value.dim() == 0):
             return value
         return value[rows] if isinstance(value, torch.Tensor) else [value[i] for i in rows.tolist()]

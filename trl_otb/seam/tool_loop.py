@@ -1,5 +1,7 @@
 """Turns of a tool loop that all processes take together."""
 
+from typing import Any
+
 import torch
 from trl import GRPOTrainer
 
@@ -18,14 +20,16 @@ class CollectiveToolLoop(GRPOTrainer):
     https://github.com/huggingface/trl/blob/v1.16.0/trl/trainer/grpo_trainer.py is where TRL would have to change.
     """
 
-    def _tool_call_loop(self, *args, **kwargs):
+    def _tool_call_loop(self, *args: Any, **kwargs: Any) -> Any:
         result = super()._tool_call_loop(*args, **kwargs)
         if self._turns_are_collective():
             while self._generate_together([], None, {}) is not None:
                 pass
         return result
 
-    def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, *args, **kwargs):
+    def _generate_single_turn(
+        self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int, *args: Any, **kwargs: Any
+    ) -> Any:
         if self.tools and self._turns_are_collective():
             return self._generate_together(prompt_ids, images, multimodal_fields, num_generations, *args, **kwargs)
         return super()._generate_single_turn(prompt_ids, images, multimodal_fields, num_generations, *args, **kwargs)
@@ -38,7 +42,9 @@ class CollectiveToolLoop(GRPOTrainer):
         deepspeed = self.accelerator.state.deepspeed_plugin
         return self.is_fsdp_enabled or (deepspeed is not None and deepspeed.zero_stage == 3)
 
-    def _generate_together(self, prompt_ids, images, multimodal_fields, num_generations=1, *args, **kwargs):
+    def _generate_together(
+        self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int = 1, *args: Any, **kwargs: Any
+    ) -> Any:
         """A turn of all processes, in which those without prompts idle; None, and no turn, if none has any."""
         own = len(prompt_ids)
         most = self.accelerator.gather(torch.tensor([own], device=self.accelerator.device)).max().item()

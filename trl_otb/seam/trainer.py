@@ -28,6 +28,8 @@ ROWS = "rows_of_rollout"  # the one key that micro-batches carry for us
 class EnergyGRPOTrainer(CollectiveToolLoop):
     """A [`~trl.GRPOTrainer`] whose policy forwards yield energies and whose advantages a subclass forms."""
 
+    _buffered_inputs: list[dict[str, Any]] | None  # GRPOTrainer's
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         check_trl()
         self.rollouts: dict[str, Rollout] = Rollouts()  # the last one of each mode, "train" and "eval"
@@ -131,11 +133,11 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
         forwards: list[Forward] = []
         with self._energy_head.recording_forwards(forwards.append), recorded_rewards(self) as recorders:
             batch = super()._generate_and_score_completions(inputs)
-        if not recorders:
+        rewards_per_func = recorders[-1].rewards_per_func if recorders else None
+        if rewards_per_func is None:
             raise incompatible_trl("rewards no longer come from `GRPOTrainer._calculate_rewards`")
-        recorder = recorders[-1]
         returns = weigh_rewards(
-            recorder.rewards_per_func,
+            rewards_per_func,
             self.reward_weights,
             self.generations,
             self.scale_rewards,
@@ -143,7 +145,7 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
         )
         if self.mode == "train" and "train" not in self.rollouts:
             self._check_group_mean(batch["advantages"], returns)
-        rollout = self._rollout_of(batch, returns, recorder)
+        rollout = self._rollout_of(batch, returns, recorders[-1])
         if (forward := _forward_of(batch, forwards)) is not None:
             energy = importance_weighted(forward.energy(), batch.get("importance_sampling_ratio"))
             set_energies(rollout, energy, forward.logps)
@@ -202,7 +204,13 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
     # Both judge a whole completion by the sign of its advantage: give them one advantage per completion.
 
     @staticmethod
-    def get_off_policy_mask(advantages, per_token_logps, sampling_per_token_logps, mask, off_policy_threshold):
+    def get_off_policy_mask(
+        advantages: torch.Tensor,
+        per_token_logps: torch.Tensor,
+        sampling_per_token_logps: torch.Tensor,
+        mask: torch.Tensor,
+        off_policy_threshold: float,
+    ) -> torch.Tensor:
         return GRPOTrainer.get_off_policy_mask(
             _completion_advantage(advantages, mask),
             per_token_logps,
@@ -212,7 +220,9 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
         )
 
     @staticmethod
-    def get_gamma_weights(advantages, log_ratio_per_token, mask, *args, **kwargs):
+    def get_gamma_weights(
+        advantages: torch.Tensor, log_ratio_per_token: torch.Tensor, mask: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
         return GRPOTrainer.get_gamma_weights(
             _completion_advantage(advantages, mask), log_ratio_per_token, mask, *args, **kwargs
         )
@@ -239,7 +249,7 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
         difference = (expected - advantages) * returns.scale[own]
         rounding = 1e-5 * (1 + returns.returns.abs().nan_to_num(nan=0.0).max())
         if (difference.abs() > rounding).any():
-            row = difference.abs().argmax().item()
+            row = int(difference.abs().argmax())
             raise incompatible_trl(
                 "how GRPOTrainer forms its advantages: for completion "
                 f"{row} of the first rollout it has {advantages[row].item():.6g}, and the rewards, weights and scale "
@@ -247,7 +257,7 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
             )
 
 
-def config_model_id(config) -> str:
+def config_model_id(config: Any) -> str:
     """Hub id or folder that a model was loaded from."""
     return trl_utils.get_config_model_id(config)
 
