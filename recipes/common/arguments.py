@@ -192,17 +192,11 @@ def parse(
     file: str, arguments: type, default_config: str, argv: list[str]
 ) -> tuple[RecipeArguments, OTBGRPOConfig, ModelConfig]:
     """
-    Parse flags, with a YAML file for everything that they leave open.
+    The options of a recipe: flags, and a YAML file for everything that they leave open.
 
-    Args:
-        file (`str`):
-            The recipe's file or name. Messages and the run's folder have its name.
-        arguments (`type`):
-            `RecipeArguments` or a subclass.
-        default_config (`str`):
-            The recipe's own YAML file, beside it or in recipes/. Only `--config` replaces it.
-        argv (`list[str]`):
-            The command line after the program's name.
+    `file` is the recipe's `__file__` or name, after which messages and the run's folder are called. `arguments` is
+    `RecipeArguments` or a subclass. `default_config` is the recipe's own YAML file, beside it or in recipes/; only
+    `--config` replaces it. `argv` is the command line after the program's name.
 
     Raises:
         InputError: A flag or a value cannot be used.
