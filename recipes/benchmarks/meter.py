@@ -5,7 +5,7 @@ What `trl_otb.GradientNoiseCallback()` costs: the time of a step with it over on
     python -m recipes.benchmarks.meter --shape qwen2.5-1.5b --length 2048 --gradient_checkpointing
 
 One OTBGRPOTrainer runs, energies from its training forward, micro-batches of whole groups, no generation. Its meter
-is_measured every other step. Two steps on the same completions are a pair, now the one first and now the other, and the
+measures every other step. Two steps on the same completions are a pair, now the one first and now the other, and the
 first pair warms up. Printed are quartiles over pairs: of wall time, and of the process's own time on the CPU, which
 other jobs on the machine disturb less. Where pairs differ by more than the meter costs, look at the share of a step
 that its hooks take: on a CPU all of the cost and more, since they bring gradients into the cache that are read next
