@@ -1,7 +1,7 @@
 """
 GRPO with the Optimal Token Baseline, all of it in one file: copy it anywhere and change it.
 
-    pip install trl-otb
+    pip install .                                   # in a checkout of trl_otb
     python minimal.py                               # a tiny model that knows nothing yet: no hub, no GPU
     python minimal.py Qwen/Qwen2.5-0.5B-Instruct    # a pretrained one, on a GPU
 

@@ -130,12 +130,7 @@ def train(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    verb = sys.argv[1] if len(sys.argv) > 1 else ""
-    if verb == "prepare":
-        prepare()
-    elif verb == "serve":
-        serve()
-    elif verb == "train":
-        train(sys.argv[2:])
-    else:
+    verb, *flags = sys.argv[1:] or [""]
+    if verb not in ("prepare", "serve", "train"):
         sys.exit(f"{__doc__}\nvllm_on_cpu.py: error: say prepare, serve or train.")
+    {"prepare": prepare, "serve": serve, "train": train}[verb](*([flags] if verb == "train" else []))

@@ -5,7 +5,7 @@ What `trl_otb.GradientNoiseCallback()` costs: the time of a step with it over on
     python -m recipes.benchmarks.meter --shape qwen2.5-1.5b --length 2048 --gradient_checkpointing
 
 One OTBGRPOTrainer runs, energies from its training forward, micro-batches of whole groups, no generation. Its meter
-hears every other step. Two steps on the same completions are a pair, now the one first and now the other, and the
+measures every other step. Two steps on the same completions are a pair, now the one first and now the other, and the
 first pair warms up. Printed are quartiles over pairs: of wall time, and of the process's own time on the CPU, which
 other jobs on the machine disturb less. Where pairs differ by more than the meter costs, look at the share of a step
 that its hooks take: on a CPU all of the cost and more, since they bring gradients into the cache that are read next
@@ -33,10 +33,10 @@ from trl_otb import GradientNoiseCallback, OTBGRPOConfig, OTBGRPOTrainer, noise
 
 
 class EveryOtherStep(GradientNoiseCallback):
-    """Hears one step of each pair: the second, the first, the second, …"""
+    """Measures one step of each pair: the second, the first, the second, …"""
 
     @staticmethod
-    def hears(step: int) -> bool:
+    def is_measured(step: int) -> bool:
         pair, second = divmod(step, 2)
         return second != pair % 2
 
@@ -46,7 +46,7 @@ class EveryOtherStep(GradientNoiseCallback):
     def on_step_begin(self, args, state, control, **kwargs):
         super().on_train_end(args, state, control, **kwargs)
         self._step = None
-        if self.hears(state.global_step):
+        if self.is_measured(state.global_step):
             super().on_train_begin(args, state, control, **kwargs)
 
 
@@ -84,7 +84,7 @@ def main(argv):
     table, figures = Table("clock", "without s/step", "with", "ratio", "quartiles", "range", first=10), {}
     for name, seconds in (("wall", clock.seconds), ("CPU", clock.cpu_seconds)):
         pairs = [seconds[i : i + 2] for i in range(2, len(seconds), 2)]
-        pairs = [pair if EveryOtherStep.hears(2 * k + 1) else pair[::-1] for k, pair in enumerate(pairs, 1)]
+        pairs = [pair if EveryOtherStep.is_measured(2 * k + 1) else pair[::-1] for k, pair in enumerate(pairs, 1)]
         without, with_meter = (statistics.median(side) for side in zip(*pairs, strict=True))
         ratios = sorted(b / a for a, b in pairs)
         low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")

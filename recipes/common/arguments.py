@@ -1,7 +1,6 @@
 """From the command line and a YAML file to the options of a run."""
 
 import argparse
-import copy
 import dataclasses
 import difflib
 import os
@@ -93,11 +92,18 @@ class RecipeArguments:
     traceback: bool = HfArg(default=False, help="Print the traceback of an error.")
 
 
-class _ShortHelp(argparse.ArgumentDefaultsHelpFormatter):
-    """Defaults are shown unless they are none."""
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Defaults are shown unless they are none, and flags in one spelling."""
+
+    def __init__(self, prog: str):
+        super().__init__(prog, max_help_position=34, width=110)
 
     def _get_help_string(self, action):
         return action.help if action.default in (None, False) else super()._get_help_string(action)
+
+    def _format_action_invocation(self, action):
+        spelt = [name for name in action.option_strings if "-" not in name[2:]] or action.option_strings
+        return f"{', '.join(spelt)} {self._format_args(action, action.dest.upper())}".strip()
 
 
 class RecipeParser(TrlParser):
@@ -110,13 +116,9 @@ class RecipeParser(TrlParser):
             usage=f"{name} [--config FILE.yaml] [--flag value ...]",
             allow_abbrev=False,
             add_help=False,
+            description=arguments.ABOUT,
         )
         self._negative_number_matcher = re.compile(r"-(\d+|\d*\.\d+)([eE][-+]?\d+)?$")  # -1e-4 is no flag
-        self._arguments = arguments
-        self._recipes_own = {f.name for f in dataclasses.fields(arguments)}
-        self._otb = {f.name for f in dataclasses.fields(OTBGRPOConfig)} - {
-            f.name for f in dataclasses.fields(GRPOConfig)
-        }
         self.add_argument("--config", metavar="FILE.yaml", help="Defaults, in place of the recipe's own YAML file.")
         self.add_argument("-h", "--help", action="store_true", help="Show the options one needs most, and exit.")
         self.add_argument("--help-all", action="store_true", help="Show every option of TRL too, and exit.")
@@ -125,34 +127,23 @@ class RecipeParser(TrlParser):
             self.actions[name].help = text
         self.actions["baseline"].metavar = "NAME"
         self.actions["baseline"].help = f"One of {', '.join(BASELINES)}, or your own as module:function."
+        own, otb, grpo = ({f.name for f in dataclasses.fields(c)} for c in (arguments, OTBGRPOConfig, GRPOConfig))
+        self._shown = own | (otb - grpo) | {"config", "help", "help_all", "scale_rewards", *FREQUENT}
+        self._shown -= {*arguments.WITHOUT_EFFECT}
 
     def error(self, message: str) -> None:
         raise InputError(f"{message}. See --help.")
 
     def format_short_help(self) -> str:
-        formatter = _ShortHelp(self.prog, max_help_position=34, width=110)
-        formatter.add_usage(self.usage, self._actions, [])
-        formatter.add_text(self._arguments.ABOUT)
-        groups = (
-            ("general", ("config", "help", "help_all")),
-            ("the recipe", self._recipes_own),
-            ("the baseline", self._otb | {"scale_rewards"}),
-            ("training, most used (all: --help-all)", FREQUENT),
-        )
-        for title, names in groups:
-            formatter.start_section(title)
-            shown = {*names} - {*self._arguments.WITHOUT_EFFECT}
-            for action in [a for a in self.actions.values() if a.dest in shown][::-1]:
-                action = copy.copy(action)
-                with_underscores = [o for o in action.option_strings if "-" not in o[2:]]
-                action.option_strings = with_underscores or action.option_strings
-                if action.choices is None and action.dest not in ("config", "baseline") and action.nargs != 0:
-                    action.metavar = "true|false" if action.nargs == "?" else "VALUE"
-                if names is FREQUENT:
-                    action.help = action.help.split(". ")[0].rstrip(".") + "."
-                formatter.add_argument(action)
-            formatter.end_section()
-        return formatter.format_help()
+        """The options that one needs most, those of TRL and transformers with the first sentence of their help."""
+        for action in self._actions:
+            if action.dest not in self._shown or action is not self.actions[action.dest]:
+                action.help = argparse.SUPPRESS
+            elif action.dest in FREQUENT:
+                action.help = action.help.split(". ")[0].rstrip(".") + "."
+            action.metavar = action.metavar or ("VALUE" if action.nargs != "?" else "true|false")
+        self.formatter_class = _Help
+        return self.format_help()
 
     def closest(self, name: str) -> str:
         close = difflib.get_close_matches(name, [*self.actions], n=1)
@@ -192,17 +183,11 @@ def parse(
     file: str, arguments: type, default_config: str, argv: list[str]
 ) -> tuple[RecipeArguments, OTBGRPOConfig, ModelConfig]:
     """
-    Parse flags, with a YAML file for everything that they leave open.
+    The options of a recipe: flags, and a YAML file for everything that they leave open.
 
-    Args:
-        file (`str`):
-            The recipe's file or name. Messages and the run's folder have its name.
-        arguments (`type`):
-            `RecipeArguments` or a subclass.
-        default_config (`str`):
-            The recipe's own YAML file, beside it or in recipes/. Only `--config` replaces it.
-        argv (`list[str]`):
-            The command line after the program's name.
+    `file` is the recipe's `__file__` or name, after which messages and the run's folder are called. `arguments` is
+    `RecipeArguments` or a subclass. `default_config` is the recipe's own YAML file, beside it or in recipes/; only
+    `--config` replaces it. `argv` is the command line after the program's name.
 
     Raises:
         InputError: A flag or a value cannot be used.

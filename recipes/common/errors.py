@@ -59,13 +59,8 @@ def line_of(error: Exception) -> str:
 @contextmanager
 def explained(prefix: str, within: tuple[str, ...] | None = None) -> Iterator[None]:
     """
-    Turn an error of another package into an `InputError` that starts with `prefix`.
-
-    Args:
-        prefix (`str`):
-            Value and remedy, in front of the original message.
-        within (`tuple[str, ...]`, *optional*):
-            Names of functions: only errors that were raised below one of them are turned. By default all are.
+    Turn an error of another package into an `InputError` that starts with `prefix`, the value and the remedy. With
+    `within`, names of functions, only errors that were raised below one of them are turned.
     """
     try:
         yield

@@ -21,17 +21,7 @@ from .run_folder import open_run
 
 class Experiment:
     """
-    The options of a run and its folder, which is refused if it holds another run.
-
-    Args:
-        file (`str`):
-            The recipe's `__file__`. Messages and the run's folder have its name.
-        arguments (`type`):
-            `RecipeArguments` or a subclass.
-        config (`str`):
-            The recipe's YAML file, beside it or in recipes/.
-        argv (`list[str]`):
-            The command line after the program's name.
+    The options of a run, by [`parse`], and its folder, which is refused if it holds another run.
 
     Raises:
         InputError: The launcher, a flag, a value or the folder cannot be used.

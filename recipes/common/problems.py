@@ -27,17 +27,9 @@ RESERVED |= {"images", "tools", "chat_template_kwargs", "environment", "trainer_
 @dataclass
 class Problems:
     """
-    Args:
-        train, held_out (`Dataset`):
-            Columns `question` and `answer`, text or numbers, which are made text; `entry`, by which the grader of a
-            reasoning-gym task finds the problem; `before`, the messages of a conversation before its question; and
-            the data's other columns. The last three may be missing.
-        grade (`Callable[[str, str, int | None], float]`):
-            (answer found in a completion, `answer`, `entry`) -> 1.0 or 0.0.
-        name (`str`):
-            What messages call the data.
-        duplicates (`int`):
-            Rows that were dropped because an earlier row asks the same.
+    Problems to train on and held-out ones: datasets with the columns `question` and `answer`, text or numbers, which
+    are made text. They may have further columns: `entry`, by which the grader of a reasoning-gym task finds the
+    problem; `before`, the messages of a conversation before its question; and whatever else a reward reads.
 
     Raises:
         InputError: A column is missing, or a question or an answer is neither text nor a number.
@@ -45,9 +37,9 @@ class Problems:
 
     train: Dataset
     held_out: Dataset
-    grade: Callable[[str, str, int | None], float] = grade_mathematics
-    name: str = "data without a name"
-    duplicates: int = 0
+    grade: Callable[[str, str, int | None], float] = grade_mathematics  # of an answer found, `answer` and `entry`
+    name: str = "data without a name"  # in messages
+    duplicates: int = 0  # rows that were dropped because an earlier row asks the same
 
     def __post_init__(self):
         self.train, self.held_out = (_in_text(data, self.name) for data in (self.train, self.held_out))
@@ -87,19 +79,9 @@ def load_problems(
     """
     Load problems and hold some out. Which ones does not depend on the seed, so that runs can be compared.
 
-    Args:
-        name (`str`):
-            `reasoning_gym:TASK`, a `.jsonl`, `.json`, `.parquet` or `.csv` file, or a dataset id on the hub.
-        options (`str` or `dict`, *optional*):
-            Options of the reasoning-gym task, as a dictionary or as JSON.
-        config, split (`str`):
-            Configuration and split of a hub dataset.
-        prompt_column, answer_column (`str`, *optional*):
-            Columns of a file or hub dataset; by default the first of `PROMPT_COLUMNS` and of `ANSWER_COLUMNS` there.
-        num_train, num_held_out (`int`):
-            Problems to generate. Of a file or hub dataset, all are used, and at most a fifth are held out.
-        seed (`int`):
-            Of the training problems that reasoning-gym generates.
+    The arguments are the options of [`RecipeArguments`]; `options` may be a dictionary or JSON. `seed` decides which
+    problems reasoning-gym generates to train on. Of a file or hub dataset, all problems are used, and at most a fifth
+    are held out.
 
     Raises:
         InputError: The problems cannot be had as asked for.
@@ -140,7 +122,7 @@ def _rows(data: Dataset, name: str, prompt_column: str | None, answer_column: st
 
 
 def _question(value: Any, column: str, row: int, name: str) -> tuple[list[dict[str, str]], str]:
-    """The messages before the question, and the question: text itself, or a conversation's last user message."""
+    """The messages before the question, and the question: the text, or a conversation's last message."""
     if isinstance(value, list) and value and all(isinstance(m, dict) and "content" in m for m in value):
         if value[-1].get("role") != "user":
             raise InputError(f"row {row} of {name}: the conversation in {column!r} must end with a user's message.")

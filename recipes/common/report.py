@@ -2,6 +2,7 @@
 
 import json
 import math
+import statistics
 from pathlib import Path
 
 from matplotlib.figure import Figure  # not pyplot, which would choose a backend for whoever imports this
@@ -24,13 +25,8 @@ PANELS = {
 
 def report(run: RunFolder, trainer: GRPOTrainer, held_out: HeldOut, name: str, seconds: float) -> None:
     """
-    Write result.json, held_out.json and training.png, and print the result. All processes must call it.
-
-    Args:
-        name (`str`):
-            The model and the data, for the picture's title.
-        seconds (`float`):
-            How long training took.
+    Write result.json, held_out.json and training.png, and print the result. All processes must call it. `name`, of the
+    model and the data, is for the picture's title; training took `seconds`.
     """
     args, before, after = trainer.args, held_out.evaluations[0], held_out.evaluations[-1]
     tokens = held_out.all_tokens_generated()
@@ -130,12 +126,8 @@ def plot_training(log: list[dict], evaluations: list[Accuracy], path: Path, titl
 
 def centred_mean(values: list[float], width: int) -> list[float]:
     """The mean over about `width` values around each one; fewer at the ends, as many on the left as on the right."""
-    means = []
-    for i in range(len(values)):
-        reach = min(width // 2, i, len(values) - 1 - i)
-        window = values[i - reach : i + reach + 1]
-        means.append(sum(window) / len(window))
-    return means
+    reaches = [min(width // 2, i, len(values) - 1 - i) for i in range(len(values))]
+    return [statistics.fmean(values[i - reach : i + reach + 1]) for i, reach in enumerate(reaches)]
 
 
 def _is_number(value) -> bool:

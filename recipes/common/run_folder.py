@@ -45,30 +45,14 @@ NEUTRAL = set(
 
 @dataclass
 class RunFolder:
-    """
-    A run's folder, opened by [`open_run`].
-
-    Args:
-        path (`Path`):
-            The folder.
-        configuration (`dict`):
-            Everything that was asked for, ready for JSON.
-        overwrite (`bool`):
-            Whether [`start`] removes what an earlier run left.
-        argv (`list[str]`):
-            The command line, for the commands that go on.
-        checkpoint (`Path`, *optional*):
-            What the run resumes from.
-        finished (`str`, *optional*):
-            Why there is nothing left to do.
-    """
+    """A run's folder, opened by [`open_run`]."""
 
     path: Path
-    configuration: dict[str, Any]
-    overwrite: bool
-    argv: list[str]
-    checkpoint: Path | None = None
-    finished: str | None = None
+    configuration: dict[str, Any]  # everything that was asked for, ready for JSON
+    overwrite: bool  # whether `start` removes what an earlier run left
+    argv: list[str]  # the command line, for the commands that go on
+    checkpoint: Path | None = None  # what the run resumes from
+    finished: str | None = None  # why there is nothing left to do
 
     def start(self, is_main_process: bool) -> None:
         """Write down what the run begins with. Only now may an earlier run's files go."""

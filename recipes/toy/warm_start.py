@@ -15,28 +15,16 @@ from . import cached, dialogues, lake, scratchpad, templates, worked_sums
 
 @dataclass(frozen=True)
 class WarmStart:
-    """
-    Supervised training on demonstrations.
+    """Supervised training on demonstrations."""
 
-    Args:
-        alphabet (`str`):
-            The policy's tokens, beside padding and `<eos>`.
-        demonstrations (`Callable[[int], list]`):
-            n -> n demonstrations, each a list of (text, whether the policy is to say it).
-        chat_template (`str`), response_template (`dict`, *optional*):
-            How a conversation is written and how an answer is read, in transformers' form.
-        model (`tuple`):
-            Names and values of arguments of `Qwen3Config`.
-    """
-
-    alphabet: str
-    demonstrations: Callable[[int], list[list[tuple[str, bool]]]]
-    chat_template: str
+    alphabet: str  # the policy's tokens, beside padding and `<eos>`
+    demonstrations: Callable[[int], list[list[tuple[str, bool]]]]  # n -> n times (text, whether the policy says it) …
+    chat_template: str  # how a conversation is written
     learning_rate: float = 4e-3
-    response_template: dict | None = None
+    response_template: dict | None = None  # how an answer is read
     steps: int = 2000
     batch_size: int = 32
-    model: tuple[tuple[str, int | bool], ...] = (
+    model: tuple[tuple[str, int | bool], ...] = (  # arguments of Qwen3Config
         ("hidden_size", 64),
         ("intermediate_size", 128),
         ("num_hidden_layers", 2),
