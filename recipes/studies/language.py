@@ -77,8 +77,8 @@ def problems(task: str, number: int, seed: int) -> list[dict[str, str]]:
     return list(found.values())
 
 
-def trainer_at(name: str, stage: str, seed: int) -> OTBGRPOTrainer:
-    """The trainer of a task, which has trained where the stage asks for it."""
+def trainer_at(name: str, stage: str, seed: int, folder: Path) -> OTBGRPOTrainer:
+    """The trainer of a task, which has trained where the stage asks for it; `folder` keeps the adapter."""
     data = with_prompts(Dataset.from_list(problems(name, 500, seed=1)))
     trainer = trainer_of(
         Task(toy.smollm2(), data, data, TASKS[name][1], TOKENS),
@@ -93,7 +93,11 @@ def trainer_at(name: str, stage: str, seed: int) -> OTBGRPOTrainer:
         disable_tqdm=False,
     )
     if stage == "trained":
-        trainer.train()
+        policy = folder / f"{name}-policy-seed{seed}"
+        if not (policy / "adapter_model.safetensors").exists():
+            trainer.train()
+            trainer.save_model(policy)
+        trainer.model.load_adapter(policy, "default", is_trainable=True)
     return trainer
 
 
@@ -107,11 +111,12 @@ def main(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     if args.publish and args.seed != render.load("language")["seed"]:
         parser.error(f"--publish is for the seed of the page, {render.load('language')['seed']}")
-    folder = (args.output_dir or Path("runs/studies/language")) / f"{args.task}-{args.stage}"
+    output = args.output_dir or Path("runs/studies/language")
+    folder = output / f"{args.task}-{args.stage}"
     try:
         report = compared(
             folder,
-            None if args.plot_only else lambda: trainer_at(args.task, args.stage, args.seed),
+            None if args.plot_only else lambda: trainer_at(args.task, args.stage, args.seed, output),
             num_prompts=args.num_prompts,
             completions_per_prompt=COMPLETIONS,
             group_sizes=[GROUP_SIZE],

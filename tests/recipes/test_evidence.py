@@ -8,12 +8,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import trl_otb
 from recipes import toy
 from recipes.common.errors import InputError
 from recipes.studies import horizon, language, render, tasks
 from recipes.toy import lake, scratchpad
+from tests.helpers import tiny
 from tests.recipes.conftest import shortly_trained
 from trl_otb import OTBGRPOConfig
 
@@ -279,13 +281,14 @@ def test_the_study_of_turns_asks_for_lakes(tmp_path, compare):
 @pytest.mark.parametrize("stage", ["start", "trained"])
 def test_the_study_of_the_language_model(stage, tmp_path, compare, pages, monkeypatch):
     trained = []
-    sampler = SimpleNamespace(train=lambda: trained.append("trained"))
+    model = SimpleNamespace(load_adapter=lambda *args, **kwargs: trained.append("loaded"))
+    sampler = SimpleNamespace(train=lambda: trained.append("trained"), save_model=lambda path: None, model=model)
     monkeypatch.setattr(language, "trainer_of", lambda task, **options: trained.append((task, options)) or sampler)
     flags = ["copy", "--stage", stage, "--output_dir", str(tmp_path / "study")]
     language.main([*flags, "--num_prompts", "8"])
     ((trainer, asked),) = compare
     (task, options), *steps = trained
-    assert trainer is sampler and steps == ["trained"] * (stage == "trained") and options["max_steps"] == 4
+    assert trainer is sampler and steps == ["trained", "loaded"] * (stage == "trained") and options["max_steps"] == 4
     assert (task.reward, task.max_completion_length, len(task.train)) == (language.likeness, 80, 500)
     assert asked == {
         "baselines": list(tasks.BASELINES), "num_prompts": 8, "completions_per_prompt": 16, "prompts_per_batch": 16,
@@ -295,6 +298,26 @@ def test_the_study_of_the_language_model(stage, tmp_path, compare, pages, monkey
     language.main([*flags, "--plot_only", "--publish"])
     assert len(compare) == 1 and "| 1.23 (1.10–?) |" in (pages / "README.md").read_text()
     assert (pages / "copy.png").exists() == (stage == "trained")
+
+
+def test_the_language_model_is_trained_once(tmp_path, monkeypatch):
+    """A tiny model in its place: what is measured later has the same adapter, to the bit."""
+    monkeypatch.setattr(toy, "smollm2", lambda: Path(tiny.save_model(tmp_path / "model")))
+    monkeypatch.setattr(language, "TOKENS", 4)
+    monkeypatch.setattr(
+        language, "likeness", lambda completions, **kwargs: [float(len(c[0]["content"])) for c in completions]
+    )
+    monkeypatch.setitem(language.TASKS, "copy", (language.copy_problem, language.likeness))
+
+    def adapter(stage):
+        trainer = language.trainer_at("copy", stage, 7, tmp_path)
+        named = dict(trainer.model.named_parameters())
+        return trainer.state.global_step, {name: p.detach() for name, p in named.items() if p.requires_grad}
+
+    (_, start), (steps, trained), (later, again) = adapter("start"), adapter("trained"), adapter("trained")
+    assert (steps, later) == (4, 0) and len(start) == 2 * 2 * 7
+    assert all(torch.equal(trained[name], again[name]) for name in start)
+    assert any(not torch.equal(trained[name], start[name]) for name in start)
 
 
 @pytest.mark.parametrize(
