@@ -21,18 +21,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from matplotlib.figure import Figure
+from scipy import stats
 
-from recipes.common.checkpoints import latest_checkpoint
 from recipes.common.errors import InputError, launch
-from recipes.common.launching import say
-from recipes.common.pictures import centred_mean
+from recipes.common.launching import print_once
+from recipes.common.report import centred_mean
+from recipes.common.run_folder import latest_checkpoint
 from trl_otb.baselines import BASELINES
 
 
 RECIPES = Path(__file__).parent
-COLORS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "tab:pink", "tab:gray")
-# Two-sided 95 % quantiles of Student's t with 1, 2, … degrees of freedom
-STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 
 
 @dataclass
@@ -81,7 +79,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return own, flags
 
 
-def perform(own: argparse.Namespace, flags: list[str], baseline: str, seed: int) -> Run:
+def run_recipe(own: argparse.Namespace, flags: list[str], baseline: str, seed: int) -> Run:
     """
     Run the recipe, or what is left of it.
 
@@ -106,37 +104,28 @@ def interval(values: list[float]) -> str:
     """Mean and 95 % confidence interval (Student's t), or the mean alone for a single value."""
     if len(values) == 1:
         return f"{values[0]:.1f}"
-    df = len(values) - 1
-    t = STUDENT_T[df - 1] if df <= len(STUDENT_T) else 1.96 + 2.5 / df
-    return f"{statistics.fmean(values):.1f} ± {t * statistics.stdev(values) / len(values) ** 0.5:.1f}"
+    half = stats.t.ppf(0.975, df=len(values) - 1) * stats.sem(values)
+    return f"{statistics.fmean(values):.1f} ± {half:.1f}"
 
 
 def table(runs: list[Run]) -> str:
     """A Markdown table: one row per baseline, and its difference to the first one, seed by seed."""
     first, *_ = baselines = list(dict.fromkeys(run.baseline for run in runs))
-    lines = [
-        f"| baseline | n | before, % | after, % | rise, points | rise over that of {first} | tokens | seconds |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    head = f"baseline|n|before, %|after, %|rise, points|rise over that of {first}|tokens|seconds".split("|")
+    rows = [head, ["---"] * len(head)]
     rises = {(run.baseline, run.seed): run.rise for run in runs}
     for name in baselines:
         own = [run for run in runs if run.baseline == name]
-        columns = [interval([100 * run.result[when]["mean"] for run in own]) for when in ("before", "after")]
+        accuracies = [interval([100 * run.result[when]["mean"] for run in own]) for when in ("before", "after")]
         ahead = interval([run.rise - rises[first, run.seed] for run in own]) if name != first else ""
-        tokens = statistics.fmean(run.result["tokens_generated"] for run in own)
-        seconds = statistics.fmean(run.result["training_seconds"] for run in own)
-        cells = [
-            name,
-            len(own),
-            *columns,
-            interval([run.rise for run in own]),
-            ahead,
-            f"{tokens:,.0f}",
-            f"{seconds:.0f}",
-        ]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
+        tokens, seconds = (
+            f"{statistics.fmean(run.result[key] for run in own):,.0f}"
+            for key in ("tokens_generated", "training_seconds")
+        )
+        rows.append([name, len(own), *accuracies, interval([run.rise for run in own]), ahead, tokens, seconds])
     n = len({run.seed for run in runs})
     note = "95 % intervals over seeds (Student's t); differences are paired by seed"
+    lines = [f"| {' | '.join(map(str, row))} |" for row in rows]
     return "\n".join([*lines, "", f"n = {n} seed{'s: ' + note if n > 1 else ': one seed gives no interval'}.", ""])
 
 
@@ -146,7 +135,7 @@ def picture(runs: list[Run], path: Path, title: str) -> None:
     over_steps, rewards, ends = figure.subplots(1, 3)
     names = list(dict.fromkeys(run.baseline for run in runs))
     for i, name in enumerate(names):
-        color, own = COLORS[i % len(COLORS)], [run for run in runs if run.baseline == name]
+        color, own = f"C{i}", [run for run in runs if run.baseline == name]
         held_out = [{e["step"]: 100 * e["mean"] for e in run.result["evaluations"]} for run in own]
         reward = [_smooth_reward(run.log) for run in own]
         for axis, curves in ((over_steps, held_out), (rewards, reward)):
@@ -182,13 +171,13 @@ def main(argv: list[str]) -> None:
     jobs = [(baseline, seed) for seed in own.seeds for baseline in own.baselines]  # every baseline early on
     runs = []
     for i, (baseline, seed) in enumerate(jobs, start=1):
-        say(f"\n== {i} of {len(jobs)}: {baseline}, seed {seed}")
-        runs.append(perform(own, flags, baseline, seed))
+        print_once(f"\n== {i} of {len(jobs)}: {baseline}, seed {seed}")
+        runs.append(run_recipe(own, flags, baseline, seed))
     runs.sort(key=lambda run: own.baselines.index(run.baseline))
     written = table(runs)
     (own.folder / "compare.md").write_text(written)
     picture(runs, own.folder / "compare.png", f"{own.recipe} {shlex.join(flags)}".strip())
-    say(f"\n{written}\n{own.folder}: compare.md (this table), compare.png, and a folder per run.")
+    print_once(f"\n{written}\n{own.folder}: compare.md (this table), compare.png, and a folder per run.")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,30 @@
+"""What a step costs. Here: a table on the screen, printed row by row as they come, and kept."""
+
+import json
+from pathlib import Path
+
+
+class Table:
+    """Prints its head and every row that is added; `rows` has them all as text, the head first."""
+
+    def __init__(self, *head: object, width: int = 14, first: int = 26):
+        self.width, self.first = width, first
+        self.rows: list[list[str]] = []
+        self.add(*head)
+
+    def add(self, *cells: object) -> None:
+        head, *others = row = [str(cell) for cell in cells]
+        self.rows.append(row)
+        print(head.ljust(self.first) + "".join(cell.rjust(self.width) for cell in others), flush=True)
+
+    def save(self, path: str, note: str, **more: object) -> None:
+        """As JSON, beside a note and whatever else a report may want."""
+        content = {"note": note, "table": self.rows, **more}
+        Path(path).write_text(json.dumps(content, indent=2, ensure_ascii=False))
+
+
+def markdown(rows: list[list[str]]) -> str:
+    """A Markdown table of such rows."""
+    head, *body = rows
+    lines = [head, ["---"] * len(head), *body]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

@@ -17,7 +17,7 @@ import time
 
 import torch
 
-from recipes.benchmarks.table import Table
+from recipes.benchmarks import Table
 from trl_otb.baselines import compute_advantages
 from trl_otb.rollout import Rollout
 

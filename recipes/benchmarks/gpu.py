@@ -26,34 +26,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from recipes.benchmarks.table import markdown
+from recipes.benchmarks import markdown
 
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "triton", "transformers", "accelerate", "peft", "trl")
 
 
-@dataclass
-class Part:
-    """
-    A command and how to read what it leaves.
-
-    Args:
-        title (`str`):
-            For the report.
-        limit (`float`):
-            Minutes after which it is stopped.
-        command (`list[str]`):
-            What Python is called with.
-        result (`Callable[[], tuple[str, list[list[str]]]]`):
-            A note and the rows of a table, once the command has run.
-    """
+class Part(NamedTuple):
+    """What Python is called with, how many minutes it has, and how to read the note and the table that it leaves."""
 
     title: str
     limit: float
@@ -64,45 +51,44 @@ class Part:
 def parts_for(folder: Path, device: str, small: bool, length: int) -> dict[str, Part]:
     on_gpu = device == "cuda"
 
-    def benchmark(name, title, limit, *flags):
+    def benchmark(name: str, title: str, limit: float, module: str, *flags: str) -> Part:
         def result():
-            seen = json.loads(file.read_text())
-            return seen["note"], seen["table"]
+            figures = json.loads(file.read_text())
+            return figures["note"], figures["table"]
 
         file = folder / f"{name}.json"
-        module, *others = flags
-        return Part(
-            title,
-            limit,
-            ["-m", f"recipes.benchmarks.{module}", "--device", device, *others, "--output", str(file)],
-            result,
-        )
+        module = f"recipes.benchmarks.{module}"
+        return Part(title, limit, ["-m", module, "--device", device, *flags, "--output", str(file)], result)
 
     def test_result():
         return "", [["tests/trainer/test_gpu.py"], [last_lines(folder / "tests.log", 1)]]
 
     def main_result():
         run = json.loads((folder / "main" / "result.json").read_text())
-        accuracies = [f"{100 * run[when]['mean']:.1f} %" for when in ("before", "after")]
-        head = ["steps", "training, s", "tokens generated", "held-out before", "after"]
-        row = [run["steps"], f"{run['training_seconds']:.0f}", f"{run['tokens_generated']:,.0f}", *accuracies]
-        return "The toy policy of recipes/math.py in float32.", [head, [str(cell) for cell in row]]
+        row = {
+            "steps": str(run["steps"]),
+            "training, s": f"{run['training_seconds']:.0f}",
+            "tokens generated": f"{run['tokens_generated']:,.0f}",
+            "held-out before": f"{100 * run['before']['mean']:.1f} %",
+            "after": f"{100 * run['after']['mean']:.1f} %",
+        }
+        return "The toy policy of recipes/math.py in float32.", [[*row], [*row.values()]]
 
     model = ["--shape", "small" if small else "qwen2.5-1.5b", "--length", str(length)]
     model += [] if small else ["--gradient_checkpointing"]
     rounds = ["--rounds", "1" if small else "3", "--steps", "2"]
+    longest = ["--longest", "2048"] if small else []
     marks = "gpu" if on_gpu else "not gpu and not slow" if small else "not gpu"
     main = ["--output_dir", str(folder / "main"), "--disable_tqdm", "true", "--use_cpu", str(not on_gpu).lower()]
     if small:
         main += "--max_steps 2 --per_device_train_batch_size 16 --per_device_eval_batch_size 40".split()
         main += "--num_train_problems 200 --num_held_out_problems 20 --eval_strategy no".split()
+    pytest = ["-m", "pytest", "-q", "-n", "0", "-m", marks, "tests/trainer/test_gpu.py"]
     return {
-        "tests": Part("Tests", 3, [*"-m pytest -q -n 0 -m".split(), marks, "tests/trainer/test_gpu.py"], test_result),
+        "tests": Part("Tests", 3, pytest, test_result),
         "step-lora": benchmark("step-lora", "A step, LoRA", 6, "step", *model, *rounds, "--lora"),
         "step-full": benchmark("step-full", "A step, full fine-tuning", 6, "step", *model, *rounds),
-        "advantages": benchmark(
-            "advantages", "Advantages over one read and one write", 2, "advantages", *(["--longest", "2048"] * small)
-        ),
+        "advantages": benchmark("advantages", "Advantages over one read and one write", 2, "advantages", *longest),
         "meter": benchmark("meter", "The meter", 3, "meter", *model, "--pairs", "2" if small else "12"),
         "main": Part("The main job", 5, ["recipes/math.py", *main], main_result),
     }
@@ -114,31 +100,27 @@ def last_lines(file: Path, count: int) -> str:
 
 def run(name: str, part: Part, folder: Path, device: str) -> dict:
     """The part's entry in the report."""
-    log, left = folder / f"{name}.log", folder / name
+    log = folder / f"{name}.log"
     (folder / f"{name}.json").unlink(missing_ok=True)
-    if left.is_dir():
-        shutil.rmtree(left)
+    shutil.rmtree(folder / name, ignore_errors=True)
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     if device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
     print(f"\n{name}, at most {part.limit:g} min: python {shlex.join(part.command)}", flush=True)
     began = time.perf_counter()
-    failure = ""
+    failure, note, table = "", "", []
     with log.open("w") as file:
-        command = [sys.executable, *part.command]
+        where = {"cwd": ROOT, "env": environment, "stdout": file, "stderr": subprocess.STDOUT}
         try:
-            code = subprocess.run(
-                command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, timeout=60 * part.limit
-            ).returncode
-            if code != 0:
-                failure = f"failed with exit status {code}"
+            subprocess.run([sys.executable, *part.command], **where, timeout=60 * part.limit, check=True)
+        except subprocess.CalledProcessError as error:
+            failure = f"failed with exit status {error.returncode}"
         except subprocess.TimeoutExpired:
             failure = f"stopped at its limit of {part.limit:g} min"
     minutes = (time.perf_counter() - began) / 60
     try:
         note, table = part.result()  # what a stopped part has left counts too
     except (OSError, LookupError, ValueError) as error:
-        note, table = "", []
         failure = failure or f"left no result ({error!r})"
     if failure:
         note = f"{note}\n\n{failure}; the end of {log.name}:\n\n```\n{last_lines(log, 15)}\n```".strip()
@@ -148,11 +130,10 @@ def run(name: str, part: Part, folder: Path, device: str) -> dict:
 
 
 def machine(device: str) -> str:
+    name = f"CPU, {os.cpu_count()} cores"
     if device == "cuda":
         properties = torch.cuda.get_device_properties(0)
         name = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
-    else:
-        name = f"CPU, {os.cpu_count()} cores"
     versions = []
     for package in PACKAGES:
         try:
@@ -163,9 +144,8 @@ def machine(device: str) -> str:
 
 
 def text_of(entry: dict) -> str:
-    state = entry["failure"] or "done"
-    texts = [f"### {entry['title']}: {state}, {entry['minutes']:.1f} min", entry["note"]]
-    return "\n\n".join([*filter(None, texts), *([markdown(entry["table"])] if entry["table"] else [])])
+    title = f"### {entry['title']}: {entry['failure'] or 'done'}, {entry['minutes']:.1f} min"
+    return "\n\n".join(filter(None, [title, entry["note"], entry["table"] and markdown(entry["table"])]))
 
 
 def write(report: dict, folder: Path) -> None:
@@ -194,14 +174,13 @@ def main(argv: list[str]) -> int:
     parts = parts_for(folder, args.device, args.small, args.length or (16 if args.small else 4096))
     report = {"machine": machine(args.device), "small": args.small, "date": str(date.today()), "parts": {}}
     print(report["machine"])
-    earlier = folder / "report.json"
-    if earlier.exists():
-        seen = json.loads(earlier.read_text())
-        if all(seen[key] == report[key] for key in ("machine", "small")):
-            report["parts"] = seen["parts"]
+    if (folder / "report.json").exists():
+        earlier = json.loads((folder / "report.json").read_text())
+        if all(earlier[key] == report[key] for key in ("machine", "small")):
+            report["parts"] = earlier["parts"]
     for name in args.parts:
-        report["parts"][name] = run(name, parts[name], folder, args.device)
-        report["parts"] = {name: report["parts"][name] for name in names if name in report["parts"]}
+        entries = report["parts"] | {name: run(name, parts[name], folder, args.device)}
+        report["parts"] = {name: entries[name] for name in names if name in entries}
         write(report, folder)
     failed = [name for name in args.parts if report["parts"][name]["failure"]]
     verdict = f"Failed: {', '.join(failed)}." if failed else "All parts are done."

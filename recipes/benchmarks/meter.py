@@ -19,6 +19,7 @@ import tempfile
 import time
 from functools import wraps
 
+from recipes.benchmarks import Table
 from recipes.benchmarks.step import (
     Clock,
     add_model_flags,
@@ -28,7 +29,6 @@ from recipes.benchmarks.step import (
     make_tokenizer,
     read_model_flags,
 )
-from recipes.benchmarks.table import Table
 from trl_otb import GradientNoiseCallback, OTBGRPOConfig, OTBGRPOTrainer, noise
 
 

@@ -24,18 +24,10 @@ from pathlib import Path
 import torch
 from datasets import Dataset
 from peft import LoraConfig, PeftModel
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PrinterCallback,
-    Qwen2Config,
-    Qwen3Config,
-    TrainerCallback,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from recipes.benchmarks.table import Table
+from recipes.benchmarks import Table
 from recipes.toy import sums
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 
@@ -49,35 +41,13 @@ REGIMES = {
 }
 
 
-# Models of random weights, and the precision of their weights
-TOKENS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+# Models of random weights: kind, sizes, and the precision of the weights
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim")
 SHAPES = {
-    "small": (
-        Qwen3Config(
-            hidden_size=256,
-            intermediate_size=768,
-            num_hidden_layers=4,
-            vocab_size=8192,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=64,
-            **TOKENS,
-        ),
-        "float32",
-    ),
-    "qwen2.5-1.5b": (
-        Qwen2Config(
-            hidden_size=1536,
-            intermediate_size=8960,
-            num_hidden_layers=28,
-            vocab_size=151936,
-            num_attention_heads=12,
-            num_key_value_heads=2,
-            tie_word_embeddings=True,
-            **TOKENS,
-        ),
-        "bfloat16",
-    ),
+    "tiny": ("qwen3", (1024, 64, 128, 2), (4, 4, 16), "float32"),
+    "small": ("qwen3", (8192, 256, 768, 4), (4, 2, 64), "float32"),
+    "qwen2.5-1.5b": ("qwen2", (151936, 1536, 8960, 28), (12, 2, 128), "bfloat16"),
 }
 
 
@@ -141,10 +111,21 @@ def read_model_flags(parser, argv):
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: there is no GPU")
-    args.dtype = args.dtype or ("float32" if args.model else SHAPES[args.shape][1])
+    args.dtype = args.dtype or ("float32" if args.model else SHAPES[args.shape][-1])
     warnings.filterwarnings("ignore")
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
     return args
+
+
+def model_config(args):
+    if args.model:
+        return AutoConfig.from_pretrained(args.model)
+    kind, sizes, heads, _ = SHAPES[args.shape]
+    shape = {**dict(zip(SIZES, sizes, strict=True)), **dict(zip(HEADS, heads, strict=True))}
+    ids = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    return AutoConfig.for_model(
+        kind, **shape, **ids, tie_word_embeddings=kind == "qwen2", max_position_embeddings=2**17
+    )
 
 
 def make_model(args):
@@ -154,7 +135,7 @@ def make_model(args):
         return AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
     torch.manual_seed(0)
     with torch.device(args.device):
-        return AutoModelForCausalLM.from_config(SHAPES[args.shape][0], dtype=dtype)
+        return AutoModelForCausalLM.from_config(model_config(args), dtype=dtype)
 
 
 def make_tokenizer(args):
@@ -163,8 +144,7 @@ def make_tokenizer(args):
 
 def describe(args) -> str:
     with torch.device("meta"):
-        config = AutoConfig.from_pretrained(args.model) if args.model else SHAPES[args.shape][0]
-        parameters = AutoModelForCausalLM.from_config(config).num_parameters()
+        parameters = AutoModelForCausalLM.from_config(model_config(args)).num_parameters()
     device = torch.cuda.get_device_name() if args.device == "cuda" else f"{torch.get_num_threads()} CPU threads"
     return (
         f"{args.model or args.shape}: {parameters:,} parameters, {'LoRA' if args.lora else 'full'}, {args.dtype}, on "
@@ -250,6 +230,29 @@ def measure(trainer) -> dict[str, float]:
     }
 
 
+def in_turn(args, regime, otb=OTBGRPOTrainer, measure=measure, **options) -> dict[str, list[dict[str, float]]]:
+    """What `measure` finds in `args.rounds` rounds of both trainers, which take turns at being the first."""
+    arms = [("grpo", GRPOTrainer, GRPOConfig), ("otb", otb, OTBGRPOConfig)]
+    tokenizer, rounds = make_tokenizer(args), {"grpo": [], "otb": []}
+    for turn in range(args.rounds):
+        for arm, cls, config in arms if turn % 2 == 0 else reversed(arms):
+            with tempfile.TemporaryDirectory() as folder:
+                trainer = build(cls, config, regime, args, make_model(args), tokenizer, folder, **options)
+                rounds[arm].append(measure(trainer))
+                del trainer
+                gc.collect()  # one model and one optimizer at a time
+    return rounds
+
+
+def medians(rounds: dict[str, list[dict[str, float]]], **names: str) -> dict[str, float]:
+    """Of every arm, the medians over rounds of the figures that `names` are for."""
+    return {
+        f"{arm}_{name}": statistics.median(r[key] for r in rounds[arm])
+        for name, key in names.items()
+        for arm in rounds
+    }
+
+
 def main(argv):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[1], allow_abbrev=False)
     add_model_flags(parser)
@@ -259,29 +262,18 @@ def main(argv):
     if args.rounds < 1 or args.steps < 2:
         parser.error("--rounds must be at least 1, --steps at least 2")
 
-    tokenizer = make_tokenizer(args)
     note = f"{describe(args)}, {args.rounds} rounds of {2 * args.steps} steps"
     print(note)
     columns = ("GRPO s/step", "OTB s/step", "time ratio", "range", "memory ratio", "GRPO forwards", "OTB forwards")
     table, figures = Table("energies from", *columns), []
     for regime in REGIMES:
-        rounds = {"grpo": [], "otb": []}
-        for turn in range(args.rounds):
-            arms = [("grpo", GRPOTrainer, GRPOConfig), ("otb", OTBGRPOTrainer, OTBGRPOConfig)]
-            for arm, cls, config in arms if turn % 2 == 0 else reversed(arms):
-                with tempfile.TemporaryDirectory() as folder:
-                    trainer = build(cls, config, regime, args, make_model(args), tokenizer, folder)
-                    rounds[arm].append(measure(trainer))
-                    del trainer
-                    gc.collect()  # one model and one optimizer at a time
+        rounds = in_turn(args, regime)
         ratios = [o["seconds"] / g["seconds"] for g, o in zip(rounds["grpo"], rounds["otb"], strict=True)]
         figure = {
             "energies_from": regime,
-            **{f"{arm}_seconds": statistics.median(r["seconds"] for r in rounds[arm]) for arm in rounds},
+            **medians(rounds, seconds="seconds", mib="peak", forwards="forwards"),
             "time_ratio": statistics.median(ratios),
             "time_ratio_range": [min(ratios), max(ratios)],
-            **{f"{arm}_mib": statistics.median(r["peak"] for r in rounds[arm]) for arm in rounds},
-            **{f"{arm}_forwards": rounds[arm][0]["forwards"] for arm in rounds},
         }
         figure["memory_ratio"] = figure["otb_mib"] / figure["grpo_mib"]
         figures.append(figure)

@@ -6,12 +6,13 @@ import dataclasses
 import difflib
 import os
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 import yaml
+from transformers.hf_argparser import HfArg
 from trl import GRPOConfig, ModelConfig, TrlParser
 
 from trl_otb import OTBGRPOConfig
@@ -19,7 +20,7 @@ from trl_otb.baselines import BASELINES
 
 from .checks import check_values
 from .errors import InputError
-from .launching import processes, say
+from .launching import print_once, processes
 
 
 RECIPES = Path(__file__).parents[1]
@@ -57,45 +58,39 @@ class RecipeArguments:
     FOLDER: ClassVar[str] = "runs/RECIPE/BASELINE-seedSEED"
     WITHOUT_EFFECT: ClassVar[tuple[str, ...]] = ()
 
-    dataset_name: str = field(
+    dataset_name: str = HfArg(
         default="reasoning_gym:chain_sum",
-        metadata={
-            "help": "`reasoning_gym:TASK`, a local .jsonl, .json, .parquet or .csv file, or a dataset id on the hub."
-        },
+        help="`reasoning_gym:TASK`, a local .jsonl, .json, .parquet or .csv file, or a dataset id on the hub.",
     )
-    dataset_options: str | None = field(
-        default=None, metadata={"help": "Options of the reasoning-gym task, as JSON: `'{\"max_terms\": 6}'`."}
+    dataset_options: str | None = HfArg(
+        default=None, help="Options of the reasoning-gym task, as JSON: `'{\"max_terms\": 6}'`."
     )
-    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a hub dataset."})
-    dataset_split: str = field(default="train", metadata={"help": "Split of a hub dataset."})
-    prompt_column: str | None = field(
-        default=None, metadata={"help": "Column that holds the problem; by default prompt, question or problem."}
+    dataset_config: str | None = HfArg(default=None, help="Configuration of a hub dataset.")
+    dataset_split: str = HfArg(default="train", help="Split of a hub dataset.")
+    prompt_column: str | None = HfArg(
+        default=None, help="Column that holds the problem; by default prompt, question or problem."
     )
-    answer_column: str | None = field(
-        default=None, metadata={"help": "Column that holds the answer; by default answer, solution or target."}
+    answer_column: str | None = HfArg(
+        default=None, help="Column that holds the answer; by default answer, solution or target."
     )
-    num_train_problems: int = field(default=20_000, metadata={"help": "Problems that reasoning-gym generates."})
-    num_held_out_problems: int = field(
-        default=200, metadata={"help": "Held-out problems; of a file or hub dataset at most a fifth is held out."}
+    num_train_problems: int = HfArg(default=20_000, help="Problems that reasoning-gym generates.")
+    num_held_out_problems: int = HfArg(
+        default=200, help="Held-out problems; of a file or hub dataset at most a fifth is held out."
     )
-    instruction: str = field(
-        default=r"Put your final answer within \boxed{}.", metadata={"help": "Added to every problem."}
-    )
-    reward_funcs: list[str] | None = field(
+    instruction: str = HfArg(default=r"Put your final answer within \boxed{}.", help="Added to every problem.")
+    reward_funcs: list[str] | None = HfArg(  # noqa: RUF009
         default=None,
-        metadata={
-            "help": "Reward functions of your own, each `module:function`, beside the recipe's grading, which comes "
-            "first; weigh them with --reward_weights."
-        },
+        help="Reward functions of your own, each `module:function`, beside the recipe's grading, which comes first; "
+        "weigh them with --reward_weights.",
     )
-    eval_only: bool = field(
-        default=False, metadata={"help": "Measure the held-out accuracy of the model and stop; nothing is trained."}
+    eval_only: bool = HfArg(
+        default=False, help="Measure the held-out accuracy of the model and stop; nothing is trained."
     )
-    overwrite: bool = field(default=False, metadata={"help": "Replace the run that the output folder already holds."})
-    allow_changes: bool = field(
-        default=False, metadata={"help": "Resume although options differ from those that the run began with."}
+    overwrite: bool = HfArg(default=False, help="Replace the run that the output folder already holds.")
+    allow_changes: bool = HfArg(
+        default=False, help="Resume although options differ from those that the run began with."
     )
-    traceback: bool = field(default=False, metadata={"help": "Print the traceback of an error."})
+    traceback: bool = HfArg(default=False, help="Print the traceback of an error.")
 
 
 class _ShortHelp(argparse.ArgumentDefaultsHelpFormatter):
@@ -122,10 +117,9 @@ class RecipeParser(TrlParser):
         self._otb = {f.name for f in dataclasses.fields(OTBGRPOConfig)} - {
             f.name for f in dataclasses.fields(GRPOConfig)
         }
-        general = self.add_argument_group("help and defaults")
-        general.add_argument("--config", metavar="FILE.yaml", help="Defaults, in place of the recipe's own YAML file.")
-        general.add_argument("-h", "--help", action="store_true", help="Show the options one needs most, and exit.")
-        general.add_argument("--help-all", action="store_true", help="Show every option of TRL too, and exit.")
+        self.add_argument("--config", metavar="FILE.yaml", help="Defaults, in place of the recipe's own YAML file.")
+        self.add_argument("-h", "--help", action="store_true", help="Show the options one needs most, and exit.")
+        self.add_argument("--help-all", action="store_true", help="Show every option of TRL too, and exit.")
         self.actions = {action.dest: action for action in reversed(self._actions)}  # --x rather than --no_x
         for name, text in HELP.items():
             self.actions[name].help = text
@@ -150,10 +144,8 @@ class RecipeParser(TrlParser):
             shown = {*names} - {*self._arguments.WITHOUT_EFFECT}
             for action in [a for a in self.actions.values() if a.dest in shown][::-1]:
                 action = copy.copy(action)
-                spelt = action.option_strings
-                action.option_strings = [
-                    o for o in spelt if f"--{o[2:].replace('-', '_')}" in (o, "--help_all")
-                ] or spelt
+                with_underscores = [o for o in action.option_strings if "-" not in o[2:]]
+                action.option_strings = with_underscores or action.option_strings
                 if action.choices is None and action.dest not in ("config", "baseline") and action.nargs != 0:
                     action.metavar = "true|false" if action.nargs == "?" else "VALUE"
                 if names is FREQUENT:
@@ -197,31 +189,33 @@ class RecipeParser(TrlParser):
 
 
 def parse(
-    name: str, arguments: type, default_config: str, argv: list[str]
+    file: str, arguments: type, default_config: str, argv: list[str]
 ) -> tuple[RecipeArguments, OTBGRPOConfig, ModelConfig]:
     """
     Parse flags, with a YAML file for everything that they leave open.
 
     Args:
-        name (`str`):
-            The recipe's file name, for messages.
+        file (`str`):
+            The recipe's file or name. Messages and the run's folder have its name.
         arguments (`type`):
             `RecipeArguments` or a subclass.
         default_config (`str`):
-            The recipe's own YAML file, in recipes/. Only `--config` replaces it.
+            The recipe's own YAML file, beside it or in recipes/. Only `--config` replaces it.
         argv (`list[str]`):
             The command line after the program's name.
 
     Raises:
         InputError: A flag or a value cannot be used.
     """
+    name = Path(file).name
     parser = RecipeParser(name, arguments)
     if not torch.accelerator.is_available():
         parser.set_defaults(use_cpu=True, bf16=False)
     parser.set_defaults(output_dir=arguments.FOLDER)
     argv = [_renamed(word) for word in argv]
     given, unknown = parser.parse_known_args(argv)
-    config = Path(given.config or RECIPES / default_config)
+    beside = Path(file).with_name(default_config)
+    config = Path(given.config or (beside if beside.is_file() else RECIPES / default_config))
     parser.read_yaml(config)
     if given.help or given.help_all:
         print(parser.format_help() if given.help_all else parser.format_short_help())
@@ -240,14 +234,14 @@ def parse(
     _drop_options_of_other_data(parser, settings, argv)
     if args.output_dir == arguments.FOLDER:
         args.output_dir = str(default_folder(arguments.FOLDER, name, args))
-    args.model_init_kwargs = {
-        **(args.model_init_kwargs or {}),
+    args.model_init_kwargs = (args.model_init_kwargs or {}) | {
         "revision": model_args.model_revision,
         "attn_implementation": model_args.attn_implementation,
         "dtype": model_args.dtype,
     }
     flags = sum(word.startswith("--") for word in argv)
-    say(f"{name}: defaults from {_shown(config)}" + (f", {flags} flag{'s' * (flags > 1)} on top." if flags else "."))
+    on_top = f", {flags} flag{'s' * (flags > 1)} on top" if flags else ""
+    print_once(f"{name}: defaults from {min(os.path.relpath(config), str(config), key=len)}{on_top}.")
     return settings, args, model_args
 
 
@@ -264,7 +258,7 @@ def _drop_options_of_other_data(parser: RecipeParser, settings: RecipeArguments,
     defaults = {f.name: f.default for f in dataclasses.fields(settings)}
     for name in DATA_OPTIONS:
         if name not in given and getattr(settings, name) != defaults[name]:
-            say(f"Note: `{name}` of the YAML file belongs to its own data and is left out.")
+            print_once(f"Note: `{name}` of the YAML file belongs to its own data and is left out.")
             setattr(settings, name, defaults[name])
 
 
@@ -275,9 +269,3 @@ def default_folder(pattern: str, name: str, args: OTBGRPOConfig) -> Path:
         return Path(checkpoint).parent
     words = {"RECIPE": Path(name).stem, "BASELINE": args.baseline.replace(":", "."), "SEED": str(args.seed)}
     return Path(re.sub("|".join(words), lambda found: words[found[0]], pattern))
-
-
-def _shown(path: Path) -> str:
-    """Relative to the working folder where that is shorter."""
-    relative = os.path.relpath(path)
-    return relative if len(relative) < len(str(path)) else str(path)

@@ -6,7 +6,7 @@ import torch
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 
 from .errors import Stopped
-from .launching import say
+from .launching import print_once
 
 
 class CompactProgress(ProgressCallback):
@@ -16,9 +16,8 @@ class CompactProgress(ProgressCallback):
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if state.is_world_process_zero and self.training_bar is not None:
-            shown = {
-                label: f"{float(logs[key]):.3g}" for key, label in self.SHOWN.items() if logs.get(key) is not None
-            }
+            logged = {label: logs.get(key) for key, label in self.SHOWN.items()}
+            shown = {label: f"{float(value):.3g}" for label, value in logged.items() if value is not None}
             if shown:
                 self.training_bar.set_postfix(shown)
 
@@ -41,9 +40,7 @@ class CheckpointOnInterrupt(TrainerCallback):
     """
 
     def __init__(self):
-        self.interrupted = False
-        self._training = False
-        self._trained = False
+        self.interrupted = self._training = self._trained = False
 
     def __enter__(self):
         self._previous = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
@@ -61,7 +58,7 @@ class CheckpointOnInterrupt(TrainerCallback):
         if self.interrupted:
             raise Stopped("The step was not finished; the newest checkpoint is the last one that was saved.")
         self.interrupted = True
-        say("\nInterrupted: finishing this step and saving a checkpoint. Once more to stop at once.")
+        print_once("\nInterrupted: finishing this step and saving a checkpoint. Once more to stop at once.")
 
     def on_step_begin(self, args, state, control, **kwargs):
         self._training = True

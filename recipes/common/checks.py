@@ -6,43 +6,31 @@ from argparse import Namespace
 from .errors import InputError
 
 
-def _at_least(least: int):
-    return (lambda v: v >= least), f"must be at least {least}"
-
-
-_FINITE = (math.isfinite, "must be a finite number")
-_POSITIVE = (lambda v: math.isfinite(v) and v > 0, "must be a finite number above 0")
-_NOT_NEGATIVE = (lambda v: math.isfinite(v) and v >= 0, "must be a finite number, 0 or more")
-_SHARE = (lambda v: 0 < v <= 1, "must lie above 0 and be at most 1")
-
-RULES = {
-    "num_train_problems": _at_least(1),
-    "num_held_out_problems": _at_least(1),
-    "max_operations": _at_least(1),
-    "num_generations": (lambda v: v >= 2, "must be at least 2: a baseline compares the completions of a problem"),
-    "num_generations_eval": _at_least(1),
-    "per_device_train_batch_size": _at_least(1),
-    "per_device_eval_batch_size": _at_least(1),
-    "gradient_accumulation_steps": _at_least(1),
-    "steps_per_generation": _at_least(1),
-    "generation_batch_size": _at_least(1),
-    "num_iterations": _at_least(1),
-    "max_completion_length": _at_least(1),
-    "max_tool_calling_iterations": _at_least(1),
-    "max_steps": _at_least(-1),
-    "num_train_epochs": _NOT_NEGATIVE,
-    "learning_rate": _NOT_NEGATIVE,
-    "weight_decay": _FINITE,
-    "max_grad_norm": _NOT_NEGATIVE,
-    "temperature": _POSITIVE,
-    "top_p": _SHARE,
-    "beta": _NOT_NEGATIVE,
-    "seed": (lambda v: 0 <= v < 2**32, "must lie between 0 and 4294967295"),
-    "logging_steps": _POSITIVE,
-    "save_steps": _POSITIVE,
-    "eval_steps": _POSITIVE,
-    "lora_r": _at_least(1),
-}
+# (options, what holds of a good value, what a message says)
+RULES = (
+    (
+        "num_train_problems num_held_out_problems max_operations num_generations_eval per_device_train_batch_size "
+        "per_device_eval_batch_size gradient_accumulation_steps steps_per_generation generation_batch_size "
+        "num_iterations max_completion_length max_tool_calling_iterations lora_r",
+        lambda v: v >= 1,
+        "must be at least 1",
+    ),
+    ("num_generations", lambda v: v >= 2, "must be at least 2: a baseline compares the completions of a problem"),
+    ("max_steps", lambda v: v >= -1, "must be at least -1"),
+    (
+        "num_train_epochs learning_rate max_grad_norm beta",
+        lambda v: math.isfinite(v) and v >= 0,
+        "must be a finite number, 0 or more",
+    ),
+    (
+        "temperature logging_steps save_steps eval_steps",
+        lambda v: math.isfinite(v) and v > 0,
+        "must be a finite number above 0",
+    ),
+    ("weight_decay", math.isfinite, "must be a finite number"),
+    ("top_p", lambda v: 0 < v <= 1, "must lie above 0 and be at most 1"),
+    ("seed", lambda v: 0 <= v < 2**32, "must lie between 0 and 4294967295"),
+)
 MOST_COMPLETIONS = 1_000_000  # per process and generation batch: beyond it memory ends before the first step
 
 
@@ -51,10 +39,11 @@ def check_values(values: Namespace, processes: int) -> None:
     Raises:
         InputError: A value makes no sense, or batch sizes and group sizes do not fit.
     """
-    for name, (is_good, rule) in RULES.items():
-        value = getattr(values, name, None)
-        if value is not None and not is_good(value):
-            raise InputError(f"`{name}` is {value}: it {rule}.")
+    for names, is_good, rule in RULES:
+        for name in names.split():
+            value = getattr(values, name, None)
+            if value is not None and not is_good(value):
+                raise InputError(f"`{name}` is {value}: it {rule}.")
     _check_groups(values, processes)
     count, weights = 1 + len(values.reward_funcs or []), values.reward_weights
     if weights is not None and len(weights) != count:
@@ -68,33 +57,30 @@ def check_values(values: Namespace, processes: int) -> None:
 def _check_groups(values: Namespace, processes: int) -> None:
     """A generation batch and an evaluation batch hold whole groups."""
     N, rows = values.num_generations, values.per_device_train_batch_size
-    steps = values.steps_per_generation or values.gradient_accumulation_steps
+    many = f"{processes} process{'es' * (processes > 1)}"
     name = "steps_per_generation" if values.steps_per_generation else "gradient_accumulation_steps"
-    batch = values.generation_batch_size or rows * processes * steps
-    made_of = (
-        f"--generation_batch_size {batch}"
-        if values.generation_batch_size
-        else f"--per_device_train_batch_size {rows} × {processes} process{'es' * (processes > 1)} × --{name} {steps}"
-    )
+    batch, made_of = values.generation_batch_size, f"--generation_batch_size {values.generation_batch_size}"
+    remedy = f"a multiple of {N}"
+    if not batch:
+        steps = getattr(values, name)
+        batch, made_of = rows * processes * steps, f"--per_device_train_batch_size {rows} × {many} × --{name} {steps}"
+        remedy = f"--per_device_train_batch_size {math.ceil(rows / N) * N}"
     if batch > MOST_COMPLETIONS * processes:
         raise InputError(
             f"a generation batch would hold {batch:,} completions ({made_of}): lower one of these numbers."
         )
     if batch % N:
         divisor = max(d for d in range(1, min(N, batch) + 1) if batch % d == 0)
-        whole = math.ceil(rows / N) * N
         other = f"--num_generations {divisor}, or " if divisor > 1 else ""
-        remedy = f"a multiple of {N}" if values.generation_batch_size else f"--per_device_train_batch_size {whole}"
         raise InputError(
             f"`num_generations` is {N}, and a generation batch of {batch} completions ({made_of}) does not hold whole "
             f"groups of {N}: use {other}{remedy}."
         )
     k, rows = values.num_generations_eval or N, values.per_device_eval_batch_size
     if rows * processes % k:
-        whole = math.ceil(rows / k) * k
         raise InputError(
-            f"`per_device_eval_batch_size` is {rows}: with {processes} process{'es' * (processes > 1)} it does not "
-            f"hold whole groups of --num_generations_eval {k}. Use --per_device_eval_batch_size {whole}."
+            f"`per_device_eval_batch_size` is {rows}: with {many} it does not hold whole groups of "
+            f"--num_generations_eval {k}. Use --per_device_eval_batch_size {math.ceil(rows / k) * k}."
         )
 
 

@@ -4,6 +4,7 @@ import errno
 import os
 import sys
 import tempfile
+import textwrap
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -18,20 +19,22 @@ class Stopped(KeyboardInterrupt):
     """Ctrl-C where no checkpoint can be saved; the message says what is lost and what is kept."""
 
 
-def launch(name: str, main: Callable[[list[str]], None], argv: list[str]) -> None:
+def launch(file: str, main: Callable[[list[str]], None], argv: list[str]) -> None:
     """
-    Run `main(argv)` as a script does.
+    Run `main(argv)` as a script does; `file` is its `__file__` or name.
 
     Exit codes: 0 after a good run, 2 for an `InputError`, 130 after Ctrl-C, 1 for every other error, whose traceback
     goes into a file that the error line names. With `--traceback` in `argv` it is printed instead.
     """
+    name = os.path.basename(file)
     try:
         main(argv)
     except Exception as error:
         if "--traceback" in argv:
             traceback.print_exc()
-        _wait_for_the_main_process()
-        print(f"{name}: error: {line_of(error, keep=_keep_traceback)}", file=sys.stderr, flush=True)
+        if _rank() > 0:  # the same error mostly happens in every process: once the first says it, the others are ended
+            time.sleep(5)
+        print(f"{name}: error: {line_of(error)}", file=sys.stderr, flush=True)
         _exit(2 if isinstance(error, InputError) else 1)
     except KeyboardInterrupt as stop:
         if _rank() == 0:
@@ -40,14 +43,17 @@ def launch(name: str, main: Callable[[list[str]], None], argv: list[str]) -> Non
     _leave_together()
 
 
-def line_of(error: Exception, keep: Callable[[], str] = lambda: "") -> str:
-    """The error in one line. `keep` saves the traceback of an error that nobody foresaw, and says where it is."""
+def line_of(error: Exception) -> str:
+    """The error in one line. The traceback of an error that nobody foresaw is kept, and the line says where."""
+    text = textwrap.shorten(str(error), 600, placeholder=" …")
     if isinstance(error, InputError):
-        return _one_line(error)
+        return text
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
         where = f" ({error.filename})" if error.filename else ""
         return f"{error.strerror}{where}: free some space or choose another --output_dir."
-    return f"{type(error).__name__}: {_one_line(error)} {keep()}".rstrip()
+    with tempfile.NamedTemporaryFile("w", prefix="trl_otb-", suffix=".txt", delete=False) as file:
+        traceback.print_exception(error, file=file)
+    return f"{type(error).__name__}: {text} (traceback: {file.name}, or print it with --traceback)"
 
 
 @contextmanager
@@ -69,14 +75,14 @@ def explained(prefix: str, within: tuple[str, ...] | None = None) -> Iterator[No
         names = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
         if within is not None and not names & set(within):
             raise
-        raise InputError(f"{prefix}: {type(error).__name__}: {error}") from error
+        raise InputError(f"{prefix} {type(error).__name__}: {error}") from error
 
 
 @contextmanager
 def constructing(model: str) -> Iterator[None]:
     """Around a trainer's construction: the model cannot be loaded, or the trainer rejects an option."""
     try:
-        with explained(f"`model_name_or_path` is {model!r}: the model cannot be loaded", within=("from_pretrained",)):
+        with explained(f"`model_name_or_path` is {model!r}: the model cannot be loaded:", within=("from_pretrained",)):
             yield
     except (ValueError, ImportError) as error:
         raise error if isinstance(error, InputError) else InputError(str(error)) from error
@@ -85,28 +91,11 @@ def constructing(model: str) -> Iterator[None]:
 def resuming(checkpoint: str | os.PathLike | None):
     """Around training: a checkpoint that turns out not to be readable."""
     loaders = ("_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_rng_state", "load_from_json")
-    return explained(f"{checkpoint} is damaged; resume from an earlier checkpoint", within=loaders)
-
-
-def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return text if len(text) <= 600 else f"{text[:600]} …"
+    return explained(f"{checkpoint} is damaged; resume from an earlier checkpoint:", within=loaders)
 
 
 def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
-
-
-def _keep_traceback() -> str:
-    with tempfile.NamedTemporaryFile("w", prefix="trl_otb-", suffix=".txt", delete=False) as file:
-        traceback.print_exc(file=file)
-    return f"(traceback: {file.name}, or print it with --traceback)"
-
-
-def _wait_for_the_main_process() -> None:
-    """The same error mostly happens in every process: the first one says it, and its launcher then ends the others."""
-    if _rank() > 0:
-        time.sleep(5)
 
 
 def _leave_together() -> None:

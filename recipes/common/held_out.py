@@ -4,7 +4,7 @@ import functools
 import json
 import statistics
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,8 +14,7 @@ from datasets import Dataset
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from .checkpoints import COUNTS
-from .grading import final_text
+from .run_folder import COUNTS
 
 
 KEPT = 20  # held-out problems whose answers are kept
@@ -32,9 +31,8 @@ class Accuracy:
     step: int = 0
 
     def __str__(self):
-        return (
-            f"{100 * self.mean:.1f} % ± {100 * self.standard_error:.1f} (avg@{self.samples}, {self.problems} problems)"
-        )
+        mean, error = 100 * self.mean, 100 * self.standard_error
+        return f"{mean:.1f} % ± {error:.1f} (avg@{self.samples}, {self.problems} problems)"
 
 
 def accuracy(scores: dict[int, list[float]], step: int = 0) -> Accuracy:
@@ -51,24 +49,28 @@ class HeldOut(TrainerCallback):
     random numbers of training as they are, so that evaluating more often does not change a run.
 
     Args:
-        problems (`Dataset`):
-            The held-out problems, with their `prompt`. `self.dataset` is the same with their numbers, by which the
-            reward function's calls in an evaluation are told from those in training.
+        problems (`Dataset`, *optional*):
+            The held-out problems, with their `prompt`; or see [`numbered`].
     """
 
-    def __init__(self, problems: Dataset):
-        self.dataset = problems.add_column("held_out", list(range(len(problems))))
+    def __init__(self, problems: Dataset | None = None):
+        self.dataset = None if problems is None else self.numbered(problems)
         self.tokens_generated = 0  # by this process
         self.evaluations: list[Accuracy] = []
         self.answers: dict[str, list[dict]] = {}  # "before" and "after": of each problem, its first sample
         self._samples: list[tuple[int, float, str]] = []
         self._random_state = None
 
-    def watch(self, reward: Callable[..., list[float]]) -> Callable[..., list[float]]:
+    def numbered(self, problems: Dataset) -> Dataset:
+        """The held-out problems with numbers, by which the reward's calls in an evaluation are told from others."""
+        self.dataset = problems.add_column("held_out", list(range(len(problems))))
+        return self.dataset
+
+    def counted(self, reward: Callable[..., list[float]]) -> Callable[..., list[float]]:
         """`reward`, whose scores are counted."""
 
         @functools.wraps(reward)
-        def counted(completions, completion_ids, held_out=None, log_metric=None, **kwargs):
+        def count(completions, completion_ids, held_out=None, log_metric=None, **kwargs):
             if log_metric is not None and not isinstance(completions[0], str):
                 turns = sum(message["role"] == "assistant" for c in completions for message in c)
                 log_metric("turns", turns / len(completions))
@@ -80,7 +82,9 @@ class HeldOut(TrainerCallback):
                 self._samples += [(problem, _number(score), transcript(c)) for problem, score, c in samples]
             return scores
 
-        return counted
+        return count
+
+    watch = counted  # its former name
 
     def resume(self, checkpoint: str, is_main_process: bool) -> None:
         """Take up the counts that were saved with a checkpoint."""
@@ -105,11 +109,14 @@ class HeldOut(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         if control.should_evaluate:
-            self._random_state = _random_state()
+            self._random_state = torch.get_rng_state(), torch.cuda.is_available() and torch.cuda.get_rng_state()
 
     def on_evaluate(self, args, state, control, **kwargs):
         if self._random_state is not None:
-            _set_random_state(self._random_state)
+            cpu, gpu = self._random_state
+            torch.set_rng_state(cpu)
+            if torch.cuda.is_available():
+                torch.cuda.set_rng_state(gpu)
             self._random_state = None
         k = args.num_generations_eval or args.num_generations
         scores, first = defaultdict(list), {}
@@ -138,16 +145,13 @@ def transcript(completion: str | list[dict]) -> str:
         return completion
     words = []
     for message in completion:
-        if message["role"] == "tool":
-            words.append(f"→ {message.get('content')}")
-            continue
         for call in message.get("tool_calls") or []:
             function = call.get("function", call)
             arguments = function.get("arguments")
             shown = ", ".join(map(str, arguments.values())) if isinstance(arguments, dict) else arguments
             words.append(f"{function.get('name')}({shown})")
-        if message.get("content"):
-            words.append(final_text([message]))
+        if message["role"] == "tool" or message.get("content"):
+            words.append(f"{'→ ' * (message['role'] == 'tool')}{message.get('content')}")
     return " ".join(words)
 
 
@@ -155,18 +159,4 @@ def _number(score) -> float:
     """A reward as one number: `None` counts as 0, rewards of turns are added up."""
     if score is None:
         return 0.0
-    try:
-        return float(score)
-    except TypeError:
-        return float(sum(score))
-
-
-def _random_state() -> tuple:
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    return torch.get_rng_state(), cuda
-
-
-def _set_random_state(state: tuple) -> None:
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.cuda.set_rng_state(state[1])
+    return float(sum(score) if isinstance(score, Sequence) else score)

@@ -29,9 +29,8 @@ def load_object(text: str, flag: str) -> Any:
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
-        raise InputError(
-            f"`{flag}` is {text!r}: importing {module_name} fails with {type(error).__name__}: {error}."
-        ) from error
+        reason = f"importing {module_name} fails with {type(error).__name__}: {error}"
+        raise InputError(f"`{flag}` is {text!r}: {reason}.") from error
     if not hasattr(module, name):
         raise InputError(f"`{flag}` is {text!r}: {module_name} ({module.__file__}) has no {name!r}.")
     found = getattr(module, name)

@@ -18,10 +18,13 @@ def processes() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def say(text: str) -> None:
+def print_once(text: str) -> None:
     """Print once, whatever the number of processes."""
     if int(os.environ.get("RANK", "0")) == 0:
         print(text, flush=True)
+
+
+say = print_once  # its former name
 
 
 def tidy_output() -> None:
@@ -46,15 +49,9 @@ def command(argv: list[str], environment: dict[str, str] | None = None) -> str:
     environment = os.environ if environment is None else environment
     if "TRL_OTB_MAKE_RUN" in environment:
         return f"make run ARGS={shlex.quote(shlex.join(argv))}" if argv else "make run"
-    launcher = _launcher()
-    program = launcher or [_as_found(sys.executable), *(_module() or [sys.argv[0]])]
-    return shlex.join([*program, *argv])
-
-
-def _module() -> list[str] | None:
-    """`-m recipes.math`, if that is how Python was called."""
-    words = sys.orig_argv[1:]
-    return ["-m", words[words.index("-m") + 1]] if "-m" in words[:-1] else None
+    words = sys.orig_argv
+    program = ["-m", words[words.index("-m") + 1]] if "-m" in words[:-1] else [sys.argv[0]]
+    return shlex.join([*(_launcher() or [_as_found(sys.executable), *program]), *argv])
 
 
 def _launcher() -> list[str] | None:
@@ -117,7 +114,7 @@ def warn_of_missing_processes() -> None:
         return
     asked_for = words[words.index("--num_processes") + 1]
     if asked_for.isdecimal() and int(asked_for) != processes():
-        say(
+        print_once(
             f"Note: --num_processes {asked_for} was asked for, and accelerate started {processes()}. On CPUs it "
             "starts several only with --multi_gpu and without --cpu: accelerate launch --multi_gpu "
             f"--num_processes {asked_for} --num_machines 1 --mixed_precision no --dynamo_backend no "

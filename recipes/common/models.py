@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from datasets import Dataset
 from jinja2.exceptions import TemplateError
@@ -10,18 +10,19 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from trl import GRPOConfig, ModelConfig, get_peft_config
 from trl.chat_template_utils import supports_tool_calling
 
-from .checkpoints import check_safetensors
 from .errors import InputError, explained
 from .imports import is_named_object, load_object
+from .run_folder import check_safetensors
 
 
-if TYPE_CHECKING:
-    from peft import PeftConfig
-
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+# What a model's folder must hold, one file of each kind.
+MODEL_FILES = {
+    "config.json": ["config.json", "adapter_config.json"],
+    "weights": ["*.safetensors", "*.bin"],
+    "tokenizer": ["tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt"],
+}
 # What the architecture of a model that writes text ends in.
-WRITERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+GENERATIVE = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
 def model_path(name: str | None) -> str:
@@ -35,14 +36,8 @@ def model_path(name: str | None) -> str:
         raise InputError("`model_name_or_path` is empty: name a model folder, a hub id, or module:function.")
     if is_named_object(name):
         function = load_object(name, "model_name_or_path")
-        try:
+        with explained(f"`model_name_or_path` is {name!r}: it fails with"):
             path = function()
-        except InputError:
-            raise
-        except Exception as error:
-            raise InputError(
-                f"`model_name_or_path` is {name!r}: it fails with {type(error).__name__}: {error}"
-            ) from error
         if not isinstance(path, str | os.PathLike) or not Path(path).is_dir():
             raise InputError(f"`model_name_or_path` is {name!r}: it returned {path!r}, which is no folder.")
         name = str(path)
@@ -61,13 +56,13 @@ def load_tokenizer(path: str, args: GRPOConfig, model_args: ModelConfig) -> PreT
         InputError: The tokenizer cannot be loaded, or the model is none that writes text with it.
     """
     trust = {"trust_remote_code": args.trust_remote_code, "revision": model_args.model_revision}
-    with explained(f"`model_name_or_path` is {path!r}: its tokenizer cannot be loaded"):
+    with explained(f"`model_name_or_path` is {path!r}: its tokenizer cannot be loaded:"):
         tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left", truncation_side="left", **trust)
     if (Path(path) / "adapter_config.json").is_file() and not (Path(path) / "config.json").is_file():
         return tokenizer  # the base model's configuration is looked at when it is loaded
-    with explained(f"`model_name_or_path` is {path!r}: its configuration cannot be loaded"):
+    with explained(f"`model_name_or_path` is {path!r}: its configuration cannot be loaded:"):
         config = AutoConfig.from_pretrained(path, **trust)
-    if config.is_encoder_decoder or not all(a.endswith(WRITERS) for a in config.architectures or []):
+    if config.is_encoder_decoder or not all(a.endswith(GENERATIVE) for a in config.architectures or []):
         raise InputError(
             f"`model_name_or_path` is {path!r}: its architecture is {', '.join(config.architectures or ['unknown'])}, "
             "and GRPO needs a decoder that writes text (…ForCausalLM)."
@@ -82,7 +77,7 @@ def load_tokenizer(path: str, args: GRPOConfig, model_args: ModelConfig) -> PreT
     return tokenizer
 
 
-def with_adapter(path: str, args: GRPOConfig, model_args: ModelConfig) -> tuple[Any, "PeftConfig | None"]:
+def with_adapter(path: str, args: GRPOConfig, model_args: ModelConfig) -> tuple[Any, Any]:
     """The model for the trainer, and the adapter it is to add: a folder that a LoRA run left holds one already."""
     if (Path(path) / "config.json").is_file() or not (Path(path) / "adapter_config.json").is_file():
         return path, get_peft_config(model_args)
@@ -98,14 +93,12 @@ def with_adapter(path: str, args: GRPOConfig, model_args: ModelConfig) -> tuple[
 def with_prompts(data: Dataset, tokenizer: PreTrainedTokenizerBase, instruction: str) -> Dataset:
     """Add the column `prompt`: a conversation where the tokenizer has a chat template, else plain text."""
 
-    def prompt(question: str, before: list[dict[str, str]] | None):
-        text = f"{question}\n{instruction}".strip()
-        if tokenizer.chat_template:
-            return [*(before or []), {"role": "user", "content": text}]
-        return "\n".join([*(message["content"] for message in before or []), text, ""])
+    def prompt(question: str, before: list[dict[str, str]] | None = None, **columns):
+        question = {"role": "user", "content": f"{question}\n{instruction}".strip()}
+        messages = [*(before or []), question]
+        return messages if tokenizer.chat_template else "\n".join([*(m["content"] for m in messages), ""])
 
-    before = data["before"] if "before" in data.column_names else [None] * len(data)
-    return data.add_column("prompt", [prompt(*row) for row in zip(data["question"], before, strict=True)])
+    return data.add_column("prompt", [prompt(**row) for row in data])
 
 
 def check_prompts(
@@ -140,11 +133,11 @@ def check_prompts(
 
 
 def _check_folder(folder: Path) -> None:
-    what = f"`model_name_or_path` is {str(folder)!r}: the folder has no"
-    if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
-        raise InputError(f"{what} config.json. Save a model there with `save_pretrained`.")
-    if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
-        raise InputError(f"{what} weights. Save a model there with `save_pretrained`.")
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        raise InputError(f"{what} tokenizer. Save the model's there with `tokenizer.save_pretrained`.")
+    for what, patterns in MODEL_FILES.items():
+        if not any(any(folder.glob(pattern)) for pattern in patterns):
+            owner = "tokenizer" if what == "tokenizer" else "model"
+            raise InputError(
+                f"`model_name_or_path` is {str(folder)!r}: the folder has no {what}. Save it there with "
+                f"`{owner}.save_pretrained`."
+            )
     check_safetensors(folder)

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, load_dataset
+from datasets import Dataset, Value, load_dataset
 
+from .arguments import RecipeArguments
 from .errors import InputError
 from .grading import grade_mathematics
 
@@ -28,22 +29,47 @@ class Problems:
     """
     Args:
         train, held_out (`Dataset`):
-            Columns `question` and `answer`, both text; `entry`, by which the grader of a reasoning-gym task finds the
-            problem; `before`, the messages of a conversation before its question; and the data's other columns.
+            Columns `question` and `answer`, text or numbers, which are made text; `entry`, by which the grader of a
+            reasoning-gym task finds the problem; `before`, the messages of a conversation before its question; and
+            the data's other columns. The last three may be missing.
         grade (`Callable[[str, str, int | None], float]`):
             (answer found in a completion, `answer`, `entry`) -> 1.0 or 0.0.
+        name (`str`):
+            What messages call the data.
         duplicates (`int`):
             Rows that were dropped because an earlier row asks the same.
+
+    Raises:
+        InputError: A column is missing, or a question or an answer is neither text nor a number.
     """
 
     train: Dataset
     held_out: Dataset
     grade: Callable[[str, str, int | None], float] = grade_mathematics
+    name: str = "data without a name"
     duplicates: int = 0
+
+    def __post_init__(self):
+        self.train, self.held_out = (_in_text(data, self.name) for data in (self.train, self.held_out))
 
     def __str__(self):
         dropped = f"; {self.duplicates} duplicates dropped" if self.duplicates else ""
         return f"{len(self.train):,} problems to train on, {len(self.held_out):,} held out{dropped}"
+
+
+def problems_of(settings: RecipeArguments, seed: int) -> Problems:
+    """The problems that the command line and the YAML file ask for."""
+    return load_problems(
+        settings.dataset_name,
+        options=settings.dataset_options,
+        config=settings.dataset_config,
+        split=settings.dataset_split,
+        prompt_column=settings.prompt_column,
+        answer_column=settings.answer_column,
+        num_train=settings.num_train_problems,
+        num_held_out=settings.num_held_out_problems,
+        seed=seed,
+    )
 
 
 def load_problems(
@@ -80,20 +106,23 @@ def load_problems(
     """
     options = _options(options) if isinstance(options, str) else options or {}
     if name.startswith(REASONING_GYM):
-        return _reasoning_gym(name.removeprefix(REASONING_GYM), options, num_train, num_held_out, seed)
+        return _reasoning_gym(name, options, num_train, num_held_out, seed)
     if options:
         raise InputError(f"`dataset_options` is for reasoning-gym tasks, and `dataset_name` is {name!r}.")
     data = _load(name, config, split)
-    rows, duplicates = _unique(_rows(data, name, prompt_column, answer_column))
-    if len(rows) < 2:
+    rows = _rows(data, name, prompt_column, answer_column)
+    different = {}  # the first row of every question, whatever its spaces
+    for row in rows:
+        different.setdefault((" ".join(row["question"].split()), json.dumps(row["before"])), row)
+    if len(different) < 2:
         raise InputError(
-            f"{name} has {len(data)} rows, but only {len(rows)} different problem: at least 2 are needed, one to "
+            f"{name} has {len(rows)} rows, but only {len(different)} different problem: at least 2 are needed, one to "
             "train on and one to hold out."
         )
-    data = Dataset.from_list(rows).shuffle(seed=0)
+    data = Dataset.from_list(list(different.values())).shuffle(seed=0)
     held_out = max(1, min(num_held_out, len(data) // 5))
     train, held_out = data.select(range(held_out, len(data))), data.select(range(held_out))
-    return Problems(train, held_out, duplicates=duplicates)
+    return Problems(train, held_out, name=name, duplicates=len(rows) - len(different))
 
 
 def _rows(data: Dataset, name: str, prompt_column: str | None, answer_column: str | None) -> list[dict[str, Any]]:
@@ -103,24 +132,11 @@ def _rows(data: Dataset, name: str, prompt_column: str | None, answer_column: st
     rows = []
     for i, row in enumerate(data):
         before, question = _question(row[prompts], prompts, i, name)
-        rows.append(
-            {column: row[column] for column in others}
-            | {
-                "question": question,
-                "answer": _answer(row[answers], answers, i, name),
-                "entry": None,
-                "before": before,
-            }
-        )
+        answer = _text(row[answers], answers, i, name, "--answer_column")
+        answer = answer.split("####")[-1].strip()  # GSM8K's mark of the final answer
+        own = {"question": question, "answer": answer, "entry": None, "before": before}
+        rows.append({column: row[column] for column in others} | own)
     return rows
-
-
-def _unique(rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:
-    """The first row of every question, whatever its spaces, and how many others there were."""
-    first = {}
-    for row in rows:
-        first.setdefault((" ".join(row["question"].split()), json.dumps(row["before"])), row)
-    return list(first.values()), len(rows) - len(first)
 
 
 def _question(value: Any, column: str, row: int, name: str) -> tuple[list[dict[str, str]], str]:
@@ -129,35 +145,30 @@ def _question(value: Any, column: str, row: int, name: str) -> tuple[list[dict[s
         if value[-1].get("role") != "user":
             raise InputError(f"row {row} of {name}: the conversation in {column!r} must end with a user's message.")
         return [{"role": m["role"], "content": m["content"]} for m in value[:-1]], str(value[-1]["content"])
-    if _is_number(value):
-        return [], str(value)
-    if not isinstance(value, str) or not value.strip():
-        raise InputError(
-            f"row {row} of {name}: {column!r} holds {_kind(value)}, and must hold text, or messages that end with a "
-            "user's. Drop or mend such rows, or name another column with --prompt_column."
-        )
-    return [], value
+    return [], _text(value, column, row, name, "--prompt_column", ", or messages that end with a user's")
 
 
-def _answer(value: Any, column: str, row: int, name: str) -> str:
+def _text(value: Any, column: str, row: int, name: str, flag: str = "", other: str = "") -> str:
+    """Text as it is, a number as text."""
     if isinstance(value, str) and value.strip():
-        return value.split("####")[-1].strip()  # GSM8K's mark of the final answer
-    if _is_number(value):
+        return value
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         return str(value)
-    raise InputError(
-        f"row {row} of {name}: {column!r} holds {_kind(value)}, and an answer must be text or a number. Drop or mend "
-        "such rows, or name another column with --answer_column."
-    )
+    is_empty = value is None or not str(value).strip()
+    held = "nothing" if is_empty else f"a {type(value).__name__}, {str(value)[:60]}"
+    remedy = f"Drop or mend such rows{f', or name another column with {flag}' if flag else ''}."
+    raise InputError(f"row {row} of {name}: {column!r} holds {held}, and must hold text or a number{other}. {remedy}")
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _kind(value: Any) -> str:
-    if value is None or (isinstance(value, str) and not value.strip()):
-        return "nothing"
-    return f"a {type(value).__name__}, {str(value)[:60]}"
+def _in_text(data: Dataset, name: str) -> Dataset:
+    """`data` with questions and answers as text, by which they are shown and compared."""
+    for column in ("question", "answer"):
+        if column not in data.column_names:
+            raise InputError(f"{name} has no column {column!r}, only {', '.join(data.column_names)}.")
+        if data.features[column] != Value("string"):
+            values = [_text(v, column, i, name) for i, v in enumerate(data[column])]
+            data = data.remove_columns(column).add_column(column, values)
+    return data
 
 
 def _options(text: str) -> dict[str, Any]:
@@ -170,10 +181,11 @@ def _options(text: str) -> dict[str, Any]:
     return options
 
 
-def _reasoning_gym(task: str, options: dict[str, Any], num_train: int, num_held_out: int, seed: int) -> Problems:
+def _reasoning_gym(name: str, options: dict[str, Any], num_train: int, num_held_out: int, seed: int) -> Problems:
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
 
+    task = name.removeprefix(REASONING_GYM)
     if task not in DATASETS:
         close = difflib.get_close_matches(task, DATASETS) or sorted(DATASETS)[:5]
         raise InputError(f"reasoning-gym has no task {task!r}. Close to it: {', '.join(close)}.")
@@ -192,9 +204,8 @@ def _reasoning_gym(task: str, options: dict[str, Any], num_train: int, num_held_
         return data, rows
 
     scorer, held_out = generate(num_held_out, seed=10**9)
-    held_out = list({row["question"]: row for row in held_out}.values())
-    questions = {row["question"] for row in held_out}
-    train = [row for row in generate(num_train, seed=10**6 * (seed + 1))[1] if row["question"] not in questions]
+    held_out = {row["question"]: row for row in held_out}
+    train = [row for row in generate(num_train, seed=10**6 * (seed + 1))[1] if row["question"] not in held_out]
     if not train:
         raise InputError(f"every problem of {task!r} with {options} is held out: ask for more kinds of problem.")
 
@@ -204,20 +215,20 @@ def _reasoning_gym(task: str, options: dict[str, Any], num_train: int, num_held_
         except Exception:  # several tasks trip over an answer that is not of the form they expect
             return 0.0
 
-    return Problems(Dataset.from_list(train), Dataset.from_list(held_out), grade)
+    return Problems(Dataset.from_list(train), Dataset.from_list(list(held_out.values())), grade, name)
 
 
 def _load(name: str, config: str | None, split: str) -> Dataset:
     path = Path(name)
-    if path.suffix in FILE_FORMATS:
-        if not path.is_file():
-            raise InputError(f"the dataset file {name} does not exist.")
-        if path.stat().st_size < 100 and not path.read_bytes().strip(b" \n\r\t[]{}"):
-            raise InputError(f"the dataset file {name} is empty.")
-    elif path.exists():
+    is_file = path.suffix in FILE_FORMATS
+    if is_file and not path.is_file():
+        raise InputError(f"the dataset file {name} does not exist.")
+    if is_file and path.stat().st_size < 100 and not path.read_bytes().strip(b" \n\r\t[]{}"):
+        raise InputError(f"the dataset file {name} is empty.")
+    if not is_file and path.exists():
         raise InputError(f"the dataset {name} must be a file that ends in {', '.join(FILE_FORMATS)}.")
     try:
-        if path.suffix in FILE_FORMATS:
+        if is_file:
             data = load_dataset(FILE_FORMATS[path.suffix], data_files=name, split="train")
         else:
             data = load_dataset(name, config, split=split)

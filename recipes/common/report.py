@@ -1,19 +1,28 @@
-"""What a run says at its end and leaves in its folder."""
+"""What a run prints at its end and leaves in its folder."""
 
 import json
+import math
+from pathlib import Path
 
+from matplotlib.figure import Figure  # not pyplot, which would choose a backend for whoever imports this
 from trl import GRPOTrainer
 
-from .held_out import HeldOut
-from .launching import command, say, without_flags
-from .pictures import plot_training
+from .held_out import Accuracy, HeldOut
+from .launching import print_once
 from .run_folder import RESULT, RunFolder
 
 
 EXAMPLES = 3  # held-out problems that are printed
+PANELS = {
+    "reward": "reward, mean of a batch",
+    "grad_norm": "gradient norm",
+    "otb/energy/token_mean": "energy of a token, mean of $w_t$",
+    "turns": "turns per completion",
+    "tools/failure_frequency": "share of calls that fail",
+}
 
 
-def report(run: RunFolder, trainer: GRPOTrainer, measure: HeldOut, name: str, seconds: float) -> None:
+def report(run: RunFolder, trainer: GRPOTrainer, held_out: HeldOut, name: str, seconds: float) -> None:
     """
     Write result.json, held_out.json and training.png, and print the result. All processes must call it.
 
@@ -23,8 +32,8 @@ def report(run: RunFolder, trainer: GRPOTrainer, measure: HeldOut, name: str, se
         seconds (`float`):
             How long training took.
     """
-    args, before, after = trainer.args, measure.evaluations[0], measure.evaluations[-1]
-    tokens = measure.all_tokens_generated()
+    args, before, after = trainer.args, held_out.evaluations[0], held_out.evaluations[-1]
+    tokens = held_out.all_tokens_generated()
     log = trainer.state.log_history
     if trainer.accelerator.is_main_process:
         result = {
@@ -32,65 +41,102 @@ def report(run: RunFolder, trainer: GRPOTrainer, measure: HeldOut, name: str, se
             "seed": args.seed,
             "before": vars(before),
             "after": vars(after),
-            "evaluations": [vars(e) for e in measure.evaluations],
+            "evaluations": [vars(e) for e in held_out.evaluations],
             "tokens_generated": tokens,
             "training_seconds": seconds,
             "steps": trainer.state.global_step,
         }
         title = f"{name}, baseline {args.baseline}, N = {args.num_generations}, seed {args.seed}"
-        plot_training(log, measure.evaluations, run.path / "training.png", title)
-        (run.path / "held_out.json").write_text(json.dumps(measure.examples(), indent=2, ensure_ascii=False) + "\n")
+        plot_training(log, held_out.evaluations, run.path / "training.png", title)
+        (run.path / "held_out.json").write_text(json.dumps(held_out.examples(), indent=2, ensure_ascii=False) + "\n")
         (run.path / RESULT).write_text(json.dumps(result, indent=2) + "\n")
-    say(f"Held-out accuracy before: {before}")
-    say(f"Held-out accuracy after:  {after}")
-    _say_examples(measure)
+    print_once(f"Held-out accuracy before: {before}\nHeld-out accuracy after:  {after}")
+    _print_examples(held_out)
     if trainer.tools:
-        _say_calls(log)
+        _print_calls(log)
     what = "generated or shown by tools" if trainer.tools else "generated"
     since = "since the checkpoint" if run.checkpoint else "with the first evaluation"
-    say(f"{tokens:,} tokens {what} in {trainer.state.global_step} steps; {seconds:.0f} s {since}.")
-    say(f"{run.path}: the model, checkpoints, result.json, held_out.json, training.png, trainer_state.json (the log).")
+    print_once(f"{tokens:,} tokens {what} in {trainer.state.global_step} steps; {seconds:.0f} s {since}.")
+    print_once(
+        f"{run.path}: the model, checkpoints, result.json, held_out.json, training.png, trainer_state.json (the log)."
+    )
 
 
-def report_evaluation(run: RunFolder, measure: HeldOut) -> None:
+def report_evaluation(run: RunFolder, held_out: HeldOut) -> None:
     """Print what `--eval_only` measured."""
-    say(f"Held-out accuracy: {measure.evaluations[-1]}")
-    _say_examples(measure)
+    print_once(f"Held-out accuracy: {held_out.evaluations[-1]}")
+    _print_examples(held_out)
     if run.path.is_dir() and not any(run.path.iterdir()):
         run.path.rmdir()  # the trainer made it
 
 
-def how_to_go_on(run: RunFolder, step: int) -> str:
-    return f"Stopped after step {step}; the checkpoint is in {run.path}. To go on:\n  {run.resume_command()}"
-
-
-def how_to_evaluate(run: RunFolder) -> str:
-    """The command for the evaluation that a stopped run lacks."""
-    kept = without_flags(run.argv, "resume_from_checkpoint", "model_name_or_path", "overwrite")
-    again = command([*kept, "--eval_only", "--model_name_or_path", str(run.path)])
-    return f"The model is in {run.path}. To measure it:\n  {again}"
-
-
-def _say_examples(measure: HeldOut) -> None:
+def _print_examples(held_out: HeldOut) -> None:
     def short(text: str, most: int = 60) -> str:
         text = " ".join(text.split())
         return text if len(text) <= most else f"{text[: most // 2 - 2]} … {text[-most // 2 + 1 :]}"
 
-    say("Some held-out problems, one sample each:")
-    for example in measure.examples()[:EXAMPLES]:
-        said = "; ".join(
+    print_once("Some held-out problems, one sample each:")
+    for example in held_out.examples()[:EXAMPLES]:
+        answers = "; ".join(
             f"{when}: {short(example[when]['said'])!r} {'(right)' if example[when]['score'] == 1 else '(wrong)'}"
             for when in ("before", "after")
             if when in example
         )
-        say(f"  {short(example['question'])} [{short(example['answer'], 20)}] {said}")
+        print_once(f"  {short(example['question'])} [{short(example['answer'], 20)}] {answers}")
 
 
-def _say_calls(log: list[dict]) -> None:
-    entries = [entry for entry in log if "eval_turns" in entry]
-    say("Held-out calls per completion, failed calls, turns:")
-    for when, entry in zip(("before", "after"), (entries[0], entries[-1]), strict=True):
-        say(
-            f"  {when + ':':8}{entry['eval_tools/call_frequency'] or 0:.2f}  "
-            f"{100 * (entry['eval_tools/failure_frequency'] or 0):.1f} %  {entry['eval_turns']:.2f}"
-        )
+def _print_calls(log: list[dict]) -> None:
+    evaluations = [entry for entry in log if "eval_turns" in entry]
+    print_once("Held-out calls per completion, failed calls, turns:")
+    for when, entry in (("before:", evaluations[0]), ("after:", evaluations[-1])):
+        calls, failed = (entry[f"eval_tools/{name}_frequency"] or 0 for name in ("call", "failure"))
+        print_once(f"  {when:8}{calls:.2f}  {100 * failed:.1f} %  {entry['eval_turns']:.2f}")
+
+
+def plot_training(log: list[dict], evaluations: list[Accuracy], path: Path, title: str) -> None:
+    """
+    Held-out accuracy, reward, gradient norm, energy and turns over the steps of a run.
+
+    Where values are logged often, the pale line is every one and the bold one their centred mean over a tenth of
+    the run. A panel whose values are missing is left out, and that of turns if each completion has one.
+    """
+    curves = {key: {e["step"]: e[key] for e in log if _is_number(e.get(key))} for key in PANELS}
+    curves = {key: curve for key, curve in curves.items() if curve}
+    if set(curves.get("turns", {}).values()) == {1}:
+        del curves["turns"]
+    rows = 1 + (len(curves) > 3)
+    columns = math.ceil((len(curves) + 1) / rows)
+    figure = Figure(figsize=(4.2 * columns, 3.1 * rows + 0.6), layout="constrained")
+    accuracy, *axes = figure.subplots(rows, columns, squeeze=False).flat
+    errors = [0.0 if math.isnan(e.standard_error) else 100 * e.standard_error for e in evaluations]
+    means = [100 * e.mean for e in evaluations]
+    accuracy.errorbar([e.step for e in evaluations], means, errors, color="tab:red", marker="o", capsize=3)
+    accuracy.set_title("held-out accuracy, % ± standard error", fontsize=10)
+    for axis, (key, curve) in zip(axes, curves.items(), strict=False):
+        values = list(curve.values())
+        axis.plot(curve.keys(), values, color="tab:blue", alpha=0.35, linewidth=1, marker="." * (len(values) < 10))
+        axis.plot(curve.keys(), centred_mean(values, len(values) // 10), color="tab:blue", linewidth=2)
+        axis.set_title(PANELS[key], fontsize=10)
+    for axis in (accuracy, *axes[: len(curves)]):
+        axis.set_xlabel("step")
+        axis.set_ylim(0, axis.get_ylim()[1] * 1.05)
+        axis.grid(alpha=0.3)
+    for unused in axes[len(curves) :]:
+        unused.remove()
+    explained = "pale: every logged value; bold: their centred mean over a tenth of the run"
+    figure.suptitle(f"{title}\n{explained}" if curves else title, fontsize=10)
+    figure.savefig(path, dpi=120)
+
+
+def centred_mean(values: list[float], width: int) -> list[float]:
+    """The mean over about `width` values around each one; fewer at the ends, as many on the left as on the right."""
+    means = []
+    for i in range(len(values)):
+        reach = min(width // 2, i, len(values) - 1 - i)
+        window = values[i - reach : i + reach + 1]
+        means.append(sum(window) / len(window))
+    return means
+
+
+def _is_number(value) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)

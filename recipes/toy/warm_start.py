@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from . import dialogues, lake, scratchpad, templates, worked_sums
-from .cache import cached
+from . import cached, dialogues, lake, scratchpad, templates, worked_sums
 
 
 @dataclass(frozen=True)
@@ -26,16 +25,14 @@ class WarmStart:
             n -> n demonstrations, each a list of (text, whether the policy is to say it).
         chat_template (`str`), response_template (`dict`, *optional*):
             How a conversation is written and how an answer is read, in transformers' form.
-        learning_rate (`float`), steps (`int`), batch_size (`int`):
-            Of the training.
-        model (`dict`):
-            Arguments of `Qwen3Config`.
+        model (`tuple`):
+            Names and values of arguments of `Qwen3Config`.
     """
 
     alphabet: str
     demonstrations: Callable[[int], list[list[tuple[str, bool]]]]
     chat_template: str
-    learning_rate: float
+    learning_rate: float = 4e-3
     response_template: dict | None = None
     steps: int = 2000
     batch_size: int = 32
@@ -58,48 +55,33 @@ class WarmStart:
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
 
-WARM_STARTS = {
-    "sums": WarmStart(
-        alphabet=worked_sums.ALPHABET,
-        demonstrations=worked_sums.demonstrations,
-        chat_template=templates.sums_template(worked_sums.ALPHABET),
-        learning_rate=6e-3,
-    ),
-    "calculator": WarmStart(
-        alphabet=dialogues.ALPHABET,
-        demonstrations=dialogues.demonstrations,
-        chat_template=templates.tool_template(dialogues.ALPHABET, "calculator", "expression"),
-        response_template=templates.tool_response("calculator", "expression"),
-        learning_rate=4e-3,
-    ),
-}
-WARM_STARTS["long_calculator"] = replace(WARM_STARTS["calculator"], demonstrations=dialogues.long_demonstrations)
+def _answers(task, demonstrations, **training) -> WarmStart:
+    return WarmStart(task.ALPHABET, demonstrations, templates.sums_template(task.ALPHABET), **training)
+
+
+def _calls(task, demonstrations, tool: str, argument: str, **training) -> WarmStart:
+    template = templates.tool_template(task.ALPHABET, tool, argument)
+    response = templates.tool_response(tool, argument)
+    return WarmStart(task.ALPHABET, demonstrations, template, response_template=response, **training)
+
 
 _LONG, _LONGEST = (
     (*WarmStart.model[:-2], ("max_position_embeddings", tokens), ("tie_word_embeddings", True))
     for tokens in (1024, 2048)
 )
-for _tokens in scratchpad.STEPS:
-    WARM_STARTS[f"scratchpad_{_tokens}"] = WarmStart(
-        alphabet=scratchpad.ALPHABET,
-        demonstrations=partial(scratchpad.demonstrations, tokens=_tokens),
-        chat_template=templates.sums_template(scratchpad.ALPHABET),
-        learning_rate=4e-3,
-        steps={10: 2000, 30: 2000, 100: 1200, 300: 3000}[_tokens],
-        batch_size=32 if _tokens < 300 else 16,
-        model=_LONG,
+WARM_STARTS = {
+    "sums": _answers(worked_sums, worked_sums.demonstrations, learning_rate=6e-3),
+    "calculator": _calls(dialogues, dialogues.demonstrations, "calculator", "expression"),
+    "long_calculator": _calls(dialogues, dialogues.long_demonstrations, "calculator", "expression"),
+}
+for _tokens, _steps, _batch in ((10, 2000, 32), (30, 2000, 32), (100, 1200, 32), (300, 3000, 16)):
+    WARM_STARTS[f"scratchpad_{_tokens}"] = _answers(
+        scratchpad, partial(scratchpad.demonstrations, tokens=_tokens), steps=_steps, batch_size=_batch, model=_LONG
     )
-for _turns in lake.SIDES:
-    WARM_STARTS[f"lake_{_turns}"] = WarmStart(
-        alphabet=lake.ALPHABET,
-        demonstrations=partial(lake.demonstrations, turns=_turns),
-        chat_template=templates.tool_template(lake.ALPHABET, "move", "direction"),
-        response_template=templates.tool_response("move", "direction"),
-        learning_rate=4e-3,
-        steps={6: 1500, 14: 1000, 30: 800, 46: 1000}[_turns],
-        batch_size=32 if _turns < 30 else 16,
-        model=_LONG if _turns < 46 else _LONGEST,
-    )
+for _turns, _steps, _batch in ((6, 1500, 32), (14, 1000, 32), (30, 800, 16), (46, 1000, 16)):
+    _training = {"steps": _steps, "batch_size": _batch, "model": _LONG if _turns < 46 else _LONGEST}
+    _demonstrations = partial(lake.demonstrations, turns=_turns)
+    WARM_STARTS[f"lake_{_turns}"] = _calls(lake, _demonstrations, "move", "direction", **_training)
 
 
 def policy(kind: str, steps: int | None = None) -> Path:

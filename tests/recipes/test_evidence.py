@@ -10,11 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from recipes.gradient_noise.__main__ import check_plot_only
+from recipes.gradient_noise.measure import Estimate
 
 from recipes import toy
 from recipes.common.errors import InputError
-from recipes.gradient_noise.__main__ import check_plot_only
-from recipes.gradient_noise.measure import Estimate
 from recipes.studies import horizon, language, pages, shrinkage, variance
 from recipes.toy import lake, scratchpad
 from tests.recipes.conftest import shortly_trained

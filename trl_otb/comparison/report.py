@@ -169,8 +169,8 @@ class BaselineReport:
             unknown.append(f"of {lost} of {len(rows)} nothing can be said, as the signal is lost in noise")
         if self.num_prompts < FEW:
             unknown.append(f"with {self.num_prompts} prompts, intervals are too narrow")
-        unknown.append("whether this holds later in training is not known, so measure again then")
-        return _sentence(unknown)
+        unknown.append("it is not known whether this holds later in training, so measure again then")
+        return f"Mind: {'; '.join(unknown)}."
 
     def _more_prompts_to_measure(self, gain: Estimate) -> int:
         """
@@ -286,11 +286,6 @@ class BaselineReport:
             f"<table><tr><th>N = {self.group_size}</th><th>more prompts, % (95 %)</th></tr>{known}</table>{folded}"
             f"<p>{html.escape(self.summary)}</p>"
         )
-
-
-def _sentence(parts: list[str]) -> str:
-    text = "; ".join(parts)
-    return f"{text[:1].upper()}{text[1:]}."
 
 
 def _estimates(row: Comparison) -> dict[str, Estimate]:

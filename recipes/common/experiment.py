@@ -1,0 +1,122 @@
+"""A run of a recipe: everything around its data, its reward and its trainer that one would not want to change."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from trl import GRPOTrainer, get_quantization_config
+
+from .arguments import parse
+from .callbacks import CheckpointOnInterrupt, show_compact_progress
+from .checks import check_enough_problems
+from .errors import Stopped, resuming
+from .held_out import HeldOut
+from .imports import load_object
+from .launching import check_launcher, print_once, warn_of_missing_processes
+from .models import check_prompts, load_tokenizer, model_path, with_adapter, with_prompts
+from .problems import Problems
+from .report import report, report_evaluation
+from .run_folder import open_run
+
+
+class Experiment:
+    """
+    The options of a run and its folder, which is refused if it holds another run.
+
+    Args:
+        file (`str`):
+            The recipe's `__file__`. Messages and the run's folder have its name.
+        arguments (`type`):
+            `RecipeArguments` or a subclass.
+        config (`str`):
+            The recipe's YAML file, beside it or in recipes/.
+        argv (`list[str]`):
+            The command line after the program's name.
+
+    Raises:
+        InputError: The launcher, a flag, a value or the folder cannot be used.
+    """
+
+    def __init__(self, file: str, arguments: type, config: str, argv: list[str]):
+        check_launcher()
+        warn_of_missing_processes()
+        self.settings, self.args, self.model_args = parse(file, arguments, config, argv)
+        self.model_name = self.model_args.model_name_or_path
+        self.run = open_run(self.settings, self.args, self.model_args, argv)
+        self.args.eval_on_start = self.run.checkpoint is None  # a resumed run has it in the checkpoint
+        self.held_out, self.interrupt = HeldOut(), CheckpointOnInterrupt()
+        self.callbacks = [self.held_out, self.interrupt]
+
+    def nothing_left(self) -> bool:
+        """Whether there is nothing left to do, which is then printed."""
+        if self.run.finished:
+            print_once(self.run.finished)
+        return bool(self.run.finished)
+
+    def model_and_prompts(self, problems: Problems, tools: list[Callable] | None = None) -> dict[str, Any]:
+        """
+        The trainer's arguments that follow from the options: model, tokenizer, adapter, and the problems as prompts.
+
+        Raises:
+            InputError: Problems, model and tools do not go together.
+        """
+        args, model_args = self.args, self.model_args
+        check_enough_problems(len(problems.train), args.generation_batch_size, args.num_generations)
+        path = model_path(self.model_name)
+        tokenizer = load_tokenizer(path, args, model_args)
+        prompts = [
+            with_prompts(some, tokenizer, self.settings.instruction) for some in (problems.train, problems.held_out)
+        ]
+        for some in prompts:
+            check_prompts(some, tokenizer, path, args, tools)
+        model, peft_config = with_adapter(path, args, model_args)
+        return {
+            "model": model,
+            "processing_class": tokenizer,
+            "peft_config": peft_config,
+            "quantization_config": get_quantization_config(model_args),
+            "train_dataset": prompts[0],
+            "eval_dataset": self.held_out.numbered(prompts[1]),
+        }
+
+    def rewards(self, accuracy: Callable[..., list[float]]) -> list[Callable[..., list[float]]]:
+        """`accuracy`, whose scores in an evaluation are the held-out accuracy, and the rewards of `--reward_funcs`."""
+        own = [load_object(name, "reward_funcs") for name in self.settings.reward_funcs or []]
+        return [self.held_out.counted(accuracy), *own]
+
+    def train(self, trainer: GRPOTrainer, problems: Problems) -> None:
+        """Train, with an evaluation before and after, and report. Ctrl-C leaves a checkpoint."""
+        args, run, held_out = self.args, self.run, self.held_out
+        is_main_process = trainer.accelerator.is_main_process
+        show_compact_progress(trainer)
+        print_once(f"{problems.name}: {problems}.")
+        print_once(
+            f"{self.model_name}: {sum(p.numel() for p in trainer.model.parameters()):,} parameters. Baseline "
+            f"{args.baseline}, {args.num_generations} completions per problem, {args.generation_batch_size} per batch."
+        )
+        with self.interrupt:
+            if self.settings.eval_only:
+                trainer.evaluate()
+                return report_evaluation(run, held_out)
+            run.start(is_main_process)
+            if run.checkpoint is not None:
+                held_out.resume(run.checkpoint, is_main_process)
+            began = time.perf_counter()
+            with resuming(run.checkpoint):
+                trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+            seconds = time.perf_counter() - began
+            if self.interrupt.interrupted and trainer.state.global_step < trainer.state.max_steps:
+                return print_once(
+                    f"Stopped after step {trainer.state.global_step}; the checkpoint is in {run.path}. To go on:\n"
+                    f"  {run.resume_command()}"
+                )
+            trainer.save_model()
+            trainer.save_state()
+            if held_out.evaluations[-1].step < trainer.state.global_step:
+                try:
+                    trainer.evaluate()
+                except Stopped as stop:
+                    again = run.evaluation_command(run.path)
+                    raise Stopped(f"{stop} The model is in {run.path}. To measure it:\n  {again}") from None
+                trainer.save_state()
+        report(run, trainer, held_out, f"{self.model_name} on {problems.name}", seconds)

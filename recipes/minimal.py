@@ -1,0 +1,80 @@
+"""
+GRPO with the Optimal Token Baseline, all of it in one file: copy it anywhere and change it.
+
+    pip install trl-otb
+    python minimal.py                               # a tiny model that knows nothing yet: no hub, no GPU
+    python minimal.py Qwen/Qwen2.5-0.5B-Instruct    # a pretrained one, on a GPU
+
+The tiny model learns to write numbers, not to add: on two x86-64 cores, 2026-11-22, in 30 s, 2 % of its answers were
+numbers before and 99 % after. The pretrained one was not
+run here.
+"""
+
+import random
+import sys
+
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, ByT5Tokenizer, LlamaConfig, pipeline, set_seed
+
+from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
+
+
+# Data: prompts, and whatever columns the rewards need
+def problems(number: int, seed: int) -> Dataset:
+    rng = random.Random(seed)
+    terms = [(rng.randrange(10), rng.randrange(10)) for _ in range(number)]
+    prompts = [[{"role": "user", "content": f"What is {a} + {b}? Only the number."}] for a, b in terms]
+    return Dataset.from_dict({"prompt": prompts, "answer": [str(a + b) for a, b in terms]})
+
+
+# Rewards: a number per completion; the policy learns from their sum
+def is_number(completions, **kwargs) -> list[float]:
+    return [float(completion[0]["content"].strip().isdecimal()) for completion in completions]
+
+
+def is_right(completions, answer, **kwargs) -> list[float]:
+    return [float(completion[0]["content"].strip() == a) for completion, a in zip(completions, answer, strict=True)]
+
+
+# Model: the one that is named, or a tiny one of random weights that reads and writes bytes
+if len(sys.argv) > 1:
+    model, tokenizer = sys.argv[1], None  # both are loaded by the trainer
+    settings = {"learning_rate": 2e-6, "max_steps": 200}
+else:
+    set_seed(0)
+    tokenizer = ByT5Tokenizer(extra_ids=0)
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=len(tokenizer), **shape))
+    settings = {"learning_rate": 3e-3, "max_steps": 150, "use_cpu": True, "bf16": False}
+
+# Trainer: GRPOTrainer but for the two names, and GRPO itself with baseline="group_mean"
+args = OTBGRPOConfig(
+    output_dir="minimal",
+    baseline="otb",
+    per_device_train_batch_size=32,  # completions, so 4 prompts per step
+    num_generations=8,
+    max_completion_length=4,
+    logging_steps=50,
+    report_to="none",
+    **settings,
+)
+trainer = OTBGRPOTrainer(
+    model,
+    reward_funcs=[is_number, is_right],
+    args=args,
+    train_dataset=problems(10_000, seed=1),
+    eval_dataset=problems(64, seed=2),
+    processing_class=tokenizer,
+)
+
+# Training, with an evaluation before and after, and a look at what was learned
+before = trainer.evaluate()
+trainer.train()
+after = trainer.evaluate()
+trainer.save_model()
+for name in ("eval_rewards/is_number/mean", "eval_rewards/is_right/mean"):
+    print(f"{name}: {before[name]:.2f} before, {after[name]:.2f} after")
+answer = pipeline("text-generation", model=trainer.model, tokenizer=trainer.processing_class)
+for conversation in answer(problems(3, seed=3)["prompt"][:], max_new_tokens=4):
+    print([message["content"] for message in conversation[0]["generated_text"]])
