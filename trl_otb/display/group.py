@@ -156,7 +156,7 @@ def token_texts(ids: list[int], tokenizer: Any) -> list[str]:
 
 
 def visible(text: str) -> str:
-    """`text` with signs for line breaks and tabs; what else cannot be printed, or would steer a terminal, is escaped."""
+    """`text` with signs for line breaks and tabs; what else cannot be printed or would steer a terminal is escaped."""
     signs = {"\n": "↵", "\t": "⇥", "\r": "␍"}
     return "".join(signs.get(c, c if c.isprintable() else ascii(c)[1:-1]) for c in text) or "·"
 
