@@ -1,9 +1,12 @@
 """A generation batch, row by row: what was generated, what it earned, and what each token is credited with."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+
+from . import display
 
 
 Rows = slice | torch.Tensor  # some rows of a rollout: a slice, or their numbers
@@ -38,6 +41,10 @@ class Rollout:
             no reward function could score the completion.
         scale (`torch.Tensor` of shape `(B,)`):
             What `scale_rewards` divides advantages by; 1 for `"none"`.
+        first_row (`int`, *optional*, defaults to 0):
+            The number of the first row among those of all processes; a group may begin on another process.
+        processing_class (*optional*):
+            The trainer's tokenizer or processor, for the text of tokens.
 
     Attributes:
         energy (`torch.Tensor` of shape `(B, T)`):
@@ -66,6 +73,8 @@ class Rollout:
     num_generations: int
     rewards: torch.Tensor
     scale: torch.Tensor
+    first_row: int = 0
+    processing_class: Any = field(default=None, compare=False)
     energy: torch.Tensor | None = field(default=None, init=False)
     logps: torch.Tensor | None = field(default=None, init=False)
     advantages: torch.Tensor | None = field(default=None, init=False)
@@ -80,6 +89,84 @@ class Rollout:
 
     def __len__(self) -> int:
         return len(self.mask)
+
+    def __repr__(self) -> str:
+        return display.summary(self)
+
+    def to_pandas(self, tokenizer: Any = None, prompt: int | None = None) -> Any:
+        """
+        A `pandas.DataFrame` with a row per generated token; what a tool said has none.
+
+        Its columns: `prompt` (its number in this rollout), `completion` (its number within the group), `turn` (of the
+        policy, from 0), `position` (among all tokens of the completion), `token_id`, `text` (`None` without a
+        tokenizer), `reward` (of the whole completion; NaN if it could not be scored), `energy`, `baseline`,
+        `advantage` and `group_mean_advantage` (NaN where they have not come yet).
+
+        Args:
+            tokenizer (*optional*):
+                A tokenizer or processor; by default the trainer's.
+            prompt (`int`, *optional*):
+                Only this prompt's completions. Text takes 10 to 30 µs per token.
+
+        Raises:
+            ImportError: pandas is not installed.
+            IndexError: There is no such prompt.
+        """
+        return display.to_pandas(self, tokenizer, prompt)
+
+    def show(self, prompt: int = 0, tokenizer: Any = None, value: str | None = None, max_tokens: int = 1000) -> None:
+        """
+        Show the completions of a prompt with their tokens coloured: in a notebook with a switch between energy,
+        advantage and the group mean's advantage, in a terminal by one of them, without colours where the output is
+        no terminal or `NO_COLOR` is set.
+
+        Args:
+            prompt (`int`, *optional*, defaults to 0):
+                Its number in this rollout.
+            tokenizer (*optional*):
+                A tokenizer or processor; by default the trainer's.
+            value (`str`, *optional*):
+                `"energy"`, `"advantage"` or `"group_mean_advantage"`: what colours tokens, at first. By default the
+                advantage, or the energy while there is none.
+            max_tokens (`int`, *optional*, defaults to 1,000):
+                Of each completion that are shown.
+
+        Raises:
+            IndexError: There is no such prompt.
+            ValueError: There is no such value, or not yet.
+        """
+        display.show(self, prompt, tokenizer, value, max_tokens)
+
+    def plot(
+        self,
+        path: str | Path | None = None,
+        prompt: int = 0,
+        tokenizer: Any = None,
+        max_tokens: int = 100,
+        max_completions: int = 8,
+    ) -> Any:
+        """
+        A `matplotlib` figure of a prompt's completions, their tokens coloured by energy, by advantage, and by the
+        advantage that the group mean gives, the latter two on one scale. It is saved under `path`, if that is given.
+
+        Args:
+            path (`str` or `Path`, *optional*):
+                Of a picture, in any format that matplotlib writes.
+            prompt (`int`, *optional*, defaults to 0):
+                Its number in this rollout.
+            tokenizer (*optional*):
+                A tokenizer or processor; by default the trainer's.
+            max_tokens (`int`, *optional*, defaults to 100):
+                Of each completion that are drawn; the picture says so where there are more.
+            max_completions (`int`, *optional*, defaults to 8):
+                That are drawn, the first ones of the group.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+            IndexError: There is no such prompt.
+            ValueError: There is nothing to draw yet.
+        """
+        return display.plot(self, path, prompt, tokenizer, max_tokens, max_completions)
 
 
 class Rollouts(dict[str, Rollout]):

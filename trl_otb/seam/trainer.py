@@ -237,8 +237,15 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
         if self.accelerator.gather(credited).any():
             rewards = recorder.token_rewards(mask, rewards, returns.factors[own])
         ids = {key: batch[key] for key in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")}
-        scale = returns.scale[own]
-        return Rollout(**ids, mask=mask, num_generations=self.generations, rewards=rewards, scale=scale)
+        return Rollout(
+            **ids,
+            mask=mask,
+            num_generations=self.generations,
+            rewards=rewards,
+            scale=returns.scale[own],
+            first_row=own.start,
+            processing_class=self.processing_class,
+        )
 
     def _check_group_mean(self, advantages: torch.Tensor, returns: Returns) -> None:
         """Compare `advantages`, TRL's own of this process, with the group mean's formed from what was intercepted."""

@@ -1,0 +1,143 @@
+"""The picture of a group: its tokens coloured by energy, by advantage, and by the group mean's advantage."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unicodedata import east_asian_width
+
+from ..optional import require
+from .group import IMPROBABLE, Group, ShownCompletion, Token, read_group, visible
+
+
+if TYPE_CHECKING:
+    from ..rollout import Rollout
+
+
+TITLES = {
+    "energy": "Energy: high where the policy was unsure, or wrong against its own odds",
+    "advantage": "Advantage under the baseline of the run (blue: more of this, red: less)",
+    "group_mean_advantage": "Advantage under the group mean, as GRPO has it",
+}
+COLUMNS = 120  # of a line, in letters; longer completions go on in the next
+# Inches. A letter of the font below is 0.084 wide.
+LETTER, LINE, BETWEEN, FONT = 0.088, 0.22, 0.07, 10
+LEFT, RIGHT, TOP, BOTTOM = 0.95, 0.95, 0.42, 0.3
+
+
+@dataclass
+class Place:
+    """Where a token stands: letters from the left, inches from the top, and its width in letters."""
+
+    token: Token
+    x: int
+    y: float
+    width: int
+
+
+def plot(
+    rollout: "Rollout",
+    path: str | Path | None,
+    prompt: int,
+    tokenizer: Any,
+    max_tokens: int,
+    max_completions: int,
+) -> Any:
+    """See [`~trl_otb.rollout.Rollout.plot`]."""
+    figure_of = require("matplotlib.figure", "A picture of a rollout").Figure
+    group = read_group(rollout, prompt, tokenizer, max_tokens, max_completions)
+    if not group.values:
+        raise ValueError("The rollout has neither energies nor advantages yet: plot it once a step has used it.")
+    places, heads, depth = _layout(group.completions)
+    width = max((place.x + place.width for place in places), default=1)
+    panels = len(group.values)
+    # Not narrower than its titles
+    size = (LEFT + max(width * LETTER, 5.5) + RIGHT, panels * (TOP + depth) + BOTTOM)
+    figure = figure_of(figsize=size)
+    axes = {}
+    for i, name in enumerate(group.values):
+        bottom = size[1] - (i + 1) * (TOP + depth)
+        box = (LEFT / size[0], bottom / size[1], width * LETTER / size[0], depth / size[1])
+        axes[name] = figure.add_axes(box, xlim=(0, width), ylim=(depth, 0))
+        _draw(axes[name], group, name, places, heads)
+    for names in (["energy"], ["advantage", "group_mean_advantage"]):
+        _scale(figure, group, [axes[name] for name in names if name in axes], names[0], size)
+    figure.text(LEFT / size[0], 0.1 / size[1], _note(group, rollout.num_generations), fontsize=8, color="0.35")
+    if path is not None:
+        figure.savefig(path, dpi=120)
+    return figure
+
+
+def _layout(completions: list[ShownCompletion]) -> tuple[list[Place], list[float], float]:
+    """Places of all tokens, where each completion begins, and the depth of it all in inches."""
+    places, heads, y = [], [], 0.0
+    for completion in completions:
+        heads.append(y)
+        x = 0
+        for token in completion.tokens:
+            width = 1 + sum(2 if east_asian_width(letter) in "WF" else 1 for letter in visible(token.text))
+            if x > 0 and x + width > COLUMNS:
+                x, y = 0, y + LINE
+            places.append(Place(token, x, y, width))
+            x += width
+        y += LINE + BETWEEN
+    return places, heads, y - BETWEEN
+
+
+def _draw(axis: Any, group: Group, name: str, places: list[Place], heads: list[float]) -> None:
+    rectangle = require("matplotlib.patches", "A picture of a rollout").Rectangle
+    colours = _colours(name, group.largest(name))
+    for place in places:
+        number = place.token.values.get(name)
+        face = "0.88" if not place.token.generated else "white" if number is None else colours.to_rgba(number)
+        axis.add_patch(rectangle((place.x, place.y), place.width, LINE, facecolor=face, linewidth=0))
+        if place.token.improbable:
+            edges = (place.x + 0.15, place.y + 0.01), place.width - 0.3, LINE - 0.02
+            axis.add_patch(rectangle(*edges, fill=False, edgecolor="black", linewidth=1.4, zorder=2))
+        dark = not isinstance(face, str) and 0.3 * face[0] + 0.59 * face[1] + 0.11 * face[2] < 0.5
+        at = (place.x + place.width / 2, place.y + LINE / 2)
+        letters = {"fontsize": FONT, "family": "monospace", "parse_math": False}
+        axis.text(
+            *at,
+            visible(place.token.text),
+            ha="center",
+            va="center_baseline",
+            color="white" if dark else "black",
+            **letters,
+        )
+    axis.set_yticks([head + LINE / 2 for head in heads], [completion.label for completion in group.completions])
+    axis.set_xticks([])
+    axis.tick_params(length=0)
+    axis.spines[:].set_visible(False)
+    axis.set_title(TITLES[name], loc="left", fontsize=11)
+
+
+def _scale(figure: Any, group: Group, axes: list[Any], name: str, size: tuple[float, float]) -> None:
+    """One bar of colours beside `axes`, which share it."""
+    if not axes:
+        return
+    boxes = [axis.get_position() for axis in axes]
+    low, high = min(box.y0 for box in boxes), max(box.y1 for box in boxes)
+    bar = figure.add_axes(((size[0] - RIGHT + 0.2) / size[0], low, 0.12 / size[0], high - low))
+    figure.colorbar(_colours(name, group.largest(name)), cax=bar)
+    bar.tick_params(labelsize=8)
+
+
+def _colours(name: str, largest: float) -> Any:
+    normalize = require("matplotlib.colors", "A picture of a rollout").Normalize
+    mappable = require("matplotlib.cm", "A picture of a rollout").ScalarMappable
+    if name == "energy":
+        return mappable(normalize(0.0, largest), "Oranges")
+    return mappable(normalize(-largest, largest), "RdBu")
+
+
+def _note(group: Group, num_generations: int) -> str:
+    """What frames and grey mean, and what is left out."""
+    note = f"framed: {IMPROBABLE}"
+    if any(not token.generated for completion in group.completions for token in completion.tokens):
+        note += "; grey: what a tool said"
+    longest = max(len(completion.tokens) for completion in group.completions)
+    if any(completion.left_out for completion in group.completions):
+        note += f"; only the first {longest} tokens"
+    if len(group.completions) < num_generations:
+        note += f"; {len(group.completions)} of {num_generations} completions"
+    return note
