@@ -22,6 +22,7 @@ gpu: $(VENV)/.test ## on a machine with a GPU: its tests, the cost of a step, th
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 format: $(VENV)/.test
 	$(BIN)/ruff check --fix .

@@ -127,17 +127,19 @@ class CompletionGradients:
         how: dict[str, Any] = {"retain_graph": True, "allow_unused": True}
         pulls = pulls.to(body.dtype)
         if self.small:
-            found = list(torch.autograd.grad(body, self.parameters, pulls, is_grads_batched=True, **how))
-        else:
-            one_by_one = [torch.autograd.grad(body, self.parameters, pull, **how) for pull in pulls]
-            found = [
-                None if of[0] is None else torch.stack([g for g in of if g is not None])
-                for of in zip(*one_by_one, strict=True)
+            batched = torch.autograd.grad(body, self.parameters, pulls, is_grads_batched=True, **how)
+            return [
+                p.new_zeros(len(pulls), *p.shape) if gradient is None else gradient
+                for p, gradient in zip(self.parameters, batched, strict=True)
             ]
-        return [
-            p.new_zeros(len(pulls), *p.shape) if gradient is None else gradient
-            for p, gradient in zip(self.parameters, found, strict=True)
-        ]
+        found = [p.new_zeros(len(pulls), *p.shape) for p in self.parameters]
+        for i, pull in enumerate(pulls):
+            for of_parameter, gradient in zip(
+                found, torch.autograd.grad(body, self.parameters, pull, **how), strict=True
+            ):
+                if gradient is not None:
+                    of_parameter[i] = gradient
+        return found
 
     def _of_head(self, logps: torch.Tensor, weights: torch.Tensor) -> list[torch.Tensor]:
         parameters = [self.parameters[i] for i in self.in_head]
