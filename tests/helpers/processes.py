@@ -306,6 +306,37 @@ def noise_case(model: str, folder: str) -> dict:
     }
 
 
+def compare_case(model: str, folder: str) -> dict:
+    """Five prompts, which two processes cannot share evenly; kept by the first process, read again by all."""
+    from tests.helpers import tiny
+    from trl_otb import OTBGRPOConfig, OTBGRPOTrainer, compare_baselines
+
+    rows = 12 // int(os.environ.get("WORLD_SIZE", 1))
+    settings = {**tiny.SETTINGS, "output_dir": folder, "per_device_train_batch_size": rows, "num_generations": 3}
+    trainer = OTBGRPOTrainer(
+        model,
+        tiny.even_bytes,
+        args=OTBGRPOConfig(**settings, per_device_eval_batch_size=24),
+        train_dataset=tiny.prompts(),
+    )
+    options = {"num_prompts": 5, "completions_per_prompt": 24, "group_sizes": [3], "baselines": ["otb", "ogb_pooled"]}
+    noise = os.path.join(folder, "noise")
+    report = compare_baselines(trainer, output_dir=noise, **options)
+    again = compare_baselines(trainer, output_dir=noise, **options)  # nothing is left to measure
+    try:
+        compare_baselines(trainer, output_dir=noise, seed=1, **options)
+        refused = ""
+    except ValueError as error:
+        refused = str(error)
+    return {
+        "processes": trainer.accelerator.num_processes,
+        "report": report.to_json(),
+        "again": again.to_json(),
+        "refused": refused,
+        "files": sorted(name for name in os.listdir(noise) if name.startswith("prompt-")),
+    }
+
+
 def _process(rank: int, world: int, port: int, env: dict, run, arguments: tuple, result: Path) -> None:
     import torch
 
@@ -369,6 +400,9 @@ def main(folder: Path) -> None:
         launch(folder, f"agent-{backend}", 2, BACKENDS[backend], agent_case, model)
     launch(folder, "noise-single", 1, {}, noise_case, model)
     launch(folder, "noise-ddp", 2, {}, noise_case, model)
+    launch(folder, "compare-single", 1, {}, compare_case, model)
+    for backend in ("ddp", "zero2", "zero3"):
+        launch(folder, f"compare-{backend}", 2, BACKENDS[backend], compare_case, model)
 
 
 if __name__ == "__main__":

@@ -96,3 +96,25 @@ def test_the_gradient_noise_of_two_processes_is_that_of_one(results):
     assert max(one["grad_norm"]) > 0.05
     for x in two:
         torch.testing.assert_close(x["averages"], one["averages"], rtol=1e-3, atol=1e-7)
+
+
+@pytest.mark.parametrize("backend", ["ddp", "zero2"])
+def test_a_comparison_by_two_processes_is_that_of_one(results, backend):
+    """Each measures prompts of its own; a refusal of the first process is one of all."""
+    one = of_rank(results, "compare-single", 0)
+    two = [of_rank(results, f"compare-{backend}", rank) for rank in (0, 1)]
+    assert [x["processes"] for x in (one, *two)] == [1, 2, 2]
+    assert one["files"] == [f"prompt-{i:05d}.pt" for i in range(5)] and one["report"] == one["again"]
+    for x in two:
+        assert x["report"] == x["again"] and x["files"] == one["files"]
+        assert "`seed` was 7 and is 1" in x["refused"] and "`seed` was 7 and is 1" in one["refused"]
+        for ours, theirs in zip(x["report"]["comparisons"], one["report"]["comparisons"], strict=True):
+            assert ours["name"] == theirs["name"]
+            for name in ("more_prompts", "noise_over_group_mean", "cosine"):
+                known = {end: value for end, value in theirs[name].items() if value is not None}
+                assert {end: ours[name][end] for end in known} == pytest.approx(known, rel=1e-3), (ours["name"], name)
+
+
+def test_a_comparison_of_a_sharded_model_is_refused(results):
+    log = (results / "compare-zero3.0.log").read_text()
+    assert "The model is sharded over processes (ZeRO-3 or FSDP)" in log
