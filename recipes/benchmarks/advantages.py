@@ -4,8 +4,9 @@ How long advantages take, how that scales with length, and how far it is from wh
     OMP_NUM_THREADS=1 python -m recipes.benchmarks.advantages         # about a minute on one core
     python -m recipes.benchmarks.advantages --device cuda
 
-Timed is what a training step runs once energies are known, `Rollout.credit` and `Rollout.measure`: advantages under
-`otb`, those under the group mean for the metrics, and the metrics' sums. Beside it: `compute_advantages` alone, a loop
+Timed is what a training step runs once energies are known, `credit` and `measure`: advantages under `otb`, those under
+the group mean for the metrics, and the metrics' sums; the last column is the most memory that it takes beyond the
+advantages and baselines that it leaves, in bytes per token. Beside it: `compute_advantages` alone, a loop
 over groups that forms the same advantages, and one read and one write of the inputs. Completions have a stretch of
 tool output in the middle. Medians of several runs, after one that warms up.
 """
@@ -16,9 +17,11 @@ import sys
 import time
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from recipes.benchmarks import Table
 from trl_otb.baselines import compute_advantages
+from trl_otb.credit import credit, measure, set_energies
 from trl_otb.rollout import Rollout
 
 
@@ -39,10 +42,30 @@ def rollouts(rows, length, device):
 def training_step(rewards, energy, mask):
     """Everything that a step adds once energies are known."""
     rollout = Rollout(mask, mask, mask, mask, mask, N, rewards, torch.ones_like(rewards))
-    rollout.hear(rollout.rows, energy)
-    rollout.credit(rollout.rows, baseline="otb")
-    rollout.measure(rollout.rows)
-    return rollout.advantages
+    set_energies(rollout, energy)
+    credit(rollout, baseline="otb", alignment="generated", zero_tail=True, leave_one_out=False)
+    measure(rollout)
+    return rollout
+
+
+def peak_and_kept(function, *inputs) -> tuple[int, int]:
+    """Bytes that `function` allocates at most at a time, and those that are left while its result is kept."""
+    if any(values.is_cuda for values in inputs):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        result = function(*inputs)
+        kept = torch.cuda.memory_allocated() - before
+        del result
+        return torch.cuda.max_memory_allocated() - before, kept
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
+        result = function(*inputs)
+    del result  # after the profile, in which it counts as kept
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak, live
 
 
 def advantages(rewards, energy, mask):
@@ -96,13 +119,24 @@ def main(argv):
 
     name = torch.cuda.get_device_name() if args.device.startswith("cuda") else args.device
     print(f"{name}, {torch.get_num_threads()} threads, torch {torch.__version__}, N = {N}; ms, ns per token")
-    columns = ("B × T", "step", "ns", "advantages", "ns", "loop", "loop / step", "read+write", "adv / r+w")
+    columns = (
+        "B × T",
+        "step",
+        "ns",
+        "advantages",
+        "ns",
+        "loop",
+        "loop / step",
+        "read+write",
+        "adv / r+w",
+        "B beyond kept",
+    )
     table = Table(*columns, first=14)
     for rows, length in SIZES:
         if length > args.longest:
             continue
         inputs = rollouts(rows, length, args.device)
-        torch.testing.assert_close(training_step(*inputs), loop_over_groups(*inputs), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(training_step(*inputs).advantages, loop_over_groups(*inputs), atol=1e-4, rtol=1e-4)
         step, alone, floor = (
             seconds(f, *inputs, repeats=args.repeats) for f in (training_step, advantages, read_and_write)
         )
@@ -110,6 +144,8 @@ def main(argv):
         per_token = 1e9 / rows / length
         cells = [f"{1e3 * step:.2f}", f"{per_token * step:.2f}", f"{1e3 * alone:.2f}", f"{per_token * alone:.2f}"]
         cells += [f"{1e3 * loop:.1f}", f"{loop / step:.1f}", f"{1e3 * floor:.2f}", f"{alone / floor:.1f}"]
+        peak, kept = peak_and_kept(training_step, *inputs)
+        cells.append(f"{(peak - kept) / rows / length:.1f}")
         table.add(f"{rows} × {length}", *cells)
     if args.output:
         table.save(args.output, f"N = {N}, {name}; times in ms, ns per token")

@@ -29,7 +29,8 @@ from recipes.benchmarks.step import (
     make_tokenizer,
     read_model_flags,
 )
-from trl_otb import GradientNoiseCallback, OTBGRPOConfig, OTBGRPOTrainer, noise
+from trl_otb import GradientNoiseCallback, OTBGRPOConfig, OTBGRPOTrainer
+from trl_otb.callbacks import gradient_noise
 
 
 class EveryOtherStep(GradientNoiseCallback):
@@ -72,8 +73,8 @@ def main(argv):
     note = f"{describe(args)}, {args.pairs} pairs of steps"
     print(note)
     clock, spent = Clock(), []
-    for hook in ("hear_part", "hear_total"):
-        setattr(noise._Step, hook, timed(getattr(noise._Step, hook), spent))
+    for hook in ("add_micro_batch", "add_accumulated"):
+        setattr(gradient_noise._StepGradients, hook, timed(getattr(gradient_noise._StepGradients, hook), spent))
     with tempfile.TemporaryDirectory() as folder:
         model, tokenizer = make_model(args), make_tokenizer(args)
         trainer = build(OTBGRPOTrainer, OTBGRPOConfig, "training forward", args, model, tokenizer, folder, same=2)

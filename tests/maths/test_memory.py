@@ -2,24 +2,12 @@
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
+from recipes.benchmarks.advantages import peak_and_kept
 from trl_otb import blocks
 from trl_otb.baselines import BASELINES
 from trl_otb.credit import credit, measure, set_energies
 from trl_otb.rollout import Rollout
-
-
-def peak_and_kept(function) -> tuple[int, int]:
-    """Bytes that `function` allocates at most at a time, and those it leaves."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
-        function()
-    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
-    live = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    return peak, live
 
 
 @pytest.mark.parametrize("most_on_cpu", [blocks.MOST_ON_CPU, 2**40], ids=["on a CPU", "blocks as on a GPU"])
@@ -34,6 +22,7 @@ def test_at_most_16_bytes_per_token_beyond_what_is_kept(baseline, most_on_cpu, m
     def score():
         credit(rollout, baseline=baseline, alignment="generated", zero_tail=True, leave_one_out=False)
         measure(rollout)
+        return rollout
 
     peak, kept = peak_and_kept(score)
     per_token = 4 if BASELINES[baseline].per_token else 0
