@@ -6,8 +6,7 @@ GRPO with the Optimal Token Baseline, all of it in one file: copy it anywhere an
     python minimal.py Qwen/Qwen2.5-0.5B-Instruct    # a pretrained one, on a GPU
 
 The tiny model learns to write numbers, not to add: on two x86-64 cores, 2026-11-22, in 30 s, 2 % of its answers were
-numbers before and 99 % after. The pretrained one was not
-run here.
+numbers before and 99 % after. The pretrained one was not run here.
 """
 
 import random

@@ -65,14 +65,10 @@ def parts_for(folder: Path, device: str, small: bool, length: int) -> dict[str, 
 
     def main_result():
         run = json.loads((folder / "main" / "result.json").read_text())
-        row = {
-            "steps": str(run["steps"]),
-            "training, s": f"{run['training_seconds']:.0f}",
-            "tokens generated": f"{run['tokens_generated']:,.0f}",
-            "held-out before": f"{100 * run['before']['mean']:.1f} %",
-            "after": f"{100 * run['after']['mean']:.1f} %",
-        }
-        return "The toy policy of recipes/math.py in float32.", [[*row], [*row.values()]]
+        head = ["steps", "training, s", "tokens generated", "held-out before", "after"]
+        row = [f"{run['steps']}", f"{run['training_seconds']:.0f}", f"{run['tokens_generated']:,.0f}"]
+        row += [f"{100 * run[when]['mean']:.1f} %" for when in ("before", "after")]
+        return "The toy policy of recipes/math.py in float32.", [head, row]
 
     model = ["--shape", "small" if small else "qwen2.5-1.5b", "--length", str(length)]
     model += [] if small else ["--gradient_checkpointing"]

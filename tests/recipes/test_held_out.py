@@ -33,7 +33,7 @@ def test_repeats_of_several_processes_do_not_count(monkeypatch):
     processes = []
     for problems, scores in (([0, 0, 1, 1], [1, 0, 1, 1]), ([2, 2, 0, 0], [0, 0, 1, 1])):
         measure = measure_with()
-        reward = measure.watch(lambda completions, scores=scores, **kwargs: scores)
+        reward = measure.counted(lambda completions, scores=scores, **kwargs: scores)
         reward(completions=list("abcd"), completion_ids=[[1]] * 4, held_out=problems)
         processes.append(measure._samples)
     monkeypatch.setattr(held_out, "gather_object", lambda samples: processes[0] + processes[1])
@@ -46,7 +46,7 @@ def test_repeats_of_several_processes_do_not_count(monkeypatch):
 
 def test_training_counts_tokens_and_no_scores():
     measure = measure_with()
-    reward = measure.watch(lambda completions, **kwargs: [1.0] * len(completions))
+    reward = measure.counted(lambda completions, **kwargs: [1.0] * len(completions))
     assert reward(completions=["a", "b"], completion_ids=[[1, 2], [3]]) == [1.0, 1.0]
     assert measure.tokens_generated == 3 and measure._samples == []
     assert reward.__name__ == "<lambda>"
@@ -59,7 +59,7 @@ def test_rewards_of_turns_and_none_are_numbers_too():
 def test_answers_before_and_after():
     measure = measure_with()
     for said in ("early", "middle", "late"):
-        measure.watch(lambda completions, **kwargs: [1.0] * 6)(
+        measure.counted(lambda completions, **kwargs: [1.0] * 6)(
             completions=[f"{said}{i}" for i in range(6)], completion_ids=[[1]] * 6, held_out=[0, 0, 1, 1, 2, 2]
         )
         measure.on_evaluate(ARGS, STATE, None)
