@@ -224,6 +224,7 @@ def agent_case(model: str, folder: str) -> dict:
 
     from tests.helpers import tiny
     from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
+    from trl_otb.display.group import places
 
     fsdp = fsdp_on_cpu()
 
@@ -267,6 +268,7 @@ def agent_case(model: str, folder: str) -> dict:
     return {
         "processes": trainer.accelerator.num_processes,
         "advantages": trainer.advantages,
+        "places": [of_rows.tolist() for of_rows in places(trainer.rollouts["train"])],
         "reward": [h["reward"] for h in trainer.state.log_history if "reward" in h],
     }
 

@@ -456,6 +456,14 @@ def test_the_picture_without_advantages_has_one_panel():
         rollout_of().plot()
 
 
+@pytest.mark.gpu
+def test_on_a_gpu(capsys):
+    rollout = credited(rollout_of(device="cuda"), rows=slice(0, 2))
+    rollout.show()
+    assert "ab[cd]‹e›" in capsys.readouterr().out
+    assert len(panels_of(rollout.plot())) == 3
+
+
 # Errors
 
 

@@ -83,6 +83,10 @@ def test_unequal_numbers_of_turns(results, backend):
     torch.testing.assert_close(torch.cat(both), one["advantages"], atol=1e-5, rtol=0)
     assert one["advantages"].abs().max() > 0.05
     assert two[0]["reward"] == pytest.approx(one["reward"])
+    # Prompts and completions as they are numbered where rollouts are shown: the middle group lies on both processes
+    assert one["places"] == [[0] * 4 + [1] * 4 + [2] * 4, [0, 1, 2, 3] * 3]
+    assert two[0]["places"] == [[0, 0, 0, 0, 1, 1], [0, 1, 2, 3, 0, 1]]
+    assert two[1]["places"] == [[0, 0, 1, 1, 1, 1], [2, 3, 0, 1, 2, 3]]
     of_one, of_two = weights(results, "agent-single"), weights(results, f"agent-{backend}")
     for key in of_one:
         torch.testing.assert_close(of_two[key], of_one[key], atol=1e-6, rtol=1e-5, msg=key)
