@@ -96,11 +96,11 @@ class CountingTrainer(OTBGRPOTrainer):
             self.without_gradient += 1
         return super()._get_per_token_logps_and_entropies(*args, **kwargs)
 
-    def score_rollout(self, batch, rollout):
+    def score_rollout(self, rollout, batch):
         ratio = batch["importance_sampling_ratio"]
         self.smallest_ratio = min(self.smallest_ratio, ratio.min().item())
         self.largest_ratio = max(self.largest_ratio, ratio.max().item())
-        super().score_rollout(batch, rollout)
+        super().score_rollout(rollout, batch)
 
     def train(self, *args, **kwargs):
         result = super().train(*args, **kwargs)
