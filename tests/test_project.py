@@ -1,6 +1,8 @@
 """The project around the code: the notebook runs, a wheel works by itself, the README tells the truth."""
 
+import copy
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
@@ -27,20 +29,59 @@ CONFIGS = sorted((ROOT / "recipes").glob("*.yaml"))
 README = (ROOT / "README.md").read_text()
 
 
+NOTEBOOK = nbformat.read(ROOT / "recipes" / "quickstart.ipynb", as_version=4)
+
+
+def texts(cell):
+    """What a cell printed and returned, as text."""
+    return [output.get("text") or output["data"]["text/plain"] for output in cell.outputs]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("folder", ["recipes", "."])
-def test_the_notebook_runs(tmp_path, folder):
-    notebook = nbformat.read(ROOT / "recipes" / "quickstart.ipynb", as_version=4)
+def test_the_notebook_runs_and_says_what_is_stored(tmp_path, folder):
+    """Where the package is installed and nothing else of this project, beside math.py or in the repository's root."""
+    (tmp_path / "trl_otb").symlink_to(ROOT / "trl_otb")
+    (tmp_path / "pyproject.toml").symlink_to(ROOT / "pyproject.toml")
+    notebook = copy.deepcopy(NOTEBOOK)
     for cell in notebook.cells:
-        cell["source"] = cell["source"].replace('"runs/quickstart"', repr(str(tmp_path)))
-    if folder == ".":
-        notebook.cells = notebook.cells[:8]  # the imports and the first run: what the folder could break
-    # Beside math.py, where `import math` could go wrong, or in the repository's root, as papermill runs it
-    resources = {"metadata": {"path": str(ROOT / folder)}}
-    nbclient.NotebookClient(notebook, timeout=900, kernel_name="python3", resources=resources).execute()
-    pictures = [o for c in notebook.cells for o in c.get("outputs", []) if "image/png" in o.get("data", {})]
-    assert len(pictures) == (2 if folder == "recipes" else 0)
-    assert folder == "." or str(tmp_path) in str([c["source"] for c in notebook.cells])
+        cell["source"] = cell["source"].replace('"runs/quickstart"', repr(str(tmp_path / "run")))
+    if folder == ".":  # imports, and a first training: what the folder could break
+        first = next(i for i, cell in enumerate(notebook.cells) if ".train()" in cell["source"])
+        notebook.cells = notebook.cells[: first + 1]
+    client = nbclient.NotebookClient(
+        notebook, timeout=900, kernel_name="python3", resources={"metadata": {"path": str(ROOT / folder)}}
+    )
+    client.execute(env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert (tmp_path / "run").is_dir()
+    compared = 0
+    for stored, cell in zip(NOTEBOOK.cells, notebook.cells, strict=False):
+        if cell.cell_type == "code":
+            assert [output for output in cell.outputs if output.output_type == "stream"] == []
+            assert len(cell.outputs) == len(stored.outputs)
+            if "deterministic" in cell.metadata.get("tags", []):
+                assert texts(cell) == texts(stored), cell["source"]
+                compared += 1
+    assert compared == (4 if folder == "recipes" else 2)
+
+
+def test_the_notebook_is_stored_with_its_outputs():
+    cells = [cell for cell in NOTEBOOK.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))  # run once, top to bottom
+    outputs = [output for cell in cells for output in cell.outputs]
+    assert {output.output_type for output in outputs} == {"execute_result", "display_data"}  # no warnings, no errors
+    assert sum("image/png" in output.data for output in outputs) == 2
+    assert sum("type='radio'" in output.data.get("text/html", "") for output in outputs) == 1
+    assert (ROOT / "recipes" / "quickstart.ipynb").stat().st_size < 400_000
+
+
+def test_the_notebook_needs_nothing_of_the_repository():
+    source = "\n".join(cell["source"] for cell in NOTEBOOK.cells if cell.cell_type == "code")
+    assert "sys" not in re.findall(r"\w+", source)
+    imported = {
+        name.partition(".")[0] for name in re.findall(r"^(?:from|import) ([\w.]+)", source, flags=re.MULTILINE)
+    }
+    assert imported - set(sys.stdlib_module_names) == {"datasets", "pandas", "torch", "transformers", "trl", "trl_otb"}
 
 
 @pytest.mark.slow

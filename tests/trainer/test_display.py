@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from IPython.core.formatters import DisplayFormatter
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
@@ -402,6 +403,12 @@ def test_the_picture_has_three_panels(tmp_path):
     red, _, blue, _ = faces(advantage)[5]
     assert red > blue
     assert len(figure.axes) == 3 + 2  # a bar of colours for energies, and one for both advantages
+
+
+def test_a_notebook_shows_the_picture():
+    """Though nobody has imported pyplot."""
+    found, _ = DisplayFormatter().format(credited().plot())
+    assert found["image/png"].startswith(b"\x89PNG")
 
 
 def test_the_advantage_panels_share_their_scale():

@@ -11,9 +11,11 @@ WIDEST = 3.0  # more prompts, as a share, beyond which an interval is cut off
 
 def draw(report: Any) -> Any:
     """One panel per group size, the best of the run's own size above; blue surely better, red surely worse."""
-    figure_of = require("matplotlib.figure", "A picture").Figure
+    require("matplotlib.figure", "A picture")
+    from ..shown_figure import ShownFigure  # which imports it
+
     sizes, order = report.group_sizes, [row.name for row in reversed(report.at())]
-    figure = figure_of(figsize=(4.2 * len(sizes) + 1.5, 0.36 * len(order) + 1.6), layout="constrained")
+    figure = ShownFigure(figsize=(4.2 * len(sizes) + 1.5, 0.36 * len(order) + 1.6), layout="constrained")
     axes = figure.subplots(1, len(sizes), squeeze=False, sharey=True)[0]
     for axis, n in zip(axes, sizes, strict=True):
         rows = {row.name: row for row in report.at(n)}

@@ -1,9 +1,19 @@
 """A rollout for the eye: its repr, a table, its completions in colours, a picture."""
 
+from typing import Any
+
+from ..optional import require
 from .colours import show
-from .picture import plot
 from .summary import summary
 from .table import to_pandas
 
 
 __all__ = ["plot", "show", "summary", "to_pandas"]
+
+
+def plot(*args: Any) -> Any:
+    """See [`~trl_otb.rollout.Rollout.plot`]."""
+    require("matplotlib.figure", "A picture of a rollout")
+    from .picture import plot  # which imports it
+
+    return plot(*args)

@@ -48,12 +48,12 @@ def as_text(group: Group, value: str | None, colours: bool) -> str:
         high, low = _ends(group, value)
         ends = f"{_painted(f' {low} ', RED, 1.0)} to " if value != "energy" else "0 to "
         of_high = _painted(f" {high} ", ORANGE if value == "energy" else BLUE, 1.0)
-        lines.append(f"coloured by {VALUES[value]}, {ends}{of_high}; underlined: {IMPROBABLE}; grey: of tools")
+        lines.append(f"coloured by {VALUES[value]}, {ends}{of_high}; underlined: {IMPROBABLE}; grey: what a tool said")
         others = [repr(name) for name in group.values if name != value]
         if others:
             lines.append(f"other colours: show(value={' or '.join(others)})")
     elif group.values:
-        lines.append(f"in ‹ ›: {IMPROBABLE}; in [ ]: of tools. Colours: in a terminal or a notebook.")
+        lines.append(f"‹ ›: {IMPROBABLE}; [ ]: what a tool said. Colours: in a terminal or a notebook.")
     for i, completion in enumerate(group.completions):
         head = f"completion {i}, {completion.label}"
         for name in group.values:

@@ -5,7 +5,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unicodedata import east_asian_width
 
-from ..optional import require
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from ..shown_figure import ShownFigure
 from .group import IMPROBABLE, Group, ShownCompletion, Token, read_group, visible
 
 
@@ -41,9 +47,8 @@ def plot(
     tokenizer: Any,
     max_tokens: int,
     max_completions: int,
-) -> Any:
+) -> Figure:
     """See [`~trl_otb.rollout.Rollout.plot`]."""
-    figure_of = require("matplotlib.figure", "A picture of a rollout").Figure
     group = read_group(rollout, prompt, tokenizer, max_tokens, max_completions)
     if not group.values:
         raise ValueError("The rollout has neither energies nor advantages yet: plot it once a step has used it.")
@@ -52,7 +57,7 @@ def plot(
     panels = len(group.values)
     # Not narrower than its titles
     size = (LEFT + max(width * LETTER, 5.5) + RIGHT, panels * (TOP + depth) + BOTTOM)
-    figure = figure_of(figsize=size)
+    figure = ShownFigure(figsize=size)
     axes = {}
     for i, name in enumerate(group.values):
         bottom = size[1] - (i + 1) * (TOP + depth)
@@ -83,16 +88,15 @@ def _layout(completions: list[ShownCompletion]) -> tuple[list[Place], list[float
     return places, heads, y - BETWEEN
 
 
-def _draw(axis: Any, group: Group, name: str, places: list[Place], heads: list[float]) -> None:
-    rectangle = require("matplotlib.patches", "A picture of a rollout").Rectangle
+def _draw(axis: Axes, group: Group, name: str, places: list[Place], heads: list[float]) -> None:
     colours = _colours(name, group.largest(name))
     for place in places:
         number = place.token.values.get(name)
         face = "0.88" if not place.token.generated else "white" if number is None else colours.to_rgba(number)
-        axis.add_patch(rectangle((place.x, place.y), place.width, LINE, facecolor=face, linewidth=0))
+        axis.add_patch(Rectangle((place.x, place.y), place.width, LINE, facecolor=face, linewidth=0))
         if place.token.improbable:
             edges = (place.x + 0.15, place.y + 0.01), place.width - 0.3, LINE - 0.02
-            axis.add_patch(rectangle(*edges, fill=False, edgecolor="black", linewidth=1.4, zorder=2))
+            axis.add_patch(Rectangle(*edges, fill=False, edgecolor="black", linewidth=1.4, zorder=2))
         dark = not isinstance(face, str) and 0.3 * face[0] + 0.59 * face[1] + 0.11 * face[2] < 0.5
         at = (place.x + place.width / 2, place.y + LINE / 2)
         letters = {"fontsize": FONT, "family": "monospace", "parse_math": False}
@@ -111,7 +115,7 @@ def _draw(axis: Any, group: Group, name: str, places: list[Place], heads: list[f
     axis.set_title(TITLES[name], loc="left", fontsize=11)
 
 
-def _scale(figure: Any, group: Group, axes: list[Any], name: str, size: tuple[float, float]) -> None:
+def _scale(figure: Figure, group: Group, axes: list[Axes], name: str, size: tuple[float, float]) -> None:
     """One bar of colours beside `axes`, which share it."""
     if not axes:
         return
@@ -122,12 +126,10 @@ def _scale(figure: Any, group: Group, axes: list[Any], name: str, size: tuple[fl
     bar.tick_params(labelsize=8)
 
 
-def _colours(name: str, largest: float) -> Any:
-    normalize = require("matplotlib.colors", "A picture of a rollout").Normalize
-    mappable = require("matplotlib.cm", "A picture of a rollout").ScalarMappable
+def _colours(name: str, largest: float) -> ScalarMappable:
     if name == "energy":
-        return mappable(normalize(0.0, largest), "Oranges")
-    return mappable(normalize(-largest, largest), "RdBu")
+        return ScalarMappable(Normalize(0.0, largest), "Oranges")
+    return ScalarMappable(Normalize(-largest, largest), "RdBu")
 
 
 def _note(group: Group, num_generations: int) -> str:
