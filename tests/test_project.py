@@ -104,6 +104,35 @@ def test_a_wheel_works_by_itself(tmp_path):
     assert done.returncode == 0, done.stderr
     assert str(tmp_path / "site") in done.stdout
 
+    # A stranger's script in an empty folder: train, show, compare
+    script = (ROOT / "recipes" / "minimal.py").read_text().replace('"max_steps": 150', '"max_steps": 2')
+    script = script.replace(".strip().isdecimal()", ".isascii()")  # which a model that has not learned varies in
+    script += """
+from trl_otb import compare_baselines
+trainer.rollouts["train"].show(prompt=0)
+trainer.rollouts["train"].plot("group.png")
+print(compare_baselines(trainer, num_prompts=3, completions_per_prompt=32))
+"""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "stranger.py").write_text(script)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site"), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "stranger.py"], cwd=tmp_path / "empty", env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "more prompts, % (95 %)" in done.stdout and "\ngroup_mean " in done.stdout
+    assert "What is" in done.stdout and (tmp_path / "empty" / "group.png").stat().st_size > 10_000
+
+
+def test_the_maths_works_after_importing_the_package_alone():
+    """And loads neither TRL nor transformers."""
+    code = (
+        "import sys, trl_otb; print(trl_otb.energy.token_energy.__name__, len(trl_otb.baselines.BASELINES) > 5, "
+        "{'trl', 'transformers'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.split() == ["token_energy", "True", "set()"], done.stderr
+
 
 @pytest.mark.skipif(not (ROOT / ".git").exists() or not shutil.which("git"), reason="needs a checkout and git")
 def test_nothing_lies_beside_the_project():

@@ -423,6 +423,29 @@ def test_what_was_measured_otherwise_is_refused(train, tmp_path):
     assert len(list(folder.glob("prompt-*.pt"))) == 3
 
 
+def test_other_data_are_refused(train, tmp_path):
+    options = {**SMALL, "output_dir": tmp_path / "noise"}
+    compare_baselines(train(train=False), **options)
+    other = tiny.prompts().map(lambda row: {"prompt": f"{row['prompt']}?"})
+    with pytest.raises(ValueError, match="was measured on other data"):
+        compare_baselines(train(train=False, train_dataset=other), **options)
+    # Fewer prompts are the first of those that are there
+    compare_baselines(train(train=False), **options | {"num_prompts": 5})
+    assert compare_baselines(train(train=False), **options) == compare_baselines(train(train=False), **SMALL)
+
+
+def test_turns_may_be_rewarded_in_some_completions_only(train):
+    """A sampled part without rewards of turns beside one with them: each return at the last generated token."""
+    calls = []
+
+    def reward(completion_ids, **kwargs):
+        calls.append(tiny.even_bytes(completion_ids))
+        return [[share] for share in calls[-1]] if len(calls) % 2 else calls[-1]
+
+    mixed = compare_baselines(train(train=False, reward_funcs=reward), **SMALL)
+    assert len(calls) == 6 and mixed == compare_baselines(train(train=False), **SMALL)
+
+
 def test_a_foreign_or_damaged_file_is_named(train, tmp_path):
     trainer, folder = train(train=False), tmp_path / "noise"
     compare_baselines(trainer, **SMALL, output_dir=folder)

@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from ..baselines import BASELINES
 from ..baselines.groups import completion_returns
+from ..rollout import Rollout
 from ..seam.sampling import left_as_it_was, sample_pool, single_rows, training_examples
 from ..trainer import OTBGRPOTrainer
 from .efficiency import Comparison, Estimate
@@ -144,7 +145,7 @@ def compare_baselines(
             "projection": projection,
             "seed": seed,
             "rewards": trainer.reward_func_names,
-            "tools": [tool.__name__ for tool in trainer.tools or []],
+            "tools": [getattr(tool, "__name__", str(tool)) for tool in trainer.tools or []],
             **{name: getattr(args, name, None) for name in _SAMPLING},
         },
     }
@@ -161,15 +162,19 @@ def compare_baselines(
             return Storage(folder, settings, overwrite=overwrite)
 
         storage = _by_main_process(trainer, open_storage, lambda prompts: Storage(None, settings, prompts=prompts))
+        kept, asked = {prompt["example"] for prompt in storage.prompts()}, {name for name, _ in examples}
+        if not (kept <= asked or asked <= kept):
+            raise ValueError(f"{folder} was measured on other data. Choose another folder, or remove this one.")
         bar = tqdm(
             total=num_prompts * completions_per_prompt,
-            initial=min(len(storage), num_prompts) * completions_per_prompt,
+            initial=len(kept & asked) * completions_per_prompt,
             desc="completions measured",
             disable=args.disable_tqdm or not main,
         )
         with bar, left_as_it_was(trainer):
             _measure(trainer, storage, examples, gradients, studied, completions_per_prompt, seed, bar)
-        return BaselineReport.of(storage.settings, storage.prompts()[:num_prompts])
+        measured = {prompt["example"]: prompt for prompt in storage.prompts()}
+        return BaselineReport.of(storage.settings, [measured[name] for name, _ in examples])
 
 
 def _by_main_process(
@@ -227,7 +232,7 @@ def _measure_prompt(
     parts = sample_pool(trainer, example, completions, at_once, seed % 2**32)
     rows = [row for _, batch in parts for row in single_rows(batch)]
     pool = Pool(
-        rewards=_stacked([rollout.rewards for rollout, _ in parts]).float(),
+        rewards=_stacked(_alike([rollout for rollout, _ in parts])).float(),
         energy=_stacked([rollout.energy for rollout, _ in parts]).nan_to_num(0.0),
         mask=_stacked([rollout.mask for rollout, _ in parts]),
     )
@@ -244,6 +249,18 @@ def _measure_prompt(
         "varies": bool((returns[~returns.isnan()].diff() != 0).any()),
         **prompt_moments(pool, gradient_of, studied, seed),
     }
+
+
+def _alike(parts: list[Rollout]) -> list[torch.Tensor]:
+    """Their rewards, each `(b, T)` if a turn or token was credited in any of them, else `(b,)`."""
+    if all(part.rewards.dim() == 1 for part in parts):
+        return [part.rewards for part in parts]
+    found = []
+    for part in parts:
+        last = (part.mask * torch.arange(1, part.mask.size(1) + 1, device=part.mask.device)).argmax(dim=1)
+        at_the_end = torch.nn.functional.one_hot(last, part.mask.size(1))
+        found.append(part.rewards if part.rewards.dim() == 2 else at_the_end * part.rewards.unsqueeze(1))
+    return found
 
 
 def _stacked(parts: list[Any]) -> torch.Tensor:

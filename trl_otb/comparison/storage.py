@@ -41,7 +41,7 @@ class Storage:
         prompts: list[dict[Any, Any]] | None = None,
     ) -> None:
         self.folder = folder
-        self.settings = json.loads(json.dumps(settings))
+        self.settings = json.loads(json.dumps(settings, default=str))
         self._prompts = list(prompts or [])
         self._overwrite = overwrite  # until there is something to take the place of what is there
         if folder is None:
