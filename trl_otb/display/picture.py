@@ -89,7 +89,7 @@ def _layout(completions: list[ShownCompletion]) -> tuple[list[Place], list[float
 
 
 def _draw(axis: Axes, group: Group, name: str, places: list[Place], heads: list[float]) -> None:
-    colours = _colours(name, group.largest(name))
+    colours: Any = _colours(name, group.largest(name))  # whose annotations forget single numbers
     for place in places:
         number = place.token.values.get(name)
         face = "0.88" if not place.token.generated else "white" if number is None else colours.to_rgba(number)
@@ -99,14 +99,15 @@ def _draw(axis: Axes, group: Group, name: str, places: list[Place], heads: list[
             axis.add_patch(Rectangle(*edges, fill=False, edgecolor="black", linewidth=1.4, zorder=2))
         dark = not isinstance(face, str) and 0.3 * face[0] + 0.59 * face[1] + 0.11 * face[2] < 0.5
         at = (place.x + place.width / 2, place.y + LINE / 2)
-        letters = {"fontsize": FONT, "family": "monospace", "parse_math": False}
         axis.text(
             *at,
             visible(place.token.text),
             ha="center",
             va="center_baseline",
             color="white" if dark else "black",
-            **letters,
+            fontsize=FONT,
+            family="monospace",
+            parse_math=False,
         )
     axis.set_yticks([head + LINE / 2 for head in heads], [completion.label for completion in group.completions])
     axis.set_xticks([])
