@@ -18,7 +18,7 @@ from trl_otb import OTBGRPOConfig
 from trl_otb.baselines import BASELINES
 
 from .checks import check_values
-from .errors import InputError
+from .errors import InputError, input_errors
 from .launching import print_once, processes
 
 
@@ -212,10 +212,8 @@ def parse(
         raise InputError(f"there is no flag {word}.{parser.closest(word.lstrip('-'))}")
     values = parser.parse_args(argv)
     check_values(values, processes())
-    try:
+    with input_errors(ValueError, TypeError, ImportError, RuntimeError, AssertionError):
         settings, args, model_args, _ = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
-    except (ValueError, TypeError, ImportError, RuntimeError, AssertionError) as error:
-        raise InputError(str(error)) from error  # what a configuration says about its own values
     _drop_options_of_other_data(parser, settings, argv)
     if args.output_dir == arguments.FOLDER:
         args.output_dir = str(default_folder(arguments.FOLDER, name, args))
