@@ -47,14 +47,10 @@ class HeldOut(TrainerCallback):
     Counts along with a reward function: the tokens generated in training and, in an evaluation, every held-out
     problem's scores, which become an [`Accuracy`]. Checkpoints keep the counts. An evaluation amid training leaves the
     random numbers of training as they are, so that evaluating more often does not change a run.
-
-    Args:
-        problems (`Dataset`, *optional*):
-            The held-out problems, with their `prompt`; or see [`numbered`].
     """
 
-    def __init__(self, problems: Dataset | None = None):
-        self.dataset = None if problems is None else self.numbered(problems)
+    def __init__(self):
+        self.dataset: Dataset | None = None
         self.tokens_generated = 0  # by this process
         self.evaluations: list[Accuracy] = []
         self.answers: dict[str, list[dict]] = {}  # "before" and "after": of each problem, its first sample
@@ -83,8 +79,6 @@ class HeldOut(TrainerCallback):
             return scores
 
         return count
-
-    watch = counted  # its former name
 
     def resume(self, checkpoint: str, is_main_process: bool) -> None:
         """Take up the counts that were saved with a checkpoint."""
