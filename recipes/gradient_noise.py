@@ -49,7 +49,7 @@ class NoiseArguments(ToolMathArguments):
         "under every baseline, and ends in a verdict, a table and a picture. Nothing is trained. A run that was "
         "stopped goes on where it was when the same command is given again."
     )
-    FOLDER: ClassVar[str] = "runs/gradient_noise/seedSEED"
+    FOLDER: ClassVar[str] = "runs/gradient_noise/seed{seed}"
     WITHOUT_EFFECT: ClassVar[tuple[str, ...]] = tuple(
         "baseline leave_one_out eval_only allow_changes scale_rewards learning_rate max_steps beta "
         "gradient_accumulation_steps eval_strategy eval_steps num_generations_eval save_steps logging_steps report_to "

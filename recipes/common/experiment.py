@@ -43,12 +43,7 @@ class Experiment:
         return bool(self.run.finished)
 
     def model_and_prompts(self, problems: Problems, tools: list[Callable] | None = None) -> dict[str, Any]:
-        """
-        The trainer's arguments that follow from the options: model, tokenizer, adapter, and the problems as prompts.
-
-        Raises:
-            InputError: Problems, model and tools do not go together.
-        """
+        """What [`trainer_arguments`] gives, and the problems to train on and to hold out."""
         check_enough_problems(len(problems.train), self.args.generation_batch_size, self.args.num_generations)
         arguments, (train, held_out) = trainer_arguments(
             self.settings, self.args, self.model_args, [problems.train, problems.held_out], tools

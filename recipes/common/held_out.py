@@ -83,8 +83,7 @@ class HeldOut(TrainerCallback):
     def resume(self, checkpoint: str, is_main_process: bool) -> None:
         """Take up the counts that were saved with a checkpoint."""
         saved = json.loads((Path(checkpoint) / COUNTS).read_text())
-        self.evaluations = [Accuracy(**evaluation) for evaluation in saved["evaluations"]]
-        self.answers = saved["answers"]
+        self.evaluations, self.answers = [Accuracy(**e) for e in saved["evaluations"]], saved["answers"]
         self.tokens_generated = saved["tokens_generated"] if is_main_process else 0
 
     def on_save(self, args, state, control, **kwargs):
