@@ -20,6 +20,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import pandas
 from matplotlib.figure import Figure
 from scipy import stats
 
@@ -42,10 +43,14 @@ class Run:
     result: dict
     log: list[dict]
 
+    def percent(self, when: str) -> float:
+        """The held-out accuracy `"before"` or `"after"`."""
+        return 100 * self.result[when]["mean"]
+
     @property
     def rise(self) -> float:
         """In percentage points of held-out accuracy."""
-        return 100 * (self.result["after"]["mean"] - self.result["before"]["mean"])
+        return self.percent("after") - self.percent("before")
 
 
 class Parser(argparse.ArgumentParser):
@@ -113,51 +118,46 @@ def table(runs: list[Run]) -> str:
     first, *_ = baselines = list(dict.fromkeys(run.baseline for run in runs))
     head = f"baseline|n|before, %|after, %|rise, points|rise over that of {first}|tokens|seconds".split("|")
     rows = [head, ["---"] * len(head)]
-    rises = {(run.baseline, run.seed): run.rise for run in runs}
+    rise_of_first = {run.seed: run.rise for run in runs if run.baseline == first}
     for name in baselines:
         own = [run for run in runs if run.baseline == name]
-        accuracies = [interval([100 * run.result[when]["mean"] for run in own]) for when in ("before", "after")]
-        ahead = interval([run.rise - rises[first, run.seed] for run in own]) if name != first else ""
-        tokens, seconds = (
-            f"{statistics.fmean(run.result[key] for run in own):,.0f}"
-            for key in ("tokens_generated", "training_seconds")
-        )
-        rows.append([name, len(own), *accuracies, interval([run.rise for run in own]), ahead, tokens, seconds])
+        accuracies = [interval([run.percent(when) for run in own]) for when in ("before", "after")]
+        ahead = interval([run.rise - rise_of_first[run.seed] for run in own]) if name != first else ""
+        costs = [statistics.fmean(run.result[key] for run in own) for key in ("tokens_generated", "training_seconds")]
+        rise = interval([run.rise for run in own])
+        rows.append([name, str(len(own)), *accuracies, rise, ahead, *(f"{cost:,.0f}" for cost in costs)])
     n = len({run.seed for run in runs})
     note = "95 % intervals over seeds (Student's t); differences are paired by seed"
-    lines = [f"| {' | '.join(map(str, row))} |" for row in rows]
+    lines = [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join([*lines, "", f"n = {n} seed{'s: ' + note if n > 1 else ': one seed gives no interval'}.", ""])
 
 
 def picture(runs: list[Run], path: Path, title: str) -> None:
-    """Held-out accuracy and smoothed reward over steps, and the accuracy at the end."""
+    """Held-out accuracy and smoothed reward over the steps that all runs have, and the accuracy at the end."""
     figure = Figure(figsize=(14, 4.2), layout="constrained")
-    over_steps, rewards, ends = figure.subplots(1, 3)
+    over_steps, rewards, ends = axes = figure.subplots(1, 3)
     names = list(dict.fromkeys(run.baseline for run in runs))
     for i, name in enumerate(names):
-        color, own = f"C{i}", [run for run in runs if run.baseline == name]
+        own = [run for run in runs if run.baseline == name]
         held_out = [{e["step"]: 100 * e["mean"] for e in run.result["evaluations"]} for run in own]
-        reward = [_smooth_reward(run.log) for run in own]
-        for axis, curves in ((over_steps, held_out), (rewards, reward)):
-            for curve in curves if len(own) > 1 else []:
-                axis.plot(list(curve), list(curve.values()), color=color, alpha=0.3, linewidth=1)
-            steps = sorted(set.intersection(*map(set, curves)))
-            means = [statistics.fmean(curve[step] for curve in curves) for step in steps]
-            marker = "." if axis is over_steps else None
-            axis.plot(steps, means, color=color, linewidth=2, label=f"{name}, n = {len(own)}", marker=marker)
-        last = [100 * run.result["after"]["mean"] for run in own]
-        ends.plot([i] * len(last), last, "o", color=color, alpha=0.5)
-        ends.plot([i - 0.2, i + 0.2], [statistics.fmean(last)] * 2, color=color, linewidth=2)
+        for axis, curves, marker in (
+            (over_steps, held_out, "."),
+            (rewards, [_smooth_reward(run.log) for run in own], None),
+            (ends, [dict.fromkeys((i - 0.2, i + 0.2), run.percent("after")) for run in own], None),
+        ):
+            of_runs = pandas.DataFrame(curves).dropna(axis="columns").sort_index(axis="columns")
+            axis.plot(of_runs.columns, of_runs.T, color=f"C{i}", alpha=0.3, linewidth=1)
+            label = f"{name}, n = {len(own)}"
+            axis.plot(of_runs.columns, of_runs.mean(), color=f"C{i}", linewidth=2, marker=marker, label=label)
     over_steps.set(title="held-out accuracy, %", xlabel="step")
     rewards.set(title="training reward, centred mean over a tenth", xlabel="step")
-    ends.set(title="held-out accuracy after training, %", xticks=range(len(names)), xlim=(-0.6, len(names) - 0.4))
-    ends.set_xticklabels(names)
-    for axis in (over_steps, rewards, ends):
+    ends.set(title="held-out accuracy after training, %", xlim=(-0.6, len(names) - 0.4))
+    ends.set_xticks(range(len(names)), names)
+    for axis in axes:
         axis.grid(alpha=0.3)
     over_steps.legend()
-    figure.suptitle(
-        f"{title}\nbold: mean over seeds; pale: single seeds" if len(runs) > len(names) else title, fontsize=11
-    )
+    explained = "\nbold: mean over seeds; pale: single seeds" if len(runs) > len(names) else ""
+    figure.suptitle(title + explained, fontsize=11)
     figure.savefig(path, dpi=120)
 
 

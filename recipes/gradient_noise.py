@@ -18,18 +18,17 @@ tidy_output()
 
 import json
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from trl import get_quantization_config
+from transformers.hf_argparser import HfArg
 
 import trl_otb
 from recipes.common.arguments import parse
-from recipes.common.errors import InputError, Stopped, constructing, launch
-from recipes.common.imports import load_object
-from recipes.common.launching import say
-from recipes.common.models import check_prompts, load_tokenizer, model_path, with_adapter, with_prompts
+from recipes.common.errors import InputError, Stopped, constructing, input_errors, launch
+from recipes.common.launching import print_once
+from recipes.common.models import load_object, own_rewards, trainer_arguments
 from recipes.math import accuracy_reward, load_data
 from recipes.tool_math import ToolMathArguments, calculator_tool
 from trl_otb import OTBGRPOTrainer
@@ -37,6 +36,10 @@ from trl_otb.baselines import find_baseline
 
 
 CONFIG = "math_cpu.yaml"
+# The options that are `compare_baselines`' own
+MEASUREMENT = (
+    "baselines num_prompts completions_per_prompt group_sizes parameters prompts_per_batch projection overwrite"
+).split()
 
 
 @dataclass
@@ -46,45 +49,37 @@ class NoiseArguments(ToolMathArguments):
         "under every baseline, and ends in a verdict, a table and a picture. Nothing is trained. A run that was "
         "stopped goes on where it was when the same command is given again."
     )
-    FOLDER: ClassVar[str] = "runs/gradient_noise/seedSEED"
+    FOLDER: ClassVar[str] = "runs/gradient_noise/seed{seed}"
     WITHOUT_EFFECT: ClassVar[tuple[str, ...]] = tuple(
         "baseline leave_one_out eval_only allow_changes scale_rewards learning_rate max_steps beta "
         "gradient_accumulation_steps eval_strategy eval_steps num_generations_eval save_steps logging_steps report_to "
         "resume_from_checkpoint loss_type".split()
     )
 
-    num_prompts: int = field(default=16, metadata={"help": "Prompts that are studied, from the training data."})
-    completions_per_prompt: int = field(
-        default=128, metadata={"help": "Completions in a prompt's pool; more make every figure surer."}
+    num_prompts: int = HfArg(default=16, help="Prompts that are studied, from the training data.")
+    completions_per_prompt: int = HfArg(
+        default=128, help="Completions in a prompt's pool; more make every figure surer."
     )
-    baselines: list[str] = field(
+    baselines: list[str] = HfArg(  # noqa: RUF009
         default_factory=lambda: ["ogb", "otb", "otb_shrunk", "ogb_pooled", "ogb_pooled_damped"],
-        metadata={
-            "help": "Baselines beside `none` and `group_mean`; those that read energies also with one left out."
-        },
+        help="Baselines beside `none` and `group_mean`; those that read energies also with one left out.",
     )
-    group_sizes: list[int] = field(default_factory=lambda: [4, 8], metadata={"help": "Completions per group, N."})
-    prompts_per_batch: int = field(
-        default=16,
-        metadata={
-            "help": "Prompts per step, for which efficiencies are; baselines that pool prompts see them together."
-        },
+    group_sizes: list[int] = HfArg(default_factory=lambda: [4, 8], help="Completions per group, N.")  # noqa: RUF009
+    prompts_per_batch: int = HfArg(
+        default=16, help="Prompts per step, for which efficiencies are; baselines that pool prompts see them together."
     )
-    parameters: str = field(
-        default=".*", metadata={"help": "Only trainable parameters whose name holds this regular expression."}
-    )
-    projection: int = field(
+    parameters: str = HfArg(default=".*", help="Only trainable parameters whose name holds this regular expression.")
+    projection: int = HfArg(
         default=16_384,
-        metadata={"help": "Numbers kept per gradient; inner products are off by √(2 / this), relative to the norms."},
+        help="Numbers kept per gradient; inner products are off by √(2 / this), relative to the norms.",
     )
-    tools: list[str] | None = field(
-        default=None, metadata={"help": "`calculator`, or tools of your own as module:function."}
+    tools: list[str] | None = HfArg(  # noqa: RUF009
+        default=None, help="`calculator`, or tools of your own as module:function."
     )
-    environment_factory: str | None = field(
-        default=None,
-        metadata={"help": "An environment's class as module:class; its reward is added to the recipe's grading."},
+    environment_factory: str | None = HfArg(
+        default=None, help="An environment's class as module:class; its reward is added to the recipe's grading."
     )
-    plot_only: bool = field(default=False, metadata={"help": "Table, picture and verdict from what is saved."})
+    plot_only: bool = HfArg(default=False, help="Table, picture and verdict from what is saved.")
 
 
 def check(settings: NoiseArguments, args) -> None:
@@ -95,11 +90,9 @@ def check(settings: NoiseArguments, args) -> None:
     ):
         if value:
             raise InputError(f"`{flag}` is set and has no effect here: {remedy}. Leave it out.")
-    try:
+    with input_errors(ValueError):
         for name in settings.baselines:
             find_baseline(name)
-    except ValueError as error:
-        raise InputError(str(error)) from error
 
 
 def check_plot_only(argv: list[str]) -> None:
@@ -116,16 +109,12 @@ def check_plot_only(argv: list[str]) -> None:
 def trainer_of(settings: NoiseArguments, args, model_args) -> OTBGRPOTrainer:
     """The trainer of a run with these options."""
     problems = load_data(settings, args.seed)
-    model = model_path(model_args.model_name_or_path)
-    tokenizer = load_tokenizer(model, args, model_args)
     tools = [
         calculator_tool(settings.max_operations) if name == "calculator" else load_object(name, "tools")
         for name in settings.tools or []
     ]
     environment = settings.environment_factory and load_object(settings.environment_factory, "environment_factory")
-    prompts = with_prompts(problems.train, tokenizer, settings.instruction)
-    check_prompts(prompts, tokenizer, model, args, tools)
-    own_rewards = [load_object(name, "reward_funcs") for name in settings.reward_funcs or []]
+    arguments, (prompts,) = trainer_arguments(settings, args, model_args, [problems.train], tools)
     graded = accuracy_reward(problems)
     # Grading what does not count can take longer than all else
     counts = args.reward_weights is None or args.reward_weights[0] != 0
@@ -135,43 +124,35 @@ def trainer_of(settings: NoiseArguments, args, model_args) -> OTBGRPOTrainer:
 
     args.eval_strategy, args.report_to, args.scale_rewards = "no", [], "none"
     with constructing(model_args.model_name_or_path):
-        model, peft_config = with_adapter(model, args, model_args)
         return OTBGRPOTrainer(
-            model=model,
-            reward_funcs=[accuracy, *own_rewards],
+            **arguments,
+            reward_funcs=[accuracy, *own_rewards(settings)],
             args=args,
             train_dataset=prompts,
-            processing_class=tokenizer,
-            peft_config=peft_config,
-            quantization_config=get_quantization_config(model_args),
             tools=tools or None,
             environment_factory=environment,
         )
+
+
+def measured(settings: NoiseArguments, args, model_args, argv: list[str]) -> trl_otb.BaselineReport:
+    """The report of a new measurement, or of the one that is saved."""
+    if settings.plot_only:
+        check_plot_only(argv)
+        return trl_otb.BaselineReport.load(args.output_dir, settings.prompts_per_batch)
+    check(settings, args)
+    return trl_otb.compare_baselines(
+        trainer_of(settings, args, model_args),
+        output_dir=args.output_dir,
+        **{name: getattr(settings, name) for name in MEASUREMENT},
+    )
 
 
 def main(argv: list[str]) -> None:
     settings, args, model_args = parse("gradient_noise", NoiseArguments, CONFIG, argv)
     folder = Path(args.output_dir)
     try:
-        if settings.plot_only:
-            check_plot_only(argv)
-            report = trl_otb.BaselineReport.load(folder, settings.prompts_per_batch)
-        else:
-            check(settings, args)
-            report = trl_otb.compare_baselines(
-                trainer_of(settings, args, model_args),
-                settings.baselines,
-                settings.num_prompts,
-                settings.completions_per_prompt,
-                settings.group_sizes,
-                settings.parameters,
-                prompts_per_batch=settings.prompts_per_batch,
-                output_dir=folder,
-                projection=settings.projection,
-                overwrite=settings.overwrite,
-            )
-    except ValueError as error:
-        raise error if isinstance(error, InputError) else InputError(str(error)) from error
+        with input_errors(ValueError):
+            report = measured(settings, args, model_args, argv)
     except KeyboardInterrupt as stop:
         kept = len(list(folder.glob("prompt-*.pt")))
         same = "the same command without --overwrite" if settings.overwrite else "the same command"
@@ -179,7 +160,7 @@ def main(argv: list[str]) -> None:
     (folder / "table.md").write_text(report.to_markdown())
     (folder / "report.json").write_text(json.dumps(report.to_json(), indent=2) + "\n")
     report.plot(folder / "noise.png")
-    say(f"{report}\n\n{folder}: table.md with all figures, report.json, noise.png, and one file per prompt.")
+    print_once(f"{report}\n\n{folder}: table.md with all figures, report.json, noise.png, and one file per prompt.")
 
 
 if __name__ == "__main__":

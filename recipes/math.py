@@ -36,7 +36,7 @@ from recipes.common.arguments import RecipeArguments
 from recipes.common.errors import constructing, launch
 from recipes.common.experiment import Experiment
 from recipes.common.grading import final_text, find_answer
-from recipes.common.problems import Problems, problems_of
+from recipes.common.problems import Problems, load_problems
 from trl_otb import OTBGRPOTrainer
 
 
@@ -53,7 +53,7 @@ def load_data(settings: RecipeArguments, seed: int) -> Problems:
         data = data.map(lambda row: {"answer": row["answer"].split("####")[-1].strip()})
         return Problems(train=data.select(range(200, len(data))), held_out=data.select(range(200)), name="GSM8K")
     """
-    return problems_of(settings, seed)
+    return load_problems(settings, seed)
 
 
 def accuracy_reward(problems: Problems) -> Callable[..., list[float]]:

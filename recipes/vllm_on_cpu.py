@@ -84,10 +84,9 @@ def reload_instead_of_nccl(client: type[VLLMClient]) -> None:
 
 
 class CountingTrainer(OTBGRPOTrainer):
-    """Counts forwards of the policy, and keeps the extremes of ρ."""
+    """Counts forwards of the policy."""
 
     without_gradient = with_gradient = 0
-    smallest_ratio, largest_ratio = float("inf"), 0.0
 
     def _get_per_token_logps_and_entropies(self, *args, **kwargs):
         if torch.is_grad_enabled():
@@ -96,19 +95,13 @@ class CountingTrainer(OTBGRPOTrainer):
             self.without_gradient += 1
         return super()._get_per_token_logps_and_entropies(*args, **kwargs)
 
-    def score_rollout(self, rollout, batch):
-        ratio = batch["importance_sampling_ratio"]
-        self.smallest_ratio = min(self.smallest_ratio, ratio.min().item())
-        self.largest_ratio = max(self.largest_ratio, ratio.max().item())
-        super().score_rollout(rollout, batch)
-
     def train(self, *args, **kwargs):
         result = super().train(*args, **kwargs)
         log = [entry for entry in self.state.log_history if "loss" in entry]
-        for name in ("reward", "sampling/sampling_logp_difference/max", "otb/energy/token_mean"):
-            print(f"{name}: {', '.join(f'{float(entry[name]):.3g}' for entry in log)}")
+        ratios = [f"sampling/importance_sampling_ratio/{extreme}" for extreme in ("min", "max")]
+        for name in ("reward", "sampling/sampling_logp_difference/max", "otb/energy/token_mean", *ratios):
+            print(f"{name}: {', '.join(f'{float(entry[name]):.6g}' for entry in log)}")
         print(
-            f"Importance ratios between {self.smallest_ratio:.6f} and {self.largest_ratio:.6f}. "
             f"In {self.state.global_step} steps {self.without_gradient} forwards without gradient, "
             f"{self.with_gradient} with; energies come from {self.energy_source}."
         )
@@ -118,19 +111,14 @@ class CountingTrainer(OTBGRPOTrainer):
 def train(argv: list[str]) -> None:
     reload_instead_of_nccl(VLLMClient)
     math_recipe.OTBGRPOTrainer = CountingTrainer
-    settings = {
-        "config": str(Path(__file__).with_name("math_smollm2.yaml")),
-        "output_dir": "runs/vllm_on_cpu/run",
-        "max_steps": "5",
-        "use_vllm": "true",
-        "vllm_mode": "server",
-        "vllm_server_base_url": f"http://{HOST}:{PORT}",
-    }
-    math_recipe.main([word for name, value in settings.items() for word in (f"--{name}", value)] + argv)
+    flags = ["--config", str(Path(__file__).with_name("math_smollm2.yaml"))]
+    flags += "--output_dir runs/vllm_on_cpu/run --max_steps 5 --use_vllm true --vllm_mode server".split()
+    math_recipe.main([*flags, "--vllm_server_base_url", f"http://{HOST}:{PORT}", *argv])
 
 
 if __name__ == "__main__":
     verb, *flags = sys.argv[1:] or [""]
-    if verb not in ("prepare", "serve", "train"):
+    verbs = {"prepare": prepare, "serve": serve, "train": lambda: train(flags)}
+    if verb not in verbs:
         sys.exit(f"{__doc__}\nvllm_on_cpu.py: error: say prepare, serve or train.")
-    {"prepare": prepare, "serve": serve, "train": train}[verb](*([flags] if verb == "train" else []))
+    verbs[verb]()

@@ -7,7 +7,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import yaml
@@ -18,7 +18,7 @@ from trl_otb import OTBGRPOConfig
 from trl_otb.baselines import BASELINES
 
 from .checks import check_values
-from .errors import InputError
+from .errors import InputError, input_errors
 from .launching import print_once, processes
 
 
@@ -49,12 +49,12 @@ class RecipeArguments:
     """
     Options of a recipe, beside those of OTBGRPOConfig and of TRL's ModelConfig.
 
-    A subclass may set `ABOUT`, what `--help` says first; `FOLDER`, the default of `output_dir`, in which words in
-    capitals stand for what is known later; and `WITHOUT_EFFECT`, options that `--help` leaves out.
+    A subclass may set `ABOUT`, what `--help` says first; `FOLDER`, the default of `output_dir`; and `WITHOUT_EFFECT`,
+    options that `--help` leaves out.
     """
 
     ABOUT: ClassVar[str] = ""
-    FOLDER: ClassVar[str] = "runs/RECIPE/BASELINE-seedSEED"
+    FOLDER: ClassVar[str] = "runs/{recipe}/{baseline}-seed{seed}"
     WITHOUT_EFFECT: ClassVar[tuple[str, ...]] = ()
 
     dataset_name: str = HfArg(
@@ -163,20 +163,15 @@ class RecipeParser(TrlParser):
             action = self.actions.get(key)
             if action is None or key in ("config", "help", "help_all"):
                 raise InputError(f"{path} has an unknown option {key!r}.{self.closest(str(key))}")
-            self._check_yaml_value(path, action, value)
+            if isinstance(value, list) and action.nargs != "+":
+                raise InputError(f"{path}: `{key}` is {value!r}: it takes one value.")
+            singles = value if isinstance(value, list) else [value]
+            for single in singles if value is not None and not isinstance(value, dict) else []:
+                try:
+                    self._check_value(action, self._get_value(action, str(single)))
+                except argparse.ArgumentError as error:
+                    raise InputError(f"{path}: `{key}` is {single!r}: {error.message}.") from error
         self.set_defaults_with_config(**values)
-
-    def _check_yaml_value(self, path: Path, action: argparse.Action, value: Any) -> None:
-        if value is None or isinstance(value, dict):
-            return
-        if isinstance(value, list) and action.nargs != "+":
-            raise InputError(f"{path}: `{action.dest}` is {value!r}: it takes one value.")
-        for single in value if isinstance(value, list) else [value]:
-            try:
-                converted = self._get_value(action, str(single))
-                self._check_value(action, converted)
-            except argparse.ArgumentError as error:
-                raise InputError(f"{path}: `{action.dest}` is {single!r}: {error.message}.") from error
 
 
 def parse(
@@ -212,10 +207,8 @@ def parse(
         raise InputError(f"there is no flag {word}.{parser.closest(word.lstrip('-'))}")
     values = parser.parse_args(argv)
     check_values(values, processes())
-    try:
+    with input_errors(ValueError, TypeError, ImportError, RuntimeError, AssertionError):
         settings, args, model_args, _ = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
-    except (ValueError, TypeError, ImportError, RuntimeError, AssertionError) as error:
-        raise InputError(str(error)) from error  # what a configuration says about its own values
     _drop_options_of_other_data(parser, settings, argv)
     if args.output_dir == arguments.FOLDER:
         args.output_dir = str(default_folder(arguments.FOLDER, name, args))
@@ -240,11 +233,11 @@ def _drop_options_of_other_data(parser: RecipeParser, settings: RecipeArguments,
     if settings.dataset_name == parser.actions["dataset_name"].default:
         return
     given = {word.split("=")[0].lstrip("-").replace("-", "_") for word in argv if word.startswith("--")}
-    defaults = {f.name: f.default for f in dataclasses.fields(settings)}
     for name in DATA_OPTIONS:
-        if name not in given and getattr(settings, name) != defaults[name]:
+        default = getattr(type(settings), name)  # where a dataclass keeps it
+        if name not in given and getattr(settings, name) != default:
             print_once(f"Note: `{name}` of the YAML file belongs to its own data and is left out.")
-            setattr(settings, name, defaults[name])
+            setattr(settings, name, default)
 
 
 def default_folder(pattern: str, name: str, args: OTBGRPOConfig) -> Path:
@@ -252,5 +245,4 @@ def default_folder(pattern: str, name: str, args: OTBGRPOConfig) -> Path:
     checkpoint = args.resume_from_checkpoint
     if checkpoint and checkpoint != "latest":
         return Path(checkpoint).parent
-    words = {"RECIPE": Path(name).stem, "BASELINE": args.baseline.replace(":", "."), "SEED": str(args.seed)}
-    return Path(re.sub("|".join(words), lambda found: words[found[0]], pattern))
+    return Path(pattern.format(recipe=Path(name).stem, baseline=args.baseline.replace(":", "."), seed=args.seed))

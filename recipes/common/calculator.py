@@ -7,7 +7,7 @@ import operator
 MAX_CHARACTERS = 200
 MAX_DIGITS = 40  # of any number that comes up
 
-_BINARY = {
+OPERATORS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
@@ -15,8 +15,9 @@ _BINARY = {
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
     ast.Pow: operator.pow,
+    ast.UAdd: operator.pos,
+    ast.USub: operator.neg,
 }
-_UNARY = {ast.UAdd: operator.pos, ast.USub: operator.neg}
 
 
 def evaluate(expression: str, max_operations: int = 50) -> int | float:
@@ -24,16 +25,8 @@ def evaluate(expression: str, max_operations: int = 50) -> int | float:
     The value of an arithmetic expression in Python's syntax: numbers, parentheses, and + - * / // % **.
 
     The expression is never executed: its syntax tree is walked, and every node that is none of these is refused.
-
-    Args:
-        expression (`str`):
-            At most `MAX_CHARACTERS` characters, so that depth is bounded too.
-        max_operations (`int`, *optional*, defaults to 50):
-            How many operations with two operands it may hold.
-
-    Returns:
-        `int` or `float`: an integer wherever the exact result is one of at most `MAX_DIGITS` digits and no operand was
-        a float.
+    It holds at most `MAX_CHARACTERS` characters, so that depth is bounded too, and at most `max_operations` operations
+    with two operands. The value is an integer wherever the exact result is one and no operand was a float.
 
     Raises:
         ValueError: Anything else was asked for.
@@ -58,19 +51,18 @@ def evaluate(expression: str, max_operations: int = 50) -> int | float:
 def _value(node: ast.expr) -> int | float:
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         return _bounded(node.value)
-    if isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:
-        return _UNARY[type(node.op)](_value(node.operand))
-    if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
+    if isinstance(node, ast.UnaryOp) and type(node.op) in OPERATORS:
+        return OPERATORS[type(node.op)](_value(node.operand))
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
         left, right = _value(node.left), _value(node.right)
         if isinstance(node.op, ast.Pow):
             # Before it is worked out: a power is the one operation whose result can outgrow its operands without bound
-            if abs(right) > 4 * MAX_DIGITS or (
-                isinstance(left, int) and left.bit_length() * abs(right) > 4 * MAX_DIGITS
-            ):
+            bits = left.bit_length() if isinstance(left, int) else 1
+            if max(bits, 1) * abs(right) > 4 * MAX_DIGITS:
                 raise ValueError(f"the power {left} ** {right} is too large")
         if isinstance(node.op, ast.Div) and isinstance(left, int) and isinstance(right, int) and right != 0:
             return left // right if left % right == 0 else left / right
-        return _bounded(_BINARY[type(node.op)](left, right))
+        return _bounded(OPERATORS[type(node.op)](left, right))
     raise ValueError(f"{ast.unparse(node)[:40]!r} is not arithmetic on numbers")
 
 

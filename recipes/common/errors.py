@@ -74,13 +74,20 @@ def explained(prefix: str, within: tuple[str, ...] | None = None) -> Iterator[No
 
 
 @contextmanager
+def input_errors(*kinds: type[Exception]) -> Iterator[None]:
+    """Turn errors of these kinds into `InputError`s: what they say names the value and the reason."""
+    try:
+        yield
+    except kinds as error:
+        raise error if isinstance(error, InputError) else InputError(str(error)) from error
+
+
+@contextmanager
 def constructing(model: str) -> Iterator[None]:
     """Around a trainer's construction: the model cannot be loaded, or the trainer rejects an option."""
-    try:
-        with explained(f"`model_name_or_path` is {model!r}: the model cannot be loaded:", within=("from_pretrained",)):
-            yield
-    except (ValueError, ImportError) as error:
-        raise error if isinstance(error, InputError) else InputError(str(error)) from error
+    unloadable = f"`model_name_or_path` is {model!r}: the model cannot be loaded:"
+    with input_errors(ValueError, ImportError), explained(unloadable, within=("from_pretrained",)):
+        yield
 
 
 def resuming(checkpoint: str | os.PathLike | None):

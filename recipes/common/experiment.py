@@ -4,16 +4,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from trl import GRPOTrainer, get_quantization_config
+from trl import GRPOTrainer
 
 from .arguments import parse
 from .callbacks import CheckpointOnInterrupt, show_compact_progress
 from .checks import check_enough_problems
 from .errors import Stopped, resuming
 from .held_out import HeldOut
-from .imports import load_object
 from .launching import check_launcher, print_once, warn_of_missing_processes
-from .models import check_prompts, load_tokenizer, model_path, with_adapter, with_prompts
+from .models import own_rewards, trainer_arguments
 from .problems import Problems
 from .report import report, report_evaluation
 from .run_folder import open_run
@@ -44,35 +43,16 @@ class Experiment:
         return bool(self.run.finished)
 
     def model_and_prompts(self, problems: Problems, tools: list[Callable] | None = None) -> dict[str, Any]:
-        """
-        The trainer's arguments that follow from the options: model, tokenizer, adapter, and the problems as prompts.
-
-        Raises:
-            InputError: Problems, model and tools do not go together.
-        """
-        args, model_args = self.args, self.model_args
-        check_enough_problems(len(problems.train), args.generation_batch_size, args.num_generations)
-        path = model_path(self.model_name)
-        tokenizer = load_tokenizer(path, args, model_args)
-        prompts = [
-            with_prompts(some, tokenizer, self.settings.instruction) for some in (problems.train, problems.held_out)
-        ]
-        for some in prompts:
-            check_prompts(some, tokenizer, path, args, tools)
-        model, peft_config = with_adapter(path, args, model_args)
-        return {
-            "model": model,
-            "processing_class": tokenizer,
-            "peft_config": peft_config,
-            "quantization_config": get_quantization_config(model_args),
-            "train_dataset": prompts[0],
-            "eval_dataset": self.held_out.numbered(prompts[1]),
-        }
+        """What [`trainer_arguments`] gives, and the problems to train on and to hold out."""
+        check_enough_problems(len(problems.train), self.args.generation_batch_size, self.args.num_generations)
+        arguments, (train, held_out) = trainer_arguments(
+            self.settings, self.args, self.model_args, [problems.train, problems.held_out], tools
+        )
+        return {**arguments, "train_dataset": train, "eval_dataset": self.held_out.numbered(held_out)}
 
     def rewards(self, accuracy: Callable[..., list[float]]) -> list[Callable[..., list[float]]]:
         """`accuracy`, whose scores in an evaluation are the held-out accuracy, and the rewards of `--reward_funcs`."""
-        own = [load_object(name, "reward_funcs") for name in self.settings.reward_funcs or []]
-        return [self.held_out.counted(accuracy), *own]
+        return [self.held_out.counted(accuracy), *own_rewards(self.settings)]
 
     def train(self, trainer: GRPOTrainer, problems: Problems) -> None:
         """Train, with an evaluation before and after, and report. Ctrl-C leaves a checkpoint."""

@@ -47,14 +47,10 @@ class HeldOut(TrainerCallback):
     Counts along with a reward function: the tokens generated in training and, in an evaluation, every held-out
     problem's scores, which become an [`Accuracy`]. Checkpoints keep the counts. An evaluation amid training leaves the
     random numbers of training as they are, so that evaluating more often does not change a run.
-
-    Args:
-        problems (`Dataset`, *optional*):
-            The held-out problems, with their `prompt`; or see [`numbered`].
     """
 
-    def __init__(self, problems: Dataset | None = None):
-        self.dataset = None if problems is None else self.numbered(problems)
+    def __init__(self):
+        self.dataset: Dataset | None = None
         self.tokens_generated = 0  # by this process
         self.evaluations: list[Accuracy] = []
         self.answers: dict[str, list[dict]] = {}  # "before" and "after": of each problem, its first sample
@@ -84,13 +80,10 @@ class HeldOut(TrainerCallback):
 
         return count
 
-    watch = counted  # its former name
-
     def resume(self, checkpoint: str, is_main_process: bool) -> None:
         """Take up the counts that were saved with a checkpoint."""
         saved = json.loads((Path(checkpoint) / COUNTS).read_text())
-        self.evaluations = [Accuracy(**evaluation) for evaluation in saved["evaluations"]]
-        self.answers = saved["answers"]
+        self.evaluations, self.answers = [Accuracy(**e) for e in saved["evaluations"]], saved["answers"]
         self.tokens_generated = saved["tokens_generated"] if is_main_process else 0
 
     def on_save(self, args, state, control, **kwargs):

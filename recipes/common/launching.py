@@ -24,9 +24,6 @@ def print_once(text: str) -> None:
         print(text, flush=True)
 
 
-say = print_once  # its former name
-
-
 def tidy_output() -> None:
     """
     Let the trainer say where its energies come from, and silence what other packages say about themselves and nobody

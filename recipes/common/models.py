@@ -1,17 +1,21 @@
 """The model that a user names: where it is, whether a GRPO trainer can use it, and its tokenizer."""
 
 import os
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
 from jinja2.exceptions import TemplateError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
-from trl import GRPOConfig, ModelConfig, get_peft_config
+from trl import GRPOConfig, ModelConfig, get_peft_config, get_quantization_config
 from trl.chat_template_utils import supports_tool_calling
 
-from .errors import InputError, explained
-from .imports import is_named_object, load_object
+from trl_otb.imports import import_object
+
+from .arguments import RecipeArguments
+from .errors import InputError, constructing, explained, input_errors
 from .run_folder import check_safetensors
 
 
@@ -23,6 +27,36 @@ MODEL_FILES = {
 }
 # What the architecture of a model that writes text ends in.
 GENERATIVE = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+load_object = input_errors(ValueError)(import_object)
+
+
+def trainer_arguments(
+    settings: RecipeArguments,
+    args: GRPOConfig,
+    model_args: ModelConfig,
+    data: list[Dataset],
+    tools: list[Callable] | None = None,
+) -> tuple[dict[str, Any], list[Dataset]]:
+    """
+    What follows from the options: the trainer's model, tokenizer and adapter; and `data` with the column `prompt`.
+
+    Raises:
+        InputError: Problems, model and tools do not go together.
+    """
+    path = model_path(model_args.model_name_or_path)
+    tokenizer = load_tokenizer(path, args, model_args)
+    data = [with_prompts(some, tokenizer, settings.instruction) for some in data]
+    for some in data:
+        check_prompts(some, tokenizer, path, args, tools)
+    with constructing(model_args.model_name_or_path):
+        model, peft_config = with_adapter(path, args, model_args)
+    arguments = {"model": model, "processing_class": tokenizer, "peft_config": peft_config}
+    return arguments | {"quantization_config": get_quantization_config(model_args)}, data
+
+
+def own_rewards(settings: RecipeArguments) -> list[Callable[..., list[float]]]:
+    """Those of `--reward_funcs`."""
+    return [load_object(name, "reward_funcs") for name in settings.reward_funcs or []]
 
 
 def model_path(name: str | None) -> str:
@@ -34,7 +68,7 @@ def model_path(name: str | None) -> str:
     """
     if not name:
         raise InputError("`model_name_or_path` is empty: name a model folder, a hub id, or module:function.")
-    if is_named_object(name):
+    if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name):
         function = load_object(name, "model_name_or_path")
         with explained(f"`model_name_or_path` is {name!r}: it fails with"):
             path = function()

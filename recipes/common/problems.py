@@ -49,50 +49,22 @@ class Problems:
         return f"{len(self.train):,} problems to train on, {len(self.held_out):,} held out{dropped}"
 
 
-def problems_of(settings: RecipeArguments, seed: int) -> Problems:
-    """The problems that the command line and the YAML file ask for."""
-    return load_problems(
-        settings.dataset_name,
-        options=settings.dataset_options,
-        config=settings.dataset_config,
-        split=settings.dataset_split,
-        prompt_column=settings.prompt_column,
-        answer_column=settings.answer_column,
-        num_train=settings.num_train_problems,
-        num_held_out=settings.num_held_out_problems,
-        seed=seed,
-    )
-
-
-def load_problems(
-    name: str,
-    *,
-    options: str | dict[str, Any] | None = None,
-    config: str | None = None,
-    split: str = "train",
-    prompt_column: str | None = None,
-    answer_column: str | None = None,
-    num_train: int = 20_000,
-    num_held_out: int = 200,
-    seed: int = 0,
-) -> Problems:
+def load_problems(settings: RecipeArguments, seed: int = 0) -> Problems:
     """
-    Load problems and hold some out. Which ones does not depend on the seed, so that runs can be compared.
+    Load the problems that the command line and the YAML file ask for, and hold some out.
 
-    The arguments are the options of [`RecipeArguments`]; `options` may be a dictionary or JSON. `seed` decides which
-    problems reasoning-gym generates to train on. Of a file or hub dataset, all problems are used, and at most a fifth
-    are held out.
+    Which ones does not depend on the seed, so that runs can be compared. `seed` decides which problems reasoning-gym
+    generates to train on. Of a file or hub dataset, all problems are used, and at most a fifth are held out.
 
     Raises:
         InputError: The problems cannot be had as asked for.
     """
-    options = _options(options) if isinstance(options, str) else options or {}
+    name, num_held_out = settings.dataset_name, settings.num_held_out_problems
     if name.startswith(REASONING_GYM):
-        return _reasoning_gym(name, options, num_train, num_held_out, seed)
-    if options:
+        return _reasoning_gym(settings, seed)
+    if settings.dataset_options:
         raise InputError(f"`dataset_options` is for reasoning-gym tasks, and `dataset_name` is {name!r}.")
-    data = _load(name, config, split)
-    rows = _rows(data, name, prompt_column, answer_column)
+    rows = _rows(_load(name, settings.dataset_config, settings.dataset_split), settings)
     different = {}  # the first row of every question, whatever its spaces
     for row in rows:
         different.setdefault((" ".join(row["question"].split()), json.dumps(row["before"])), row)
@@ -107,9 +79,10 @@ def load_problems(
     return Problems(train, held_out, name=name, duplicates=len(rows) - len(different))
 
 
-def _rows(data: Dataset, name: str, prompt_column: str | None, answer_column: str | None) -> list[dict[str, Any]]:
-    prompts = _column(data, prompt_column, PROMPT_COLUMNS, "prompt_column")
-    answers = _column(data, answer_column, ANSWER_COLUMNS, "answer_column")
+def _rows(data: Dataset, settings: RecipeArguments) -> list[dict[str, Any]]:
+    name = settings.dataset_name
+    prompts = _column(data, settings.prompt_column, PROMPT_COLUMNS, "prompt_column")
+    answers = _column(data, settings.answer_column, ANSWER_COLUMNS, "answer_column")
     others = [column for column in data.column_names if column not in RESERVED | {prompts, answers}]
     rows = []
     for i, row in enumerate(data):
@@ -163,11 +136,11 @@ def _options(text: str) -> dict[str, Any]:
     return options
 
 
-def _reasoning_gym(name: str, options: dict[str, Any], num_train: int, num_held_out: int, seed: int) -> Problems:
+def _reasoning_gym(settings: RecipeArguments, seed: int) -> Problems:
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
 
-    task = name.removeprefix(REASONING_GYM)
+    task, options = settings.dataset_name.removeprefix(REASONING_GYM), _options(settings.dataset_options or "{}")
     if task not in DATASETS:
         close = difflib.get_close_matches(task, DATASETS) or sorted(DATASETS)[:5]
         raise InputError(f"reasoning-gym has no task {task!r}. Close to it: {', '.join(close)}.")
@@ -185,9 +158,10 @@ def _reasoning_gym(name: str, options: dict[str, Any], num_train: int, num_held_
             entries.append(problem)
         return data, rows
 
-    scorer, held_out = generate(num_held_out, seed=10**9)
+    scorer, held_out = generate(settings.num_held_out_problems, seed=10**9)
     held_out = {row["question"]: row for row in held_out}
-    train = [row for row in generate(num_train, seed=10**6 * (seed + 1))[1] if row["question"] not in held_out]
+    _, train = generate(settings.num_train_problems, seed=10**6 * (seed + 1))
+    train = [row for row in train if row["question"] not in held_out]
     if not train:
         raise InputError(f"every problem of {task!r} with {options} is held out: ask for more kinds of problem.")
 
@@ -197,7 +171,7 @@ def _reasoning_gym(name: str, options: dict[str, Any], num_train: int, num_held_
         except Exception:  # several tasks trip over an answer that is not of the form they expect
             return 0.0
 
-    return Problems(Dataset.from_list(train), Dataset.from_list(list(held_out.values())), grade, name)
+    return Problems(Dataset.from_list(train), Dataset.from_list(list(held_out.values())), grade, settings.dataset_name)
 
 
 def _load(name: str, config: str | None, split: str) -> Dataset:
@@ -223,12 +197,10 @@ def _load(name: str, config: str | None, split: str) -> Dataset:
 
 
 def _column(data: Dataset, asked_for: str | None, usual: tuple[str, ...], flag: str) -> str:
+    held = ", ".join(data.column_names)
     if asked_for is not None and asked_for not in data.column_names:
-        raise InputError(f"`{flag}` is {asked_for!r}: the dataset has {', '.join(data.column_names)}.")
+        raise InputError(f"`{flag}` is {asked_for!r}: the dataset has {held}.")
     for column in usual if asked_for is None else (asked_for,):
         if column in data.column_names:
             return column
-    raise InputError(
-        f"the dataset has none of the columns {', '.join(usual)} but {', '.join(data.column_names)}: name one with "
-        f"--{flag}."
-    )
+    raise InputError(f"the dataset has none of the columns {', '.join(usual)} but {held}: name one with --{flag}.")

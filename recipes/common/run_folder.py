@@ -5,9 +5,11 @@ import json
 import shutil
 import tempfile
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from trl import ModelConfig
 from trl_otb import OTBGRPOConfig
 
 from .arguments import RecipeArguments
-from .errors import InputError
+from .errors import InputError, explained
 from .launching import command, print_once, processes, without_flags
 
 
@@ -92,44 +94,44 @@ def open_run(settings: RecipeArguments, args: OTBGRPOConfig, model_args: ModelCo
         _check_free(folder, settings.overwrite)
     args.resume_from_checkpoint = None if run.checkpoint is None else str(run.checkpoint)
     if run.finished is None and not settings.eval_only:
-        try:
+        with explained(f"`output_dir` is {str(folder)!r}: it cannot be written to. Choose a folder to write to:"):
             folder.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=folder).close()
-        except OSError as error:
-            raise InputError(
-                f"`output_dir` is {str(folder)!r}: {error.strerror}. Choose a folder to write to."
-            ) from error
     return run
 
 
 def configuration(settings: RecipeArguments, args: OTBGRPOConfig, model_args: ModelConfig) -> dict[str, Any]:
     """Every option of a run, and what it ran on, as JSON reads it back."""
     data = Path(settings.dataset_name)
+    found = {package.name: package.version for package in reversed(list(distributions()))}  # the first on the path
     values = {
         "recipe": vars(settings),
         "trainer": args.to_dict(),
         "model": vars(model_args),
         "processes": processes(),
         "data_sha256": hashlib.sha256(data.read_bytes()).hexdigest() if data.is_file() else None,
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": {name: found.get(name) for name in PACKAGES},
     }
     return json.loads(json.dumps(values, default=lambda value: value.value if isinstance(value, Enum) else str(value)))
 
 
 def differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Options that make another experiment, as `name was 1 and is 2`."""
-    changed = []
-    for part in ("recipe", "trainer", "model"):
-        before, after = then.get(part, {}), now[part]
-        for name in sorted(before.keys() & after.keys()):
-            is_neutral = name in NEUTRAL or name.startswith(NEUTRAL_STARTS)
-            if before[name] != after[name] and not is_neutral:
-                changed.append(f"`{name}` was {before[name]!r} and is {after[name]!r}")
+    parts = ("recipe", "trainer", "model")
+    changed = [change for part in parts for change in _changes(then.get(part, {}), now[part])]
     if then.get("processes") != now["processes"]:
         changed.append(f"there were {then.get('processes')} processes and now are {now['processes']}")
     if then.get("data_sha256") != now["data_sha256"]:
         changed.append("the data file has changed")
     return changed
+
+
+def _changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    return [
+        f"`{name}` was {before[name]!r} and is {after[name]!r}"
+        for name in sorted(before.keys() & after.keys())
+        if before[name] != after[name] and name not in NEUTRAL and not name.startswith(NEUTRAL_STARTS)
+    ]
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
@@ -144,11 +146,8 @@ def check_safetensors(folder: Path) -> None:
         InputError: A .safetensors file in `folder` is cut short or is none.
     """
     for path in folder.glob("*.safetensors"):
-        try:
-            with safe_open(path, framework="pt"):
-                pass
-        except (SafetensorError, OSError) as problem:
-            raise _damaged(path, str(problem)) from problem
+        with _readable(path), safe_open(path, framework="pt"):
+            pass
 
 
 def _find_checkpoint(run: RunFolder, args: OTBGRPOConfig, allow_changes: bool) -> None:
@@ -181,27 +180,31 @@ def _check_checkpoint(checkpoint: Path) -> None:
         raise InputError(
             f"`resume_from_checkpoint` is {str(checkpoint)!r}: no complete checkpoint of a recipe is there."
         )
-    _state(checkpoint)
-    _json(checkpoint / COUNTS)
+    _progress(checkpoint)
+    with _readable(checkpoint / COUNTS):
+        json.loads((checkpoint / COUNTS).read_text())
     for path in [*checkpoint.glob("*.pt"), *checkpoint.glob("*.pth"), *checkpoint.glob("*.bin")]:
-        if not zipfile.is_zipfile(path):
-            raise _damaged(path, "it is cut short")
+        with _readable(path):
+            zipfile.ZipFile(path).close()
     check_safetensors(checkpoint)
 
 
+def _progress(checkpoint: Path) -> tuple[int, int, int]:
+    """The step that was reached, the steps of the run, and its epochs."""
+    with _readable(checkpoint / "trainer_state.json"):
+        state = json.loads((checkpoint / "trainer_state.json").read_text())
+        return state["global_step"], state["max_steps"], state["num_train_epochs"]
+
+
 def _is_trained_to_the_end(checkpoint: Path, args: OTBGRPOConfig) -> bool:
-    state = _state(checkpoint)
-    if args.max_steps > 0:
-        return state["global_step"] >= args.max_steps
-    return state["global_step"] >= state["max_steps"] and state["num_train_epochs"] >= args.num_train_epochs
+    step, steps, epochs = _progress(checkpoint)
+    return step >= args.max_steps > 0 or (args.max_steps <= 0 and step >= steps and epochs >= args.num_train_epochs)
 
 
 def _check_unchanged(folder: Path, now: dict[str, Any], allow_changes: bool) -> None:
     path = folder / CONFIGURATION
     if not path.is_file():
-        return print_once(
-            f"Note: {path} is missing, so nothing says whether this run is resumed with the options it began with."
-        )
+        return print_once(f"Note: {path} is missing, so nothing says whether the options are those it began with.")
     try:
         then = json.loads(path.read_text())
     except json.JSONDecodeError as error:
@@ -212,12 +215,10 @@ def _check_unchanged(folder: Path, now: dict[str, Any], allow_changes: bool) -> 
             f"{folder} began with other options: {'; '.join(changed)}. Resume with the same options, say "
             "--allow_changes, or start a new run with another --output_dir."
         )
-    for name, was in then["versions"].items():
-        if was != now["versions"].get(name):
-            changed.append(f"{name} was {was} and is {now['versions'].get(name)}")
-    steps = then["trainer"].get("max_steps"), now["trainer"].get("max_steps")
-    if steps[0] != steps[1] and not str(now["trainer"].get("lr_scheduler_type")).startswith("constant"):
-        changed.append(f"max_steps was {steps[0]} and is {steps[1]}, which stretches the learning rate's schedule")
+    changed += _changes(then["versions"], now["versions"])
+    before, after = (options["trainer"].get("max_steps") for options in (then, now))
+    if before != after and not str(now["trainer"].get("lr_scheduler_type")).startswith("constant"):
+        changed.append(f"max_steps was {before} and is {after}, which stretches the learning rate's schedule")
     for change in changed:
         print_once(f"Note: {change}.")
 
@@ -231,27 +232,11 @@ def _check_free(folder: Path, overwrite: bool) -> None:
             )
 
 
-def _state(checkpoint: Path) -> dict:
-    state = _json(checkpoint / "trainer_state.json")
-    for key in ("global_step", "max_steps", "num_train_epochs"):
-        if not isinstance(state, dict) or key not in state:
-            raise _damaged(checkpoint / "trainer_state.json", f"it has no {key}")
-    return state
-
-
-def _json(path: Path):
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Around reading a file: it turns out to be damaged."""
     try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise _damaged(path, str(error)) from error
-
-
-def _damaged(path: Path, reason: str) -> InputError:
-    return InputError(f"{path} is damaged: {reason}. Resume from an earlier checkpoint, or get the file again.")
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
+        yield
+    except (OSError, ValueError, LookupError, TypeError, SafetensorError, zipfile.BadZipFile) as problem:
+        remedy = "Resume from an earlier checkpoint, or get the file again."
+        raise InputError(f"{path} is damaged: {type(problem).__name__}: {problem}. {remedy}") from problem

@@ -72,10 +72,10 @@ class Run:
 
 def train(run: Run) -> dict:
     schedule, task = TASKS[run.task], task_of(run.task, run.seed)
-    measure = HeldOut(task.held_out)
+    measure = HeldOut()
     trainer = trainer_of(
-        replace(task, reward=measure.watch(task.reward)),
-        eval_dataset=measure.dataset,
+        replace(task, reward=measure.counted(task.reward)),
+        eval_dataset=measure.numbered(task.held_out),
         callbacks=[measure, GradientNoiseCallback()],
         baseline=run.baseline,
         num_generations=run.n,

@@ -1,5 +1,6 @@
 """What the studies sample: a policy, problems and a reward; the trainer for them, and the noise of its gradient."""
 
+import json
 import math
 import random
 from argparse import ArgumentParser
@@ -12,6 +13,7 @@ from transformers import AutoTokenizer, PrinterCallback
 
 import trl_otb
 from recipes import toy
+from recipes.common.arguments import RecipeArguments
 from recipes.common.problems import load_problems
 from recipes.math import accuracy_reward
 from recipes.tool_math import calculator_tool
@@ -51,7 +53,7 @@ def task_of(name: str, seed: int = 0) -> Task:
     policy = getattr(toy, name.removesuffix("_turns"))()
     if name in CHAIN_SUMS:
         options, tokens, calls = CHAIN_SUMS[name]
-        problems = load_problems("reasoning_gym:chain_sum", options=options, seed=seed)
+        problems = load_problems(RecipeArguments(dataset_options=json.dumps(options)), seed)
         tools = [calculator_tool(max_operations=1)] if calls else None
         train, held_out = with_prompts(problems.train), with_prompts(problems.held_out)
         return Task(policy, train, held_out, accuracy_reward(problems), tokens, tools, max_calls=calls)

@@ -111,7 +111,7 @@ def test_one_number_per_completion_must_be_one():
             "absent",
             "'absent': it must be one of 'otb', .*'group_mean'.*, a name registered with .* or 'module:function'",
         ),
-        ("nowhere:f", "'nowhere:f', which cannot be imported: No module named 'nowhere'"),
+        ("nowhere:f", "'nowhere:f', which cannot be imported: ModuleNotFoundError: No module named 'nowhere'"),
         ("math:absent", "'math:absent', which cannot be imported"),
         ("math:pi", "'math:pi', which is a float: it must be a function"),
         (":f", "':f', which cannot be imported"),

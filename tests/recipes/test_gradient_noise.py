@@ -9,6 +9,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer
 
 from recipes import gradient_noise as tool
+from recipes.common.arguments import RecipeArguments
 from recipes.common.errors import InputError
 from recipes.common.models import with_prompts
 from recipes.common.problems import Problems, load_problems
@@ -251,9 +252,9 @@ def test_the_callback_of_a_run_agrees_with_the_tool(short_policy, tmp_path):
     callback's signal is ⟨g_p, g_q⟩ for prompts that differ, its noise the rest of E‖ĝ_p‖²: of completions and prompts.
     """
     tokenizer = AutoTokenizer.from_pretrained(short_policy, padding_side="left")
-    problems = load_problems(
-        "reasoning_gym:chain_sum", options=worked_sums.CHAIN_SUM, num_train=8, num_held_out=1, seed=5
-    )
+    options = json.dumps(worked_sums.CHAIN_SUM)
+    eight_sums = RecipeArguments(dataset_options=options, num_train_problems=8, num_held_out_problems=1)
+    problems = load_problems(eight_sums, seed=5)
     prompts = with_prompts(problems.train, tokenizer, "")
     settings = {**tiny.SETTINGS, "max_completion_length": 24, "learning_rate": 0.0, "output_dir": str(tmp_path)}
 

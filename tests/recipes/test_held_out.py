@@ -21,7 +21,9 @@ def test_accuracy_by_hand():
 
 
 def measure_with(rows=3):
-    return HeldOut(Dataset.from_list([{"question": f"q{i}", "answer": str(i)} for i in range(rows)]))
+    measure = HeldOut()
+    measure.numbered(Dataset.from_list([{"question": f"q{i}", "answer": str(i)} for i in range(rows)]))
+    return measure
 
 
 ARGS = SimpleNamespace(num_generations=8, num_generations_eval=2)

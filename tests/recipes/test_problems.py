@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 
+from recipes.common.arguments import RecipeArguments
 from recipes.common.checks import check_enough_problems
 from recipes.common.errors import InputError
 from recipes.common.grading import grade_mathematics
@@ -14,8 +15,12 @@ from tests.helpers import tiny
 from tests.recipes.conftest import question_and_answer
 
 
+def loaded_from(name, *, seed=0, **settings):
+    return load_problems(RecipeArguments(dataset_name=str(name), **settings), seed)
+
+
 def test_reasoning_gym_problems_are_held_out_the_same_for_every_seed():
-    first, second = (load_problems("reasoning_gym:chain_sum", num_train=300, seed=s) for s in (0, 1))
+    first, second = (loaded_from("reasoning_gym:chain_sum", num_train_problems=300, seed=s) for s in (0, 1))
     assert first.held_out["question"] == second.held_out["question"]
     assert first.train["question"] != second.train["question"]
     assert not set(first.train["question"]) & set(first.held_out["question"])
@@ -26,17 +31,17 @@ def test_reasoning_gym_problems_are_held_out_the_same_for_every_seed():
 
 def test_a_task_that_grades_by_more_than_the_answer():
     """Any countdown expression that uses the numbers and reaches the target is right."""
-    countdown = load_problems("reasoning_gym:countdown", num_train=2, num_held_out=2)
+    countdown = loaded_from("reasoning_gym:countdown", num_train_problems=2, num_held_out_problems=2)
     row = countdown.held_out[0]
     assert countdown.grade(row["answer"], row["answer"], row["entry"]) == 1.0
     assert countdown.grade("1", row["answer"], row["entry"]) == 0.0
 
 
 def test_tasks_that_grade_by_structured_data_and_tasks_that_trip():
-    arc = load_problems("reasoning_gym:rearc", num_train=2, num_held_out=2)
+    arc = loaded_from("reasoning_gym:rearc", num_train_problems=2, num_held_out_problems=2)
     row = arc.held_out[0]
     assert arc.grade(row["answer"], row["answer"], row["entry"]) == 1.0  # its boards are tuples, unknown to JSON
-    primes = load_problems("reasoning_gym:prime_factorization", num_train=2, num_held_out=2)
+    primes = loaded_from("reasoning_gym:prime_factorization", num_train_problems=2, num_held_out_problems=2)
     row = primes.held_out[0]
     assert primes.grade(row["answer"], row["answer"], row["entry"]) == 1.0
     assert primes.grade("no idea", row["answer"], row["entry"]) == 0.0  # the task itself raises
@@ -44,7 +49,7 @@ def test_tasks_that_grade_by_structured_data_and_tasks_that_trip():
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet", ".csv"])
 def test_local_files(data_file, suffix):
-    loaded = load_problems(data_file(question_and_answer(), suffix))
+    loaded = loaded_from(data_file(question_and_answer(), suffix))
     assert (len(loaded.train), len(loaded.held_out)) == (8, 2)
     assert sorted([*loaded.train["answer"], *loaded.held_out["answer"]], key=int) == [str(2 * i) for i in range(10)]
     assert loaded.grade is grade_mathematics
@@ -52,7 +57,7 @@ def test_local_files(data_file, suffix):
 
 def test_columns_by_name_and_further_columns_for_a_reward(data_file):
     path = data_file([{"a": "1+1", "b": 2, "level": "easy"}, {"a": "2+2", "b": 4.5, "level": "hard"}])
-    loaded = load_problems(path, prompt_column="a", answer_column="b")
+    loaded = loaded_from(path, prompt_column="a", answer_column="b")
     assert {*loaded.train["answer"], *loaded.held_out["answer"]} == {"2.0", "4.5"}
     assert {*loaded.train["level"], *loaded.held_out["level"]} == {"easy", "hard"}
 
@@ -60,7 +65,7 @@ def test_columns_by_name_and_further_columns_for_a_reward(data_file):
 def test_a_question_asked_twice_stands_on_one_side(data_file):
     rows = question_and_answer(50)
     again = [{**row, "question": f"  {row['question']} "} for row in rows[:30]]
-    loaded = load_problems(data_file(rows + again))
+    loaded = loaded_from(data_file(rows + again))
     questions = [q.strip() for q in [*loaded.train["question"], *loaded.held_out["question"]]]
     assert len(set(questions)) == len(questions) == 50 and loaded.duplicates == 30
     assert "30 duplicates dropped" in str(loaded)
@@ -69,7 +74,7 @@ def test_a_question_asked_twice_stands_on_one_side(data_file):
 def test_conversations_keep_what_stands_before_the_question(data_file):
     turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
     other = [{"role": "user", "content": "2+2?"}]
-    loaded = load_problems(data_file([{"prompt": turns, "answer": "2"}, {"prompt": other, "answer": "4"}]))
+    loaded = loaded_from(data_file([{"prompt": turns, "answer": "2"}, {"prompt": other, "answer": "4"}]))
     rows = {row["question"]: row for row in [*loaded.train, *loaded.held_out]}
     assert rows["1+1?"]["before"] == turns[:1]
     data = Dataset.from_list([rows["1+1?"]])
@@ -79,26 +84,26 @@ def test_conversations_keep_what_stands_before_the_question(data_file):
     ]
     assert with_prompts(data, tiny.tokenizer(None), "Box it.")[0]["prompt"] == "Be brief.\n1+1?\nBox it.\n"
     with pytest.raises(InputError, match=r"row 0 .*must end with a user's message"):
-        load_problems(data_file([{"prompt": turns[:1], "answer": "2"}] * 2))
+        loaded_from(data_file([{"prompt": turns[:1], "answer": "2"}] * 2))
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"name": "reasoning_gym:chain_sums"}, "no task 'chain_sums'. Close to it: chain_sum"),
-        ({"name": "reasoning_gym:chain_sum", "options": {"terms": 3}}, "does not take .*'terms'"),
-        ({"name": "reasoning_gym:chain_sum", "options": {"min_terms": 9}}, "max_terms must be >= min_terms"),
-        ({"name": "reasoning_gym:chain_sum", "options": "{terms}"}, "is '{terms}': it is not JSON"),
-        ({"name": "reasoning_gym:chain_sum", "options": "[1]"}, "must be a JSON object"),
+        ({"name": "reasoning_gym:chain_sum", "dataset_options": '{"terms": 3}'}, "does not take .*'terms'"),
+        ({"name": "reasoning_gym:chain_sum", "dataset_options": '{"min_terms": 9}'}, "max_terms must be >= min_terms"),
+        ({"name": "reasoning_gym:chain_sum", "dataset_options": "{terms}"}, "is '{terms}': it is not JSON"),
+        ({"name": "reasoning_gym:chain_sum", "dataset_options": "[1]"}, "must be a JSON object"),
         ({"name": "absent.jsonl"}, "absent.jsonl does not exist"),
         ({"name": str(Path.cwd())}, "must be a file that ends in .jsonl"),
         ({"name": "nobody/has-this-dataset"}, "nobody/has-this-dataset cannot be read"),
-        ({"name": "absent.jsonl", "options": {"x": 1}}, "`dataset_options` is for reasoning-gym tasks"),
+        ({"name": "absent.jsonl", "dataset_options": '{"x": 1}'}, "`dataset_options` is for reasoning-gym tasks"),
     ],
 )
 def test_problems_that_cannot_be_had(arguments, message):
     with pytest.raises(InputError, match=message):
-        load_problems(**arguments)
+        loaded_from(**arguments)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +127,7 @@ def test_problems_that_cannot_be_had(arguments, message):
 )
 def test_files_that_cannot_be_used(data_file, rows, arguments, message):
     with pytest.raises(InputError, match=message):
-        load_problems(data_file(rows), **arguments)
+        loaded_from(data_file(rows), **arguments)
 
 
 @pytest.mark.parametrize(
@@ -138,13 +143,13 @@ def test_files_that_cannot_be_used(data_file, rows, arguments, message):
 def test_unreadable_and_empty_files(tmp_path, name, content):
     (tmp_path / name).write_text(content)
     with pytest.raises(InputError, match=r"is empty|cannot be read|no rows"):
-        load_problems(str(tmp_path / name))
+        loaded_from(str(tmp_path / name))
 
 
 def test_an_empty_parquet_file(data_file, tmp_path):
     Dataset.from_dict({"question": [], "answer": []}).to_parquet(tmp_path / "a.parquet")
     with pytest.raises(InputError, match=r"no rows|cannot be read"):
-        load_problems(str(tmp_path / "a.parquet"))
+        loaded_from(str(tmp_path / "a.parquet"))
 
 
 def test_too_few_problems_for_a_batch():

@@ -1,14 +1,12 @@
 """The register of baselines: names, flags and where they are looked up."""
 
-import importlib
-import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
+from ..imports import import_object
 from .groups import ALIGNMENTS
 
 
@@ -179,27 +177,11 @@ def find_baseline(baseline: str | Callable) -> Baseline:
     if isinstance(baseline, str) and baseline in BASELINES:
         return BASELINES[baseline]
     if isinstance(baseline, str) and ":" in baseline:
-        return find_baseline(_imported(baseline))
+        return find_baseline(import_object(baseline, "baseline"))
     raise ValueError(
         f"`baseline` is {baseline!r}: it must be one of {', '.join(map(repr, BASELINES))}, a name registered with "
         "`trl_otb.register_baseline` before the config is made, or 'module:function'."
     )
-
-
-def _imported(path: str) -> Callable:
-    module_name, _, function_name = path.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # at the end, where it can hide no other module
-    try:
-        function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"`baseline` is {path!r}, which cannot be imported: {error}. Write 'module:function', with the module's "
-            "file in the current folder or on PYTHONPATH."
-        ) from error
-    if not callable(function):
-        raise ValueError(f"`baseline` is {path!r}, which is a {type(function).__name__}: it must be a function.")
-    return function
 
 
 def check_options(
