@@ -152,7 +152,7 @@ def describe(args) -> str:
     )
 
 
-def build(cls, config, regime, args, model, tokenizer, folder, turns=1, same=1):
+def build(cls, config, regime, args, model, tokenizer, folder, same=1):
     """A trainer of scripted completions, the same ones for `same` steps in a row."""
     vocabulary = model.config.get_text_config().vocab_size
 
@@ -161,12 +161,7 @@ def build(cls, config, regime, args, model, tokenizer, folder, turns=1, same=1):
         lengths = torch.randint(args.length // 2, args.length + 1, (len(prompts),), generator=g).tolist()
         prompt = torch.randint(2, vocabulary, (args.prompt_length,), generator=g).tolist()
         ids = [torch.randint(2, vocabulary, (length,), generator=g).tolist() for length in lengths]
-        rollouts = {"prompt_ids": [prompt] * len(prompts), "completion_ids": ids, "logprobs": None}
-        if turns > 1:  # each ends with a quarter of tool output, but for the last
-            rollouts["env_mask"] = [
-                [int(t * 4 * turns // n % 4 < 3 or t * turns // n == turns - 1) for t in range(n)] for n in lengths
-            ]
-        return rollouts
+        return {"prompt_ids": [prompt] * len(prompts), "completion_ids": ids, "logprobs": None}
 
     def reward(completion_ids, **kwargs):
         return [sum(i % 2 for i in ids) / len(ids) for ids in completion_ids]
@@ -225,32 +220,23 @@ def measure(trainer) -> dict[str, float]:
     rollouts = [sum(clock.seconds[i : i + passes]) for i in range(passes, len(clock.seconds), passes)]
     return {
         "seconds": statistics.median(rollouts) / passes,
-        "peak": peak(on_gpu),
+        "mib": peak(on_gpu),
         "forwards": forwards / len(clock.seconds),
     }
 
 
-def in_turn(args, regime, otb=OTBGRPOTrainer, measure=measure, **options) -> dict[str, list[dict[str, float]]]:
-    """What `measure` finds in `args.rounds` rounds of both trainers, which take turns at being the first."""
-    arms = [("grpo", GRPOTrainer, GRPOConfig), ("otb", otb, OTBGRPOConfig)]
+def in_turn(args, regime) -> dict[str, list[dict[str, float]]]:
+    """What [`measure`] finds in `args.rounds` rounds of both trainers, which take turns at being the first."""
+    arms = [("grpo", GRPOTrainer, GRPOConfig), ("otb", OTBGRPOTrainer, OTBGRPOConfig)]
     tokenizer, rounds = make_tokenizer(args), {"grpo": [], "otb": []}
     for turn in range(args.rounds):
         for arm, cls, config in arms if turn % 2 == 0 else reversed(arms):
             with tempfile.TemporaryDirectory() as folder:
-                trainer = build(cls, config, regime, args, make_model(args), tokenizer, folder, **options)
+                trainer = build(cls, config, regime, args, make_model(args), tokenizer, folder)
                 rounds[arm].append(measure(trainer))
                 del trainer
                 gc.collect()  # one model and one optimizer at a time
     return rounds
-
-
-def medians(rounds: dict[str, list[dict[str, float]]], **names: str) -> dict[str, float]:
-    """Of every arm, the medians over rounds of the figures that `names` are for."""
-    return {
-        f"{arm}_{name}": statistics.median(r[key] for r in rounds[arm])
-        for name, key in names.items()
-        for arm in rounds
-    }
 
 
 def main(argv):
@@ -271,7 +257,7 @@ def main(argv):
         ratios = [o["seconds"] / g["seconds"] for g, o in zip(rounds["grpo"], rounds["otb"], strict=True)]
         figure = {
             "energies_from": regime,
-            **medians(rounds, seconds="seconds", mib="peak", forwards="forwards"),
+            **{f"{arm}_{key}": statistics.median(r[key] for r in of) for arm, of in rounds.items() for key in of[0]},
             "time_ratio": statistics.median(ratios),
             "time_ratio_range": [min(ratios), max(ratios)],
         }
