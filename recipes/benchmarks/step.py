@@ -27,7 +27,7 @@ from peft import LoraConfig, PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from recipes.benchmarks import Table
+from recipes.benchmarks import Table, synchronize
 from recipes.toy import sums
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 
@@ -39,8 +39,6 @@ REGIMES = {
     "training forward": {"gradient_accumulation_steps": 4, "groups": 1, "num_iterations": 1},
     "one extra forward": {"gradient_accumulation_steps": 8, "groups": 0.5, "num_iterations": 1},
 }
-
-
 # Models of random weights: kind, sizes, and the precision of the weights
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
 HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim")
@@ -68,11 +66,6 @@ class Clock(TrainerCallback):
         self.cpu_seconds.append(time.process_time() - cpu)
 
 
-def synchronize():
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
 def reset_peak(on_gpu: bool):
     gc.collect()
     if on_gpu:
@@ -92,9 +85,7 @@ def peak(on_gpu: bool) -> float:
 
 def add_model_flags(parser) -> None:
     parser.add_argument("--model", help="hub id or folder")
-    parser.add_argument(
-        "--shape", choices=SHAPES, default="small", help="without --model: the shape of random weights"
-    )
+    parser.add_argument("--shape", choices=SHAPES, default="small", help="of random weights, without --model")
     parser.add_argument("--dtype", help="of the weights; by default the shape's own, float32 with --model")
     parser.add_argument("--lora", action="store_true", help="train adapters of rank 16 on all linear layers")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="by default the GPU where there is one")
@@ -200,17 +191,12 @@ def build(cls, config, regime, args, model, tokenizer, folder, same=1):
 
 
 def measure(trainer) -> dict[str, float]:
-    clock, forwards = Clock(), 0
+    clock, forwards = Clock(), []
     on_gpu = trainer.accelerator.device.type == "cuda"
-
-    def count(*_):
-        nonlocal forwards
-        forwards += 1
-
     trainer.add_callback(clock)
     # The backbone: gradient checkpointing repeats its layers, not itself
     policy = trainer.model.get_base_model() if isinstance(trainer.model, PeftModel) else trainer.model
-    handle = policy.base_model.register_forward_pre_hook(count)
+    handle = policy.base_model.register_forward_pre_hook(lambda *_: forwards.append(1))
     reset_peak(on_gpu)
     trainer.train()
     handle.remove()
@@ -221,7 +207,7 @@ def measure(trainer) -> dict[str, float]:
     return {
         "seconds": statistics.median(rollouts) / passes,
         "mib": peak(on_gpu),
-        "forwards": forwards / len(clock.seconds),
+        "forwards": len(forwards) / len(clock.seconds),
     }
 
 
@@ -263,12 +249,11 @@ def main(argv):
         }
         figure["memory_ratio"] = figure["otb_mib"] / figure["grpo_mib"]
         figures.append(figure)
-        table.add(
-            regime,
-            *(f"{figure[key]:.3f}" for key in ("grpo_seconds", "otb_seconds", "time_ratio")),
-            "{:.3f}–{:.3f}".format(*figure["time_ratio_range"]),
-            *(f"{figure[key]:.3f}" for key in ("memory_ratio", "grpo_forwards", "otb_forwards")),
+        shown = (
+            "{grpo_seconds:.3f} {otb_seconds:.3f} {time_ratio:.3f} {time_ratio_range[0]:.3f}–{time_ratio_range[1]:.3f}"
         )
+        shown += " {memory_ratio:.3f} {grpo_forwards:.3f} {otb_forwards:.3f}"
+        table.add(regime, *shown.format(**figure).split())
         if args.output:  # after every regime, for whoever has to stop it
             table.save(args.output, note, figures=figures)
 
