@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from . import cached, dialogues, lake, scratchpad, worked_sums
+from . import QUIET, cached, dialogues, lake, scratchpad, worked_sums
 
 
 @dataclass(frozen=True)
@@ -161,9 +161,6 @@ def train(start: WarmStart, folder: Path) -> None:
         model,
         args=SFTConfig(
             output_dir=str(folder),
-            use_cpu=True,
-            bf16=False,
-            activation_checkpointing=False,
             max_steps=start.steps,
             per_device_train_batch_size=start.batch_size,
             learning_rate=start.learning_rate,
@@ -171,10 +168,8 @@ def train(start: WarmStart, folder: Path) -> None:
             lr_scheduler_type="cosine",
             warmup_steps=20,
             max_length=None,
-            save_strategy="no",
             logging_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
+            **QUIET,
         ),
         train_dataset=Dataset.from_dict({"input_ids": ids, "completion_mask": said}),
         processing_class=tokenizer,
