@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import torch
+
 
 class Table:
     """Prints its head and every row that is added; `rows` has them all as text, the head first."""
@@ -21,6 +23,11 @@ class Table:
         """As JSON, beside a note and whatever else a report may want."""
         content = {"note": note, "table": self.rows, **more}
         Path(path).write_text(json.dumps(content, indent=2, ensure_ascii=False))
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def markdown(rows: list[list[str]]) -> str:

@@ -19,7 +19,7 @@ import time
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from recipes.benchmarks import Table
+from recipes.benchmarks import Table, synchronize
 from trl_otb.baselines import compute_advantages
 from trl_otb.credit import credit, measure, set_energies
 from trl_otb.rollout import Rollout
@@ -68,10 +68,6 @@ def peak_and_kept(function, *inputs) -> tuple[int, int]:
     return peak, live
 
 
-def advantages(rewards, energy, mask):
-    return compute_advantages(rewards, energy, mask, N)
-
-
 def loop_over_groups(rewards, energy, mask):
     """The straightforward way: group by group, row by row, the same advantages (generated alignment, zero tail)."""
     advantages = torch.zeros_like(energy)
@@ -91,20 +87,13 @@ def loop_over_groups(rewards, energy, mask):
     return advantages
 
 
-def read_and_write(rewards, energy, mask):
-    """One pass over the inputs and one over an output of their shape."""
-    return torch.add(energy, mask)
-
-
 def seconds(function, *inputs, repeats):
     times = []
     for _ in range(repeats + 1):
-        if inputs[0].is_cuda:
-            torch.cuda.synchronize()
+        synchronize()
         began = time.perf_counter()
         function(*inputs)
-        if inputs[0].is_cuda:
-            torch.cuda.synchronize()
+        synchronize()
         times.append(time.perf_counter() - began)
     return statistics.median(times[1:])
 
@@ -119,27 +108,16 @@ def main(argv):
 
     name = torch.cuda.get_device_name() if args.device.startswith("cuda") else args.device
     print(f"{name}, {torch.get_num_threads()} threads, torch {torch.__version__}, N = {N}; ms, ns per token")
-    columns = (
-        "B × T",
-        "step",
-        "ns",
-        "advantages",
-        "ns",
-        "loop",
-        "loop / step",
-        "read+write",
-        "adv / r+w",
-        "B beyond kept",
-    )
-    table = Table(*columns, first=14)
-    for rows, length in SIZES:
-        if length > args.longest:
-            continue
+    columns = ("step", "ns", "advantages", "ns", "loop", "loop / step", "read+write", "adv / r+w", "B beyond kept")
+    table = Table("B × T", *columns, first=14)
+    for rows, length in ((rows, length) for rows, length in SIZES if length <= args.longest):
         inputs = rollouts(rows, length, args.device)
         torch.testing.assert_close(training_step(*inputs).advantages, loop_over_groups(*inputs), atol=1e-4, rtol=1e-4)
-        step, alone, floor = (
-            seconds(f, *inputs, repeats=args.repeats) for f in (training_step, advantages, read_and_write)
-        )
+        step = seconds(training_step, *inputs, repeats=args.repeats)
+        alone = seconds(compute_advantages, *inputs, N, repeats=args.repeats)
+        floor = seconds(
+            torch.add, *inputs[1:], repeats=args.repeats
+        )  # one pass over the inputs and one over an output
         loop = seconds(loop_over_groups, *inputs, repeats=min(args.repeats, 3))
         per_token = 1e9 / rows / length
         cells = [f"{1e3 * step:.2f}", f"{per_token * step:.2f}", f"{1e3 * alone:.2f}", f"{per_token * alone:.2f}"]

@@ -16,7 +16,6 @@ reasoning-gym, math-verify and their own requirements.
 """
 
 import argparse
-import importlib.metadata
 import json
 import os
 import platform
@@ -27,6 +26,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import date
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import NamedTuple
 
@@ -130,12 +130,8 @@ def machine(device: str) -> str:
     if device == "cuda":
         properties = torch.cuda.get_device_properties(0)
         name = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
-    versions = []
-    for package in PACKAGES:
-        try:
-            versions.append(f"{package} {importlib.metadata.version(package)}")
-        except importlib.metadata.PackageNotFoundError:
-            versions.append(f"no {package}")
+    installed = {package: next(distributions(name=package), None) for package in PACKAGES}
+    versions = [f"{package} {of.version}" if of else f"no {package}" for package, of in installed.items()]
     return f"{name}; Python {platform.python_version()}, {', '.join(versions)}"
 
 

@@ -84,8 +84,8 @@ def main(argv):
 
     table, figures = Table("clock", "without s/step", "with", "ratio", "quartiles", "range", first=10), {}
     for name, seconds in (("wall", clock.seconds), ("CPU", clock.cpu_seconds)):
-        pairs = [seconds[i : i + 2] for i in range(2, len(seconds), 2)]
-        pairs = [pair if EveryOtherStep.is_measured(2 * k + 1) else pair[::-1] for k, pair in enumerate(pairs, 1)]
+        starts = range(2, len(seconds), 2)
+        pairs = [seconds[i : i + 2][:: 1 if EveryOtherStep.is_measured(i + 1) else -1] for i in starts]
         without, with_meter = (statistics.median(side) for side in zip(*pairs, strict=True))
         ratios = sorted(b / a for a, b in pairs)
         low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")

@@ -27,7 +27,7 @@ from peft import LoraConfig, PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from recipes.benchmarks import Table
+from recipes.benchmarks import Table, synchronize
 from recipes.toy import sums
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 
@@ -39,8 +39,6 @@ REGIMES = {
     "training forward": {"gradient_accumulation_steps": 4, "groups": 1, "num_iterations": 1},
     "one extra forward": {"gradient_accumulation_steps": 8, "groups": 0.5, "num_iterations": 1},
 }
-
-
 # Models of random weights: kind, sizes, and the precision of the weights
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
 HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim")
@@ -68,11 +66,6 @@ class Clock(TrainerCallback):
         self.cpu_seconds.append(time.process_time() - cpu)
 
 
-def synchronize():
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
 def reset_peak(on_gpu: bool):
     gc.collect()
     if on_gpu:
@@ -92,9 +85,7 @@ def peak(on_gpu: bool) -> float:
 
 def add_model_flags(parser) -> None:
     parser.add_argument("--model", help="hub id or folder")
-    parser.add_argument(
-        "--shape", choices=SHAPES, default="small", help="without --model: the shape of random weights"
-    )
+    parser.add_argument("--shape", choices=SHAPES, default="small", help="of random weights, without --model")
     parser.add_argument("--dtype", help="of the weights; by default the shape's own, float32 with --model")
     parser.add_argument("--lora", action="store_true", help="train adapters of rank 16 on all linear layers")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="by default the GPU where there is one")
@@ -152,7 +143,7 @@ def describe(args) -> str:
     )
 
 
-def build(cls, config, regime, args, model, tokenizer, folder, turns=1, same=1):
+def build(cls, config, regime, args, model, tokenizer, folder, same=1):
     """A trainer of scripted completions, the same ones for `same` steps in a row."""
     vocabulary = model.config.get_text_config().vocab_size
 
@@ -161,12 +152,7 @@ def build(cls, config, regime, args, model, tokenizer, folder, turns=1, same=1):
         lengths = torch.randint(args.length // 2, args.length + 1, (len(prompts),), generator=g).tolist()
         prompt = torch.randint(2, vocabulary, (args.prompt_length,), generator=g).tolist()
         ids = [torch.randint(2, vocabulary, (length,), generator=g).tolist() for length in lengths]
-        rollouts = {"prompt_ids": [prompt] * len(prompts), "completion_ids": ids, "logprobs": None}
-        if turns > 1:  # each ends with a quarter of tool output, but for the last
-            rollouts["env_mask"] = [
-                [int(t * 4 * turns // n % 4 < 3 or t * turns // n == turns - 1) for t in range(n)] for n in lengths
-            ]
-        return rollouts
+        return {"prompt_ids": [prompt] * len(prompts), "completion_ids": ids, "logprobs": None}
 
     def reward(completion_ids, **kwargs):
         return [sum(i % 2 for i in ids) / len(ids) for ids in completion_ids]
@@ -205,17 +191,12 @@ def build(cls, config, regime, args, model, tokenizer, folder, turns=1, same=1):
 
 
 def measure(trainer) -> dict[str, float]:
-    clock, forwards = Clock(), 0
+    clock, forwards = Clock(), []
     on_gpu = trainer.accelerator.device.type == "cuda"
-
-    def count(*_):
-        nonlocal forwards
-        forwards += 1
-
     trainer.add_callback(clock)
     # The backbone: gradient checkpointing repeats its layers, not itself
     policy = trainer.model.get_base_model() if isinstance(trainer.model, PeftModel) else trainer.model
-    handle = policy.base_model.register_forward_pre_hook(count)
+    handle = policy.base_model.register_forward_pre_hook(lambda *_: forwards.append(1))
     reset_peak(on_gpu)
     trainer.train()
     handle.remove()
@@ -225,32 +206,23 @@ def measure(trainer) -> dict[str, float]:
     rollouts = [sum(clock.seconds[i : i + passes]) for i in range(passes, len(clock.seconds), passes)]
     return {
         "seconds": statistics.median(rollouts) / passes,
-        "peak": peak(on_gpu),
-        "forwards": forwards / len(clock.seconds),
+        "mib": peak(on_gpu),
+        "forwards": len(forwards) / len(clock.seconds),
     }
 
 
-def in_turn(args, regime, otb=OTBGRPOTrainer, measure=measure, **options) -> dict[str, list[dict[str, float]]]:
-    """What `measure` finds in `args.rounds` rounds of both trainers, which take turns at being the first."""
-    arms = [("grpo", GRPOTrainer, GRPOConfig), ("otb", otb, OTBGRPOConfig)]
+def in_turn(args, regime) -> dict[str, list[dict[str, float]]]:
+    """What [`measure`] finds in `args.rounds` rounds of both trainers, which take turns at being the first."""
+    arms = [("grpo", GRPOTrainer, GRPOConfig), ("otb", OTBGRPOTrainer, OTBGRPOConfig)]
     tokenizer, rounds = make_tokenizer(args), {"grpo": [], "otb": []}
     for turn in range(args.rounds):
         for arm, cls, config in arms if turn % 2 == 0 else reversed(arms):
             with tempfile.TemporaryDirectory() as folder:
-                trainer = build(cls, config, regime, args, make_model(args), tokenizer, folder, **options)
+                trainer = build(cls, config, regime, args, make_model(args), tokenizer, folder)
                 rounds[arm].append(measure(trainer))
                 del trainer
                 gc.collect()  # one model and one optimizer at a time
     return rounds
-
-
-def medians(rounds: dict[str, list[dict[str, float]]], **names: str) -> dict[str, float]:
-    """Of every arm, the medians over rounds of the figures that `names` are for."""
-    return {
-        f"{arm}_{name}": statistics.median(r[key] for r in rounds[arm])
-        for name, key in names.items()
-        for arm in rounds
-    }
 
 
 def main(argv):
@@ -271,18 +243,17 @@ def main(argv):
         ratios = [o["seconds"] / g["seconds"] for g, o in zip(rounds["grpo"], rounds["otb"], strict=True)]
         figure = {
             "energies_from": regime,
-            **medians(rounds, seconds="seconds", mib="peak", forwards="forwards"),
+            **{f"{arm}_{key}": statistics.median(r[key] for r in of) for arm, of in rounds.items() for key in of[0]},
             "time_ratio": statistics.median(ratios),
             "time_ratio_range": [min(ratios), max(ratios)],
         }
         figure["memory_ratio"] = figure["otb_mib"] / figure["grpo_mib"]
         figures.append(figure)
-        table.add(
-            regime,
-            *(f"{figure[key]:.3f}" for key in ("grpo_seconds", "otb_seconds", "time_ratio")),
-            "{:.3f}–{:.3f}".format(*figure["time_ratio_range"]),
-            *(f"{figure[key]:.3f}" for key in ("memory_ratio", "grpo_forwards", "otb_forwards")),
+        shown = (
+            "{grpo_seconds:.3f} {otb_seconds:.3f} {time_ratio:.3f} {time_ratio_range[0]:.3f}–{time_ratio_range[1]:.3f}"
         )
+        shown += " {memory_ratio:.3f} {grpo_forwards:.3f} {otb_forwards:.3f}"
+        table.add(regime, *shown.format(**figure).split())
         if args.output:  # after every regime, for whoever has to stop it
             table.save(args.output, note, figures=figures)
 

@@ -18,7 +18,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -119,16 +119,22 @@ def perform(runs: list[Run], folder: Path) -> None:
                 print(f"{run.name}: held-out {result['held_out']:.3f}, {result['seconds']:.0f} s", flush=True)
 
 
+def saved(runs: Iterable[Run], folder: Path) -> list[dict]:
+    """The results of those runs that are saved."""
+    paths = [folder / f"{run.name}.json" for run in runs]
+    return [json.loads(path.read_text()) for path in paths if path.exists()]
+
+
 def best_rates(folder: Path, task: str, n: int, baseline: str, rounds: int = 2) -> list[float] | None:
     """The learning rates that stay after these rounds of tuning, two and then one; `None` while runs are missing."""
     rates = TASKS[task].learning_rates
     for seeds, keep in zip(TUNING_SEEDS[:rounds], (2, 1), strict=False):
         scores = {}
         for rate in rates:
-            paths = [folder / f"{Run(task, baseline, n, rate, seed).name}.json" for seed in seeds]
-            if not all(path.exists() for path in paths):
+            results = saved((Run(task, baseline, n, rate, seed) for seed in seeds), folder)
+            if len(results) < len(seeds):
                 return None
-            scores[rate] = statistics.fmean(over_the_run(json.loads(path.read_text())) for path in paths)
+            scores[rate] = statistics.fmean(map(over_the_run, results))
         rates = sorted(scores, key=scores.get)[-keep:]
     return rates
 
@@ -235,46 +241,42 @@ def scores(of: dict[tuple[int, str], list[dict]]) -> list[dict]:
             b, rows, control = f"{b}, later half of the seeds beside the earlier", rows[half:], rows[:half]
         ours, theirs = list(map(over_the_run, rows)), list(map(over_the_run, control))
         last = [statistics.fmean(r["reward"][-tenth(r["reward"]) :]) for r in rows]
-        found.append({"n": n, "baseline": b, "seeds": len(rows)})
-        found[-1]["over_the_run"] = estimate(interquartile_mean, ours)
-        found[-1]["last_tenth"] = estimate(interquartile_mean, last)
-        found[-1]["minus_group_mean"] = estimate(difference, ours, theirs)
-        found[-1]["probability"] = estimate(probability_of_improvement, ours, theirs)
+        compared = {
+            "over_the_run": estimate(interquartile_mean, ours),
+            "last_tenth": estimate(interquartile_mean, last),
+            "minus_group_mean": estimate(difference, ours, theirs),
+            "probability": estimate(probability_of_improvement, ours, theirs),
+        }
+        found.append({"n": n, "baseline": b, "seeds": len(rows), **compared})
     return found if len(found) > 1 else []
 
 
-def tuning(task: str, arms: list[tuple[int, str]], results: dict[Run, dict]) -> list[dict]:
-    """The table of tuning: mean reward over the runs that tune, by learning rate, and how many collapsed."""
-    found = []
-    for n, b in arms:
-        rates = {}
-        for rate in TASKS[task].learning_rates:
-            runs = [Run(task, b, n, rate, seed) for seed in TUNING_SEEDS[-1]]
-            rows = [results[run] for run in runs if run in results]
-            score = statistics.fmean(map(over_the_run, rows))
-            rates[f"{rate:g}"] = {"score": score, "seeds": len(rows), "collapsed": sum(map(collapsed, rows))}
-        found.append({"n": n, "baseline": b, "rates": rates})
-    return found
+def tuning(task: str, n: int, baseline: str, folder: Path) -> dict:
+    """A row of the table of tuning: mean reward over the runs that tune, by learning rate, and how many collapsed."""
+    rates = {}
+    for rate in TASKS[task].learning_rates:
+        rows = saved((Run(task, baseline, n, rate, seed) for seed in TUNING_SEEDS[-1]), folder)
+        score = statistics.fmean(map(over_the_run, rows))
+        rates[f"{rate:g}"] = {"score": score, "seeds": len(rows), "collapsed": sum(map(collapsed, rows))}
+    return {"n": n, "baseline": baseline, "rates": rates}
 
 
 def report(folder: Path, learning_rate: float | None = None) -> render.Tables:
     """Tables of all arms, each at its tuned learning rate, or all at the given one; and the picture."""
-    found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-    results = {Run(*(result[key] for key in Run.__annotations__)): result for result in found}
     suffix, said = ("", "") if learning_rate is None else (f"-lr{learning_rate:g}", f" at {learning_rate:g}")
     tables, columns = {}, {}
     for task, schedule in TASKS.items():
         of = {}
         for n, b in itertools.product(sorted(schedule.steps), BASELINES):
             rates = [learning_rate] if learning_rate else best_rates(folder, task, n, b) or []
-            runs = [Run(task, b, n, rate, seed) for rate in rates for seed in range(1, TUNING_SEEDS[0][0])]
-            if rows := [results[run] for run in runs if run in results]:
+            seeds = range(1, TUNING_SEEDS[0][0])
+            if rows := saved((Run(task, b, n, rate, seed) for rate in rates for seed in seeds), folder):
                 of[n, b] = rows
                 columns.setdefault(f"{task}, N = {n}", (task, {}))[1][b] = rows
         if of:
             tables[f"outcomes, {task}{said}"] = [outcome(*arm, rows, schedule.threshold) for arm, rows in of.items()]
             tables[f"scores, {task}{said}"] = scores(of)
-            tables[f"tuning, {task}"] = tuning(task, list(of), results) if learning_rate is None else []
+            tables[f"tuning, {task}"] = [tuning(task, *arm, folder) for arm in of if learning_rate is None]
     tables = {title: arms for title, arms in tables.items() if arms}
     text = "\n".join(f"{title}:\n\n{render.of_arms(arms)}" for title, arms in tables.items())
     (folder / f"tables{suffix}.md").write_text(text)

@@ -84,17 +84,11 @@ def trainer_of(
         "per_device_train_batch_size": 4 * PROMPTS_PER_BATCH,
         "max_completion_length": task.max_completion_length,
         "max_tool_calling_iterations": task.max_calls,
-        "save_strategy": "no",
-        "report_to": "none",
-        "activation_checkpointing": False,
-        "use_cpu": True,
-        "bf16": False,
-        "disable_tqdm": True,
     }
     trainer = OTBGRPOTrainer(
         str(task.policy),
         task.reward,
-        args=OTBGRPOConfig(**(settings | options)),
+        args=OTBGRPOConfig(**(toy.QUIET | settings | options)),
         train_dataset=task.train,
         eval_dataset=eval_dataset,
         processing_class=AutoTokenizer.from_pretrained(task.policy, padding_side="left"),

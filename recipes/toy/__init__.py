@@ -16,6 +16,17 @@ from filelock import FileLock
 from recipes.common.errors import InputError
 
 
+# Of trainers that leave nothing behind and run on the CPU
+QUIET = {
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "use_cpu": True,
+    "bf16": False,
+    "activation_checkpointing": False,
+}
+
+
 def _warm_started(kind: str) -> Callable[[], Path]:
     def folder() -> Path:
         from .warm_start import policy

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from . import cached, dialogues, lake, scratchpad, templates, worked_sums
+from . import QUIET, cached, dialogues, lake, scratchpad, worked_sums
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class WarmStart:
     demonstrations: Callable[[int], list[list[tuple[str, bool]]]]  # n -> n times (text, whether the policy says it) …
     chat_template: str  # how a conversation is written
     learning_rate: float = 4e-3
-    response_template: dict | None = None  # how an answer is read
+    response_template: dict | None = None  # how an answer is read back as a message, by transformers
     steps: int = 2000
     batch_size: int = 32
     model: tuple[tuple[str, int | bool], ...] = (  # arguments of Qwen3Config
@@ -43,31 +43,46 @@ class WarmStart:
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
 
+def _template(said: str, alphabet: str, tool: str = "", argument: str = "") -> str:
+    """
+    The chat template of prompt.jinja and `said`: `State the final answer to the following arithmetic problem: 3 + 4 =`
+    is written `3+4`. Only a prompt that is to be answered is checked: TRL probes templates with its own conversations.
+    """
+    folder = Path(__file__).parent
+    text = (folder / "prompt.jinja").read_text() + (folder / said).read_text().rstrip("\n")
+    return text.replace("ALPHABET", repr(alphabet)).replace("TOOL", tool).replace("ARGUMENT", argument)
+
+
 def _answers(task, demonstrations, **training) -> WarmStart:
-    return WarmStart(task.ALPHABET, demonstrations, templates.sums_template(task.ALPHABET), **training)
+    return WarmStart(task.ALPHABET, demonstrations, _template("answer.jinja", task.ALPHABET), **training)
 
 
 def _calls(task, demonstrations, tool: str, argument: str, **training) -> WarmStart:
-    template = templates.tool_template(task.ALPHABET, tool, argument)
-    response = templates.tool_response(tool, argument)
+    """Calls of the one tool are written `[…]`, what it shows `{…}`, or `{?}` for an error."""
+    template = _template("calls.jinja", task.ALPHABET, tool, argument)
+    call = {"type": "function", "function": {"name": tool, "arguments": {argument: "{content}"}}}
+    calls = {"open": "[", "close": "]", "repeats": True, "content": "text", "transform": call}
+    fields = {"tool_calls": calls, "content": {"close": "<eos>", "content": "text"}}
+    response = {"defaults": {"role": "assistant"}, "start_anchor": ">", "fields": fields}
     return WarmStart(task.ALPHABET, demonstrations, template, response_template=response, **training)
 
 
-_LONG, _LONGEST = (
-    (*WarmStart.model[:-2], ("max_position_embeddings", tokens), ("tie_word_embeddings", True))
-    for tokens in (1024, 2048)
-)
+def _up_to(tokens: int) -> tuple[tuple[str, int | bool], ...]:
+    """The model for conversations of so many tokens."""
+    return tuple(dict(WarmStart.model, max_position_embeddings=tokens).items())
+
+
 WARM_STARTS = {
     "sums": _answers(worked_sums, worked_sums.demonstrations, learning_rate=6e-3),
     "calculator": _calls(dialogues, dialogues.demonstrations, "calculator", "expression"),
     "long_calculator": _calls(dialogues, dialogues.long_demonstrations, "calculator", "expression"),
 }
 for _tokens, _steps, _batch in ((10, 2000, 32), (30, 2000, 32), (100, 1200, 32), (300, 3000, 16)):
-    WARM_STARTS[f"scratchpad_{_tokens}"] = _answers(
-        scratchpad, partial(scratchpad.demonstrations, tokens=_tokens), steps=_steps, batch_size=_batch, model=_LONG
-    )
+    _training = {"steps": _steps, "batch_size": _batch, "model": _up_to(1024)}
+    _demonstrations = partial(scratchpad.demonstrations, tokens=_tokens)
+    WARM_STARTS[f"scratchpad_{_tokens}"] = _answers(scratchpad, _demonstrations, **_training)
 for _turns, _steps, _batch in ((6, 1500, 32), (14, 1000, 32), (30, 800, 16), (46, 1000, 16)):
-    _training = {"steps": _steps, "batch_size": _batch, "model": _LONG if _turns < 46 else _LONGEST}
+    _training = {"steps": _steps, "batch_size": _batch, "model": _up_to(1024 if _turns < 46 else 2048)}
     _demonstrations = partial(lake.demonstrations, turns=_turns)
     WARM_STARTS[f"lake_{_turns}"] = _calls(lake, _demonstrations, "move", "direction", **_training)
 
@@ -82,10 +97,8 @@ def policy(kind: str, steps: int | None = None) -> Path:
         # In a process of its own, outside the launched job: a trainer here would wait for the other processes, which
         # wait for this one. In a session of its own, so that Ctrl-C reaches only this process, which then ends it.
         command = [sys.executable, "-m", __name__, kind, str(folder), str(start.steps)]
-        root = Path(__file__).parents[2]
-        done = subprocess.run(
-            command, cwd=root, env=_alone(), start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-        )
+        where = {"cwd": Path(__file__).parents[2], "env": _alone(), "start_new_session": True}
+        done = subprocess.run(command, **where, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         if done.returncode != 0:
             raise RuntimeError(f"the warm start failed: {done.stderr.decode()[-2000:]}")
 
@@ -148,9 +161,6 @@ def train(start: WarmStart, folder: Path) -> None:
         model,
         args=SFTConfig(
             output_dir=str(folder),
-            use_cpu=True,
-            bf16=False,
-            activation_checkpointing=False,
             max_steps=start.steps,
             per_device_train_batch_size=start.batch_size,
             learning_rate=start.learning_rate,
@@ -158,10 +168,8 @@ def train(start: WarmStart, folder: Path) -> None:
             lr_scheduler_type="cosine",
             warmup_steps=20,
             max_length=None,
-            save_strategy="no",
             logging_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
+            **QUIET,
         ),
         train_dataset=Dataset.from_dict({"input_ids": ids, "completion_mask": said}),
         processing_class=tokenizer,

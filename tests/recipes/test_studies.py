@@ -191,7 +191,6 @@ def test_no_figures_to_plot_is_said(tmp_path, capsys):
         ("step", "--rounds 1 --steps 2 --length 8 --lora", "16.000"),  # forwards are counted under an adapter too
         ("meter", "--pairs 2 --length 8", "the hooks take"),
         ("advantages", "--repeats 1 --longest 2048", "1024 × 2048"),
-        ("horizon", "--rounds 1 --longest 512 ", "horizon.png"),
     ],
 )
 def test_benchmarks_run(script, flags, said, monkeypatch, capsys):
