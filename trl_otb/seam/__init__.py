@@ -8,7 +8,8 @@ Everything that relies on private parts of TRL, and nothing else.
 - `shuffling`: groups that stay together;
 - `gspo_token`: one importance ratio per completion beside one advantage per token;
 - `tool_loop`: turns that all processes take together;
-- `trainer`: [`EnergyGRPOTrainer`], the overrides, with two openings for a subclass that sees no private part of TRL.
+- `trainer`: [`EnergyGRPOTrainer`], the overrides, with two openings for a subclass that sees no private part of TRL;
+- `sampling`: pools of completions from a trainer that is left as it was.
 """
 
 from .contract import check_trl

@@ -56,6 +56,8 @@ ATTRIBUTES = (
     "_buffered_inputs",
     "_logs",
     "_metrics",
+    "_pending_extra_logs",
+    "_pending_metrics",
     "_step",
     "_tokenizer",
     "importance_sampling_level",
