@@ -141,10 +141,7 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 
 def check_safetensors(folder: Path) -> None:
-    """
-    Raises:
-        InputError: A .safetensors file in `folder` is cut short or is none.
-    """
+    """Raise an `InputError` if a .safetensors file in `folder` is cut short or is none."""
     for path in folder.glob("*.safetensors"):
         with _readable(path), safe_open(path, framework="pt"):
             pass
@@ -198,17 +195,17 @@ def _progress(checkpoint: Path) -> tuple[int, int, int]:
 
 def _is_trained_to_the_end(checkpoint: Path, args: OTBGRPOConfig) -> bool:
     step, steps, epochs = _progress(checkpoint)
-    return step >= args.max_steps > 0 or (args.max_steps <= 0 and step >= steps and epochs >= args.num_train_epochs)
+    if args.max_steps > 0:
+        return step >= args.max_steps
+    return step >= steps and epochs >= args.num_train_epochs
 
 
 def _check_unchanged(folder: Path, now: dict[str, Any], allow_changes: bool) -> None:
     path = folder / CONFIGURATION
     if not path.is_file():
         return print_once(f"Note: {path} is missing, so nothing says whether the options are those it began with.")
-    try:
+    with explained(f"{path} cannot be read. Remove it to resume without a comparison:"):
         then = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise InputError(f"{path} cannot be read: {error}. Remove it to resume without a comparison.") from error
     changed = differences(then, now)
     if changed and not allow_changes:
         raise InputError(
