@@ -5,15 +5,14 @@ import json
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import ModelConfig
 
@@ -40,8 +39,7 @@ NEUTRAL = set(
     "output_dir run_name disable_tqdm resume_from_checkpoint overwrite allow_changes traceback eval_only max_steps "
     "num_train_epochs num_completions_to_print per_device_eval_batch_size project local_rank ddp_timeout do_train "
     "do_eval do_predict skip_memory_metrics include_for_metrics load_best_model_at_end metric_for_best_model "
-    "greater_is_better restore_callback_states_from_checkpoint enable_jit_checkpoint num_prompts prompts_per_batch "
-    "plot_only".split()
+    "greater_is_better restore_callback_states_from_checkpoint enable_jit_checkpoint".split()
 )
 
 
@@ -229,11 +227,7 @@ def _check_free(folder: Path, overwrite: bool) -> None:
             )
 
 
-@contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    """Around reading a file: it turns out to be damaged."""
-    try:
-        yield
-    except (OSError, ValueError, LookupError, TypeError, SafetensorError, zipfile.BadZipFile) as problem:
-        remedy = "Resume from an earlier checkpoint, or get the file again."
-        raise InputError(f"{path} is damaged: {type(problem).__name__}: {problem}. {remedy}") from problem
+def _readable(path: Path) -> AbstractContextManager[None]:
+    """Around reading a file that may be damaged."""
+    remedy = "Resume from an earlier checkpoint, or get the file again"
+    return explained(f"{path} is damaged: it cannot be read. {remedy}:")
