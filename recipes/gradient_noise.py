@@ -7,8 +7,9 @@ Which baseline for my run? The noise of the gradient under each, measured on you
     python -m recipes.gradient_noise --model_name_or_path FOLDER --dataset_name problems.jsonl
     python -m recipes.gradient_noise --plot_only --output_dir FOLDER
 
-A command line on `trl_otb.compare_baselines`, for whom has no trainer at hand. It ends in a verdict, a table and a
-picture. A run that was stopped goes on where it was.
+A command line on `trl_otb.compare_baselines`, for whom has no trainer at hand. It samples a pool of completions per
+prompt, takes the exact gradient of its groups under every baseline, and ends in a verdict, a table and a picture.
+Nothing is trained. A run that was stopped goes on where it was when the same command is given again.
 """
 
 from recipes.common.launching import tidy_output
@@ -44,11 +45,7 @@ MEASUREMENT = (
 
 @dataclass
 class NoiseArguments(ToolMathArguments):
-    ABOUT: ClassVar[str] = (
-        "Which baseline for my run? Samples a pool of completions per prompt, takes the exact gradient of its groups "
-        "under every baseline, and ends in a verdict, a table and a picture. Nothing is trained. A run that was "
-        "stopped goes on where it was when the same command is given again."
-    )
+    ABOUT: ClassVar[str] = " ".join(__doc__.split("\n\n")[::2])  # without the commands
     FOLDER: ClassVar[str] = "runs/gradient_noise/seed{seed}"
     WITHOUT_EFFECT: ClassVar[tuple[str, ...]] = tuple(
         "baseline leave_one_out eval_only allow_changes scale_rewards learning_rate max_steps beta "

@@ -18,7 +18,7 @@ from trl_otb import OTBGRPOConfig
 from trl_otb.baselines import BASELINES
 
 from .checks import check_values
-from .errors import InputError, input_errors
+from .errors import InputError, explained, input_errors
 from .launching import print_once, processes
 
 
@@ -151,10 +151,8 @@ class RecipeParser(TrlParser):
 
     def read_yaml(self, path: Path) -> None:
         """Take defaults from a YAML file; its keys and values are checked as flags are."""
-        try:
+        with explained(f"`--config` is {str(path)!r}: it cannot be read:"):
             values = yaml.safe_load(path.read_text())
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise InputError(f"`--config` is {str(path)!r}: it cannot be read: {error}") from error
         if not isinstance(values, dict):
             raise InputError(f"`--config` is {str(path)!r}: it must hold one `option: value` per line.")
         os.environ.update({key: str(value) for key, value in (values.pop("env", None) or {}).items()})

@@ -69,8 +69,7 @@ class CheckpointOnInterrupt(TrainerCallback):
             torch.distributed.all_reduce(interrupted)
         if interrupted.item() > 0:
             self.interrupted = True
-            control.should_save = True
-            control.should_training_stop = True
+            control.should_save = control.should_training_stop = True
             control.should_evaluate = False
 
     def on_train_end(self, args, state, control, **kwargs):

@@ -35,10 +35,7 @@ MOST_COMPLETIONS = 1_000_000  # per process and generation batch: beyond it memo
 
 
 def check_values(values: Namespace, processes: int) -> None:
-    """
-    Raises:
-        InputError: A value makes no sense, or batch sizes and group sizes do not fit.
-    """
+    """Raise an `InputError` if a value makes no sense, or batch sizes and group sizes do not fit."""
     for names, is_good, rule in RULES:
         for name in names.split():
             value = getattr(values, name, None)
@@ -99,10 +96,7 @@ def _check_trackers(report_to: str | list[str] | None) -> None:
 
 
 def check_enough_problems(available: int, generation_batch_size: int, num_generations: int) -> None:
-    """
-    Raises:
-        InputError: The problems do not fill one generation batch: nothing would be trained.
-    """
+    """Raise an `InputError` if the problems do not fill one generation batch: nothing would be trained."""
     needed = generation_batch_size // num_generations
     if available < needed:
         raise InputError(

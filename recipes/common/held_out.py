@@ -50,7 +50,7 @@ class HeldOut(TrainerCallback):
     """
 
     def __init__(self):
-        self.dataset: Dataset | None = None
+        self.dataset: Dataset | None = None  # the held-out problems, once they are numbered
         self.tokens_generated = 0  # by this process
         self.evaluations: list[Accuracy] = []
         self.answers: dict[str, list[dict]] = {}  # "before" and "after": of each problem, its first sample

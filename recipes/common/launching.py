@@ -71,10 +71,7 @@ def _as_found(program: str) -> str:
 
 
 def check_launcher(environment: dict[str, str] | None = None) -> None:
-    """
-    Raises:
-        InputError: The launcher asks for what a machine without a GPU cannot do, and would fail later or be ignored.
-    """
+    """Raise an `InputError` if the launcher asks for a GPU where none is: it would fail later, or be ignored."""
     import torch
 
     environment = os.environ if environment is None else environment

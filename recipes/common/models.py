@@ -138,11 +138,7 @@ def with_prompts(data: Dataset, tokenizer: PreTrainedTokenizerBase, instruction:
 def check_prompts(
     data: Dataset, tokenizer: PreTrainedTokenizerBase, path: str, args: GRPOConfig, tools: list | None = None
 ) -> None:
-    """
-    Raises:
-        InputError: The chat template refuses a prompt or cannot show tools, or a prompt with its completion is longer
-            than the model's positions.
-    """
+    """Raise an `InputError` if the chat template refuses a prompt or tools, or a prompt leaves no room to answer."""
     if tools and not supports_tool_calling(tokenizer):
         raise InputError(
             f"`model_name_or_path` is {path!r}: its chat template cannot show tools and their results. Choose a model "
@@ -150,10 +146,8 @@ def check_prompts(
         )
     texts = prompts = list(data["prompt"])
     if tokenizer.chat_template:
-        try:
+        with input_errors(TemplateError):
             texts = tokenizer.apply_chat_template(prompts, tools=tools, tokenize=False, add_generation_prompt=True)
-        except TemplateError as error:
-            raise InputError(f"{error}") from error
     longest = max(map(len, tokenizer(sorted(texts, key=len)[-32:])["input_ids"]))
     if not (Path(path) / "config.json").is_file():
         return

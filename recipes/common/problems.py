@@ -11,7 +11,7 @@ from typing import Any
 from datasets import Dataset, Value, load_dataset
 
 from .arguments import RecipeArguments
-from .errors import InputError
+from .errors import InputError, explained
 from .grading import grade_mathematics
 
 
@@ -127,10 +127,8 @@ def _in_text(data: Dataset, name: str) -> Dataset:
 
 
 def _options(text: str) -> dict[str, Any]:
-    try:
+    with explained(f"`dataset_options` is {text!r}: it is not JSON:"):
         options = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise InputError(f"`dataset_options` is {text!r}: it is not JSON: {error}.") from error
     if not isinstance(options, dict):
         raise InputError(f"`dataset_options` is {text!r}: it must be a JSON object.")
     return options
@@ -148,10 +146,8 @@ def _reasoning_gym(settings: RecipeArguments, seed: int) -> Problems:
     entries = []  # the problems as reasoning-gym made them: some tasks grade by more than the answer
 
     def generate(size, seed):
-        try:
+        with explained(f"reasoning-gym does not take {options} for {task!r}:"):
             data = reasoning_gym.create_dataset(task, size=size, seed=seed, **options)
-        except (TypeError, AssertionError, ValueError) as error:
-            raise InputError(f"reasoning-gym does not take {options} for {task!r}: {error}.") from error
         rows = []
         for problem in data:
             rows.append({"question": problem["question"], "answer": str(problem["answer"]), "entry": len(entries)})

@@ -5,6 +5,7 @@ import math
 import statistics
 from pathlib import Path
 
+import pandas
 from matplotlib.figure import Figure  # not pyplot, which would choose a backend for whoever imports this
 from trl import GRPOTrainer
 
@@ -96,10 +97,12 @@ def plot_training(log: list[dict], evaluations: list[Accuracy], path: Path, titl
     Where values are logged often, the pale line is every one and the bold one their centred mean over a tenth of
     the run. A panel whose values are missing is left out, and that of turns if each completion has one.
     """
-    curves = {key: {e["step"]: e[key] for e in log if _is_number(e.get(key))} for key in PANELS}
-    curves = {key: curve for key, curve in curves.items() if curve}
-    if set(curves.get("turns", {}).values()) == {1}:
-        del curves["turns"]
+    logged = (
+        pandas.DataFrame(log, columns=["step", *PANELS]).set_index("step").replace([math.inf, -math.inf], math.nan)
+    )
+    if (logged["turns"].dropna() == 1).all():
+        del logged["turns"]
+    curves = {key: logged[key].dropna() for key in logged.dropna(axis="columns", how="all")}
     rows = 1 + (len(curves) > 3)
     columns = math.ceil((len(curves) + 1) / rows)
     figure = Figure(figsize=(4.2 * columns, 3.1 * rows + 0.6), layout="constrained")
@@ -109,9 +112,9 @@ def plot_training(log: list[dict], evaluations: list[Accuracy], path: Path, titl
     accuracy.errorbar([e.step for e in evaluations], means, errors, color="tab:red", marker="o", capsize=3)
     accuracy.set_title("held-out accuracy, % ± standard error", fontsize=10)
     for axis, (key, curve) in zip(axes, curves.items(), strict=False):
-        values = list(curve.values())
-        axis.plot(curve.keys(), values, color="tab:blue", alpha=0.35, linewidth=1, marker="." * (len(values) < 10))
-        axis.plot(curve.keys(), centred_mean(values, len(values) // 10), color="tab:blue", linewidth=2)
+        smooth = centred_mean(list(curve), len(curve) // 10)
+        axis.plot(curve.index, curve, color="tab:blue", alpha=0.35, linewidth=1, marker="." * (len(curve) < 10))
+        axis.plot(curve.index, smooth, color="tab:blue", linewidth=2)
         axis.set_title(PANELS[key], fontsize=10)
     for axis in (accuracy, *axes[: len(curves)]):
         axis.set_xlabel("step")
@@ -128,7 +131,3 @@ def centred_mean(values: list[float], width: int) -> list[float]:
     """The mean over about `width` values around each one; fewer at the ends, as many on the left as on the right."""
     reaches = [min(width // 2, i, len(values) - 1 - i) for i in range(len(values))]
     return [statistics.fmean(values[i - reach : i + reach + 1]) for i, reach in enumerate(reaches)]
-
-
-def _is_number(value) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)

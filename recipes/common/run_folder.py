@@ -5,15 +5,14 @@ import json
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import ModelConfig
 
@@ -40,8 +39,7 @@ NEUTRAL = set(
     "output_dir run_name disable_tqdm resume_from_checkpoint overwrite allow_changes traceback eval_only max_steps "
     "num_train_epochs num_completions_to_print per_device_eval_batch_size project local_rank ddp_timeout do_train "
     "do_eval do_predict skip_memory_metrics include_for_metrics load_best_model_at_end metric_for_best_model "
-    "greater_is_better restore_callback_states_from_checkpoint enable_jit_checkpoint num_prompts prompts_per_batch "
-    "plot_only".split()
+    "greater_is_better restore_callback_states_from_checkpoint enable_jit_checkpoint".split()
 )
 
 
@@ -141,10 +139,7 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 
 def check_safetensors(folder: Path) -> None:
-    """
-    Raises:
-        InputError: A .safetensors file in `folder` is cut short or is none.
-    """
+    """Raise an `InputError` if a .safetensors file in `folder` is cut short or is none."""
     for path in folder.glob("*.safetensors"):
         with _readable(path), safe_open(path, framework="pt"):
             pass
@@ -198,17 +193,17 @@ def _progress(checkpoint: Path) -> tuple[int, int, int]:
 
 def _is_trained_to_the_end(checkpoint: Path, args: OTBGRPOConfig) -> bool:
     step, steps, epochs = _progress(checkpoint)
-    return step >= args.max_steps > 0 or (args.max_steps <= 0 and step >= steps and epochs >= args.num_train_epochs)
+    if args.max_steps > 0:
+        return step >= args.max_steps
+    return step >= steps and epochs >= args.num_train_epochs
 
 
 def _check_unchanged(folder: Path, now: dict[str, Any], allow_changes: bool) -> None:
     path = folder / CONFIGURATION
     if not path.is_file():
         return print_once(f"Note: {path} is missing, so nothing says whether the options are those it began with.")
-    try:
+    with explained(f"{path} cannot be read. Remove it to resume without a comparison:"):
         then = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise InputError(f"{path} cannot be read: {error}. Remove it to resume without a comparison.") from error
     changed = differences(then, now)
     if changed and not allow_changes:
         raise InputError(
@@ -232,11 +227,7 @@ def _check_free(folder: Path, overwrite: bool) -> None:
             )
 
 
-@contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    """Around reading a file: it turns out to be damaged."""
-    try:
-        yield
-    except (OSError, ValueError, LookupError, TypeError, SafetensorError, zipfile.BadZipFile) as problem:
-        remedy = "Resume from an earlier checkpoint, or get the file again."
-        raise InputError(f"{path} is damaged: {type(problem).__name__}: {problem}. {remedy}") from problem
+def _readable(path: Path) -> AbstractContextManager[None]:
+    """Around reading a file that may be damaged."""
+    remedy = "Resume from an earlier checkpoint, or get the file again"
+    return explained(f"{path} is damaged: it cannot be read. {remedy}:")

@@ -123,6 +123,13 @@ def test_a_baseline_that_is_not_there(baseline, message):
         Rollouts().advantages(baseline=baseline)
 
 
+def test_a_module_that_fails_when_it_is_imported(tmp_path, monkeypatch):
+    (tmp_path / "unfinished.py").write_text("baseline = undefined\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match="cannot be imported: NameError: name 'undefined'.*Write 'module:function'"):
+        Rollouts().advantages(baseline="unfinished:baseline")
+
+
 @pytest.mark.parametrize("name", ["", "a:b", None])
 def test_names_that_cannot_be(name):
     with pytest.raises(ValueError, match="must be text that is not empty and holds no colon"):
