@@ -20,15 +20,7 @@ import time
 from functools import wraps
 
 from recipes.benchmarks import Table
-from recipes.benchmarks.step import (
-    Clock,
-    add_model_flags,
-    build,
-    describe,
-    make_model,
-    make_tokenizer,
-    read_model_flags,
-)
+from recipes.benchmarks.step import Clock, add_model_flags, build, describe, read_model_flags
 from trl_otb import GradientNoiseCallback, OTBGRPOConfig, OTBGRPOTrainer
 from trl_otb.callbacks import gradient_noise
 
@@ -76,8 +68,7 @@ def main(argv):
     for hook in ("add_micro_batch", "add_accumulated"):
         setattr(gradient_noise._StepGradients, hook, timed(getattr(gradient_noise._StepGradients, hook), spent))
     with tempfile.TemporaryDirectory() as folder:
-        model, tokenizer = make_model(args), make_tokenizer(args)
-        trainer = build(OTBGRPOTrainer, OTBGRPOConfig, "training forward", args, model, tokenizer, folder, same=2)
+        trainer = build(OTBGRPOTrainer, OTBGRPOConfig, "training forward", args, folder, same=2)
         trainer.add_callback(EveryOtherStep())
         trainer.add_callback(clock)  # later, so that it leaves out the hooks' coming and going
         trainer.train()
