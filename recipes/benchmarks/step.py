@@ -42,7 +42,6 @@ REGIMES = {
 # Models of random weights: kind, sizes, and the precision of the weights
 SIZES = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim"
 SHAPES = {
-    "tiny": ("qwen3", (1024, 64, 128, 2, 4, 4, 16), "float32"),
     "small": ("qwen3", (8192, 256, 768, 4, 4, 2, 64), "float32"),
     "qwen2.5-1.5b": ("qwen2", (151936, 1536, 8960, 28, 12, 2, 128), "bfloat16"),
 }
@@ -82,7 +81,8 @@ def peak(on_gpu: bool) -> float:
     return int(status["VmHWM"].split()[0]) / 2**10
 
 
-def add_model_flags(parser) -> None:
+def model_parser(doc: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=doc.splitlines()[1], allow_abbrev=False)
     parser.add_argument("--model", help="hub id or folder")
     parser.add_argument("--shape", choices=SHAPES, default="small", help="of random weights, without --model")
     parser.add_argument("--dtype", help="of the weights; by default the shape's own, float32 with --model")
@@ -92,6 +92,7 @@ def add_model_flags(parser) -> None:
     parser.add_argument("--prompt_length", type=int, default=32)
     parser.add_argument("--gradient_checkpointing", action="store_true")
     parser.add_argument("--output", help="write the figures to this JSON file")
+    return parser
 
 
 def read_model_flags(parser, argv):
@@ -220,8 +221,7 @@ def in_turn(args, regime) -> dict[str, list[dict[str, float]]]:
 
 
 def main(argv):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[1], allow_abbrev=False)
-    add_model_flags(parser)
+    parser = model_parser(__doc__)
     parser.add_argument("--steps", type=int, default=4, help="half the optimizer steps of a round")
     parser.add_argument("--rounds", type=int, default=5)
     args = read_model_flags(parser, argv)
