@@ -90,9 +90,7 @@ def train(run: Run) -> dict:
         num_generations_eval=schedule.held_out_samples,
         logging_steps=1,
     )
-    began = time.perf_counter()
-    trainer.train()
-    seconds = time.perf_counter() - began
+    seconds = trainer.train().metrics["train_runtime"]
     trainer.evaluate()
     log = [entry for entry in trainer.state.log_history if "loss" in entry]
     lengths = [float(entry["completions/mean_length"]) for entry in log]  # tool output left out
