@@ -60,9 +60,6 @@ def parts_for(folder: Path, device: str, small: bool, length: int) -> dict[str, 
         module = f"recipes.benchmarks.{module}"
         return Part(title, limit, ["-m", module, "--device", device, *flags, "--output", str(file)], result)
 
-    def test_result():
-        return "", [["tests/trainer/test_gpu.py"], [last_lines(folder / "tests.log", 1)]]
-
     def main_result():
         run = json.loads((folder / "main" / "result.json").read_text())
         head = ["steps", "training, s", "tokens generated", "held-out before", "after"]
@@ -81,7 +78,7 @@ def parts_for(folder: Path, device: str, small: bool, length: int) -> dict[str, 
         main += "--num_train_problems 200 --num_held_out_problems 20 --eval_strategy no".split()
     pytest = ["-m", "pytest", "-q", "-n", "0", "-m", marks, "tests/trainer/test_gpu.py"]
     return {
-        "tests": Part("Tests", 3, pytest, test_result),
+        "tests": Part("Tests", 3, pytest, lambda: ("", [pytest[-1:], [last_lines(folder / "tests.log", 1)]])),
         "step-lora": benchmark("step-lora", "A step, LoRA", 6, "step", *model, *rounds, "--lora"),
         "step-full": benchmark("step-full", "A step, full fine-tuning", 6, "step", *model, *rounds),
         "advantages": benchmark("advantages", "Advantages over one read and one write", 2, "advantages", *longest),

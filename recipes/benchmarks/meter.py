@@ -12,7 +12,6 @@ that its hooks take: on a CPU all of the cost and more, since they bring gradien
 anyway; on a GPU the time to launch their kernels.
 """
 
-import argparse
 import statistics
 import sys
 import tempfile
@@ -20,15 +19,7 @@ import time
 from functools import wraps
 
 from recipes.benchmarks import Table
-from recipes.benchmarks.step import (
-    Clock,
-    add_model_flags,
-    build,
-    describe,
-    make_model,
-    make_tokenizer,
-    read_model_flags,
-)
+from recipes.benchmarks.step import Clock, build, describe, model_parser, read_model_flags
 from trl_otb import GradientNoiseCallback, OTBGRPOConfig, OTBGRPOTrainer
 from trl_otb.callbacks import gradient_noise
 
@@ -62,8 +53,7 @@ def timed(method, spent: list[float]):
 
 
 def main(argv):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[1], allow_abbrev=False)
-    add_model_flags(parser)
+    parser = model_parser(__doc__)
     parser.add_argument("--pairs", type=int, default=40)
     args = read_model_flags(parser, argv)
     if args.pairs < 2:
@@ -76,8 +66,7 @@ def main(argv):
     for hook in ("add_micro_batch", "add_accumulated"):
         setattr(gradient_noise._StepGradients, hook, timed(getattr(gradient_noise._StepGradients, hook), spent))
     with tempfile.TemporaryDirectory() as folder:
-        model, tokenizer = make_model(args), make_tokenizer(args)
-        trainer = build(OTBGRPOTrainer, OTBGRPOConfig, "training forward", args, model, tokenizer, folder, same=2)
+        trainer = build(OTBGRPOTrainer, OTBGRPOConfig, "training forward", args, folder, same=2)
         trainer.add_callback(EveryOtherStep())
         trainer.add_callback(clock)  # later, so that it leaves out the hooks' coming and going
         trainer.train()

@@ -40,12 +40,10 @@ REGIMES = {
     "one extra forward": {"gradient_accumulation_steps": 8, "groups": 0.5, "num_iterations": 1},
 }
 # Models of random weights: kind, sizes, and the precision of the weights
-SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
-HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim")
+SIZES = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim"
 SHAPES = {
-    "tiny": ("qwen3", (1024, 64, 128, 2), (4, 4, 16), "float32"),
-    "small": ("qwen3", (8192, 256, 768, 4), (4, 2, 64), "float32"),
-    "qwen2.5-1.5b": ("qwen2", (151936, 1536, 8960, 28), (12, 2, 128), "bfloat16"),
+    "small": ("qwen3", (8192, 256, 768, 4, 4, 2, 64), "float32"),
+    "qwen2.5-1.5b": ("qwen2", (151936, 1536, 8960, 28, 12, 2, 128), "bfloat16"),
 }
 
 
@@ -83,7 +81,8 @@ def peak(on_gpu: bool) -> float:
     return int(status["VmHWM"].split()[0]) / 2**10
 
 
-def add_model_flags(parser) -> None:
+def model_parser(doc: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=doc.splitlines()[1], allow_abbrev=False)
     parser.add_argument("--model", help="hub id or folder")
     parser.add_argument("--shape", choices=SHAPES, default="small", help="of random weights, without --model")
     parser.add_argument("--dtype", help="of the weights; by default the shape's own, float32 with --model")
@@ -93,6 +92,7 @@ def add_model_flags(parser) -> None:
     parser.add_argument("--prompt_length", type=int, default=32)
     parser.add_argument("--gradient_checkpointing", action="store_true")
     parser.add_argument("--output", help="write the figures to this JSON file")
+    return parser
 
 
 def read_model_flags(parser, argv):
@@ -111,12 +111,10 @@ def read_model_flags(parser, argv):
 def model_config(args):
     if args.model:
         return AutoConfig.from_pretrained(args.model)
-    kind, sizes, heads, _ = SHAPES[args.shape]
-    shape = {**dict(zip(SIZES, sizes, strict=True)), **dict(zip(HEADS, heads, strict=True))}
+    kind, sizes, _ = SHAPES[args.shape]
+    shape = dict(zip(SIZES.split(), sizes, strict=True), tie_word_embeddings=kind == "qwen2")
     ids = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
-    return AutoConfig.for_model(
-        kind, **shape, **ids, tie_word_embeddings=kind == "qwen2", max_position_embeddings=2**17
-    )
+    return AutoConfig.for_model(kind, **shape, **ids, max_position_embeddings=2**17)
 
 
 def make_model(args):
@@ -129,10 +127,6 @@ def make_model(args):
         return AutoModelForCausalLM.from_config(model_config(args), dtype=dtype)
 
 
-def make_tokenizer(args):
-    return AutoTokenizer.from_pretrained(args.model or sums(), padding_side="left")
-
-
 def describe(args) -> str:
     with torch.device("meta"):
         parameters = AutoModelForCausalLM.from_config(model_config(args)).num_parameters()
@@ -143,8 +137,9 @@ def describe(args) -> str:
     )
 
 
-def build(cls, config, regime, args, model, tokenizer, folder, same=1):
+def build(cls, config, regime, args, folder, same=1):
     """A trainer of scripted completions, the same ones for `same` steps in a row."""
+    model = make_model(args)
     vocabulary = model.config.get_text_config().vocab_size
 
     def rollout(prompts, trainer):
@@ -182,7 +177,7 @@ def build(cls, config, regime, args, model, tokenizer, folder, same=1):
             **settings,
         ),
         train_dataset=Dataset.from_dict({"prompt": ["p"] * 64}),
-        processing_class=tokenizer,
+        processing_class=AutoTokenizer.from_pretrained(args.model or sums(), padding_side="left"),
         rollout_func=rollout,
         peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear") if args.lora else None,
     )
@@ -214,11 +209,11 @@ def measure(trainer) -> dict[str, float]:
 def in_turn(args, regime) -> dict[str, list[dict[str, float]]]:
     """What [`measure`] finds in `args.rounds` rounds of both trainers, which take turns at being the first."""
     arms = [("grpo", GRPOTrainer, GRPOConfig), ("otb", OTBGRPOTrainer, OTBGRPOConfig)]
-    tokenizer, rounds = make_tokenizer(args), {"grpo": [], "otb": []}
+    rounds = {"grpo": [], "otb": []}
     for turn in range(args.rounds):
         for arm, cls, config in arms if turn % 2 == 0 else reversed(arms):
             with tempfile.TemporaryDirectory() as folder:
-                trainer = build(cls, config, regime, args, make_model(args), tokenizer, folder)
+                trainer = build(cls, config, regime, args, folder)
                 rounds[arm].append(measure(trainer))
                 del trainer
                 gc.collect()  # one model and one optimizer at a time
@@ -226,8 +221,7 @@ def in_turn(args, regime) -> dict[str, list[dict[str, float]]]:
 
 
 def main(argv):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[1], allow_abbrev=False)
-    add_model_flags(parser)
+    parser = model_parser(__doc__)
     parser.add_argument("--steps", type=int, default=4, help="half the optimizer steps of a round")
     parser.add_argument("--rounds", type=int, default=5)
     args = read_model_flags(parser, argv)

@@ -52,13 +52,10 @@ def main(argv: list[str]) -> None:
             of = f"scratchpad_{task}" if task.isdigit() else task
             report = compared(
                 folder / task,
-                None
-                if args.plot_only
-                else lambda of=of: trainer_of(task_of(of, args.seed), seed=args.seed, disable_tqdm=False),
-                num_prompts=args.num_prompts,
+                lambda of=of: trainer_of(task_of(of, args.seed), seed=args.seed, disable_tqdm=False),
+                args,
                 completions_per_prompt=of_family[task],
                 group_sizes=GROUP_SIZES[args.family],
-                seed=args.seed,
             )
             columns[f"T = {task}" if task.isdigit() else task] = cells_of(report)
         render.report(columns, folder)

@@ -102,9 +102,7 @@ def trainer_at(name: str, stage: str, seed: int, folder: Path) -> OTBGRPOTrainer
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        prog="language", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(prog="language", description=__doc__.splitlines()[1])
     parser.add_argument("task", choices=TASKS)
     parser.add_argument("--stage", choices=["start", "trained"], default="start")
     noise_flags(parser, seed=42, num_prompts=60)
@@ -116,12 +114,11 @@ def main(argv: list[str]) -> None:
     try:
         report = compared(
             folder,
-            None if args.plot_only else lambda: trainer_at(args.task, args.stage, args.seed, output),
-            num_prompts=args.num_prompts,
+            lambda: trainer_at(args.task, args.stage, args.seed, output),
+            args,
             completions_per_prompt=COMPLETIONS,
             group_sizes=[GROUP_SIZE],
             parameters=LAST_BLOCKS,
-            seed=args.seed,
         )
         columns = {f"{args.task}, {args.stage}": cells_of(report)}
         render.report(columns, folder)

@@ -90,9 +90,7 @@ def train(run: Run) -> dict:
         num_generations_eval=schedule.held_out_samples,
         logging_steps=1,
     )
-    began = time.perf_counter()
-    trainer.train()
-    seconds = time.perf_counter() - began
+    seconds = trainer.train().metrics["train_runtime"]
     trainer.evaluate()
     log = [entry for entry in trainer.state.log_history if "loss" in entry]
     lengths = [float(entry["completions/mean_length"]) for entry in log]  # tool output left out
@@ -273,10 +271,9 @@ def report(folder: Path, learning_rate: float | None = None) -> render.Tables:
             if rows := saved((Run(task, b, n, rate, seed) for rate in rates for seed in seeds), folder):
                 of[n, b] = rows
                 columns.setdefault(f"{task}, N = {n}", (task, {}))[1][b] = rows
-        if of:
-            tables[f"outcomes, {task}{said}"] = [outcome(*arm, rows, schedule.threshold) for arm, rows in of.items()]
-            tables[f"scores, {task}{said}"] = scores(of)
-            tables[f"tuning, {task}"] = [tuning(task, *arm, folder) for arm in of if learning_rate is None]
+        tables[f"outcomes, {task}{said}"] = [outcome(*arm, rows, schedule.threshold) for arm, rows in of.items()]
+        tables[f"scores, {task}{said}"] = scores(of)
+        tables[f"tuning, {task}"] = [tuning(task, *arm, folder) for arm in of if learning_rate is None]
     tables = {title: arms for title, arms in tables.items() if arms}
     text = "\n".join(f"{title}:\n\n{render.of_arms(arms)}" for title, arms in tables.items())
     (folder / f"tables{suffix}.md").write_text(text)

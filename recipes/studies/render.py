@@ -59,13 +59,11 @@ def publish(name: str, tables: Tables) -> None:
     if unknown := [title for title in tables if title not in published]:
         raise InputError(f"results/{name}.json has no column {', '.join(unknown)}, only {', '.join(published)}.")
     for title, measured in tables.items():
-        before, now = (
-            {(row.get("estimator") or row["baseline"], row["n"]) for row in rows}
-            for rows in (published[title], measured)
-        )
-        if lost := sorted({estimator for estimator, _ in before - now}):
+        both = published[title], measured
+        before, now = ({(row.get("estimator") or row["baseline"], row["n"]) for row in rows} for rows in both)
+        if lost := ", ".join(sorted({estimator for estimator, _ in before - now})):
             raise InputError(
-                f"results/{name}.json has {', '.join(lost)} for {title}, which was not measured now: measure it too."
+                f"results/{name}.json has {lost} for {title}, which was not measured now: measure it too."
             )
     save(name, results | {"tables": published | tables})
     render()
@@ -101,11 +99,6 @@ def by_task(tables: Tables, n: int) -> str:
     names = dict.fromkeys(name for _, name in of)
     rows = [[f"`{name}`", *(text(of.get((task, name))) for task in titles)] for name in names]
     return _table([["estimator", *titles.values()], *rows])
-
-
-def by_size(tables: Tables) -> str:
-    sizes = dict.fromkeys(cell["n"] for cells in tables.values() for cell in cells)
-    return "\n".join(f"N = {n}:\n\n{by_task(tables, n)}" for n in sizes)
 
 
 def _tokens(tokens: dict) -> str:
@@ -158,13 +151,9 @@ def headline() -> str:
         for cell in load(name)["tables"][task]:
             if cell["n"] == chosen["n"]:
                 of[title, cell["estimator"]] = "?" if cell["noise"][0] is None else interval(cell["noise"])
-    return _table(
-        [["", *chosen["columns"]]]
-        + [
-            [label, *(of.get((title, name), "–") for title in chosen["columns"])]
-            for label, name in chosen["rows"].items()
-        ]
-    )
+    titles, rows = chosen["columns"], chosen["rows"]
+    cells = [[label, *(of.get((title, name), "–") for title in titles)] for label, name in rows.items()]
+    return _table([["", *titles], *cells])
 
 
 def rendered(page: str) -> str:
@@ -210,18 +199,17 @@ def draw(name: str, tables: Tables, path: Path) -> None:
     """One row per panel of `PANELS`, one column per column of the picture `name`, of what is there."""
     dial, columns = PICTURES[name]
     of = {(task, cell["estimator"], cell["n"]): cell for task, cells in tables.items() for cell in cells}
-    columns = {
-        title: (n, {x: task for x, task in tasks.items() if task in tables}) for title, (n, tasks) in columns.items()
-    }
-    columns = {title: column for title, column in columns.items() if column[1]}
-    panels = {title: [name for name in names if any(name == e for _, e, _ in of)] for title, names in PANELS.items()}
-    panels = {title: names for title, names in panels.items() if names}
+    dials = {title: {x: task for x, task in tasks.items() if task in tables} for title, (_, tasks) in columns.items()}
+    columns = {title: (columns[title][0], tasks) for title, tasks in dials.items() if tasks}
+    estimators = {estimator for _, estimator, _ in of}
+    panels = {title: names for title, names in PANELS.items() if estimators & {*names}}
     if not columns:
         return
     figure = Figure(figsize=(4.2 * len(columns) + 0.6, 3.2 * len(panels)), layout="constrained")
     axes = figure.subplots(len(panels), len(columns), sharex=True, sharey=True, squeeze=False)
     for row, (panel, names) in zip(axes, panels.items(), strict=True):
         for axis, (title, (n, tasks)) in zip(row, columns.items(), strict=True):
+            names = [name for name in names if name in estimators]
             for i, name in enumerate(names):
                 found = [(x, of[task, name, n]["efficiency"]) for x, task in tasks.items() if (task, name, n) in of]
                 # Side by side, so that intervals do not hide each other; not what is lost in noise
@@ -248,7 +236,8 @@ def draw(name: str, tables: Tables, path: Path) -> None:
 
 def report(tables: Tables, folder: Path) -> None:
     """The tables beside a study's data, and on the screen."""
-    text = by_size(tables)
+    sizes = dict.fromkeys(cell["n"] for cells in tables.values() for cell in cells)
+    text = "\n".join(f"N = {n}:\n\n{by_task(tables, n)}" for n in sizes)
     (folder / "tables.md").write_text(text)
     print(f"{text}\n{folder}: tables.md, a picture, and the data.")
 

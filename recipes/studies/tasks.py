@@ -3,7 +3,7 @@
 import json
 import math
 import random
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,12 +110,14 @@ def noise_flags(parser: ArgumentParser, seed: int, num_prompts: int) -> None:
     parser.add_argument("--output_dir", type=Path, help="by default in runs/studies")
 
 
-def compared(folder: Path, trainer: Callable[[], OTBGRPOTrainer] | None, **options) -> "trl_otb.BaselineReport":
-    """What [`~trl_otb.compare_baselines`] finds, kept in `folder`; without a trainer, what is there."""
-    if trainer is None:
+def compared(
+    folder: Path, trainer: Callable[[], OTBGRPOTrainer], args: Namespace, **options
+) -> "trl_otb.BaselineReport":
+    """What [`~trl_otb.compare_baselines`] finds, kept in `folder`; with `--plot_only`, what is there."""
+    if args.plot_only:
         return trl_otb.BaselineReport.load(folder, prompts_per_batch=PROMPTS_PER_BATCH)
-    options |= {"baselines": list(BASELINES), "prompts_per_batch": PROMPTS_PER_BATCH, "output_dir": folder}
-    return trl_otb.compare_baselines(trainer(), **options)
+    options |= {"num_prompts": args.num_prompts, "seed": args.seed, "prompts_per_batch": PROMPTS_PER_BATCH}
+    return trl_otb.compare_baselines(trainer(), baselines=list(BASELINES), output_dir=folder, **options)
 
 
 def cells_of(report: "trl_otb.BaselineReport") -> list[dict]:

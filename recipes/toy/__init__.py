@@ -28,12 +28,7 @@ QUIET = {
 
 
 def _warm_started(kind: str) -> Callable[[], Path]:
-    def folder() -> Path:
-        from .warm_start import policy
-
-        return policy(kind)
-
-    return folder
+    return lambda: importlib.import_module(".warm_start", __name__).policy(kind)
 
 
 # A 2-layer policy that writes down short sums carelessly; the default of recipes/math.py

@@ -23,11 +23,6 @@ def demonstrations(size: int, chain_sum: dict[str, int] = CHAIN_SUM) -> list[lis
     return [_demonstration(e.replace(" ", ""), rng) for e in expressions(size, **chain_sum)]
 
 
-def long_demonstrations(size: int) -> list[list[tuple[str, bool]]]:
-    """Dialogues of about ten turns."""
-    return demonstrations(size, LONG_CHAIN_SUM)
-
-
 def _demonstration(expression: str, rng: random.Random) -> list[tuple[str, bool]]:
     """
     One time in three the pupil guesses. Else digits are miscopied, calls are left open or incomplete, and an

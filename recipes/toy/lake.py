@@ -50,11 +50,8 @@ def seen(lake: list[str], row: int, column: int) -> str:
 
 
 def problems(side: int, number: int = 200) -> list[dict[str, str]]:
-    lakes = [level(side, seed) for seed in range(number)]
-    return [
-        {"question": f"lake {seed}: {seen(lake, 0, 0)}", "answer": WON, "lake": " ".join(lake)}
-        for seed, lake in enumerate(lakes)
-    ]
+    lakes = enumerate(level(side, seed) for seed in range(number))
+    return [{"question": f"lake {i}: {seen(lake, 0, 0)}", "answer": WON, "lake": " ".join(lake)} for i, lake in lakes]
 
 
 class Lake:
@@ -96,10 +93,7 @@ def won(completions, **kwargs) -> list[float]:
 
 
 def progress(completions, question, **kwargs) -> list[list[float]]:
-    """
-    A reward per turn: the share of the way to the goal that its move came nearer, and −1 for a step into a hole. A
-    game that is won has 1 in all.
-    """
+    """A reward per turn: the share of the way that its move came nearer, in all 1 at the goal; −1 in a hole."""
     return [_progress(turns, asked.split(": ")[-1]) for turns, asked in zip(completions, question, strict=True)]
 
 

@@ -72,10 +72,11 @@ def _up_to(tokens: int) -> tuple[tuple[str, int | bool], ...]:
     return tuple(dict(WarmStart.model, max_position_embeddings=tokens).items())
 
 
+_long_dialogues = partial(dialogues.demonstrations, chain_sum=dialogues.LONG_CHAIN_SUM)
 WARM_STARTS = {
     "sums": _answers(worked_sums, worked_sums.demonstrations, learning_rate=6e-3),
     "calculator": _calls(dialogues, dialogues.demonstrations, "calculator", "expression"),
-    "long_calculator": _calls(dialogues, dialogues.long_demonstrations, "calculator", "expression"),
+    "long_calculator": _calls(dialogues, _long_dialogues, "calculator", "expression"),
 }
 for _tokens, _steps, _batch in ((10, 2000, 32), (30, 2000, 32), (100, 1200, 32), (300, 3000, 16)):
     _training = {"steps": _steps, "batch_size": _batch, "model": _up_to(1024)}
