@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 
 class Table:
@@ -35,3 +36,23 @@ def markdown(rows: list[list[str]]) -> str:
     head, *body = rows
     lines = [head, ["---"] * len(head), *body]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def peak_and_kept(function, *inputs) -> tuple[int, int]:
+    """Bytes that `function` allocates at most at a time, and those that are left while its result is kept."""
+    if any(values.is_cuda for values in inputs):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        result = function(*inputs)
+        kept = torch.cuda.memory_allocated() - before
+        del result
+        return torch.cuda.max_memory_allocated() - before, kept
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
+        result = function(*inputs)
+    del result  # after the profile, in which it counts as kept
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak, live

@@ -17,9 +17,8 @@ import sys
 import time
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
-from recipes.benchmarks import Table, synchronize
+from recipes.benchmarks import Table, peak_and_kept, synchronize
 from trl_otb.baselines import compute_advantages
 from trl_otb.credit import credit, measure, set_energies
 from trl_otb.rollout import Rollout
@@ -46,26 +45,6 @@ def training_step(rewards, energy, mask):
     credit(rollout, baseline="otb", alignment="generated", zero_tail=True, leave_one_out=False)
     measure(rollout)
     return rollout
-
-
-def peak_and_kept(function, *inputs) -> tuple[int, int]:
-    """Bytes that `function` allocates at most at a time, and those that are left while its result is kept."""
-    if any(values.is_cuda for values in inputs):
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        result = function(*inputs)
-        kept = torch.cuda.memory_allocated() - before
-        del result
-        return torch.cuda.max_memory_allocated() - before, kept
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
-        result = function(*inputs)
-    del result  # after the profile, in which it counts as kept
-    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
-    live = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    return peak, live
 
 
 def loop_over_groups(rewards, energy, mask):

@@ -112,11 +112,14 @@ def pooled_baseline(groups, prompt, own, weight):
     target = sum(centres) / len(centres)
     if len(groups[prompt]) == 1:
         return target
-    spread = sum((c - target) ** 2 for c in centres) / (len(centres) - 1)
-    between = max(0.0, spread - sum(own_noises) / len(own_noises))
-    noise = sum(noises) / len(noises)
-    share = noise / (noise + between) if noise > 0 else 0.0
-    return (1 - share) * without(groups[prompt], own) + share * target
+    b, k = without(groups[prompt], own), len(centres)
+    noise, of_centres = sum(noises) / k, sum(own_noises) / k
+    between = max(0.0, sum((c - target) ** 2 for c in centres) / (k - 1) - of_centres)
+    with_own = [*centres, b]
+    mean = sum(with_own) / (k + 1)
+    uncertain = 2 * sum((c - mean) ** 2 for c in with_own) / k
+    share = noise / (noise + between + (between + of_centres + uncertain) / k) if noise > 0 else 0.0
+    return (1 - share) * b + share * target
 
 
 def damping(own, others):

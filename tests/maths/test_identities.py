@@ -205,22 +205,26 @@ def test_tool_output_shifts_nothing():
 
 
 def pooling_of(returns):
-    """λ and the target of the plain mean, `(P,)` each."""
+    """λ, `(P, N)`, and the target, `(P,)`, of the plain mean."""
     left_out = (returns.sum(1, keepdim=True) - returns) / (returns.size(1) - 1)
-    found = partial_pooling(left_out.unsqueeze(2), torch.ones_like(returns).unsqueeze(2))
-    return [values.flatten() for values in found]
+    share, target = partial_pooling(left_out.unsqueeze(2), torch.ones_like(returns).unsqueeze(2))
+    return share.squeeze(2), target.flatten()
 
 
 def test_the_share_and_the_target_of_pooling_by_hand():
-    """Of the plain mean: v = σ² / (N − 1), and all of it by the other prompts."""
+    """Of the plain mean: v = σ² / (N − 1), u = σ² / N; the error of τ² is told with the own b_(−i) too."""
     returns = torch.rand(5, 4, generator=torch.Generator().manual_seed(0)).double()
     share, target = pooling_of(returns)
     for p in range(5):
         others = returns[[q for q in range(5) if q != p]]
-        noise = others.var(dim=1).mean() / 3
-        between = max(others.mean(dim=1).var() - noise * 3 / 4, 0)
+        noise, of_means = others.var(dim=1).mean() / 3, others.var(dim=1).mean() / 4
         assert target[p].item() == pytest.approx(others.mean().item())
-        assert share[p].item() == pytest.approx((noise / (noise + between)).item())
+        between = max(others.mean(dim=1).var() - of_means, 0)
+        for i in range(4):
+            own = (returns[p].sum() - returns[p, i]) / 3
+            with_own = torch.cat([others.mean(dim=1), own.view(1)]).var()
+            expected = noise / (noise + between + (between + of_means + 2 * with_own) / 4)
+            assert share[p, i].item() == pytest.approx(expected.item())
 
 
 def test_prompts_alike_are_pooled_and_prompts_apart_are_not():
