@@ -99,7 +99,7 @@ def sample_pools(
 ) -> None:
     """Sample `pool_size` completions of each prompt of `dataset`, in order, and hand their [`Pool`]s to `keep`."""
     settings = tiny.SETTINGS | {
-        "output_dir": "laboratory",
+        "output_dir": "runs/laboratory",
         "num_generations": pool_size,
         "per_device_train_batch_size": pool_size,
         "max_completion_length": max_completion_length,
