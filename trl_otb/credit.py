@@ -40,7 +40,7 @@ def credit(rollout: Rollout, rows: Rows = EVERY_ROW, accelerator: Accelerator | 
     """
     rule, n = find_baseline(options["baseline"]), rollout.num_generations
     scale = _scale(rollout, rows)
-    totals = _totals(rollout, rows, with_energy=rule.totals_only)
+    totals = _totals(rollout, rows, of_tokens=rule.totals_only)
     every = totals if accelerator is None else accelerator.gather(totals)
     own = slice(None) if accelerator is None else own_rows(accelerator, len(rollout))
 
@@ -153,10 +153,12 @@ def _credit_tokens(
     return by_blocks(of_block, mask, rows_together)
 
 
-def _totals(rollout: Rollout, rows: Rows, with_energy: bool) -> torch.Tensor:
-    """`(b, 3)` return, W_T and generated tokens of each completion."""
+def _totals(rollout: Rollout, rows: Rows, of_tokens: bool) -> torch.Tensor:
+    """`(b, 3)` return, W_T and generated tokens of each completion; without `of_tokens` the last two are 0."""
+    if not of_tokens:
+        return torch.nn.functional.pad(completion_returns(rollout.rewards[rows]).unsqueeze(1), (0, 2))
     mask = rollout.mask[rows]
-    energy = rollout.energy[rows] if with_energy and rollout.energy is not None else None
+    energy = None if rollout.energy is None else rollout.energy[rows]
     totals = by_blocks(lambda block: totals_of_tokens(None if energy is None else energy[block], mask[block]), mask)
     return torch.stack([completion_returns(rollout.rewards[rows]), *totals], dim=1)
 

@@ -145,9 +145,7 @@ class RewardRecorder:
                 )
             numbers = torch.tensor(credited, dtype=torch.float32, device=mask.device)
             rewards[row, at] += factors[row, index] * numbers
-        positions = torch.arange(1, mask.size(1) + 1, device=mask.device)
-        last = torch.nn.functional.one_hot((mask * positions).argmax(dim=1), mask.size(1))
-        return rewards + last * (returns - rewards.sum(dim=1)).unsqueeze(1)
+        return rewards + last_tokens(mask) * (returns - rewards.sum(dim=1)).unsqueeze(1)
 
 
 def _number(reward: Any, name: str, row: int) -> Any:
@@ -180,6 +178,12 @@ def _is_nan(value: Any) -> bool:
 def _shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def last_tokens(mask: torch.Tensor) -> torch.Tensor:
+    """`(B, T)` -> `(B, T)` 1 at the last 1 of each row."""
+    positions = torch.arange(1, mask.size(1) + 1, device=mask.device)
+    return torch.nn.functional.one_hot((mask * positions).argmax(dim=1), mask.size(1))
 
 
 def turn_ends(mask: torch.Tensor) -> torch.Tensor:

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object, is_peft_model
+from accelerate.utils import gather_object
 from datasets.fingerprint import Hasher
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from ..baselines import BASELINES
 from ..baselines.groups import completion_returns
+from ..rewards import last_tokens
 from ..rollout import Rollout
 from ..seam.sampling import left_as_it_was, sample_pool, single_rows, training_examples
 from ..trainer import OTBGRPOTrainer
@@ -187,10 +188,10 @@ def _by_main_process(
             storage = open_storage()
         except ValueError as problem:
             error = problem
-    prompts, error = gather_object([(storage.prompts() if storage else [], error)])[0]
+    prompts, error = gather_object([(storage.prompts() if storage is not None else [], error)])[0]
     if error is not None:
         raise error
-    return storage or copy_of(prompts)
+    return copy_of(prompts) if storage is None else storage
 
 
 def _measure(
@@ -255,12 +256,10 @@ def _alike(parts: list[Rollout]) -> list[torch.Tensor]:
     """Their rewards, each `(b, T)` if a turn or token was credited in any of them, else `(b,)`."""
     if all(part.rewards.dim() == 1 for part in parts):
         return [part.rewards for part in parts]
-    found = []
-    for part in parts:
-        last = (part.mask * torch.arange(1, part.mask.size(1) + 1, device=part.mask.device)).argmax(dim=1)
-        at_the_end = torch.nn.functional.one_hot(last, part.mask.size(1))
-        found.append(part.rewards if part.rewards.dim() == 2 else at_the_end * part.rewards.unsqueeze(1))
-    return found
+    return [
+        part.rewards if part.rewards.dim() == 2 else last_tokens(part.mask) * part.rewards.unsqueeze(1)
+        for part in parts
+    ]
 
 
 def _stacked(parts: list[Any]) -> torch.Tensor:
@@ -341,5 +340,4 @@ def _fingerprint(model: torch.nn.Module) -> str:
 
 
 def _model_name(trainer: OTBGRPOTrainer) -> str:
-    model = trainer.model.get_base_model() if is_peft_model(trainer.model) else trainer.model
-    return Path(getattr(model.config, "_name_or_path", "") or type(model).__name__).name
+    return Path(getattr(trainer.policy.config, "_name_or_path", "") or type(trainer.policy).__name__).name

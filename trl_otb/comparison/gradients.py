@@ -4,7 +4,6 @@ import re
 from typing import Any
 
 import torch
-from accelerate.utils import is_peft_model
 
 from ..seam import EnergyGRPOTrainer
 from ..seam.sampling import logps_and_states
@@ -89,10 +88,9 @@ class CompletionGradients:
         self, trainer: EnergyGRPOTrainer, parameters: list[torch.nn.Parameter], projection: Projection
     ) -> None:
         self.trainer, self.parameters, self.projection = trainer, parameters, projection
-        policy = trainer.model.get_base_model() if is_peft_model(trainer.model) else trainer.model
-        of_head = {id(p) for p in policy.get_output_embeddings().parameters()}
+        of_head = {id(p) for p in trainer.policy.get_output_embeddings().parameters()}
         self.in_head = [i for i, p in enumerate(parameters) if id(p) in of_head]
-        self.small = sum(p.numel() for p in policy.parameters()) <= SMALL
+        self.small = sum(p.numel() for p in trainer.policy.parameters()) <= SMALL
         self.together = max(1, GRADIENTS // sum(p.numel() for p in parameters))
 
     def __call__(self, row: dict[str, Any], weights: torch.Tensor) -> torch.Tensor:

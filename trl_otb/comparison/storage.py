@@ -19,7 +19,7 @@ class Storage:
 
     Args:
         folder (`Path`, *optional*):
-            Made once there is something to keep.
+            Of [`only_writer`].
         settings (`dict`):
             What the report needs to know, and `measured`, all that the numbers depend on.
 
@@ -46,8 +46,6 @@ class Storage:
         self._overwrite = overwrite  # until there is something to take the place of what is there
         if folder is None:
             return
-        if folder.exists() and not folder.is_dir():
-            raise ValueError(f"`output_dir` is {str(folder)!r}, which is a file: name a folder.")
         found = None if overwrite else load(folder)
         if found is None:
             return
@@ -58,15 +56,8 @@ class Storage:
                 f"{folder} was measured otherwise: {'; '.join(other)}. Choose another folder, or remove this one."
             )
 
-    def __len__(self) -> int:
-        return len(self._prompts)
-
-    def __bool__(self) -> bool:
-        return True
-
     def add(self, index: int, found: dict[Any, Any]) -> None:
         if self.folder is not None:
-            self.folder.mkdir(parents=True, exist_ok=True)
             for file in self.folder.glob("prompt-*.pt") if self._overwrite else ():
                 file.unlink()
             self._overwrite = False

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import is_peft_model
 from transformers import set_seed
 
 from ..credit import set_energies
@@ -91,7 +90,6 @@ def logps_and_states(
         `tuple`: log π(y_t), `(1, T)`, with a graph that ends in the second: the head's input `(1, P + T, d)`, a leaf;
         and the third, the same values with the graph of the model's body.
     """
-    policy = trainer.model.get_base_model() if is_peft_model(trainer.model) else trainer.model
     states: list[torch.Tensor] = []
 
     def cut(module: Any, args: Any, output: Any) -> Any:
@@ -100,7 +98,7 @@ def logps_and_states(
         output.last_hidden_state = states[-2]
         return output
 
-    hook = policy.base_model.register_forward_hook(cut)
+    hook = trainer.policy.base_model.register_forward_hook(cut)
     try:
         with torch.enable_grad():
             logps, *_ = trainer._get_per_token_logps_and_entropies(

@@ -36,8 +36,7 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
         self.keeps_groups_together = False  # whether rows are shuffled by groups though their advantages are known
         super().__init__(*args, **kwargs)
         check_trl(self)
-        policy = self.model.get_base_model() if is_peft_model(self.model) else self.model
-        self._energy_head = EnergyHead(policy, self.temperature, self.args.cast_lm_head_to_fp32)
+        self._energy_head = EnergyHead(self.policy, self.temperature, self.args.cast_lm_head_to_fp32)
 
     # Openings for a subclass
 
@@ -57,6 +56,11 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
         raise NotImplementedError
 
     # What a subclass may use
+
+    @property
+    def policy(self) -> Any:
+        """The model, without what PEFT wraps it in."""
+        return self.model.get_base_model() if is_peft_model(self.model) else self.model
 
     @property
     def mode(self) -> str:
