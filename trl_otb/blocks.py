@@ -1,6 +1,6 @@
 """Work through the rows of a batch in blocks, so that intermediate results stay small beside what is kept."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -11,7 +11,7 @@ BLOCKS = 8  # that a large batch is split into at least: intermediate results ta
 
 
 def by_blocks(
-    function: Callable[[slice], tuple[torch.Tensor, ...]], mask: torch.Tensor, rows_together: int = 1
+    function: Callable[[slice], tuple[torch.Tensor, ...]], mask: torch.Tensor, rows_together: int = 1, finer: int = 1
 ) -> tuple[torch.Tensor, ...]:
     """
     `function` of all rows, called for one block of rows after another.
@@ -23,19 +23,26 @@ def by_blocks(
             Of all rows.
         rows_together (`int`, *optional*, defaults to 1):
             Rows that must stay in one block.
+        finer (`int`, *optional*, defaults to 1):
+            How many times smaller blocks should be, for a function with larger intermediate results.
     """
-    tokens = max(mask.numel() // BLOCKS, LEAST)
-    if mask.device.type == "cpu":
-        tokens = min(tokens, MOST_ON_CPU)
-    rows = max(tokens // max(mask.size(1), 1) // rows_together, 1) * rows_together
-    if len(mask) <= rows:
-        return function(slice(0, len(mask)))
     whole: tuple[torch.Tensor, ...] = ()
-    for first in range(0, len(mask), rows):
-        block = slice(first, first + rows)
+    for block in blocks_of_rows(mask, rows_together, finer):
         part = function(block)
+        if block.stop - block.start == len(mask):
+            return part
         if not whole:
             whole = tuple(values.new_empty(len(mask), *values.shape[1:]) for values in part)
         for values, of_part in zip(whole, part, strict=True):
             values[block] = of_part
     return whole
+
+
+def blocks_of_rows(mask: torch.Tensor, rows_together: int = 1, finer: int = 1) -> Iterator[slice]:
+    """The rows of `mask`, `(B, T)`, in blocks of whole sets of `rows_together`; without rows, one empty block."""
+    tokens = max(mask.numel() // BLOCKS, LEAST)
+    if mask.device.type == "cpu":
+        tokens = min(tokens, MOST_ON_CPU)
+    rows = max(tokens // finer // max(mask.size(1), 1) // rows_together, 1) * rows_together
+    for first in range(0, max(len(mask), 1), rows):
+        yield slice(first, min(first + rows, len(mask)))

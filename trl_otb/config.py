@@ -113,7 +113,7 @@ class OTBGRPOConfig(GRPOConfig):
             raise ValueError(
                 f"`scale_rewards` is {self.scale_rewards!r}: it must be one of 'none', 'group' and 'batch'."
             )
-        if find_baseline(self.baseline).across_prompts and self.scale_rewards in (True, "group"):
+        if find_baseline(self.baseline).compares_prompts and self.scale_rewards in (True, "group"):
             raise ValueError(
                 f"`scale_rewards` is {self.scale_rewards!r} and `baseline` is {self.baseline!r}, which compares "
                 "prompts: a group whose returns are all equal has advantages then, and they would be divided by its "

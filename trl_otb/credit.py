@@ -5,21 +5,31 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from .baselines import assign_credit, find_baseline
-from .baselines.advantages import assign_credit_by_totals, rows_compared, totals_of_tokens
-from .baselines.groups import completion_returns, scorable_rows
+from .baselines import Baseline, Tokens, assign_credit, find_baseline
+from .baselines.advantages import assign_credit_by_totals, base_of, credit_on_top, rows_compared, totals_of_tokens
+from .baselines.groups import completion_returns, scorable_rows, turns_of
+from .baselines.tokens import FINER
 from .blocks import by_blocks
 from .metrics import completion_statistics
 from .rollout import EVERY_ROW, Rollout, Rows, store
 
 
 def set_energies(
-    rollout: Rollout, energy: torch.Tensor, logps: torch.Tensor | None = None, rows: Rows = EVERY_ROW
+    rollout: Rollout,
+    energy: torch.Tensor,
+    logps: torch.Tensor | None = None,
+    rows: Rows = EVERY_ROW,
+    states: torch.Tensor | None = None,
 ) -> None:
-    """Store what a forward over `rows` yielded: `energy`, ρ_t² w_t, and `logps`, log π(y_t), each `(b, T)`."""
+    """
+    Store what a forward over `rows` yielded: `energy`, ρ_t² w_t, and `logps`, log π(y_t), each `(b, T)`; and hidden
+    `states`, `(b, T, k)`.
+    """
     store(rollout, "energy", energy, rows)
     if logps is not None:
         store(rollout, "logps", logps.detach(), rows)
+    if states is not None:
+        store(rollout, "states", states, rows)
 
 
 def credit(rollout: Rollout, rows: Rows = EVERY_ROW, accelerator: Accelerator | None = None, **options: Any) -> None:
@@ -30,7 +40,8 @@ def credit(rollout: Rollout, rows: Rows = EVERY_ROW, accelerator: Accelerator | 
         rollout ([`Rollout`]):
             With the energies of `rows`, if the baseline reads energies.
         rows (`Rows`, *optional*):
-            Whole groups and, if the baseline compares prompts, all. By default every row.
+            Whole groups and, if the baseline compares prompts, all; any, if it is on top of another, for which
+            [`credit_base`] has been called. By default every row.
         accelerator (`Accelerator`, *optional*):
             Given where rows that are compared lie on several of its processes, all of which must call. What travels is
             what the baseline needs: three numbers per completion if it reads totals only; else the tokens of groups
@@ -40,6 +51,16 @@ def credit(rollout: Rollout, rows: Rows = EVERY_ROW, accelerator: Accelerator | 
     """
     rule, n = find_baseline(options["baseline"]), rollout.num_generations
     scale = _scale(rollout, rows)
+    if rule.on_top_of is not None:
+
+        def of_block(block: slice) -> tuple[torch.Tensor, ...]:
+            one = credit_on_top(rule, tokens_of(rollout, rule, _part(rows, block)))
+            return one.advantages / scale[block], one.returns - one.advantages
+
+        of_tokens = by_blocks(of_block, rollout.mask[rows], finer=FINER)
+        for name, values in zip(("advantages", "baselines"), of_tokens, strict=True):
+            store(rollout, name, values, rows)
+        return
     totals = _totals(rollout, rows, of_tokens=rule.totals_only)
     every = totals if accelerator is None else accelerator.gather(totals)
     own = slice(None) if accelerator is None else own_rows(accelerator, len(rollout))
@@ -48,9 +69,13 @@ def credit(rollout: Rollout, rows: Rows = EVERY_ROW, accelerator: Accelerator | 
     of_group_mean = assign_credit_by_totals(returns, energies, lengths, n, baseline="group_mean")
     store(rollout, "group_mean_advantages", of_group_mean.advantages[own] / scale, rows)
     if rule.totals_only:
+        beside = _beside(rollout, rule, rows)
+        if accelerator is not None:
+            beside = {name: accelerator.gather(values) for name, values in beside.items()}
         found = assign_credit_by_totals(
-            returns, energies, lengths, n, baseline=options["baseline"], leave_one_out=options["leave_one_out"]
+            returns, energies, lengths, n, baseline=rule, leave_one_out=options["leave_one_out"], beside=beside
         )
+        rollout.compared = found.group if rule.remembers else None
         baselines = (found.returns - found.advantages)[own]
         _store_credit(rollout, (found.advantages[own] / scale, baselines, found.lone_tail_tokens[own]), rows)
         return
@@ -61,8 +86,27 @@ def credit(rollout: Rollout, rows: Rows = EVERY_ROW, accelerator: Accelerator | 
         if rows.start == rows.stop:
             return
     energy = None if rollout.energy is None else rollout.energy[rows]
-    scale = _scale(rollout, rows)
-    _store_credit(rollout, _credit_tokens(rollout.rewards[rows], energy, rollout.mask[rows], scale, n, options), rows)
+    inputs = (rollout.rewards[rows], energy, rollout.mask[rows], _beside(rollout, rule, rows))
+    _store_credit(rollout, _credit_tokens(rollout, *inputs, _scale(rollout, rows), options), rows)
+
+
+def credit_base(rollout: Rollout, accelerator: Accelerator | None = None, **options: Any) -> None:
+    """
+    The baseline that the one of `options` is on top of, from the returns of every row, and the group mean's
+    advantages; arguments of [`credit`].
+    """
+    below = base_of(find_baseline(options["baseline"]), rollout.rewards)
+    credit(rollout, EVERY_ROW, accelerator, **options | {"baseline": below, "leave_one_out": False})
+    rollout.base, rollout.baselines, rollout.advantages = rollout.baselines, None, None
+
+
+def tokens_of(rollout: Rollout, rule: Baseline, rows: Rows = EVERY_ROW, **gather: Any) -> Tokens:
+    """What a baseline on top of another is a function of, for `rows`, after [`credit_base`]."""
+    if rollout.base is None:
+        raise ValueError("The rollout has no base yet: call `credit_base` first.")
+    energy = torch.zeros_like(rollout.mask, dtype=torch.float32) if rollout.energy is None else rollout.energy
+    beside = _beside(rollout, rule, rows)
+    return Tokens(rollout.rewards[rows], rollout.base[rows], energy[rows], rollout.mask[rows], beside, **gather)
 
 
 def measure(rollout: Rollout, rows: Rows = EVERY_ROW) -> None:
@@ -117,7 +161,7 @@ def _credit_shared_rows(
         values = torch.nn.functional.pad(
             values[sent], (0, 0) * (values.dim() - 1) + (0, most - len(sent)), value=padding
         )
-        if values.dim() == 2:
+        if values.dim() > 1:
             values = accelerator.pad_across_processes(values, dim=1, pad_index=padding)
         return accelerator.gather(values)[place]
 
@@ -125,32 +169,48 @@ def _credit_shared_rows(
     energy = torch.zeros_like(rollout.mask, dtype=torch.float32) if rollout.energy is None else rollout.energy
     energy = exchange(energy.masked_fill(rollout.mask == 0, -1.0), -1.0)
     rewards = exchange(rollout.rewards.float(), 0.0)
+    rule = find_baseline(options["baseline"])
+    beside = {name: exchange(values, 0) for name, values in _beside(rollout, rule).items()}
     if len(sent) == 0:
         return
     scale = torch.ones(len(energy), 1, device=device)
     own = mine.flatten()[needed].to(device)
     scale[own] = _scale(rollout, sent)
-    found = _credit_tokens(rewards, energy.clamp(min=0), (energy >= 0).long(), scale, n, options)
+    found = _credit_tokens(rollout, rewards, energy.clamp(min=0), (energy >= 0).long(), beside, scale, options)
     _store_credit(rollout, tuple(values[own][:, : rollout.mask.size(1)] for values in found), sent)
 
 
 def _credit_tokens(
+    rollout: Rollout,
     rewards: torch.Tensor,
     energy: torch.Tensor | None,
     mask: torch.Tensor,
+    beside: dict[str, torch.Tensor],
     scale: torch.Tensor,
-    num_generations: int,
     options: dict[str, Any],
 ) -> tuple[torch.Tensor, ...]:
     """Advantages over `scale`, baselines, and tokens on the lone tail, of whole groups."""
+    rule, n = find_baseline(options["baseline"]), rollout.num_generations
 
     def of_block(block: slice) -> tuple[torch.Tensor, ...]:
         w = torch.zeros_like(mask[block], dtype=torch.float32) if energy is None else energy[block]
-        found = assign_credit(rewards[block], w, mask[block], num_generations, **options)
+        also = {name: values[block] for name, values in beside.items()}
+        found = assign_credit(rewards[block], w, mask[block], n, **options, beside=also)
+        rollout.compared = found.group if rule.remembers else None  # of all rows then, in one block
         return found.advantages / scale[block], found.returns - found.advantages, found.lone_tail_tokens
 
-    rows_together = rows_compared(find_baseline(options["baseline"]), len(mask), num_generations)
-    return by_blocks(of_block, mask, rows_together)
+    return by_blocks(of_block, mask, rows_compared(rule, len(mask), n))
+
+
+def _beside(rollout: Rollout, rule: Baseline, rows: Rows = EVERY_ROW) -> dict[str, torch.Tensor]:
+    """What the baseline reads beside returns, energies and lengths."""
+    found = {}
+    for name in rule.reads:
+        values = turns_of(rollout.mask) if name == "turn" else getattr(rollout, name)
+        if values is None:
+            raise ValueError(f"The baseline {rule.name!r} reads `{name}`, which this rollout does not have.")
+        found[name] = values[rows]
+    return found
 
 
 def _totals(rollout: Rollout, rows: Rows, of_tokens: bool) -> torch.Tensor:
@@ -171,6 +231,14 @@ def _scale(rollout: Rollout, rows: Rows) -> torch.Tensor:
 def _store_credit(rollout: Rollout, found: tuple[torch.Tensor, ...], rows: Rows) -> None:
     for name, values in zip(("advantages", "baselines", "lone_tail_tokens"), found, strict=True):
         store(rollout, name, values, rows)
+
+
+def _part(rows: Rows, block: slice) -> Rows:
+    """Those of `rows` whose places among them are in `block`."""
+    if isinstance(rows, torch.Tensor):
+        return rows[block]
+    first = rows.start or 0
+    return slice(first + block.start, first + block.stop)
 
 
 def _stretch(chosen: torch.Tensor) -> slice:

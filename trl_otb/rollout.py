@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from . import display
+from .baselines import Completions
 
 
 Rows = slice | torch.Tensor  # some rows of a rollout: a slice, or their numbers
@@ -45,16 +46,25 @@ class Rollout:
             The number of the first row among those of all processes; a group may begin on another process.
         processing_class (*optional*):
             The trainer's tokenizer or processor, for the text of tokens.
+        prompt_key (`torch.Tensor` of shape `(B,)`, *optional*):
+            int64, the same for the same prompt in every step and run; only if the baseline reads it.
 
     Attributes:
         energy (`torch.Tensor` of shape `(B, T)`):
             ρ_t² w_t; NaN in rows whose forward has not run yet, `None` before the first.
         logps (`torch.Tensor` of shape `(B, T)`):
             log π(y_t) of the same forward, at the sampling temperature.
+        states (`torch.Tensor` of shape `(B, T, k)`):
+            Hidden states of the same forward, see [`~trl_otb.baselines.Groups`]; only if the baseline reads them, and
+            until the rollout is measured.
+        base (`torch.Tensor` of shape `(B, T)` or `(B, 1)`):
+            What the baseline stands on, if it is on top of another.
         advantages (`torch.Tensor` of shape `(B, T)`, or `(B, 1)` under a baseline per completion):
             (G − B) / scale; `None` before the first credit, NaN in rows that wait for their energies.
         baselines (`torch.Tensor` of the same shape):
             B, in units of the reward.
+        compared (`Completions`, *optional*):
+            What a baseline that remembers was given, until it has learnt from it.
         group_mean_advantages (`torch.Tensor` of shape `(B, 1)`):
             Advantages under the group mean, for comparison.
         lone_tail_tokens (`torch.Tensor` of shape `(B, 1)`):
@@ -75,10 +85,14 @@ class Rollout:
     scale: torch.Tensor
     first_row: int = 0
     processing_class: Any = field(default=None, compare=False)
+    prompt_key: torch.Tensor | None = None
     energy: torch.Tensor | None = field(default=None, init=False)
     logps: torch.Tensor | None = field(default=None, init=False)
+    states: torch.Tensor | None = field(default=None, init=False)
+    base: torch.Tensor | None = field(default=None, init=False)
     advantages: torch.Tensor | None = field(default=None, init=False)
     baselines: torch.Tensor | None = field(default=None, init=False)
+    compared: Completions | None = field(default=None, init=False, compare=False)
     group_mean_advantages: torch.Tensor | None = field(default=None, init=False)
     lone_tail_tokens: torch.Tensor | None = field(default=None, init=False)
     statistics: torch.Tensor | None = field(default=None, init=False)

@@ -5,10 +5,10 @@ from typing import Any
 from accelerate.logging import get_logger
 from trl import GRPOConfig
 
-from .baselines import Baseline, find_baseline
+from .baselines import Baseline, Completions, Tokens, find_baseline
 from .callbacks import GradientNoiseCallback, InexactResumeNotice
 from .config import OTBGRPOConfig
-from .credit import credit, measure, set_energies
+from .credit import credit, credit_base, measure, tokens_of
 from .metrics import completion_advantages, summarize
 from .project import version
 from .rollout import EVERY_ROW, Rollout, Rows
@@ -100,8 +100,9 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
                     "of the Optimal Token Baseline does not scale: use OTBGRPOConfig, or set `scale_rewards='none'`."
                 )
         self.energy_source: str | None = None  # the forward that energies come from in training, once known
+        self._baseline: Baseline = find_baseline(args.baseline).instance()
         super().__init__(model, reward_funcs, args, *other_args, **kwargs)
-        if self._baseline.across_prompts and self.prompts_per_batch < 3:
+        if self._baseline.compares_prompts and not self._baseline.remembers and self.prompts_per_batch < 3:
             logger.warning(
                 f"`baseline` is {args.baseline!r}, which pools prompts, and a generation batch has "
                 f"{self.prompts_per_batch}: with fewer than 3 nothing is pooled. Give more prompts, or choose "
@@ -150,26 +151,27 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
     def score_rollout(self, rollout: Rollout, batch: dict[str, Any]) -> None:
         """A rollout's energies, then its baselines and advantages, then its statistics."""
         rule = self._baseline
+        compared_here = len(rollout) % rollout.num_generations == 0 and not (rule.compares_prompts or rule.remembers)
+        processes = None if self.accelerator.num_processes == 1 or compared_here else self.accelerator
 
         # Energies: TRL's own forward without gradient has left them in the rollout, or the training forward will, or
         # an extra one is needed
         source = "the no-gradient forward that GRPOTrainer runs anyway"
         if rollout.energy is None:
-            in_the_loss = self.micro_batch_holds_groups(rollout) and not rule.across_prompts
-            if in_the_loss or not rule.uses_energy:
+            groups_fit = self.micro_batch_holds_groups(rollout) and not rule.across_prompts
+            if groups_fit or self.credits_rows_alone or not rule.needs_forward:
                 source = "the training forward"
             else:
                 source = "one extra no-gradient forward"
-                forward = self.extra_forward(batch)
-                set_energies(rollout, forward.energy(), forward.logps)
+                self.set_energies_of(rollout, self.extra_forward(batch))
         self._log_energy_source_once(source)
-        if rollout.energy is None and rule.uses_energy:
-            return  # `score_rows` goes on with each micro-batch
 
-        # Baselines and advantages
-        compared_here = len(rollout) % rollout.num_generations == 0 and not rule.across_prompts
-        alone = self.accelerator.num_processes == 1 or compared_here
-        credit(rollout, accelerator=None if alone else self.accelerator, **self._credit_options)
+        # Baselines and advantages, as far as energies are there: `score_rows` goes on with each micro-batch
+        if rule.on_top_of is not None:
+            credit_base(rollout, processes, **self._credit_options)
+        if rollout.energy is None and rule.needs_forward:
+            return
+        credit(rollout, accelerator=processes, **self._credit_options)
 
         # Statistics, which need energies under any baseline
         if rollout.energy is not None:
@@ -177,7 +179,7 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
 
     def score_rows(self, rollout: Rollout, rows: Rows) -> None:
         """The same of some rows, whose energies have come from the training forward."""
-        if self._baseline.uses_energy:
+        if self._baseline.needs_forward:
             credit(rollout, rows, **self._credit_options)
         self._measure(rollout, rows)
 
@@ -186,17 +188,37 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
         return self._baseline.per_token
 
     @property
+    def credits_rows_alone(self) -> bool:
+        return self._baseline.on_top_of is not None
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return self._baseline.reads
+
+    def state_to_save(self) -> dict[str, Any] | None:
+        if not self._baseline.remembers:
+            return None
+        return {"baseline": self.args.baseline, "state": self._baseline.function.state_dict()}
+
+    def load_saved_state(self, state: dict[str, Any] | None) -> None:
+        if state is None or state["baseline"] != self.args.baseline:
+            found = "nothing" if state is None else f"the state of {state['baseline']!r}"
+            logger.warning(
+                f"The checkpoint holds {found} for `baseline={self.args.baseline!r}`, which remembers earlier "
+                "batches: it starts anew."
+            )
+        else:
+            self._baseline.function.load_state_dict(state["state"])
+
+    @property
     def prompts_per_batch(self) -> int:
         """Prompts of a generation batch, on all processes together."""
         return self.args.generation_batch_size // self.num_generations
 
     @property
-    def _baseline(self) -> Baseline:
-        return find_baseline(self.args.baseline)
-
-    @property
     def _credit_options(self) -> dict[str, Any]:
-        return {name: getattr(self.args, name) for name in ("baseline", "alignment", "zero_tail", "leave_one_out")}
+        options = {name: getattr(self.args, name) for name in ("alignment", "zero_tail", "leave_one_out")}
+        return {"baseline": self._baseline, **options}
 
     def _measure(self, rollout: Rollout, rows: Rows = EVERY_ROW) -> None:
         """Record these rows' statistics and, when they were the last ones of the rollout, log them."""
@@ -204,9 +226,21 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
         if rollout.unmeasured > 0:
             return
         statistics = self.accelerator.gather(rollout.statistics)
-        metrics = summarize(statistics, rollout.num_generations)
+        metrics = summarize(statistics, rollout.num_generations) | self._learn(rollout)
         self.add_metrics({f"otb/{name}": value for name, value in metrics.items()})
         self.replace_logged_advantages(completion_advantages(statistics).tolist())
+        rollout.states = None  # the one thing of a rollout that is large and that nobody looks at later
+
+    def _learn(self, rollout: Rollout) -> dict[str, float]:
+        """Let a baseline that remembers learn from a rollout that has been credited; what it has to tell."""
+        rule = self._baseline
+        if not rule.remembers or self.mode != "train":
+            return {}
+        seen: Tokens | Completions | None = rollout.compared
+        if rule.on_top_of is not None:
+            seen = tokens_of(rollout, rule, gather=self.accelerator.gather)
+        rollout.compared = None
+        return {f"{rule.name}/{name}": value for name, value in (rule.function.update(seen) or {}).items()}
 
     def _log_energy_source_once(self, source: str) -> None:
         if self.energy_source is None and self.model.training:

@@ -84,6 +84,7 @@ WEIGHTS: dict[str, Callable[[Completion, int], float | None]] = {
     "ogb_pooled": lambda c, t: c.realized_energy(),
     "ogb_pooled_damped": lambda c, t: c.realized_energy(),
     "rloo_pooled": lambda c, t: 1.0,
+    "value": lambda c, t: 1.0,  # what it stands on, all that a new one has
 }
 
 
@@ -94,11 +95,11 @@ def weighted_mean(terms):
     return sum(g for _, g in terms) / len(terms) if terms else 0.0
 
 
-def pooled_baseline(groups, prompt, own, weight):
+def pooled_baseline(groups, prompt, own, weight, reward=lambda c: c.total_reward):
     """The baseline of completion `own` of group number `prompt`, all groups given as lists of scorable completions."""
 
     def without(group, left_out):
-        return weighted_mean([(weight(c, 0), c.total_reward) for c in group if c is not left_out])
+        return weighted_mean([(weight(c, 0), reward(c)) for c in group if c is not left_out])
 
     centres, noises, own_noises = [], [], []
     for q, group in enumerate(groups):
@@ -143,7 +144,7 @@ def double_loop(
     leave_one_out=False,
     ratios=None,
 ):
-    """The definitions of the docstrings, one row and one token at a time."""
+    """The definitions of the docstrings, one row and one token at a time; of a baseline that remembers, a new one."""
     entry, weight = BASELINES[baseline], WEIGHTS[baseline]
     completions = [
         Completion(rewards[i], energy[i], mask[i], ratios[i] if ratios else None, alignment) for i in range(len(mask))
@@ -158,7 +159,7 @@ def double_loop(
         others = [
             c for j, c in enumerate(completions[first : first + n], first) if j != i and not math.isnan(c.total_reward)
         ]
-        members = others if leave_one_out or baseline == "rloo" else [*others, own]
+        members = others if leave_one_out or baseline in ("rloo", "value") else [*others, own]
         for t, p in own.position.items():
             returns = {id(c): c.reward_to_go(t) if entry.per_token else c.total_reward for c in [*others, own]}
             terms = [(weight(c, t), returns[id(c)]) for c in members if weight(c, t) is not None]
@@ -168,7 +169,9 @@ def double_loop(
                 on_lone_tail = t > max((c.last for c in others), default=-1)
                 if on_lone_tail or not terms:
                     terms = [] if zero_tail else [(1.0, returns[id(own)])]
-            if "_pooled" in baseline and n > 1:
+            if baseline == "value" and n > 1:
+                b = pooled_baseline(groups, i // n, own, weight, reward=lambda c, t=t: c.reward_to_go(t))
+            elif "_pooled" in baseline and n > 1:
                 b = pooled_baseline(groups, i // n, own, weight)
             else:
                 b = weighted_mean(terms)

@@ -135,7 +135,7 @@ def test_a_group_sees_the_others_only_where_prompts_are_compared(options):
     x = Rollouts()
     alone = compute_advantages(x.rewards[:4], x.energy[:4], x.mask[:4], 4, **options)
     beside = x.advantages(**options)[:4]
-    if BASELINES[options["baseline"]].across_prompts:
+    if BASELINES[options["baseline"]].compares_prompts:
         assert (beside - alone).abs().max() > 1e-3
     else:
         torch.testing.assert_close(beside, alone, atol=1e-6, rtol=0)

@@ -4,11 +4,14 @@ A baseline is a function from [`Groups`], or from the totals of [`Completions`],
 in `BASELINES`; whatever lists, checks or explains baselines reads them there. To add one: [`register_baseline`].
 """
 
+from . import group_means as group_means  # before those that build on them: the order of `BASELINES`
 from .advantages import Credit, assign_credit, compute_advantages
 from .group_means import group_mean, none, ogb, opo, otb, otb_shrunk, rloo
 from .groups import ALIGNMENTS, Completions, Groups, reward_to_go
 from .pooled import ogb_pooled, ogb_pooled_damped, partial_pooling, rloo_pooled
 from .registry import BASELINES, Baseline, check_options, find_baseline, register_baseline
+from .tokens import Tokens
+from .value import Value
 
 
 __all__ = [
@@ -18,6 +21,8 @@ __all__ = [
     "Completions",
     "Credit",
     "Groups",
+    "Tokens",
+    "Value",
     "assign_credit",
     "check_options",
     "compute_advantages",

@@ -8,7 +8,9 @@ import torch
 from ..blocks import by_blocks
 from ..energy import importance_weighted
 from .groups import Completions, Groups, completion_returns
-from .registry import Baseline, check_options, find_baseline
+from .pooled import REWARDS_TO_GO_POOLED
+from .registry import READS, Baseline, check_options, find_baseline
+from .tokens import Tokens
 
 
 class Credit(NamedTuple):
@@ -22,11 +24,14 @@ class Credit(NamedTuple):
             G; 0 for completions that cannot be scored. G − A is the baseline.
         lone_tail_tokens (`torch.Tensor` of shape `(B, 1)`):
             How many of a completion's generated tokens are on the lone tail.
+        group ([`Completions`], *optional*):
+            What the baseline was given.
     """
 
     advantages: torch.Tensor
     returns: torch.Tensor
     lone_tail_tokens: torch.Tensor
+    group: Completions | None = None
 
 
 def assign_credit(
@@ -35,18 +40,32 @@ def assign_credit(
     mask: torch.Tensor,
     num_generations: int,
     *,
-    baseline: str | Callable = "otb",
+    baseline: str | Callable | Baseline = "otb",
     alignment: str = "generated",
     zero_tail: bool = True,
     leave_one_out: bool = False,
+    beside: dict[str, torch.Tensor] | None = None,
 ) -> Credit:
-    """Advantages with what they were made of; arguments and errors of [`compute_advantages`]."""
+    """
+    Advantages with what they were made of; arguments and errors of [`compute_advantages`], and what else the baseline
+    reads, by name: see [`~trl_otb.baselines.Groups`].
+    """
     check_options(baseline, alignment, zero_tail, leave_one_out)
     _check_shapes(rewards, energy, mask, num_generations)
-    rule = find_baseline(baseline)
+    rule = find_baseline(baseline).instance()
+    if rule.on_top_of is not None:
+        below = base_of(rule, rewards)
+        aligned = alignment if below.per_token else "generated"
+        found = assign_credit(rewards, energy, mask, num_generations, baseline=below, alignment=aligned)
+        base = found.returns - found.advantages
+        return credit_on_top(rule, Tokens(rewards, base, energy, mask, beside))._replace(
+            lone_tail_tokens=found.lone_tail_tokens
+        )
     if rule.totals_only:
         totals = completion_returns(rewards), *totals_of_tokens(energy, mask)
-        return assign_credit_by_totals(*totals, num_generations, baseline=baseline, leave_one_out=leave_one_out)
+        return assign_credit_by_totals(
+            *totals, num_generations, baseline=rule, leave_one_out=leave_one_out, beside=beside
+        )
     groups = Groups(
         rewards,
         energy,
@@ -55,8 +74,9 @@ def assign_credit(
         per_token=rule.per_token,
         alignment=alignment,
         leave_one_out=leave_one_out,
+        beside=beside,
     )
-    return _credit(groups, rule, zero_tail)
+    return credit_groups(groups, rule, zero_tail)
 
 
 def assign_credit_by_totals(
@@ -65,12 +85,31 @@ def assign_credit_by_totals(
     lengths: torch.Tensor,
     num_generations: int,
     *,
-    baseline: str | Callable = "group_mean",
+    baseline: str | Callable | Baseline = "group_mean",
     leave_one_out: bool = False,
+    beside: dict[str, torch.Tensor] | None = None,
 ) -> Credit:
     """As [`assign_credit`], under a baseline that reads totals only; arguments of [`Completions`]."""
-    completions = Completions(returns, total_energy, lengths, num_generations, leave_one_out=leave_one_out)
-    return _credit(completions, find_baseline(baseline), zero_tail=False)
+    totals = Completions(returns, total_energy, lengths, num_generations, leave_one_out=leave_one_out, beside=beside)
+    return credit_groups(totals, find_baseline(baseline).instance())
+
+
+def base_of(rule: Baseline, rewards: torch.Tensor) -> Baseline:
+    """
+    What a baseline on top of another stands on: the one that it names or, where `rewards` are per token, the pooled
+    mean of the others' reward-to-go.
+    """
+    return find_baseline(rule.on_top_of or "") if rewards.dim() == 1 else REWARDS_TO_GO_POOLED
+
+
+def credit_on_top(rule: Baseline, tokens: Tokens) -> Credit:
+    """Of completions by themselves, under a baseline on top of another; `lone_tail_tokens` are 0."""
+    baseline = rule.function(tokens)
+    if not rule.built_in:
+        present = tokens.mask.unsqueeze(0)
+        baseline = _checked(baseline, rule, present.shape, present).squeeze(0)
+    advantages = (tokens.returns - baseline) * tokens.mask
+    return Credit(advantages, tokens.returns, torch.zeros_like(tokens.mask[:, :1], dtype=torch.long))
 
 
 def totals_of_tokens(energy: torch.Tensor | None, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -81,13 +120,16 @@ def totals_of_tokens(energy: torch.Tensor | None, mask: torch.Tensor) -> tuple[t
     return energy.float().masked_fill(mask == 0, 0.0).cumsum(dim=1)[:, -1], lengths
 
 
-def _credit(groups: Completions, rule: Baseline, zero_tail: bool) -> Credit:
+def credit_groups(groups: Completions, rule: Baseline, zero_tail: bool = True) -> Credit:
+    """Of whole groups, under any other baseline."""
     if groups.shape[1] == 1:  # nobody to compare with
         baseline = torch.zeros_like(groups.returns)
     else:
         baseline = rule.function(groups)
         if not rule.built_in:
-            baseline = _checked(baseline, rule, groups)
+            shape = groups.shape if rule.per_token else (*groups.shape[:2], 1)
+            compared = groups.present if rule.per_token and isinstance(groups, Groups) else groups.scorable
+            baseline = _checked(baseline, rule, shape, compared)
         if rule.zero_tail and isinstance(groups, Groups):
             if zero_tail:
                 baseline = baseline * (1 - groups.lone_tail)
@@ -98,7 +140,7 @@ def _credit(groups: Completions, rule: Baseline, zero_tail: bool) -> Credit:
         advantages = groups.in_place(advantages.expand(groups.shape))
     else:
         advantages = advantages.reshape(-1, 1) * groups.row_scorable
-    return Credit(advantages, groups.row_returns, groups.lone_tail_tokens)
+    return Credit(advantages, groups.row_returns, groups.lone_tail_tokens, groups)
 
 
 def compute_advantages(
@@ -107,11 +149,12 @@ def compute_advantages(
     mask: torch.Tensor,
     num_generations: int,
     *,
-    baseline: str | Callable = "otb",
+    baseline: str | Callable | Baseline = "otb",
     alignment: str = "generated",
     zero_tail: bool = True,
     leave_one_out: bool = False,
     importance_weights: torch.Tensor | None = None,
+    **beside: torch.Tensor,
 ) -> torch.Tensor:
     """
     Advantages A_{t,i} = G_{t,i} − B_{t,i}; for `"otb"` (Theorem 4.1)
@@ -130,7 +173,8 @@ def compute_advantages(
         num_generations (`int`):
             N. The N rows of a group are adjacent. With N = 1 every baseline is 0.
         baseline (`str` or `Callable`, *optional*, defaults to `"otb"`):
-            A name in `BASELINES`, `"module:function"`, or a function of [`~trl_otb.baselines.Groups`].
+            A name in `BASELINES`, `"module:function"`, or a function of [`~trl_otb.baselines.Groups`]. Of a baseline
+            that remembers, a name stands for a new one; give an instance to use what it has learnt.
         alignment (`str`, *optional*, defaults to `"generated"`):
             What t counts for a baseline per token: generated tokens, or positions of the completion (`"position"`, the
             reference's single-turn form). The two differ where tool output stands between generated tokens.
@@ -143,6 +187,8 @@ def compute_advantages(
             keeps the gradient unbiased (A = G), except that `"otb"` with `zero_tail=False` skips the token (A = 0).
         importance_weights (`torch.Tensor` of shape `(B, T)` or `(B, 1)`, *optional*):
             Rollout importance ratios ρ; every w_j is scaled by ρ_j². They weigh the energies only, not the returns.
+        beside:
+            What else the baseline reads, by name: `logps` and the like, see [`~trl_otb.baselines.Groups`].
 
     Returns:
         `torch.Tensor` of shape `(B, T)`, float32 whatever the inputs, 0 where `mask` is 0.
@@ -157,12 +203,17 @@ def compute_advantages(
             f"{tuple(mask.shape)} for ratios per token, or (B, 1) for ratios per completion."
         )
     _check_shapes(rewards, energy, mask, num_generations)
-    rule = find_baseline(baseline)
+    if unknown := [name for name in beside if name not in READS]:
+        raise TypeError(f"compute_advantages() got an unexpected keyword argument {unknown[0]!r}")
+    rule = find_baseline(baseline).instance()
     options: dict[str, Any] = {"alignment": alignment, "zero_tail": zero_tail, "leave_one_out": leave_one_out}
 
     def advantages_of(rows: slice) -> tuple[torch.Tensor]:
         weighted = importance_weighted(energy[rows], None if importance_weights is None else importance_weights[rows])
-        credit = assign_credit(rewards[rows], weighted, mask[rows], num_generations, baseline=baseline, **options)
+        also = {name: values[rows] for name, values in beside.items()}
+        credit = assign_credit(
+            rewards[rows], weighted, mask[rows], num_generations, baseline=rule, **options, beside=also
+        )
         return (credit.advantages if rule.per_token else credit.advantages * mask[rows].float(),)
 
     return by_blocks(advantages_of, mask, rows_compared(rule, len(mask), num_generations))[0]
@@ -170,7 +221,7 @@ def compute_advantages(
 
 def rows_compared(rule: Baseline, rows: int, num_generations: int) -> int:
     """How many of `rows` a baseline looks at together: a group's or, where prompts are compared, all."""
-    return max(rows, 1) if rule.across_prompts else num_generations
+    return max(rows, 1) if rule.compares_prompts else num_generations
 
 
 def _check_shapes(rewards: torch.Tensor, energy: torch.Tensor, mask: torch.Tensor, num_generations: int) -> None:
@@ -189,25 +240,25 @@ def _check_shapes(rewards: torch.Tensor, energy: torch.Tensor, mask: torch.Tenso
         )
 
 
-def _checked(baseline: Any, rule: Baseline, groups: Completions) -> torch.Tensor:
-    """The result of a user's function, with three axes; values that no token is compared with may be anything."""
-    shape = groups.shape if rule.per_token else (*groups.shape[:2], 1)
+def _checked(baseline: Any, rule: Baseline, shape: tuple[int, ...], compared: torch.Tensor) -> torch.Tensor:
+    """
+    The result of a user's function, with three axes; where `compared`, of these three axes, is 0 it may be anything.
+    """
     if not isinstance(baseline, torch.Tensor | float | int):
         raise ValueError(
             f"The baseline {rule.name!r} returned a {type(baseline).__name__}: it must return a tensor that can be "
             f"broadcast to {shape}."
         )
-    baseline = torch.as_tensor(baseline, device=groups.returns.device).float()
+    baseline = torch.as_tensor(baseline, device=compared.device).float()
     try:
         baseline = baseline.expand(shape)
     except RuntimeError as error:
-        kind = "(G, N, T)" if rule.per_token else "(G, N, 1)"
+        kind = "(B, T)" if rule.on_top_of else "(G, N, T)" if rule.per_token else "(G, N, 1)"
         raise ValueError(
             f"The baseline {rule.name!r} returned a tensor of shape {tuple(baseline.shape)}: it must be one that can "
-            f"be broadcast to {kind} = {shape}."
+            f"be broadcast to {kind} = {shape[-kind.count(',') - 1 :]}."
         ) from error
     finite = baseline.isfinite()
-    compared = groups.present if rule.per_token and isinstance(groups, Groups) else groups.scorable
     broken = ~finite & compared.bool()
     if broken.any():
         prompt, completion, token = broken.nonzero()[0].tolist()

@@ -34,6 +34,12 @@ def completion_returns(rewards: torch.Tensor) -> torch.Tensor:
     return rewards.float() if rewards.dim() == 1 else rewards.float().sum(dim=1)
 
 
+def turns_of(mask: torch.Tensor) -> torch.Tensor:
+    """`(B, T)` mask of generated tokens -> `(B, T)` the policy's turn of each token, from 0; elsewhere anything."""
+    before = torch.nn.functional.pad(mask, (1, 0))[:, :-1]
+    return ((mask > 0) & (before == 0)).cumsum(dim=1) - 1
+
+
 class Completions:
     """
     G prompts with N completions each, a few numbers per completion: what a baseline with `totals_only` is a function
@@ -50,6 +56,8 @@ class Completions:
             N; the N rows of a prompt are adjacent.
         leave_one_out (`bool`, *optional*, defaults to `False`):
             Whether [`mean`] leaves a completion's own return out of its baseline.
+        beside (`dict[str, torch.Tensor]`, *optional*):
+            What else a baseline reads: `prompt_key`, of shape `(B,)`.
     """
 
     per_token = False
@@ -62,8 +70,10 @@ class Completions:
         num_generations: int,
         *,
         leave_one_out: bool = False,
+        beside: dict[str, torch.Tensor] | None = None,
     ):
         self.leave_one_out = leave_one_out
+        self._beside = beside or {}
         self.row_scorable = scorable_rows(returns).unsqueeze(1)
         self.row_returns = returns.float().unsqueeze(1).masked_fill(~self.row_scorable, 0.0)
         self._num_generations = num_generations
@@ -93,6 +103,11 @@ class Completions:
     def scorable(self) -> torch.Tensor:
         """`(G, N, 1)` 0 for completions with a NaN reward, else 1."""
         return self._grouped(self.row_scorable).float()
+
+    @property
+    def prompt_key(self) -> torch.Tensor:
+        """`(G, 1, 1)` int64, the same for the same prompt in every step and run."""
+        return self._grouped(read(self._beside, "prompt_key").unsqueeze(1))[:, :1]
 
     def mean(self, weights: torch.Tensor, leave_one_out: bool | None = None) -> torch.Tensor:
         """
@@ -129,6 +144,16 @@ class Completions:
         return rows.reshape(-1, self._num_generations, rows.size(1))
 
 
+def read(beside: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    """What a baseline asked for by `reads`."""
+    if name not in beside:
+        raise ValueError(
+            f"The baseline reads `{name}`, which it was not given. Register it with `reads=({name!r},)` and use it in "
+            f"an OTBGRPOTrainer, or give `{name}` to `compute_advantages`."
+        )
+    return beside[name]
+
+
 class Groups(Completions):
     """
     G prompts with N completions each, token by token and aligned: what a baseline is a function of.
@@ -151,6 +176,9 @@ class Groups(Completions):
             `"generated"` or `"position"`.
         leave_one_out (`bool`, *optional*, defaults to `False`):
             Whether [`mean`] leaves a completion's own return out of its baseline.
+        beside (`dict[str, torch.Tensor]`, *optional*):
+            What else a baseline reads, by name: `logps`, `completion_ids` and `turn`, each `(B, T)`, `states`, `(B, T,
+            k)`, and `prompt_key`, `(B,)`.
 
     Every attribute below has three axes, prompt by completion by token, and is formed when it is first asked for.
     """
@@ -165,7 +193,9 @@ class Groups(Completions):
         per_token: bool = True,
         alignment: str = "generated",
         leave_one_out: bool = False,
+        beside: dict[str, torch.Tensor] | None = None,
     ):
+        self._beside = beside or {}
         self.per_token = per_token
         self.leave_one_out = leave_one_out
         self.row_scorable = scorable_rows(rewards).unsqueeze(1)
@@ -199,9 +229,7 @@ class Groups(Completions):
     @cached_property
     def energy(self) -> torch.Tensor:
         """`(G, N, T)` ρ_t² w_t, 0 where `present` is 0."""
-        if self._squeezed:
-            return self._aligned(self._energy.float())
-        return self._grouped(self._energy.float().masked_fill(self._mask == 0, 0.0))
+        return self._in_groups(self._energy.float())
 
     @cached_property
     def present(self) -> torch.Tensor:
@@ -210,6 +238,35 @@ class Groups(Completions):
         if self._squeezed:
             return (self._ends - self._positions.float()).clamp_(0, 1)
         return self._grouped(self._mask).float()
+
+    @property
+    def logps(self) -> torch.Tensor:
+        """`(G, N, T)` log π(y_t), 0 where `present` is 0."""
+        return self._read("logps")
+
+    @property
+    def states(self) -> torch.Tensor:
+        """
+        `(G, N, T, k)` the policy's hidden state at the position that predicts the token, 0 where `present` is 0: that
+        of a layer at two thirds of the depth, projected at random to k numbers.
+        """
+        return torch.stack([self._in_groups(x) for x in read(self._beside, "states").unbind(dim=-1)], dim=-1)
+
+    @property
+    def completion_ids(self) -> torch.Tensor:
+        """`(G, N, T)` the tokens, 0 where `present` is 0."""
+        return self._read("completion_ids")
+
+    @property
+    def turn(self) -> torch.Tensor:
+        """`(G, N, T)` the policy's turn, from 0, that a token is part of; 0 where `present` is 0."""
+        return self._read("turn")
+
+    def _read(self, name: str) -> torch.Tensor:
+        return self._in_groups(read(self._beside, name))
+
+    def _in_groups(self, values: torch.Tensor) -> torch.Tensor:
+        return self._aligned(values) if self._squeezed else self._grouped(values.masked_fill(self._mask == 0, 0))
 
     @property
     def total_energy(self) -> torch.Tensor:

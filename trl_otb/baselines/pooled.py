@@ -2,8 +2,8 @@
 
 import torch
 
-from .groups import LEAST_WEIGHT, Completions
-from .registry import built_in
+from .groups import LEAST_WEIGHT, Completions, Groups
+from .registry import Baseline, built_in
 
 
 @built_in(per_token=False, uses_energy=True, leaves_one_out=True, across_prompts=True, totals_only=True, unbiased=True)
@@ -79,6 +79,23 @@ def rloo_pooled(group: Completions) -> torch.Tensor:
     return _pooled(group, torch.ones_like(group.returns))
 
 
+def _rewards_to_go_pooled(group: Groups) -> torch.Tensor:
+    """Per token: `rloo_pooled` of the reward-to-go, a completion that has ended keeping that of its last token."""
+    return _pooled(group, torch.ones_like(group.energy))
+
+
+# What `rloo_pooled` is for rewards per token; by itself it sums them
+REWARDS_TO_GO_POOLED = Baseline(
+    "rewards_to_go_pooled",
+    _rewards_to_go_pooled,
+    uses_energy=False,
+    leaves_one_out=True,
+    across_prompts=True,
+    unbiased=True,
+    built_in=True,
+)
+
+
 def _pooled(group: Completions, weights: torch.Tensor) -> torch.Tensor:
     left_one_out = group.mean(weights, leave_one_out=True)
     share, target = partial_pooling(left_one_out, group.scorable)
@@ -103,13 +120,13 @@ def partial_pooling(left_one_out: torch.Tensor, members: torch.Tensor) -> tuple[
     https://arxiv.org/abs/2511.03710 has v / (v + s²), the same for all prompts of a batch: about a half at most.
 
     Args:
-        left_one_out (`torch.Tensor` of shape `(G, N, 1)`):
-            b_(−j), the baseline with completion j left out.
+        left_one_out (`torch.Tensor` of shape `(G, N, 1)` or `(G, N, T)`):
+            b_(−j), the baseline with completion j left out; per token, tokens do not look at each other.
         members (`torch.Tensor` of shape `(G, N, 1)`):
             1 for completions that count, else 0.
 
     Returns:
-        `tuple[torch.Tensor, torch.Tensor]`: λ, `(G, N, 1)`, and m, `(G, 1, 1)`.
+        `tuple[torch.Tensor, torch.Tensor]`: λ, of the shape of `left_one_out`, and m, with 1 in the place of N.
     """
     size = members.sum(dim=1, keepdim=True)
     known = (size > 1).float()
@@ -117,12 +134,12 @@ def partial_pooling(left_one_out: torch.Tensor, members: torch.Tensor) -> tuple[
 
     def of_others(values: torch.Tensor) -> torch.Tensor:
         values = values * known
-        return (values.sum() - values) / others.clamp(min=1)
+        return (values.sum(dim=0) - values) / others.clamp(min=1)
 
     centre = (left_one_out * members).sum(dim=1, keepdim=True) / size.clamp(min=1)
     noise = ((left_one_out - centre).square() * members).sum(dim=1, keepdim=True)
     # About their mean, so that squares do not cancel
-    origin = (centre * known).sum() / known.sum().clamp(min=1)
+    origin = (centre * known).sum(dim=0) / known.sum().clamp(min=1)
     target, square = of_others(centre - origin), of_others((centre - origin).square())
     of_one, of_mean = of_others(noise), of_others(noise * (size - 1) / size.clamp(min=1))  # v and u
     about_target = (square - target.square()).clamp(min=0)

@@ -1,13 +1,16 @@
 """The register of baselines: names, flags and where they are looked up."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
-
-import torch
 
 from ..imports import import_object
 from .groups import ALIGNMENTS
+
+
+# What a baseline may ask for beside returns, energies and lengths
+READS = ("logps", "states", "completion_ids", "turn", "prompt_key")
+REMEMBERING = ("update", "state_dict", "load_state_dict")  # methods of a class
 
 
 @dataclass(frozen=True)
@@ -19,7 +22,8 @@ class Baseline:
         name (`str`):
             What a config calls it.
         function (`Callable`):
-            From [`~trl_otb.baselines.Groups`] to B, broadcastable to `(G, N, T)`.
+            From [`~trl_otb.baselines.Groups`] to B, broadcastable to `(G, N, T)`. Or a class, of which each trainer
+            makes an instance that is called so, and that remembers: see [`register_baseline`].
         per_token (`bool`):
             Whether B is subtracted from the reward-to-go of every token, or is one number per completion, subtracted
             from its return. Only the former has a use for `alignment`.
@@ -36,13 +40,21 @@ class Baseline:
             tokens. Then only those travel where the completions that it compares lie on several processes.
         unbiased (`bool` or `"leave_one_out"`):
             Whether B never depends on the completion it is subtracted from, so that the gradient is unbiased: always
-            (`True`), where the option `leave_one_out` is set (`"leave_one_out"`), or never (`False`).
+            (`True`), where the option `leave_one_out` is set (`"leave_one_out"`), or never (`False`). B_t may depend
+            on what stands before token t.
+        reads (`tuple[str, ...]`):
+            What the function reads beside returns, energies and lengths: some of `"logps"`, `"states"`,
+            `"completion_ids"`, `"turn"` and `"prompt_key"`; see [`~trl_otb.baselines.Groups`].
+        on_top_of (`str`, *optional*):
+            The name of a baseline that reads returns alone. It is formed first, and the function gets
+            [`~trl_otb.baselines.Tokens`], completions one by one with that baseline as `base`, in the place of groups:
+            a completion is credited by itself then, in whichever forward it comes.
         built_in (`bool`):
             Whether it is one of this module's, whose results are not checked.
     """
 
     name: str
-    function: Callable[[Any], torch.Tensor]
+    function: Any
     per_token: bool = True
     uses_energy: bool = True
     zero_tail: bool = False
@@ -50,7 +62,28 @@ class Baseline:
     across_prompts: bool = False
     totals_only: bool = False
     unbiased: bool | Literal["leave_one_out"] = False
+    reads: tuple[str, ...] = ()
+    on_top_of: str | None = None
     built_in: bool = False
+
+    @property
+    def remembers(self) -> bool:
+        """Whether it is a class, or an instance of one, with an `update`."""
+        return hasattr(self.function, "update")
+
+    @property
+    def needs_forward(self) -> bool:
+        """Whether the function reads what only a forward of the policy yields."""
+        return self.uses_energy or not {"logps", "states"}.isdisjoint(self.reads)
+
+    @property
+    def compares_prompts(self) -> bool:
+        """Whether it, or what it is on top of, looks at the prompts of a whole generation batch."""
+        return self.across_prompts or (self.on_top_of is not None and find_baseline(self.on_top_of).across_prompts)
+
+    def instance(self) -> "Baseline":
+        """The same, with an instance in the place of a class."""
+        return replace(self, function=self.function()) if isinstance(self.function, type) else self
 
     def is_unbiased(self, leave_one_out: bool = False, zero_tail: bool = True) -> bool:
         """Whether the gradient is unbiased under these options."""
@@ -77,6 +110,8 @@ def register_baseline(
     across_prompts: bool = False,
     totals_only: bool = False,
     unbiased: bool | Literal["leave_one_out"] = False,
+    reads: Sequence[str] = (),
+    on_top_of: str | None = None,
 ) -> Callable[[Callable], Callable]:
     """
     Register a baseline of your own, for `OTBGRPOConfig(baseline=name)` and [`compute_advantages`].
@@ -93,18 +128,30 @@ def register_baseline(
     returns B, broadcastable to `(G, N, T)` and finite wherever a completion is present. G counts the prompts at hand,
     of a rollout or of a micro-batch: do not mix them, unless `across_prompts` asks for all of a generation batch.
 
+    **A baseline that remembers** is a class. Each trainer makes an instance, without arguments, and calls it as it
+    would the function. It has three methods more:
+
+    - `update(group)`, called once per generation batch in training, after the baselines of that batch, with what they
+      were formed from. What it learns holds from the next batch on, so that a baseline that is unbiased stays so. It
+      may return a `dict` of numbers, which are logged as `otb/<name>/…`.
+    - `state_dict()`, a `dict` of tensors, numbers and text, and `load_state_dict(state)`: checkpoints hold it.
+
+    It is given the completions of the whole generation batch, of all processes, so that it learns the same on each;
+    on top of another baseline (`on_top_of`), this process's own, and `tokens.gather` brings what others have summed.
+    Evaluation calls it and does not update it.
+
     Args:
         name (`str`):
             Any name that no other baseline has. The same function may be registered again, as a notebook's cell does.
-        per_token, uses_energy, zero_tail, leaves_one_out, across_prompts, totals_only, unbiased (*optional*):
-            See [`~trl_otb.baselines.Baseline`].
+        per_token, uses_energy, zero_tail, leaves_one_out, across_prompts, totals_only, unbiased, reads, on_top_of:
+            See [`~trl_otb.baselines.Baseline`]. Of a class, `across_prompts` is set by itself.
 
     Returns:
-        `Callable`: a decorator that returns the function as it is.
+        `Callable`: a decorator that returns the function or class as it is.
 
     Raises:
         ValueError: The name is taken, empty, or holds a colon; or flags contradict each other.
-        TypeError: What is decorated is no function.
+        TypeError: What is decorated is no function and no class with the methods above.
     """
     return _register(
         name,
@@ -115,6 +162,8 @@ def register_baseline(
         across_prompts=across_prompts,
         totals_only=totals_only,
         unbiased=unbiased,
+        reads=tuple(reads),
+        on_top_of=on_top_of,
     )
 
 
@@ -130,27 +179,72 @@ def _register(name: str, **flags: Any) -> Callable[[Callable], Callable]:
         raise ValueError(
             f"The baseline {name!r} has `unbiased={flags['unbiased']!r}`: it must be True, False or 'leave_one_out'."
         )
+    if unknown := [read for read in flags.get("reads", ()) if read not in READS]:
+        raise ValueError(
+            f"The baseline {name!r} has `reads` with {unknown[0]!r}: it must be some of {', '.join(map(repr, READS))}."
+        )
+    if flags.get("totals_only") and set(flags.get("reads", ())) - {"prompt_key"}:
+        raise ValueError(
+            f"The baseline {name!r} has `totals_only=True` and reads {', '.join(map(repr, flags['reads']))}: beside "
+            "totals of completions there is 'prompt_key' only. Leave `totals_only` out."
+        )
+    if flags.get("on_top_of") is not None:
+        _check_on_top_of(name, flags)
 
     def register(function: Callable) -> Callable:
         if not callable(function):
             raise TypeError(f"The baseline {name!r} is a {type(function).__name__}: it must be a function.")
+        entry = _entry(name, function, **flags)
         taken = BASELINES.get(name)
         if taken is not None and (taken.built_in or _origin(taken.function) != _origin(function)):
             raise ValueError(
                 f"The baseline {name!r} is registered already, by {'.'.join(_origin(taken.function))}: choose another "
                 "name."
             )
-        BASELINES[name] = Baseline(name, function, **flags)
+        BASELINES[name] = entry
         return function
 
     return register
 
 
-def built_in(**flags: Any) -> Callable[[Callable], Callable]:
-    """Register one of this package's own baselines under its function's name."""
+def _entry(name: str, function: Callable, **flags: Any) -> Baseline:
+    """A class that remembers is given a whole generation batch, unless it is on top of another baseline."""
+    if isinstance(function, type):
+        lacking = [method for method in ("__call__", *REMEMBERING) if not _has(function, method)]
+        if lacking:
+            raise TypeError(
+                f"The baseline {name!r} is a class without `{'`, `'.join(lacking)}`. A class is for baselines that "
+                "remember, see `trl_otb.register_baseline`; write a function if yours does not."
+            )
+        flags["across_prompts"] = flags.get("on_top_of") is None
+    return Baseline(name, function, **flags)
+
+
+def _has(function: type, method: str) -> bool:
+    return any(method in vars(parent) for parent in function.__mro__)
+
+
+def _check_on_top_of(name: str, flags: dict[str, Any]) -> None:
+    below = find_baseline(flags["on_top_of"])
+    if not below.totals_only or below.uses_energy or below.remembers:
+        raise ValueError(
+            f"The baseline {name!r} has `on_top_of={below.name!r}`, which needs more than returns: choose one that "
+            "reads returns alone, such as 'rloo_pooled'."
+        )
+    if contrary := [flag for flag in ("across_prompts", "totals_only", "zero_tail") if flags.get(flag)]:
+        raise ValueError(
+            f"The baseline {name!r} has `on_top_of` and `{contrary[0]}=True`: it is given completions one by one, "
+            "token by token. Leave one of them out."
+        )
+    if not flags.get("per_token", True):
+        raise ValueError(f"The baseline {name!r} has `on_top_of` and `per_token=False`: it is one per token.")
+
+
+def built_in(name: str = "", **flags: Any) -> Callable[[Callable], Callable]:
+    """Register one of this package's own baselines, by default under its function's name."""
 
     def register(function: Callable) -> Callable:
-        return _register(function.__name__, built_in=True, **flags)(function)
+        return _register(name or function.__name__, built_in=True, **flags)(function)
 
     return register
 
@@ -159,21 +253,28 @@ def _origin(function: Callable) -> tuple[str, str]:
     return function.__module__, getattr(function, "__qualname__", type(function).__qualname__)
 
 
-def find_baseline(baseline: str | Callable) -> Baseline:
+def find_baseline(baseline: "str | Callable | Baseline") -> Baseline:
     """
     The entry that `baseline` stands for.
 
     Args:
-        baseline (`str` or `Callable`):
-            A name in `BASELINES`; `"module:function"`, which is imported, also from the current folder; or a function.
-            A function that is not registered counts as a baseline per token that reads energies.
+        baseline (`str`, `Callable` or [`Baseline`]):
+            A name in `BASELINES`; `"module:function"`, which is imported, also from the current folder; a function, a
+            class, or an instance of a registered one; or an entry itself. What is not registered counts as a baseline
+            per token that reads energies.
 
     Raises:
         ValueError: There is no such baseline. The message names those that there are.
     """
+    if isinstance(baseline, Baseline):
+        return baseline
     if callable(baseline):
-        registered = (entry for entry in BASELINES.values() if entry.function is baseline)
-        return next(registered, None) or Baseline(_origin(baseline)[1], baseline)
+        for entry in BASELINES.values():
+            if entry.function is baseline:
+                return entry
+            if entry.function is type(baseline):
+                return replace(entry, function=baseline)
+        return _entry(_origin(baseline)[1], baseline)
     if isinstance(baseline, str) and baseline in BASELINES:
         return BASELINES[baseline]
     if isinstance(baseline, str) and ":" in baseline:
@@ -185,7 +286,10 @@ def find_baseline(baseline: str | Callable) -> Baseline:
 
 
 def check_options(
-    baseline: str | Callable, alignment: str = "generated", zero_tail: bool = True, leave_one_out: bool = False
+    baseline: str | Callable | Baseline,
+    alignment: str = "generated",
+    zero_tail: bool = True,
+    leave_one_out: bool = False,
 ) -> None:
     """Raise a `ValueError` if an option is unknown, or is set though `baseline` does not look at it."""
     rule = find_baseline(baseline)

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..baselines.groups import completion_returns
+from ..baselines.groups import completion_returns, turns_of
 from ..optional import require
 from .group import places, rows_of_prompt, token_texts, token_values
 
@@ -21,8 +21,7 @@ def to_pandas(rollout: "Rollout", tokenizer: Any = None, prompt: int | None = No
     mask, ids = rollout.mask[rows].cpu().bool(), rollout.completion_ids[rows].cpu()
     row, position = mask.nonzero().unbind(dim=1)
     prompts, completions = (numbers[rows] for numbers in places(rollout))
-    before = torch.nn.functional.pad(mask, (1, 0))[:, :-1]
-    turns = (mask & ~before).cumsum(dim=1) - 1
+    turns = turns_of(mask)
     values = {name: of_all[rows][mask].numpy() for name, of_all in token_values(rollout).items()}
     return pandas.DataFrame(
         {

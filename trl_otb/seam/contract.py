@@ -29,7 +29,9 @@ METHODS = {
     "_generate_and_score_completions": ("self", "inputs"),
     "_generate_single_turn": ("self", "prompt_ids", "images", "multimodal_fields", "num_generations"),
     "_get_per_token_logps_and_entropies": ("self", "model", "input_ids", "attention_mask", "logits_to_keep"),
+    "_load_optimizer_and_scheduler": ("self", "checkpoint"),
     "_prepare_inputs": ("self", "generation_batch"),
+    "_save_optimizer_and_scheduler": ("self", "output_dir"),
     "_tool_call_loop": ("self", "prompts", "prompt_ids"),
     "get_gamma_weights": ("advantages", "log_ratio_per_token", "mask"),
     "get_off_policy_mask": (

@@ -24,10 +24,20 @@ class Forward:
             What TRL made of it.
         log_sum_sq_probs (`list`):
             log Σπ² of each chunk of rows it was run in, `None` where the head did not compute it.
+        state_chunks (`list`):
+            Hidden states of each chunk, if they are recorded.
     """
 
     logps: torch.Tensor
     log_sum_sq_probs: list[torch.Tensor | None]
+    state_chunks: list[torch.Tensor]
+
+    def states(self) -> torch.Tensor | None:
+        """`(B, T, k)` at the positions that predict the completions' tokens; `None` if they are not recorded."""
+        if not self.state_chunks:
+            return None
+        length = self.logps.size(1)
+        return torch.cat([chunk[:, -length - 1 : -1] for chunk in self.state_chunks])
 
     def energy(self) -> torch.Tensor:
         """`(B, T)` w_t, without gradient."""

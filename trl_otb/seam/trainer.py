@@ -1,10 +1,12 @@
 """The overrides of GRPOTrainer."""
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import is_peft_model
+from datasets.fingerprint import Hasher
 from trl import GRPOTrainer
 from trl.extras.profiling import profiling_decorator
 
@@ -12,17 +14,19 @@ from ..baselines.advantages import assign_credit_by_totals
 from ..credit import advantages_of, own_rows, set_energies
 from ..energy import importance_weighted
 from ..rewards import RewardRecorder
-from ..rollout import Rollout, Rollouts, Rows, generated_mask
+from ..rollout import EVERY_ROW, Rollout, Rollouts, Rows, generated_mask
 from .contract import FORWARD_KWARGS, check_trl, incompatible_trl, trl_models, trl_utils
 from .gspo_token import ratios_per_token, spread_sequence_ratio
 from .head import EnergyHead, Forward
 from .recorded_rewards import recorded_rewards
 from .returns import Returns, weigh_rewards
 from .shuffling import shuffle_groups
+from .states import StateRecorder
 from .tool_loop import CollectiveToolLoop
 
 
 ROWS = "rows_of_rollout"  # the one key that micro-batches carry for us
+STATE_FILE = "baseline.pt"  # in a checkpoint
 
 
 class EnergyGRPOTrainer(CollectiveToolLoop):
@@ -37,6 +41,7 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
         super().__init__(*args, **kwargs)
         check_trl(self)
         self._energy_head = EnergyHead(self.policy, self.temperature, self.args.cast_lm_head_to_fp32)
+        self._state_recorder = StateRecorder(self.policy) if "states" in self.reads else None
 
     # Openings for a subclass
 
@@ -54,6 +59,23 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
     def credits_tokens(self) -> bool:
         """Whether advantages differ between the tokens of a completion."""
         raise NotImplementedError
+
+    @property
+    def credits_rows_alone(self) -> bool:
+        """Whether [`score_rows`] can take any rows, not only those of whole groups."""
+        return False
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """What rollouts should hold beside energies: some of `READS`."""
+        return ()
+
+    def state_to_save(self) -> dict[str, Any] | None:
+        """What a checkpoint should hold of how advantages are formed; read by `torch.load(weights_only=True)`."""
+        return None
+
+    def load_saved_state(self, state: dict[str, Any] | None) -> None:
+        """Called when training resumes, with what the checkpoint holds, or `None`."""
 
     # What a subclass may use
 
@@ -95,6 +117,10 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
             )
         return forwards[0]
 
+    def set_energies_of(self, rollout: Rollout, forward: Forward, rows: Rows = EVERY_ROW) -> None:
+        """Store what `forward` yielded for `rows`."""
+        set_energies(rollout, forward.energy(), forward.logps, rows, forward.states())
+
     def add_metrics(self, metrics: dict[str, float]) -> None:
         """Add values to the current mode's metrics, which TRL averages until the next log."""
         for name, value in metrics.items():
@@ -113,9 +139,12 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
         on_forward = self._energy_head.on_forward
         if on_forward is None:
             return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
-        with self._energy_head.energies_of_calls(model) as log_sum_sq_probs:
+        states: AbstractContextManager[list[torch.Tensor]] = nullcontext([])
+        if self._state_recorder is not None:
+            states = self._state_recorder.recording()
+        with self._energy_head.energies_of_calls(model) as log_sum_sq_probs, states as state_chunks:
             result = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
-        on_forward(Forward(result[0], log_sum_sq_probs))
+        on_forward(Forward(result[0], log_sum_sq_probs, state_chunks))
         return result
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -135,6 +164,7 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
         energies; and the batch that TRL made of them.
         """
         forwards: list[Forward] = []
+        keys = prompt_keys(inputs) if "prompt_key" in self.reads else None
         with self._energy_head.recording_forwards(forwards.append), recorded_rewards(self) as recorders:
             batch = super()._generate_and_score_completions(inputs)
         rewards_per_func = recorders[-1].rewards_per_func if recorders else None
@@ -150,27 +180,42 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
         if self.mode == "train" and "train" not in self.rollouts:
             self._check_group_mean(batch["advantages"], returns)
         rollout = self._rollout_of(batch, returns, recorders[-1])
+        if keys is not None:
+            rollout.prompt_key = keys.to(rollout.mask.device)
         if (forward := _forward_of(batch, forwards)) is not None:
             energy = importance_weighted(forward.energy(), batch.get("importance_sampling_ratio"))
-            set_energies(rollout, energy, forward.logps)
+            set_energies(rollout, energy, forward.logps, states=forward.states())
         return rollout, batch
 
     @profiling_decorator
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
-        # The parent's method with one change: rows are shuffled group by group if their advantages are still to come.
+        # The parent's method with one change: rows are shuffled group by group if groups are still to be compared.
         if not self.model.training:
             return super()._prepare_inputs(generation_batch)
         generate_every = self.args.steps_per_generation * self.num_iterations
         if self._step % generate_every == 0 or self._buffered_inputs is None:
             batch = self._generate_and_score_completions(generation_batch)
             batch = trl_utils.split_pixel_values_by_grid(batch)
-            if self.keeps_groups_together or "advantages" not in batch:
+            waiting = "advantages" not in batch and not self.credits_rows_alone
+            if self.keeps_groups_together or waiting:
                 batch = shuffle_groups(batch, self.num_generations)
             else:
                 batch = trl_utils.shuffle_sequence_dict(batch)
             micro_batches = trl_utils.split_tensor_dict(batch, self.args.steps_per_generation)
             self._buffered_inputs = [trl_utils.unsplit_pixel_values_by_grid(x) for x in micro_batches]
         return self._buffered_inputs[self._step % self.args.steps_per_generation]
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        state = self.state_to_save()
+        if state is not None and self.args.should_save:
+            torch.save(state, Path(output_dir) / STATE_FILE)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None and self.state_to_save() is not None:
+            path = Path(checkpoint) / STATE_FILE
+            self.load_saved_state(torch.load(path, weights_only=True, map_location="cpu") if path.exists() else None)
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         if self.importance_sampling_level == "sequence" and self.credits_tokens:
@@ -200,7 +245,7 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
 
     def _score_micro_batch(self, inputs: dict[str, Any], forward: Forward) -> None:
         rollout, rows = self.rollouts[self.mode], inputs[ROWS]
-        set_energies(rollout, forward.energy(), forward.logps, rows)
+        self.set_energies_of(rollout, forward, rows)
         with torch.no_grad():
             self.score_rows(rollout, rows)
         inputs["advantages"] = advantages_of(rollout, rows)
@@ -271,6 +316,19 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
 def config_model_id(config: Any) -> str:
     """Hub id or folder that a model was loaded from."""
     return trl_utils.get_config_model_id(config)
+
+
+def prompt_keys(inputs: list[dict[str, Any]]) -> torch.Tensor:
+    """`(B,)` int64 a hash of each example's prompt and pictures, the same in every run."""
+    known: dict[int, int] = {}  # by identity: the completions of a prompt often share it
+    keys = []
+    for example in inputs:
+        prompt = example["prompt"]
+        if id(prompt) not in known:
+            pictures = {name: example[name] for name in ("image", "images") if example.get(name) is not None}
+            known[id(prompt)] = int(Hasher.hash((prompt, pictures) if pictures else prompt)[:15], 16)
+        keys.append(known[id(prompt)])
+    return torch.tensor(keys)
 
 
 def _forward_of(batch: dict[str, Any], forwards: list[Forward]) -> Forward | None:

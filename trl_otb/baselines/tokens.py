@@ -1,0 +1,114 @@
+"""Completions token by token, each by itself. Pure torch; the notation is that of `trl_otb.energy`."""
+
+from collections.abc import Callable, Iterator
+from functools import cached_property
+
+import torch
+
+from ..blocks import blocks_of_rows
+from .groups import completion_returns, read, reward_to_go, scorable_rows
+
+
+FINER = 16  # are blocks for baselines with features, of tens of numbers per token
+
+
+class Tokens:
+    """
+    Completions token by token, each by itself: what a baseline on top of another is a function of.
+
+    Args:
+        rewards (`torch.Tensor` of shape `(B,)` or `(B, T)`):
+            One return per completion, or one reward per token. NaN marks a completion that cannot be scored.
+        base (`torch.Tensor` of shape `(B, T)` or `(B, 1)`):
+            The baseline below.
+        energy (`torch.Tensor` of shape `(B, T)`):
+            ρ_t² w_t. Values where `mask` is 0 are ignored and may be NaN.
+        mask (`torch.Tensor` of shape `(B, T)`):
+            1 on generated tokens.
+        beside (`dict[str, torch.Tensor]`, *optional*):
+            What else the baseline reads, by name, as in [`~trl_otb.baselines.Groups`].
+        gather (`Callable`, *optional*):
+            From a tensor to those of all processes, one after another along the first axis; all of them must call.
+    """
+
+    def __init__(
+        self,
+        rewards: torch.Tensor,
+        base: torch.Tensor,
+        energy: torch.Tensor,
+        mask: torch.Tensor,
+        beside: dict[str, torch.Tensor] | None = None,
+        gather: Callable[[torch.Tensor], torch.Tensor] = lambda values: values,
+    ):
+        self.base = base
+        self.gather = gather
+        self._rewards, self._energy, self._mask, self._beside = rewards, energy, mask, beside or {}
+
+    # Formed when they are first asked for, so that `blocks` takes no memory
+
+    @cached_property
+    def returns(self) -> torch.Tensor:
+        """`(B, T)` G_t, the reward-to-go, or `(B, 1)` one return per completion; 0 if it cannot be scored."""
+        per_completion = self._rewards.dim() == 1
+        returns = completion_returns(self._rewards).unsqueeze(1) if per_completion else reward_to_go(self._rewards)
+        return returns.masked_fill(~self._scorable, 0.0)
+
+    @cached_property
+    def mask(self) -> torch.Tensor:
+        """`(B, T)` 1.0 on generated tokens of completions that can be scored, else 0.0."""
+        return self._mask.float() * self._scorable
+
+    @cached_property
+    def energy(self) -> torch.Tensor:
+        """`(B, T)` ρ_t² w_t; 0 where `mask` is 0."""
+        return self._energy.float().masked_fill(self.mask == 0, 0.0)
+
+    @property
+    def _scorable(self) -> torch.Tensor:
+        return scorable_rows(self._rewards).unsqueeze(1)
+
+    def __len__(self) -> int:
+        return len(self._mask)
+
+    @property
+    def logps(self) -> torch.Tensor:
+        """`(B, T)` log π(y_t)."""
+        return read(self._beside, "logps")
+
+    @property
+    def states(self) -> torch.Tensor:
+        """
+        `(B, T, k)` the policy's hidden state at the position that predicts the token: that of a layer at two thirds of
+        the depth, projected at random to k numbers.
+        """
+        return read(self._beside, "states")
+
+    @property
+    def completion_ids(self) -> torch.Tensor:
+        """`(B, T)` the tokens."""
+        return read(self._beside, "completion_ids")
+
+    @property
+    def turn(self) -> torch.Tensor:
+        """`(B, T)` the policy's turn, from 0, that a generated token is part of."""
+        return read(self._beside, "turn")
+
+    @property
+    def prompt_key(self) -> torch.Tensor:
+        """`(B,)` int64, the same for the same prompt in every step and run."""
+        return read(self._beside, "prompt_key")
+
+    def rows(self, rows: slice) -> "Tokens":
+        """Some of them."""
+        return Tokens(
+            self._rewards[rows],
+            self.base[rows],
+            self._energy[rows],
+            self._mask[rows],
+            {name: values[rows] for name, values in self._beside.items()},
+            self.gather,
+        )
+
+    def blocks(self) -> Iterator["Tokens"]:
+        """All of them, so many at a time that what is formed of them stays small, with tens of numbers per token."""
+        return (self.rows(rows) for rows in blocks_of_rows(self._mask, finer=FINER))

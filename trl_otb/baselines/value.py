@@ -1,0 +1,172 @@
+"""A baseline that looks at the state: linear in prefix sums and hidden states, fitted to earlier batches."""
+
+import logging
+import math
+from typing import Any
+
+import torch
+
+from .registry import built_in
+from .tokens import Tokens
+
+
+logger = logging.getLogger(__name__)
+
+
+@built_in(
+    "value",
+    per_token=True,
+    uses_energy=True,
+    leaves_one_out=True,
+    unbiased=True,
+    reads=("logps", "states"),
+    on_top_of="rloo_pooled",
+)
+class Value:
+    """Per token: `rloo_pooled` and a prediction from what the completion has written so far.
+
+        B_{t,i} = B0_i + c θ·φ(x_{t,i}),   θ = argmin Σ w_t (G_t − B0 − θ·φ(x_t))²   over earlier generation batches
+
+    The optimal baseline of a state. The part of the gradient's variance that b_t decides is, to first order, E‖s_t‖²
+    (G_t − b_t)², so the best baseline that may look at the state x_t, prompt and y_<t, is E[‖s_t‖² G_t | x_t] /
+    E[‖s_t‖² | x_t] (Greensmith, Bartlett and Baxter, 2004). With w_t for ‖s_t‖² that is a weighted least-squares
+    problem, and in a linear class it has a closed form. This project's own.
+
+    φ holds 1, B0, the rewards earned before t, sums over the tokens generated before t (energy, surprisal, their
+    number, and the roots of these), and hidden states of a layer at two thirds of the policy's depth, projected at
+    random: that of the position that predicts y_t, and the mean of those up to it. They come from the forward that
+    yields energies anyway. Batches count less by the factor 0.9 with every further one; the ridge is a tenth of one
+    batch. c, between 0 and 1, is what the predictions were worth on batches that θ had not seen: where states say
+    nothing, B falls back to B0, and the first two batches have B0 alone. B stays within the returns seen.
+
+    Assumes that what states say about returns carries over from earlier prompts and from the slightly older policy.
+    Unbiased: B_t looks at what stands before y_t, and θ and c at earlier batches. With rewards per turn or token, B0
+    is that of the reward-to-go. Where the system cannot be solved, B is B0, and that is said.
+
+    `otb/value/explained` and `otb/value/weight` (c) tell what it is worth. `scale_rewards="group"` is refused, as for
+    `rloo_pooled`. No extra forward is ever run. Use it for long completions, and for N of 16 or less.
+    """
+
+    decay = 0.9  # what a batch counts less with every further one
+    ridge = 0.1  # in average batches
+    weights = "energy"  # of the least squares; anything else makes it an ordinary value function
+
+    def __init__(self) -> None:
+        self.theta: torch.Tensor | None = None  # (K,)
+        self.weight = 0.0  # c
+        self._batches = 0.0  # their number, those of long ago counting less
+        self._sums: dict[str, torch.Tensor] = {}  # over these batches; float64, on the CPU
+        self._returns_seen = (math.inf, -math.inf)  # least and most
+
+    def __call__(self, tokens: Tokens) -> torch.Tensor:
+        """`(B, T)`; or B0, `(B, 1)`, while nothing is predicted."""
+        if self.theta is None or self.weight == 0.0:
+            return tokens.base
+        return self._baseline(tokens.base, self._predicted(self._features(tokens)))
+
+    def update(self, tokens: Tokens) -> dict[str, float]:
+        """
+        Learn from a generation batch.
+
+        Returns:
+            `dict[str, float]`: `explained`, 1 − Σ w (G − B)² / Σ w (G − B0)² under the θ and c that were used, and
+            `weight`, c.
+        """
+        found = self._sums_of(tokens)
+        flat = tokens.gather(torch.cat([values.flatten() for values in found.values()]).unsqueeze(0)).sum(dim=0)
+        split = flat.cpu().double().split([values.numel() for values in found.values()])
+        new = {name: part.view_as(values) for (name, values), part in zip(found.items(), split, strict=True)}
+        power, left = new.pop("power").item(), new.pop("left").item()
+        metrics = {"explained": 1 - left / power if power > 0 else math.nan, "weight": self.weight}
+
+        least, most = tokens.gather(self._ends_of(tokens).unsqueeze(0)).amax(dim=0).tolist()
+        self._returns_seen = min(self._returns_seen[0], -least), max(self._returns_seen[1], most)
+        if not all(values.isfinite().all() for values in new.values()):
+            self._start_anew("a generation batch has sums that are not finite")
+            return metrics
+        self._batches = self.decay * self._batches + 1
+        for name, values in new.items():
+            self._sums[name] = self.decay * self._sums.get(name, torch.zeros_like(values)) + values
+        square = self._sums["predicted²"].item()
+        self.weight = min(max(self._sums["predicted residual"].item() / square, 0.0), 1.0) if square > 0 else 0.0
+        self._solve()
+        return metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+    def _features(self, tokens: Tokens) -> torch.Tensor:
+        """`(B, T, K)` φ: of what stands before each token, never of the token itself."""
+        mask = tokens.mask
+
+        def before(values: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.pad((values * mask).cumsum(dim=1), (1, 0))[:, :-1]
+
+        count = before(torch.ones_like(mask))
+        sums = [before(tokens.energy), before(-tokens.logps.float()).clamp(min=0), count]
+        earned = tokens.returns[:, :1] - tokens.returns
+        numbers = [torch.ones_like(mask), tokens.base, earned, *sums, *(values.sqrt() for values in sums)]
+        states = tokens.states * mask.unsqueeze(-1)
+        mean = states.cumsum(dim=1) / (count + 1).unsqueeze(-1)
+        return torch.cat([torch.stack([x.expand_as(mask) for x in numbers], dim=-1), states, mean], dim=-1)
+
+    def _predicted(self, features: torch.Tensor) -> torch.Tensor:
+        """`(B, T)` θ·φ"""
+        return torch.zeros_like(features[..., 0]) if self.theta is None else features @ self.theta.to(features)
+
+    def _baseline(self, base: torch.Tensor, predicted: torch.Tensor) -> torch.Tensor:
+        """`(B, T)` B0 + c θ·φ, within the returns seen as far as B0 is."""
+        least, most = self._returns_seen
+        return (base + self.weight * predicted).clamp(base.clamp(max=least), base.clamp(min=most))
+
+    def _sums_of(self, tokens: Tokens) -> dict[str, torch.Tensor]:
+        """Over the tokens of a generation batch."""
+        total: dict[str, torch.Tensor] = {}
+        for block in tokens.blocks():
+            residual, energy = (block.returns - block.base).expand_as(block.mask), block.energy
+            features = self._features(block)
+            predicted = self._predicted(features)
+            left = block.returns - self._baseline(block.base, predicted)
+            weights = energy if self.weights == "energy" else block.mask
+            flat = features.flatten(0, 1)
+            weighted = (flat * weights.flatten().unsqueeze(1)).T
+            found = {
+                "φφ": weighted @ flat,
+                "φ residual": weighted @ residual.flatten(),
+                "predicted residual": (energy * predicted * residual).sum(),
+                "predicted²": (energy * predicted.square()).sum(),
+                "power": (energy * residual.square()).sum(),
+                "left": (energy * left.square()).sum(),
+            }
+            for name, values in found.items():
+                total[name] = total[name] + values if name in total else values
+        return total
+
+    def _ends_of(self, tokens: Tokens) -> torch.Tensor:
+        """`(2,)` the least and the most of the returns, the former with its sign changed."""
+        ends = []
+        for block in tokens.blocks():
+            returns, present = block.returns.expand_as(block.mask), block.mask > 0
+            ends.append(torch.stack([sign * returns for sign in (-1, 1)]).where(present, -math.inf).amax(dim=(1, 2)))
+        return torch.stack(ends).amax(dim=0)
+
+    def _solve(self) -> None:
+        """θ from the sums; features may be shifted or scaled without changing what is predicted."""
+        squares, constant = self._sums["φφ"], self._sums["φφ"][0]
+        if constant[0] <= 0:
+            return  # no token of any energy yet
+        varies = (squares.diagonal() - constant.square() / constant[0]).clamp(min=0)
+        ridge = self.ridge / self._batches * varies + 1e-9 * squares.diagonal()
+        ridge[squares.diagonal() == 0] = 1.0
+        theta, failed = torch.linalg.solve_ex(squares + ridge.diag(), self._sums["φ residual"])
+        if failed or not theta.isfinite().all():
+            self._start_anew("its linear system has no finite solution")
+        else:
+            self.theta = theta
+
+    def _start_anew(self, reason: str) -> None:
+        logger.warning(f"The baseline 'value' forgets what it has learnt, as {reason}; it goes on as 'rloo_pooled'.")
+        self.theta, self.weight, self._batches, self._sums = None, 0.0, 0.0, {}

@@ -1,0 +1,60 @@
+"""Hidden states of the policy, heard in the forwards that TRL runs anyway, and projected to a few numbers."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+NUMBERS = 32  # per token, of a state
+DEPTH = 2 / 3  # of the layer whose output is taken
+
+
+class StateRecorder:
+    """
+    The output of a layer at two thirds of the policy's depth, projected at random, always by the same numbers.
+
+    Where the decoder keeps its layers in no list of its own, the decoder's output is taken.
+
+    Args:
+        policy:
+            The model, without what PEFT wraps it in.
+    """
+
+    def __init__(self, policy: Any) -> None:
+        self._chunks: list[torch.Tensor] | None = None  # heard while this is a list
+        self._projection: torch.Tensor | None = None
+        decoder = policy.get_decoder() if hasattr(policy, "get_decoder") else policy.base_model
+        layers = _layers_of(decoder)
+        layer = decoder if layers is None else layers[math.ceil(DEPTH * len(layers)) - 1]
+        layer.register_forward_hook(self._record)
+
+    @contextmanager
+    def recording(self) -> Iterator[list[torch.Tensor]]:
+        """Within this context each call of the layer adds its states, `(b, P + T, k)`, to the list that is yielded."""
+        chunks: list[torch.Tensor] = []
+        self._chunks = chunks
+        try:
+            yield chunks
+        finally:
+            self._chunks = None
+
+    def _record(self, module: Any, args: Any, output: Any) -> None:
+        if self._chunks is None:
+            return
+        if not isinstance(output, torch.Tensor):
+            output = output[0]
+        states = output.detach().float()
+        if self._projection is None:
+            size = states.size(-1)
+            random = torch.randn(size, min(size, NUMBERS), generator=torch.Generator().manual_seed(0))
+            self._projection = (random / math.sqrt(size)).to(states.device)
+        self._chunks.append(states @ self._projection)
+
+
+def _layers_of(decoder: Any) -> torch.nn.ModuleList | None:
+    """The longest list of modules among the decoder's own."""
+    lists = [child for child in decoder.children() if isinstance(child, torch.nn.ModuleList) and len(child)]
+    return max(lists, key=len, default=None)
