@@ -1,14 +1,13 @@
 """
-All that waits for a GPU, in one command: tests of the GPU's own paths, what a step costs, and a report to be pasted.
+All that waits for a GPU, in one command: tests of the GPU's own paths, what a step costs, the main job, and a report.
 
     python -m recipes.benchmarks.gpu                               # one GPU, no hub; at most 25 minutes. Or: make gpu
     python -m recipes.benchmarks.gpu --parts tests step-lora       # some parts; the report keeps the others' results
     python -m recipes.benchmarks.gpu --device cpu --small          # every part, tiny, in about 3 minutes on two cores
 
 Each part is a command of its own, printed and logged, that is stopped at its limit. Where one fails the others go on.
-runs/gpu/report.json and report.md have the machine, its versions, and a table and the minutes of each part; report.md
-is made for the Cost section of recipes/README.md. Sizes are for a card of 140 GB; a smaller one wants `--length 1024`
-or less.
+runs/gpu/report.md says of each how it ended, on which machine, and what it printed last: the tables for the Cost
+section of recipes/README.md. Sizes are for a card of 140 GB; a smaller one wants `--length 1024` or less.
 
 To a machine without network carry this checkout and, as wheels, what its PyTorch came without: trl, datasets, dill and
 multiprocess are seldom there (peft, pytest-xdist, matplotlib and psutil often are); for the main job also
@@ -16,110 +15,71 @@ reasoning-gym, math-verify and their own requirements.
 """
 
 import argparse
-import json
 import os
 import platform
 import shlex
-import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from datetime import date
-from importlib.metadata import distributions
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
-
-from recipes.benchmarks import markdown
 
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "triton", "transformers", "accelerate", "peft", "trl")
+LINES = 25  # of a part's log that the report has
 
 
-class Part(NamedTuple):
-    """What Python is called with, how many minutes it has, and how to read the note and the table that it leaves."""
+def parts_for(folder: Path, device: str, small: bool, length: int) -> dict[str, tuple[float, list[str]]]:
+    """The minutes that each part has, and what Python is called with."""
 
-    title: str
-    limit: float
-    command: list[str]
-    result: Callable[[], tuple[str, list[list[str]]]]
-
-
-def parts_for(folder: Path, device: str, small: bool, length: int) -> dict[str, Part]:
-    on_gpu = device == "cuda"
-
-    def benchmark(name: str, title: str, limit: float, module: str, *flags: str) -> Part:
-        def result():
-            figures = json.loads(file.read_text())
-            return figures["note"], figures["table"]
-
-        file = folder / f"{name}.json"
-        module = f"recipes.benchmarks.{module}"
-        return Part(title, limit, ["-m", module, "--device", device, *flags, "--output", str(file)], result)
-
-    def main_result():
-        run = json.loads((folder / "main" / "result.json").read_text())
-        head = ["steps", "training, s", "tokens generated", "held-out before", "after"]
-        row = [f"{run['steps']}", f"{run['training_seconds']:.0f}", f"{run['tokens_generated']:,.0f}"]
-        row += [f"{100 * run[when]['mean']:.1f} %" for when in ("before", "after")]
-        return "The toy policy of recipes/math.py in float32.", [head, row]
+    def benchmark(name: str, *flags: str) -> list[str]:
+        return ["-m", f"recipes.benchmarks.{name}", "--device", device, *flags]
 
     model = ["--shape", "small" if small else "qwen2.5-1.5b", "--length", str(length)]
     model += [] if small else ["--gradient_checkpointing"]
-    rounds = ["--rounds", "1" if small else "3", "--steps", "2"]
-    longest = ["--longest", "2048"] if small else []
-    marks = "gpu" if on_gpu else "not gpu and not slow" if small else "not gpu"
-    main = ["--output_dir", str(folder / "main"), "--disable_tqdm", "true", "--use_cpu", str(not on_gpu).lower()]
+    model += ["--rounds", "1" if small else "3", "--steps", "2"]
+    marks = "gpu" if device == "cuda" else "not gpu and not slow" if small else "not gpu"
+    main = ["--output_dir", str(folder / "main"), "--overwrite", "--disable_tqdm", "true"]
+    main += ["--use_cpu", str(device == "cpu").lower()]
     if small:
         main += "--max_steps 2 --per_device_train_batch_size 16 --per_device_eval_batch_size 40".split()
         main += "--num_train_problems 200 --num_held_out_problems 20 --eval_strategy no".split()
-    pytest = ["-m", "pytest", "-q", "-n", "0", "-m", marks, "tests/trainer/test_gpu.py"]
     return {
-        "tests": Part("Tests", 3, pytest, lambda: ("", [pytest[-1:], [last_lines(folder / "tests.log", 1)]])),
-        "step-lora": benchmark("step-lora", "A step, LoRA", 6, "step", *model, *rounds, "--lora"),
-        "step-full": benchmark("step-full", "A step, full fine-tuning", 6, "step", *model, *rounds),
-        "advantages": benchmark("advantages", "Advantages over one read and one write", 2, "advantages", *longest),
-        "meter": benchmark("meter", "The meter", 3, "meter", *model, "--pairs", "2" if small else "12"),
-        "main": Part("The main job", 5, ["recipes/math.py", *main], main_result),
+        "tests": (3, ["-m", "pytest", "-q", "-n", "0", "-m", marks, "tests/trainer/test_gpu.py"]),
+        "step-lora": (6, benchmark("step", *model, "--lora")),
+        "step-full": (6, benchmark("step", *model)),
+        "advantages": (2, benchmark("advantages", *(["--longest", "2048"] if small else []))),
+        "meter": (3, benchmark("step", *model, "--meter")),
+        "main": (5, ["recipes/math.py", *main]),
     }
 
 
-def last_lines(file: Path, count: int) -> str:
-    return "\n".join([line for line in file.read_text().splitlines() if line.strip()][-count:])
-
-
-def run(name: str, part: Part, folder: Path, device: str) -> dict:
-    """The part's entry in the report."""
-    log = folder / f"{name}.log"
-    (folder / f"{name}.json").unlink(missing_ok=True)
-    shutil.rmtree(folder / name, ignore_errors=True)
+def run(name: str, limit: float, command: list[str], folder: Path, device: str) -> bool:
+    """Whether a part succeeds within its limit, in minutes. Its section of the report goes to `folder`."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     if device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
-    print(f"\n{name}, at most {part.limit:g} min: python {shlex.join(part.command)}", flush=True)
-    began = time.perf_counter()
-    failure, note, table = "", "", []
+    shown = f"python {shlex.join(command)}"
+    print(f"\n{name}, at most {limit:g} min: {shown}", flush=True)
+    began, outcome, log = time.perf_counter(), "done", folder / f"{name}.log"
     with log.open("w") as file:
         where = {"cwd": ROOT, "env": environment, "stdout": file, "stderr": subprocess.STDOUT}
         try:
-            subprocess.run([sys.executable, *part.command], **where, timeout=60 * part.limit, check=True)
+            subprocess.run([sys.executable, *command], **where, timeout=60 * limit, check=True)
         except subprocess.CalledProcessError as error:
-            failure = f"failed with exit status {error.returncode}"
+            outcome = f"failed with exit status {error.returncode}"
         except subprocess.TimeoutExpired:
-            failure = f"stopped at its limit of {part.limit:g} min"
-    minutes = (time.perf_counter() - began) / 60
-    try:
-        note, table = part.result()  # what a stopped part has left counts too
-    except (OSError, LookupError, ValueError) as error:
-        failure = failure or f"left no result ({error!r})"
-    if failure:
-        note = f"{note}\n\n{failure}; the end of {log.name}:\n\n```\n{last_lines(log, 15)}\n```".strip()
-    entry = {"title": part.title, "minutes": minutes, "failure": failure, "note": note, "table": table}
-    print(text_of(entry), flush=True)
-    return entry
+            outcome = f"stopped at its limit of {limit:g} min"
+    title = f"### {name}: {outcome}, {(time.perf_counter() - began) / 60:.1f} min"
+    printed = "\n".join([line for line in log.read_text().splitlines() if line.strip()][-LINES:])
+    section = f"{title}\n\n{machine(device)}; {date.today()}\n\n```\n$ {shown}\n{printed}\n```\n"
+    (folder / f"{name}.md").write_text(section)
+    print(section, flush=True)
+    return outcome == "done"
 
 
 def machine(device: str) -> str:
@@ -127,22 +87,14 @@ def machine(device: str) -> str:
     if device == "cuda":
         properties = torch.cuda.get_device_properties(0)
         name = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
-    installed = {package: next(distributions(name=package), None) for package in PACKAGES}
-    versions = [f"{package} {of.version}" if of else f"no {package}" for package, of in installed.items()]
-    return f"{name}; Python {platform.python_version()}, {', '.join(versions)}"
+    return f"{name}; Python {platform.python_version()}, {', '.join(map(installed, PACKAGES))}"
 
 
-def text_of(entry: dict) -> str:
-    title = f"### {entry['title']}: {entry['failure'] or 'done'}, {entry['minutes']:.1f} min"
-    return "\n\n".join(filter(None, [title, entry["note"], entry["table"] and markdown(entry["table"])]))
-
-
-def write(report: dict, folder: Path) -> None:
-    (folder / "report.json").write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n")
-    entries = report["parts"].values()
-    total = f"{sum(entry['minutes'] for entry in entries):.0f} minutes in all"
-    texts = [f"{report['machine']}; {report['date']}; {total}.", *map(text_of, entries)]
-    (folder / "report.md").write_text("\n\n".join(texts) + "\n")
+def installed(package: str) -> str:
+    try:
+        return f"{package} {version(package)}"
+    except PackageNotFoundError:
+        return f"no {package}"
 
 
 def main(argv: list[str]) -> int:
@@ -160,20 +112,14 @@ def main(argv: list[str]) -> int:
 
     folder = Path(args.output_dir).resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    parts = parts_for(folder, args.device, args.small, args.length or (16 if args.small else 4096))
-    report = {"machine": machine(args.device), "small": args.small, "date": str(date.today()), "parts": {}}
-    print(report["machine"])
-    if (folder / "report.json").exists():
-        earlier = json.loads((folder / "report.json").read_text())
-        if all(earlier[key] == report[key] for key in ("machine", "small")):
-            report["parts"] = earlier["parts"]
+    parts, failed = parts_for(folder, args.device, args.small, args.length or (16 if args.small else 4096)), []
     for name in args.parts:
-        entries = report["parts"] | {name: run(name, parts[name], folder, args.device)}
-        report["parts"] = {name: entries[name] for name in names if name in entries}
-        write(report, folder)
-    failed = [name for name in args.parts if report["parts"][name]["failure"]]
+        if not run(name, *parts[name], folder, args.device):
+            failed.append(name)
+        sections = [folder / f"{part}.md" for part in names]
+        (folder / "report.md").write_text("\n".join(path.read_text() for path in sections if path.exists()))
     verdict = f"Failed: {', '.join(failed)}." if failed else "All parts are done."
-    print(f"\n{folder}: report.json and report.md. {verdict}")
+    print(f"{folder}: report.md, and a log of each part. {verdict}")
     return 1 if failed else 0
 
 

@@ -33,17 +33,17 @@ PROBLEM, ANSWER, GROUP = "12+71-35", 48, 8
 
 
 def sample(size: int) -> Rollout:
-    """A rollout of `size` completions of one problem."""
+    """`size` completions of one problem; `make picture` plots eight of them for the project's README."""
 
     def right(completions, **kwargs):
         return [float(c[-1].get("content") == f"={ANSWER}") for c in completions]
 
     data = with_prompts(Dataset.from_dict({"question": [PROBLEM]}))
     task = Task(calculator(), data, data, right, 72, [calculator_tool(max_operations=1)], max_calls=6)
-    sizes = {"num_generations": size, "per_device_train_batch_size": size}
-    trainer = trainer_of(task, learning_rate=0.0, max_steps=1, seed=3, **sizes)
-    trainer.train()
-    return trainer.rollouts["train"]
+    sizes = dict.fromkeys(("num_generations", "per_device_train_batch_size", "per_device_eval_batch_size"), size)
+    trainer = trainer_of(task, eval_dataset=data, seed=3, **sizes)
+    trainer.evaluate()
+    return trainer.rollouts["eval"]
 
 
 def plot_group(group: dict[str, torch.Tensor], path: Path) -> None:

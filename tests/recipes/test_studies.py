@@ -189,7 +189,7 @@ def test_no_figures_to_plot_is_said(tmp_path, capsys):
     ("script", "flags", "said"),
     [
         ("step", "--rounds 1 --steps 2 --length 8 --lora", "16.000"),  # forwards are counted under an adapter too
-        ("meter", "--pairs 2 --length 8", "the hooks take"),
+        ("step", "--meter --rounds 1 --steps 2 --length 8", "meter forwards"),
         ("advantages", "--repeats 1 --longest 2048", "1024 × 2048"),
     ],
 )
