@@ -17,7 +17,7 @@ quick: $(VENV)/.test ## without the tests that take more than a few seconds
 	$(TEST_ENV) $(BIN)/python -m pytest -q -m "not slow" $(ARGS)
 
 gpu: $(VENV)/.test ## on a machine with a GPU: its tests, the cost of a step, the main job, and a report of 25 minutes
-	$(BIN)/python -m recipes.benchmarks.gpu $(ARGS)
+	PYTHON=$(BIN)/python recipes/benchmarks/gpu.sh $(ARGS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
