@@ -26,7 +26,7 @@ from scipy import stats
 
 from recipes.common.errors import InputError, launch
 from recipes.common.launching import print_once
-from recipes.common.report import centred_mean
+from recipes.common.report import centred_mean, markdown
 from recipes.common.run_folder import latest_checkpoint
 from trl_otb.baselines import BASELINES
 
@@ -116,8 +116,7 @@ def interval(values: list[float]) -> str:
 def table(runs: list[Run]) -> str:
     """A Markdown table: one row per baseline, and its difference to the first one, seed by seed."""
     first, *_ = baselines = list(dict.fromkeys(run.baseline for run in runs))
-    head = f"baseline|n|before, %|after, %|rise, points|rise over that of {first}|tokens|seconds".split("|")
-    rows = [head, ["---"] * len(head)]
+    rows = [f"baseline|n|before, %|after, %|rise, points|rise over that of {first}|tokens|seconds".split("|")]
     rise_of_first = {run.seed: run.rise for run in runs if run.baseline == first}
     for name in baselines:
         own = [run for run in runs if run.baseline == name]
@@ -128,8 +127,7 @@ def table(runs: list[Run]) -> str:
         rows.append([name, str(len(own)), *accuracies, rise, ahead, *(f"{cost:,.0f}" for cost in costs)])
     n = len({run.seed for run in runs})
     note = "95 % intervals over seeds (Student's t); differences are paired by seed"
-    lines = [f"| {' | '.join(row)} |" for row in rows]
-    return "\n".join([*lines, "", f"n = {n} seed{'s: ' + note if n > 1 else ': one seed gives no interval'}.", ""])
+    return f"{markdown(rows)}\nn = {n} seed{'s: ' + note if n > 1 else ': one seed gives no interval'}.\n"
 
 
 def picture(runs: list[Run], path: Path, title: str) -> None:

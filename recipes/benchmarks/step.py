@@ -29,7 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Printe
 from trl import GRPOConfig, GRPOTrainer
 
 from recipes.benchmarks import Table, synchronize
-from recipes.toy import sums
+from recipes.toy import QUIET, sums
 from trl_otb import GradientNoiseCallback, OTBGRPOConfig, OTBGRPOTrainer
 
 
@@ -157,28 +157,22 @@ def build(arm, regime, args, folder):
         return [sum(i % 2 for i in ids) / len(ids) for ids in completion_ids]
 
     settings = dict(REGIMES[regime])
-    rows = int(settings.pop("groups") * N)
-    on_gpu = args.device == "cuda"
+    groups, on_gpu = settings.pop("groups"), args.device == "cuda"
+    machine = {"use_cpu": not on_gpu, "bf16": on_gpu, "activation_checkpointing": args.gradient_checkpointing}
     trainer = cls(
         model,
         reward,
         args=config(
             output_dir=folder,
-            per_device_train_batch_size=rows,
+            per_device_train_batch_size=int(groups * N),
             num_generations=N,
             max_completion_length=args.length,
             scale_rewards="none",
             learning_rate=1e-6,
             max_steps=2 * args.steps,
-            save_strategy="no",
             logging_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            use_cpu=not on_gpu,
-            bf16=on_gpu,
-            gradient_checkpointing=args.gradient_checkpointing,
             seed=0,
-            **settings,
+            **(QUIET | machine | settings),
         ),
         train_dataset=Dataset.from_dict({"prompt": ["p"] * 64}),
         processing_class=AutoTokenizer.from_pretrained(args.model or sums(), padding_side="left"),
