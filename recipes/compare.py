@@ -47,6 +47,10 @@ class Run:
         """The held-out accuracy `"before"` or `"after"`."""
         return 100 * self.result[when]["mean"]
 
+    def smooth_reward(self) -> dict[int, float]:
+        points = {entry["step"]: entry["reward"] for entry in self.log if entry.get("reward") is not None}
+        return dict(zip(points, centred_mean(list(points.values()), len(points) // 10), strict=True))
+
     @property
     def rise(self) -> float:
         """In percentage points of held-out accuracy."""
@@ -140,7 +144,7 @@ def picture(runs: list[Run], path: Path, title: str) -> None:
         held_out = [{e["step"]: 100 * e["mean"] for e in run.result["evaluations"]} for run in own]
         for axis, curves, marker in (
             (over_steps, held_out, "."),
-            (rewards, [_smooth_reward(run.log) for run in own], None),
+            (rewards, [run.smooth_reward() for run in own], None),
             (ends, [dict.fromkeys((i - 0.2, i + 0.2), run.percent("after")) for run in own], None),
         ):
             of_runs = pandas.DataFrame(curves).dropna(axis="columns").sort_index(axis="columns")
@@ -157,11 +161,6 @@ def picture(runs: list[Run], path: Path, title: str) -> None:
     explained = "\nbold: mean over seeds; pale: single seeds" if len(runs) > len(names) else ""
     figure.suptitle(title + explained, fontsize=11)
     figure.savefig(path, dpi=120)
-
-
-def _smooth_reward(log: list[dict]) -> dict[int, float]:
-    points = {entry["step"]: entry["reward"] for entry in log if entry.get("reward") is not None}
-    return dict(zip(points, centred_mean(list(points.values()), len(points) // 10), strict=True))
 
 
 def main(argv: list[str]) -> None:
