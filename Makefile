@@ -17,7 +17,7 @@ quick: $(VENV)/.test ## without the tests that take more than a few seconds
 	$(TEST_ENV) $(BIN)/python -m pytest -q -m "not slow" $(ARGS)
 
 gpu: $(VENV)/.test ## on a machine with a GPU: its tests, the cost of a step, the main job, and a report of 25 minutes
-	$(BIN)/python -m recipes.benchmarks.gpu $(ARGS)
+	PYTHON=$(BIN)/python recipes/benchmarks/gpu.sh $(ARGS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -29,7 +29,7 @@ format: $(VENV)/.test
 	$(BIN)/ruff format .
 
 picture: $(VENV)/.recipes ## the README's picture, recipes/group.png
-	$(BIN)/python -m recipes.group_picture
+	$(BIN)/python -W ignore -c "from recipes.studies.figures import sample; sample(8).plot('recipes/group.png')"
 
 # What a newer TRL would break: it is installed beside the environment, and contract, sources and quick tests run with it.
 drift: $(VENV)/.test ## make drift TRL=1.17.0

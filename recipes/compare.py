@@ -26,7 +26,7 @@ from scipy import stats
 
 from recipes.common.errors import InputError, launch
 from recipes.common.launching import print_once
-from recipes.common.report import centred_mean
+from recipes.common.report import centred_mean, markdown
 from recipes.common.run_folder import latest_checkpoint
 from trl_otb.baselines import BASELINES
 
@@ -46,6 +46,10 @@ class Run:
     def percent(self, when: str) -> float:
         """The held-out accuracy `"before"` or `"after"`."""
         return 100 * self.result[when]["mean"]
+
+    def smooth_reward(self) -> dict[int, float]:
+        points = {entry["step"]: entry["reward"] for entry in self.log if entry.get("reward") is not None}
+        return dict(zip(points, centred_mean(list(points.values()), len(points) // 10), strict=True))
 
     @property
     def rise(self) -> float:
@@ -116,8 +120,7 @@ def interval(values: list[float]) -> str:
 def table(runs: list[Run]) -> str:
     """A Markdown table: one row per baseline, and its difference to the first one, seed by seed."""
     first, *_ = baselines = list(dict.fromkeys(run.baseline for run in runs))
-    head = f"baseline|n|before, %|after, %|rise, points|rise over that of {first}|tokens|seconds".split("|")
-    rows = [head, ["---"] * len(head)]
+    rows = [f"baseline|n|before, %|after, %|rise, points|rise over that of {first}|tokens|seconds".split("|")]
     rise_of_first = {run.seed: run.rise for run in runs if run.baseline == first}
     for name in baselines:
         own = [run for run in runs if run.baseline == name]
@@ -128,8 +131,7 @@ def table(runs: list[Run]) -> str:
         rows.append([name, str(len(own)), *accuracies, rise, ahead, *(f"{cost:,.0f}" for cost in costs)])
     n = len({run.seed for run in runs})
     note = "95 % intervals over seeds (Student's t); differences are paired by seed"
-    lines = [f"| {' | '.join(row)} |" for row in rows]
-    return "\n".join([*lines, "", f"n = {n} seed{'s: ' + note if n > 1 else ': one seed gives no interval'}.", ""])
+    return f"{markdown(rows)}\nn = {n} seed{'s: ' + note if n > 1 else ': one seed gives no interval'}.\n"
 
 
 def picture(runs: list[Run], path: Path, title: str) -> None:
@@ -142,7 +144,7 @@ def picture(runs: list[Run], path: Path, title: str) -> None:
         held_out = [{e["step"]: 100 * e["mean"] for e in run.result["evaluations"]} for run in own]
         for axis, curves, marker in (
             (over_steps, held_out, "."),
-            (rewards, [_smooth_reward(run.log) for run in own], None),
+            (rewards, [run.smooth_reward() for run in own], None),
             (ends, [dict.fromkeys((i - 0.2, i + 0.2), run.percent("after")) for run in own], None),
         ):
             of_runs = pandas.DataFrame(curves).dropna(axis="columns").sort_index(axis="columns")
@@ -159,11 +161,6 @@ def picture(runs: list[Run], path: Path, title: str) -> None:
     explained = "\nbold: mean over seeds; pale: single seeds" if len(runs) > len(names) else ""
     figure.suptitle(title + explained, fontsize=11)
     figure.savefig(path, dpi=120)
-
-
-def _smooth_reward(log: list[dict]) -> dict[int, float]:
-    points = {entry["step"]: entry["reward"] for entry in log if entry.get("reward") is not None}
-    return dict(zip(points, centred_mean(list(points.values()), len(points) // 10), strict=True))
 
 
 def main(argv: list[str]) -> None:

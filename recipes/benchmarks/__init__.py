@@ -31,13 +31,6 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def markdown(rows: list[list[str]]) -> str:
-    """A Markdown table of such rows."""
-    head, *body = rows
-    lines = [head, ["---"] * len(head), *body]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-
-
 def peak_and_kept(function, *inputs) -> tuple[int, int]:
     """Bytes that `function` allocates at most at a time, and those that are left while its result is kept."""
     if any(values.is_cuda for values in inputs):

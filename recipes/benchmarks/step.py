@@ -4,8 +4,9 @@ What OTB costs beside GRPOTrainer: step time, peak memory and forwards, for each
     python -m recipes.benchmarks.step                     # a small model: about 5 minutes on two cores
     python -m recipes.benchmarks.step --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 --length 1024
     python -m recipes.benchmarks.step --shape qwen2.5-1.5b --lora --length 4096 --gradient_checkpointing  # no hub
+    python -m recipes.benchmarks.step --meter             # what GradientNoiseCallback costs, beside OTB without it
 
-The two trainers take turns in one process, round by round and in changing order, on the same scripted completions:
+The two arms take turns in one process, round by round and in changing order, on the same scripted completions:
 without generation a step is shortest and a cost most visible. Times are per step, medians over a round's rollouts; a
 ratio is taken per round, and its median and range over the rounds are printed. Memory is the round's peak, of the
 GPU's allocator or of the process. The README has what was seen on two CPU cores.
@@ -28,11 +29,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Printe
 from trl import GRPOConfig, GRPOTrainer
 
 from recipes.benchmarks import Table, synchronize
-from recipes.toy import sums
-from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
+from recipes.toy import QUIET, sums
+from trl_otb import GradientNoiseCallback, OTBGRPOConfig, OTBGRPOTrainer
 
 
 N = 4
+# A trainer, its arguments and its callbacks
+GRPO, OTB = (GRPOTrainer, GRPOConfig, ()), (OTBGRPOTrainer, OTBGRPOConfig, ())
+METER = (OTBGRPOTrainer, OTBGRPOConfig, (GradientNoiseCallback,))
 # Micro-batches a step, their rows in groups, and passes over a rollout
 REGIMES = {
     "TRL's no-grad forward": {"gradient_accumulation_steps": 1, "groups": 4, "num_iterations": 2},
@@ -48,20 +52,18 @@ SHAPES = {
 
 
 class Clock(TrainerCallback):
-    """Takes the time of every step: seconds of the wall, and of this process's threads."""
+    """Takes the time of every step, in seconds."""
 
     def __init__(self):
-        self.seconds, self.cpu_seconds = [], []
+        self.seconds = []
 
     def on_step_begin(self, args, state, control, **kwargs):
         synchronize()
-        self.began = time.perf_counter(), time.process_time()
+        self.began = time.perf_counter()
 
     def on_step_end(self, args, state, control, **kwargs):
         synchronize()
-        wall, cpu = self.began
-        self.seconds.append(time.perf_counter() - wall)
-        self.cpu_seconds.append(time.process_time() - cpu)
+        self.seconds.append(time.perf_counter() - self.began)
 
 
 def reset_peak(on_gpu: bool):
@@ -81,8 +83,8 @@ def peak(on_gpu: bool) -> float:
     return int(status["VmHWM"].split()[0]) / 2**10
 
 
-def model_parser(doc: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=doc.splitlines()[1], allow_abbrev=False)
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[1], allow_abbrev=False)
     parser.add_argument("--model", help="hub id or folder")
     parser.add_argument("--shape", choices=SHAPES, default="small", help="of random weights, without --model")
     parser.add_argument("--dtype", help="of the weights; by default the shape's own, float32 with --model")
@@ -92,11 +94,12 @@ def model_parser(doc: str) -> argparse.ArgumentParser:
     parser.add_argument("--prompt_length", type=int, default=32)
     parser.add_argument("--gradient_checkpointing", action="store_true")
     parser.add_argument("--output", help="write the figures to this JSON file")
-    return parser
-
-
-def read_model_flags(parser, argv):
+    parser.add_argument("--steps", type=int, default=4, help="half the optimizer steps of a round")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--meter", action="store_true", help="OTB with the gradient noise meter, beside OTB without")
     args = parser.parse_args(argv)
+    if args.rounds < 1 or args.steps < 2:
+        parser.error("--rounds must be at least 1, --steps at least 2")
     if args.length < 2:
         parser.error("--length must be at least 2")
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -137,13 +140,14 @@ def describe(args) -> str:
     )
 
 
-def build(cls, config, regime, args, folder, same=1):
-    """A trainer of scripted completions, the same ones for `same` steps in a row."""
+def build(arm, regime, args, folder):
+    """The arm's trainer, of scripted completions."""
+    cls, config, callbacks = arm
     model = make_model(args)
     vocabulary = model.config.get_text_config().vocab_size
 
     def rollout(prompts, trainer):
-        g = torch.Generator().manual_seed(trainer.state.global_step // same)
+        g = torch.Generator().manual_seed(trainer.state.global_step)
         lengths = torch.randint(args.length // 2, args.length + 1, (len(prompts),), generator=g).tolist()
         prompt = torch.randint(2, vocabulary, (args.prompt_length,), generator=g).tolist()
         ids = [torch.randint(2, vocabulary, (length,), generator=g).tolist() for length in lengths]
@@ -153,31 +157,26 @@ def build(cls, config, regime, args, folder, same=1):
         return [sum(i % 2 for i in ids) / len(ids) for ids in completion_ids]
 
     settings = dict(REGIMES[regime])
-    rows = int(settings.pop("groups") * N)
-    on_gpu = args.device == "cuda"
+    groups, on_gpu = settings.pop("groups"), args.device == "cuda"
+    machine = {"use_cpu": not on_gpu, "bf16": on_gpu, "activation_checkpointing": args.gradient_checkpointing}
     trainer = cls(
         model,
         reward,
         args=config(
             output_dir=folder,
-            per_device_train_batch_size=rows,
+            per_device_train_batch_size=int(groups * N),
             num_generations=N,
             max_completion_length=args.length,
             scale_rewards="none",
             learning_rate=1e-6,
             max_steps=2 * args.steps,
-            save_strategy="no",
             logging_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            use_cpu=not on_gpu,
-            bf16=on_gpu,
-            gradient_checkpointing=args.gradient_checkpointing,
             seed=0,
-            **settings,
+            **(QUIET | machine | settings),
         ),
         train_dataset=Dataset.from_dict({"prompt": ["p"] * 64}),
         processing_class=AutoTokenizer.from_pretrained(args.model or sums(), padding_side="left"),
+        callbacks=[callback() for callback in callbacks],
         rollout_func=rollout,
         peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear") if args.lora else None,
     )
@@ -206,14 +205,13 @@ def measure(trainer) -> dict[str, float]:
     }
 
 
-def in_turn(args, regime) -> dict[str, list[dict[str, float]]]:
-    """What [`measure`] finds in `args.rounds` rounds of both trainers, which take turns at being the first."""
-    arms = [("grpo", GRPOTrainer, GRPOConfig), ("otb", OTBGRPOTrainer, OTBGRPOConfig)]
-    rounds = {"grpo": [], "otb": []}
+def in_turn(args, regime, arms: dict[str, tuple]) -> dict[str, list[dict[str, float]]]:
+    """What [`measure`] finds in `args.rounds` rounds of both arms, which take turns at being the first."""
+    rounds = {arm: [] for arm in arms}
     for turn in range(args.rounds):
-        for arm, cls, config in arms if turn % 2 == 0 else reversed(arms):
+        for arm in arms if turn % 2 == 0 else reversed(arms):
             with tempfile.TemporaryDirectory() as folder:
-                trainer = build(cls, config, regime, args, folder)
+                trainer = build(arms[arm], regime, args, folder)
                 rounds[arm].append(measure(trainer))
                 del trainer
                 gc.collect()  # one model and one optimizer at a time
@@ -221,33 +219,25 @@ def in_turn(args, regime) -> dict[str, list[dict[str, float]]]:
 
 
 def main(argv):
-    parser = model_parser(__doc__)
-    parser.add_argument("--steps", type=int, default=4, help="half the optimizer steps of a round")
-    parser.add_argument("--rounds", type=int, default=5)
-    args = read_model_flags(parser, argv)
-    if args.rounds < 1 or args.steps < 2:
-        parser.error("--rounds must be at least 1, --steps at least 2")
-
+    args = parse(argv)
+    regimes, arms = REGIMES, {"GRPO": GRPO, "OTB": OTB}
+    if args.meter:  # which needs several micro-batches of whole groups
+        regimes, arms = ["training forward"], {"OTB": OTB, "meter": METER}
+    first, second = arms
     note = f"{describe(args)}, {args.rounds} rounds of {2 * args.steps} steps"
     print(note)
-    columns = ("GRPO s/step", "OTB s/step", "time ratio", "range", "memory ratio", "GRPO forwards", "OTB forwards")
-    table, figures = Table("energies from", *columns), []
-    for regime in REGIMES:
-        rounds = in_turn(args, regime)
-        ratios = [o["seconds"] / g["seconds"] for g, o in zip(rounds["grpo"], rounds["otb"], strict=True)]
-        figure = {
-            "energies_from": regime,
-            **{f"{arm}_{key}": statistics.median(r[key] for r in of) for arm, of in rounds.items() for key in of[0]},
-            "time_ratio": statistics.median(ratios),
-            "time_ratio_range": [min(ratios), max(ratios)],
-        }
-        figure["memory_ratio"] = figure["otb_mib"] / figure["grpo_mib"]
-        figures.append(figure)
-        shown = (
-            "{grpo_seconds:.3f} {otb_seconds:.3f} {time_ratio:.3f} {time_ratio_range[0]:.3f}–{time_ratio_range[1]:.3f}"
-        )
-        shown += " {memory_ratio:.3f} {grpo_forwards:.3f} {otb_forwards:.3f}"
-        table.add(regime, *shown.format(**figure).split())
+    columns = [f"{first} s/step", f"{second} s/step", "time ratio", "range", "memory ratio"]
+    table, figures = Table("energies from", *columns, f"{first} forwards", f"{second} forwards", width=16), []
+    for regime in regimes:
+        rounds = in_turn(args, regime, arms)
+        a, b = ({key: statistics.median(r[key] for r in rounds[arm]) for key in rounds[arm][0]} for arm in arms)
+        ratios = [ours["seconds"] / theirs["seconds"] for theirs, ours in zip(*rounds.values(), strict=True)]
+        time_ratio, memory_ratio, ends = statistics.median(ratios), b["mib"] / a["mib"], [min(ratios), max(ratios)]
+        numbers = a["seconds"], b["seconds"], time_ratio, *ends, memory_ratio, a["forwards"], b["forwards"]
+        table.add(regime, *"{:.3f} {:.3f} {:.3f} {:.3f}–{:.3f} {:.3f} {:.3f} {:.3f}".format(*numbers).split())
+        figure = {f"{arm.lower()}_{key}": value for arm, of in ((first, a), (second, b)) for key, value in of.items()}
+        figure |= {"time_ratio": time_ratio, "time_ratio_range": ends, "memory_ratio": memory_ratio}
+        figures.append({"energies_from": regime, **figure})
         if args.output:  # after every regime, for whoever has to stop it
             table.save(args.output, note, figures=figures)
 

@@ -6,37 +6,34 @@ from argparse import Namespace
 from .errors import InputError
 
 
-# (options, what holds of a good value, what a message says)
-RULES = (
-    (
+# What holds of a good value, by what a message says; and the options
+RULES = {
+    "must be at least 1": (
+        lambda v: v >= 1,
         "num_train_problems num_held_out_problems max_operations num_generations_eval per_device_train_batch_size "
         "per_device_eval_batch_size gradient_accumulation_steps steps_per_generation generation_batch_size "
         "num_iterations max_completion_length max_tool_calling_iterations lora_r",
-        lambda v: v >= 1,
-        "must be at least 1",
     ),
-    ("num_generations", lambda v: v >= 2, "must be at least 2: a baseline compares the completions of a problem"),
-    ("max_steps", lambda v: v >= -1, "must be at least -1"),
-    (
-        "num_train_epochs learning_rate max_grad_norm beta",
+    "must be at least 2: a baseline compares the completions of a problem": (lambda v: v >= 2, "num_generations"),
+    "must be at least -1": (lambda v: v >= -1, "max_steps"),
+    "must be a finite number, 0 or more": (
         lambda v: math.isfinite(v) and v >= 0,
-        "must be a finite number, 0 or more",
+        "num_train_epochs learning_rate max_grad_norm beta",
     ),
-    (
-        "temperature logging_steps save_steps eval_steps",
+    "must be a finite number above 0": (
         lambda v: math.isfinite(v) and v > 0,
-        "must be a finite number above 0",
+        "temperature logging_steps save_steps eval_steps",
     ),
-    ("weight_decay", math.isfinite, "must be a finite number"),
-    ("top_p", lambda v: 0 < v <= 1, "must lie above 0 and be at most 1"),
-    ("seed", lambda v: 0 <= v < 2**32, "must lie between 0 and 4294967295"),
-)
+    "must be a finite number": (math.isfinite, "weight_decay"),
+    "must lie above 0 and be at most 1": (lambda v: 0 < v <= 1, "top_p"),
+    "must lie between 0 and 4294967295": (lambda v: 0 <= v < 2**32, "seed"),
+}
 MOST_COMPLETIONS = 1_000_000  # per process and generation batch: beyond it memory ends before the first step
 
 
 def check_values(values: Namespace, processes: int) -> None:
     """Raise an `InputError` if a value makes no sense, or batch sizes and group sizes do not fit."""
-    for names, is_good, rule in RULES:
+    for rule, (is_good, names) in RULES.items():
         for name in names.split():
             value = getattr(values, name, None)
             if value is not None and not is_good(value):

@@ -175,8 +175,6 @@ def _load(name: str, config: str | None, split: str) -> Dataset:
     is_file = path.suffix in FILE_FORMATS
     if is_file and not path.is_file():
         raise InputError(f"the dataset file {name} does not exist.")
-    if is_file and path.stat().st_size < 100 and not path.read_bytes().strip(b" \n\r\t[]{}"):
-        raise InputError(f"the dataset file {name} is empty.")
     if not is_file and path.exists():
         raise InputError(f"the dataset {name} must be a file that ends in {', '.join(FILE_FORMATS)}.")
     try:

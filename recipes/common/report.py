@@ -127,6 +127,12 @@ def plot_training(log: list[dict], evaluations: list[Accuracy], path: Path, titl
     figure.savefig(path, dpi=120)
 
 
+def markdown(rows: list[list[str]]) -> str:
+    """A table of these rows, the head first."""
+    head, *body = ("|" + "".join(f" {cell} |" if cell else " |" for cell in row) + "\n" for row in rows)
+    return "".join([head, "|---" * len(rows[0]) + "|\n", *body])
+
+
 def centred_mean(values: list[float], width: int) -> list[float]:
     """The mean over about `width` values around each one; fewer at the ends, as many on the left as on the right."""
     reaches = [min(width // 2, i, len(values) - 1 - i) for i in range(len(values))]

@@ -16,7 +16,6 @@ import json
 import re
 import statistics
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -106,10 +105,10 @@ def train(run: Run) -> dict:
 
 
 def perform(runs: list[Run], folder: Path) -> None:
-    """Train what is not saved yet; a run that another worker is at is left to it."""
-    for run in runs:
+    """Train what is not saved yet. Runs that other workers are at are left to them, and waited for at the end."""
+    for patience, run in itertools.product((0, -1), runs):
         path = folder / f"{run.name}.json"
-        with suppress(Timeout), FileLock(path.with_suffix(".lock"), timeout=0):
+        with suppress(Timeout), FileLock(path.with_suffix(".lock"), timeout=patience):
             if not path.exists():
                 result = train(run)
                 path.with_suffix(".unfinished").write_text(json.dumps(result))
@@ -140,12 +139,9 @@ def best_rates(folder: Path, task: str, n: int, baseline: str, rounds: int = 2) 
 def tune(task: str, arms: list[tuple[int, str]], folder: Path) -> dict[tuple[int, str], float]:
     """The best learning rate of every arm, given as (N, baseline)."""
     rates = dict.fromkeys(arms, TASKS[task].learning_rates)
-    for i, seeds in enumerate(TUNING_SEEDS):
+    for i, seeds in enumerate(TUNING_SEEDS, start=1):
         perform([Run(task, b, n, rate, seed) for n, b in arms for rate in rates[n, b] for seed in seeds], folder)
-        for arm in arms:
-            while (best := best_rates(folder, task, *arm, rounds=i + 1)) is None:
-                time.sleep(5)  # another process is at it
-            rates[arm] = best
+        rates = {arm: best_rates(folder, task, *arm, rounds=i) for arm in arms}
     return {arm: rate for arm, (rate,) in rates.items()}
 
 

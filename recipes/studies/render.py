@@ -15,6 +15,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from recipes.common.errors import InputError
+from recipes.common.report import markdown
 from recipes.toy import lake, scratchpad
 
 
@@ -81,11 +82,6 @@ def interval(values: list[float | None], form: str = ".2f") -> str:
     return f"{value} ({low}–{high})"
 
 
-def _table(rows: list[list[str]]) -> str:
-    lines = ["|" + "".join(f" {cell} |" if cell else " |" for cell in row) + "\n" for row in rows]
-    return "".join([lines[0], "|---" * len(rows[0]) + "|\n", *lines[1:]])
-
-
 def by_task(tables: Tables, n: int) -> str:
     """An estimator per row, a task per column, at group size `n`."""
     of = {(task, cell["estimator"]): cell for task, cells in tables.items() for cell in cells if cell["n"] == n}
@@ -98,7 +94,7 @@ def by_task(tables: Tables, n: int) -> str:
 
     names = dict.fromkeys(name for _, name in of)
     rows = [[f"`{name}`", *(text(of.get((task, name))) for task in titles)] for name in names]
-    return _table([["estimator", *titles.values()], *rows])
+    return markdown([["estimator", *titles.values()], *rows])
 
 
 def _tokens(tokens: dict) -> str:
@@ -141,7 +137,7 @@ def of_arms(arms: list[dict]) -> str:
         + [_tuned(arm["rates"][rate]) for rate in rates]
         for arm in arms
     ]
-    return _table([[title for title, _ in columns.values()] + rates, *rows])
+    return markdown([[title for title, _ in columns.values()] + rates, *rows])
 
 
 def headline() -> str:
@@ -153,7 +149,7 @@ def headline() -> str:
                 of[title, cell["estimator"]] = "?" if cell["noise"][0] is None else interval(cell["noise"])
     titles, rows = chosen["columns"], chosen["rows"]
     cells = [[label, *(of.get((title, name), "–") for title in titles)] for label, name in rows.items()]
-    return _table([["", *titles], *cells])
+    return markdown([["", *titles], *cells])
 
 
 def rendered(page: str) -> str:

@@ -1,7 +1,6 @@
 """What the studies sample: a policy, problems and a reward; the trainer for them, and the noise of its gradient."""
 
 import json
-import math
 import random
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
@@ -122,16 +121,15 @@ def compared(
 
 def cells_of(report: "trl_otb.BaselineReport") -> list[dict]:
     """What is published of a report: efficiency and noise to signal, both over the group mean's, and the cosine."""
-
-    def known(*values: float) -> list[float | None]:
-        return [value if math.isfinite(value) else None for value in values]
-
-    cells = []
-    for row in report.comparisons:
-        if row.n in report.group_sizes:
-            efficiency, noise = row.over_group_mean, row.noise_over_group_mean
-            cell = {"prompts": report.num_prompts, "n": row.n, "estimator": row.name}
-            cell["efficiency"] = known(efficiency.value, efficiency.low, efficiency.high)
-            cell["noise"] = known(noise.value, noise.low, noise.high)
-            cells.append(cell | {"cosine": known(row.cosine.value)[0]})
-    return cells
+    return [
+        {
+            "prompts": report.num_prompts,
+            "n": row["n"],
+            "estimator": row["name"],
+            "efficiency": [row["over_group_mean"][end] for end in ("value", "low", "high")],
+            "noise": [row["noise_over_group_mean"][end] for end in ("value", "low", "high")],
+            "cosine": row["cosine"]["value"],
+        }
+        for row in report.to_json()["comparisons"]
+        if row["n"] in report.group_sizes
+    ]

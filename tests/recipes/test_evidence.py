@@ -1,7 +1,6 @@
 """The studies of noise: scratchpad, lake, the language model's tasks; their results and the pages made of them."""
 
 import json
-import math
 import random
 import re
 from pathlib import Path
@@ -171,13 +170,14 @@ class Report:
 
     def __init__(self, num_prompts, group_sizes, **asked):
         self.num_prompts, self.group_sizes, self.asked, self.verdict = num_prompts, group_sizes, asked, "Keep it."
-        ratio = SimpleNamespace(value=1.23456, low=1.1, high=math.inf)
+
+    def to_json(self):
+        ratio = {"value": 1.23456, "low": 1.1, "high": None}
+        estimates = dict.fromkeys(("over_group_mean", "noise_over_group_mean", "cosine"), ratio)
         names = [f"{b}{left}" for b in tasks.BASELINES for left in ("", ", one left out")]
-        self.comparisons = [
-            SimpleNamespace(name=name, n=n, over_group_mean=ratio, noise_over_group_mean=ratio, cosine=ratio)
-            for name in ("none", "group_mean", *names)
-            for n in (2, *group_sizes)  # the law of the group mean has further sizes
-        ]
+        sizes = (2, *self.group_sizes)  # the law of the group mean has further ones
+        rows = [{"name": name, "n": n, **estimates} for name in ("none", "group_mean", *names) for n in sizes]
+        return {"comparisons": rows}
 
     def plot(self, path):
         Path(path).write_text(f"picture of {self.num_prompts}")

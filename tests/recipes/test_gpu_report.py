@@ -1,55 +1,74 @@
 """`make gpu`: parts run one after another, failing ones too, into one report."""
 
-import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from recipes.benchmarks import gpu
+import recipes.benchmarks
+
+
+SCRIPT = Path(recipes.benchmarks.__file__).with_name("gpu.sh")
+# In the place of Python: the tests fail, the first step hangs, the other parts print a number
+STANDS_IN = """#!/bin/sh
+case "$*" in
+    "- "*) echo "A machine, torch 2" ;;
+    *test_gpu.py) echo "so it goes"; exit 3 ;;
+    *--lora*) echo "a first row"; sleep 60 ;;
+    *) echo 7 ;;
+esac
+"""
 
 
 @pytest.fixture
-def parts(monkeypatch):
-    def fake(folder, device, small, length):
-        def read():
-            return "", [["read"], [(folder / "good.json").read_text()]]
+def gpu(tmp_path):
+    def run(*parts, **environment):
+        environment = {**os.environ, "PYTHON": sys.executable, "FOLDER": str(tmp_path / "gpu"), **environment}
+        return subprocess.run([SCRIPT, *parts], env=environment, capture_output=True, text=True)
 
-        leaves = f"open({str(folder / 'good.json')!r}, 'w').write('7')"
-        return {
-            "bad": gpu.Part("A bad one", 1, ["-c", "import sys; print('so it goes'); sys.exit(3)"], read),
-            "slow": gpu.Part("A slow one", 0.005, ["-c", "import time; time.sleep(60)"], read),
-            "good": gpu.Part("A good one", 1, ["-c", leaves], read),
-        }
-
-    monkeypatch.setattr(gpu, "parts_for", fake)
+    return run
 
 
-def test_a_failing_part_does_not_stop_the_others(parts, tmp_path, capsys):
-    flags = ["--device", "cpu", "--output_dir", str(tmp_path)]
-    assert gpu.main(flags) == 1
-    assert "Failed: bad, slow." in capsys.readouterr().out
-    page = (tmp_path / "report.md").read_text()
-    assert "### A bad one: failed with exit status 3" in page and "so it goes" in page
-    assert "### A slow one: stopped at its limit" in page
-    assert "### A good one: done" in page and "| read |\n| --- |\n| 7 |" in page
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert "torch " in report["machine"] and list(report["parts"]) == ["bad", "slow", "good"]
+def test_a_failing_part_does_not_stop_the_others(gpu, tmp_path):
+    python, page = tmp_path / "python", tmp_path / "gpu" / "report.md"
+    python.write_text(STANDS_IN)
+    python.chmod(0o755)
+    done = gpu(PYTHON=str(python), MINUTE="1")
+    assert done.returncode == 1 and done.stdout.endswith("Failed: tests step-lora.\n"), done.stderr
+    sections = page.read_text().split("### ")[1:]
+    failed, stopped, *others = sections
+    assert failed.startswith("tests: failed with exit status 3") and "\nso it goes\n" in failed
+    assert "A machine, torch 2" in failed
+    assert stopped.startswith("step-lora: stopped at its limit of 6 min") and "\na first row\n" in stopped
+    assert [text.split(", ")[0] for text in others] == [
+        f"{p}: done" for p in "step-full advantages meter main".split()
+    ]
+    assert all("\n7\n```" in text for text in others)
     # A part that is run alone keeps what is known of the others
-    assert gpu.main([*flags, "--parts", "good"]) == 0
-    assert list(json.loads((tmp_path / "report.json").read_text())["parts"]) == ["bad", "slow", "good"]
+    assert gpu("meter", PYTHON=str(python)).returncode == 0
+    assert page.read_text().split("### ")[1:4] == sections[:3]
 
 
-def test_without_a_gpu_it_says_so(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert gpu.main(["--output_dir", str(tmp_path / "gpu")]) == 1
-    assert capsys.readouterr().out.startswith("No GPU is there.") and not (tmp_path / "gpu").exists()
+def test_without_a_gpu_it_says_so(gpu, tmp_path):
+    done = gpu(CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 1 and done.stderr.startswith("No GPU is there.") and not (tmp_path / "gpu").exists()
 
 
-def test_the_limits_of_all_parts_are_25_minutes(tmp_path):
-    assert sum(part.limit for part in gpu.parts_for(tmp_path, "cuda", False, 4096).values()) <= 25
+def test_a_part_that_is_unknown(gpu):
+    done = gpu("step-lara")
+    assert done.returncode == 2 and "no part step-lara, only tests step-lora" in done.stdout
+
+
+def test_the_limits_of_all_parts_are_25_minutes():
+    limits = re.findall(r"^part \S+ (\d+) ", SCRIPT.read_text(), flags=re.MULTILINE)
+    assert len(limits) == 6 and sum(map(int, limits)) <= 25
 
 
 @pytest.mark.slow
-def test_a_part_from_end_to_end(tmp_path, capsys):
-    flags = "--device cpu --small --parts advantages --output_dir".split()
-    assert gpu.main([*flags, str(tmp_path)]) == 0, capsys.readouterr().out
-    assert "| 1024 × 2048 |" in (tmp_path / "report.md").read_text()
+def test_a_part_from_end_to_end(gpu, tmp_path):
+    done = gpu("advantages", SMALL="1")
+    assert done.returncode == 0, done.stdout
+    assert "\n1024 × 2048 " in (tmp_path / "gpu" / "report.md").read_text()

@@ -1,0 +1,75 @@
+#!/usr/bin/env bash
+# All that waits for a GPU, in one command: its tests, what a step costs, the main job, and a report to be read.
+#
+#     make gpu                                         # one GPU, no hub; at most 25 minutes
+#     make gpu ARGS="tests step-lora"                  # some parts; the report keeps what is known of the others
+#     make gpu LENGTH=1024                             # for a card of less than 140 GB: the longest completion, in tokens
+#     SMALL=1 recipes/benchmarks/gpu.sh                # every part, tiny, in about 3 minutes on two CPU cores
+#
+# Each part is a command that is logged, and stopped at its limit; where one fails the others go on. runs/gpu/report.md
+# says of each how it ended, on which machine, and what it printed last: the tables for the Cost section of
+# recipes/README.md.
+#
+# To a machine without network carry this checkout and, as wheels, what its PyTorch came without: trl, datasets, dill
+# and multiprocess are seldom there (peft, pytest-xdist, matplotlib and psutil often are); for the main job also
+# reasoning-gym, math-verify and their own requirements.
+set -uo pipefail
+cd "$(dirname "$0")/../.." || exit
+PYTHON=${PYTHON:-.venv/bin/python} FOLDER=${FOLDER:-runs/gpu} MINUTE=${MINUTE:-60} # seconds of a minute of a limit
+export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
+PARTS="tests step-lora step-full advantages meter main"
+CHOSEN=${*:-$PARTS}
+FAILED=""
+
+if [ -n "${SMALL:-}" ]; then
+    export CUDA_VISIBLE_DEVICES=""
+    marks="not gpu and not slow" device=cpu advantages="--longest 2048"
+    step="--shape small --length ${LENGTH:-16} --rounds 1 --steps 2"
+    main="--use_cpu true --max_steps 2 --per_device_train_batch_size 16 --per_device_eval_batch_size 40 \
+        --num_train_problems 200 --num_held_out_problems 20 --eval_strategy no"
+else
+    marks=gpu device=cuda advantages="" main="--use_cpu false"
+    step="--shape qwen2.5-1.5b --length ${LENGTH:-4096} --gradient_checkpointing --rounds 3 --steps 2"
+fi
+
+for name in $CHOSEN; do
+    [[ " $PARTS " == *" $name "* ]] || { echo "There is no part $name, only $PARTS." && exit 2; }
+done
+MACHINE=$("$PYTHON" - "$device" <<'END'
+import sys, torch, transformers, trl
+if sys.argv[1] == "cuda" and not torch.cuda.is_available():
+    sys.exit("No GPU is there. `SMALL=1 recipes/benchmarks/gpu.sh` runs every part on the CPU, tiny.")
+name = torch.cuda.get_device_name() if sys.argv[1] == "cuda" else "CPU"
+print(f"{name}; Python {sys.version.split()[0]}, torch {torch.__version__}", end=", ")
+print(f"transformers {transformers.__version__}, trl {trl.__version__}")
+END
+) || exit 1
+mkdir -p "$FOLDER"
+
+part() { # name, limit in minutes, what Python is called with
+    local name=$1 limit=$2 began=$SECONDS outcome=done
+    shift 2
+    [[ " $CHOSEN " == *" $name "* ]] || return
+    echo "$name, at most $limit min: python $*"
+    timeout --kill-after 10 $((limit * MINUTE)) "$PYTHON" "$@" > "$FOLDER/$name.log" 2>&1
+    local status=$?
+    [ $status = 0 ] || outcome="failed with exit status $status"
+    [ $status = 124 ] && outcome="stopped at its limit of $limit min"
+    [ $status = 0 ] || FAILED+=" $name"
+    {
+        printf '### %s: %s, %s s\n\n%s; %s\n\n```\n$ python %s\n' \
+            "$name" "$outcome" $((SECONDS - began)) "$MACHINE" "$(date -I)" "$*"
+        grep -v '^\s*$' "$FOLDER/$name.log" | tail -n 25
+        printf '```\n\n'
+    } | tee "$FOLDER/$name.md"
+    for of in $PARTS; do cat "$FOLDER/$of.md" 2> /dev/null; done > "$FOLDER/report.md"
+}
+
+part tests 3 -m pytest -q -n 0 -m "$marks" tests/trainer/test_gpu.py
+part step-lora 6 -m recipes.benchmarks.step --device $device $step --lora
+part step-full 6 -m recipes.benchmarks.step --device $device $step
+part advantages 2 -m recipes.benchmarks.advantages --device $device $advantages
+part meter 3 -m recipes.benchmarks.step --device $device $step --meter
+part main 5 recipes/math.py --output_dir "$FOLDER/main" --overwrite --disable_tqdm true $main
+echo "$FOLDER: report.md, and a log of each part. ${FAILED:+Failed:$FAILED.}"
+[ -z "$FAILED" ]
