@@ -105,8 +105,16 @@ def tokens_of(rollout: Rollout, rule: Baseline, rows: Rows = EVERY_ROW, **gather
     if rollout.base is None:
         raise ValueError("The rollout has no base yet: call `credit_base` first.")
     energy = torch.zeros_like(rollout.mask, dtype=torch.float32) if rollout.energy is None else rollout.energy
-    beside = _beside(rollout, rule, rows)
-    return Tokens(rollout.rewards[rows], rollout.base[rows], energy[rows], rollout.mask[rows], beside, **gather)
+    row = torch.arange(rollout.first_row, rollout.first_row + len(rollout), device=energy.device)
+    return Tokens(
+        rollout.rewards[rows],
+        rollout.base[rows],
+        energy[rows],
+        rollout.mask[rows],
+        (row // rollout.num_generations)[rows],
+        _beside(rollout, rule, rows),
+        **gather,
+    )
 
 
 def measure(rollout: Rollout, rows: Rows = EVERY_ROW) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import Trainer
 from trl import GRPOTrainer
 
 from tests.helpers import tiny
@@ -28,10 +29,17 @@ def test_the_sources_in_trl_that_we_build_on_are_those_that_were_read():
     assert not changed, "to read again: " + ", ".join(changed)
 
 
-@pytest.mark.parametrize("name", [*contract.METHODS, *contract.FUNCTIONS])
+OWNERS = {
+    **dict.fromkeys(contract.METHODS, GRPOTrainer),
+    **dict.fromkeys(contract.TRAINER_METHODS, Trainer),
+    **dict.fromkeys(contract.FUNCTIONS, contract.trl_utils),
+}
+
+
+@pytest.mark.parametrize("name", OWNERS)
 @pytest.mark.parametrize("how", ["gone", "other parameters"])
 def test_a_part_of_trl_that_moved_is_named_at_construction(name, how, monkeypatch, model_path, tmp_path):
-    owner = GRPOTrainer if name in contract.METHODS else contract.trl_utils
+    owner = OWNERS[name]
     if how == "gone":
         monkeypatch.delattr(owner, name)
     else:

@@ -58,9 +58,9 @@ def assign_credit(
         aligned = alignment if below.per_token else "generated"
         found = assign_credit(rewards, energy, mask, num_generations, baseline=below, alignment=aligned)
         base = found.returns - found.advantages
-        return credit_on_top(rule, Tokens(rewards, base, energy, mask, beside))._replace(
-            lone_tail_tokens=found.lone_tail_tokens
-        )
+        prompt = torch.arange(len(mask), device=mask.device) // num_generations
+        credit = credit_on_top(rule, Tokens(rewards, base, energy, mask, prompt, beside))
+        return credit._replace(lone_tail_tokens=found.lone_tail_tokens)
     if rule.totals_only:
         totals = completion_returns(rewards), *totals_of_tokens(energy, mask)
         return assign_credit_by_totals(

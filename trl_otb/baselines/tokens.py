@@ -25,6 +25,8 @@ class Tokens:
             ρ_t² w_t. Values where `mask` is 0 are ignored and may be NaN.
         mask (`torch.Tensor` of shape `(B, T)`):
             1 on generated tokens.
+        prompt (`torch.Tensor` of shape `(B,)`):
+            The number of each completion's prompt among those of the generation batch, on all processes.
         beside (`dict[str, torch.Tensor]`, *optional*):
             What else the baseline reads, by name, as in [`~trl_otb.baselines.Groups`].
         gather (`Callable`, *optional*):
@@ -37,10 +39,12 @@ class Tokens:
         base: torch.Tensor,
         energy: torch.Tensor,
         mask: torch.Tensor,
+        prompt: torch.Tensor,
         beside: dict[str, torch.Tensor] | None = None,
         gather: Callable[[torch.Tensor], torch.Tensor] = lambda values: values,
     ):
         self.base = base
+        self.prompt = prompt
         self.gather = gather
         self._rewards, self._energy, self._mask, self._beside = rewards, energy, mask, beside or {}
 
@@ -105,6 +109,7 @@ class Tokens:
             self.base[rows],
             self._energy[rows],
             self._mask[rows],
+            self.prompt[rows],
             {name: values[rows] for name, values in self._beside.items()},
             self.gather,
         )

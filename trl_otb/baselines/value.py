@@ -35,9 +35,10 @@ class Value:
     φ holds 1, B0, the rewards earned before t, sums over the tokens generated before t (energy, surprisal, their
     number, and the roots of these), and hidden states of a layer at two thirds of the policy's depth, projected at
     random: that of the position that predicts y_t, and the mean of those up to it. They come from the forward that
-    yields energies anyway. Batches count less by the factor 0.9 with every further one; the ridge is a tenth of one
-    batch. c, between 0 and 1, is what the predictions were worth on batches that θ had not seen: where states say
-    nothing, B falls back to B0, and the first two batches have B0 alone. B stays within the returns seen.
+    yields energies anyway. A batch counts less by the factor 0.9 with every further one. c, between 0 and 1, is what
+    such predictions are worth on prompts that θ was not fitted to, and so is the ridge chosen; where they turn out to
+    have lost on later batches, c is what they were worth there. So B falls back to B0 where states say nothing, and
+    is B0 in the first batch. It stays within the returns seen.
 
     Assumes that what states say about returns carries over from earlier prompts and from the slightly older policy.
     Unbiased: B_t looks at what stands before y_t, and θ and c at earlier batches. With rewards per turn or token, B0
@@ -47,15 +48,18 @@ class Value:
     `rloo_pooled`. No extra forward is ever run. Use it for long completions, and for N of 16 or less.
     """
 
-    decay = 0.9  # what a batch counts less with every further one
-    ridge = 0.1  # in average batches
+    decay = 0.9  # of what a batch counts, with every further one
+    recent = 0.7  # the same, for what predictions were worth on later batches
+    ridges = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)  # in average batches
+    folds = 4  # of prompts
     weights = "energy"  # of the least squares; anything else makes it an ordinary value function
 
     def __init__(self) -> None:
         self.theta: torch.Tensor | None = None  # (K,)
         self.weight = 0.0  # c
+        self._sums: dict[str, torch.Tensor] = {}  # over earlier batches; float64, on the CPU
         self._batches = 0.0  # their number, those of long ago counting less
-        self._sums: dict[str, torch.Tensor] = {}  # over these batches; float64, on the CPU
+        self._prompts = 0  # of all batches
         self._returns_seen = (math.inf, -math.inf)  # least and most
 
     def __call__(self, tokens: Tokens) -> torch.Tensor:
@@ -81,15 +85,15 @@ class Value:
 
         least, most = tokens.gather(self._ends_of(tokens).unsqueeze(0)).amax(dim=0).tolist()
         self._returns_seen = min(self._returns_seen[0], -least), max(self._returns_seen[1], most)
+        self._prompts += int(tokens.gather(tokens.prompt.amax().view(1)).amax()) + 1
         if not all(values.isfinite().all() for values in new.values()):
             self._start_anew("a generation batch has sums that are not finite")
             return metrics
         self._batches = self.decay * self._batches + 1
         for name, values in new.items():
-            self._sums[name] = self.decay * self._sums.get(name, torch.zeros_like(values)) + values
-        square = self._sums["predicted²"].item()
-        self.weight = min(max(self._sums["predicted residual"].item() / square, 0.0), 1.0) if square > 0 else 0.0
-        self._solve()
+            decay = self.recent if name.startswith("predicted") else self.decay
+            self._sums[name] = decay * self._sums.get(name, torch.zeros_like(values)) + values
+        self._fit()
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
@@ -131,11 +135,14 @@ class Value:
             predicted = self._predicted(features)
             left = block.returns - self._baseline(block.base, predicted)
             weights = energy if self.weights == "energy" else block.mask
-            flat = features.flatten(0, 1)
-            weighted = (flat * weights.flatten().unsqueeze(1)).T
+            fold, flat = (block.prompt + self._prompts) % self.folds, features.flatten(0, 1)
+            with_residual = torch.cat([flat, residual.reshape(-1, 1)], dim=1)
+            sums = torch.stack(
+                [(flat * (weights * (fold == f)[:, None]).view(-1, 1)).T @ with_residual for f in range(self.folds)]
+            )
             found = {
-                "φφ": weighted @ flat,
-                "φ residual": weighted @ residual.flatten(),
+                "φφ": sums[..., :-1],
+                "φ residual": sums[..., -1],
                 "predicted residual": (energy * predicted * residual).sum(),
                 "predicted²": (energy * predicted.square()).sum(),
                 "power": (energy * residual.square()).sum(),
@@ -146,27 +153,39 @@ class Value:
         return total
 
     def _ends_of(self, tokens: Tokens) -> torch.Tensor:
-        """`(2,)` the least and the most of the returns, the former with its sign changed."""
+        """`(2,)` the least of the returns, with its sign changed, and the most."""
         ends = []
         for block in tokens.blocks():
             returns, present = block.returns.expand_as(block.mask), block.mask > 0
             ends.append(torch.stack([sign * returns for sign in (-1, 1)]).where(present, -math.inf).amax(dim=(1, 2)))
         return torch.stack(ends).amax(dim=0)
 
-    def _solve(self) -> None:
-        """θ from the sums; features may be shifted or scaled without changing what is predicted."""
-        squares, constant = self._sums["φφ"], self._sums["φφ"][0]
-        if constant[0] <= 0:
-            return  # no token of any energy yet
-        varies = (squares.diagonal() - constant.square() / constant[0]).clamp(min=0)
-        ridge = self.ridge / self._batches * varies + 1e-9 * squares.diagonal()
-        ridge[squares.diagonal() == 0] = 1.0
-        theta, failed = torch.linalg.solve_ex(squares + ridge.diag(), self._sums["φ residual"])
-        if failed or not theta.isfinite().all():
-            self._start_anew("its linear system has no finite solution")
-        else:
-            self.theta = theta
+    def _fit(self) -> None:
+        """θ and c from the sums, with the ridge that predicts prompts best which θ was not fitted to."""
+        squares, products = self._sums["φφ"], self._sums["φ residual"]
+        of_others = squares.sum(dim=0) - squares, products.sum(dim=0) - products
+        thetas = torch.stack([self._solution(*of_others, ridge) for ridge in self.ridges])  # (ridges, folds, K)
+        agreement = torch.einsum("rfk,fk->r", thetas, products)
+        size = torch.einsum("rfk,fkl,rfl->r", thetas, squares, thetas)
+        weights = (agreement / size.clamp(min=1e-30)).clamp(0, 1)
+        gain = 2 * weights * agreement - weights.square() * size
+        best = int(gain.nan_to_num(nan=-math.inf).argmax())
+        self.theta = self._solution(squares.sum(dim=0), products.sum(dim=0), self.ridges[best])
+        self.weight = weights[best].item()
+        if not (self.theta.isfinite().all() and math.isfinite(self.weight)):
+            return self._start_anew("its linear system has no finite solution")
+        agreement, size = self._sums["predicted residual"], self._sums["predicted²"]
+        if 2 * agreement < self.weight * size:  # they lost
+            self.weight = min(max((agreement / size).item(), 0.0), self.weight)
+
+    def _solution(self, squares: torch.Tensor, products: torch.Tensor, ridge: float) -> torch.Tensor:
+        """`(…, K)` θ; features may be shifted or scaled without changing what is predicted."""
+        diagonal, constant = squares.diagonal(dim1=-2, dim2=-1), squares[..., 0]
+        varies = (diagonal - constant.square() / constant[..., :1].clamp(min=1e-30)).clamp(min=0)
+        penalty = ridge / self._batches * varies + 1e-9 * diagonal
+        penalty = penalty.where(diagonal > 0, 1.0)  # of a feature that was 0 throughout
+        return torch.linalg.solve_ex(squares + torch.diag_embed(penalty), products)[0]
 
     def _start_anew(self, reason: str) -> None:
         logger.warning(f"The baseline 'value' forgets what it has learnt, as {reason}; it goes on as 'rloo_pooled'.")
-        self.theta, self.weight, self._batches, self._sums = None, 0.0, 0.0, {}
+        self.theta, self.weight, self._sums, self._batches = None, 0.0, {}, 0.0

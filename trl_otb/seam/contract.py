@@ -4,6 +4,7 @@ import hashlib
 import inspect
 
 import trl
+from transformers import Trainer
 from trl import GRPOTrainer
 
 from ..project import trl_requirement
@@ -29,9 +30,7 @@ METHODS = {
     "_generate_and_score_completions": ("self", "inputs"),
     "_generate_single_turn": ("self", "prompt_ids", "images", "multimodal_fields", "num_generations"),
     "_get_per_token_logps_and_entropies": ("self", "model", "input_ids", "attention_mask", "logits_to_keep"),
-    "_load_optimizer_and_scheduler": ("self", "checkpoint"),
     "_prepare_inputs": ("self", "generation_batch"),
-    "_save_optimizer_and_scheduler": ("self", "output_dir"),
     "_tool_call_loop": ("self", "prompts", "prompt_ids"),
     "get_gamma_weights": ("advantages", "log_ratio_per_token", "mask"),
     "get_off_policy_mask": (
@@ -41,6 +40,10 @@ METHODS = {
         "mask",
         "off_policy_threshold",
     ),
+}
+TRAINER_METHODS = {
+    "_load_optimizer_and_scheduler": ("self", "checkpoint"),
+    "_save_optimizer_and_scheduler": ("self", "output_dir"),
 }
 FUNCTIONS = {
     "add_fused_lm_head": ("model", "temperature", "cast_lm_head_to_fp32", "outputs"),
@@ -91,7 +94,7 @@ FORWARD_KWARGS = (
     "image_position_ids",
 )
 
-_OWNERS = ((GRPOTrainer, METHODS), (trl_utils, FUNCTIONS), (trl_models, MODEL_FUNCTIONS))
+_OWNERS = ((GRPOTrainer, METHODS), (Trainer, TRAINER_METHODS), (trl_utils, FUNCTIONS), (trl_models, MODEL_FUNCTIONS))
 
 
 def check_trl(attributes_of: GRPOTrainer | None = None) -> None:

@@ -4,7 +4,7 @@ import functools
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ class Forward:
 
     logps: torch.Tensor
     log_sum_sq_probs: list[torch.Tensor | None]
-    state_chunks: list[torch.Tensor]
+    state_chunks: list[torch.Tensor] = field(default_factory=list)
 
     def states(self) -> torch.Tensor | None:
         """`(B, T, k)` at the positions that predict the completions' tokens; `None` if they are not recorded."""
