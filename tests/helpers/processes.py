@@ -55,10 +55,10 @@ BACKENDS = {
     },
 }
 AGENT_BACKENDS = ("ddp", "zero3", "fsdp2")
-TRAINING = "the training forward"
+TRAINING, EXTRA = "the training forward", "one extra no-gradient forward"
 # 12 rows a rollout on all processes together. Of 3 groups of 4, the middle one straddles two processes.
 SOURCES = {
-    "one extra no-gradient forward": {"num_generations": 4},
+    EXTRA: {"num_generations": 4},
     TRAINING: {"num_generations": 3},
     "the no-gradient forward that GRPOTrainer runs anyway": {"num_generations": 4, "num_iterations": 2},
 }
@@ -81,6 +81,11 @@ class Part:
     pictures: bool = False
 
     @property
+    def energies_from(self) -> str:
+        """`value` credits rows by themselves: where others need an extra forward, it needs none."""
+        return TRAINING if self.baseline == "value" and self.source == EXTRA else self.source
+
+    @property
     def name(self) -> str:
         kind = f"{'lora' if self.lora else 'full'}-{'gc' if self.checkpointing else 'plain'}"
         kind += f"-{list(SOURCES).index(self.source)}"
@@ -91,7 +96,7 @@ class Part:
 def pairwise() -> list[tuple[str, Part]]:
     """
     (backend, part): every two of backend, source of energies, adapter and checkpointing meet in some case. Then a
-    user's own baseline, those that compare prompts, and a vision-language model.
+    user's own baseline, those that compare prompts, one that remembers, and a vision-language model.
     """
     cases = []
     for b, backend in enumerate(BACKENDS):
@@ -101,6 +106,9 @@ def pairwise() -> list[tuple[str, Part]]:
     cases += [("ddp", Part(source, False, False, OWN_BASELINE)) for source in SOURCES]
     cases += [("ddp", Part(source, False, False, "ogb_pooled")) for source in SOURCES if source != TRAINING]
     cases += [("ddp", Part(TRAINING, False, False, "rloo_pooled"))]  # whole groups on every process
+    for i, backend in enumerate(BACKENDS):
+        cases += [(backend, Part(list(SOURCES)[i % 3], i % 2 == 1, i % 2 == 0, "value"))]
+    cases += [("ddp", Part(TRAINING, False, False, "value")), ("zero3", Part(EXTRA, False, False, "value"))]
     # Where rows are shuffled with their pictures
     pictures = Part(TRAINING, lora=False, checkpointing=False, pictures=True)
     return cases + [(backend, pictures) for backend in ("ddp", "zero3")]
@@ -166,7 +174,7 @@ def case(model: str, folder: str, part: Part) -> dict:
         "use_cpu": not fsdp,
         "per_device_train_batch_size": 6 // processes,
         "gradient_accumulation_steps": 2,
-        "max_steps": 3,
+        "max_steps": 5 if part.baseline == "value" else 3,  # which has learnt something after a few
         "beta": 0.1,
         "optim": "sgd",
         "learning_rate": 0.3,
@@ -210,6 +218,7 @@ def case(model: str, folder: str, part: Part) -> dict:
             if "otb/grad_power" in h
         ],
         "source": trainer.energy_source,
+        "state": trainer.state_to_save(),
     }
 
 

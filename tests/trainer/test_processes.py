@@ -49,7 +49,7 @@ def test_two_processes_equal_one(results, backend, part):
     two = [of_rank(results, name, rank) for rank in (0, 1)]
 
     assert [x["processes"] for x in (one, *two)] == [1, 2, 2]
-    assert [x["source"] for x in (one, *two)] == [part.source] * 3
+    assert [x["source"] for x in (one, *two)] == [part.energies_from] * 3
     expected_type = {"ddp": "MULTI_CPU", "fsdp2": "FSDP"}.get(backend, "DEEPSPEED")
     assert expected_type in two[0]["distributed_type"]
     sharded = backend in ("zero3", "fsdp2")
@@ -70,6 +70,13 @@ def test_two_processes_equal_one(results, backend, part):
     assert of_one.keys() == of_two.keys()
     for key in of_one:
         torch.testing.assert_close(of_two[key], of_one[key], atol=1e-6, rtol=1e-5, msg=key)
+    if part.baseline == "value":
+        learnt, *of_both = (x["state"]["state"] for x in (one, *two))
+        assert learnt["weight"] > 0.1  # so the metrics and weights above are of predictions
+        for state in of_both:
+            assert state["weight"] == pytest.approx(learnt["weight"], rel=1e-3)
+            for key, values in learnt["_sums"].items():
+                assert (state["_sums"][key] - values).abs().max() < 1e-4 * values.abs().max(), key
 
 
 @pytest.mark.parametrize("backend", AGENT_BACKENDS)

@@ -127,22 +127,24 @@ class Value:
         return (base + self.weight * predicted).clamp(base.clamp(max=least), base.clamp(min=most))
 
     def _sums_of(self, tokens: Tokens) -> dict[str, torch.Tensor]:
-        """Over the tokens of a generation batch."""
+        """Over the tokens of a generation batch; float64, except where the device has none."""
+        precise = torch.float32 if tokens.base.device.type == "mps" else torch.float64
         total: dict[str, torch.Tensor] = {}
         for block in tokens.blocks():
-            residual, energy = (block.returns - block.base).expand_as(block.mask), block.energy
             features = self._features(block)
-            predicted = self._predicted(features)
-            left = block.returns - self._baseline(block.base, predicted)
-            weights = energy if self.weights == "energy" else block.mask
-            fold, flat = (block.prompt + self._prompts) % self.folds, features.flatten(0, 1)
-            with_residual = torch.cat([flat, residual.reshape(-1, 1)], dim=1)
-            sums = torch.stack(
-                [(flat * (weights * (fold == f)[:, None]).view(-1, 1)).T @ with_residual for f in range(self.folds)]
+            predicted = self._predicted(features).to(precise)
+            left = (block.returns - self._baseline(block.base, predicted)).to(precise)
+            residual = (block.returns - block.base).expand_as(block.mask).to(precise)
+            energy = block.energy.to(precise)
+            weights = energy if self.weights == "energy" else block.mask.to(precise)
+            fold = (block.prompt + self._prompts) % self.folds
+            rows = torch.cat([features, residual.unsqueeze(-1)], dim=-1).flatten(0, 1)
+            products = torch.stack(
+                [(rows * (weights * (fold == f)[:, None]).view(-1, 1)).T @ rows for f in range(self.folds)]
             )
             found = {
-                "φφ": sums[..., :-1],
-                "φ residual": sums[..., -1],
+                "φφ": products[:, :-1, :-1],
+                "φ residual": products[:, :-1, -1],
                 "predicted residual": (energy * predicted * residual).sum(),
                 "predicted²": (energy * predicted.square()).sum(),
                 "power": (energy * residual.square()).sum(),

@@ -1,0 +1,43 @@
+"""
+A baseline that remembers: how each prompt has gone so far. For N of 2 or 4, where prompts come again.
+
+    accelerate launch recipes/math.py --baseline recipes.prompt_tracker:PromptTracker --num_generations 2
+
+B_i is a mean of the other completions of the prompt, of what the prompt earned in earlier steps, which counts half as
+much with every step that it comes again, and, as one observation, of all prompts' mean. None of them looks at
+completion i, so the gradient is unbiased. After SPO (arXiv 2509.13232), which tracks prompts and samples one each.
+"""
+
+import trl_otb
+
+
+@trl_otb.register_baseline(
+    "prompt_tracker", per_token=False, uses_energy=False, totals_only=True, leaves_one_out=True, unbiased=True,
+    reads=("prompt_key",),
+)  # fmt: skip
+class PromptTracker:
+    def __init__(self):
+        self.seen = {}  # by prompt: the sum of its returns, and how many they count for
+        self.all = [0.0, 0.0]
+
+    def __call__(self, group):
+        known = [self.seen.get(key, (0.0, 0.0)) for key in group.prompt_key.flatten().tolist()]
+        total, count = group.returns.new_tensor(known).view(-1, 1, 2).split(1, dim=2)
+        mean_of_all = self.all[0] / max(self.all[1], 1.0)
+        others = group.returns.sum(dim=1, keepdim=True) - group.returns
+        size = group.scorable.sum(dim=1, keepdim=True) - group.scorable
+        return (others + total + mean_of_all) / (size + count + 1)
+
+    def update(self, group):
+        totals, sizes = (values.sum(dim=1).flatten().tolist() for values in (group.returns, group.scorable))
+        for key, total, size in zip(group.prompt_key.flatten().tolist(), totals, sizes, strict=True):
+            before = self.seen.get(key, (0.0, 0.0))
+            self.seen[key] = (before[0] / 2 + total, before[1] / 2 + size)
+        self.all = [0.9 * self.all[0] + sum(totals), 0.9 * self.all[1] + sum(sizes)]
+        return {"prompts": len(self.seen)}
+
+    def state_dict(self):
+        return {"seen": self.seen, "all": self.all}
+
+    def load_state_dict(self, state):
+        self.seen, self.all = state["seen"], state["all"]

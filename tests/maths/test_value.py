@@ -1,0 +1,298 @@
+"""The baseline of a state: what it looks at, what it learns, and when it stands back."""
+
+import itertools
+import logging
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.helpers.oracles import Rollouts
+from tests.maths.test_derivation import Enumeration, V
+from trl_otb import blocks
+from trl_otb.baselines import BASELINES, Tokens, Value, assign_credit, compute_advantages
+
+
+PROMPTS, N, T, K = 16, 4, 12, 3
+
+
+class Task:
+    """Completions whose early tokens may be mistakes; the state knows, the return is 1 without any."""
+
+    def __init__(self, seed=0, prompts=PROMPTS, told=True):
+        g = torch.Generator().manual_seed(seed)
+        rows = prompts * N
+        lengths = torch.randint(T // 2, T + 1, (rows, 1), generator=g)
+        self.mask = (torch.arange(T) < lengths).long()
+        mistakes = (torch.rand(rows, T, generator=g) < 0.2 * (torch.arange(T) < 3)).float() * self.mask
+        self.energy = (0.2 + 0.2 * mistakes) * (0.5 + torch.rand(rows, T, generator=g))
+        self.logps = -self.energy * (0.5 + torch.rand(rows, T, generator=g))
+        before = torch.nn.functional.pad(mistakes.cumsum(1), (1, 0))[:, :-1]
+        self.states = torch.randn(rows, T, K, generator=g)
+        self.states[..., 0] = (before > 0).float()  # whether all is lost, before the token
+        self.rewards = (mistakes.sum(1) == 0).float()
+        if not told:  # each prompt has a rate of its own, which nothing tells
+            rates = torch.rand(prompts, 1, generator=g).round().clamp(0.05, 0.95).expand(prompts, N)
+            self.rewards = (torch.rand(prompts, N, generator=g) < rates).float().flatten()
+
+    def tokens(self, rewards=None, **changes):
+        inputs = {name: getattr(self, name) for name in ("energy", "mask", "logps", "states")} | changes
+        rewards = self.rewards if rewards is None else rewards
+        beside = {name: inputs.pop(name) for name in ("logps", "states")}
+        base = base_of(rewards, inputs["energy"], inputs["mask"])
+        return Tokens(rewards, base, prompt=torch.arange(len(rewards)) // N, beside=beside, **inputs)
+
+
+def base_of(rewards, energy, mask):
+    found = assign_credit(rewards, energy, mask, N, baseline="rloo_pooled")
+    return found.returns - found.advantages
+
+
+def learnt(seeds=range(8), **options):
+    value = Value()
+    for seed in seeds:
+        value.update(Task(seed, **options).tokens())
+    return value
+
+
+def power(baseline, tokens):
+    return (tokens.energy * (tokens.returns - baseline).square()).sum()
+
+
+def test_it_predicts_what_the_state_tells():
+    value, tokens = learnt(), Task(100).tokens()
+    assert value.weight > 0.9
+    assert power(value(tokens), tokens) < 0.6 * power(tokens.base, tokens)
+    metrics = value.update(tokens)
+    assert metrics["explained"] == pytest.approx(1 - (power(learnt()(tokens), tokens) / power(tokens.base, tokens)))
+    assert metrics["weight"] == learnt().weight
+
+
+def test_the_first_batch_has_the_base_alone_and_a_batch_tells_its_own_baselines_nothing():
+    value, tokens = Value(), Task().tokens()
+    assert torch.equal(value(tokens), tokens.base)
+    assert value.update(tokens) == {"explained": 0.0, "weight": 0.0}
+    before, other = value(Task(1).tokens()), Task(1)
+    other.rewards = 1 - other.rewards
+    # With the base held fixed, other rewards of the batch change nothing
+    tokens = other.tokens()
+    tokens.base = Task(1).tokens().base
+    assert torch.equal(value(tokens), before)
+
+
+@pytest.mark.parametrize("t", range(T))
+def test_it_looks_at_nothing_from_the_token_on(t):
+    value, task = learnt(), Task(100)
+    expected = value(task.tokens())[:, t]
+    energy, logps, states = task.energy.clone(), task.logps.clone(), task.states.clone()
+    energy[:, t:], logps[:, t:] = 1.7, -9.0
+    states[:, t + 1 :] = 5.0  # the state that predicts token t is of the tokens before it
+    mask = task.mask.clone()
+    mask[:, t + 1 :] = 0
+    tokens = task.tokens()
+    found = Tokens(task.rewards, tokens.base, energy, mask, tokens.prompt, {"logps": logps, "states": states})
+    present = task.mask[:, t] > 0
+    torch.testing.assert_close(value(found)[present, t], expected[present], atol=1e-6, rtol=0)
+    assert t == 0 or (value(found)[:, t:] - value(tokens)[:, t:]).abs().max() > 1e-3 or t == T - 1
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_with_what_it_has_learnt_fixed_the_gradient_is_unbiased(n):
+    """By all groups of a policy whose completions are all listed; on `rloo`, which compares no prompts."""
+    policy = Enumeration()
+    value = Value()
+    value.theta, value.weight = torch.randn(9 + 2 * V, generator=torch.Generator().manual_seed(0)), 0.7
+    value._returns_seen = (-10.0, 10.0)
+    rule = replace(BASELINES["value"], function=value, on_top_of="rloo")
+    # A state that predicts token t: the tokens before it
+    tokens = torch.tensor([[*history, 0, 0][:3] for history, _, _ in policy.completions])
+    before = torch.nn.functional.one_hot(tokens, V).float() * policy.mask.unsqueeze(2)
+    states = torch.nn.functional.pad(before.cumsum(1), (0, 0, 1, 0))[:, :-1]
+    logps = -policy.energy.float()
+    groups = torch.tensor(list(itertools.product(range(len(policy.mask)), repeat=n)))
+    rows = groups.flatten()
+    inputs = policy.rewards[rows].float(), policy.energy[rows].float(), policy.mask[rows]
+    beside = {"logps": logps[rows], "states": states[rows]}
+    advantages = assign_credit(*inputs, n, baseline=rule, beside=beside).advantages.double()
+    estimates = (advantages.unsqueeze(2) * policy.scores[rows]).sum(1).view(-1, n, V).mean(1)
+    expected = torch.einsum("g,gv->v", policy.probability[groups].prod(1), estimates)
+    assert (expected - policy.gradient).abs().max() < 1e-6
+    plain = assign_credit(*inputs, n, baseline="rloo").advantages
+    assert (advantages - plain).abs().max() > 0.1
+
+
+def test_theta_is_the_weighted_least_squares_of_earlier_batches():
+    """Feature by feature and token by token, with the ridge that was chosen as rows of a plain least squares."""
+    value, tasks = learnt(range(3)), [Task(seed).tokens() for seed in range(3)]
+    rows, targets, weights = [], [], []
+    for age, tokens in enumerate(reversed(tasks)):
+        for i in range(len(tokens)):
+            energy = surprise = 0.0
+            mean = torch.zeros(K)
+            for t in range(int(tokens.mask[i].sum())):
+                mean = (mean * t + tokens.states[i, t]) / (t + 1)
+                sums = torch.tensor([energy, surprise, float(t)])
+                row = torch.cat(
+                    [torch.tensor([1.0, tokens.base[i, 0], 0.0]), sums, sums.sqrt(), tokens.states[i, t], mean]
+                )
+                rows.append(row)
+                targets.append(tokens.returns[i, 0] - tokens.base[i, 0])
+                weights.append(0.9**age * tokens.energy[i, t])
+                energy += tokens.energy[i, t].item()
+                surprise -= tokens.logps[i, t].item()
+    x, y, w = torch.stack(rows).double(), torch.stack(targets).double(), torch.stack(weights).double()
+    centred = x - (w[:, None] * x).sum(0) / w.sum()
+    spread = (w[:, None] * centred.square()).sum(0)
+    spread[2] = 1.0  # no rewards along the way
+    solutions = []
+    for ridge in Value.ridges:
+        penalty = (ridge / (1 + 0.9 + 0.81) * spread).sqrt().diag()
+        penalty[0] = 0
+        solutions.append(
+            torch.linalg.lstsq(
+                torch.cat([x * w.sqrt()[:, None], penalty]),
+                torch.cat([y * w.sqrt(), torch.zeros(len(penalty))]).unsqueeze(1),
+            )[0]
+        )
+    predictions = torch.stack([x @ theta.squeeze(1) for theta in solutions])
+    difference = (predictions - x @ value.theta).abs().amax(dim=1)
+    assert difference.min() < 1e-3 < difference.sort().values[1]
+
+
+@pytest.mark.parametrize("prompts", [4, 16])
+def test_it_stands_back_where_states_tell_nothing(prompts):
+    """Prompts of very unequal rates: what the state says of one says nothing of another."""
+    of_value = of_base = 0.0
+    for start in range(0, 100, 20):
+        value = Value()
+        for seed in range(start, start + 20):
+            tokens = Task(seed, prompts=prompts, told=False).tokens()
+            of_value += power(value(tokens), tokens).item()
+            of_base += power(tokens.base, tokens).item()
+            value.update(tokens)
+    assert of_value < 1.05 * of_base
+
+
+def test_it_stays_within_the_returns_seen():
+    value = learnt()
+    value.theta = 100 * value.theta
+    found = value(Task(100).tokens())
+    assert found.min() >= 0 and found.max() <= 1
+    tokens = Task(100).tokens(Task(100).rewards + 5)
+    assert (value(tokens) >= 0).all() and (value(tokens) <= tokens.base).all()  # the base has left them, no further
+
+
+def test_rewards_in_other_units():
+    value, scaled = Value(), Value()
+    for seed in range(4):
+        task = Task(seed)
+        value.update(task.tokens())
+        scaled.update(task.tokens(100 * task.rewards))
+    task = Task(100)
+    torch.testing.assert_close(
+        scaled(task.tokens(100 * task.rewards)), 100 * value(task.tokens()), rtol=1e-3, atol=0.05
+    )
+
+
+def test_rewards_along_the_way():
+    """The same returns said as rewards of last tokens; and what was earned before a token is looked at."""
+    task = Task(100)
+    last = (task.mask.cumsum(1) == task.mask.sum(1, keepdim=True)) & (task.mask > 0)
+    at_the_end = last * task.rewards.unsqueeze(1)
+    beside = {"logps": task.logps, "states": task.states}
+    value = learnt()
+    plain = compute_advantages(task.rewards, task.energy, task.mask, N, baseline=value, **beside)
+    by_token = compute_advantages(at_the_end, task.energy, task.mask, N, baseline=value, **beside)
+    torch.testing.assert_close(by_token, plain, atol=1e-5, rtol=0)
+
+    # A reward for every token that is not told by anything before, and that is known as soon as it is earned
+    value, g = Value(), torch.Generator().manual_seed(0)
+    for seed in range(6):
+        task, rewards = Task(seed), 0.5 * torch.randn(PROMPTS * N, 1, generator=g).expand(-1, T)
+        base = base_of(rewards.sum(1), task.energy, task.mask)
+        beside = {"logps": task.logps, "states": task.states}
+        tokens = Tokens(rewards, base.expand(-1, T), task.energy, task.mask, torch.arange(len(rewards)) // N, beside)
+        explained = value.update(tokens)["explained"]
+    assert explained > 0.2
+
+
+def test_completions_that_cannot_be_scored_and_tool_output_teach_nothing():
+    task, other = Task(3), Task(3)
+    rewards = task.rewards.clone()
+    rewards[5] = math.nan
+    task.mask[7, 2:4] = other.mask[7, 2:4] = 0  # tool output
+    for name in ("energy", "logps", "states"):
+        getattr(other, name)[5] = 0.3
+        getattr(other, name)[7, 2:4] = 0.7
+    one, two = Value(), Value()
+    one.update(task.tokens(rewards))
+    two.update(other.tokens(rewards))
+    assert torch.equal(one.theta, two.theta)
+    found = compute_advantages(
+        rewards, task.energy, task.mask, N, baseline=learnt(), logps=task.logps, states=task.states
+    )
+    assert (found[5] == 0).all() and found.isfinite().all()
+
+
+def test_blocks_change_nothing_but_rounding(monkeypatch):
+    value = learnt()
+    monkeypatch.setattr(blocks, "LEAST", 2 * T * 16)
+    found = learnt()
+    tokens = Task(100).tokens()
+    assert len(list(tokens.blocks())) > 5
+    torch.testing.assert_close(found(tokens), value(tokens), atol=1e-4, rtol=0)
+
+
+def test_what_it_has_learnt_goes_into_a_file_and_back(tmp_path):
+    value, tokens = learnt(), Task(100).tokens()
+    torch.save(value.state_dict(), tmp_path / "value.pt")
+    again = Value()
+    again.load_state_dict(torch.load(tmp_path / "value.pt", weights_only=True))
+    assert torch.equal(again(tokens), value(tokens))
+    assert again.update(tokens) == value.update(tokens)
+    assert torch.equal(again.theta, value.theta)
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_sums_without_a_finite_solution_are_said_and_end_in_the_base(broken, caplog):
+    value, task = learnt(), Task(100)
+    task.states[0, 0, 1] = broken
+    with caplog.at_level(logging.WARNING):
+        value.update(task.tokens())
+    tokens = Task(101).tokens()
+    assert "forgets what it has learnt" in caplog.text
+    assert torch.equal(value(tokens), tokens.base)
+    for seed in range(4):
+        value.update(Task(seed).tokens())
+    assert value.weight > 0.5  # and it learns again
+
+
+@pytest.mark.parametrize("what", ["nothing generated", "no energy", "no reward", "one completion"])
+def test_batches_that_teach_nothing(what):
+    value = Value()
+    task = Task(0)
+    rewards = task.rewards
+    if what == "nothing generated":
+        task.mask = torch.zeros_like(task.mask)
+    elif what == "no energy":
+        task.energy = torch.zeros_like(task.energy)
+    elif what == "no reward":
+        rewards = torch.full_like(rewards, math.nan)
+    else:
+        rewards = rewards.where(torch.arange(len(rewards)) == 0, math.nan)
+    value.update(task.tokens(rewards))
+    tokens = Task(1).tokens()
+    assert value(tokens).isfinite().all()
+    for seed in range(2, 6):
+        value.update(Task(seed).tokens())
+    assert value.weight > 0.5 and value(tokens).isfinite().all()
+
+
+def test_without_what_it_reads_it_says_what_is_missing():
+    x = Rollouts()
+    assert x.advantages(baseline="value").shape == x.mask.shape  # a new one looks at returns alone
+    with pytest.raises(ValueError, match="reads `logps`, which it was not given"):
+        x.advantages(baseline=learnt())
+    with pytest.raises(TypeError, match="unexpected keyword argument 'state'"):
+        x.advantages(baseline=learnt(), state=x.energy)

@@ -1,0 +1,327 @@
+"""`value` in the trainer: never an extra forward, the same advantages in every layout, and a memory that is kept."""
+
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from recipes.prompt_tracker import PromptTracker
+from tests.helpers import tiny, tiny_vision
+from tests.helpers.settings import LORA, SETTINGS, assert_same_weights, logged, scripted_rollout, weights
+from trl_otb import OTBGRPOConfig, register_baseline
+from trl_otb.baselines import Completions
+from trl_otb.baselines.registry import READS
+from trl_otb.seam.trainer import prompt_keys
+
+
+VALUE = {"baseline": "value", "rollout_func": scripted_rollout}
+LAYOUTS = {
+    "groups in a micro-batch": {},
+    "split groups": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
+    "a row in a micro-batch": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8},
+    "forward without gradient": {"num_iterations": 2},
+    "checkpointing": {"gradient_checkpointing": True},
+    "reentrant checkpointing": {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": True},
+    },
+    "several buffers": {"steps_per_generation": 2, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 4},
+    "lora": {"peft_config": LORA},
+}
+
+
+def even_at_the_end(completion_ids, **kwargs):
+    """Which the prefix tells in part: whether most of the later half's ids are even."""
+    return [float(sum(i % 2 == 0 for i in ids) > len(ids) / 2) for ids in completion_ids]
+
+
+def state_of(trainer):
+    return trainer.state_to_save()["state"]
+
+
+@pytest.fixture
+def train_value(train):
+    def run(**options):
+        return train(**{**VALUE, "max_steps": 6, "reward_funcs": even_at_the_end, **options})
+
+    return run
+
+
+@pytest.fixture
+def memory(train_value):
+    trainer = train_value(
+        learning_rate=0.0, per_device_train_batch_size=32, num_generations=4, max_steps=6, rollout_func=None
+    )
+    assert state_of(trainer)["weight"] > 0
+    return trainer.state_to_save()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_gives_the_same_advantages_and_runs_no_forward_of_its_own(train_value, memory, layout):
+    def one_step(**options):
+        trainer = train_value(train=False, **{"max_steps": 1, "learning_rate": 0.0, **options})
+        trainer.load_saved_state(memory)
+        trainer.extra_forward = None  # is never called
+        trainer.train()
+        return trainer
+
+    expected, found = one_step(), one_step(**LAYOUTS[layout])
+    rollout, other = expected.rollouts["train"], found.rollouts["train"]
+    assert torch.equal(rollout.completion_ids, other.completion_ids)
+    assert (rollout.baselines - rollout.base)[rollout.mask.bool()].abs().max() > 0.01
+    torch.testing.assert_close(other.advantages, rollout.advantages, atol=1e-5, rtol=0)
+    sums, others = state_of(expected)["_sums"], state_of(found)["_sums"]
+    for name in sums:
+        assert (sums[name] - others[name]).abs().max() <= 1e-4 * sums[name].abs().max(), name
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_it_trains_under_every_setting(train_value, setting):
+    if setting == "scale by group":
+        with pytest.raises(ValueError, match="Set `scale_rewards='none'` or 'batch'"):
+            train_value(**SETTINGS[setting])
+        return
+    trainer = train_value(**{"max_steps": 4, **SETTINGS[setting]})
+    assert all(p.isfinite().all() for p in weights(trainer).values())
+    rollouts = len([h for h in trainer.state.log_history if "reward" in h])
+    assert len(logged(trainer, "otb/value/explained")) == len(logged(trainer, "otb/value/weight")) == rollouts > 0
+
+
+def test_states_are_those_of_a_layer_at_two_thirds_of_the_depth(train_value, model_path):
+    trainer = train_value(train=False, max_steps=1, learning_rate=0.0)
+    seen = []
+    trainer._baseline.function.update = lambda tokens: seen.append(tokens.states)
+    trainer.train()
+    rollout, (states,) = trainer.rollouts["train"], seen
+    assert rollout.states is None  # let go once the rollout is measured
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    ids = torch.cat([rollout.prompt_ids, rollout.completion_ids], 1)
+    attention = torch.cat([rollout.prompt_mask, rollout.completion_mask], 1)
+    with torch.no_grad():
+        # The layer's own output: `hidden_states` of the last one has gone through the norm
+        kept = []
+        model.model.layers[1].register_forward_hook(lambda module, args, output: kept.append(output))
+        model(input_ids=ids, attention_mask=attention)
+    full = (kept[0][0] if isinstance(kept[0], tuple) else kept[0])[:, rollout.prompt_ids.size(1) - 1 : -1]
+    size = full.size(-1)
+    projection = torch.randn(size, 32, generator=torch.Generator().manual_seed(0)) / math.sqrt(size)
+    present = rollout.mask.bool()
+    torch.testing.assert_close(states[present], (full @ projection)[present], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("options", [{}, LAYOUTS["split groups"], LAYOUTS["lora"]])
+def test_resuming_is_exact_and_takes_the_memory_along(train_value, tmp_path, options):
+    run = {"output_dir": str(tmp_path / "run"), "rollout_func": None, **options}
+    whole = train_value(save_strategy="steps", save_steps=3, **run)
+    resumed = train_value(train=False, **run)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
+    assert_same_weights(whole, resumed)
+    assert torch.equal(state_of(whole)["theta"], state_of(resumed)["theta"])
+    assert logged(whole, "otb/value/explained") == logged(resumed, "otb/value/explained")
+
+
+def test_a_checkpoint_without_its_memory_says_so(train_value, train, tmp_path, caplog):
+    run = {"output_dir": str(tmp_path / "run"), "max_steps": 2}
+    train_value(save_strategy="steps", save_steps=1, **run)
+    (tmp_path / "run" / "checkpoint-1" / "baseline.pt").unlink()
+    train_value(train=False, **run).train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
+    assert "The checkpoint holds nothing for `baseline='value'`" in caplog.text
+    # Nothing is asked of a baseline that does not remember, and nothing is written for it
+    train(save_strategy="steps", save_steps=1, max_steps=1, output_dir=str(tmp_path / "otb"))
+    assert not (tmp_path / "otb" / "checkpoint-1" / "baseline.pt").exists()
+
+
+def test_evaluation_uses_and_does_not_change_it(train_value, memory):
+    trainer = train_value(train=False, rollout_func=None, eval_dataset=tiny.prompts(), num_generations_eval=2)
+    trainer.load_saved_state(memory)
+    before = {name: values.clone() for name, values in state_of(trainer)["_sums"].items()}
+    trainer.evaluate()
+    rollout = trainer.rollouts["eval"]
+    assert (rollout.baselines - rollout.base)[rollout.mask.bool()].abs().max() > 0.01
+    assert all(torch.equal(before[name], values) for name, values in state_of(trainer)["_sums"].items())
+    assert not [key for entry in trainer.state.log_history for key in entry if "value/" in key]
+
+
+def test_pictures(train_value, tmp_path):
+    trainer = train_value(
+        model=tiny_vision.save_model(tmp_path / "vision", "patches"),
+        processing_class=tiny_vision.processor("patches"),
+        train_dataset=tiny_vision.prompts(),
+        rollout_func=None,
+        reward_funcs=tiny.even_bytes,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=4,
+    )
+    assert trainer.energy_source == "the training forward" and state_of(trainer)["theta"].isfinite().all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}, {"num_iterations": 2}])
+def test_a_compiled_model(train_value, memory, options):
+    torch.compiler.reset()
+
+    def one_step(**more):
+        trainer = train_value(train=False, max_steps=1, learning_rate=0.0, **options, **more)
+        trainer.load_saved_state(memory)
+        trainer.train()
+        return trainer.rollouts["train"]
+
+    expected, found = one_step(), one_step(torch_compile=True, torch_compile_backend="eager")
+    torch.testing.assert_close(found.advantages, expected.advantages, atol=1e-5, rtol=0)
+    torch.compiler.reset()
+
+
+# The slot
+
+
+class Counting:
+    """Per completion: nothing, and notes what it is told."""
+
+    def __init__(self):
+        self.calls, self.updates = 0, []
+
+    def __call__(self, group):
+        self.calls += 1
+        return group.returns.new_zeros(1)
+
+    def update(self, group):
+        self.updates.append(group.shape)
+        return {"updates": float(len(self.updates))}
+
+    def state_dict(self):
+        return {"updates": self.updates}
+
+    def load_state_dict(self, state):
+        self.updates = [tuple(shape) for shape in state["updates"]]
+
+
+@pytest.mark.parametrize(
+    "flags", [{"per_token": False, "totals_only": True, "uses_energy": False}, {"per_token": False}, {}]
+)
+@pytest.mark.parametrize("options", [{}, LAYOUTS["split groups"], {"num_iterations": 2}])
+@pytest.mark.usefixtures("registry")
+def test_a_class_of_ones_own_is_told_each_generation_batch_once(train, flags, options, tmp_path):
+    register_baseline("counting", **flags)(Counting)
+    trainer = train(baseline="counting", max_steps=4, save_strategy="steps", save_steps=2, **options)
+    mine = trainer._baseline.function
+    rollouts = 4 // trainer.num_iterations
+    longest = trainer.rollouts["train"].mask.size(1)
+    assert mine.calls == len(mine.updates) == rollouts
+    assert mine.updates[-1] == (2, 4, longest if not flags.get("totals_only") else 1)
+    assert logged(trainer, "otb/counting/updates")[-1] == rollouts
+    again = train(baseline="counting", max_steps=4, train=False, **options)
+    assert again._baseline.function is not mine  # one for each trainer
+    again.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-2")
+    assert again._baseline.function.updates == mine.updates
+
+
+@pytest.mark.usefixtures("registry")
+def test_what_a_baseline_may_read(train):
+    seen = {}
+
+    @register_baseline("reading", reads=READS)
+    def reading(group):
+        seen.update(
+            {name: getattr(group, name) for name in ("logps", "states", "completion_ids", "turn", "prompt_key")}
+        )
+        seen["present"] = group.present
+        return group.mean(group.present)
+
+    trainer = train(baseline="reading", max_steps=1, rollout_func=scripted_rollout, num_iterations=2)
+    rollout, present = trainer.rollouts["train"], seen["present"].bool()
+    mask = rollout.mask.bool()
+    assert torch.equal(seen["logps"][present], rollout.logps[mask])
+    assert torch.equal(seen["completion_ids"][present], rollout.completion_ids[mask])
+    assert seen["states"].shape == (*present.shape, 32) and seen["states"][present].abs().sum(-1).min() > 0
+    assert seen["turn"].max() == 1  # environment output stands in the middle
+    assert (seen["turn"][..., 0] == 0).all()
+    keys, known = seen["prompt_key"].flatten().tolist(), prompt_keys(list(tiny.prompts())).tolist()
+    assert len(set(keys)) == len(keys) and len(set(known)) == len(known) and set(keys) <= set(known)
+
+
+class Forgetful:
+    def __call__(self, group):
+        return 0.0
+
+
+@pytest.mark.usefixtures("registry")
+@pytest.mark.parametrize(
+    ("flags", "function", "message"),
+    [
+        (
+            {"reads": ("logits",)},
+            lambda group: 0,
+            r"`reads` with 'logits': it must be some of 'logps', .*'prompt_key'",
+        ),
+        ({"totals_only": True, "per_token": False, "reads": ("turn",)}, lambda group: 0, "there is 'prompt_key' only"),
+        ({"on_top_of": "otb"}, lambda tokens: 0, "choose one that reads returns alone, such as 'rloo_pooled'"),
+        ({"on_top_of": "rloo", "across_prompts": True}, lambda tokens: 0, "Leave one of them out"),
+        ({"on_top_of": "rloo", "per_token": False}, lambda tokens: 0, "it is one per token"),
+        ({"on_top_of": "rlo"}, lambda tokens: 0, "'rlo': it must be one of"),
+        (
+            {},
+            type("Forgetful", (), {"__call__": lambda self, group: 0}),
+            "without `update`, `state_dict`, `load_state_dict`",
+        ),
+    ],
+)
+def test_what_cannot_be_registered(flags, function, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        register_baseline("mine", **flags)(function)
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_function_on_top_of_another(train):
+    """Whose result is checked, and which gets each completion by itself."""
+    register_baseline("plus", on_top_of="rloo", uses_energy=False)(lambda tokens: tokens.base + 0.25)
+    plain = train(baseline="rloo", max_steps=1, rollout_func=scripted_rollout).rollouts["train"]
+    found = train(baseline="plus", max_steps=1, rollout_func=scripted_rollout).rollouts["train"]
+    mask = found.mask.bool()
+    torch.testing.assert_close(found.advantages[mask], (plain.advantages - 0.25).expand_as(mask)[mask])
+    register_baseline("broken", on_top_of="rloo")(lambda tokens: tokens.base / 0)
+    with pytest.raises(ValueError, match="'broken' returned (inf|-inf|nan) for prompt 0, completion 0, token 0"):
+        train(baseline="broken", max_steps=1, rollout_func=scripted_rollout)
+    register_baseline("odd", on_top_of="rloo")(lambda tokens: torch.zeros(3))
+    with pytest.raises(ValueError, match=r"shape \(3,\): it must be one that can be broadcast to \(B, T\)"):
+        train(baseline="odd", max_steps=1, rollout_func=scripted_rollout)
+
+
+def test_the_recipe_that_tracks_prompts(train):
+    run = {"baseline": "recipes.prompt_tracker:PromptTracker", "num_generations": 2, "reward_funcs": even_at_the_end}
+    trainer = train(max_steps=4, **run)
+    tracker = trainer._baseline.function
+    assert len(tracker.seen) == 8 == logged(trainer, "otb/prompt_tracker/prompts")[-1]  # twice through the data
+    rollout = trainer.rollouts["train"]
+    others = rollout.rewards.view(-1, 2).flip(1).reshape(-1, 1)
+    assert (rollout.baselines - others).abs().max() > 0.01 and rollout.advantages.isfinite().all()
+
+    run["train_dataset"] = tiny.prompts(40)
+    trainer = train(max_steps=6, save_strategy="steps", save_steps=3, **run)
+    again = train(max_steps=6, train=False, **run)
+    again.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-3")
+    assert again._baseline.function.state_dict() == trainer._baseline.function.state_dict()
+    assert_same_weights(trainer, again)
+
+
+def test_the_recipe_that_tracks_prompts_by_hand():
+    tracker, keys = PromptTracker(), torch.tensor([7, 7, 9, 9])
+
+    def group(*returns):
+        nothing = torch.zeros(4)
+        return Completions(torch.tensor(returns), nothing, nothing, 2, beside={"prompt_key": keys})
+
+    first = group(1.0, 0.0, 1.0, 1.0)
+    assert tracker(first).flatten().tolist() == [0.0, 0.5, 0.5, 0.5]  # the other's, and 0 as long as nothing is known
+    tracker.update(first)
+    expected = [(0.0 + 1.0 + 0.75) / 4, (0.0 + 1.0 + 0.75) / 4, (0.0 + 2.0 + 0.75) / 4, (0.0 + 2.0 + 0.75) / 4]
+    assert tracker(group(0.0, 0.0, 0.0, 0.0)).flatten().tolist() == pytest.approx(expected)
+    tracker.update(group(0.0, 0.0, math.nan, 1.0))
+    assert tracker.seen == {7: (0.5, 3.0), 9: (2.0, 2.0)}
+
+
+def test_the_configuration_names_it():
+    assert "value" in OTBGRPOConfig.__dataclass_fields__["baseline"].metadata["help"]
+    for options in ({"leave_one_out": True}, {"zero_tail": False}, {"scale_rewards": "group"}):
+        with pytest.raises(ValueError, match="'value'"):
+            OTBGRPOConfig(**{**tiny.SETTINGS, "baseline": "value", **options})
