@@ -211,6 +211,11 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
             self._baseline.function.load_state_dict(state["state"])
 
     @property
+    def trained_baseline(self) -> Baseline | None:
+        """The baseline, if it has learnt from generation batches."""
+        return self._baseline if self._baseline.remembers and self.state.global_step > 0 else None
+
+    @property
     def prompts_per_batch(self) -> int:
         """Prompts of a generation batch, on all processes together."""
         return self.args.generation_batch_size // self.num_generations

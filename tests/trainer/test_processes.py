@@ -72,7 +72,7 @@ def test_two_processes_equal_one(results, backend, part):
         torch.testing.assert_close(of_two[key], of_one[key], atol=1e-6, rtol=1e-5, msg=key)
     if part.baseline == "value":
         learnt, *of_both = (x["state"]["state"] for x in (one, *two))
-        assert learnt["weight"] > 0.1  # so the metrics and weights above are of predictions
+        assert learnt["weight"] > 0.01  # so the metrics and weights above are of predictions
         for state in of_both:
             assert state["weight"] == pytest.approx(learnt["weight"], rel=1e-3)
             for key, values in learnt["_sums"].items():

@@ -52,6 +52,7 @@ class Value:
     recent = 0.7  # the same, for what predictions were worth on later batches
     ridges = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)  # in average batches
     folds = 4  # of prompts
+    bounded = True  # whether B stays within the returns seen
     weights = "energy"  # of the least squares; anything else makes it an ordinary value function
 
     def __init__(self) -> None:
@@ -123,6 +124,8 @@ class Value:
 
     def _baseline(self, base: torch.Tensor, predicted: torch.Tensor) -> torch.Tensor:
         """`(B, T)` B0 + c θ·φ, within the returns seen as far as B0 is."""
+        if not self.bounded:
+            return base + self.weight * predicted
         least, most = self._returns_seen
         return (base + self.weight * predicted).clamp(base.clamp(max=least), base.clamp(min=most))
 

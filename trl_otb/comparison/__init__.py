@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -11,18 +11,16 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 from datasets.fingerprint import Hasher
-from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from ..baselines import BASELINES
+from ..baselines import BASELINES, Baseline, find_baseline
 from ..baselines.groups import completion_returns
-from ..rewards import last_tokens
-from ..rollout import Rollout
-from ..seam.sampling import left_as_it_was, sample_pool, single_rows, training_examples
+from ..seam.sampling import left_as_it_was, recording_states, sample_pool, single_rows, training_examples
 from ..trainer import OTBGRPOTrainer
 from .efficiency import Comparison, Estimate
-from .estimators import CONTROL, Estimator, Pool, estimators
+from .estimators import CONTROL, Estimator, estimators
 from .gradients import CompletionGradients, Projection, studied_parameters
+from .history import BATCHES, beside_of, pool_of, prediction, with_history
 from .moments import prompt_moments
 from .report import BaselineReport
 from .storage import Storage, only_writer
@@ -111,7 +109,13 @@ def compare_baselines(
     _check_trainer(trainer)
     args = trainer.args
     seed = args.seed if seed is None else seed
-    names = list(BASELINES if baselines is None else dict.fromkeys(baselines))
+    if baselines is None:
+        # What cannot be measured is left out; of rewards per turn, only what has been sampled could tell
+        per_turn = any(rollout.rewards.dim() == 2 for rollout in trainer.rollouts.values())
+        names = [name for name, entry in BASELINES.items() if not (per_turn and entry.on_top_of)]
+        names = [name for name in names if not (_needs_all_tokens(name) or _only_remembers(name))]
+    else:
+        names = list(dict.fromkeys(baselines))
     sizes = _check_sizes(trainer.num_generations, group_sizes, completions_per_prompt, num_prompts)
     batch = trainer.prompts_per_batch if prompts_per_batch is None else prompts_per_batch
     if prompts_per_batch is not None and batch < 3:
@@ -120,12 +124,18 @@ def compare_baselines(
         raise ValueError(f"`projection` is {projection}: give 64 or more, thousands for a useful error.")
     every = estimators(names, args.alignment, args.zero_tail)
     for estimator in every:
-        if estimator.across_prompts and estimator.per_token:
+        if _only_remembers(estimator.baseline):
+            raise ValueError(
+                f"`baselines` names {estimator.baseline!r}, which remembers earlier batches. Of those, only ones on "
+                "top of another baseline (`on_top_of`) can be measured: leave it out."
+            )
+        if _needs_all_tokens(estimator.baseline):
             raise ValueError(
                 f"`baselines` names {estimator.baseline!r}, which compares prompts token by token. Of those that "
                 "compare prompts, only ones with a number per completion (`per_token=False`) can be measured: leave "
                 "it out."
             )
+    on_top = [estimator.name for estimator in every if estimator.on_top_of is not None]
     studied_here = studied_parameters(trainer, parameters)
     examples = _different_examples(trainer, num_prompts, seed)
     settings = {
@@ -145,6 +155,7 @@ def compare_baselines(
             "parameters": parameters,
             "projection": projection,
             "seed": seed,
+            **({"history": _history_of(trainer, on_top)} if on_top else {}),
             "rewards": trainer.reward_func_names,
             "tools": [getattr(tool, "__name__", str(tool)) for tool in trainer.tools or []],
             **{name: getattr(args, name, None) for name in _SAMPLING},
@@ -172,8 +183,13 @@ def compare_baselines(
             desc="completions measured",
             disable=args.disable_tqdm or not main,
         )
-        with bar, left_as_it_was(trainer):
-            _measure(trainer, storage, examples, gradients, studied, completions_per_prompt, seed, bar)
+        with bar, left_as_it_was(trainer), recording_states(trainer) if on_top else nullcontext():
+            remembering = {}
+            if on_top and not asked <= kept:
+                others = [row for _, row in _different_examples(trainer, None, seed)[num_prompts:]]
+                history = others or [row for _, row in examples]
+                remembering = with_history(trainer, on_top, history, max(batch, 3), seed)
+            _measure(trainer, storage, examples, gradients, studied, remembering, completions_per_prompt, seed, bar)
         measured = {prompt["example"]: prompt for prompt in storage.prompts()}
         return BaselineReport.of(storage.settings, [measured[name] for name, _ in examples])
 
@@ -200,6 +216,7 @@ def _measure(
     examples: list[tuple[str, dict[str, Any]]],
     gradients: CompletionGradients,
     studied: dict[int, list[Estimator]],
+    remembering: dict[str, Baseline],
     completions: int,
     seed: int,
     bar: Any,
@@ -212,7 +229,8 @@ def _measure(
         round_of = left[first : first + processes]
         index = round_of[min(rank, len(round_of) - 1)]  # spare processes repeat the last one
         name, example = examples[index]
-        found = _measure_prompt(trainer, example, gradients, studied, completions, seed + 1_000_003 * (index + 1), bar)
+        of_prompt = seed + 1_000_003 * (index + 1)
+        found = _measure_prompt(trainer, example, gradients, studied, remembering, completions, of_prompt, bar)
         every = gather_object([{"example": name, **found}])
         if trainer.accelerator.is_main_process:
             bar.update(completions * (len(round_of) - 1))
@@ -225,6 +243,7 @@ def _measure_prompt(
     example: dict[str, Any],
     gradients: CompletionGradients,
     studied: dict[int, list[Estimator]],
+    remembering: dict[str, Baseline],
     completions: int,
     seed: int,
     bar: Any,
@@ -232,11 +251,10 @@ def _measure_prompt(
     at_once = min(completions, max(trainer.args.per_device_train_batch_size, trainer.args.per_device_eval_batch_size))
     parts = sample_pool(trainer, example, completions, at_once, seed % 2**32)
     rows = [row for _, batch in parts for row in single_rows(batch)]
-    pool = Pool(
-        rewards=_stacked(_alike([rollout for rollout, _ in parts])).float(),
-        energy=_stacked([rollout.energy for rollout, _ in parts]).nan_to_num(0.0),
-        mask=_stacked([rollout.mask for rollout, _ in parts]),
-    )
+    rollouts = [rollout for rollout, _ in parts]
+    pool = pool_of(rollouts)
+    beside = beside_of(rollouts, [example] * completions) if remembering else {}
+    predicted = {name: prediction(rule, pool, beside) for name, rule in remembering.items()}
 
     def gradient_of(row: int, weights: torch.Tensor) -> torch.Tensor:
         found = gradients(rows[row], weights.to(trainer.accelerator.device))
@@ -248,26 +266,8 @@ def _measure_prompt(
         "reward": returns.nanmean().item(),
         "length": pool.mask.sum(dim=1).float().mean().item(),
         "varies": bool((returns[~returns.isnan()].diff() != 0).any()),
-        **prompt_moments(pool, gradient_of, studied, seed),
+        **prompt_moments(pool, gradient_of, studied, seed, predicted=predicted),
     }
-
-
-def _alike(parts: list[Rollout]) -> list[torch.Tensor]:
-    """Their rewards, each `(b, T)` if a turn or token was credited in any of them, else `(b,)`."""
-    if all(part.rewards.dim() == 1 for part in parts):
-        return [part.rewards for part in parts]
-    return [
-        part.rewards if part.rewards.dim() == 2 else last_tokens(part.mask) * part.rewards.unsqueeze(1)
-        for part in parts
-    ]
-
-
-def _stacked(parts: list[Any]) -> torch.Tensor:
-    """`(b, T)` or `(b,)` several times -> `(M, T)` or `(M,)` on the CPU, padded with 0 to the longest."""
-    if any(part.dim() == 2 for part in parts):
-        rows = [row for part in parts for row in part.cpu()]
-        return pad_sequence(rows, batch_first=True)
-    return torch.cat(parts).cpu()
 
 
 def _check_trainer(trainer: Any) -> None:
@@ -301,8 +301,29 @@ def _check_sizes(own: int, group_sizes: Sequence[int] | None, completions: int, 
     return sizes
 
 
-def _different_examples(trainer: OTBGRPOTrainer, number: int, seed: int) -> list[tuple[str, dict[str, Any]]]:
-    """So many different examples of the training data, drawn at random where it has a length, each with its hash."""
+def _needs_all_tokens(name: str) -> bool:
+    entry = find_baseline(name)
+    return entry.across_prompts and entry.per_token
+
+
+def _only_remembers(name: str) -> bool:
+    entry = find_baseline(name)
+    return entry.remembers and entry.on_top_of is None
+
+
+def _history_of(trainer: OTBGRPOTrainer, on_top: list[str]) -> dict[str, Any]:
+    """What baselines that remember have seen: batches sampled for them, or the training of the trainer's own."""
+    own = trainer.trained_baseline
+    state = None if own is None else trainer.state_to_save()
+    return {name: Hasher.hash(state) if own is not None and own.name == name else BATCHES for name in on_top}
+
+
+def _different_examples(trainer: OTBGRPOTrainer, number: int | None, seed: int) -> list[tuple[str, dict[str, Any]]]:
+    """
+    So many different examples of the training data, drawn at random where it has a length, each with its hash; without
+    `number`, as many as there are, up to a thousand.
+    """
+    most, number = number is None, number or 1000
     data = training_examples(trainer)
     if hasattr(data, "__len__"):
         order = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -314,6 +335,8 @@ def _different_examples(trainer: OTBGRPOTrainer, number: int, seed: int) -> list
         found.setdefault(Hasher.hash(row), row)
         if len(found) == number:
             return list(found.items())
+    if most:
+        return list(found.items())
     raise ValueError(
         f"`num_prompts` is {number} and the training data has {len(found)} different examples: ask for fewer."
     )

@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from ..baselines import assign_credit, find_baseline
 
@@ -31,6 +33,14 @@ class Pool:
         return len(self.mask)
 
 
+def stacked(parts: list[Any]) -> torch.Tensor:
+    """`(b, T, …)` or `(b,)` several times -> `(M, T, …)` or `(M,)` on the CPU, padded with 0 to the longest."""
+    if any(part.dim() > 1 for part in parts):
+        rows = [row for part in parts for row in part.cpu()]
+        return pad_sequence(rows, batch_first=True)
+    return torch.cat(parts).cpu()
+
+
 @dataclass(frozen=True)
 class Estimator:
     """A baseline with its options."""
@@ -47,7 +57,11 @@ class Estimator:
 
     @property
     def across_prompts(self) -> bool:
-        return find_baseline(self.baseline).across_prompts
+        return find_baseline(self.baseline).compares_prompts
+
+    @property
+    def on_top_of(self) -> str | None:
+        return find_baseline(self.baseline).on_top_of
 
     @property
     def settings(self) -> str:

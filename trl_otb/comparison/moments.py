@@ -20,6 +20,7 @@ def prompt_moments(
     studied: dict[int, list[Estimator]],
     seed: int = 0,
     partitions: int = PARTITIONS,
+    predicted: dict[str, tuple[float, torch.Tensor]] | None = None,
 ) -> dict[Any, Any]:
     """
     The moments of a prompt's gradient for the estimators studied at each group size.
@@ -37,11 +38,14 @@ def prompt_moments(
             From a row of the pool and weights `(E, T)` to `(E, k)`: Σ_t A_t ∇ log π(y_t).
         studied (`dict[int, list[Estimator]]`):
             By N.
+        predicted (`dict`, *optional*):
+            By name of those on top of another baseline B0, a and p_t where B_t = a B0 + p_t.
 
     Returns:
         `dict`: `truth`, `(2, k)`: the gradient by each half, taken as one group under `ogb` with one left out; and for
         each `(name, N)` its `square`, the mean of ‖ĝ‖², and `mean`, `(2, k)`, the mean of ĝ by half. For estimators
-        that compare prompts, `pool`: the completions, and the gradient of each, `own`, `(M, k)`.
+        that compare prompts, `pool`: the completions, and the gradient of each, `own`, `(M, k)`; for those on top
+        of another, `predicted`: by name a, and Σ_t p_t ∇ log π(y_t), `(M, k)`.
     """
     compared = any(estimator.across_prompts for of_size in studied.values() for estimator in of_size)
     studied = {n: [e for e in of_size if not e.across_prompts] for n, of_size in studied.items()}
@@ -49,13 +53,16 @@ def prompt_moments(
     halves = torch.arange(len(pool)).chunk(2)
     parts = {n: [[random_groups(half, n, rng) for half in halves] for _ in range(partitions)] for n in studied}
     per_token = [(n, estimator) for n, of_size in studied.items() for estimator in of_size if estimator.per_token]
-    weights = torch.ones(len(pool), 1 + len(per_token), pool.mask.size(1))
+    weights = torch.ones(len(pool), 1 + len(per_token) + len(predicted or {}), pool.mask.size(1))
     for i, (n, estimator) in enumerate(per_token, start=1):
         for rows in parts[n][0]:
             weights[rows, i] = estimator.advantages(pool, rows, n)
+    for i, (_, values) in enumerate((predicted or {}).values(), start=1 + len(per_token)):
+        weights[:, i] = values
     weights *= pool.mask.unsqueeze(1)
     own, *weighted = torch.stack([gradient_of(row, weights[row]) for row in range(len(pool))], dim=1)  # each (M, k)
-    of_tokens = dict(zip(((e.name, n) for n, e in per_token), weighted, strict=True))
+    of_tokens = dict(zip(((e.name, n) for n, e in per_token), weighted, strict=False))
+    of_predictions = weighted[len(per_token) :]
     products = own.double() @ own.double().T
 
     def of_half(estimator: Estimator, n: int, partitions: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -82,6 +89,10 @@ def prompt_moments(
     if compared:
         # A view would be saved with all that it is a view of
         moments["pool"] = {name: values.clone() for name, values in (vars(pool) | {"own": own}).items()}
+        moments["predicted"] = {
+            name: (slope, gradients.clone())
+            for (name, (slope, _)), gradients in zip((predicted or {}).items(), of_predictions, strict=True)
+        }
     for n, of_size in studied.items():
         for estimator in of_size:
             found = [of_half(estimator, n, list(of)) for of in zip(*parts[n], strict=True)]
@@ -121,6 +132,14 @@ def with_estimators_across_prompts(
         pad_sequence([pool[name].transpose(0, -1) for pool in pools], batch_first=True).transpose(1, -1)
         for name in ("rewards", "energy", "mask")
     )
+    predicted = {
+        e.name: (
+            torch.tensor([prompt["predicted"][e.name][0] for prompt in prompts]),
+            torch.stack([prompt["predicted"][e.name][1] for prompt in prompts]),
+        )
+        for e in across
+        if e.on_top_of is not None
+    }
     rng = torch.Generator().manual_seed(0)
     halves = torch.arange(own.size(1)).chunk(2)
 
@@ -135,8 +154,17 @@ def with_estimators_across_prompts(
         of_groups = rewards[at].flatten(0, 1), energy[at].flatten(0, 1), mask[at].flatten(0, 1)
         found = {}
         for estimator in across:
-            credit = assign_credit(*of_groups, n, baseline=estimator.baseline)
-            found[estimator.name] = torch.einsum("pn,pnk->pk", credit.advantages.view(rows.shape), own[at]) / n
+            if estimator.on_top_of is None:
+                advantages = assign_credit(*of_groups, n, baseline=estimator.baseline).advantages
+                found[estimator.name] = torch.einsum("pn,pnk->pk", advantages.view(rows.shape), own[at]) / n
+                continue
+            # G − a B0 − p_t, where `below` has G − B0
+            below = assign_credit(*of_groups, n, baseline=estimator.on_top_of)
+            base = below.returns - below.advantages
+            factors, gradients_of_predictions = predicted[estimator.name]
+            advantages = below.returns.view(rows.shape) - factors[batch, None] * base.view(rows.shape)
+            of_group = torch.einsum("pn,pnk->pk", advantages, own[at]) - gradients_of_predictions[at].sum(dim=1)
+            found[estimator.name] = of_group / n
         return found
 
     found = [dict(prompt) for prompt in prompts]

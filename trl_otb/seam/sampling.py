@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from transformers import set_seed
 
-from ..credit import set_energies
 from ..rollout import Rollout
 from .contract import FORWARD_KWARGS, trl_utils
+from .states import StateRecorder
 from .trainer import EnergyGRPOTrainer
 
 
@@ -61,10 +61,41 @@ def sample_pool(
         trainer.num_generations_eval = min(at_once, completions - first)
         rollout, batch = trainer.collect([dict(example) for _ in range(trainer.num_generations_eval)])
         if rollout.energy is None:
-            forward = trainer.extra_forward(batch)
-            set_energies(rollout, forward.energy(), forward.logps)
+            trainer.set_energies_of(rollout, trainer.extra_forward(batch))
         parts.append((rollout, batch))
     return parts
+
+
+def sample_batch(
+    trainer: EnergyGRPOTrainer, examples: list[dict[str, Any]], completions: int, seed: int
+) -> list[Rollout]:
+    """So many completions of each example, as in an evaluation, with rewards and energies, in order."""
+    set_seed(seed)
+    at_once = max(trainer.args.per_device_train_batch_size, trainer.args.per_device_eval_batch_size)
+    prompts = max(1, at_once // completions)
+    parts = []
+    trainer.num_generations_eval = completions
+    for first in range(0, len(examples), prompts):
+        some = examples[first : first + prompts]
+        rollout, batch = trainer.collect([dict(example) for example in some for _ in range(completions)])
+        if rollout.energy is None:
+            trainer.set_energies_of(rollout, trainer.extra_forward(batch))
+        parts.append(rollout)
+    return parts
+
+
+@contextmanager
+def recording_states(trainer: EnergyGRPOTrainer) -> Iterator[None]:
+    """Within this context forwards yield hidden states, whatever the trainer's own baseline reads."""
+    before = trainer._state_recorder
+    recorder = StateRecorder(trainer.policy) if before is None else before
+    trainer._state_recorder = recorder
+    try:
+        yield
+    finally:
+        trainer._state_recorder = before
+        if before is None:
+            recorder.remove()
 
 
 def single_rows(batch: dict[str, Any]) -> list[dict[str, Any]]:

@@ -29,7 +29,7 @@ class StateRecorder:
         decoder = policy.get_decoder() if hasattr(policy, "get_decoder") else policy.base_model
         layers = _layers_of(decoder)
         layer = decoder if layers is None else layers[math.ceil(DEPTH * len(layers)) - 1]
-        layer.register_forward_hook(self._record)
+        self._hook = layer.register_forward_hook(self._record)
 
     @contextmanager
     def recording(self) -> Iterator[list[torch.Tensor]]:
@@ -40,6 +40,10 @@ class StateRecorder:
             yield chunks
         finally:
             self._chunks = None
+
+    def remove(self) -> None:
+        """Leave the policy as it was."""
+        self._hook.remove()
 
     def _record(self, module: Any, args: Any, output: Any) -> None:
         if self._chunks is None:

@@ -1,0 +1,117 @@
+"""Baselines on top of another, as they are after some generation batches: what they predict of a pool's tokens."""
+
+import copy
+from itertools import cycle, islice
+from typing import Any
+
+import torch
+
+from ..baselines import Baseline, Tokens, find_baseline
+from ..baselines.advantages import assign_credit_by_totals
+from ..baselines.groups import turns_of
+from ..rewards import last_tokens
+from ..rollout import Rollout
+from ..seam.sampling import sample_batch
+from ..seam.trainer import prompt_keys
+from ..trainer import OTBGRPOTrainer
+from .estimators import Pool, stacked
+
+
+BATCHES = 8  # that a baseline which remembers has seen before it is measured
+
+
+def with_history(
+    trainer: OTBGRPOTrainer, names: list[str], examples: list[dict[str, Any]], prompts_per_batch: int, seed: int
+) -> dict[str, Baseline]:
+    """
+    The baselines `names`, ready to predict: as the trainer has trained its own, or after `BATCHES` batches of
+    `examples`, sampled with the trainer's N.
+    """
+    found = {name: find_baseline(name).instance() for name in names}
+    own = trainer.trained_baseline
+    for name, rule in found.items():
+        if own is not None and own.name == rule.name:
+            found[name] = Baseline(**{**vars(rule), "function": copy.deepcopy(own.function)})
+    fresh = [rule for rule in found.values() if rule.remembers and (own is None or rule.name != own.name)]
+    some = cycle(examples)
+    for batch in range(BATCHES if fresh else 0):
+        of_batch = list(islice(some, prompts_per_batch))
+        parts = sample_batch(trainer, of_batch, trainer.num_generations, (seed + 7919 * (batch + 1)) % 2**32)
+        pool, beside = pool_of(parts), beside_of(parts, [e for e in of_batch for _ in range(trainer.num_generations)])
+        if pool.rewards.dim() == 2:
+            raise ValueError(no_turns(fresh[0].name))
+        nothing = torch.zeros_like(pool.rewards)
+        for rule in fresh:
+            below = assign_credit_by_totals(
+                pool.rewards, nothing, nothing, trainer.num_generations, baseline=rule.on_top_of or ""
+            )
+            prompt = torch.arange(len(pool)) // trainer.num_generations
+            base = below.returns - below.advantages
+            rule.function.update(Tokens(pool.rewards, base, pool.energy, pool.mask, prompt, beside))
+    for rule in found.values():
+        if hasattr(rule.function, "bounded"):
+            rule.function.bounded = False  # what is measured must be linear in the baseline below
+    return found
+
+
+def no_turns(name: str) -> str:
+    return (
+        f"`baselines` names {name!r}, which is on top of another: with rewards per turn or token it cannot be "
+        "measured. Leave it out."
+    )
+
+
+def pool_of(parts: list[Rollout]) -> Pool:
+    """The completions of several rollouts, padded to the longest, on the CPU."""
+    return Pool(
+        rewards=stacked(_alike(parts)).float(),
+        energy=stacked([rollout.energy for rollout in parts]).nan_to_num(0.0),
+        mask=stacked([rollout.mask for rollout in parts]),
+    )
+
+
+def beside_of(parts: list[Rollout], examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """What else a baseline may read of them; `examples` has one for each completion."""
+    found = {
+        name: stacked([getattr(rollout, name) for rollout in parts])
+        for name in ("logps", "states", "completion_ids")
+        if getattr(parts[0], name) is not None
+    }
+    return found | {"turn": turns_of(stacked([r.mask for r in parts])), "prompt_key": prompt_keys(examples)}
+
+
+def prediction(rule: Baseline, pool: Pool, beside: dict[str, torch.Tensor]) -> tuple[float, torch.Tensor]:
+    """
+    a, and `(M, T)` p_t, where B_t = a B0 + p_t.
+
+    Raises:
+        ValueError: B is not of this form.
+    """
+    if pool.rewards.dim() == 2:
+        raise ValueError(no_turns(rule.name))
+
+    def at(base: float) -> torch.Tensor:
+        below = torch.full((len(pool), 1), base)
+        tokens = Tokens(pool.rewards, below, pool.energy, pool.mask, torch.zeros(len(pool)).long(), beside)
+        return (rule.function(tokens) * tokens.mask).double()
+
+    none, one, two = (at(base) for base in (0.0, 1.0, 2.0))
+    slopes, present = one - none, pool.mask > 0
+    slope = slopes[present].mean().item() if present.any() else 1.0
+    off = max((slopes - slope)[present].abs().amax().item(), (two - one - slopes).abs().amax().item())
+    if off > 1e-3 * max(1.0, none.abs().amax().item()):
+        raise ValueError(
+            f"`baselines` names {rule.name!r}, which is not a constant times the baseline that it is on top of and a "
+            "prediction beside it, as far as it can be measured. Leave it out."
+        )
+    return slope, none.float()
+
+
+def _alike(parts: list[Rollout]) -> list[torch.Tensor]:
+    """Their rewards, each `(b, T)` if a turn or token was credited in any of them, else `(b,)`."""
+    if all(part.rewards.dim() == 1 for part in parts):
+        return [part.rewards for part in parts]
+    return [
+        part.rewards if part.rewards.dim() == 2 else last_tokens(part.mask) * part.rewards.unsqueeze(1)
+        for part in parts
+    ]
