@@ -97,6 +97,10 @@ def weighted_mean(terms):
 
 def pooled_baseline(groups, prompt, own, weight, reward=lambda c: c.total_reward):
     """The baseline of completion `own` of group number `prompt`, all groups given as lists of scorable completions."""
+    everybody = groups[prompt]
+    groups = [[c for c in group if c.position] for group in groups]  # what is masked says nothing
+    if not [c for c in groups[prompt] if c is not own]:
+        groups[prompt] = everybody
 
     def without(group, left_out):
         return weighted_mean([(weight(c, 0), reward(c)) for c in group if c is not left_out])
@@ -176,7 +180,8 @@ def double_loop(
             else:
                 b = weighted_mean(terms)
             damped = baseline.endswith("_damped") and n > 1
-            advantages[i][p] = (returns[id(own)] - b) * (damping(own, others) if damped else 1)
+            unmasked = [c for c in others if c.position]
+            advantages[i][p] = (returns[id(own)] - b) * (damping(own, unmasked) if damped else 1)
     return torch.tensor(advantages)
 
 

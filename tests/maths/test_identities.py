@@ -144,6 +144,7 @@ def test_a_group_sees_the_others_only_where_prompts_are_compared(options):
 @pytest.mark.parametrize("pooled", ["ogb_pooled", "rloo_pooled"])
 def test_pooling_with_few_prompts_or_prompts_apart_is_leaving_one_out(pooled):
     x = Rollouts(groups=8)
+    x.mask[:, 0] = 1  # nobody is masked: `rloo` counts such completions, as TRL does, and pooling leaves them out
     plain = {"ogb_pooled": {"baseline": "ogb", "leave_one_out": True}, "rloo_pooled": {"baseline": "rloo"}}[pooled]
     two = [values[:8] for values in (x.rewards, x.energy, x.mask)]
     found, expected = compute_advantages(*two, 4, baseline=pooled), compute_advantages(*two, 4, **plain)
@@ -152,6 +153,20 @@ def test_pooling_with_few_prompts_or_prompts_apart_is_leaving_one_out(pooled):
     torch.testing.assert_close(x.advantages(apart, baseline=pooled), x.advantages(apart, **plain), atol=0.01, rtol=0)
     alike = x.advantages(baseline=pooled)
     assert (alike - x.advantages(**plain)).abs().max() > 0.1
+
+
+def test_a_masked_completion_says_nothing_of_its_prompt():
+    """As `mask_truncated_completions` leaves it: without it, and with any reward, baselines are the same."""
+    x = Rollouts(groups=8)
+    x.mask[:, 0] = 1
+    x.mask[5] = 0
+    unscorable = x.rewards.clone()
+    unscorable[5] = math.nan
+    for pooled in ("ogb_pooled", "rloo_pooled", "ogb_pooled_damped"):
+        expected = x.advantages(unscorable, baseline=pooled)
+        for reward in (-3.0, 0.0, 100.0):
+            x.rewards[5] = reward
+            torch.testing.assert_close(x.advantages(baseline=pooled), expected, atol=1e-5, rtol=0)
 
 
 def test_a_prompt_with_a_single_scorable_completion_has_the_others_mean():

@@ -2,7 +2,9 @@
 
 import itertools
 import json
+import math
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,11 +19,12 @@ from tests.helpers.recording import Recording
 from tests.helpers.scripted import TOOLS, script_turns
 from tests.helpers.settings import LORA, assert_same_weights
 from trl_otb import OTBGRPOTrainer, compare_baselines, register_baseline
-from trl_otb.baselines import assign_credit
+from trl_otb.baselines import BASELINES, Value, assign_credit
 from trl_otb.comparison import gradients as gradients_module
 from trl_otb.comparison.efficiency import moments_of
 from trl_otb.comparison.estimators import Estimator, Pool, estimators
 from trl_otb.comparison.gradients import CompletionGradients, Projection
+from trl_otb.comparison.history import prediction
 from trl_otb.comparison.moments import prompt_moments, with_estimators_across_prompts
 from trl_otb.seam.sampling import left_as_it_was, sample_pool, single_rows
 
@@ -197,6 +200,70 @@ def test_gradients_of_baselines_that_compare_prompts(sampled, baseline):
     torch.testing.assert_close(squares, norms, rtol=1e-4, atol=1e-8)  # nothing varies but which partition it is
 
 
+@pytest.fixture
+def predicting():
+    """`value` that has learnt something, and what it reads of the pool's completions."""
+    value = Value()
+    value.theta, value.weight = torch.randn(9 + 2 * 3, generator=torch.Generator().manual_seed(0)), 0.7
+    value.bounded = False
+    return replace(BASELINES["value"], function=value)
+
+
+def test_gradients_of_a_baseline_on_top_of_another(sampled, predicting):
+    """As above; the tokens' own advantages against what is put together from three numbers per completion."""
+    _, pool, _ = sampled
+    g = torch.Generator().manual_seed(1)
+    shape = pool.mask.shape
+    beside = {"logps": -torch.rand(shape, generator=g), "states": torch.randn(*shape, 3, generator=g)}
+    slope, predicted = prediction(predicting, pool, beside)
+    gradient = gradient_of(sampled)
+    prompts, rows, _ = prompts_of(sampled)
+    of_predictions = torch.stack([gradient(i, (predicted * pool.mask)[i : i + 1])[0] for i in rows.flatten().tolist()])
+    for prompt, at in zip(prompts, rows, strict=True):
+        prompt["predicted"] = {"value": (slope, of_predictions[at])}
+    found = with_estimators_across_prompts(prompts, [Estimator("value", "value")], [4], 4, partitions=2)
+    for half, at in enumerate((rows[:, :4].flatten(), rows[:, 4:].flatten())):
+        inputs = (pool.rewards[at], pool.energy[at], pool.mask[at])
+        of_half = {name: values[at] for name, values in beside.items()}
+        advantages = assign_credit(*inputs, 4, baseline=predicting, beside=of_half).advantages
+        own = torch.stack([gradient(row, a.unsqueeze(0))[0] for row, a in zip(at.tolist(), advantages, strict=True)])
+        for prompt, expected in zip(found, own.view(4, 4, -1).mean(1), strict=True):
+            torch.testing.assert_close(prompt["value", 4]["mean"][half], expected, atol=1e-5, rtol=1e-3)
+    assert predicted.abs().max() > 0.1
+
+
+def test_only_what_is_linear_in_the_baseline_below_can_be_put_together(sampled, predicting):
+    _, pool, _ = sampled
+    beside = {"logps": torch.zeros(pool.mask.shape), "states": torch.zeros(*pool.mask.shape, 3)}
+    bent = replace(predicting, function=lambda tokens: tokens.base.square())
+    with pytest.raises(ValueError, match="is not a constant times the baseline that it is on top of"):
+        prediction(bent, pool, beside)
+    with pytest.raises(ValueError, match="with rewards per turn or token it cannot be measured"):
+        prediction(predicting, Pool(pool.energy, pool.energy, pool.mask), beside)
+
+
+def test_value_is_measured_after_batches_or_as_it_was_trained(train):
+    trainer = train(train=False, max_steps=3)
+    report = compare_baselines(trainer, **SMALL | {"baselines": ["value"]})
+    assert {"value", "group_mean", "none"} == {row.name for row in report.comparisons}
+    assert all(math.isfinite(row.noise_over_group_mean.value) for row in report.comparisons)
+    assert trainer._state_recorder is None  # what hears the states is gone
+    own = train(baseline="value", max_steps=3)
+    state = own._baseline.function.theta.clone()
+    compare_baselines(own, **SMALL | {"baselines": ["value"]})
+    assert torch.equal(own._baseline.function.theta, state) and own._baseline.function.bounded
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_baseline_that_only_remembers_is_refused_and_left_out(train):
+    trainer = train(train=False)
+    with pytest.raises(ValueError, match="which remembers earlier batches. Of those, only ones on top of another"):
+        compare_baselines(trainer, **SMALL | {"baselines": ["recipes.prompt_tracker:PromptTracker"]})
+    report = compare_baselines(trainer, **SMALL | {"baselines": None})
+    assert "value" in {row.name for row in report.comparisons} and "prompt_tracker" in BASELINES
+    assert "prompt_tracker" not in {row.name for row in report.comparisons}
+
+
 def test_so_many_prompts_meet_in_a_batch(sampled):
     """In batches of two nothing is pooled; more halves and partitions only average."""
     _, pool, _ = sampled
@@ -234,6 +301,7 @@ KINDS = {
     "bf16": {"bf16": True},
     "scaled rewards": {"scale_rewards": "group"},
     "completions logged": {"log_completions": True},
+    "value": {"baseline": "value"},
 }
 
 

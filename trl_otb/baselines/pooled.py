@@ -57,8 +57,8 @@ def ogb_pooled_damped(group: Completions) -> torch.Tensor:
 
     Use it in the place of `ogb_pooled` for N of 4 or more, where a small bias is fine.
     """
-    weights = torch.add(group.total_energy, group.scorable, alpha=LEAST_WEIGHT)
-    size = group.scorable.sum(dim=1, keepdim=True)
+    weights = torch.add(group.total_energy, _members(group), alpha=LEAST_WEIGHT)
+    size = _members(group).sum(dim=1, keepdim=True)
     of_others = 1 - weights / weights.sum(dim=1, keepdim=True).clamp(min=1e-38)
     damping = (of_others * size / (size - 1).clamp(min=1)).square()
     return group.returns - damping * (group.returns - _pooled(group, group.total_energy))
@@ -76,12 +76,12 @@ def rloo_pooled(group: Completions) -> torch.Tensor:
     assumptions and degenerate cases it shares. Unbiased, as that is. Needs no energies. Use it where those of
     `ogb_pooled` would cost a forward, or as its control.
     """
-    return _pooled(group, torch.ones_like(group.returns))
+    return _pooled(group, _members(group))
 
 
 def _rewards_to_go_pooled(group: Groups) -> torch.Tensor:
     """Per token: `rloo_pooled` of the reward-to-go, a completion that has ended keeping that of its last token."""
-    return _pooled(group, torch.ones_like(group.energy))
+    return _pooled(group, _members(group).expand(group.shape))
 
 
 # What `rloo_pooled` is for rewards per token; by itself it sums them
@@ -96,9 +96,16 @@ REWARDS_TO_GO_POOLED = Baseline(
 )
 
 
+def _members(group: Completions) -> torch.Tensor:
+    """`(G, N, 1)` 1 for completions that can be scored and are not masked: what was cut off says little of a prompt."""
+    return group.scorable * (group.lengths > 0)
+
+
 def _pooled(group: Completions, weights: torch.Tensor) -> torch.Tensor:
-    left_one_out = group.mean(weights, leave_one_out=True)
-    share, target = partial_pooling(left_one_out, group.scorable)
+    members = _members(group)
+    # Where all weights are 0: the members' plain mean and, without any, that of all who can be scored
+    left_one_out = group.mean(torch.add(weights, members, alpha=1e10 * LEAST_WEIGHT), leave_one_out=True)
+    share, target = partial_pooling(left_one_out, members)
     return left_one_out + share * (target - left_one_out)
 
 
