@@ -4,6 +4,7 @@ What OTB costs beside GRPOTrainer: step time, peak memory and forwards, for each
     python -m recipes.benchmarks.step                     # a small model: about 5 minutes on two cores
     python -m recipes.benchmarks.step --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 --length 1024
     python -m recipes.benchmarks.step --shape qwen2.5-1.5b --lora --length 4096 --gradient_checkpointing  # no hub
+    python -m recipes.benchmarks.step --baseline value    # which never needs an extra forward
     python -m recipes.benchmarks.step --meter             # what GradientNoiseCallback costs, beside OTB without it
 
 The two arms take turns in one process, round by round and in changing order, on the same scripted completions:
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -34,9 +36,6 @@ from trl_otb import GradientNoiseCallback, OTBGRPOConfig, OTBGRPOTrainer
 
 
 N = 4
-# A trainer, its arguments and its callbacks
-GRPO, OTB = (GRPOTrainer, GRPOConfig, ()), (OTBGRPOTrainer, OTBGRPOConfig, ())
-METER = (OTBGRPOTrainer, OTBGRPOConfig, (GradientNoiseCallback,))
 # Micro-batches a step, their rows in groups, and passes over a rollout
 REGIMES = {
     "TRL's no-grad forward": {"gradient_accumulation_steps": 1, "groups": 4, "num_iterations": 2},
@@ -96,6 +95,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--output", help="write the figures to this JSON file")
     parser.add_argument("--steps", type=int, default=4, help="half the optimizer steps of a round")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--baseline", default="otb", help="OTB's")
     parser.add_argument("--meter", action="store_true", help="OTB with the gradient noise meter, beside OTB without")
     args = parser.parse_args(argv)
     if args.rounds < 1 or args.steps < 2:
@@ -220,9 +220,12 @@ def in_turn(args, regime, arms: dict[str, tuple]) -> dict[str, list[dict[str, fl
 
 def main(argv):
     args = parse(argv)
-    regimes, arms = REGIMES, {"GRPO": GRPO, "OTB": OTB}
+    config = partial(OTBGRPOConfig, baseline=args.baseline)
+    # A trainer, its arguments and its callbacks
+    regimes, arms = REGIMES, {"GRPO": (GRPOTrainer, GRPOConfig, ()), "OTB": (OTBGRPOTrainer, config, ())}
     if args.meter:  # which needs several micro-batches of whole groups
-        regimes, arms = ["training forward"], {"OTB": OTB, "meter": METER}
+        regimes = ["training forward"]
+        arms = {"OTB": arms["OTB"], "meter": (OTBGRPOTrainer, config, (GradientNoiseCallback,))}
     first, second = arms
     note = f"{describe(args)}, {args.rounds} rounds of {2 * args.steps} steps"
     print(note)

@@ -116,7 +116,7 @@ def compared(
     if args.plot_only:
         return trl_otb.BaselineReport.load(folder, prompts_per_batch=PROMPTS_PER_BATCH)
     options |= {"num_prompts": args.num_prompts, "seed": args.seed, "prompts_per_batch": PROMPTS_PER_BATCH}
-    return trl_otb.compare_baselines(trainer(), baselines=list(BASELINES), output_dir=folder, **options)
+    return trl_otb.compare_baselines(trainer(), **{"baselines": list(BASELINES), "output_dir": folder, **options})
 
 
 def cells_of(report: "trl_otb.BaselineReport") -> list[dict]:

@@ -1,5 +1,6 @@
 """Identities that hold for every baseline, or tell them apart."""
 
+import itertools
 import math
 
 import pytest
@@ -153,6 +154,19 @@ def test_pooling_with_few_prompts_or_prompts_apart_is_leaving_one_out(pooled):
     torch.testing.assert_close(x.advantages(apart, baseline=pooled), x.advantages(apart, **plain), atol=0.01, rtol=0)
     alike = x.advantages(baseline=pooled)
     assert (alike - x.advantages(**plain)).abs().max() > 0.1
+
+
+@pytest.mark.parametrize(("rate", "length"), [(0.1, 0.291), (0.05, 0.149), (0.02, 0.060), (0.01, 0.030)])
+def test_ones_own_weight_forgets_rare_successes(rate, length):
+    """E ĝ over the true gradient, of a policy of one choice and groups of 4, by all groups."""
+    rewards = torch.tensor(list(itertools.product((0.0, 1.0), repeat=4)))
+    probability = (rate**rewards * (1 - rate) ** (1 - rewards)).prod(dim=1)
+    energy = torch.where(rewards > 0, 2 * (1 - rate) ** 2, 2 * rate**2)
+    for baseline, expected in (("rloo", 1.0), ("group_mean", 0.75), ("otb", length), ("ogb", length)):
+        inputs = rewards.flatten(), energy.view(-1, 1), torch.ones(rewards.numel(), 1).long()
+        advantages = compute_advantages(*inputs, 4, baseline=baseline).view(-1, 4)
+        mean = (probability * (advantages * (rewards - rate)).mean(dim=1)).sum()
+        assert (mean / (rate * (1 - rate))).item() == pytest.approx(expected, abs=6e-4), baseline
 
 
 def test_a_masked_completion_says_nothing_of_its_prompt():

@@ -160,6 +160,29 @@ def test_theta_is_the_weighted_least_squares_of_earlier_batches():
     assert difference.min() < 1e-3 < difference.sort().values[1]
 
 
+def test_a_batch_in_which_the_others_returns_tell_ones_own_is_not_believed():
+    """Within a batch, what the others earned and what a completion earned sum up to the same for all."""
+    value, g = Value(), torch.Generator().manual_seed(0)
+    tokens = Task().tokens((torch.rand(PROMPTS * N, generator=g) < 0.5).float())
+    value.update(tokens)
+    x, y = tokens.base.double(), tokens.returns.double()
+    alone = ((x - x.mean()) * (y - x)).sum() / (x - x.mean()).square().sum()
+    assert alone < -2  # what a regression on this batch says of B0
+    assert -1 <= value.theta[1] <= 0
+
+
+def test_how_far_it_is_believed_grows_with_success_and_shrinks_with_failure():
+    value = Value()
+    weights = [value.update(Task(seed).tokens())["weight"] for seed in range(5)]
+    assert weights[:3] == [0.0, 0.25, 0.5] and weights[4] > 0.9
+    for seed in range(5, 12):  # the opposite of all that it has learnt
+        task = Task(seed)
+        rewards = value(task.tokens()).mean(dim=1)
+        task.rewards = (rewards < rewards.median()).float()
+        value.update(task.tokens())
+    assert value.weight < 0.2
+
+
 @pytest.mark.parametrize("prompts", [4, 16])
 def test_it_stands_back_where_states_tell_nothing(prompts):
     """Prompts of very unequal rates: what the state says of one says nothing of another."""

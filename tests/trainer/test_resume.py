@@ -1,6 +1,7 @@
 """Resuming, exact or announced as not."""
 
 import pytest
+import torch
 from transformers import TrainerCallback
 
 from tests.helpers.settings import LORA, assert_same_weights, logged
@@ -34,6 +35,19 @@ def test_checkpoints_inside_a_generation_buffer_are_announced_once(train, tmp_pa
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     (said,) = warnings_of(caplog)
     assert "Resuming at step 2, inside a generation buffer" in said
+
+
+def test_resuming_past_the_first_epoch_is_announced_and_does_differ(train, tmp_path, caplog):
+    """Two prompts a step, of eight; a run without shuffling resumes exactly there."""
+    for shuffle in (True, False):
+        run = {"output_dir": str(tmp_path / str(shuffle)), "shuffle_dataset": shuffle, "max_steps": 6}
+        whole = train(save_strategy="steps", save_steps=5, **run)
+        caplog.clear()
+        resumed = train(train=False, **run)
+        resumed.train(resume_from_checkpoint=f"{run['output_dir']}/checkpoint-5")
+        said, ids = warnings_of(caplog), [t.rollouts["train"].prompt_ids for t in (whole, resumed)]
+        assert torch.equal(*ids) != shuffle
+        assert ["step 5, in epoch 2" in text for text in said] == [True] * shuffle
 
 
 @pytest.mark.parametrize(

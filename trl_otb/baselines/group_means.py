@@ -19,7 +19,8 @@ def otb(group: Groups) -> torch.Tensor:
     from a group of N it need not, since few completions reach a late token.
 
     Biased for finite N: the completion's own return is in B, so that A_i = (1 − W_i/ΣW) (G_i − B_{(−i)}), which damps
-    completions of large energy; `leave_one_out` removes the bias and adds variance.
+    completions of large energy, above all a lone improbable success (recipes/reference.md); `leave_one_out` removes
+    the bias and adds variance.
 
     Degenerate cases: where only the longest completion still generates, B would be its own return; `zero_tail`
     (default) sets B = 0 there, as the reference implementation does, so that A = G, also in a group whose returns are
@@ -66,8 +67,8 @@ def ogb(group: Completions) -> torch.Tensor:
     The optimal global baseline: among constants per group, the one that minimises the variance of the gradient for
     known expectations (with E‖S‖² = E W_T, S the completion's score and the proxy exact).
 
-    Biased for finite N by the completion's own weight, as `otb` is; `leave_one_out` removes that. Where all energies
-    are 0, the plain mean.
+    Biased for finite N by the completion's own weight, as `otb` is, so that rare successes teach little;
+    `leave_one_out` removes that. Where all energies are 0, the plain mean.
 
     Use it where rewards come at the end and `otb`'s baselines per token rest on too few completions.
     """

@@ -46,7 +46,8 @@ def ogb_pooled_damped(group: Completions) -> torch.Tensor:
     A completion's own return in its baseline damps too, once: `ogb` is (1 − ω_i) (R_i − b_(−i)). The factor
     N / (N − 1) makes d = 1 where all energies are equal. This project's own.
 
-    Biased, as d depends on the completion: improbable completions teach less. The bias shrinks with N. In
+    Biased, as d depends on the completion: improbable completions teach less, and a lone improbable success nearly
+    nothing (recipes/reference.md). The bias shrinks with N. In
     recipes/studies the gradient's expectation had a cosine of 0.993 to 1.000 to the true one at N = 4, and its
     efficiency was above that of `ogb_pooled` but on the longest tasks, 300 tokens and 46 turns, where they were equal;
     at N = 2 it was below on one. In learning the two are not told apart. The power 2 was chosen among 1/2, 1 and 2,
@@ -97,7 +98,7 @@ REWARDS_TO_GO_POOLED = Baseline(
 
 
 def _members(group: Completions) -> torch.Tensor:
-    """`(G, N, 1)` 1 for completions that can be scored and are not masked: what was cut off says little of a prompt."""
+    """`(G, N, 1)` 1 for completions that can be scored and are not masked: one cut off says little of its prompt."""
     return group.scorable * (group.lengths > 0)
 
 

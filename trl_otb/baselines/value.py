@@ -12,6 +12,8 @@ from .tokens import Tokens
 
 logger = logging.getLogger(__name__)
 
+BASE = 1  # the place of B0 among the features
+
 
 @built_in(
     "value",
@@ -36,9 +38,10 @@ class Value:
     number, and the roots of these), and hidden states of a layer at two thirds of the policy's depth, projected at
     random: that of the position that predicts y_t, and the mean of those up to it. They come from the forward that
     yields energies anyway. A batch counts less by the factor 0.9 with every further one. c, between 0 and 1, is what
-    such predictions are worth on prompts that θ was not fitted to, and so is the ridge chosen; where they turn out to
-    have lost on later batches, c is what they were worth there. So B falls back to B0 where states say nothing, and
-    is B0 in the first batch. It stays within the returns seen.
+    such predictions are worth on prompts that θ was not fitted to, and so is the ridge chosen. At most it is a quarter
+    after the first batch; that bound doubles with every batch on which B did better than B0, and halves with every
+    other. So B falls back to B0 where states say nothing, and is B0 in the first batch. It stays within the returns
+    seen.
 
     Assumes that what states say about returns carries over from earlier prompts and from the slightly older policy.
     Unbiased: B_t looks at what stands before y_t, and θ and c at earlier batches. With rewards per turn or token, B0
@@ -49,7 +52,6 @@ class Value:
     """
 
     decay = 0.9  # of what a batch counts, with every further one
-    recent = 0.7  # the same, for what predictions were worth on later batches
     ridges = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)  # in average batches
     folds = 4  # of prompts
     bounded = True  # whether B stays within the returns seen
@@ -58,6 +60,7 @@ class Value:
     def __init__(self) -> None:
         self.theta: torch.Tensor | None = None  # (K,)
         self.weight = 0.0  # c
+        self._most_weight = 0.25
         self._sums: dict[str, torch.Tensor] = {}  # over earlier batches; float64, on the CPU
         self._batches = 0.0  # their number, those of long ago counting less
         self._prompts = 0  # of all batches
@@ -83,6 +86,8 @@ class Value:
         new = {name: part.view_as(values) for (name, values), part in zip(found.items(), split, strict=True)}
         power, left = new.pop("power").item(), new.pop("left").item()
         metrics = {"explained": 1 - left / power if power > 0 else math.nan, "weight": self.weight}
+        if self.weight > 0:
+            self._most_weight = min(2 * self._most_weight, 1.0) if left < power else max(self._most_weight / 2, 1 / 64)
 
         least, most = tokens.gather(self._ends_of(tokens).unsqueeze(0)).amax(dim=0).tolist()
         self._returns_seen = min(self._returns_seen[0], -least), max(self._returns_seen[1], most)
@@ -92,8 +97,7 @@ class Value:
             return metrics
         self._batches = self.decay * self._batches + 1
         for name, values in new.items():
-            decay = self.recent if name.startswith("predicted") else self.decay
-            self._sums[name] = decay * self._sums.get(name, torch.zeros_like(values)) + values
+            self._sums[name] = self.decay * self._sums.get(name, torch.zeros_like(values)) + values
         self._fit()
         return metrics
 
@@ -135,8 +139,7 @@ class Value:
         total: dict[str, torch.Tensor] = {}
         for block in tokens.blocks():
             features = self._features(block)
-            predicted = self._predicted(features).to(precise)
-            left = (block.returns - self._baseline(block.base, predicted)).to(precise)
+            left = (block.returns - self._baseline(block.base, self._predicted(features))).to(precise)
             residual = (block.returns - block.base).expand_as(block.mask).to(precise)
             energy = block.energy.to(precise)
             weights = energy if self.weights == "energy" else block.mask.to(precise)
@@ -148,8 +151,6 @@ class Value:
             found = {
                 "φφ": products[:, :-1, :-1],
                 "φ residual": products[:, :-1, -1],
-                "predicted residual": (energy * predicted * residual).sum(),
-                "predicted²": (energy * predicted.square()).sum(),
                 "power": (energy * residual.square()).sum(),
                 "left": (energy * left.square()).sum(),
             }
@@ -176,12 +177,9 @@ class Value:
         gain = 2 * weights * agreement - weights.square() * size
         best = int(gain.nan_to_num(nan=-math.inf).argmax())
         self.theta = self._solution(squares.sum(dim=0), products.sum(dim=0), self.ridges[best])
-        self.weight = weights[best].item()
+        self.weight = min(weights[best].item(), self._most_weight)
         if not (self.theta.isfinite().all() and math.isfinite(self.weight)):
-            return self._start_anew("its linear system has no finite solution")
-        agreement, size = self._sums["predicted residual"], self._sums["predicted²"]
-        if 2 * agreement < self.weight * size:  # they lost
-            self.weight = min(max((agreement / size).item(), 0.0), self.weight)
+            self._start_anew("its linear system has no finite solution")
 
     def _solution(self, squares: torch.Tensor, products: torch.Tensor, ridge: float) -> torch.Tensor:
         """`(…, K)` θ; features may be shifted or scaled without changing what is predicted."""
@@ -189,8 +187,15 @@ class Value:
         varies = (diagonal - constant.square() / constant[..., :1].clamp(min=1e-30)).clamp(min=0)
         penalty = ridge / self._batches * varies + 1e-9 * diagonal
         penalty = penalty.where(diagonal > 0, 1.0)  # of a feature that was 0 throughout
-        return torch.linalg.solve_ex(squares + torch.diag_embed(penalty), products)[0]
+        squares = squares + torch.diag_embed(penalty)
+        # Of B, B0 is a part between 0 and 1. In a few batches it would be another: what the others earned tells there
+        # what a completion itself did, as they sum up to the same
+        of_base = torch.linalg.solve_ex(squares, products)[0][..., BASE].clamp(-1, 0).unsqueeze(-1)
+        rest = [i for i in range(products.size(-1)) if i != BASE]
+        others = products[..., rest] - squares[..., rest, BASE] * of_base
+        theta = torch.linalg.solve_ex(squares[..., rest, :][..., rest], others)[0]
+        return torch.cat([theta[..., :BASE], of_base, theta[..., BASE:]], dim=-1)
 
     def _start_anew(self, reason: str) -> None:
         logger.warning(f"The baseline 'value' forgets what it has learnt, as {reason}; it goes on as 'rloo_pooled'.")
-        self.theta, self.weight, self._sums, self._batches = None, 0.0, {}, 0.0
+        self.theta, self.weight, self._most_weight, self._sums, self._batches = None, 0.0, 0.25, {}, 0.0

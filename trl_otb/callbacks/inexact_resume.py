@@ -11,11 +11,12 @@ logger = get_logger(__name__)
 
 class InexactResumeNotice(TrainerCallback):
     """
-    Says when a checkpoint lies inside a generation buffer.
+    Says when a checkpoint lies inside a generation buffer, or past the first epoch.
 
     [`~trl.GRPOTrainer`] trains on a buffer of completions for `steps_per_generation × num_iterations` micro-batches
     and does not keep it in a checkpoint. A run resumed from inside one generates anew and differs from one that was
-    never interrupted; nothing is lost.
+    never interrupted; nothing is lost. The order of prompts is drawn by a generator that starts anew when a run is
+    resumed, so that prompts come in the first epoch's order again.
     """
 
     def __init__(self) -> None:
@@ -28,6 +29,11 @@ class InexactResumeNotice(TrainerCallback):
             logger.warning(
                 f"Resuming at step {state.global_step}, inside a generation buffer: new completions take the place of "
                 "those that were left in it, so this run will differ from one that was not interrupted."
+            )
+        elif state.epoch is not None and state.epoch >= 1 and getattr(args, "shuffle_dataset", True):
+            logger.warning(
+                f"Resuming at step {state.global_step}, in epoch {int(state.epoch) + 1}: TRL draws the order of "
+                "prompts as in the first epoch, so this run will differ from one that was not interrupted."
             )
         elif args.save_strategy == "steps" and _inside_buffer(args, state.save_steps):
             self._warn_once(args, f"`save_steps` is {state.save_steps}: some checkpoints will lie")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..baselines import Baseline, Tokens, find_baseline
-from ..baselines.advantages import assign_credit_by_totals
+from ..baselines.advantages import assign_credit_by_totals, totals_of_tokens
 from ..baselines.groups import turns_of
 from ..rewards import last_tokens
 from ..rollout import Rollout
@@ -40,13 +40,10 @@ def with_history(
         pool, beside = pool_of(parts), beside_of(parts, [e for e in of_batch for _ in range(trainer.num_generations)])
         if pool.rewards.dim() == 2:
             raise ValueError(no_turns(fresh[0].name))
-        nothing = torch.zeros_like(pool.rewards)
+        totals, n = totals_of_tokens(pool.energy, pool.mask), trainer.num_generations
         for rule in fresh:
-            below = assign_credit_by_totals(
-                pool.rewards, nothing, nothing, trainer.num_generations, baseline=rule.on_top_of or ""
-            )
-            prompt = torch.arange(len(pool)) // trainer.num_generations
-            base = below.returns - below.advantages
+            below = assign_credit_by_totals(pool.rewards, *totals, n, baseline=rule.on_top_of or "")
+            prompt, base = torch.arange(len(pool)) // n, below.returns - below.advantages
             rule.function.update(Tokens(pool.rewards, base, pool.energy, pool.mask, prompt, beside))
     for rule in found.values():
         if hasattr(rule.function, "bounded"):
