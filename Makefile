@@ -29,7 +29,7 @@ format: $(VENV)/.test
 	$(BIN)/ruff format .
 
 picture: $(VENV)/.recipes ## the README's picture, recipes/group.png
-	$(BIN)/python -W ignore -c "from recipes.studies.figures import sample; sample(8).plot('recipes/group.png')"
+	$(BIN)/python -W ignore -m recipes.studies.picture
 
 # What a newer TRL would break: it is installed beside the environment, and contract, sources and quick tests run with it.
 drift: $(VENV)/.test ## make drift TRL=1.17.0

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from recipes.common.errors import InputError
-from recipes.studies import figures, learning_curves, render
+from recipes.studies import learning_curves, picture, render
 from recipes.studies.learning_curves import Run, Schedule, best_rates, collapsed, estimate, tokens_to
 
 
@@ -156,7 +156,7 @@ def test_an_interval_covers_as_often_as_it_says(monkeypatch):
 
 
 @pytest.mark.slow
-def test_learning_curves_and_figures(tmp_path, monkeypatch, capsys):
+def test_learning_curves(tmp_path, monkeypatch, capsys):
     task = Schedule({4: 4, 8: 4, 32: 4}, (4e-4,), 0.1)
     monkeypatch.setattr(learning_curves, "TASKS", {"calculator": task})
     monkeypatch.setattr(learning_curves, "TUNING_SEEDS", ((101,), (101, 102)))
@@ -170,18 +170,17 @@ def test_learning_curves_and_figures(tmp_path, monkeypatch, capsys):
     learning_curves.main([*flags, "--output_dir", str(runs)])
     assert "held-out" not in capsys.readouterr().out.split("outcomes")[0]  # nothing is trained again
 
-    for name, value in {"BASELINES": ("group_mean", "otb"), "TASK": "calculator", "RATE": 4e-4, "SEEDS": 1}.items():
-        monkeypatch.setattr(figures, name, value)
-    monkeypatch.setattr(figures, "sample", lambda size, of=figures.sample: of(16))
-    figures.main(["--output_dir", str(tmp_path / "figures"), "--runs_dir", str(runs)])
-    for name in ("figure1_2", "figure3_4", "figure5"):
-        assert (tmp_path / "figures" / f"{name}.png").stat().st_size > 10_000
 
-
-def test_no_figures_to_plot_is_said(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        figures.main(["--output_dir", str(tmp_path), "--plot_only"])
-    assert "nothing or not all is saved" in capsys.readouterr().err
+@pytest.mark.slow
+def test_the_picture_of_the_readme(tmp_path, monkeypatch):
+    """On a shorter task: what is drawn is under `value`, which has learnt from other problems than the one drawn."""
+    for name, value in {"TASK": "scratchpad_10", "PROBLEM": "7+4*02", "BATCHES": 3}.items():
+        monkeypatch.setattr(picture, name, value)
+    rollout = picture.sample(4)
+    assert len(rollout) == 4 and rollout.mask.sum() > 20
+    assert (rollout.baselines - rollout.base)[rollout.mask.bool()].abs().max() > 0
+    rollout.plot(tmp_path / "group.png")
+    assert (tmp_path / "group.png").stat().st_size > 10_000
 
 
 @pytest.mark.slow

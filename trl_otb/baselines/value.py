@@ -137,17 +137,19 @@ class Value:
         """Over the tokens of a generation batch; float64, except where the device has none."""
         precise = torch.float32 if tokens.base.device.type == "mps" else torch.float64
         total: dict[str, torch.Tensor] = {}
+        folds = [(prompt + self._prompts) % self.folds for prompt in tokens.prompt.tolist()]
         for block in tokens.blocks():
+            of_block, folds = folds[: len(block)], folds[len(block) :]
             features = self._features(block)
             left = (block.returns - self._baseline(block.base, self._predicted(features))).to(precise)
             residual = (block.returns - block.base).expand_as(block.mask).to(precise)
             energy = block.energy.to(precise)
             weights = energy if self.weights == "energy" else block.mask.to(precise)
-            fold = (block.prompt + self._prompts) % self.folds
-            rows = torch.cat([features, residual.unsqueeze(-1)], dim=-1).flatten(0, 1)
-            products = torch.stack(
-                [(rows * (weights * (fold == f)[:, None]).view(-1, 1)).T @ rows for f in range(self.folds)]
-            )
+            products = torch.zeros(self.folds, *[features.size(-1) + 1] * 2, dtype=precise, device=energy.device)
+            for fold in set(of_block):
+                rows = [row for row, of_row in enumerate(of_block) if of_row == fold]
+                x = torch.cat([features[rows], residual[rows].unsqueeze(-1)], dim=-1).flatten(0, 1)
+                products[fold] = (x * weights[rows].flatten().unsqueeze(1)).T @ x
             found = {
                 "φφ": products[:, :-1, :-1],
                 "φ residual": products[:, :-1, -1],
