@@ -20,7 +20,7 @@ from recipes.toy import lake, scratchpad
 
 
 HERE = Path(__file__).parent
-PAGES = ("README", "horizon", "turns", "learning_curves")
+PAGES = ("README", "horizon", "value", "turns", "learning_curves")
 Tables = dict[str, list[dict[str, Any]]]  # of cells by task, or of arms by title
 
 # Results

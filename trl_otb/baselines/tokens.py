@@ -9,7 +9,7 @@ from ..blocks import blocks_of_rows
 from .groups import completion_returns, read, reward_to_go, scorable_rows
 
 
-FINER = 16  # are blocks for baselines with features, of tens of numbers per token
+FINER = 32  # are blocks for baselines with features, of tens of numbers per token
 
 
 class Tokens:
