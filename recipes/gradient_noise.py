@@ -58,7 +58,7 @@ class NoiseArguments(ToolMathArguments):
         default=128, help="Completions in a prompt's pool; more make every figure surer."
     )
     baselines: list[str] = HfArg(  # noqa: RUF009
-        default_factory=lambda: ["ogb", "otb", "otb_shrunk", "ogb_pooled", "ogb_pooled_damped"],
+        default_factory=lambda: ["ogb", "otb", "otb_shrunk", "ogb_pooled", "ogb_pooled_damped", "value"],
         help="Baselines beside `none` and `group_mean`; those that read energies also with one left out.",
     )
     group_sizes: list[int] = HfArg(default_factory=lambda: [4, 8], help="Completions per group, N.")  # noqa: RUF009

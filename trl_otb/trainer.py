@@ -31,11 +31,14 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
 
         A_{t,i} = G_{t,i} − B_t,   B_t = Σ_i W_{t,i} G_{t,i} / Σ_i W_{t,i}.
 
+    That is `baseline="otb"`, the default; `trl_otb.baselines` has others, among them `"value"`, which predicts the
+    return from what a completion has written so far.
+
     Energies cost no logits: Σπ² comes out of TRL's fused LM head. `energy_source`, logged once, names the forward
     used: the no-gradient forward that TRL runs itself (reused batches, vLLM's importance-sampling correction); else
     the training forward, where a micro-batch holds whole groups (`per_device_train_batch_size` is a multiple of
-    `num_generations`) and the baseline compares no prompts; else one extra forward without gradient. All give the
-    same advantages.
+    `num_generations`) and the baseline compares no prompts, or under `"value"`; else one extra forward without
+    gradient. All give the same advantages.
 
     `rollouts["train"]` and `rollouts["eval"]` are the last generation batches, token by token: see
     [`~trl_otb.rollout.Rollout`].

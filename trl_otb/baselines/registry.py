@@ -41,7 +41,8 @@ class Baseline:
         unbiased (`bool` or `"leave_one_out"`):
             Whether B never depends on the completion it is subtracted from, so that the gradient is unbiased: always
             (`True`), where the option `leave_one_out` is set (`"leave_one_out"`), or never (`False`). B_t may depend
-            on what stands before token t.
+            on what stands before token t. It is said of the plain sum of gradients, over completions that are not left
+            out for what they are (masked for their length, or without a reward).
         reads (`tuple[str, ...]`):
             What the function reads beside returns, energies and lengths: some of `"logps"`, `"states"`,
             `"completion_ids"`, `"turn"` and `"prompt_key"`; see [`~trl_otb.baselines.Groups`].
