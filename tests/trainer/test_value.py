@@ -88,6 +88,18 @@ def test_it_trains_under_every_setting(train_value, setting):
     assert len(logged(trainer, "otb/value/explained")) == len(logged(trainer, "otb/value/weight")) == rollouts > 0
 
 
+def test_mixed_precision_ends_at_the_forward(train_value):
+    """States are projected, and baselines formed, in float32."""
+    trainer = train_value(train=False, max_steps=2, bf16=True)
+    seen = []
+    update = trainer._baseline.function.update
+    trainer._baseline.function.update = lambda tokens: (seen.append(tokens.states), update(tokens))[1]
+    trainer.train()
+    rollout = trainer.rollouts["train"]
+    assert {x.dtype for x in (*seen, rollout.baselines, rollout.advantages)} == {torch.float32}
+    assert (seen[0] - seen[0].bfloat16().float()).abs().max() > 0
+
+
 def test_states_are_those_of_a_layer_at_two_thirds_of_the_depth(train_value, model_path):
     trainer = train_value(train=False, max_steps=1, learning_rate=0.0)
     seen = []

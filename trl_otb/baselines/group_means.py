@@ -107,7 +107,7 @@ def group_mean(group: Completions) -> torch.Tensor:
         B = Σ_i R_i / N
 
     GRPO, https://arxiv.org/abs/2402.03300. Treats all completions and tokens as equally noisy. Biased by the factor
-    (N−1)/N only. Under it a run has GRPOTrainer's weights to the bit.
+    (N−1)/N only. Under it, and with equal `scale_rewards`, a run has GRPOTrainer's weights to the bit.
     """
     return group.mean(torch.ones_like(group.returns))
 

@@ -44,7 +44,8 @@ def with_history(
         for rule in fresh:
             below = assign_credit_by_totals(pool.rewards, *totals, n, baseline=rule.on_top_of or "")
             prompt, base = torch.arange(len(pool)) // n, below.returns - below.advantages
-            rule.function.update(Tokens(pool.rewards, base, pool.energy, pool.mask, prompt, beside))
+            with torch.autocast("cpu", enabled=False):
+                rule.function.update(Tokens(pool.rewards, base, pool.energy, pool.mask, prompt, beside))
     for rule in found.values():
         if hasattr(rule.function, "bounded"):
             rule.function.bounded = False  # what is measured must be linear in the baseline below
@@ -77,6 +78,7 @@ def beside_of(parts: list[Rollout], examples: list[dict[str, Any]]) -> dict[str,
     return found | {"turn": turns_of(stacked([r.mask for r in parts])), "prompt_key": prompt_keys(examples)}
 
 
+@torch.autocast("cpu", enabled=False)
 def prediction(rule: Baseline, pool: Pool, beside: dict[str, torch.Tensor]) -> tuple[float, torch.Tensor]:
     """
     a, and `(M, T)` p_t, where B_t = a B0 + p_t.

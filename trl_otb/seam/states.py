@@ -55,7 +55,8 @@ class StateRecorder:
             size = states.size(-1)
             random = torch.randn(size, min(size, NUMBERS), generator=torch.Generator().manual_seed(0))
             self._projection = (random / math.sqrt(size)).to(states.device)
-        self._chunks.append(states @ self._projection)
+        with torch.autocast(states.device.type, enabled=False):
+            self._chunks.append(states @ self._projection)
 
 
 def _layers_of(decoder: Any) -> torch.nn.ModuleList | None:

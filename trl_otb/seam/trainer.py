@@ -246,7 +246,7 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
     def _score_micro_batch(self, inputs: dict[str, Any], forward: Forward) -> None:
         rollout, rows = self.rollouts[self.mode], inputs[ROWS]
         self.set_energies_of(rollout, forward, rows)
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(rollout.mask.device.type, enabled=False):
             self.score_rows(rollout, rows)
         inputs["advantages"] = advantages_of(rollout, rows)
 
@@ -320,14 +320,14 @@ def config_model_id(config: Any) -> str:
 
 def prompt_keys(inputs: list[dict[str, Any]]) -> torch.Tensor:
     """`(B,)` int64 a hash of each example's prompt and pictures, the same in every run."""
-    known: dict[int, int] = {}  # by identity: the completions of a prompt often share it
+    known: dict[tuple[int, ...], int] = {}  # by identity: the completions of a prompt often share it
     keys = []
     for example in inputs:
-        prompt = example["prompt"]
-        if id(prompt) not in known:
-            pictures = {name: example[name] for name in ("image", "images") if example.get(name) is not None}
-            known[id(prompt)] = int(Hasher.hash((prompt, pictures) if pictures else prompt)[:15], 16)
-        keys.append(known[id(prompt)])
+        columns = [example.get(name) for name in ("prompt", "image", "images")]
+        same = tuple(map(id, columns))
+        if same not in known:
+            known[same] = int(Hasher.hash(columns)[:15], 16)
+        keys.append(known[same])
     return torch.tensor(keys)
 
 
