@@ -1,8 +1,10 @@
 """The studies of noise: scratchpad, lake, the language model's tasks; their results and the pages made of them."""
 
+import importlib
 import json
 import random
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +19,7 @@ from recipes.toy import lake, scratchpad
 from tests.helpers import tiny
 from tests.recipes.conftest import shortly_trained
 from trl_otb import OTBGRPOConfig
+from trl_otb.baselines import BASELINES, Tokens
 
 
 # The scratchpad
@@ -240,6 +243,40 @@ def test_the_study_of_the_horizon_measures_saves_draws_and_publishes(tmp_path, c
     assert after["tables"].pop("T = 10") != before["tables"].pop("T = 10") and after == before
     assert page.count("| T = 10 (n = 33) | T = 30 (n = 32) |") == 3 and "1.23 (1.10–?)" in page
     assert (pages / "horizon.png").stat().st_size > 10_000
+
+
+@pytest.mark.usefixtures("registry")
+def test_the_study_of_value_takes_it_apart_and_publishes(tmp_path, compare, pages, monkeypatch):
+    monkeypatch.delitem(sys.modules, "recipes.studies.value", raising=False)  # so that it registers its baselines
+    study = importlib.import_module("recipes.studies.value")
+    monkeypatch.setattr(study, "trainer_of", lambda task, **options: (task, options))
+    monkeypatch.setattr(study, "task_of", lambda name, seed: (name, seed))
+    study.main(["--output_dir", str(tmp_path / "study"), "--tasks", "sums"])
+    ((task, _), asked) = compare[0]
+    assert task == ("sums", 0) and asked["group_sizes"] == [4, 16] and "value" in asked["baselines"]
+    assert {*study.ABLATIONS} <= {*asked["baselines"]} & {*BASELINES}
+    before = render.load("value")
+    study.main(["--output_dir", str(tmp_path / "study"), "--tasks", "sums", "--plot_only"])
+    assert render.load("value") == before and (tmp_path / "study" / "tables.md").exists()
+
+
+@pytest.mark.parametrize("name", ["value_no_states", "value_no_sums", "value_weights_one", "value_whole"])
+@pytest.mark.usefixtures("registry")
+def test_value_without_one_of_its_parts_learns(name, monkeypatch):
+    monkeypatch.delitem(sys.modules, "recipes.studies.value", raising=False)
+    importlib.import_module("recipes.studies.value")
+    g, rows, length = torch.Generator().manual_seed(0), 32, 6
+    part, whole = (BASELINES[of].instance().function for of in (name, "value"))
+    for _ in range(3):
+        energy, states = torch.rand(rows, length, generator=g), torch.randn(rows, length, 3, generator=g)
+        rewards = (states[..., 0].mean(dim=1) + energy.mean(dim=1) > 0.5).float()
+        beside = {"logps": -energy, "states": states}
+        mask, prompt = torch.ones(rows, length), torch.arange(rows) // 4
+        tokens = Tokens(rewards, rewards.mean().expand(rows, 1), energy, mask, prompt, beside)
+        part.update(tokens)
+        whole.update(tokens)
+    assert len(part.theta) == {"value_no_states": 9, "value_no_sums": 3 + 6}.get(name, 15)
+    assert part(tokens).isfinite().all() and not torch.equal(part(tokens), whole(tokens))
 
 
 @pytest.mark.slow

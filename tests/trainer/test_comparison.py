@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import random
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -255,7 +256,8 @@ def test_value_is_measured_after_batches_or_as_it_was_trained(train):
 
 
 @pytest.mark.usefixtures("registry")
-def test_a_baseline_that_only_remembers_is_refused_and_left_out(train):
+def test_a_baseline_that_only_remembers_is_refused_and_left_out(train, monkeypatch):
+    monkeypatch.delitem(sys.modules, "recipes.prompt_tracker", raising=False)  # so that it registers itself
     trainer = train(train=False)
     with pytest.raises(ValueError, match="which remembers earlier batches. Of those, only ones on top of another"):
         compare_baselines(trainer, **SMALL | {"baselines": ["recipes.prompt_tracker:PromptTracker"]})

@@ -1,12 +1,13 @@
 """`value` in the trainer: never an extra forward, the same advantages in every layout, and a memory that is kept."""
 
+import importlib
 import math
+import sys
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from recipes.prompt_tracker import PromptTracker
 from tests.helpers import tiny, tiny_vision
 from tests.helpers.settings import LORA, SETTINGS, assert_same_weights, logged, scripted_rollout, weights
 from trl_otb import OTBGRPOConfig, register_baseline
@@ -187,6 +188,13 @@ def test_a_compiled_model(train_value, memory, options):
 # The slot
 
 
+@pytest.fixture
+def prompt_tracker(registry, monkeypatch):
+    """The recipe's class, registered as by a first import, and gone after the test."""
+    monkeypatch.delitem(sys.modules, "recipes.prompt_tracker", raising=False)
+    return importlib.import_module("recipes.prompt_tracker").PromptTracker
+
+
 class Counting:
     """Per completion: nothing, and notes what it is told."""
 
@@ -299,7 +307,7 @@ def test_a_function_on_top_of_another(train):
         train(baseline="odd", max_steps=1, rollout_func=scripted_rollout)
 
 
-def test_the_recipe_that_tracks_prompts(train):
+def test_the_recipe_that_tracks_prompts(train, prompt_tracker):
     run = {"baseline": "recipes.prompt_tracker:PromptTracker", "num_generations": 2, "reward_funcs": even_at_the_end}
     trainer = train(max_steps=4, **run)
     tracker = trainer._baseline.function
@@ -316,8 +324,8 @@ def test_the_recipe_that_tracks_prompts(train):
     assert_same_weights(trainer, again)
 
 
-def test_the_recipe_that_tracks_prompts_by_hand():
-    tracker, keys = PromptTracker(), torch.tensor([7, 7, 9, 9])
+def test_the_recipe_that_tracks_prompts_by_hand(prompt_tracker):
+    tracker, keys = prompt_tracker(), torch.tensor([7, 7, 9, 9])
 
     def group(*returns):
         nothing = torch.zeros(4)

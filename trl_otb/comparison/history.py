@@ -1,6 +1,7 @@
 """Baselines on top of another, as they are after some generation batches: what they predict of a pool's tokens."""
 
 import copy
+from dataclasses import replace
 from itertools import cycle, islice
 from typing import Any
 
@@ -31,7 +32,7 @@ def with_history(
     own = trainer.trained_baseline
     for name, rule in found.items():
         if own is not None and own.name == rule.name:
-            found[name] = Baseline(**{**vars(rule), "function": copy.deepcopy(own.function)})
+            found[name] = replace(rule, function=copy.deepcopy(own.function))
     fresh = [rule for rule in found.values() if rule.remembers and (own is None or rule.name != own.name)]
     some = cycle(examples)
     for batch in range(BATCHES if fresh else 0):
