@@ -281,6 +281,7 @@ def test_what_it_has_learnt_goes_into_a_file_and_back(tmp_path):
 def test_sums_without_a_finite_solution_are_said_and_end_in_the_base(broken, caplog):
     value, task = learnt(), Task(100)
     task.states[0, 0, 1] = broken
+    assert value(task.tokens()).isfinite().all()
     with caplog.at_level(logging.WARNING):
         value.update(task.tokens())
     tokens = Task(101).tokens()

@@ -34,14 +34,14 @@ class Value:
     E[‖s_t‖² | x_t] (Greensmith, Bartlett and Baxter, 2004). With w_t for ‖s_t‖² that is a weighted least-squares
     problem, and in a linear class it has a closed form. This project's own.
 
-    φ holds 1, B0, the rewards earned before t, sums over the tokens generated before t (energy, surprisal, their
-    number, and the roots of these), and hidden states of a layer at two thirds of the policy's depth, projected at
-    random: that of the position that predicts y_t, and the mean of those up to it. They come from the forward that
-    yields energies anyway. A batch counts less by the factor 0.9 with every further one. c, between 0 and 1, is what
-    such predictions are worth on prompts that θ was not fitted to, and so is the ridge chosen. At most it is a quarter
-    after the first batch; that bound doubles with every batch on which B did better than B0, and halves with every
-    other. So B falls back to B0 where states say nothing, and is B0 in the first batch. It stays within the returns
-    seen.
+    φ holds 1, B0 (whose part in B is kept between 0 and 1), the rewards earned before t, sums over the tokens
+    generated before t (energy, surprisal, their number, and the roots of these), and hidden states of a layer at two
+    thirds of the policy's depth, projected at random: that of the position that predicts y_t, and the mean of those up
+    to it. They come from the forward that yields energies anyway. A batch counts less by the factor 0.9 with every
+    further one. c, between 0 and 1, is what such predictions are worth on prompts that θ was not fitted to, and so is
+    the ridge chosen. At most it is a quarter after the first batch; that bound doubles with every batch on which B did
+    better than B0, and halves with every other. So B falls back to B0 where states say nothing, and is B0 in the first
+    batch. It stays within the returns seen.
 
     Assumes that what states say about returns carries over from earlier prompts and from the slightly older policy.
     Unbiased: B_t looks at what stands before y_t, and θ and c at earlier batches. With rewards per turn or token, B0
@@ -123,8 +123,10 @@ class Value:
         return torch.cat([torch.stack([x.expand_as(mask) for x in numbers], dim=-1), states, mean], dim=-1)
 
     def _predicted(self, features: torch.Tensor) -> torch.Tensor:
-        """`(B, T)` θ·φ"""
-        return torch.zeros_like(features[..., 0]) if self.theta is None else features @ self.theta.to(features)
+        """`(B, T)` θ·φ; 0 where a state is not a number."""
+        if self.theta is None:
+            return torch.zeros_like(features[..., 0])
+        return (features @ self.theta.to(features)).nan_to_num(nan=0.0)
 
     def _baseline(self, base: torch.Tensor, predicted: torch.Tensor) -> torch.Tensor:
         """`(B, T)` B0 + c θ·φ, within the returns seen as far as B0 is."""
