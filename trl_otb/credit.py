@@ -6,7 +6,13 @@ import torch
 from accelerate import Accelerator
 
 from .baselines import Baseline, Tokens, assign_credit, find_baseline
-from .baselines.advantages import assign_credit_by_totals, base_of, credit_on_top, rows_compared, totals_of_tokens
+from .baselines.advantages import (
+    advantages_on_top,
+    assign_credit_by_totals,
+    compared_by,
+    rows_compared,
+    totals_of_tokens,
+)
 from .baselines.groups import completion_returns, scorable_rows, turns_of
 from .baselines.tokens import FINER
 from .blocks import by_blocks
@@ -52,10 +58,12 @@ def credit(rollout: Rollout, rows: Rows = EVERY_ROW, accelerator: Accelerator | 
     rule, n = find_baseline(options["baseline"]), rollout.num_generations
     scale = _scale(rollout, rows)
     if rule.on_top_of is not None:
+        tokens = tokens_of(rollout, rule, rows)
 
         def of_block(block: slice) -> tuple[torch.Tensor, ...]:
-            one = credit_on_top(rule, tokens_of(rollout, rule, _part(rows, block)))
-            return one.advantages / scale[block], one.returns - one.advantages
+            some = tokens.rows(block)
+            advantages = advantages_on_top(rule, some)
+            return advantages / scale[block], some.returns - advantages
 
         of_tokens = by_blocks(of_block, rollout.mask[rows], finer=FINER)
         for name, values in zip(("advantages", "baselines"), of_tokens, strict=True):
@@ -95,7 +103,7 @@ def credit_base(rollout: Rollout, accelerator: Accelerator | None = None, **opti
     The baseline that the one of `options` is on top of, from the returns of every row, and the group mean's
     advantages; arguments of [`credit`].
     """
-    below = base_of(find_baseline(options["baseline"]), rollout.rewards)
+    below = compared_by(find_baseline(options["baseline"]), rollout.rewards)
     credit(rollout, EVERY_ROW, accelerator, **options | {"baseline": below, "leave_one_out": False})
     rollout.base, rollout.baselines, rollout.advantages = rollout.baselines, None, None
 
@@ -239,14 +247,6 @@ def _scale(rollout: Rollout, rows: Rows) -> torch.Tensor:
 def _store_credit(rollout: Rollout, found: tuple[torch.Tensor, ...], rows: Rows) -> None:
     for name, values in zip(("advantages", "baselines", "lone_tail_tokens"), found, strict=True):
         store(rollout, name, values, rows)
-
-
-def _part(rows: Rows, block: slice) -> Rows:
-    """Those of `rows` whose places among them are in `block`."""
-    if isinstance(rows, torch.Tensor):
-        return rows[block]
-    first = rows.start or 0
-    return slice(first + block.start, first + block.stop)
 
 
 def _stretch(chosen: torch.Tensor) -> slice:

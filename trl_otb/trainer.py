@@ -6,6 +6,7 @@ from accelerate.logging import get_logger
 from trl import GRPOConfig
 
 from .baselines import Baseline, Completions, Tokens, find_baseline
+from .baselines.advantages import compared_by
 from .callbacks import GradientNoiseCallback, InexactResumeNotice
 from .config import OTBGRPOConfig
 from .credit import credit, credit_base, measure, tokens_of
@@ -154,7 +155,8 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
     def score_rollout(self, rollout: Rollout, batch: dict[str, Any]) -> None:
         """A rollout's energies, then its baselines and advantages, then its statistics."""
         rule = self._baseline
-        compared_here = len(rollout) % rollout.num_generations == 0 and not (rule.compares_prompts or rule.remembers)
+        across_prompts = compared_by(rule, rollout.rewards).across_prompts
+        compared_here = len(rollout) % rollout.num_generations == 0 and not across_prompts
         processes = None if self.accelerator.num_processes == 1 or compared_here else self.accelerator
 
         # Energies: TRL's own forward without gradient has left them in the rollout, or the training forward will, or

@@ -21,10 +21,11 @@ from recipes.benchmarks import Table, peak_and_kept, synchronize
 from trl_otb.baselines import BASELINES, Baseline
 from trl_otb.credit import credit, credit_base, measure, set_energies, tokens_of
 from trl_otb.rollout import Rollout
+from trl_otb.seam.states import NUMBERS
 
 
 SIZES = [(64, 2048), (1024, 2048), (1024, 8192), (1024, 32768)]
-N, STATES = 4, 32
+N = 4
 
 
 def inputs_of(rows: int, length: int, device: str, states: bool) -> list[torch.Tensor]:
@@ -35,7 +36,7 @@ def inputs_of(rows: int, length: int, device: str, states: bool) -> list[torch.T
     mask = (position < ends) & ~((position >= begin) & (position < begin + length // 8))
     energy = torch.rand(rows, length, generator=g)
     found = [torch.randn(rows, generator=g), energy, mask.long(), -energy]
-    return [x.to(device) for x in [*found, *([torch.rand(rows, length, STATES, generator=g)] if states else [])]]
+    return [x.to(device) for x in [*found, *([torch.rand(rows, length, NUMBERS, generator=g)] if states else [])]]
 
 
 def training_step(rule: Baseline, rewards, energy, mask, logps, states=None) -> Rollout:

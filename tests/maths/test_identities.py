@@ -8,7 +8,14 @@ import torch
 
 from tests.helpers.oracles import OPTIONS, Rollouts
 from trl_otb import blocks
-from trl_otb.baselines import BASELINES, assign_credit, compute_advantages, partial_pooling, reward_to_go
+from trl_otb.baselines import (
+    BASELINES,
+    assign_credit,
+    compute_advantages,
+    partial_pooling,
+    register_baseline,
+    reward_to_go,
+)
 
 
 def baselines_of(*inputs, **options):
@@ -181,6 +188,17 @@ def test_a_masked_completion_says_nothing_of_its_prompt():
         for reward in (-3.0, 0.0, 100.0):
             x.rewards[5] = reward
             torch.testing.assert_close(x.advantages(baseline=pooled), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.usefixtures("registry")
+def test_on_top_of_a_baseline_within_groups_rewards_per_token_are_pooled_over_all_blocks(monkeypatch):
+    """What a completion is compared with is decided by the baseline below, which is another for rewards per token."""
+    register_baseline("plus", on_top_of="rloo")(lambda tokens: tokens.base + 0.25)
+    x = Rollouts(groups=8)
+    rewards = torch.randn_like(x.energy) * x.mask
+    whole = x.advantages(rewards, baseline="plus")
+    monkeypatch.setattr(blocks, "LEAST", 2 * 4 * 12)  # two groups at a time, where groups are compared
+    torch.testing.assert_close(x.advantages(rewards, baseline="plus"), whole, atol=1e-6, rtol=0)
 
 
 def test_a_prompt_with_a_single_scorable_completion_has_the_others_mean():

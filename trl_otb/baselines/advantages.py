@@ -54,13 +54,12 @@ def assign_credit(
     _check_shapes(rewards, energy, mask, num_generations)
     rule = find_baseline(baseline).instance()
     if rule.on_top_of is not None:
-        below = base_of(rule, rewards)
+        below = compared_by(rule, rewards)
         aligned = alignment if below.per_token else "generated"
         found = assign_credit(rewards, energy, mask, num_generations, baseline=below, alignment=aligned)
-        base = found.returns - found.advantages
         prompt = torch.arange(len(mask), device=mask.device) // num_generations
-        credit = credit_on_top(rule, Tokens(rewards, base, energy, mask, prompt, beside))
-        return credit._replace(lone_tail_tokens=found.lone_tail_tokens)
+        tokens = Tokens(rewards, found.returns - found.advantages, energy, mask, prompt, beside)
+        return Credit(advantages_on_top(rule, tokens), tokens.returns, found.lone_tail_tokens)
     if rule.totals_only:
         totals = completion_returns(rewards), *totals_of_tokens(energy, mask)
         return assign_credit_by_totals(
@@ -76,7 +75,7 @@ def assign_credit(
         leave_one_out=leave_one_out,
         beside=beside,
     )
-    return credit_groups(groups, rule, zero_tail)
+    return _credit(groups, rule, zero_tail)
 
 
 def assign_credit_by_totals(
@@ -91,25 +90,26 @@ def assign_credit_by_totals(
 ) -> Credit:
     """As [`assign_credit`], under a baseline that reads totals only; arguments of [`Completions`]."""
     totals = Completions(returns, total_energy, lengths, num_generations, leave_one_out=leave_one_out, beside=beside)
-    return credit_groups(totals, find_baseline(baseline).instance())
+    return _credit(totals, find_baseline(baseline).instance())
 
 
-def base_of(rule: Baseline, rewards: torch.Tensor) -> Baseline:
+def compared_by(rule: Baseline, rewards: torch.Tensor) -> Baseline:
     """
-    What a baseline on top of another stands on: the one that it names or, where `rewards` are per token, the pooled
-    mean of the others' reward-to-go.
+    The baseline that compares completions: `rule` itself or, if it is on top of another, the one that it names or,
+    where `rewards` are per token, the pooled mean of the others' reward-to-go.
     """
-    return find_baseline(rule.on_top_of or "") if rewards.dim() == 1 else REWARDS_TO_GO_POOLED
+    if rule.on_top_of is None:
+        return rule
+    return find_baseline(rule.on_top_of) if rewards.dim() == 1 else REWARDS_TO_GO_POOLED
 
 
-def credit_on_top(rule: Baseline, tokens: Tokens) -> Credit:
-    """Of completions by themselves, under a baseline on top of another; `lone_tail_tokens` are 0."""
+def advantages_on_top(rule: Baseline, tokens: Tokens) -> torch.Tensor:
+    """`(B, T)` of completions by themselves, under a baseline on top of another."""
     baseline = rule.function(tokens)
     if not rule.built_in:
         present = tokens.mask.unsqueeze(0)
         baseline = _checked(baseline, rule, present.shape, present).squeeze(0)
-    advantages = (tokens.returns - baseline) * tokens.mask
-    return Credit(advantages, tokens.returns, torch.zeros_like(tokens.mask[:, :1], dtype=torch.long))
+    return (tokens.returns - baseline) * tokens.mask
 
 
 def totals_of_tokens(energy: torch.Tensor | None, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -120,7 +120,7 @@ def totals_of_tokens(energy: torch.Tensor | None, mask: torch.Tensor) -> tuple[t
     return energy.float().masked_fill(mask == 0, 0.0).cumsum(dim=1)[:, -1], lengths
 
 
-def credit_groups(groups: Completions, rule: Baseline, zero_tail: bool = True) -> Credit:
+def _credit(groups: Completions, rule: Baseline, zero_tail: bool = True) -> Credit:
     """Of whole groups, under any other baseline."""
     if groups.shape[1] == 1:  # nobody to compare with
         baseline = torch.zeros_like(groups.returns)
@@ -216,12 +216,13 @@ def compute_advantages(
         )
         return (credit.advantages if rule.per_token else credit.advantages * mask[rows].float(),)
 
-    return by_blocks(advantages_of, mask, rows_compared(rule, len(mask), num_generations))[0]
+    rows_together = rows_compared(compared_by(rule, rewards), len(mask), num_generations)
+    return by_blocks(advantages_of, mask, rows_together)[0]
 
 
 def rows_compared(rule: Baseline, rows: int, num_generations: int) -> int:
     """How many of `rows` a baseline looks at together: a group's or, where prompts are compared, all."""
-    return max(rows, 1) if rule.compares_prompts else num_generations
+    return max(rows, 1) if rule.across_prompts else num_generations
 
 
 def _check_shapes(rewards: torch.Tensor, energy: torch.Tensor, mask: torch.Tensor, num_generations: int) -> None:

@@ -15,12 +15,12 @@ from tqdm import tqdm
 
 from ..baselines import BASELINES, Baseline, find_baseline
 from ..baselines.groups import completion_returns
-from ..seam.sampling import left_as_it_was, recording_states, sample_pool, single_rows, training_examples
+from ..seam.sampling import left_as_it_was, recording_states, rows_at_once, sample_pool, single_rows, training_examples
 from ..trainer import OTBGRPOTrainer
 from .efficiency import Comparison, Estimate
 from .estimators import CONTROL, Estimator, estimators
 from .gradients import CompletionGradients, Projection, studied_parameters
-from .history import BATCHES, beside_of, pool_of, prediction, with_history
+from .history import BATCHES, beside_of, history_of, pool_of, prediction, with_history
 from .moments import prompt_moments
 from .report import BaselineReport
 from .storage import Storage, only_writer
@@ -137,7 +137,13 @@ def compare_baselines(
             )
     on_top = [estimator.name for estimator in every if estimator.on_top_of is not None]
     studied_here = studied_parameters(trainer, parameters)
-    examples = _different_examples(trainer, num_prompts, seed)
+    batch = max(batch, 3)
+    drawn = _different_examples(trainer, num_prompts + (BATCHES * batch if on_top else 0), seed)
+    if len(drawn) < num_prompts:
+        raise ValueError(
+            f"`num_prompts` is {num_prompts} and the training data has {len(drawn)} different examples: ask for fewer."
+        )
+    examples, others = drawn[:num_prompts], drawn[num_prompts:]
     settings = {
         "subject": _model_name(trainer),
         "estimators": [vars(estimator) for estimator in every],
@@ -145,7 +151,7 @@ def compare_baselines(
         "group_size": trainer.num_generations if trainer.num_generations in sizes else sizes[0],
         "group_sizes": sizes,
         "completions_per_prompt": completions_per_prompt,
-        "prompts_per_batch": max(batch, 3),
+        "prompts_per_batch": batch,
         "scores_have_mean_zero": _scores_have_mean_zero(args),
         "measured": {
             "weights": _fingerprint(trainer.model),
@@ -155,7 +161,7 @@ def compare_baselines(
             "parameters": parameters,
             "projection": projection,
             "seed": seed,
-            **({"history": _history_of(trainer, on_top)} if on_top else {}),
+            **({"history": history_of(trainer, on_top)} if on_top else {}),
             "rewards": trainer.reward_func_names,
             "tools": [getattr(tool, "__name__", str(tool)) for tool in trainer.tools or []],
             **{name: getattr(args, name, None) for name in _SAMPLING},
@@ -186,9 +192,8 @@ def compare_baselines(
         with bar, left_as_it_was(trainer), recording_states(trainer) if on_top else nullcontext():
             remembering = {}
             if on_top and not asked <= kept:
-                others = [row for _, row in _different_examples(trainer, None, seed)[num_prompts:]]
-                history = others or [row for _, row in examples]
-                remembering = with_history(trainer, on_top, history, max(batch, 3), seed)
+                history = [row for _, row in others or examples]
+                remembering = with_history(trainer, on_top, history, batch, seed)
             _measure(trainer, storage, examples, gradients, studied, remembering, completions_per_prompt, seed, bar)
         measured = {prompt["example"]: prompt for prompt in storage.prompts()}
         return BaselineReport.of(storage.settings, [measured[name] for name, _ in examples])
@@ -248,8 +253,7 @@ def _measure_prompt(
     seed: int,
     bar: Any,
 ) -> dict[Any, Any]:
-    at_once = min(completions, max(trainer.args.per_device_train_batch_size, trainer.args.per_device_eval_batch_size))
-    parts = sample_pool(trainer, example, completions, at_once, seed % 2**32)
+    parts = sample_pool(trainer, example, completions, min(completions, rows_at_once(trainer)), seed % 2**32)
     rows = [row for _, batch in parts for row in single_rows(batch)]
     rollouts = [rollout for rollout, _ in parts]
     pool = pool_of(rollouts)
@@ -311,35 +315,20 @@ def _only_remembers(name: str) -> bool:
     return entry.remembers and entry.on_top_of is None
 
 
-def _history_of(trainer: OTBGRPOTrainer, on_top: list[str]) -> dict[str, Any]:
-    """What baselines that remember have seen: batches sampled for them, or the training of the trainer's own."""
-    own = trainer.trained_baseline
-    state = None if own is None else trainer.state_to_save()
-    return {name: Hasher.hash(state) if own is not None and own.name == name else BATCHES for name in on_top}
-
-
-def _different_examples(trainer: OTBGRPOTrainer, number: int | None, seed: int) -> list[tuple[str, dict[str, Any]]]:
-    """
-    So many different examples of the training data, drawn at random where it has a length, each with its hash; without
-    `number`, as many as there are, up to a thousand.
-    """
-    most, number = number is None, number or 1000
+def _different_examples(trainer: OTBGRPOTrainer, most: int, seed: int) -> list[tuple[str, dict[str, Any]]]:
+    """At most so many different examples of the training data, at random where it has a length, each with its hash."""
     data = training_examples(trainer)
     if hasattr(data, "__len__"):
         order = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed)).tolist()
         rows: Iterable[dict[str, Any]] = (data[i] for i in order)
     else:
-        rows = islice(iter(data), 100 * number)
+        rows = islice(iter(data), 100 * most)
     found: dict[str, dict[str, Any]] = {}
     for row in rows:
         found.setdefault(Hasher.hash(row), row)
-        if len(found) == number:
-            return list(found.items())
-    if most:
-        return list(found.items())
-    raise ValueError(
-        f"`num_prompts` is {number} and the training data has {len(found)} different examples: ask for fewer."
-    )
+        if len(found) == most:
+            break
+    return list(found.items())
 
 
 def _scores_have_mean_zero(args: Any) -> bool:

@@ -57,7 +57,8 @@ class Estimator:
 
     @property
     def across_prompts(self) -> bool:
-        return find_baseline(self.baseline).compares_prompts
+        """Whether it is put together from what was measured of several prompts, as all on top of another are."""
+        return find_baseline(self.baseline).across_prompts or self.on_top_of is not None
 
     @property
     def on_top_of(self) -> str | None:

@@ -6,6 +6,7 @@ from itertools import cycle, islice
 from typing import Any
 
 import torch
+from datasets.fingerprint import Hasher
 
 from ..baselines import Baseline, Tokens, find_baseline
 from ..baselines.advantages import assign_credit_by_totals, totals_of_tokens
@@ -28,12 +29,14 @@ def with_history(
     The baselines `names`, ready to predict: as the trainer has trained its own, or after `BATCHES` batches of
     `examples`, sampled with the trainer's N.
     """
-    found = {name: find_baseline(name).instance() for name in names}
-    own = trainer.trained_baseline
-    for name, rule in found.items():
-        if own is not None and own.name == rule.name:
-            found[name] = replace(rule, function=copy.deepcopy(own.function))
-    fresh = [rule for rule in found.values() if rule.remembers and (own is None or rule.name != own.name)]
+    found, fresh = {}, []
+    for name in names:
+        if (own := _trained(trainer, name)) is not None:
+            found[name] = replace(own, function=copy.deepcopy(own.function))
+            continue
+        found[name] = rule = find_baseline(name).instance()
+        if rule.remembers:
+            fresh.append(rule)
     some = cycle(examples)
     for batch in range(BATCHES if fresh else 0):
         of_batch = list(islice(some, prompts_per_batch))
@@ -51,6 +54,19 @@ def with_history(
         if hasattr(rule.function, "bounded"):
             rule.function.bounded = False  # what is measured must be linear in the baseline below
     return found
+
+
+def history_of(trainer: OTBGRPOTrainer, names: list[str]) -> dict[str, Any]:
+    """What the baselines `names` will have seen: batches sampled for them, or the training of the trainer's own."""
+    return {
+        name: BATCHES if _trained(trainer, name) is None else Hasher.hash(trainer.state_to_save()) for name in names
+    }
+
+
+def _trained(trainer: OTBGRPOTrainer, name: str) -> Baseline | None:
+    """The trainer's own baseline, if that is its name and it has learnt."""
+    own = trainer.trained_baseline
+    return own if own is not None and own.name == find_baseline(name).name else None
 
 
 def no_turns(name: str) -> str:

@@ -46,6 +46,11 @@ def left_as_it_was(trainer: EnergyGRPOTrainer) -> Iterator[None]:
                 setattr(trainer, name, record)
 
 
+def rows_at_once(trainer: EnergyGRPOTrainer) -> int:
+    """Completions that a process can hold in a forward."""
+    return max(trainer.args.per_device_train_batch_size, trainer.args.per_device_eval_batch_size)
+
+
 def sample_pool(
     trainer: EnergyGRPOTrainer, example: dict[str, Any], completions: int, at_once: int, seed: int
 ) -> list[tuple[Rollout, dict[str, Any]]]:
@@ -58,11 +63,7 @@ def sample_pool(
     set_seed(seed)
     parts = []
     for first in range(0, completions, at_once):
-        trainer.num_generations_eval = min(at_once, completions - first)
-        rollout, batch = trainer.collect([dict(example) for _ in range(trainer.num_generations_eval)])
-        if rollout.energy is None:
-            trainer.set_energies_of(rollout, trainer.extra_forward(batch))
-        parts.append((rollout, batch))
+        parts.append(_sample(trainer, [example], min(at_once, completions - first)))
     return parts
 
 
@@ -71,17 +72,20 @@ def sample_batch(
 ) -> list[Rollout]:
     """So many completions of each example, as in an evaluation, with rewards and energies, in order."""
     set_seed(seed)
-    at_once = max(trainer.args.per_device_train_batch_size, trainer.args.per_device_eval_batch_size)
-    prompts = max(1, at_once // completions)
-    parts = []
+    prompts = max(1, rows_at_once(trainer) // completions)
+    parts = range(0, len(examples), prompts)
+    return [_sample(trainer, examples[first : first + prompts], completions)[0] for first in parts]
+
+
+def _sample(
+    trainer: EnergyGRPOTrainer, examples: list[dict[str, Any]], completions: int
+) -> tuple[Rollout, dict[str, Any]]:
+    """So many completions of each example, at once."""
     trainer.num_generations_eval = completions
-    for first in range(0, len(examples), prompts):
-        some = examples[first : first + prompts]
-        rollout, batch = trainer.collect([dict(example) for example in some for _ in range(completions)])
-        if rollout.energy is None:
-            trainer.set_energies_of(rollout, trainer.extra_forward(batch))
-        parts.append(rollout)
-    return parts
+    rollout, batch = trainer.collect([dict(example) for example in examples for _ in range(completions)])
+    if rollout.energy is None:
+        trainer.set_energies_of(rollout, trainer.extra_forward(batch))
+    return rollout, batch
 
 
 @contextmanager
