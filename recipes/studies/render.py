@@ -12,15 +12,19 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy
 from matplotlib.figure import Figure
 
 from recipes.common.errors import InputError
 from recipes.common.report import markdown
+from recipes.studies.runs import TUNING_SEEDS, arms
 from recipes.toy import lake, scratchpad
 
 
 HERE = Path(__file__).parent
-PAGES = ("README", "horizon", "value", "turns", "learning_curves")
+RUN = ("task", "n", "baseline", "learning_rate", "seed", "policy")  # what tells one run from another
+LEARNING = ("scratchpad_100",)  # tasks in the picture of learning
+PAGES = ("value", "horizon", "turns", "learning_curves", "language")
 Tables = dict[str, list[dict[str, Any]]]  # of cells by task, or of arms by title
 
 # Results
@@ -50,23 +54,33 @@ def _lines(value: Any, depth: int = 1) -> str:
 
 def publish(name: str, tables: Tables) -> None:
     """
-    Put these tables in the place of the published ones, and render all pages.
+    Put these tables in the place of the published ones, or beside them, and render all pages.
 
     Raises:
-        InputError: There is no such table, or an estimator in it that was not measured.
+        InputError: A published table has an estimator that was not measured.
     """
     results = load(name)
     published = results["tables"]
-    if unknown := [title for title in tables if title not in published]:
-        raise InputError(f"results/{name}.json has no column {', '.join(unknown)}, only {', '.join(published)}.")
     for title, measured in tables.items():
-        both = published[title], measured
+        both = published.get(title, []), measured
         before, now = ({(row.get("estimator") or row["baseline"], row["n"]) for row in rows} for rows in both)
         if lost := ", ".join(sorted({estimator for estimator, _ in before - now})):
             raise InputError(
                 f"results/{name}.json has {lost} for {title}, which was not measured now: measure it too."
             )
     save(name, results | {"tables": published | tables})
+    render()
+
+
+def runs_of(task: str) -> list[dict]:
+    """The published runs of a task."""
+    return [row for row in load("runs")["runs"] if row["task"] == task]
+
+
+def publish_runs(rows: list[dict]) -> None:
+    """Add these runs to the published ones, or put them in the place of the same ones, and render all pages."""
+    of = {tuple(row[key] for key in RUN): row for row in [*load("runs")["runs"], *rows]}
+    save("runs", load("runs") | {"runs": [of[key] for key in sorted(of)]})
     render()
 
 
@@ -97,6 +111,16 @@ def by_task(tables: Tables, n: int) -> str:
     return markdown([["estimator", *titles.values()], *rows])
 
 
+def noise(tables: Tables, n: int, names: list[str]) -> str:
+    """A task per row, one of these estimators per column: noise to signal over the group mean's."""
+    rows = []
+    for task, cells in tables.items():
+        of = {cell["estimator"]: interval(cell["noise"]) for cell in cells if cell["n"] == n}
+        if set(of) & set(names):
+            rows.append([f"{task} ({cells[0]['prompts']})", *(of.get(name, "–") for name in names)])
+    return markdown([["task (prompts)", *(f"`{name}`" for name in names)], *rows])
+
+
 def _tokens(tokens: dict) -> str:
     """Over the seeds that reach the threshold, and how many never do."""
     if tokens["thousands"] is None:
@@ -113,7 +137,7 @@ ARM = {
     "task": ("task", str),
     "n": ("N", str),
     "baseline": ("baseline", str),
-    "learning_rate": ("learning rate", "{:g}".format),
+    "learning_rate": ("learning rate", lambda x: number(x, "g")),
     "seeds": ("seeds", str),
     "over_the_run": ("over the run", lambda x: interval(x, ".3f")),
     "last_tenth": ("in the last tenth", lambda x: interval(x, ".3f")),
@@ -125,6 +149,7 @@ ARM = {
     "entropy": ("entropy, first and last tenth", lambda x: "{:.3f}, {:.3f}".format(*x)),
     "noise_scale": ("noise scale (prompts)", lambda x: number(x, ".0f")),
     "collapsed": ("collapsed", str),
+    "won": ("pairs of seeds won", str),
 }
 
 
@@ -140,16 +165,9 @@ def of_arms(arms: list[dict]) -> str:
     return markdown([[title for title, _ in columns.values()] + rates, *rows])
 
 
-def headline() -> str:
-    """Noise to signal over the group mean's, of tasks of all studies, as headline.json chooses them."""
-    chosen, of = load("headline"), {}
-    for title, (name, task) in chosen["columns"].items():
-        for cell in load(name)["tables"][task]:
-            if cell["n"] == chosen["n"]:
-                of[title, cell["estimator"]] = "?" if cell["noise"][0] is None else interval(cell["noise"])
-    titles, rows = chosen["columns"], chosen["rows"]
-    cells = [[label, *(of.get((title, name), "–") for title in titles)] for label, name in rows.items()]
-    return markdown([["", *titles], *cells])
+def of_runs(rows: list[dict]) -> str:
+    """The table of a task's runs; the group mean's difference is from itself, of seeds in pairs."""
+    return of_arms(arms(rows))
 
 
 def rendered(page: str) -> str:
@@ -157,9 +175,12 @@ def rendered(page: str) -> str:
 
     def table(found: re.Match) -> str:
         line, name, key = found.groups()
-        if name == "headline":
-            return f"{line}\n\n{headline()}"
+        if name == "runs":
+            return f"{line}\n\n{of_runs(runs_of(key))}"
         tables = load(name)["tables"]
+        if "; " in key:  # N and estimators
+            n, *names = key.split("; ")
+            return f"{line}\n\n{noise(tables, int(n), names)}"
         return f"{line}\n\n{of_arms(tables[key]) if key in tables else by_task(tables, int(key))}"
 
     pattern = r"^(<!-- (\w+)(?:\.json)?: (?:N = )?(.+) -->)\n\n(?:\|.*\n)*"
@@ -168,66 +189,92 @@ def rendered(page: str) -> str:
 
 # Pictures
 
-# By results, to which candidates are added: what the dial counts, and columns by title, each a group size and the
-# tasks by the value of the dial
-PICTURES = {
-    "horizon": (
-        "tokens per completion",
-        {f"N = {n}": (n, {t: f"T = {t}" for t in scratchpad.STEPS}) for n in (4, 8, 32)},
-    ),
-    "turns": (
-        "turns per game",
-        {
-            "reward at the end, N = 4": (4, {t: f"lake_{t}" for t in lake.SIDES}),
-            "rewards per turn, N = 4": (4, {t: f"lake_{t}_turns" for t in lake.SIDES}),
-        },
-    ),
+
+def _columns(name: str, titles: dict[int, str], n: int) -> dict[int, tuple[str, str, int]]:
+    return {x: (name, title, n) for x, title in titles.items()}
+
+
+# By name its panels: title, what the x-axis counts, and by x the results, their column and N
+Panel = tuple[str, str, dict[int, tuple[str, str, int]]]
+PICTURES: dict[str, list[Panel]] = {
+    "horizon": [
+        ("scratchpads, N = 4", "tokens", _columns("value", {t: f"T = {t}" for t in scratchpad.STEPS}, 4)),
+    ],
+    "groups": [
+        (f"scratchpads, {task}", "completions per prompt, N", {n: ("value", task, n) for n in (4, 8, 32)})
+        for task in ("T = 30", "T = 100")
+    ],
+    "turns": [
+        (f"lakes, {title}, N = 4", "turns", _columns("turns", {t: f"lake_{t}{kind}" for t in lake.SIDES}, 4))
+        for title, kind in (("one reward at the end", ""), ("rewards per turn", "_turns"))
+    ],
 }
-PANELS = {
-    "as they are": ("none", "opo", "ogb", "otb", "otb_shrunk"),
-    "one left out: no bias": ("ogb, one left out", "otb, one left out", "otb_shrunk, one left out"),
-    "pooled": ("rloo_pooled", "ogb_pooled", "ogb_pooled_damped"),
-    "damped": ("damped_return", "inverse_energy", "inverse_relative", "clipped", "token_damped"),
+COLORS = {
+    "group_mean": "0.4",
+    "otb": "tab:red",
+    "otb, one left out": "tab:orange",
+    "ogb_pooled": "tab:blue",
+    "value": "tab:green",
+    "value_weights_one": "tab:olive",
+    "rloo": "tab:purple",
 }
 
 
-def draw(name: str, tables: Tables, path: Path) -> None:
-    """One row per panel of `PANELS`, one column per column of the picture `name`, of what is there."""
-    dial, columns = PICTURES[name]
-    of = {(task, cell["estimator"], cell["n"]): cell for task, cells in tables.items() for cell in cells}
-    dials = {title: {x: task for x, task in tasks.items() if task in tables} for title, (_, tasks) in columns.items()}
-    columns = {title: (columns[title][0], tasks) for title, tasks in dials.items() if tasks}
-    estimators = {estimator for _, estimator, _ in of}
-    panels = {title: names for title, names in PANELS.items() if estimators & {*names}}
-    if not columns:
-        return
-    figure = Figure(figsize=(4.2 * len(columns) + 0.6, 3.2 * len(panels)), layout="constrained")
-    axes = figure.subplots(len(panels), len(columns), sharex=True, sharey=True, squeeze=False)
-    for row, (panel, names) in zip(axes, panels.items(), strict=True):
-        for axis, (title, (n, tasks)) in zip(row, columns.items(), strict=True):
-            names = [name for name in names if name in estimators]
-            for i, name in enumerate(names):
-                found = [(x, of[task, name, n]["efficiency"]) for x, task in tasks.items() if (task, name, n) in of]
-                # Side by side, so that intervals do not hide each other; not what is lost in noise
-                found = [(x * 1.04 ** (i - len(names) / 2), *e) for x, e in found if e[0] is not None and any(e[1:])]
-                line = axis.plot([x for x, *_ in found], [e for _, e, *_ in found], "o-", markersize=4, label=name)[0]
-                for x, _, low, high in found:
-                    ends = [max(low or 0, 0), 9 if high is None else min(high, 9)]
-                    axis.plot([x, x], ends, color=line.get_color(), alpha=0.4)
-            axis.axhline(1, color="0.4", linewidth=0.8, linestyle=":")
-            axis.set(xscale="log", ylim=(0, 2))
-            axis.set_title(f"{panel}, {title}", fontsize=10)
-            axis.set_xticks(list(tasks), map(str, tasks))
-            axis.minorticks_off()
-            axis.grid(alpha=0.3)
-        row[0].set_ylabel("efficiency over the group mean's")
-        row[-1].legend(fontsize=8, loc="upper right")
-    for axis in axes[-1]:
-        axis.set_xlabel(dial)
-    prompts = sorted({tables[task][0]["prompts"] for _, tasks in columns.values() for task in tasks.values()})
-    numbers = " to ".join(map(str, dict.fromkeys((prompts[0], prompts[-1]))))
-    figure.suptitle(f"{numbers} prompts per point; bars: 95 % by bootstrap over prompts", fontsize=11)
-    figure.savefig(path, dpi=110)
+def axes_of(titles: list[str]) -> tuple[Figure, Any]:
+    figure = Figure(figsize=(4.6 * max(len(titles), 1), 3.6), layout="constrained")
+    axes = figure.subplots(1, len(titles), sharey=True, squeeze=False)[0]
+    for axis, title in zip(axes, titles, strict=True):
+        axis.set_title(title, fontsize=10)
+        axis.grid(alpha=0.3)
+    return figure, axes
+
+
+def draw(panels: list[Panel], path: Path) -> None:
+    """Noise to signal over the group mean's, of what is there."""
+    figure, axes = axes_of([title for title, *_ in panels])
+    for axis, (_, counted, columns) in zip(axes, panels, strict=True):
+        for name in ("otb", "otb, one left out", "ogb_pooled", "value"):
+            found = {
+                x: cell["noise"]
+                for x, (results, title, n) in columns.items()
+                for cell in load(results)["tables"].get(title, [])
+                if (cell["estimator"], cell["n"]) == (name, n) and None not in cell["noise"]
+            }
+            if found:
+                values, low, high = zip(*found.values(), strict=True)
+                axis.plot([*found], values, "o-", color=COLORS[name], markersize=4, label=name)
+                axis.fill_between([*found], low, high, color=COLORS[name], alpha=0.15, linewidth=0)
+        axis.axhline(1, color=COLORS["group_mean"], linewidth=1, label="group_mean")
+        axis.set(xscale="log", xlabel=counted, ylim=(0, 1.6))
+        axis.set_xticks([*columns], map(str, columns))
+        axis.minorticks_off()
+    axes[0].set_ylabel("noise over the group mean's\n(bands: 95 % over prompts)")
+    axes[0].legend(fontsize=8, ncols=2)
+    figure.savefig(path, dpi=120)
+
+
+def learning(tasks: dict[str, list[dict]], path: Path) -> None:
+    """The reward in each tenth of a run under each baseline at its tuned rate: mean and range over seeds."""
+    figure, axes = axes_of([f"{task}, N = 4" for task in tasks])
+    for axis, rows in zip(axes, tasks.values(), strict=True):
+        tuned = {arm["baseline"]: arm["learning_rate"] for arm in arms(rows) if arm["n"] == 4}
+        for name in (name for name in COLORS if tuned.get(name)):
+            of = [row for row in rows if (row["n"], row["baseline"], row["learning_rate"]) == (4, name, tuned[name])]
+            of = [row for row in of if row["seed"] not in TUNING_SEEDS]
+            if of:
+                curves = numpy.array([row["curve"] for row in of])
+                thousands = numpy.mean([row["tokens"] for row in of]) / 1000 * (numpy.arange(10) + 0.5) / 10
+                ends = (
+                    [min(values) for values in zip(*curves, strict=True)],
+                    [max(v) for v in zip(*curves, strict=True)],
+                )
+                mean = [sum(values) / len(of) for values in zip(*curves, strict=True)]
+                axis.plot(thousands, mean, color=COLORS[name], label=f"{name} ({len(of)} seeds)")
+                axis.fill_between(thousands, *ends, color=COLORS[name], alpha=0.1, linewidth=0)
+        axis.set(xlabel="generated tokens (thousands)")
+        axis.legend(fontsize=8)
+    axes[0].set_ylabel("mean reward (bands: range)")
+    figure.savefig(path, dpi=120)
 
 
 def report(tables: Tables, folder: Path) -> None:
@@ -235,7 +282,7 @@ def report(tables: Tables, folder: Path) -> None:
     sizes = dict.fromkeys(cell["n"] for cells in tables.values() for cell in cells)
     text = "\n".join(f"N = {n}:\n\n{by_task(tables, n)}" for n in sizes)
     (folder / "tables.md").write_text(text)
-    print(f"{text}\n{folder}: tables.md, a picture, and the data.")
+    print(f"{text}\n{folder}: tables.md, and by task noise.png and the data.")
 
 
 def render() -> None:
@@ -243,9 +290,9 @@ def render() -> None:
     for name in PAGES:
         page = HERE / f"{name}.md"
         page.write_text(rendered(page.read_text()))
-    for name in PICTURES:
-        measured, candidates = (load(of)["tables"] for of in (name, f"{name}_candidates"))
-        draw(name, {task: cells + candidates.get(task, []) for task, cells in measured.items()}, HERE / f"{name}.png")
+    for name, panels in PICTURES.items():
+        draw(panels, HERE / f"{name}.png")
+    learning({task: runs_of(task) for task in LEARNING}, HERE / "learning.png")
 
 
 if __name__ == "__main__":

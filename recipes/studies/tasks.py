@@ -1,8 +1,7 @@
-"""What the studies sample: a policy, problems and a reward; the trainer for them, and the noise of its gradient."""
+"""What the studies sample: a policy, problems and a reward; and the trainer for them."""
 
 import json
 import random
-from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,6 @@ from pathlib import Path
 from datasets import Dataset
 from transformers import AutoTokenizer, PrinterCallback
 
-import trl_otb
 from recipes import toy
 from recipes.common.arguments import RecipeArguments
 from recipes.common.problems import load_problems
@@ -20,7 +18,6 @@ from recipes.toy import dialogues, lake, scratchpad, worked_sums
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 
 
-BASELINES = ("opo", "ogb", "otb", "otb_shrunk", "rloo_pooled", "ogb_pooled", "ogb_pooled_damped")
 PROMPTS_PER_BATCH = 16  # of a step whose efficiency is published
 # Numbers of the sums, tokens of a completion, calls of the calculator
 CHAIN_SUMS = {
@@ -28,6 +25,9 @@ CHAIN_SUMS = {
     "calculator": (dialogues.CHAIN_SUM, 72, 6),
     "long_calculator": (dialogues.LONG_CHAIN_SUM, 180, 14),
 }
+MIXED = [10, 30, 100]  # tokens
+# In eighths, the chances of a prompt's completions: U-shaped, or even
+LUCKY = {"lucky_unequal": [1, 1, 1, 4, 7, 7, 7], "lucky_even": [1, 2, 3, 4, 5, 6, 7]}
 
 
 @dataclass(frozen=True)
@@ -46,26 +46,34 @@ class Task:
 
 def task_of(name: str, seed: int = 0) -> Task:
     """
-    One of `CHAIN_SUMS`, "scratchpad_100" and the like, "lake_6" and the like with one reward at the end, or
+    One of `CHAIN_SUMS`, "scratchpad_100" and the like, "scratchpad_mixed" with prompts of three lengths, "lucky_even"
+    or "lucky_unequal" whose rewards no state tells, "lake_6" and the like with one reward at the end, or
     "lake_6_turns" with a reward per turn. `seed` chooses the sums to train on.
     """
-    policy = getattr(toy, name.removesuffix("_turns"))()
+    policy = getattr(toy, "scratchpad_30" if name in LUCKY else name.removesuffix("_turns"))()
     if name in CHAIN_SUMS:
         options, tokens, calls = CHAIN_SUMS[name]
         problems = load_problems(RecipeArguments(dataset_options=json.dumps(options)), seed)
         tools = [calculator_tool(max_operations=1)] if calls else None
         train, held_out = with_prompts(problems.train), with_prompts(problems.held_out)
         return Task(policy, train, held_out, accuracy_reward(problems), tokens, tools, max_calls=calls)
-    dial = int(name.split("_")[1])
-    of_lake = name.startswith("lake")
-    rows = lake.problems(lake.SIDES[dial]) if of_lake else scratchpad.problems(scratchpad.STEPS[dial])
+    kind, dial, *_ = name.split("_")
+    if kind == "lake":
+        rows = lake.problems(lake.SIDES[int(dial)])
+    elif kind == "lucky":
+        rows = scratchpad.lucky_letters(LUCKY[name])
+    else:
+        lengths = MIXED if dial == "mixed" else [int(dial)]
+        rows = [row for length in lengths for row in scratchpad.problems(scratchpad.STEPS[length])]
     random.Random(0).shuffle(rows)
     fifth = len(rows) // 5
     train, held_out = (with_prompts(Dataset.from_list(some)) for some in (rows[fifth:], rows[:fifth]))
-    if not of_lake:
-        return Task(policy, train, held_out, scratchpad.last_digit, 2 * dial)
+    if kind == "lucky":
+        return Task(policy, train, held_out, scratchpad.first_letter, 60)
+    if kind == "scratchpad":
+        return Task(policy, train, held_out, scratchpad.last_digit, 2 * max(lengths))
     reward = lake.progress if name.endswith("_turns") else lake.won
-    return Task(policy, train, held_out, reward, 32 * dial, environment=lake.Lake, max_calls=2 * dial)
+    return Task(policy, train, held_out, reward, 32 * int(dial), environment=lake.Lake, max_calls=2 * int(dial))
 
 
 def with_prompts(problems: Dataset) -> Dataset:
@@ -98,38 +106,3 @@ def trainer_of(
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
-
-
-def noise_flags(parser: ArgumentParser, seed: int, num_prompts: int) -> None:
-    """Those of every study on [`compared`]."""
-    parser.add_argument("--seed", type=int, default=seed)
-    parser.add_argument("--num_prompts", type=int, default=num_prompts, help="more add to what is there")
-    parser.add_argument("--plot_only", action="store_true", help="tables and picture from what is saved")
-    parser.add_argument("--publish", action="store_true", help="put the columns into the results and the pages")
-    parser.add_argument("--output_dir", type=Path, help="by default in runs/studies")
-
-
-def compared(
-    folder: Path, trainer: Callable[[], OTBGRPOTrainer], args: Namespace, **options
-) -> "trl_otb.BaselineReport":
-    """What [`~trl_otb.compare_baselines`] finds, kept in `folder`; with `--plot_only`, what is there."""
-    if args.plot_only:
-        return trl_otb.BaselineReport.load(folder, prompts_per_batch=PROMPTS_PER_BATCH)
-    options |= {"num_prompts": args.num_prompts, "seed": args.seed, "prompts_per_batch": PROMPTS_PER_BATCH}
-    return trl_otb.compare_baselines(trainer(), **{"baselines": list(BASELINES), "output_dir": folder, **options})
-
-
-def cells_of(report: "trl_otb.BaselineReport") -> list[dict]:
-    """What is published of a report: efficiency and noise to signal, both over the group mean's, and the cosine."""
-    return [
-        {
-            "prompts": report.num_prompts,
-            "n": row["n"],
-            "estimator": row["name"],
-            "efficiency": [row["over_group_mean"][end] for end in ("value", "low", "high")],
-            "noise": [row["noise_over_group_mean"][end] for end in ("value", "low", "high")],
-            "cosine": row["cosine"]["value"],
-        }
-        for row in report.to_json()["comparisons"]
-        if row["n"] in report.group_sizes
-    ]

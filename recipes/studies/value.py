@@ -1,11 +1,13 @@
 """
-What is `value` worth, and each of its parts? The noise of the gradient beside the pooled baselines and the paper's.
+What do baselines gain as completions grow longer and groups larger, what `value`, and each of its parts?
 
-    OMP_NUM_THREADS=1 python -m recipes.studies.value --tasks sums    # minutes on one core; all: half an hour
-    python -m recipes.studies.value --plot_only --publish                        # the columns of value.md
+    OMP_NUM_THREADS=1 python -m recipes.studies.value --tasks sums   # minutes on one core; all: two hours
+    python -m recipes.studies.value --plot_only --publish            # the columns of value.md, and pictures
 
-Each task is measured by trl_otb.compare_baselines, with pools of 64 completions; θ has seen 8 batches of 16 other
-prompts, four completions each.
+Each task is measured by trl_otb.compare_baselines, with pools of 128 completions (SmolLM2: 16); θ has seen 8 batches
+of other prompts, four completions each. The policies of the scratchpad (recipes/toy/scratchpad.py) make as many
+mistakes at every length; what grows is the number of free choices that do no harm. The mistakes on sums and the
+calculator are improbable tokens. Rewards per turn have no `value`, which the tool cannot measure there.
 """
 
 import argparse
@@ -16,13 +18,37 @@ import torch
 
 import trl_otb
 from recipes.common.launching import tidy_output
-from recipes.studies import render
-from recipes.studies.tasks import cells_of, compared, noise_flags, task_of, trainer_of
+from recipes.studies import language, render
+from recipes.studies.tasks import PROMPTS_PER_BATCH, task_of, trainer_of
 from trl_otb.baselines import BASELINES, Value
 
 
-TASKS = {"scratchpad_30": "T = 30", "scratchpad_100": "T = 100", "sums": "sums", "calculator": "calculator"}
-BESIDE = ("otb", "rloo", "rloo_pooled", "ogb_pooled", "ogb_pooled_damped", "value")
+# By the task, and prompts per step where they are not 16; and the column's title
+TASKS = {
+    "scratchpad_10": "T = 10",
+    "scratchpad_30": "T = 30",
+    "scratchpad_100": "T = 100",
+    "scratchpad_300": "T = 300",
+    "sums": "sums",
+    "calculator": "calculator",
+    "lake_6": "6 turns",
+    "lake_14": "14 turns",
+    "lake_6_turns": "6 turns, rewards per turn",
+    "lake_14_turns": "14 turns, rewards per turn",
+    "scratchpad_mixed": "mixed lengths, 16 prompts",
+    "scratchpad_mixed/4": "mixed lengths, 4 prompts",
+    "lucky_even": "even rates, 16 prompts",
+    "lucky_even/4": "even rates, 4 prompts",
+    "lucky_unequal": "U-shaped rates, 16 prompts",
+    "lucky_unequal/4": "U-shaped rates, 4 prompts",
+    "copy": "SmolLM2 copying",
+    "copy_trained": "SmolLM2 copying, amid training",
+    "words": "SmolLM2 stories",
+    "words_trained": "SmolLM2 stories, amid training",
+}
+TOY = [task for task in TASKS if task.split("_")[0] not in language.TASKS]
+BESIDE = ("otb", "rloo", "rloo_pooled", "ogb_pooled", "ogb_pooled_damped")
+MEASURED = {"completions_per_prompt": 128, "group_sizes": [4, 8, 32], "projection": 4096}
 _flags = {name: getattr(BASELINES["value"], name) for name in ("leaves_one_out", "unbiased", "reads", "on_top_of")}
 
 
@@ -59,27 +85,87 @@ class Whole(Value):
         self.weight = 1.0
 
 
-ABLATIONS = ("value_weights_one", "value_no_states", "value_no_sums", "value_whole")
+class FirstBatches(Value):
+    """`value`, which learns from its first batches alone."""
+
+    learns_from = 1
+
+    def update(self, tokens):
+        if self.learns_from > 0:
+            self.learns_from -= 1
+            super().update(tokens)
+
+
+@trl_otb.register_baseline("value_one_batch", **_flags)
+class OneBatch(FirstBatches):
+    """Per token: `value` after one batch."""
+
+
+@trl_otb.register_baseline("value_three_batches", **_flags)
+class ThreeBatches(FirstBatches):
+    """Per token: `value` after three batches."""
+
+    learns_from = 3
+
+
+ABLATIONS = [name for name in BASELINES if name.startswith("value_")]
+
+
+def measured(task: str, folder: Path, args: argparse.Namespace) -> trl_otb.BaselineReport:
+    """What [`~trl_otb.compare_baselines`] finds, kept in `folder`; with `--plot_only`, what is there."""
+    name, _, prompts = task.partition("/")
+    here, batch = folder / task.replace("/", "-"), int(prompts or PROMPTS_PER_BATCH)
+    if args.plot_only:
+        return trl_otb.BaselineReport.load(here, prompts_per_batch=batch)
+    if task in TOY:
+        trainer, options = trainer_of(task_of(name, args.seed), seed=args.seed, disable_tqdm=False), MEASURED
+    else:
+        trainer, options = language.trainer_at(name, args.seed, folder), language.MEASURED
+    return trl_otb.compare_baselines(
+        trainer,
+        [*BESIDE, *(() if name.endswith("_turns") else ("value", *ABLATIONS))],
+        args.num_prompts,
+        prompts_per_batch=batch,
+        output_dir=here,
+        seed=args.seed,
+        **options,
+    )
+
+
+def cells_of(report: trl_otb.BaselineReport) -> list[dict]:
+    """What is published of a report: efficiency and noise to signal, both over the group mean's, and the cosine."""
+    return [
+        {
+            "prompts": report.num_prompts,
+            "n": row["n"],
+            "estimator": row["name"],
+            "efficiency": [row["over_group_mean"][end] for end in ("value", "low", "high")],
+            "noise": [row["noise_over_group_mean"][end] for end in ("value", "low", "high")],
+            "cosine": row["cosine"]["value"],
+        }
+        for row in report.to_json()["comparisons"]
+        if row["n"] in report.group_sizes
+    ]
 
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="value", description=__doc__.splitlines()[1])
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), help="by default all")
-    noise_flags(parser, seed=0, num_prompts=24)
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TOY, help="by default all but SmolLM2's")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--num_prompts", type=int, default=24, help="more add to what is there")
+    parser.add_argument("--plot_only", action="store_true", help="tables and pictures from what is saved")
+    parser.add_argument("--publish", action="store_true", help="put the columns into the results and the pages")
+    parser.add_argument("--output_dir", type=Path, default=Path("runs/studies/value"))
     args = parser.parse_args(argv)
-    folder, columns = args.output_dir or Path("runs/studies/value"), {}
+    if args.publish and args.seed != render.load("value")["seed"]:
+        parser.error(f"--publish is for the seed of the page, {render.load('value')['seed']}")
+    columns = {}
     try:
         for task in args.tasks:
-            report = compared(
-                folder / task,
-                lambda task=task: trainer_of(task_of(task, args.seed), seed=args.seed, disable_tqdm=False),
-                args,
-                baselines=[*BESIDE, *ABLATIONS],
-                completions_per_prompt=64,
-                group_sizes=[4, 16],
-            )
+            report = measured(task, args.output_dir, args)
+            report.plot(args.output_dir / task.replace("/", "-") / "noise.png")
             columns[TASKS[task]] = cells_of(report)
-        render.report(columns, folder)
+        render.report(columns, args.output_dir)
         if args.publish:
             render.publish("value", columns)
     except ValueError as error:

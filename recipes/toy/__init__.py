@@ -35,7 +35,8 @@ def _warm_started(kind: str) -> Callable[[], Path]:
 sums = _warm_started("sums")
 # One that calls a calculator carelessly, in about three turns, tool_math.py's default; and in about ten turns
 calculator, long_calculator = _warm_started("calculator"), _warm_started("long_calculator")
-# Policies that step a digit on, in about as many tokens as their names say
+# Policies that step a digit on, in about as many tokens as their names say; mixed: in 10, 30 or 100
+scratchpad_mixed = _warm_started("scratchpad_mixed")
 scratchpad_10, scratchpad_30 = _warm_started("scratchpad_10"), _warm_started("scratchpad_30")
 scratchpad_100, scratchpad_300 = _warm_started("scratchpad_100"), _warm_started("scratchpad_300")
 # Policies that cross a frozen lake, in about as many turns as their names say

@@ -4,7 +4,8 @@ A scratchpad whose length is a dial: a digit is stepped on and on, with free cho
 For `7+3*12=` the policy writes twelve steps such as `c11 0` without the space: a letter of its choice, how many steps
 are left, the digit plus 3; and, if it likes, the digit once more as a check, `!0`. The answer is the last digit.
 Letters and checks have much energy and decide nothing. A step's digit is a slip so often that 60 % of the answers are
-right at every length.
+right at every length; where lengths are mixed, as often as for 6 steps, so that short answers are mostly right and
+long ones mostly wrong.
 """
 
 import random
@@ -26,20 +27,32 @@ def problems(steps: int) -> list[dict[str, str]]:
     ]
 
 
+def lucky_letters(rates: list[int]) -> list[dict[str, str]]:
+    """Problems of 6 steps; each answer is some letters of its own, as many as one of `rates`, chosen at random."""
+    rng = random.Random(0)
+    return [row | {"answer": "".join(rng.sample(LETTERS, rng.choice(rates)))} for row in problems(6)]
+
+
+def first_letter(completions, answer, **kwargs) -> list[float]:
+    """The reward: 1 where the first letter is one of `answer`, which nothing in a completion tells."""
+    return [float(text[-1]["content"][:1] in set(right)) for text, right in zip(completions, answer, strict=True)]
+
+
 def last_digit(completions, answer, **kwargs) -> list[float]:
     """The reward: 1 where the digit after the counter's end is `answer`."""
     said = [text if isinstance(text, str) else text[-1]["content"] for text in completions]
     return [float(bool(re.search(rf"00{right}(!\d)?$", text))) for text, right in zip(said, answer, strict=True)]
 
 
-def demonstrations(size: int, tokens: int) -> list[list[tuple[str, bool]]]:
-    rng, steps = random.Random(0), STEPS[tokens]
-    asked = problems(steps)
-    slip = 1 - RIGHT ** (1 / steps)
+def demonstrations(size: int, tokens: list[int]) -> list[list[tuple[str, bool]]]:
+    """Of answers of about so many tokens, in equal shares."""
+    rng = random.Random(0)
+    asked = [row for length in tokens for row in problems(STEPS[length])]
+    slip = 1 - RIGHT ** (1 / STEPS[tokens[len(tokens) // 2]])
 
     def work_out(question: str) -> str:
         digit, by, written = int(question[0]), int(question[2]), ""
-        for left in reversed(range(steps)):
+        for left in reversed(range(int(question[4:]))):
             digit = (digit + by) % 10
             if rng.random() < slip:
                 digit = (digit + rng.randrange(1, 10)) % 10

@@ -14,7 +14,7 @@ import torch
 import trl_otb
 from recipes import toy
 from recipes.common.errors import InputError
-from recipes.studies import horizon, language, render, tasks
+from recipes.studies import language, render, runs, tasks
 from recipes.toy import lake, scratchpad
 from tests.helpers import tiny
 from tests.recipes.conftest import shortly_trained
@@ -27,7 +27,7 @@ from trl_otb.baselines import BASELINES, Tokens
 
 @pytest.mark.parametrize("tokens", scratchpad.STEPS)
 def test_demonstrations_are_as_long_and_as_right_as_is_said(tokens):
-    shown = scratchpad.demonstrations(800, tokens)
+    shown = scratchpad.demonstrations(800, [tokens])
     answers = {problem["question"]: problem["answer"] for problem in scratchpad.problems(scratchpad.STEPS[tokens])}
     said = [said.removesuffix("<eos>") for (_, _), (said, _) in shown]
     assert sum(map(len, said)) / len(said) == pytest.approx(tokens, rel=0.1)
@@ -35,6 +35,25 @@ def test_demonstrations_are_as_long_and_as_right_as_is_said(tokens):
     # Slips cancel now and then; three standard errors are 5 points
     assert sum(right) / len(right) == pytest.approx(scratchpad.RIGHT + 0.02, abs=0.06)
     assert set("".join(said)) <= set(scratchpad.ALPHABET)
+
+
+def test_short_answers_are_mostly_right_and_long_ones_mostly_wrong_where_lengths_are_mixed():
+    shown = scratchpad.demonstrations(900, tasks.MIXED)
+    right = {steps: [] for steps in (2, 6, 20)}
+    for (question, _), (said, _) in shown:
+        steps = int(question[4:6])
+        (answer,) = [p["answer"] for p in scratchpad.problems(steps) if p["question"] == question[:-1]]
+        right[steps] += scratchpad.last_digit([said.removesuffix("<eos>")], [answer])
+    shares = [sum(of) / len(of) for of in right.values()]
+    assert all(250 < len(of) < 350 for of in right.values())
+    assert shares == pytest.approx([0.84, 0.62, 0.26], abs=0.09)  # slips cancel now and then
+
+
+def test_rewards_that_no_state_tells_differ_by_prompt():
+    rows = scratchpad.lucky_letters([1, 7])
+    assert {len(row["answer"]) for row in rows} == {1, 7} and len({row["answer"] for row in rows}) > 10
+    said = [[{"role": "assistant", "content": text}] for text in ("b051", "a051", "")]
+    assert scratchpad.first_letter(said, ["abc", "bc", "abc"]) == [1, 0, 0]
 
 
 def test_the_scratchpads_answer_is_the_digit_after_the_counters_end():
@@ -118,12 +137,13 @@ def test_demonstrated_games_are_the_games_of_the_lake(turns):
     ("name", "length", "calls", "rewards"),
     [
         ("sums", 24, None, 1.0), ("calculator", 72, 6, 1.0), ("scratchpad_10", 20, None, 1.0),
-        ("lake_6", 192, 12, 1.0), ("lake_6_turns", 192, 12, list),
+        ("lake_6", 192, 12, 1.0), ("lake_6_turns", 192, 12, list), ("scratchpad_mixed", 200, None, 1.0),
+        ("lucky_even", 60, None, 1.0),
     ],
 )  # fmt: skip
 def test_a_task_is_what_its_trainer_samples(name, length, calls, rewards, tmp_path, monkeypatch):
     """A policy, problems of which none is held out and trained on, and a reward that knows a right answer."""
-    kind = name.removesuffix("_turns")
+    kind = {"lucky_even": "scratchpad_30"}.get(name, name.removesuffix("_turns"))
     monkeypatch.setattr(toy, kind, lambda: shortly_trained(kind, 1, tmp_path / "policy"))
     task = tasks.task_of(name)
     assert not {*task.train["question"]} & {*task.held_out["question"]} and len(task.train) > 70
@@ -134,7 +154,8 @@ def test_a_task_is_what_its_trainer_samples(name, length, calls, rewards, tmp_pa
     right = {
         "sums": f"{row['answer']}", "calculator": [{"role": "assistant", "content": f"={row['answer']}"}],
         "scratchpad_10": f"a00{row['answer']}", "lake_6": [{"role": "tool", "content": "*"}],
-    }.get(kind)  # fmt: skip
+        "scratchpad_mixed": f"a00{row['answer']}", "lucky_even": [{"content": row["answer"]}],
+    }.get(name)  # fmt: skip
     if name == "lake_6_turns":
         right = [{"role": "assistant", "content": ""}, {"role": "tool", "content": "*"}]
     (earned,) = task.reward(completions=[right], **{key: [value] for key, value in row.items()})
@@ -177,7 +198,7 @@ class Report:
     def to_json(self):
         ratio = {"value": 1.23456, "low": 1.1, "high": None}
         estimates = dict.fromkeys(("over_group_mean", "noise_over_group_mean", "cosine"), ratio)
-        names = [f"{b}{left}" for b in tasks.BASELINES for left in ("", ", one left out")]
+        names = [f"{b}{left}" for b in self.asked["baselines"] for left in ("", ", one left out")]
         sizes = (2, *self.group_sizes)  # the law of the group mean has further ones
         rows = [{"name": name, "n": n, **estimates} for name in ("none", "group_mean", *names) for n in sizes]
         return {"comparisons": rows}
@@ -191,21 +212,20 @@ def compare(monkeypatch):
     """Fakes the measurement; what is saved is what was asked for. Returns all that was."""
     calls = []
 
-    def compare_baselines(trainer, output_dir, **asked):
+    def compare_baselines(trainer, baselines, num_prompts, output_dir, **asked):
+        asked |= {"baselines": list(baselines), "num_prompts": num_prompts}
         calls.append((trainer, asked))
         Path(output_dir).mkdir(parents=True)
         (Path(output_dir) / "asked.json").write_text(json.dumps(asked))
         return Report(**asked)
 
     def load(output_dir, prompts_per_batch):
-        assert prompts_per_batch == 16
-        return Report(**json.loads((Path(output_dir) / "asked.json").read_text()))
+        asked = json.loads((Path(output_dir) / "asked.json").read_text())
+        assert prompts_per_batch == asked["prompts_per_batch"]
+        return Report(**asked)
 
     monkeypatch.setattr(trl_otb, "compare_baselines", compare_baselines, raising=False)
     monkeypatch.setattr(trl_otb, "BaselineReport", SimpleNamespace(load=load), raising=False)
-    for study in (horizon, language):
-        monkeypatch.setattr(study, "trainer_of", lambda task, **options: (task, options))
-    monkeypatch.setattr(horizon, "task_of", lambda name, seed: (name, seed))
     monkeypatch.setattr(toy, "smollm2", lambda: Path("smollm2"))
     return calls
 
@@ -221,53 +241,54 @@ def pages(tmp_path, monkeypatch):
     return tmp_path / "pages"
 
 
-def test_the_study_of_the_horizon_measures_saves_draws_and_publishes(tmp_path, compare, pages):
-    """What it asks for is what the page says; a column takes the place of the published one, the others stay."""
-    study, before = ["--output_dir", str(tmp_path / "study")], render.load("horizon")
-    horizon.main([*study, "--tasks", "sums", "10", "--num_prompts", "33"])
-    ((of_ten, options), asked), ((of_sums, _), _) = compare
-    assert (of_ten, of_sums, options) == (("scratchpad_10", 0), ("sums", 0), {"seed": 0, "disable_tqdm": False})
-    assert asked == {
-        "baselines": list(tasks.BASELINES), "num_prompts": 33, "completions_per_prompt": 256, "prompts_per_batch": 16,
-        "group_sizes": [4, 8, 32], "seed": 0,
-    }  # fmt: skip
-    table = (tmp_path / "study" / "tables.md").read_text()
-    assert table.startswith("N = 4:\n\n| estimator | T = 10 (n = 33) | sums (n = 33) |")
-    assert table.count("| `ogb_pooled` | 1.23 (1.10–?); 1.23 (1.10–?); 1.235 |") == 3 and "N = 2" not in table
-    picture = tmp_path / "study" / "horizon.png"
-    assert picture.stat().st_size > 10_000
-    picture.unlink()
-    horizon.main([*study, "--tasks", "10", "--plot_only", "--publish"])
-    assert len(compare) == 2 and picture.exists()
-    after, page = render.load("horizon"), (pages / "horizon.md").read_text()
-    assert after["tables"].pop("T = 10") != before["tables"].pop("T = 10") and after == before
-    assert page.count("| T = 10 (n = 33) | T = 30 (n = 32) |") == 3 and "1.23 (1.10–?)" in page
-    assert (pages / "horizon.png").stat().st_size > 10_000
+@pytest.fixture
+def study(registry, monkeypatch):
+    """The study of value, imported anew, so that it registers its baselines."""
+    monkeypatch.delitem(sys.modules, "recipes.studies.value", raising=False)
+    return importlib.import_module("recipes.studies.value")
 
 
-@pytest.mark.usefixtures("registry")
-def test_the_study_of_value_takes_it_apart_and_publishes(tmp_path, compare, pages, monkeypatch):
-    monkeypatch.delitem(sys.modules, "recipes.studies.value", raising=False)  # so that it registers its baselines
-    study = importlib.import_module("recipes.studies.value")
+@pytest.fixture
+def asked(study, compare, monkeypatch):
     monkeypatch.setattr(study, "trainer_of", lambda task, **options: (task, options))
     monkeypatch.setattr(study, "task_of", lambda name, seed: (name, seed))
-    study.main(["--output_dir", str(tmp_path / "study"), "--tasks", "sums"])
-    ((task, _), asked) = compare[0]
-    assert task == ("sums", 0) and asked["group_sizes"] == [4, 16] and "value" in asked["baselines"]
-    assert {*study.ABLATIONS} <= {*asked["baselines"]} & {*BASELINES}
-    before = render.load("value")
-    study.main(["--output_dir", str(tmp_path / "study"), "--tasks", "sums", "--plot_only"])
-    assert render.load("value") == before and (tmp_path / "study" / "tables.md").exists()
+    return compare
 
 
-@pytest.mark.parametrize("name", ["value_no_states", "value_no_sums", "value_weights_one", "value_whole"])
-@pytest.mark.usefixtures("registry")
-def test_value_without_one_of_its_parts_learns(name, monkeypatch):
-    monkeypatch.delitem(sys.modules, "recipes.studies.value", raising=False)
-    importlib.import_module("recipes.studies.value")
+def test_the_study_of_value_measures_saves_and_publishes(study, asked, tmp_path, pages, monkeypatch):
+    """A column takes the place of the published one, the others stay."""
+    flags, before = ["--output_dir", str(tmp_path / "study")], render.load("value")
+    study.main([*flags, "--tasks", "sums", "scratchpad_10", "--num_prompts", "33"])
+    ((of_sums, options), of_first), ((of_ten, _), _) = asked
+    assert (of_ten, of_sums, options) == (("scratchpad_10", 0), ("sums", 0), {"seed": 0, "disable_tqdm": False})
+    assert of_first == {
+        "baselines": [*study.BESIDE, "value", *study.ABLATIONS], "num_prompts": 33, "completions_per_prompt": 128,
+        "prompts_per_batch": 16, "group_sizes": [4, 8, 32], "seed": 0,
+    }  # fmt: skip
+    table = (tmp_path / "study" / "tables.md").read_text()
+    assert table.startswith("N = 4:\n\n| estimator | sums (n = 33) | T = 10 (n = 33) |")
+    assert table.count("| `ogb_pooled` | 1.23 (1.10–?); 1.23 (1.10–?); 1.235 |") == 3 and "N = 2" not in table
+    monkeypatch.setattr(render, "publish", lambda name, columns: published.append((name, [*columns])))
+    published = []
+    study.main([*flags, "--tasks", "sums", "--plot_only", "--publish"])
+    assert len(asked) == 2 and published == [("value", ["sums"])] and render.load("value") == before
+
+
+def test_the_study_of_value_takes_it_apart_and_leaves_it_out_where_turns_are_rewarded(study, asked, tmp_path):
+    study.main(["--output_dir", str(tmp_path), "--tasks", "lucky_even/4", "lake_6_turns"])
+    (_, of_prompts), ((task, _), of_turns) = asked
+    assert {*study.ABLATIONS} <= {*of_prompts["baselines"]} & {*BASELINES} and of_prompts["prompts_per_batch"] == 4
+    assert task == ("lake_6_turns", 0) and of_turns["baselines"] == [*study.BESIDE]
+    assert (tmp_path / "lucky_even-4").is_dir()
+
+
+@pytest.mark.parametrize("name", ["no_states", "no_sums", "weights_one", "whole", "one_batch", "three_batches"])
+@pytest.mark.usefixtures("study")
+def test_value_without_one_of_its_parts_learns(name):
+    name = f"value_{name}"
     g, rows, length = torch.Generator().manual_seed(0), 32, 6
     part, whole = (BASELINES[of].instance().function for of in (name, "value"))
-    for _ in range(3):
+    for _ in range(4):
         energy, states = torch.rand(rows, length, generator=g), torch.randn(rows, length, 3, generator=g)
         rewards = (states[..., 0].mean(dim=1) + energy.mean(dim=1) > 0.5).float()
         beside = {"logps": -energy, "states": states}
@@ -280,61 +301,46 @@ def test_value_without_one_of_its_parts_learns(name, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "task"), [("tokens", "10"), ("turns", "lake_6_turns")])
-def test_a_study_of_the_horizon_from_end_to_end(family, task, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("task", ["scratchpad_10", "lake_6_turns"])
+def test_the_study_of_value_from_end_to_end(task, study, tmp_path, monkeypatch, capsys):
     """With a policy after a short warm start. More prompts add to what is there, and nothing is measured again."""
-    name = "scratchpad_10" if family == "tokens" else "lake_6"
+    name = task.removesuffix("_turns")
     policy = shortly_trained(name, 150, tmp_path / "policy")
     monkeypatch.setattr(toy, name, lambda: policy)
-    monkeypatch.setitem(horizon.TASKS, family, {task: 32})
-    monkeypatch.setitem(horizon.GROUP_SIZES, family, [4, 8])
-    flags = ["--family", family, "--output_dir", str(tmp_path / "study")]
-    horizon.main([*flags, "--num_prompts", "3"])
+    flags = ["--tasks", task, "--output_dir", str(tmp_path / "study")]
+    study.main([*flags, "--num_prompts", "3"])
     said = (tmp_path / "study" / "tables.md").read_text()
-    published = render.load(horizon.RESULTS[family])["tables"].values()
-    estimators = {cell["estimator"] for cells in published for cell in cells}
-    for estimator in estimators:
-        assert said.count(f"| `{estimator}` |") == 2, estimator
+    for estimator in ("otb", "otb, one left out", "ogb_pooled", *(["value_one_batch"] if task == name else [])):
+        assert said.count(f"| `{estimator}` |") == 3, estimator
     measured = {path: path.stat().st_mtime_ns for path in (tmp_path / "study" / task).glob("prompt-*.pt")}
     assert len(measured) == 3 and "nan" not in said
-    horizon.main([*flags, "--plot_only"])
+    study.main([*flags, "--plot_only"])
     assert (tmp_path / "study" / "tables.md").read_text() == said
-    horizon.main([*flags, "--num_prompts", "4"])
+    study.main([*flags, "--num_prompts", "4"])
     assert "(n = 4)" in (tmp_path / "study" / "tables.md").read_text()
     assert all(path.stat().st_mtime_ns == at for path, at in measured.items())
     with pytest.raises(SystemExit):
-        horizon.main([*flags, "--num_prompts", "4", "--seed", "1"])
+        study.main([*flags, "--num_prompts", "4", "--seed", "1"])
     assert "was measured otherwise" in capsys.readouterr().err
 
 
-def test_the_study_of_turns_asks_for_lakes(tmp_path, compare):
-    flags = ["--family", "turns", "--tasks", "lake_6_turns", "--seed", "2", "--output_dir", str(tmp_path / "study")]
-    horizon.main(flags)
-    ((task, _), asked) = compare[0]
-    assert task == ("lake_6_turns", 2) and asked["completions_per_prompt"] == 128
-    assert (asked["num_prompts"], asked["group_sizes"], asked["seed"]) == (16, [4, 8], 2)
-
-
-@pytest.mark.parametrize("stage", ["start", "trained"])
-def test_the_study_of_the_language_model(stage, tmp_path, compare, pages, monkeypatch):
+@pytest.mark.parametrize("name", ["copy", "copy_trained"])
+def test_the_study_of_value_on_the_language_model(name, study, compare, tmp_path, monkeypatch):
     trained = []
     model = SimpleNamespace(load_adapter=lambda *args, **kwargs: trained.append("loaded"))
     sampler = SimpleNamespace(train=lambda: trained.append("trained"), save_model=lambda path: None, model=model)
     monkeypatch.setattr(language, "trainer_of", lambda task, **options: trained.append((task, options)) or sampler)
-    flags = ["copy", "--stage", stage, "--output_dir", str(tmp_path / "study")]
-    language.main([*flags, "--num_prompts", "8"])
+    study.main(["--tasks", name, "--output_dir", str(tmp_path / "study"), "--num_prompts", "8"])
     ((trainer, asked),) = compare
     (task, options), *steps = trained
-    assert trainer is sampler and steps == ["trained", "loaded"] * (stage == "trained") and options["max_steps"] == 4
+    assert trainer is sampler and steps == ["trained", "loaded"] * name.endswith("trained")
     assert (task.reward, task.max_completion_length, len(task.train)) == (language.likeness, 80, 500)
+    assert (options["max_steps"], options["num_generations"]) == (4, 8)
     assert asked == {
-        "baselines": list(tasks.BASELINES), "num_prompts": 8, "completions_per_prompt": 16, "prompts_per_batch": 16,
-        "group_sizes": [4], "parameters": r"layers\.2[6-9]\.", "seed": 42,
+        "baselines": [*study.BESIDE, "value", *study.ABLATIONS], "num_prompts": 8, "completions_per_prompt": 16,
+        "prompts_per_batch": 16, "group_sizes": [4], "parameters": r"layers\.2[6-9]\.", "seed": 0,
     }  # fmt: skip
-    assert (tmp_path / "study" / f"copy-{stage}" / "noise.png").read_text() == "picture of 8"
-    language.main([*flags, "--plot_only", "--publish"])
-    assert len(compare) == 1 and "| 1.23 (1.10–?) |" in (pages / "README.md").read_text()
-    assert (pages / "copy.png").exists() == (stage == "trained")
+    assert (tmp_path / "study" / name / "noise.png").read_text() == "picture of 8"
 
 
 def test_the_language_model_is_trained_once(tmp_path, monkeypatch):
@@ -346,39 +352,27 @@ def test_the_language_model_is_trained_once(tmp_path, monkeypatch):
     )
     monkeypatch.setitem(language.TASKS, "copy", (language.copy_problem, language.likeness))
 
-    def adapter(stage):
-        trainer = language.trainer_at("copy", stage, 7, tmp_path)
+    def adapter(name):
+        trainer = language.trainer_at(name, 7, tmp_path)
         named = dict(trainer.model.named_parameters())
         return trainer.state.global_step, {name: p.detach() for name, p in named.items() if p.requires_grad}
 
-    (_, start), (steps, trained), (later, again) = adapter("start"), adapter("trained"), adapter("trained")
+    (_, start), (steps, trained), (later, again) = adapter("copy"), adapter("copy_trained"), adapter("copy_trained")
     assert (steps, later) == (4, 0) and len(start) == 2 * 2 * 7
     assert all(torch.equal(trained[name], again[name]) for name in start)
     assert any(not torch.equal(trained[name], start[name]) for name in start)
 
 
-@pytest.mark.parametrize(
-    ("main", "flags"), [(horizon.main, []), (language.main, ["copy"])], ids=["horizon", "language"]
-)
-def test_nothing_to_plot_is_said(main, flags, tmp_path, capsys):
+def test_nothing_to_plot_is_said(study, tmp_path, capsys):
     with pytest.raises(SystemExit):
-        main([*flags, "--plot_only", "--output_dir", str(tmp_path)])
+        study.main(["--tasks", "sums", "--plot_only", "--output_dir", str(tmp_path)])
     assert "Nothing is saved under" in capsys.readouterr().err
 
 
-def test_a_task_of_another_family_is_refused(capsys):
+def test_another_seed_is_not_published(study, capsys):
     with pytest.raises(SystemExit):
-        horizon.main(["--family", "turns", "--tasks", "10"])
-    assert "10 is not in the family turns, which has lake_6" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("main", "flags", "seed"), [(horizon.main, [], 0), (language.main, ["copy"], 42)], ids=["horizon", "language"]
-)
-def test_another_seed_is_not_published(main, flags, seed, capsys):
-    with pytest.raises(SystemExit):
-        main([*flags, "--publish", "--seed", "1"])
-    assert f"--publish is for the seed of the page, {seed}" in capsys.readouterr().err
+        study.main(["--publish", "--seed", "1"])
+    assert "--publish is for the seed of the page, 0" in capsys.readouterr().err
 
 
 # Results and pages
@@ -400,8 +394,6 @@ def test_a_column_that_is_measured_anew_takes_the_place_of_the_published_one(pag
     first, newest, *others = row.strip("| ").split(" | ")[1:]
     assert newest.startswith("? (0.50–?); ") and newest.endswith("; ?") and {first, *others} == {"–"}
     assert tables.partition("N = 4")[0] == page.partition("N = 4")[0]
-    with pytest.raises(InputError, match="no column lake_99, only lake_6, lake_14"):
-        render.publish("turns", {"lake_99": cells})
     with pytest.raises(InputError, match="has newest for lake_14, which was not measured now"):
         render.publish("turns", {"lake_14": cells[:-1]})
     render.publish("turns", {"lake_14": before["tables"]["lake_14"] + [cells[-1]]})
@@ -419,44 +411,52 @@ def test_the_published_tables_are_those_of_the_results(page):
 def test_results_are_written_as_they_are_read(pages):
     for path in (pages / "results").glob("*.json"):
         before = path.read_text()
-        if path.stem != "headline":  # which is written by hand
-            render.save(path.stem, render.load(path.stem))
-            assert path.read_text() == before
+        render.save(path.stem, render.load(path.stem))
+        assert path.read_text() == before
 
 
 INTERVAL = r"-?\d+(?:\.\d+)? \(-?\d+(?:\.\d+)?–-?\d+(?:\.\d+)?\)"
 
 
+def intervals_of(records):
+    """All that are in the data, in the forms in which pages give them."""
+    found = set()
+    for record in records:
+        values = record | record.get("tokens", {}) if isinstance(record.get("tokens"), dict) else record
+        ends = [v for v in values.values() if isinstance(v, list) and len(v) == 3]
+        ends += [[100 * x for x in v] for v in ends if None not in v]
+        found |= {render.interval(v, form) for v in ends for form in (".2f", ".3f", ".1f", ".0f", ".3g")}
+    return found
+
+
 @pytest.mark.parametrize(
-    ("heading", "results"),
+    ("page", "results", "least"),
     [
-        ("Does the gain grow with the horizon?", ["horizon", "turns"]),
-        ("Does less noise show in learning?", ["learning_curves"]),
-        ("Does N = 4 do the work of N = 32?", ["learning_curves"]),
+        ("studies/README", ["value", "runs", "turns", "language"], 5),
+        ("studies/value", ["value", "runs"], 5),
+        ("studies/horizon", ["horizon"], 5),
+        ("studies/turns", ["turns"], 15),
+        ("studies/learning_curves", ["learning_curves"], 15),
+        ("../README", ["value", "runs"], 1),
     ],
 )
-def test_numbers_in_prose_stand_in_the_results(heading, results):
-    """Every number with an interval, but for those of earlier series and those that only prose has."""
-    section = (render.HERE / "README.md").read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
-    paragraphs = re.split(r"\n(?=- |\n|\*\*)", section)
-    said = [p for p in paragraphs if not re.search("first series|earlier series", p, flags=re.IGNORECASE)]
-    found = set()
-    for name in results:
-        for form in (".2f", ".3f", ".1f", ".0f", ".3g"):
-            for rows in render.load(name)["tables"].values():
-                for row in rows:
-                    values = row | row.get("tokens", {})
-                    found |= {render.interval(v, form) for v in values.values() if isinstance(v, list) and len(v) == 3}
+def test_numbers_in_prose_stand_in_the_results(page, results, least):
+    """Every number with an interval, but for those of earlier series and those that only prose has, as it says."""
+    text = (render.HERE.parent / f"{page}.md").read_text().split("\n## All figures\n")[0]
+    paragraphs = re.split(r"\n(?=- |\n|\*\*|\|)", text)
+    said = [p for p in paragraphs if not re.search("(first|earlier) series|no results", p, flags=re.IGNORECASE)]
+    records = [
+        row for name in results if name != "runs" for rows in render.load(name)["tables"].values() for row in rows
+    ]
+    if "runs" in results:
+        records += [arm for task in render.LEARNING for arm in runs.arms(render.runs_of(task))]
+    found = intervals_of(records)
     numbers = re.findall(INTERVAL, "\n".join(said).replace("−", "-"))
-    assert len(numbers) > 15 and [number for number in numbers if number not in found] == []
+    assert len(numbers) >= least and [number for number in numbers if number not in found] == []
 
 
 @pytest.mark.parametrize("name", render.PICTURES)
 def test_pictures_are_drawn_from_the_results(name, tmp_path):
-    tables = render.load(name)["tables"]
-    render.draw(name, tables, tmp_path / "whole.png")
-    first = {next(iter(tables)): next(iter(tables.values()))}
-    render.draw(name, first, tmp_path / "first.png")
+    render.draw(render.PICTURES[name], tmp_path / "whole.png")
+    render.draw(render.PICTURES[name][:1], tmp_path / "first.png")
     assert (tmp_path / "whole.png").stat().st_size > (tmp_path / "first.png").stat().st_size > 10_000
-    render.draw(name, {"sums": []}, tmp_path / "none.png")  # no point on the dial
-    assert not (tmp_path / "none.png").exists()

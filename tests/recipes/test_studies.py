@@ -7,168 +7,139 @@ import sys
 
 import pytest
 
-from recipes.common.errors import InputError
-from recipes.studies import learning_curves, picture, render
-from recipes.studies.learning_curves import Run, Schedule, best_rates, collapsed, estimate, tokens_to
+from recipes.studies import learning_curves, picture, render, runs
+from recipes.studies.learning_curves import Run, Schedule
+from recipes.studies.runs import summary
 
 
-def result(run, reward, held_out=0.5):
-    steps = len(reward)
-    values = {"reward": reward, **dict.fromkeys(("grad_norm", "grad_power", "entropy"), [1.0] * steps)}
-    return {
-        **vars(run),
-        **values,
-        "tokens": [100.0 * (i + 1) for i in range(steps)],
-        "noise_scale": [None] * steps,
-        "held_out": held_out,
-        "seconds": 1.0,
-    }
+RATES = learning_curves.TASKS["sums"].learning_rates
 
 
-def test_tokens_to_a_threshold_and_collapse():
+def result(run, rewards, held_out=0.5, policy="aa"):
+    """What a run leaves behind; one reward per step."""
+    return {**vars(run), "reward": rewards, "tokens": [100.0] * len(rewards), "held_out": held_out, "policy": policy}
+
+
+def save(folder, run, rewards, **others):
+    (folder / f"{run.name}.json").write_text(json.dumps(result(run, rewards, **others)))
+
+
+def test_a_run_in_ten_numbers_and_collapse():
     run = Run("sums", "otb", 4, 1e-3, 1)
-    assert tokens_to(result(run, [0.0] * 4 + [1.0] * 6), 0.6) == 700  # three of five steps are 1 at the seventh
-    assert tokens_to(result(run, [0.0] * 10), 0.6) is None
-    assert tokens_to(result(run, [1.0] + [0.0] * 9), 0.6) is None  # one lucky step is no mean over five
-    assert collapsed(result(run, [0.2] * 10 + [0.9] * 10 + [0.0] * 10))
-    assert not collapsed(result(run, [0.2] * 10 + [0.9] * 20))
+    row = summary(result(run, [0.0] * 10 + [1.0] * 10))
+    assert row["curve"] == [0.0] * 5 + [1.0] * 5 and runs.score(row) == 0.5
+    assert row["tokens"] == 100 and not runs.collapsed(row)
+    assert runs.collapsed(summary(result(run, [0.2] * 10 + [0.9] * 10 + [0.0] * 10)))
+    assert not runs.collapsed(summary(result(run, [0.2] * 10 + [0.9] * 10 + [0.7] * 10)))
 
 
-def test_learning_rates_are_halved_on_seeds_of_their_own(tmp_path):
-    rates = learning_curves.TASKS["sums"].learning_rates
-    first, both = learning_curves.TUNING_SEEDS
-    arm = tmp_path, "sums", 4, "otb"
+def test_learning_rates_are_halved_on_seeds_of_their_own(tmp_path, monkeypatch):
+    rewards = dict(zip(RATES, (0.1, 0.8, 0.9, 0.2), strict=True))
+    tried = []
 
-    def save(rate, seed, reward):
-        run = Run("sums", "otb", 4, rate, seed)
-        (tmp_path / f"{run.name}.json").write_text(json.dumps(result(run, [reward] * 10)))
+    def perform(some, folder):
+        for run in some:
+            tried.append((run.learning_rate, run.seed))
+            # The best of the first round was lucky
+            save(folder, run, [rewards[run.learning_rate] - 0.3 * (run.seed > 102 and run.learning_rate == RATES[2])])
 
-    for rate, reward in zip(rates, (0.1, 0.8, 0.9, 0.2), strict=True):
-        for seed in first:
-            assert best_rates(*arm, rounds=1) is None  # not before all are there
-            save(rate, seed, reward)
-    assert sorted(best_rates(*arm, rounds=1)) == sorted(rates[1:3])
-    for rate, reward in zip(rates[1:3], (0.8, 0.7), strict=True):  # the first round's best was lucky
-        for seed in set(both) - set(first):
-            assert best_rates(*arm) is None
-            save(rate, seed, reward)
-    assert best_rates(*arm) == [rates[1]]
+    monkeypatch.setattr(learning_curves, "perform", perform)
+    assert learning_curves.tune("sums", [(4, "otb")], tmp_path) == {(4, "otb"): RATES[1]}
+    assert {seed for rate, seed in tried if rate in (RATES[0], RATES[3])} == {101, 102}
+    assert {seed for rate, seed in tried if rate in RATES[1:3]} == {101, 102, 103, 104, 105}
 
 
-def test_the_seeds_that_tune_are_not_those_that_are_compared(capsys):
+def test_the_seeds_that_tune_are_not_those_that_are_compared(capsys, registry):
     with pytest.raises(SystemExit):
-        learning_curves.main(["--seeds", str(min(learning_curves.TUNING_SEEDS[0]))])
+        learning_curves.main(["--seeds", "101"])
     assert "--seeds is 101: give 1 to 100" in capsys.readouterr().err
 
 
-def save_runs(folder, scores, seeds=8):
-    """Runs on sums at 1e-3, those that tune and the others, whose rewards are these scores and a little more."""
-    for name, score in scores.items():
-        for seed in (*learning_curves.TUNING_SEEDS[-1], *range(1, seeds + 1)):
-            run = Run("sums", name, 4, 1e-3, seed)
-            rewards = [score + 0.002 * (seed % 4)] * 10
-            (folder / f"{run.name}.json").write_text(json.dumps(result(run, rewards)))
+def rows_of(scores, seeds=(101, 102, 103, 104, 105, 1, 2, 3, 4), rate=1e-3, **others):
+    """Summaries of runs of each baseline; `scores` by seed."""
+    return [
+        summary(result(Run("sums", name, 4, rate, seed), [of(seed)] * 10, **others))
+        for name, of in scores.items()
+        for seed in seeds
+    ]
 
 
-def test_arms_are_compared_on_their_scores_and_the_group_mean_with_itself(tmp_path, monkeypatch):
-    monkeypatch.setattr(learning_curves, "TASKS", {"sums": Schedule({4: 10}, (1e-3,), 0.5)})
-    monkeypatch.setattr(learning_curves, "DRAWS", 200)
-    save_runs(tmp_path, {"group_mean": 0.5, "otb": 0.6, "opo": 0.4})
-    learning_curves.report(tmp_path)
-    table = (tmp_path / "tables.md").read_text()
-    rows = {line.split(" | ")[1]: line.split(" | ") for line in table.splitlines() if line.startswith("| 4")}
-    compared = [line for line in table.splitlines() if line.startswith("| 4 | otb | 8 | 0.6")]
-    assert len(compared) == 1 and "0.100" in compared[0] and compared[0].endswith("1.00 (1.00–1.00) |")
-    (itself,) = [line for name, line in rows.items() if "beside the earlier" in name]
-    assert itself[2] == "4" and itself[6].startswith("0.50 (")
-    learning_curves.report(tmp_path, 1e-3)
-    at_rate = (tmp_path / "tables-lr0.001.md").read_text()
-    assert at_rate.replace(" at 0.001:", ":") == table.split("\ntuning")[0]
-    learning_curves.report(tmp_path, 2e-3)  # which nobody ran at
-    assert (tmp_path / "tables-lr0.002.md").read_text() == ""
-    assert any(line.startswith("| 4 | opo | 8 | 0.4") and "0.00 (0.00–0.00) |" in line for line in table.splitlines())
+def test_arms_are_compared_by_pairs_of_seeds_and_the_group_mean_with_itself():
+    scores = {"otb": lambda seed: 0.1 * (seed % 10) + 0.02, "group_mean": lambda seed: 0.1 * (seed % 10)}
+    mean, otb = runs.arms(rows_of(scores))
+    assert (mean["baseline"], otb["baseline"], otb["seeds"], otb["won"]) == ("group_mean", "otb", 4, "4 of 4")
+    assert otb["minus_group_mean"] == pytest.approx([0.02] * 3) and otb["over_the_run"][0] == pytest.approx(0.27)
+    assert mean["minus_group_mean"] == pytest.approx([0.1] * 3) and mean["won"] == "2 of 2"  # 2 over 1, 4 over 3
+    assert otb["rates"]["0.001"]["seeds"] == 5 and otb["held_out"] == [50.0] * 3 and otb["collapsed"] == 0
 
 
-def test_tables_of_arms_are_published_where_nothing_is_lost(tmp_path, monkeypatch, capsys):
-    """In the place of the same tables; the page follows."""
-    monkeypatch.setattr(learning_curves, "TASKS", {"sums": Schedule({4: 10}, (1e-3,), 0.5)})
-    monkeypatch.setattr(learning_curves, "DRAWS", 200)
-    monkeypatch.setattr(render, "HERE", tmp_path)
-    monkeypatch.setattr(render, "PAGES", ("learning_curves",))
-    monkeypatch.setattr(render, "PICTURES", {})
-    arms = [{"n": 4, "baseline": "group_mean", "seeds": 1}, {"n": 4, "baseline": "otb", "seeds": 1}]
-    titles = ("outcomes, sums", "scores, sums", "tuning, sums", "outcomes, calculator")
-    later = {"n": 4, "baseline": "group_mean, later half of the seeds beside the earlier"}
+def test_runs_from_different_policies_are_no_pairs_and_other_rates_no_part_of_an_arm():
+    scores = {"group_mean": lambda seed: 0.5, "otb": lambda seed: 0.6}
+    rows = rows_of(scores) + rows_of({"otb": lambda seed: 0.1}, rate=2e-3)
+    (_, otb) = runs.arms(rows)
+    assert otb["learning_rate"] == 1e-3 and otb["seeds"] == 4 and otb["over_the_run"][0] == pytest.approx(0.6)
+    assert set(otb["rates"]) == {"0.001", "0.002"}
+    strangers = rows_of({"group_mean": scores["group_mean"]}) + rows_of({"otb": scores["otb"]}, policy="bb")
+    assert "won" not in runs.arms(strangers)[1]
+
+
+def test_an_arm_that_only_tunes_has_no_scores():
+    (arm,) = runs.arms(rows_of({"otb": lambda seed: 0.5}, seeds=(101, 102)))
+    assert arm["learning_rate"] is None and arm["seeds"] == 0 and "over_the_run" not in arm
+    assert "| 4 | otb |" in render.of_arms([arm])
+
+
+def test_runs_are_published_beside_those_that_are_there(tmp_path, monkeypatch, capsys, registry):
+    """In the place of the same runs; the page and the picture follow."""
+    for name, value in {"HERE": tmp_path, "PAGES": ("value",), "PICTURES": {}, "LEARNING": ("sums",)}.items():
+        monkeypatch.setattr(render, name, value)
     (tmp_path / "results").mkdir()
-    render.save("learning_curves", {"tables": {t: [later] if "scores" in t else arms for t in titles}})
-    lines = [f"<!-- learning_curves.json: {title} -->\n\n" for title in titles]
-    (tmp_path / "learning_curves.md").write_text("Before.\n\n" + "\n".join(lines) + "\nAfter.\n")
-    save_runs(tmp_path, {"group_mean": 0.5, "otb": 0.6})
-    flags = ["--task", "sums", "--plot_only", "--publish", "--sizes", "4", "--output_dir", str(tmp_path)]
-    learning_curves.main(flags)
-    page = (tmp_path / "learning_curves.md").read_text()
+    other = summary(result(Run("calculator", "otb", 4, 1e-3, 1), [0.5] * 10))
+    before = summary(result(Run("sums", "otb", 4, 1e-3, 1), [0.9] * 10))
+    render.save("runs", {"runs": [other, before]})
+    (tmp_path / "value.md").write_text("Before.\n\n<!-- runs: sums -->\n\nAfter.\n")
+    for name, reward in (("group_mean", 0.5), ("otb", 0.6)):
+        for seed in (101, 102, 103, 104, 105, 1, 2):
+            save(tmp_path, Run("sums", name, 4, 1e-3, seed), [reward] * 10)
+    flags = ["--task", "sums", "--plot_only", "--output_dir", str(tmp_path)]
+    learning_curves.main([*flags, "--publish"])
+    page = (tmp_path / "value.md").read_text()
     assert page.startswith("Before.\n") and page.endswith("After.\n")
-    assert "| 4 | otb | 0.001 | 8 |" in page and "| 4 | otb | 8 | 0.603" in page and "| 4 | otb | 0.603 (5) |" in page
-    assert render.load("learning_curves")["tables"]["outcomes, calculator"] == arms
-    for run in tmp_path.glob("sums-otb*"):
-        run.unlink()
+    (row,) = [line for line in page.splitlines() if line.startswith("| 4 | otb |")]
+    assert "0.100 (0.100–0.100)" in row and "2 of 2" in row and "0.9" not in row
+    published = render.load("runs")["runs"]
+    assert other in published and len(published) == 1 + 14
+    assert (tmp_path / "learning.png").stat().st_size > 10_000
     with pytest.raises(SystemExit):
-        learning_curves.main(flags)
-    assert "has otb for outcomes, sums, which was not measured now" in capsys.readouterr().err
-    with pytest.raises(InputError, match="no column outcomes, lakes, only outcomes, sums, scores"):
-        render.publish("learning_curves", {"outcomes, lakes": []})
-
-
-def test_tasks_and_sizes_stand_side_by_side(tmp_path, monkeypatch):
-    task = Schedule({4: 10, 8: 10}, (1e-3,), 0.5)
-    monkeypatch.setattr(learning_curves, "TASKS", {"sums": task, "calculator": task})
-    sizes = []
-    for name, n in (("sums", 4), ("calculator", 4), ("calculator", 8)):
-        run = Run(name, "otb", n, 1e-3, 1)
-        (tmp_path / f"{run.name}.json").write_text(json.dumps(result(run, [0.5] * 10)))
-        learning_curves.report(tmp_path, 1e-3)
-        (picture,) = tmp_path.glob("*.png")
-        assert picture.name == "learning_curves-lr0.001.png"
-        sizes.append(picture.stat().st_size)
-    assert 10_000 < sizes[0] < sizes[1] < sizes[2]
-
-
-def test_statistics_over_seeds_by_hand(monkeypatch):
-    monkeypatch.setattr(learning_curves, "DRAWS", 200)
-    ours, theirs = [1.0, 2.0, 3.0, 100.0], [0.0, 2.0, 2.0, 4.0]
-    assert estimate(learning_curves.interquartile_mean, ours)[0] == 2.5
-    # 1, 2, 3 and 100 against 0, 2, 2, 4 win 1, 1 + 2/2, 3 and 4 of 16
-    value, low, high = estimate(learning_curves.probability_of_improvement, ours, theirs)
-    assert value == (1 + 2 + 3 + 4) / 16 and low <= value <= high
-    assert estimate(learning_curves.difference, [1.0] * 5, [0.25] * 5) == [0.75, 0.75, 0.75]
-    assert estimate(learning_curves.difference, [1.0], [0.25] * 5) == [0.75, None, None]
+        learning_curves.main(["--task", "calculator", *flags[2:]])
+    assert "Nothing of calculator is saved under" in capsys.readouterr().err
 
 
 def test_an_interval_covers_as_often_as_it_says(monkeypatch):
-    monkeypatch.setattr(learning_curves, "DRAWS", 200)
+    monkeypatch.setattr(runs, "DRAWS", 200)
     rng = random.Random(0)
     covered = 0
     for _ in range(60):
-        scores = [rng.gauss(1, 1) for _ in range(20)]
-        low, high = estimate(learning_curves.interquartile_mean, scores)[1:]
+        _, low, high = runs.estimate([rng.gauss(1, 1) for _ in range(20)])
         covered += low <= 1 <= high
     assert covered >= 50
+    assert runs.estimate([0.75]) == [0.75, None, None]
 
 
 @pytest.mark.slow
-def test_learning_curves(tmp_path, monkeypatch, capsys):
-    task = Schedule({4: 4, 8: 4, 32: 4}, (4e-4,), 0.1)
-    monkeypatch.setattr(learning_curves, "TASKS", {"calculator": task})
-    monkeypatch.setattr(learning_curves, "TUNING_SEEDS", ((101,), (101, 102)))
-    runs, flags = tmp_path / "runs", ["--sizes", "4", "--baselines", "group_mean", "otb", "none", "--seeds", "1"]
-    learning_curves.main([*flags, "--output_dir", str(runs)])
-    assert len(list(runs.glob("*.json"))) == 9
-    table = (runs / "tables.md").read_text()
-    assert "| 4 | otb | 0.0004 | 1 |" in table and "| 4 | none | 0.0004 | 1 |" in table
-    assert (runs / "learning_curves.png").stat().st_size > 10_000
+def test_learning_curves(tmp_path, monkeypatch, capsys, registry):
+    monkeypatch.setattr(learning_curves, "TASKS", {"calculator": Schedule({4: 4}, (4e-4,))})
+    for module in (learning_curves, runs, render):
+        monkeypatch.setattr(module, "TUNING_SEEDS", (101, 102))
+    folder, flags = tmp_path / "runs", ["--baselines", "group_mean", "value", "--seeds", "1"]
+    learning_curves.main([*flags, "--output_dir", str(folder)])
+    assert len(list(folder.glob("*.json"))) == 6
+    table = (folder / "tables.md").read_text()
+    assert "| 4 | group_mean | 0.0004 | 1 |" in table and "| 4 | value | 0.0004 | 1 |" in table
+    assert (folder / "learning.png").stat().st_size > 10_000
     capsys.readouterr()
-    learning_curves.main([*flags, "--output_dir", str(runs)])
-    assert "held-out" not in capsys.readouterr().out.split("outcomes")[0]  # nothing is trained again
+    learning_curves.main([*flags, "--output_dir", str(folder)])
+    assert "held-out" not in capsys.readouterr().out.split("| N |")[0]  # nothing is trained again
 
 
 @pytest.mark.slow

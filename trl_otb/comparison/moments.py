@@ -152,18 +152,18 @@ def with_estimators_across_prompts(
     def gradients(batch: torch.Tensor, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         n, at = rows.size(1), (batch.unsqueeze(1), rows)
         of_groups = rewards[at].flatten(0, 1), energy[at].flatten(0, 1), mask[at].flatten(0, 1)
-        found = {}
+        of_completions, found = own[at], {}
         for estimator in across:
             if estimator.on_top_of is None:
                 advantages = assign_credit(*of_groups, n, baseline=estimator.baseline).advantages
-                found[estimator.name] = torch.einsum("pn,pnk->pk", advantages.view(rows.shape), own[at]) / n
+                found[estimator.name] = torch.einsum("pn,pnk->pk", advantages.view(rows.shape), of_completions) / n
                 continue
             # G − a B0 − p_t, where `below` has G − B0
             below = assign_credit(*of_groups, n, baseline=estimator.on_top_of)
             base = below.returns - below.advantages
             factors, gradients_of_predictions = predicted[estimator.name]
             advantages = below.returns.view(rows.shape) - factors[batch, None] * base.view(rows.shape)
-            of_group = torch.einsum("pn,pnk->pk", advantages, own[at]) - gradients_of_predictions[at].sum(dim=1)
+            of_group = torch.einsum("pn,pnk->pk", advantages, of_completions) - gradients_of_predictions[at].sum(dim=1)
             found[estimator.name] = of_group / n
         return found
 
