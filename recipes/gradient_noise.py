@@ -18,8 +18,9 @@ from recipes.common.launching import tidy_output
 tidy_output()
 
 import json
+import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import ClassVar
 
@@ -28,15 +29,24 @@ from transformers.hf_argparser import HfArg
 import trl_otb
 from recipes.common.arguments import parse
 from recipes.common.errors import InputError, Stopped, constructing, input_errors, launch
-from recipes.common.launching import print_once
+from recipes.common.launching import flag_names, print_once
 from recipes.common.models import load_object, own_rewards, trainer_arguments
 from recipes.math import accuracy_reward, load_data
 from recipes.tool_math import ToolMathArguments, calculator_tool
-from trl_otb import OTBGRPOTrainer
+from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 from trl_otb.baselines import find_baseline
 
 
 CONFIG = "math_cpu.yaml"
+# The trainer's options that are read where nothing is trained
+READ = (
+    "output_dir|seed|disable_tqdm|log_level.*|num_generations|per_device_.*|alignment|zero_tail|reward_weights|"
+    "multi_objective_aggregation|temperature|top_[pk]|min_p|repetition_penalty|max_.*_length|max_tool_.*|"
+    "mask_truncated_completions|generation_kwargs|chat_template_kwargs|cache_implementation|use_cache|use_vllm|vllm_.*|"
+    "use_transformers_.*|transformers_.*|pad_to_multiple_of|ds3_.*|bf16|fp16|tf32|use_cpu|cast_lm_head_to_fp32|"
+    "activation_.*|gradient_checkpointing.*|torch_compile.*|disable_dropout|full_determinism|trust_remote_code|"
+    "model_init_kwargs|remove_unused_columns|ddp_.*|deepspeed|fsdp.*|accelerator_config|parallelism_config"
+)
 # The options that are `compare_baselines`' own
 MEASUREMENT = (
     "baselines num_prompts completions_per_prompt group_sizes parameters prompts_per_batch projection overwrite"
@@ -47,10 +57,10 @@ MEASUREMENT = (
 class NoiseArguments(ToolMathArguments):
     ABOUT: ClassVar[str] = " ".join(__doc__.split("\n\n")[::2])  # without the commands
     FOLDER: ClassVar[str] = "runs/gradient_noise/seed{seed}"
-    WITHOUT_EFFECT: ClassVar[tuple[str, ...]] = tuple(
-        "baseline leave_one_out eval_only allow_changes scale_rewards learning_rate max_steps beta "
-        "gradient_accumulation_steps eval_strategy eval_steps num_generations_eval save_steps logging_steps report_to "
-        "resume_from_checkpoint loss_type".split()
+    WITHOUT_EFFECT: ClassVar[tuple[str, ...]] = (
+        "eval_only",
+        "allow_changes",
+        *(field.name for field in fields(OTBGRPOConfig) if not re.fullmatch(READ, field.name)),
     )
 
     num_prompts: int = HfArg(default=16, help="Prompts that are studied, from the training data.")
@@ -80,22 +90,14 @@ class NoiseArguments(ToolMathArguments):
 
 
 def check(settings: NoiseArguments, args) -> None:
-    for flag, value, remedy in (
-        ("baseline", args.baseline != "otb", "`--baselines` names those that are compared"),
-        ("leave_one_out", args.leave_one_out, "every baseline that reads energies is measured with and without"),
-        ("eval_only", settings.eval_only, "nothing is trained here anyway"),
-    ):
-        if value:
-            raise InputError(f"`{flag}` is set and has no effect here: {remedy}. Leave it out.")
     with input_errors(ValueError):
         for name in settings.baselines:
             find_baseline(name)
 
 
 def check_plot_only(argv: list[str]) -> None:
-    said = [word.split("=")[0] for word in argv if word.startswith("--")]
-    allowed = ("--plot_only", "--output_dir", "--seed", "--prompts_per_batch", "--traceback")
-    other = [flag for flag in said if flag not in allowed]
+    allowed = ("plot_only", "output_dir", "seed", "prompts_per_batch", "traceback")
+    other = [f"--{name}" for name in flag_names(argv) if name not in allowed]
     if other:
         raise InputError(
             f"`plot_only` draws what is saved, and {', '.join(other)} would change nothing: leave it out, or measure "

@@ -1,7 +1,9 @@
 """Checks of option values that take no time, before anything is loaded."""
 
 import math
+import re
 from argparse import Namespace
+from pathlib import Path
 
 from .errors import InputError
 
@@ -24,20 +26,67 @@ RULES = {
         lambda v: math.isfinite(v) and v > 0,
         "temperature logging_steps save_steps eval_steps",
     ),
-    "must be a finite number": (math.isfinite, "weight_decay"),
+    "must be a finite number": (math.isfinite, "weight_decay reward_weights"),
     "must lie above 0 and be at most 1": (lambda v: 0 < v <= 1, "top_p"),
     "must lie between 0 and 4294967295": (lambda v: 0 <= v < 2**32, "seed"),
 }
+REASONING_GYM = "reasoning_gym:"
+FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+# Options, as a regular expression; what they are for; the option that decides it, and whether it holds
+DEPENDENT = (
+    ("dataset_config|dataset_split", "datasets of the hub", "dataset_name", lambda v: is_on_hub(v.dataset_name)),
+    ("(prompt|answer)_column", "files and the hub", "dataset_name", lambda v: not is_task(v.dataset_name)),
+    ("num_train_epochs", "runs without a number of steps", "max_steps", lambda v: v.max_steps < 0),
+    ("eval_steps", "the strategy `steps`", "eval_strategy", lambda v: v.eval_strategy == "steps"),
+    ("save_steps", "the strategy `steps`", "save_strategy", lambda v: v.save_strategy in ("steps", "best")),
+    ("logging_steps", "the strategy `steps`", "logging_strategy", lambda v: v.logging_strategy == "steps"),
+    ("lora_.*|use_rslora|use_dora", "LoRA", "use_peft", lambda v: v.use_peft),
+    ("bnb_.*|use_bnb_.*", "weights of 4 bits", "load_in_4bit", lambda v: v.load_in_4bit),
+    ("vllm_.*", "vLLM", "use_vllm", lambda v: v.use_vllm),
+    ("hub_.*", "uploads", "push_to_hub", lambda v: v.push_to_hub),
+    ("ref_model_.*", "a reference model that follows", "sync_ref_model", lambda v: v.sync_ref_model),
+    ("resume_from_checkpoint|overwrite|allow_changes", "training", "eval_only", lambda v: not v.eval_only),
+    ("overwrite", "a new run", "resume_from_checkpoint", lambda v: v.resume_from_checkpoint != "latest"),
+    ("allow_changes", "a run that goes on", "resume_from_checkpoint", lambda v: v.resume_from_checkpoint),
+)
 MOST_COMPLETIONS = 1_000_000  # per process and generation batch: beyond it memory ends before the first step
+
+
+def is_task(dataset: str) -> bool:
+    return dataset.startswith(REASONING_GYM)
+
+
+def is_on_hub(dataset: str) -> bool:
+    return not is_task(dataset) and Path(dataset).suffix not in FILE_FORMATS
+
+
+def check_effects(values: Namespace, flags: set[str], in_file: set[str], unread: tuple[str, ...]) -> None:
+    """
+    Raise an `InputError` if an option is given that changes nothing: a flag that the recipe does not read, or one that
+    counts only under another option. A flag that decides may turn off what the YAML file says.
+    """
+    for name in sorted(flags.intersection(unread)):
+        raise InputError(f"`{name}` is set and has no effect here: this recipe does not read it. Leave it out.")
+    for names, what, decider, holds in DEPENDENT:
+        for name in sorted(flags if decider in flags else flags | in_file):
+            if re.fullmatch(names, name) and not holds(values):
+                raise InputError(
+                    f"`{name}` is set and has no effect here: it is for {what}, and `{decider}` is "
+                    f"{getattr(values, decider)!r}. Leave it out, or change `{decider}`."
+                )
 
 
 def check_values(values: Namespace, processes: int) -> None:
     """Raise an `InputError` if a value makes no sense, or batch sizes and group sizes do not fit."""
+    for name, value in vars(values).items():
+        if value != value:  # as nan alone
+            raise InputError(f"`{name}` is {value}, which is no number.")
     for rule, (is_good, names) in RULES.items():
         for name in names.split():
             value = getattr(values, name, None)
-            if value is not None and not is_good(value):
-                raise InputError(f"`{name}` is {value}: it {rule}.")
+            for single in value if isinstance(value, list) else [value]:
+                if single is not None and not is_good(single):
+                    raise InputError(f"`{name}` is {single}: it {rule}.")
     _check_groups(values, processes)
     count, weights = 1 + len(values.reward_funcs or []), values.reward_weights
     if weights is not None and len(weights) != count:

@@ -2,6 +2,8 @@
 
 import errno
 import os
+import re
+import signal
 import sys
 import tempfile
 import textwrap
@@ -11,25 +13,46 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
+# What C libraries say where Python has no error number
+DISK_FULL = re.compile(r"(?s)No space left on device|os error 28|inline_container.*(unexpected pos|write failed)")
+
+
 class InputError(ValueError):
     """The user gave a value that cannot be used; the message names the value, the reason and the remedy."""
 
 
 class Stopped(KeyboardInterrupt):
-    """Ctrl-C where no checkpoint can be saved; the message says what is lost and what is kept."""
+    """A run ended by Ctrl-C or another of [`stopping_signals`]; the message says what is lost and what is kept."""
+
+
+class HelpShown(SystemExit):
+    """`--help` was asked for and printed; every other `SystemExit` comes from code that has no right to end a run."""
+
+
+def stopping_signals() -> list[int]:
+    """Those that end a run in good order. What somebody else had ignored, as `nohup` does, stays ignored."""
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    return [signum for signum in signals if signal.getsignal(signum) is not signal.SIG_IGN]
 
 
 def launch(file: str, main: Callable[[list[str]], None], argv: list[str]) -> None:
     """
     Run `main(argv)` as a script does; `file` is its `__file__` or name.
 
-    Exit codes: 0 after a good run, 2 for an `InputError`, 130 after Ctrl-C, 1 for every other error, whose traceback
-    goes into a file that the error line names. With `--traceback` in `argv` it is printed instead.
+    Exit codes: 0 after a good run, 2 for an `InputError`, 130 after Ctrl-C, SIGTERM or SIGHUP, 1 for every other
+    error, whose traceback goes into a file that the error line names. With `--traceback` in `argv` it is printed
+    instead.
     """
     name = os.path.basename(file)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # a terminal that knows no ± is no reason to end
+    for signum in stopping_signals():
+        signal.signal(signum, signal.default_int_handler)
     try:
         main(argv)
-    except Exception as error:
+    except HelpShown:
+        return
+    except (Exception, SystemExit) as error:
         if "--traceback" in argv:
             traceback.print_exc()
         if _rank() > 0:  # the same error mostly happens in every process: once the first says it, the others are ended
@@ -43,7 +66,7 @@ def launch(file: str, main: Callable[[list[str]], None], argv: list[str]) -> Non
     _leave_together()
 
 
-def line_of(error: Exception) -> str:
+def line_of(error: BaseException) -> str:
     """The error in one line. The traceback of an error that nobody foresaw is kept, and the line says where."""
     text = textwrap.shorten(str(error), 600, placeholder=" …")
     if isinstance(error, InputError):
@@ -51,6 +74,8 @@ def line_of(error: Exception) -> str:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
         where = f" ({error.filename})" if error.filename else ""
         return f"{error.strerror}{where}: free some space or choose another --output_dir."
+    if DISK_FULL.search(str(error)):
+        return "No space left on device: free some, and go on with --resume_from_checkpoint latest."
     with tempfile.NamedTemporaryFile("w", prefix="trl_otb-", suffix=".txt", delete=False) as file:
         traceback.print_exception(error, file=file)
     return f"{type(error).__name__}: {text} (traceback: {file.name}, or print it with --traceback)"

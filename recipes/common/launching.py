@@ -18,9 +18,14 @@ def processes() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def is_main() -> bool:
+    """Whether this is the first of the processes that were launched together."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
 def print_once(text: str) -> None:
     """Print once, whatever the number of processes."""
-    if int(os.environ.get("RANK", "0")) == 0:
+    if is_main():
         print(text, flush=True)
 
 
@@ -90,12 +95,17 @@ def check_launcher(environment: dict[str, str] | None = None) -> None:
         )
 
 
+def flag_names(argv: list[str]) -> list[str]:
+    """The flags in `argv`, spelt with `_`."""
+    return [word.split("=")[0][2:].replace("-", "_") for word in argv if word.startswith("--")]
+
+
 def without_flags(argv: list[str], *names: str) -> list[str]:
     """`argv` without these flags and their values."""
     kept, skipping = [], False
     for word in argv:
         if word.startswith("--"):
-            skipping = word.split("=")[0].removeprefix("--").replace("-", "_") in names
+            skipping = flag_names([word])[0] in names
         if not skipping:
             kept.append(word)
     return kept

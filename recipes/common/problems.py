@@ -11,12 +11,11 @@ from typing import Any
 from datasets import Dataset, Value, load_dataset
 
 from .arguments import RecipeArguments
+from .checks import FILE_FORMATS, REASONING_GYM, is_task
 from .errors import InputError, explained
 from .grading import grade_mathematics
 
 
-REASONING_GYM = "reasoning_gym:"
-FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 PROMPT_COLUMNS = ("prompt", "question", "problem")
 ANSWER_COLUMNS = ("answer", "solution", "target")
 # Columns that a recipe or TRL gives a meaning of its own.
@@ -54,13 +53,13 @@ def load_problems(settings: RecipeArguments, seed: int = 0) -> Problems:
     Load the problems that the command line and the YAML file ask for, and hold some out.
 
     Which ones does not depend on the seed, so that runs can be compared. `seed` decides which problems reasoning-gym
-    generates to train on. Of a file or hub dataset, all problems are used, and at most a fifth are held out.
+    generates to train on. Of a file or hub dataset at most a fifth are held out.
 
     Raises:
         InputError: The problems cannot be had as asked for.
     """
     name, num_held_out = settings.dataset_name, settings.num_held_out_problems
-    if name.startswith(REASONING_GYM):
+    if is_task(name):
         return _reasoning_gym(settings, seed)
     if settings.dataset_options:
         raise InputError(f"`dataset_options` is for reasoning-gym tasks, and `dataset_name` is {name!r}.")
@@ -75,7 +74,8 @@ def load_problems(settings: RecipeArguments, seed: int = 0) -> Problems:
         )
     data = Dataset.from_list(list(different.values())).shuffle(seed=0)
     held_out = max(1, min(num_held_out, len(data) // 5))
-    train, held_out = data.select(range(held_out, len(data))), data.select(range(held_out))
+    end = min(len(data), held_out + (settings.num_train_problems or len(data)))
+    train, held_out = data.select(range(held_out, end)), data.select(range(held_out))
     return Problems(train, held_out, name=name, duplicates=len(rows) - len(different))
 
 
@@ -156,7 +156,7 @@ def _reasoning_gym(settings: RecipeArguments, seed: int) -> Problems:
 
     scorer, held_out = generate(settings.num_held_out_problems, seed=10**9)
     held_out = {row["question"]: row for row in held_out}
-    _, train = generate(settings.num_train_problems, seed=10**6 * (seed + 1))
+    _, train = generate(settings.num_train_problems or 20_000, seed=10**6 * (seed + 1))
     train = [row for row in train if row["question"] not in held_out]
     if not train:
         raise InputError(f"every problem of {task!r} with {options} is held out: ask for more kinds of problem.")

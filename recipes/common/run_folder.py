@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import shutil
 import tempfile
 import zipfile
@@ -17,29 +18,28 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import ModelConfig
 
 from trl_otb import OTBGRPOConfig
+from trl_otb.comparison.storage import lock
 
 from .arguments import RecipeArguments
-from .errors import InputError, explained
-from .launching import command, print_once, processes, without_flags
+from .errors import InputError, explained, input_errors
+from .launching import command, is_main, print_once, processes, without_flags
 
 
-CONFIGURATION, RESULT = "configuration.json", "result.json"
+CONFIGURATION, RESULT, STATE = "configuration.json", "result.json", "trainer_state.json"
 COUNTS = "held_out_counts.json"  # written last, so that a checkpoint that has it is complete
 PACKAGES = ("trl-otb", "trl", "transformers", "torch", "accelerate", "datasets", "peft")
-# What a run leaves behind, by what a message calls it; `--overwrite` removes it.
-LEFT_BEHIND = {
-    "the result of a run": [RESULT],
-    "checkpoints": [f"{PREFIX_CHECKPOINT_DIR}-*"],
-    "a model": ["*.safetensors", "pytorch_model*.bin"],
-}
-ALSO_REMOVED = [CONFIGURATION, "*.safetensors.index.json", "training.png", "held_out.json", "trainer_state.json"]
+# What a run leaves beside checkpoints, and `--overwrite` removes; the tokenizer's files are written anew
+WRITTEN = re.compile(
+    r"(configuration|result|held_out|trainer_state|config|generation_config|adapter_config)\.json|training\.png|"
+    r"training_args\.bin|(model|adapter_model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?"
+)
+MODEL_FILES = ("*.safetensors", "*.bin", "*config.json", "token*", "vocab*", "merges.txt", "*.jinja", "*.model")
 # Options that decide what is written where, how often, and how far, but not which experiment this is.
 NEUTRAL_STARTS = ("logging", "save", "eval_", "hub", "push_to_hub", "log_", "report", "dataloader_", "tqdm", "trackio")
 NEUTRAL = set(
     "output_dir run_name disable_tqdm resume_from_checkpoint overwrite allow_changes traceback eval_only max_steps "
-    "num_train_epochs num_completions_to_print per_device_eval_batch_size project local_rank ddp_timeout do_train "
-    "do_eval do_predict skip_memory_metrics include_for_metrics load_best_model_at_end metric_for_best_model "
-    "greater_is_better restore_callback_states_from_checkpoint enable_jit_checkpoint".split()
+    "num_train_epochs num_completions_to_print per_device_eval_batch_size project local_rank ddp_timeout "
+    "skip_memory_metrics restore_callback_states_from_checkpoint".split()
 )
 
 
@@ -52,16 +52,31 @@ class RunFolder:
     overwrite: bool  # whether `start` removes what an earlier run left
     argv: list[str]  # the command line, for the commands that go on
     checkpoint: Path | None = None  # what the run resumes from
+    trained: Path | None = None  # the weights of a run that lacks only its last evaluation
     finished: str | None = None  # why there is nothing left to do
+    lock: Any = None
+
+    def take(self) -> None:
+        """Keep other processes from writing into the folder as long as this one lives."""
+        problem = f"`output_dir` is {str(self.path)!r}: it cannot be written to. Choose a folder to write to:"
+        if is_main() and self.lock is None:
+            if self.path.exists() and not self.path.is_dir():
+                raise InputError(f"{problem} it is a file.")
+            with explained(problem), input_errors(ValueError):
+                self.lock = lock(self.path, again=True)
+                tempfile.TemporaryFile(dir=self.path).close()
 
     def start(self, is_main_process: bool) -> None:
         """Write down what the run begins with. Only now may an earlier run's files go."""
-        if not is_main_process or self.checkpoint is not None:
+        goes_on = self.checkpoint is not None and self.checkpoint.parent.resolve() == self.path.resolve()
+        if not is_main_process or goes_on:
             return
         if self.overwrite:
-            for pattern in sum(LEFT_BEHIND.values(), ALSO_REMOVED):
-                for old in self.path.glob(pattern):
-                    shutil.rmtree(old) if old.is_dir() else old.unlink()
+            for old in checkpoints(self.path):
+                shutil.rmtree(old)
+            for old in self.path.iterdir():
+                if WRITTEN.fullmatch(old.name):
+                    old.unlink()
         (self.path / CONFIGURATION).write_text(json.dumps(self.configuration, indent=2, sort_keys=True) + "\n")
 
     def resume_command(self) -> str:
@@ -69,32 +84,43 @@ class RunFolder:
         kept = without_flags(self.argv, "resume_from_checkpoint", "overwrite")
         return command([*kept, "--resume_from_checkpoint", "latest"])
 
-    def evaluation_command(self, model: Path) -> str:
-        """The command that measures the held-out accuracy of a model that this run saved."""
-        kept = without_flags(self.argv, "resume_from_checkpoint", "model_name_or_path", "overwrite")
-        return command([*kept, "--eval_only", "--model_name_or_path", str(model)])
-
 
 def open_run(settings: RecipeArguments, args: OTBGRPOConfig, model_args: ModelConfig, argv: list[str]) -> RunFolder:
     """
-    Look at the folder of a run before anything is loaded. Nothing is changed there yet, but a new folder is made.
+    Look at the folder of a run before anything is loaded. Nothing is changed there yet, but a new folder is made, and
+    no other process can write into it from now on.
 
     Raises:
-        InputError: The folder cannot be written to or holds another run, or a resumed run was begun differently.
+        InputError: The folder cannot be written to, is in use or holds another run, or a resumed run was begun
+            differently.
     """
     folder = Path(args.output_dir)
     run = RunFolder(folder, configuration(settings, args, model_args), settings.overwrite, argv)
+    if settings.eval_only:
+        return run
     if args.max_steps == 0 or (args.max_steps < 0 and args.num_train_epochs == 0):
         run.finished = "Nothing left to do: `max_steps` is 0."
-    elif args.resume_from_checkpoint is not None and not settings.eval_only:
+        return run
+    if folder.exists():
+        run.take()
+    if args.resume_from_checkpoint is not None:
         _find_checkpoint(run, args, settings.allow_changes)
-    elif not settings.eval_only:
-        _check_free(folder, settings.overwrite)
+    else:
+        _check_free(run)
     args.resume_from_checkpoint = None if run.checkpoint is None else str(run.checkpoint)
-    if run.finished is None and not settings.eval_only:
-        with explained(f"`output_dir` is {str(folder)!r}: it cannot be written to. Choose a folder to write to:"):
-            folder.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=folder).close()
+    run.take()
+    model = Path(model_args.model_name_or_path or "")
+    if run.overwrite and model.is_dir() and folder.resolve() in [model.resolve(), *model.resolve().parents]:
+        raise InputError(
+            f"`model_name_or_path` is {str(model)!r}, which lies in the folder that --overwrite replaces: choose "
+            "another --output_dir."
+        )
+    foreign = {*folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*")} - {*checkpoints(folder)}
+    if foreign and args.save_total_limit:
+        raise InputError(
+            f"{min(foreign)} is no checkpoint of a run, and `save_total_limit` would delete it as one: move it to "
+            "another folder."
+        )
     return run
 
 
@@ -107,10 +133,31 @@ def configuration(settings: RecipeArguments, args: OTBGRPOConfig, model_args: Mo
         "trainer": args.to_dict(),
         "model": vars(model_args),
         "processes": processes(),
-        "data_sha256": hashlib.sha256(data.read_bytes()).hexdigest() if data.is_file() else None,
+        "data_sha256": sha256(data) if data.is_file() else None,
+        "model_sha256": _sha256_of_model(Path(model_args.model_name_or_path or "")),
         "versions": {name: found.get(name) for name in PACKAGES},
     }
     return json.loads(json.dumps(values, default=lambda value: value.value if isinstance(value, Enum) else str(value)))
+
+
+def sha256(file: Path) -> str:
+    with open(file, "rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _sha256_of_model(folder: Path) -> str | None:
+    """Of a local model's files; of large ones, 64 parts, since training changes all weights."""
+    if not (folder / "config.json").is_file() and not (folder / "adapter_config.json").is_file():
+        return None
+    found = hashlib.sha256()
+    for file in sorted({file for pattern in MODEL_FILES for file in folder.glob(pattern)}):
+        size = file.stat().st_size
+        found.update(f"{file.name} {size}".encode())
+        with open(file, "rb") as opened:
+            for start in range(0, size, max(size // 64, 2**20)):
+                opened.seek(start)
+                found.update(opened.read(2**20))
+    return found.hexdigest()
 
 
 def differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -119,9 +166,8 @@ def differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     changed = [change for part in parts for change in _changes(then.get(part, {}), now[part])]
     if then.get("processes") != now["processes"]:
         changed.append(f"there were {then.get('processes')} processes and now are {now['processes']}")
-    if then.get("data_sha256") != now["data_sha256"]:
-        changed.append("the data file has changed")
-    return changed
+    files = {"data_sha256": "the data file has changed", "model_sha256": "the model's files have changed"}
+    return changed + [what for key, what in files.items() if key in then and then[key] != now[key]]
 
 
 def _changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
@@ -132,10 +178,15 @@ def _changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     ]
 
 
+def checkpoints(folder: Path) -> list[Path]:
+    """Those of a run, the newest last."""
+    found = [path for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if re.fullmatch(r"\w+-\d+", path.name)]
+    return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
+
+
 def latest_checkpoint(folder: Path) -> Path | None:
     """The newest complete checkpoint of a run. (`get_last_checkpoint` also takes one that was being written.)"""
-    complete = [path.parent for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{COUNTS}")]
-    return max(complete, key=lambda path: int(path.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")), default=None)
+    return next((path for path in reversed(checkpoints(folder)) if (path / COUNTS).is_file()), None)
 
 
 def check_safetensors(folder: Path) -> None:
@@ -146,27 +197,57 @@ def check_safetensors(folder: Path) -> None:
 
 
 def _find_checkpoint(run: RunFolder, args: OTBGRPOConfig, allow_changes: bool) -> None:
+    result = run.path / RESULT
     if args.resume_from_checkpoint == "latest":
         source, checkpoint = run.path, latest_checkpoint(run.path)
-        if checkpoint is None and not (run.path / RESULT).is_file():
+        if checkpoint is None and not result.is_file():
             raise InputError(f"`resume_from_checkpoint` is 'latest', and {run.path} holds no complete checkpoint.")
     else:
         checkpoint = Path(args.resume_from_checkpoint)
         source = checkpoint.parent
         _check_checkpoint(checkpoint)
         if source.resolve() != run.path.resolve():
-            _check_free(run.path, run.overwrite)
+            _check_free(run)
     _check_unchanged(source, run.configuration, allow_changes)
-    if checkpoint is not None and not _is_trained_to_the_end(checkpoint, args):
-        run.checkpoint = checkpoint
-        _check_checkpoint(checkpoint)
-    elif (source / RESULT).is_file():
+    step, whole = _progress(checkpoint or source, args)
+    if whole and _steps_of_result(source) >= step:
         run.finished = f"Nothing left to do: {source} holds the result of the whole run. More --max_steps go on."
-    else:
-        run.finished = (
-            f"Nothing left to train: {checkpoint} is the last step. What it lacks is an evaluation: "
-            + run.evaluation_command(checkpoint)
+        return
+    if checkpoint is None:
+        raise InputError(
+            f"{source} holds the result of {step} steps and no checkpoint to go on from, as after --save_strategy no: "
+            "begin anew with --overwrite or another --output_dir."
         )
+    _check_checkpoint(checkpoint)
+    run.checkpoint = checkpoint
+    if whole:
+        is_saved = (source / STATE).is_file() and _progress(source, args)[0] == step
+        run.trained = source if is_saved else checkpoint
+        return print_once("Nothing left to train: what is missing is the last evaluation.")
+    missing = [name for name, patterns in _needed().items() if not any(any(checkpoint.glob(p)) for p in patterns)]
+    if missing:
+        lacks = " and no ".join(missing)
+        problem = f"{checkpoint} has no {lacks}, as after --save_only_model: training would go on with new ones"
+        if not allow_changes:
+            raise InputError(f"{problem}. Say --allow_changes for that, or resume from another checkpoint.")
+        print_once(f"Note: {problem}.")
+
+
+def _steps_of_result(folder: Path) -> int:
+    path = folder / RESULT
+    with _readable(path):
+        return json.loads(path.read_text())["steps"] if path.is_file() else -1
+
+
+def _needed() -> dict[str, list[str]]:
+    """What training goes on with beside the weights, and the files of a checkpoint that may hold it."""
+    ranks = [f"rng_state_{rank}.pth" for rank in range(processes())] if processes() > 1 else ["rng_state.pth"]
+    zero = "global_step*"
+    return {
+        "state of the optimizer": ["optimizer.*", "optimizer_*", zero],
+        "state of the schedule": ["scheduler.pt", zero],
+        **{f"random numbers ({file})": [file] for file in ranks},
+    }
 
 
 def _check_checkpoint(checkpoint: Path) -> None:
@@ -175,7 +256,8 @@ def _check_checkpoint(checkpoint: Path) -> None:
         raise InputError(
             f"`resume_from_checkpoint` is {str(checkpoint)!r}: no complete checkpoint of a recipe is there."
         )
-    _progress(checkpoint)
+    with _readable(checkpoint / STATE):
+        json.loads((checkpoint / STATE).read_text())["global_step"]
     with _readable(checkpoint / COUNTS):
         json.loads((checkpoint / COUNTS).read_text())
     for path in [*checkpoint.glob("*.pt"), *checkpoint.glob("*.pth"), *checkpoint.glob("*.bin")]:
@@ -184,18 +266,14 @@ def _check_checkpoint(checkpoint: Path) -> None:
     check_safetensors(checkpoint)
 
 
-def _progress(checkpoint: Path) -> tuple[int, int, int]:
-    """The step that was reached, the steps of the run, and its epochs."""
-    with _readable(checkpoint / "trainer_state.json"):
-        state = json.loads((checkpoint / "trainer_state.json").read_text())
-        return state["global_step"], state["max_steps"], state["num_train_epochs"]
-
-
-def _is_trained_to_the_end(checkpoint: Path, args: OTBGRPOConfig) -> bool:
-    step, steps, epochs = _progress(checkpoint)
+def _progress(checkpoint: Path, args: OTBGRPOConfig) -> tuple[int, bool]:
+    """The step that was reached, and whether it is the last one that is asked for."""
+    with _readable(checkpoint / STATE):
+        state = json.loads((checkpoint / STATE).read_text())
+        step, steps, epochs = state["global_step"], state["max_steps"], state["num_train_epochs"]
     if args.max_steps > 0:
-        return step >= args.max_steps
-    return step >= steps and epochs >= args.num_train_epochs
+        return step, step >= args.max_steps
+    return step, step >= steps and epochs >= args.num_train_epochs
 
 
 def _check_unchanged(folder: Path, now: dict[str, Any], allow_changes: bool) -> None:
@@ -218,12 +296,20 @@ def _check_unchanged(folder: Path, now: dict[str, Any], allow_changes: bool) -> 
         print_once(f"Note: {change}.")
 
 
-def _check_free(folder: Path, overwrite: bool) -> None:
-    for held, patterns in LEFT_BEHIND.items():
-        if not overwrite and any(any(folder.glob(pattern)) for pattern in patterns):
+def _check_free(run: RunFolder) -> None:
+    folder = run.path
+    weights = [file for pattern in ("*.safetensors", "pytorch_model*.bin") for file in folder.glob(pattern)]
+    held = {"the result of a run": (folder / RESULT).is_file(), "checkpoints": checkpoints(folder), "a model": weights}
+    for what in (what for what, is_there in held.items() if is_there):
+        if not run.overwrite:
             raise InputError(
-                f"{folder} holds {held}. Say --resume_from_checkpoint latest to go on with it, --overwrite to replace "
+                f"{folder} holds {what}. Say --resume_from_checkpoint latest to go on with it, --overwrite to replace "
                 "it, or another --seed or --output_dir to keep it."
+            )
+        if not (folder / CONFIGURATION).is_file():
+            raise InputError(
+                f"{folder} holds {what} that no run wrote, since {CONFIGURATION} is missing, and --overwrite replaces "
+                "only runs: choose another --output_dir."
             )
 
 

@@ -192,6 +192,27 @@ def test_an_environment_and_rewards_of_turns(tmp_path, capsys):
         (["--group_sizes", "8"], "`completions_per_prompt` is 16 and the largest group has 8.*32 or more"),
         (["--num_prompts", "2"], "`num_prompts` is 2"),
         (["--leave_one_out", "true"], "`leave_one_out` is set and has no effect here"),
+        *(
+            (flags.split(), f"`{flags.split()[0][2:]}` is set and has no effect here: this recipe does not read it")
+            for flags in (
+                "--learning_rate 1e-3",
+                "--max_steps 3",
+                "--beta 0.1",
+                "--num_iterations 2",
+                "--warmup_steps 3",
+                "--save_strategy no",
+                "--weight_decay 0.1",
+                "--epsilon 0.1",
+                "--loss_type dapo",
+                "--optim sgd",
+                "--num_train_epochs 2",
+                "--eval_only",
+                "--baseline rloo",
+                "--scale_rewards group",
+                "--gradient_accumulation_steps 2",
+                "--resume_from_checkpoint latest",
+            )
+        ),
         (["--num_prompts", "1000"], "`num_prompts` is 1000 and the training data has"),
         (["--baselines", "absent"], "'absent': it must be one of"),
         (["--prompts_per_batch", "2"], "`prompts_per_batch` is 2: give 3 or more"),
@@ -200,7 +221,7 @@ def test_an_environment_and_rewards_of_turns(tmp_path, capsys):
         (["--tools", "nowhere:f"], "`tools` is 'nowhere:f'"),
         (["--environment_factory", "nowhere:f"], "`environment_factory` is 'nowhere:f'"),
         (["--basline", "otb"], "there is no flag --basline"),
-        (["--plot_only", "--num_prompts", "4"], "`plot_only` draws what is saved"),
+        (["--plot_only", "--num-prompts", "4"], "`plot_only` draws what is saved"),
     ],
 )
 def test_wrong_flags_are_named(measure, flags, message):

@@ -103,10 +103,13 @@ def test_ctrl_c_in_the_first_and_in_the_last_evaluation(run, monkeypatch, tmp_pa
 
     saved = lambda folder: (folder / "last" / "model.safetensors").exists()  # noqa: E731
     monkeypatch.setattr(recipe, "accuracy_reward", interrupting(saved))
-    with pytest.raises(Stopped, match=r"(?s)Training was complete; its last evaluation was not.*--eval_only") as stop:
+    again = "--resume_from_checkpoint latest"
+    with pytest.raises(Stopped, match=f"(?s)Training was complete; its last evaluation was not.*{again}"):
         run(output="last")
-    assert f"--model_name_or_path {tmp_path / 'last'}" in str(stop.value)
     assert saved(tmp_path) and not (tmp_path / "last" / "result.json").exists()
+    monkeypatch.setattr(recipe, "accuracy_reward", original)
+    run(*again.split(), output="last")
+    assert result_of(tmp_path / "last")["steps"] == 4
 
 
 @pytest.mark.slow

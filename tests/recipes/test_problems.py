@@ -55,6 +55,13 @@ def test_local_files(data_file, suffix):
     assert loaded.grade is grade_mathematics
 
 
+def test_so_many_problems_of_a_file_are_trained_on(data_file):
+    path = data_file(question_and_answer())
+    loaded = loaded_from(path, num_train_problems=3)
+    assert (len(loaded.train), len(loaded.held_out)) == (3, 2)
+    assert loaded.held_out["question"][:] == loaded_from(path).held_out["question"][:]
+
+
 def test_columns_by_name_and_further_columns_for_a_reward(data_file):
     path = data_file([{"a": "1+1", "b": 2, "level": "easy"}, {"a": "2+2", "b": 4.5, "level": "hard"}])
     loaded = loaded_from(path, prompt_column="a", answer_column="b")

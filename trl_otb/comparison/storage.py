@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
+from filelock import BaseFileLock, FileLock, Timeout
 
 
 SETTINGS = "settings.json"
@@ -95,31 +95,36 @@ def load(folder: Path) -> tuple[dict[str, Any], list[dict[Any, Any]]] | None:
     return settings, prompts
 
 
-@contextmanager
-def only_writer(folder: Path | None) -> Iterator[None]:
+def lock(folder: Path, doing: str = "writes", *, again: bool = False) -> BaseFileLock:
     """
-    Within this context nobody else measures into `folder`; the lock goes with the process, however it ends.
+    A lock by which nobody else writes into `folder`, which is made. It goes with the object, and with the process,
+    however it ends. `again` lets this process take it a second time; `doing` is for the message.
 
     Raises:
         ValueError: Somebody else is at it.
     """
-    if folder is None:
-        yield
-        return
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"`output_dir` is {str(folder)!r}, which is a file: name a folder.")
     folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / ".lock")
+    held = FileLock(folder / ".lock", is_singleton=again)
     try:
-        lock.acquire(timeout=0)
+        held.acquire(timeout=0)
     except Timeout as error:
         raise ValueError(
-            f"Another process measures into {folder} right now: wait for it, or choose another folder."
+            f"Another process {doing} into {folder} right now: wait for it, or choose another folder."
         ) from error
+    return held
+
+
+@contextmanager
+def only_writer(folder: Path | None) -> Iterator[None]:
+    """Within this context nobody else measures into `folder`, see [`lock`]."""
+    held = None if folder is None else lock(folder, "measures")
     try:
         yield
     finally:
-        lock.release()
+        if held is not None:
+            held.release()
 
 
 def _replace(path: Path, write: Any) -> None:
