@@ -7,13 +7,15 @@ Compare baselines over seeds with one recipe: all runs, one table, one picture.
         --launcher "accelerate launch --config_file recipes/accelerate/zero3.yaml" --config recipes/math_zero3.yaml
 
 Every flag that is not named below goes to the recipe. The same command again goes on where it stopped: finished runs
-are kept, begun ones are resumed from their newest checkpoint, and changed flags are refused as the recipe refuses
-them.
+are kept, begun ones are resumed from their newest checkpoint. More baselines and seeds may be asked for; other flags
+are refused, since their runs could not be compared.
 """
 
 import argparse
 import json
+import os
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -24,11 +26,12 @@ import pandas
 from matplotlib.figure import Figure
 from scipy import stats
 
-from recipes.common.errors import InputError, launch
-from recipes.common.launching import print_once
+from recipes.common.errors import InputError, Stopped, input_errors, launch, stopping_signals
+from recipes.common.launching import flag_names, print_once
 from recipes.common.report import centred_mean, markdown
-from recipes.common.run_folder import latest_checkpoint
+from recipes.common.run_folder import CONFIGURATION, differences, latest_checkpoint
 from trl_otb.baselines import BASELINES
+from trl_otb.comparison.storage import lock
 
 
 RECIPES = Path(__file__).parent
@@ -42,6 +45,7 @@ class Run:
     seed: int
     result: dict
     log: list[dict]
+    configuration: dict
 
     def percent(self, when: str) -> float:
         """The held-out accuracy `"before"` or `"after"`."""
@@ -76,7 +80,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--launcher", default=sys.executable, help="the command in front of the recipe (python)")
     own, flags = parser.parse_known_args(argv)
     for name in ("baseline", "seed", "output_dir", "overwrite", "resume_from_checkpoint", "eval_only"):
-        if any(word.split("=")[0] == f"--{name}" for word in flags):
+        if name in flag_names(flags):
             raise InputError(f"--{name} is decided by compare.py: say --baselines, --seeds, --folder.")
     for values, name in ((own.baselines, "baselines"), (own.seeds, "seeds")):
         if len(set(values)) < len(values):
@@ -94,19 +98,69 @@ def run_recipe(own: argparse.Namespace, flags: list[str], baseline: str, seed: i
 
     Raises:
         InputError: The recipe ended without a result.
+        Stopped: The user stopped it.
     """
     folder = own.folder / f"{baseline.replace(':', '.')}-seed{seed}"
     command = [*shlex.split(own.launcher), str(RECIPES / f"{own.recipe}.py"), *flags]
     command += ["--baseline", baseline, "--seed", str(seed), "--output_dir", str(folder)]
     if (folder / "result.json").is_file() or latest_checkpoint(folder) is not None:
         command += ["--resume_from_checkpoint", "latest"]
-    done = subprocess.run(command)
-    if done.returncode != 0 or not (folder / "result.json").is_file():
+    code = run_stoppably(command)
+    if code == 130:
+        raise Stopped(f"Finished runs and checkpoints are kept in {own.folder}; the same command goes on.")
+    if code != 0 or not (folder / "result.json").is_file():
         raise InputError(
-            f"{baseline} with seed {seed} ended without a result (exit code {done.returncode}): {shlex.join(command)}"
+            f"{baseline} with seed {seed} ended without a result (exit code {code}): {shlex.join(command)}"
         )
-    result = json.loads((folder / "result.json").read_text())
-    return Run(baseline, seed, result, json.loads((folder / "trainer_state.json").read_text())["log_history"])
+    names = ("result.json", "trainer_state.json", CONFIGURATION)
+    result, state, configuration = (json.loads((folder / name).read_text()) for name in names)
+    return Run(baseline, seed, result, state["log_history"], configuration)
+
+
+def run_stoppably(command: list[str]) -> int:
+    """
+    The exit code of a command, 130 if it was stopped. Ctrl-C and its kin are handed on to it and its children, once,
+    and it is waited for: it may have a checkpoint to save.
+    """
+    with subprocess.Popen(command, start_new_session=True) as child:  # where a terminal's Ctrl-C does not reach it
+        stopped = []
+
+        def hand_on(signum, frame):
+            stopped.append(signum)
+            os.killpg(child.pid, signum)
+
+        previous = {signum: signal.signal(signum, hand_on) for signum in stopping_signals()}
+        code = child.wait()
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)
+    return 130 if stopped else code
+
+
+def check_alike(runs: list[Run]) -> None:
+    """Raise an `InputError` if the last run differs from the first in more than its baseline and seed."""
+    first, last = runs[0], runs[-1]
+    before, after = (run.configuration for run in (first, last))
+    after["trainer"] |= {name: before["trainer"][name] for name in ("baseline", "seed")}
+    changed = differences(before, after)
+    if first.result["steps"] != last.result["steps"]:
+        changed.append(f"there were {first.result['steps']} steps and now are {last.result['steps']}")
+    if changed:
+        raise InputError(
+            f"{first.baseline} with seed {first.seed} and {last.baseline} with seed {last.seed} cannot be compared: "
+            f"{'; '.join(changed)}. Choose another --folder."
+        )
+
+
+def check_flags(folder: Path, flags: list[str]) -> None:
+    """Raise an `InputError` if the folder's runs were started with other flags; write down those of the first."""
+    path = folder / "flags.json"
+    before = json.loads(path.read_text()) if path.is_file() else flags
+    if before != flags:
+        raise InputError(
+            f"{folder} was begun with the flags {shlex.join(before)!r}, and these are {shlex.join(flags)!r}: such "
+            "runs cannot be compared. Give the same flags, or choose another --folder."
+        )
+    path.write_text(json.dumps(flags) + "\n")
 
 
 def interval(values: list[float]) -> str:
@@ -165,14 +219,18 @@ def picture(runs: list[Run], path: Path, title: str) -> None:
 
 def main(argv: list[str]) -> None:
     own, flags = parse(argv)
+    with input_errors(ValueError):
+        held = lock(own.folder, again=True)  # noqa: F841  as long as this function runs
+    check_flags(own.folder, flags)
     jobs = [(baseline, seed) for seed in own.seeds for baseline in own.baselines]  # every baseline early on
     runs = []
     for i, (baseline, seed) in enumerate(jobs, start=1):
         print_once(f"\n== {i} of {len(jobs)}: {baseline}, seed {seed}")
         runs.append(run_recipe(own, flags, baseline, seed))
+        check_alike(runs)
     runs.sort(key=lambda run: own.baselines.index(run.baseline))
     written = table(runs)
-    (own.folder / "compare.md").write_text(written)
+    (own.folder / "compare.md").write_text(written, encoding="utf-8")
     picture(runs, own.folder / "compare.png", f"{own.recipe} {shlex.join(flags)}".strip())
     print_once(f"\n{written}\n{own.folder}: compare.md (this table), compare.png, and a folder per run.")
 

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import filelock
 import pytest
 import torch
 from datasets import Dataset
@@ -145,6 +146,52 @@ def test_every_prompt_is_measured_once_though_the_run_was_stopped(measure, monke
     assert len({prompt["example"] for prompt in prompts}) == len(prompts) == 5 and len(calls) == 3 + 3
     truths = torch.stack([prompt["truth"].flatten() for prompt in prompts])
     assert len(truths.unique(dim=0)) == 5
+
+
+def test_a_reward_that_fails_amid_a_measurement_says_what_is_kept(measure, tmp_path, capsys):
+    (tmp_path / "failing.py").write_text(
+        "calls = []\ndef failing(completions, **_):\n    calls.append(1)\n"
+        "    if len(calls) == 2: raise ValueError('no answer from the judge')\n"
+        "    return [len(calls) + i % 2 for i in range(len(completions))]\n"
+    )
+    with pytest.raises(ValueError, match="no answer from the judge") as error:
+        measure("--reward_funcs", "failing:failing")
+    assert not isinstance(error.value, InputError)
+    assert f"1 of 3 prompts are kept in {tmp_path / 'noise'}; the same command goes on." in capsys.readouterr().out
+    assert len(kept_in(measure("--reward_funcs", "failing:failing"))) == 3
+
+
+def test_one_process_measures_into_a_folder(measure, tmp_path, monkeypatch):
+    """The second is refused before it loads a model."""
+    monkeypatch.setattr(tool, "trainer_of", lambda *_: pytest.fail("a model was loaded"))
+    (tmp_path / "noise").mkdir()
+    with filelock.FileLock(tmp_path / "noise" / ".lock"):
+        with pytest.raises(InputError, match="Another process measures into .*noise right now"):
+            measure()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("settings.json", b"[]", "settings.json cannot be read"),
+        ("settings.json", b"{}", "settings.json cannot be read"),
+        ("settings.json", b"\xff{}", "settings.json cannot be read"),
+        ("prompt-00001.pt", b"", "prompt-00001.pt is damaged or no measurement.*Remove it"),
+        ("prompt-00001.pt", b"other pickle", "prompt-00001.pt is damaged or no measurement.*Remove it"),
+        ("prompt-00007.pt", {"weights": torch.zeros(2)}, "prompt-00007.pt is damaged or no measurement.*Remove it"),
+        ("prompt-00007.pt", torch.zeros(2), "prompt-00007.pt is damaged or no measurement.*Remove it"),
+    ],
+)
+def test_a_corrupt_or_foreign_file_in_the_folder_is_one_line(tmp_path, name, content, message):
+    (tmp_path / "settings.json").write_text('{"measured": {"seed": 1}}')
+    torch.save({"example": "a", "reward": 1.0, "varies": True}, tmp_path / "prompt-00000.pt")
+    if isinstance(content, bytes):
+        (tmp_path / name).write_bytes(content)
+    else:
+        torch.save(content, tmp_path / name)
+    with pytest.raises(InputError, match=message) as error:
+        tool.main(["--plot_only", "--output_dir", str(tmp_path)])
+    assert "weights_only" not in str(error.value)
 
 
 ENVIRONMENT = """

@@ -61,7 +61,8 @@ class Storage:
             for file in self.folder.glob("prompt-*.pt") if self._overwrite else ():
                 file.unlink()
             self._overwrite = False
-            _replace(self.folder / SETTINGS, lambda path: path.write_text(json.dumps(self.settings, indent=2) + "\n"))
+            text = json.dumps(self.settings, indent=2) + "\n"
+            _replace(self.folder / SETTINGS, lambda path: path.write_text(text, encoding="utf-8"))
             _replace(self.folder / f"prompt-{index:05d}.pt", lambda path: torch.save(found, path))
         self._prompts.append(found)
 
@@ -80,13 +81,16 @@ def load(folder: Path) -> tuple[dict[str, Any], list[dict[Any, Any]]] | None:
     if not files:
         return None
     try:
-        settings = json.loads((folder / SETTINGS).read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{folder / SETTINGS} cannot be read: {error}. Choose another folder.") from error
+        settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+        settings["measured"]["seed"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{folder / SETTINGS} cannot be read ({problem}). Choose another folder.") from error
     prompts = []
     for file in files:
         try:
             prompts.append(torch.load(file, weights_only=True))
+            prompts[-1]["example"], prompts[-1]["reward"]
         except Exception as error:  # torch, zip and pickle each raise their own kind
             raise ValueError(
                 f"{file} is damaged or no measurement ({type(error).__name__}). Remove it: its prompt will be "
