@@ -1,26 +1,34 @@
 """Verifiable problems: where they come from, and which of them are held out."""
 
 import difflib
+import glob
 import json
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, Value, load_dataset
+from datasets import Dataset, Value, config, load_dataset
+from pandas.errors import ParserWarning
 
 from .arguments import RecipeArguments
 from .checks import FILE_FORMATS, REASONING_GYM, is_task
 from .errors import InputError, explained
 from .grading import grade_mathematics
+from .launching import print_once
+from .run_folder import sha256
 
 
 PROMPT_COLUMNS = ("prompt", "question", "problem")
 ANSWER_COLUMNS = ("answer", "solution", "target")
 # Columns that a recipe or TRL gives a meaning of its own.
-RESERVED = {"prompt", "question", "answer", "entry", "before", "held_out", "completions", "completion_ids", "image"}
-RESERVED |= {"images", "tools", "chat_template_kwargs", "environment", "trainer_state", "log_extra", "log_metric"}
+RESERVED = set(
+    "prompt prompts question answer entry before held_out completion completions completion_ids image images tools "
+    "chat_template_kwargs environment environments trainer_state log_extra log_metric".split()
+)
 
 
 @dataclass
@@ -63,7 +71,7 @@ def load_problems(settings: RecipeArguments, seed: int = 0) -> Problems:
         return _reasoning_gym(settings, seed)
     if settings.dataset_options:
         raise InputError(f"`dataset_options` is for reasoning-gym tasks, and `dataset_name` is {name!r}.")
-    rows = _rows(_load(name, settings.dataset_config, settings.dataset_split), settings)
+    rows = _rows(_load(settings), settings)
     different = {}  # the first row of every question, whatever its spaces
     for row in rows:
         different.setdefault((" ".join(row["question"].split()), json.dumps(row["before"])), row)
@@ -83,12 +91,16 @@ def _rows(data: Dataset, settings: RecipeArguments) -> list[dict[str, Any]]:
     name = settings.dataset_name
     prompts = _column(data, settings.prompt_column, PROMPT_COLUMNS, "prompt_column")
     answers = _column(data, settings.answer_column, ANSWER_COLUMNS, "answer_column")
-    others = [column for column in data.column_names if column not in RESERVED | {prompts, answers}]
+    others = [column for column in data.column_names if column not in {prompts, answers}]
+    left_out = [column for column in others if column in RESERVED]
+    if left_out:
+        print_once(f"Note: rewards do not get the columns {', '.join(left_out)}: these names mean something to TRL.")
+    others = [column for column in others if column not in RESERVED]
     rows = []
     for i, row in enumerate(data):
         before, question = _question(row[prompts], prompts, i, name)
         answer = _text(row[answers], answers, i, name, "--answer_column")
-        answer = answer.split("####")[-1].strip()  # GSM8K's mark of the final answer
+        answer = _text(answer.split("####")[-1].strip(), answers, i, name)  # GSM8K's mark of the final answer
         own = {"question": question, "answer": answer, "entry": None, "before": before}
         rows.append({column: row[column] for column in others} | own)
     return rows
@@ -96,19 +108,31 @@ def _rows(data: Dataset, settings: RecipeArguments) -> list[dict[str, Any]]:
 
 def _question(value: Any, column: str, row: int, name: str) -> tuple[list[dict[str, str]], str]:
     """The messages before the question, and the question: the text, or a conversation's last message."""
-    if isinstance(value, list) and value and all(isinstance(m, dict) and "content" in m for m in value):
-        if value[-1].get("role") != "user":
-            raise InputError(f"row {row} of {name}: the conversation in {column!r} must end with a user's message.")
-        return [{"role": m["role"], "content": m["content"]} for m in value[:-1]], str(value[-1]["content"])
-    return [], _text(value, column, row, name, "--prompt_column", ", or messages that end with a user's")
+    if not (isinstance(value, list) and value and all(isinstance(m, dict) and "content" in m for m in value)):
+        return [], _text(value, column, row, name, "--prompt_column", ", or messages that end with a user's")
+    messages = [{"role": m.get("role"), "content": _content(m["content"])} for m in value]
+    if not all(isinstance(text, str) for message in messages for text in message.values()):
+        raise InputError(f"row {row} of {name}: a message in {column!r} has no role, or content that is not text.")
+    if messages[-1]["role"] != "user" or not messages[-1]["content"].strip():
+        raise InputError(f"row {row} of {name}: the conversation in {column!r} must end with a user's message.")
+    return messages[:-1], messages[-1]["content"]
+
+
+def _content(content: Any) -> Any:
+    """A message's text, also if it comes in parts."""
+    if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
+        return "".join(part["text"] for part in content)
+    return content
 
 
 def _text(value: Any, column: str, row: int, name: str, flag: str = "", other: str = "") -> str:
-    """Text as it is, a number as text."""
+    """Text as it is, a number as text without an exponent."""
     if isinstance(value, str) and value.strip():
         return value
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-        return str(value)
+        if isinstance(value, float) and abs(value) >= 2**53:
+            raise InputError(f"row {row} of {name}: {column!r} is too large to be kept exactly: write it as text.")
+        return f"{Decimal(repr(value)):f}"
     is_empty = value is None or not str(value).strip()
     held = "nothing" if is_empty else f"a {type(value).__name__}, {str(value)[:60]}"
     remedy = f"Drop or mend such rows{f', or name another column with {flag}' if flag else ''}."
@@ -120,7 +144,7 @@ def _in_text(data: Dataset, name: str) -> Dataset:
     for column in ("question", "answer"):
         if column not in data.column_names:
             raise InputError(f"{name} has no column {column!r}, only {', '.join(data.column_names)}.")
-        if data.features[column] != Value("string"):
+        if data.features[column] != Value("string") or None in data[column]:
             values = [_text(v, column, i, name) for i, v in enumerate(data[column])]
             data = data.remove_columns(column).add_column(column, values)
     return data
@@ -170,21 +194,32 @@ def _reasoning_gym(settings: RecipeArguments, seed: int) -> Problems:
     return Problems(Dataset.from_list(train), Dataset.from_list(list(held_out.values())), grade, settings.dataset_name)
 
 
-def _load(name: str, config: str | None, split: str) -> Dataset:
-    path = Path(name)
+def _load(settings: RecipeArguments) -> Dataset:
+    name, path = settings.dataset_name, Path(settings.dataset_name)
     is_file = path.suffix in FILE_FORMATS
     if is_file and not path.is_file():
         raise InputError(f"the dataset file {name} does not exist.")
     if not is_file and path.exists():
         raise InputError(f"the dataset {name} must be a file that ends in {', '.join(FILE_FORMATS)}.")
+    options, columns = {}, (*PROMPT_COLUMNS, *ANSWER_COLUMNS, settings.prompt_column, settings.answer_column)
+    if path.suffix == ".csv":  # as written: neither 007 nor 1e-5 nor what stands before an unquoted comma is lost
+        options = {"index_col": False, "converters": dict.fromkeys(filter(None, columns), str)}
     try:
-        if is_file:
-            data = load_dataset(FILE_FORMATS[path.suffix], data_files=name, split="train")
-        else:
-            data = load_dataset(name, config, split=split)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", ParserWarning)
+            if is_file:
+                if path.suffix != ".parquet":
+                    path.read_text(encoding="utf-8")  # some readers take other bytes until a row is looked at
+                cache = Path(config.HF_DATASETS_CACHE) / sha256(path)  # by default of path and time
+                options |= {"data_files": glob.escape(name), "split": "train", "cache_dir": str(cache)}
+                data = load_dataset(FILE_FORMATS[path.suffix], **options)
+            else:
+                data = load_dataset(name, settings.dataset_config, split=settings.dataset_split)
     except Exception as error:  # whatever reader the library chose raises its own kind
         cause = error.__cause__ or error
-        raise InputError(f"the dataset {name} cannot be read: {type(cause).__name__}: {cause}") from error
+        remedies = {ParserWarning: ". Quote fields that hold a comma.", UnicodeDecodeError: ". Save it as UTF-8."}
+        remedy = remedies.get(type(cause), "")
+        raise InputError(f"the dataset {name} cannot be read: {type(cause).__name__}: {cause}{remedy}") from error
     if len(data) == 0:
         raise InputError(f"the dataset {name} has no rows.")
     return data
