@@ -20,7 +20,6 @@ tidy_output()
 import json
 import re
 import sys
-import traceback
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import ClassVar
@@ -29,8 +28,8 @@ from transformers.hf_argparser import HfArg
 
 import trl_otb
 from recipes.common.arguments import parse
-from recipes.common.errors import InputError, Stopped, constructing, input_errors, launch
-from recipes.common.launching import flag_names, is_main, print_once
+from recipes.common.errors import InputError, constructing, input_errors, launch, rank
+from recipes.common.launching import flag_names, print_once
 from recipes.common.models import load_object, own_rewards, trainer_arguments
 from recipes.math import accuracy_reward, load_data
 from recipes.tool_math import ToolMathArguments, calculator_tool
@@ -134,10 +133,9 @@ def measured(settings: NoiseArguments, args, model_args, argv: list[str]) -> trl
     if settings.plot_only:
         check_plot_only(argv)
         return trl_otb.BaselineReport.load(args.output_dir, settings.prompts_per_batch)
-    with input_errors(ValueError):
-        for name in settings.baselines:
-            find_baseline(name)
-    if is_main():
+    for name in settings.baselines:
+        find_baseline(name)
+    if rank() == 0:
         with only_writer(Path(args.output_dir)):
             pass  # found now, and not after the model is loaded; `compare_baselines` then is the only writer
     return trl_otb.compare_baselines(
@@ -150,19 +148,8 @@ def measured(settings: NoiseArguments, args, model_args, argv: list[str]) -> trl
 def main(argv: list[str]) -> None:
     settings, args, model_args = parse("gradient_noise", NoiseArguments, CONFIG, argv)
     folder = Path(args.output_dir)
-    try:
+    with input_errors(ValueError):
         report = measured(settings, args, model_args, argv)
-    except (Exception, KeyboardInterrupt) as error:
-        kept = len(list(folder.glob("prompt-*.pt")))
-        same = "the same command without --overwrite" if settings.overwrite else "the same command"
-        said = f"{kept} of {settings.num_prompts} prompts are kept in {folder}; {same} goes on."
-        if isinstance(error, KeyboardInterrupt):
-            raise Stopped(said) from error
-        if any(frame.name == "_measure" for frame in traceback.extract_tb(error.__traceback__)):
-            print_once(said)
-            raise
-        with input_errors(ValueError):
-            raise
     (folder / "table.md").write_text(report.to_markdown(), encoding="utf-8")
     (folder / "report.json").write_text(json.dumps(report.to_json(), indent=2) + "\n")
     report.plot(folder / "noise.png")

@@ -29,6 +29,11 @@ class HelpShown(SystemExit):
     """`--help` was asked for and printed; every other `SystemExit` comes from code that has no right to end a run."""
 
 
+def rank() -> int:
+    """This process's number among those that were launched together."""
+    return int(os.environ.get("RANK", "0"))
+
+
 def stopping_signals() -> list[int]:
     """Those that end a run in good order. What somebody else had ignored, as `nohup` does, stays ignored."""
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -55,12 +60,12 @@ def launch(file: str, main: Callable[[list[str]], None], argv: list[str]) -> Non
     except (Exception, SystemExit) as error:
         if "--traceback" in argv:
             traceback.print_exc()
-        if _rank() > 0:  # the same error mostly happens in every process: once the first says it, the others are ended
+        if rank() > 0:  # the same error mostly happens in every process: once the first says it, the others are ended
             time.sleep(5)
         print(f"{name}: error: {line_of(error)}", file=sys.stderr, flush=True)
         _exit(2 if isinstance(error, InputError) else 1)
     except KeyboardInterrupt as stop:
-        if _rank() == 0:
+        if rank() == 0:
             print(f"\n{name}: stopped. {str(stop) or 'Nothing was trained.'}", file=sys.stderr, flush=True)
         _exit(130)
     _leave_together()
@@ -119,10 +124,6 @@ def resuming(checkpoint: str | os.PathLike | None):
     """Around training: a checkpoint that turns out not to be readable."""
     loaders = ("_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_rng_state", "load_from_json")
     return explained(f"{checkpoint} is damaged; resume from an earlier checkpoint:", within=loaders)
-
-
-def _rank() -> int:
-    return int(os.environ.get("RANK", "0"))
 
 
 def _leave_together() -> None:

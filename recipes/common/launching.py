@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from .errors import InputError
+from .errors import InputError, rank
 
 
 def processes() -> int:
@@ -18,14 +18,9 @@ def processes() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def is_main() -> bool:
-    """Whether this is the first of the processes that were launched together."""
-    return int(os.environ.get("RANK", "0")) == 0
-
-
 def print_once(text: str) -> None:
     """Print once, whatever the number of processes."""
-    if is_main():
+    if rank() == 0:
         print(text, flush=True)
 
 

@@ -4,9 +4,7 @@ import hashlib
 import json
 import re
 import shutil
-import tempfile
 import zipfile
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
 from importlib.metadata import distributions
@@ -21,19 +19,18 @@ from trl_otb import OTBGRPOConfig
 from trl_otb.comparison.storage import lock
 
 from .arguments import RecipeArguments
-from .errors import InputError, explained, input_errors
-from .launching import command, is_main, print_once, processes, without_flags
+from .errors import InputError, explained, input_errors, rank
+from .launching import command, print_once, processes, without_flags
 
 
 CONFIGURATION, RESULT, STATE = "configuration.json", "result.json", "trainer_state.json"
 COUNTS = "held_out_counts.json"  # written last, so that a checkpoint that has it is complete
 PACKAGES = ("trl-otb", "trl", "transformers", "torch", "accelerate", "datasets", "peft")
-# What a run leaves beside checkpoints, and `--overwrite` removes; the tokenizer's files are written anew
+# What a run leaves behind, and `--overwrite` removes; the tokenizer's files are written anew
 WRITTEN = re.compile(
-    r"(configuration|result|held_out|trainer_state|config|generation_config|adapter_config)\.json|training\.png|"
-    r"training_args\.bin|(model|adapter_model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?"
+    r"checkpoint-\d+|(configuration|result|held_out|trainer_state|config|generation_config|adapter_config)\.json|"
+    r"training\.png|training_args\.bin|(model|adapter_model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?"
 )
-MODEL_FILES = ("*.safetensors", "*.bin", "*config.json", "token*", "vocab*", "merges.txt", "*.jinja", "*.model")
 # Options that decide what is written where, how often, and how far, but not which experiment this is.
 NEUTRAL_STARTS = ("logging", "save", "eval_", "hub", "push_to_hub", "log_", "report", "dataloader_", "tqdm", "trackio")
 NEUTRAL = set(
@@ -58,13 +55,9 @@ class RunFolder:
 
     def take(self) -> None:
         """Keep other processes from writing into the folder as long as this one lives."""
-        problem = f"`output_dir` is {str(self.path)!r}: it cannot be written to. Choose a folder to write to:"
-        if is_main() and self.lock is None:
-            if self.path.exists() and not self.path.is_dir():
-                raise InputError(f"{problem} it is a file.")
-            with explained(problem), input_errors(ValueError):
+        if rank() == 0 and self.lock is None:
+            with input_errors(ValueError):
                 self.lock = lock(self.path, again=True)
-                tempfile.TemporaryFile(dir=self.path).close()
 
     def start(self, is_main_process: bool) -> None:
         """Write down what the run begins with. Only now may an earlier run's files go."""
@@ -72,11 +65,8 @@ class RunFolder:
         if not is_main_process or goes_on:
             return
         if self.overwrite:
-            for old in checkpoints(self.path):
-                shutil.rmtree(old)
-            for old in self.path.iterdir():
-                if WRITTEN.fullmatch(old.name):
-                    old.unlink()
+            for old in (path for path in self.path.iterdir() if WRITTEN.fullmatch(path.name)):
+                shutil.rmtree(old) if old.is_dir() else old.unlink()
         (self.path / CONFIGURATION).write_text(json.dumps(self.configuration, indent=2, sort_keys=True) + "\n")
 
     def resume_command(self) -> str:
@@ -109,24 +99,19 @@ def open_run(settings: RecipeArguments, args: OTBGRPOConfig, model_args: ModelCo
         _check_free(run)
     args.resume_from_checkpoint = None if run.checkpoint is None else str(run.checkpoint)
     run.take()
-    model = Path(model_args.model_name_or_path or "")
-    if run.overwrite and model.is_dir() and folder.resolve() in [model.resolve(), *model.resolve().parents]:
-        raise InputError(
-            f"`model_name_or_path` is {str(model)!r}, which lies in the folder that --overwrite replaces: choose "
-            "another --output_dir."
-        )
+    model = Path(model_args.model_name_or_path or "absent")
+    if run.overwrite and model.is_dir() and model.resolve().is_relative_to(folder.resolve()):
+        raise InputError(f"`model_name_or_path` is {str(model)!r}, which --overwrite would remove: choose another.")
     foreign = {*folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*")} - {*checkpoints(folder)}
     if foreign and args.save_total_limit:
-        raise InputError(
-            f"{min(foreign)} is no checkpoint of a run, and `save_total_limit` would delete it as one: move it to "
-            "another folder."
-        )
+        raise InputError(f"{min(foreign)} is no checkpoint, and `save_total_limit` would delete it: move it away.")
     return run
 
 
 def configuration(settings: RecipeArguments, args: OTBGRPOConfig, model_args: ModelConfig) -> dict[str, Any]:
     """Every option of a run, and what it ran on, as JSON reads it back."""
-    data = Path(settings.dataset_name)
+    data, model = Path(settings.dataset_name), Path(model_args.model_name_or_path or "absent")
+    weights = {file.name: sha256(file, last=2**26) for file in model.glob("*.safetensors")}  # training changes all
     found = {package.name: package.version for package in reversed(list(distributions()))}  # the first on the path
     values = {
         "recipe": vars(settings),
@@ -134,30 +119,17 @@ def configuration(settings: RecipeArguments, args: OTBGRPOConfig, model_args: Mo
         "model": vars(model_args),
         "processes": processes(),
         "data_sha256": sha256(data) if data.is_file() else None,
-        "model_sha256": _sha256_of_model(Path(model_args.model_name_or_path or "")),
+        "model_sha256": weights or None,
         "versions": {name: found.get(name) for name in PACKAGES},
     }
     return json.loads(json.dumps(values, default=lambda value: value.value if isinstance(value, Enum) else str(value)))
 
 
-def sha256(file: Path) -> str:
+def sha256(file: Path, last: int | None = None) -> str:
+    """Of a file, or of its last bytes."""
     with open(file, "rb") as opened:
+        opened.seek(max(0, file.stat().st_size - last) if last else 0)
         return hashlib.file_digest(opened, "sha256").hexdigest()
-
-
-def _sha256_of_model(folder: Path) -> str | None:
-    """Of a local model's files; of large ones, 64 parts, since training changes all weights."""
-    if not (folder / "config.json").is_file() and not (folder / "adapter_config.json").is_file():
-        return None
-    found = hashlib.sha256()
-    for file in sorted({file for pattern in MODEL_FILES for file in folder.glob(pattern)}):
-        size = file.stat().st_size
-        found.update(f"{file.name} {size}".encode())
-        with open(file, "rb") as opened:
-            for start in range(0, size, max(size // 64, 2**20)):
-                opened.seek(start)
-                found.update(opened.read(2**20))
-    return found.hexdigest()
 
 
 def differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -166,7 +138,7 @@ def differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     changed = [change for part in parts for change in _changes(then.get(part, {}), now[part])]
     if then.get("processes") != now["processes"]:
         changed.append(f"there were {then.get('processes')} processes and now are {now['processes']}")
-    files = {"data_sha256": "the data file has changed", "model_sha256": "the model's files have changed"}
+    files = {"data_sha256": "the data file has changed", "model_sha256": "the model's weights have changed"}
     return changed + [what for key, what in files.items() if key in then and then[key] != now[key]]
 
 
@@ -197,20 +169,18 @@ def check_safetensors(folder: Path) -> None:
 
 
 def _find_checkpoint(run: RunFolder, args: OTBGRPOConfig, allow_changes: bool) -> None:
-    result = run.path / RESULT
-    if args.resume_from_checkpoint == "latest":
-        source, checkpoint = run.path, latest_checkpoint(run.path)
-        if checkpoint is None and not result.is_file():
-            raise InputError(f"`resume_from_checkpoint` is 'latest', and {run.path} holds no complete checkpoint.")
-    else:
-        checkpoint = Path(args.resume_from_checkpoint)
-        source = checkpoint.parent
-        _check_checkpoint(checkpoint)
-        if source.resolve() != run.path.resolve():
-            _check_free(run)
+    asked = args.resume_from_checkpoint
+    source = run.path if asked == "latest" else Path(asked).parent
+    checkpoint = latest_checkpoint(source) if asked == "latest" else Path(asked)
+    has_result = (source / RESULT).is_file()
+    if (checkpoint is None and not has_result) or (checkpoint is not None and not (checkpoint / COUNTS).is_file()):
+        where = checkpoint or source
+        raise InputError(f"`resume_from_checkpoint` is {asked!r}, and {where} holds no complete checkpoint.")
+    if source.resolve() != run.path.resolve():
+        _check_free(run)
     _check_unchanged(source, run.configuration, allow_changes)
     step, whole = _progress(checkpoint or source, args)
-    if whole and _steps_of_result(source) >= step:
+    if whole and has_result and _read(source / RESULT, "steps") >= [step]:
         run.finished = f"Nothing left to do: {source} holds the result of the whole run. More --max_steps go on."
         return
     if checkpoint is None:
@@ -218,59 +188,40 @@ def _find_checkpoint(run: RunFolder, args: OTBGRPOConfig, allow_changes: bool) -
             f"{source} holds the result of {step} steps and no checkpoint to go on from, as after --save_strategy no: "
             "begin anew with --overwrite or another --output_dir."
         )
-    _check_checkpoint(checkpoint)
+    _check_checkpoint(checkpoint, allow_changes)
     run.checkpoint = checkpoint
     if whole:
         is_saved = (source / STATE).is_file() and _progress(source, args)[0] == step
         run.trained = source if is_saved else checkpoint
-        return print_once("Nothing left to train: what is missing is the last evaluation.")
-    missing = [name for name, patterns in _needed().items() if not any(any(checkpoint.glob(p)) for p in patterns)]
-    if missing:
-        lacks = " and no ".join(missing)
-        problem = f"{checkpoint} has no {lacks}, as after --save_only_model: training would go on with new ones"
-        if not allow_changes:
-            raise InputError(f"{problem}. Say --allow_changes for that, or resume from another checkpoint.")
-        print_once(f"Note: {problem}.")
+        print_once("Nothing left to train: what is missing is the last evaluation.")
 
 
-def _steps_of_result(folder: Path) -> int:
-    path = folder / RESULT
-    with _readable(path):
-        return json.loads(path.read_text())["steps"] if path.is_file() else -1
-
-
-def _needed() -> dict[str, list[str]]:
-    """What training goes on with beside the weights, and the files of a checkpoint that may hold it."""
-    ranks = [f"rng_state_{rank}.pth" for rank in range(processes())] if processes() > 1 else ["rng_state.pth"]
-    zero = "global_step*"
-    return {
-        "state of the optimizer": ["optimizer.*", "optimizer_*", zero],
-        "state of the schedule": ["scheduler.pt", zero],
-        **{f"random numbers ({file})": [file] for file in ranks},
-    }
-
-
-def _check_checkpoint(checkpoint: Path) -> None:
-    """A damaged file is better found before anything is loaded."""
-    if not (checkpoint / COUNTS).is_file():
-        raise InputError(
-            f"`resume_from_checkpoint` is {str(checkpoint)!r}: no complete checkpoint of a recipe is there."
-        )
-    with _readable(checkpoint / STATE):
-        json.loads((checkpoint / STATE).read_text())["global_step"]
-    with _readable(checkpoint / COUNTS):
-        json.loads((checkpoint / COUNTS).read_text())
+def _check_checkpoint(checkpoint: Path, allow_changes: bool) -> None:
+    """A damaged or missing file is better found before anything is loaded."""
+    _read(checkpoint / COUNTS)
     for path in [*checkpoint.glob("*.pt"), *checkpoint.glob("*.pth"), *checkpoint.glob("*.bin")]:
         with _readable(path):
             zipfile.ZipFile(path).close()
     check_safetensors(checkpoint)
+    needed = {
+        "state of the optimizer": r"optimizer.*|global_step\d+",  # ZeRO's holds the schedule too
+        "state of the schedule": r"scheduler\.pt|global_step\d+",
+        "random numbers": f"rng_state_{rank()}.pth" if processes() > 1 else "rng_state.pth",
+    }
+    names = [path.name for path in checkpoint.iterdir()]
+    missing = [what for what, files in needed.items() if not any(re.fullmatch(files, name) for name in names)]
+    if not missing:
+        return
+    lacks = " and no ".join(missing)
+    problem = f"{checkpoint} has no {lacks}, as after --save_only_model: training would go on with new ones"
+    if not allow_changes:
+        raise InputError(f"{problem}. Say --allow_changes for that, or resume from another checkpoint.")
+    print_once(f"Note: {problem}.")
 
 
 def _progress(checkpoint: Path, args: OTBGRPOConfig) -> tuple[int, bool]:
     """The step that was reached, and whether it is the last one that is asked for."""
-    with _readable(checkpoint / STATE):
-        state = json.loads((checkpoint / STATE).read_text())
-        step, steps, epochs = state["global_step"], state["max_steps"], state["num_train_epochs"]
+    step, steps, epochs = _read(checkpoint / STATE, "global_step", "max_steps", "num_train_epochs")
     if args.max_steps > 0:
         return step, step >= args.max_steps
     return step, step >= steps and epochs >= args.num_train_epochs
@@ -300,20 +251,23 @@ def _check_free(run: RunFolder) -> None:
     folder = run.path
     weights = [file for pattern in ("*.safetensors", "pytorch_model*.bin") for file in folder.glob(pattern)]
     held = {"the result of a run": (folder / RESULT).is_file(), "checkpoints": checkpoints(folder), "a model": weights}
-    for what in (what for what, is_there in held.items() if is_there):
-        if not run.overwrite:
-            raise InputError(
-                f"{folder} holds {what}. Say --resume_from_checkpoint latest to go on with it, --overwrite to replace "
-                "it, or another --seed or --output_dir to keep it."
-            )
-        if not (folder / CONFIGURATION).is_file():
-            raise InputError(
-                f"{folder} holds {what} that no run wrote, since {CONFIGURATION} is missing, and --overwrite replaces "
-                "only runs: choose another --output_dir."
-            )
+    what = next((what for what, is_there in held.items() if is_there), None)
+    if what and not run.overwrite:
+        raise InputError(
+            f"{folder} holds {what}. Say --resume_from_checkpoint latest to go on with it, --overwrite to replace "
+            "it, or another --seed or --output_dir to keep it."
+        )
+    if what and not (folder / CONFIGURATION).is_file():
+        raise InputError(f"{folder} holds {what} and no {CONFIGURATION}, so no run wrote it: choose another folder.")
 
 
-def _readable(path: Path) -> AbstractContextManager[None]:
+def _read(path: Path, *keys: str) -> list[Any]:
+    with _readable(path):
+        values = json.loads(path.read_text())
+        return [values[key] for key in keys]
+
+
+def _readable(path: Path):
     """Around reading a file that may be damaged."""
     remedy = "Resume from an earlier checkpoint, or get the file again"
     return explained(f"{path} is damaged: it cannot be read. {remedy}:")

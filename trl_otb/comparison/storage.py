@@ -1,6 +1,7 @@
 """What has been measured, one file per prompt, so that a measurement can be stopped and go on."""
 
 import json
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -105,18 +106,22 @@ def lock(folder: Path, doing: str = "writes", *, again: bool = False) -> BaseFil
     however it ends. `again` lets this process take it a second time; `doing` is for the message.
 
     Raises:
-        ValueError: Somebody else is at it.
+        ValueError: Somebody else is at it, or the folder cannot be written to.
     """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"`output_dir` is {str(folder)!r}, which is a file: name a folder.")
-    folder.mkdir(parents=True, exist_ok=True)
     held = FileLock(folder / ".lock", is_singleton=again)
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         held.acquire(timeout=0)
+        tempfile.TemporaryFile(dir=folder).close()
     except Timeout as error:
         raise ValueError(
             f"Another process {doing} into {folder} right now: wait for it, or choose another folder."
         ) from error
+    except OSError as error:
+        problem = f"`output_dir` is {str(folder)!r}: it cannot be written to ({type(error).__name__}: {error})"
+        raise ValueError(f"{problem}. Choose a folder to write to.") from error
     return held
 
 
