@@ -24,10 +24,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import ClassVar
 
-from transformers.hf_argparser import HfArg
-
 import trl_otb
-from recipes.common.arguments import parse
+from recipes.common.arguments import option, parse
 from recipes.common.errors import InputError, constructing, input_errors, launch, rank
 from recipes.common.launching import flag_names, print_once
 from recipes.common.models import load_object, own_rewards, trainer_arguments
@@ -48,6 +46,8 @@ READ = (
     "activation_.*|gradient_checkpointing.*|torch_compile.*|disable_dropout|full_determinism|trust_remote_code|"
     "model_init_kwargs|remove_unused_columns|ddp_.*|deepspeed|fsdp.*|accelerator_config|parallelism_config"
 )
+UNREAD = [field.name for field in fields(OTBGRPOConfig) if not re.fullmatch(READ, field.name)]
+BASELINES = ["ogb", "otb", "otb_shrunk", "ogb_pooled", "ogb_pooled_damped", "value"]
 # The options that are `compare_baselines`' own
 MEASUREMENT = (
     "baselines num_prompts completions_per_prompt group_sizes parameters prompts_per_batch projection overwrite"
@@ -58,36 +58,20 @@ MEASUREMENT = (
 class NoiseArguments(ToolMathArguments):
     ABOUT: ClassVar[str] = " ".join(__doc__.split("\n\n")[::2])  # without the commands
     FOLDER: ClassVar[str] = "runs/gradient_noise/seed{seed}"
-    WITHOUT_EFFECT: ClassVar[tuple[str, ...]] = (
-        "eval_only",
-        "allow_changes",
-        *(field.name for field in fields(OTBGRPOConfig) if not re.fullmatch(READ, field.name)),
-    )
+    WITHOUT_EFFECT: ClassVar[tuple[str, ...]] = ("eval_only", "allow_changes", *UNREAD)
 
-    num_prompts: int = HfArg(default=16, help="Prompts that are studied, from the training data.")
-    completions_per_prompt: int = HfArg(
-        default=128, help="Completions in a prompt's pool; more make every figure surer."
+    num_prompts: int = option(16, "Prompts that are studied, from the training data.")
+    completions_per_prompt: int = option(128, "Completions in a prompt's pool; more make every figure surer.")
+    baselines: list[str] = option(BASELINES, "Those beside `none` and `group_mean`; with and without one left out.")
+    group_sizes: list[int] = option([4, 8], "Completions per group, N.")
+    prompts_per_batch: int = option(
+        16, "Prompts per step, which figures are for; baselines that pool see them together."
     )
-    baselines: list[str] = HfArg(  # noqa: RUF009
-        default_factory=lambda: ["ogb", "otb", "otb_shrunk", "ogb_pooled", "ogb_pooled_damped", "value"],
-        help="Baselines beside `none` and `group_mean`; those that read energies also with one left out.",
-    )
-    group_sizes: list[int] = HfArg(default_factory=lambda: [4, 8], help="Completions per group, N.")  # noqa: RUF009
-    prompts_per_batch: int = HfArg(
-        default=16, help="Prompts per step, for which efficiencies are; baselines that pool prompts see them together."
-    )
-    parameters: str = HfArg(default=".*", help="Only trainable parameters whose name holds this regular expression.")
-    projection: int = HfArg(
-        default=16_384,
-        help="Numbers kept per gradient; inner products are off by √(2 / this), relative to the norms.",
-    )
-    tools: list[str] | None = HfArg(  # noqa: RUF009
-        default=None, help="`calculator`, or tools of your own as module:function."
-    )
-    environment_factory: str | None = HfArg(
-        default=None, help="An environment's class as module:class; its reward is added to the recipe's grading."
-    )
-    plot_only: bool = HfArg(default=False, help="Table, picture and verdict from what is saved.")
+    parameters: str = option(".*", "Only trainable parameters whose name holds this regular expression.")
+    projection: int = option(16_384, "Numbers kept per gradient; inner products are off by √(2 / this) of the norms.")
+    tools: list[str] | None = option(None, "`calculator`, or tools of your own as module:function.")
+    environment_factory: str | None = option(None, "module:class, whose reward is added to the recipe's grading.")
+    plot_only: bool = option(False, "Table, picture and verdict from what is saved.")
 
 
 def check_plot_only(argv: list[str]) -> None:
@@ -95,8 +79,7 @@ def check_plot_only(argv: list[str]) -> None:
     other = [f"--{name}" for name in flag_names(argv) if name not in allowed]
     if other:
         raise InputError(
-            f"`plot_only` draws what is saved, and {', '.join(other)} would change nothing: leave it out, or measure "
-            "again without --plot_only."
+            f"`plot_only` draws what is saved, and {', '.join(other)} would change nothing: leave it out."
         )
 
 

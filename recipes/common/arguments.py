@@ -7,7 +7,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import yaml
@@ -44,6 +44,11 @@ FREQUENT = (
 ).split()
 
 
+def option(default: Any, help: str) -> Any:
+    """A field of a dataclass of options."""
+    return HfArg(default_factory=lambda: default, help=help)
+
+
 @dataclass
 class RecipeArguments:
     """
@@ -60,41 +65,22 @@ class RecipeArguments:
         "label_smoothing_factor train_sampling_strategy length_column_name".split()
     )
 
-    dataset_name: str = HfArg(
-        default="reasoning_gym:chain_sum",
-        help="`reasoning_gym:TASK`, a local .jsonl, .json, .parquet or .csv file, or a dataset id on the hub.",
+    dataset_name: str = option("reasoning_gym:chain_sum", "`reasoning_gym:TASK`, a data file, or a hub dataset's id.")
+    dataset_options: str | None = option(None, "Options of the reasoning-gym task, as JSON: `'{\"max_terms\": 6}'`.")
+    dataset_config: str | None = option(None, "Configuration of a hub dataset.")
+    dataset_split: str = option("train", "Split of a hub dataset.")
+    prompt_column: str | None = option(None, "Column of the problem; by default prompt, question or problem.")
+    answer_column: str | None = option(None, "Column of the answer; by default answer, solution or target.")
+    num_train_problems: int | None = option(None, "Problems to train on; by default 20,000 of a task, all of a file.")
+    num_held_out_problems: int = option(200, "Held-out problems; of a file or hub dataset at most a fifth.")
+    instruction: str = option(r"Put your final answer within \boxed{}.", "Added to every problem.")
+    reward_funcs: list[str] | None = option(
+        None, "Your own rewards, each `module:function`, after the recipe's grading."
     )
-    dataset_options: str | None = HfArg(
-        default=None, help="Options of the reasoning-gym task, as JSON: `'{\"max_terms\": 6}'`."
-    )
-    dataset_config: str | None = HfArg(default=None, help="Configuration of a hub dataset.")
-    dataset_split: str = HfArg(default="train", help="Split of a hub dataset.")
-    prompt_column: str | None = HfArg(
-        default=None, help="Column that holds the problem; by default prompt, question or problem."
-    )
-    answer_column: str | None = HfArg(
-        default=None, help="Column that holds the answer; by default answer, solution or target."
-    )
-    num_train_problems: int | None = HfArg(
-        default=None, help="Problems to train on; by default 20,000 of a reasoning-gym task, or all that there are."
-    )
-    num_held_out_problems: int = HfArg(
-        default=200, help="Held-out problems; of a file or hub dataset at most a fifth is held out."
-    )
-    instruction: str = HfArg(default=r"Put your final answer within \boxed{}.", help="Added to every problem.")
-    reward_funcs: list[str] | None = HfArg(  # noqa: RUF009
-        default=None,
-        help="Reward functions of your own, each `module:function`, beside the recipe's grading, which comes first; "
-        "weigh them with --reward_weights.",
-    )
-    eval_only: bool = HfArg(
-        default=False, help="Measure the held-out accuracy of the model and stop; nothing is trained."
-    )
-    overwrite: bool = HfArg(default=False, help="Replace the run that the output folder already holds.")
-    allow_changes: bool = HfArg(
-        default=False, help="Resume although options differ from those that the run began with."
-    )
-    traceback: bool = HfArg(default=False, help="Print the traceback of an error.")
+    eval_only: bool = option(False, "Measure the held-out accuracy of the model and stop; nothing is trained.")
+    overwrite: bool = option(False, "Replace the run that the output folder already holds.")
+    allow_changes: bool = option(False, "Resume although options differ from those that the run began with.")
+    traceback: bool = option(False, "Print the traceback of an error.")
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):

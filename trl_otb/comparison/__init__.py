@@ -204,10 +204,10 @@ def compare_baselines(
                 if folder is None or not main:
                     raise
                 same = "the same command without overwriting" if overwrite else "the same command"
-                kept = f"{len(storage.prompts())} of {num_prompts} prompts are kept in {folder}; {same} goes on."
+                said = f"{len(storage.prompts())} of {num_prompts} prompts are kept in {folder}; {same} goes on."
                 if isinstance(error, KeyboardInterrupt):
-                    raise KeyboardInterrupt(kept) from error
-                logger.warning(kept)
+                    raise KeyboardInterrupt(said) from error
+                logger.warning(said)
                 raise
         measured = {prompt["example"]: prompt for prompt in storage.prompts()}
         return BaselineReport.of(storage.settings, [measured[name] for name, _ in examples])

@@ -91,7 +91,7 @@ def load(folder: Path) -> tuple[dict[str, Any], list[dict[Any, Any]]] | None:
     for file in files:
         try:
             prompts.append(torch.load(file, weights_only=True))
-            prompts[-1]["example"], prompts[-1]["reward"]
+            dict(prompts[-1])["example"]
         except Exception as error:  # torch, zip and pickle each raise their own kind
             raise ValueError(
                 f"{file} is damaged or no measurement ({type(error).__name__}). Remove it: its prompt will be "
