@@ -68,13 +68,11 @@ class Parser(argparse.ArgumentParser):
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """compare.py's own flags, and those of the recipe."""
-    parser = Parser(
-        "compare.py", description=__doc__, allow_abbrev=False, formatter_class=argparse.RawTextHelpFormatter
-    )
+    form = argparse.RawTextHelpFormatter
+    parser = Parser("compare.py", description=__doc__, allow_abbrev=False, formatter_class=form)
     parser.add_argument("--recipe", choices=("math", "tool_math"), default="math")
-    parser.add_argument(
-        "--baselines", nargs="+", required=True, metavar="NAME", help=f"{', '.join(BASELINES)}, module:function"
-    )
+    names = f"{', '.join(BASELINES)}, module:function"
+    parser.add_argument("--baselines", nargs="+", required=True, metavar="NAME", help=names)
     parser.add_argument("--seeds", nargs="+", required=True, type=int, metavar="SEED")
     parser.add_argument("--folder", type=Path, help="where runs, table and picture go (runs/compare/RECIPE)")
     parser.add_argument("--launcher", default=sys.executable, help="the command in front of the recipe (python)")
@@ -93,13 +91,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def run_recipe(own: argparse.Namespace, flags: list[str], baseline: str, seed: int) -> Run:
-    """
-    Run the recipe, or what is left of it.
-
-    Raises:
-        InputError: The recipe ended without a result.
-        Stopped: The user stopped it.
-    """
+    """Run the recipe, or what is left of it."""
     folder = own.folder / f"{baseline.replace(':', '.')}-seed{seed}"
     command = [*shlex.split(own.launcher), str(RECIPES / f"{own.recipe}.py"), *flags]
     command += ["--baseline", baseline, "--seed", str(seed), "--output_dir", str(folder)]
@@ -109,9 +101,8 @@ def run_recipe(own: argparse.Namespace, flags: list[str], baseline: str, seed: i
     if code == 130:
         raise Stopped(f"Finished runs and checkpoints are kept in {own.folder}; the same command goes on.")
     if code != 0 or not (folder / "result.json").is_file():
-        raise InputError(
-            f"{baseline} with seed {seed} ended without a result (exit code {code}): {shlex.join(command)}"
-        )
+        ran = shlex.join(command)
+        raise InputError(f"{baseline} with seed {seed} ended without a result (exit code {code}): {ran}")
     names = ("result.json", "trainer_state.json", CONFIGURATION)
     result, state, configuration = (json.loads((folder / name).read_text()) for name in names)
     return Run(baseline, seed, result, state["log_history"], configuration)
@@ -122,33 +113,24 @@ def run_stoppably(command: list[str]) -> int:
     The exit code of a command, 130 if it was stopped. Ctrl-C and its kin are handed on to it and its children, once,
     and it is waited for: it may have a checkpoint to save.
     """
+    stopped = []
     with subprocess.Popen(command, start_new_session=True) as child:  # where a terminal's Ctrl-C does not reach it
-        stopped = []
-
-        def hand_on(signum, frame):
-            stopped.append(signum)
-            os.killpg(child.pid, signum)
-
-        previous = {signum: signal.signal(signum, hand_on) for signum in stopping_signals()}
+        for signum in stopping_signals():
+            signal.signal(signum, lambda signum, frame: stopped.append(os.killpg(child.pid, signum)))
         code = child.wait()
-        for signum, handler in previous.items():
-            signal.signal(signum, handler)
+    for signum in stopping_signals():
+        signal.signal(signum, signal.default_int_handler)
     return 130 if stopped else code
 
 
 def check_alike(runs: list[Run]) -> None:
     """Raise an `InputError` if the last run differs from the first in more than its baseline and seed."""
     first, last = runs[0], runs[-1]
-    before, after = (run.configuration for run in (first, last))
-    after["trainer"] |= {name: before["trainer"][name] for name in ("baseline", "seed")}
-    changed = differences(before, after)
-    if first.result["steps"] != last.result["steps"]:
-        changed.append(f"there were {first.result['steps']} steps and now are {last.result['steps']}")
-    if changed:
-        raise InputError(
-            f"{first.baseline} with seed {first.seed} and {last.baseline} with seed {last.seed} cannot be compared: "
-            f"{'; '.join(changed)}. Choose another --folder."
-        )
+    last.configuration["trainer"] |= {"baseline": first.baseline, "seed": first.seed}
+    before, after = ({**run.configuration, "steps": run.result["steps"]} for run in (first, last))
+    if changed := differences(before, after):
+        both = f"{first.baseline} with seed {first.seed} and {last.baseline} with seed {last.seed}"
+        raise InputError(f"{both} cannot be compared: {'; '.join(changed)}. Choose another --folder.")
 
 
 def check_flags(folder: Path, flags: list[str]) -> None:
@@ -156,10 +138,8 @@ def check_flags(folder: Path, flags: list[str]) -> None:
     path = folder / "flags.json"
     before = json.loads(path.read_text()) if path.is_file() else flags
     if before != flags:
-        raise InputError(
-            f"{folder} was begun with the flags {shlex.join(before)!r}, and these are {shlex.join(flags)!r}: such "
-            "runs cannot be compared. Give the same flags, or choose another --folder."
-        )
+        others = f"was begun with the flags {shlex.join(before)!r}, and these are {shlex.join(flags)!r}"
+        raise InputError(f"{folder} {others}: such runs cannot be compared. Choose another --folder.")
     path.write_text(json.dumps(flags) + "\n")
 
 

@@ -49,9 +49,7 @@ READ = (
 UNREAD = [field.name for field in fields(OTBGRPOConfig) if not re.fullmatch(READ, field.name)]
 BASELINES = ["ogb", "otb", "otb_shrunk", "ogb_pooled", "ogb_pooled_damped", "value"]
 # The options that are `compare_baselines`' own
-MEASUREMENT = (
-    "baselines num_prompts completions_per_prompt group_sizes parameters prompts_per_batch projection overwrite"
-).split()
+OWN = "baselines num_prompts completions_per_prompt group_sizes parameters prompts_per_batch projection overwrite"
 
 
 @dataclass
@@ -64,9 +62,7 @@ class NoiseArguments(ToolMathArguments):
     completions_per_prompt: int = option(128, "Completions in a prompt's pool; more make every figure surer.")
     baselines: list[str] = option(BASELINES, "Those beside `none` and `group_mean`; with and without one left out.")
     group_sizes: list[int] = option([4, 8], "Completions per group, N.")
-    prompts_per_batch: int = option(
-        16, "Prompts per step, which figures are for; baselines that pool see them together."
-    )
+    prompts_per_batch: int = option(16, "Prompts per step that figures are for; they are pooled together.")
     parameters: str = option(".*", "Only trainable parameters whose name holds this regular expression.")
     projection: int = option(16_384, "Numbers kept per gradient; inner products are off by √(2 / this) of the norms.")
     tools: list[str] | None = option(None, "`calculator`, or tools of your own as module:function.")
@@ -78,9 +74,7 @@ def check_plot_only(argv: list[str]) -> None:
     allowed = ("plot_only", "output_dir", "seed", "prompts_per_batch", "traceback")
     other = [f"--{name}" for name in flag_names(argv) if name not in allowed]
     if other:
-        raise InputError(
-            f"`plot_only` draws what is saved, and {', '.join(other)} would change nothing: leave it out."
-        )
+        raise InputError(f"`plot_only` draws what is saved, and {', '.join(other)} would change nothing: drop it.")
 
 
 def trainer_of(settings: NoiseArguments, args, model_args) -> OTBGRPOTrainer:
@@ -124,7 +118,7 @@ def measured(settings: NoiseArguments, args, model_args, argv: list[str]) -> trl
     return trl_otb.compare_baselines(
         trainer_of(settings, args, model_args),
         output_dir=args.output_dir,
-        **{name: getattr(settings, name) for name in MEASUREMENT},
+        **{name: getattr(settings, name) for name in OWN.split()},
     )
 
 

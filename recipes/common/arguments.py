@@ -46,7 +46,8 @@ FREQUENT = (
 
 def option(default: Any, help: str) -> Any:
     """A field of a dataclass of options."""
-    return HfArg(default_factory=lambda: default, help=help)
+    given = {"default_factory": lambda: default} if isinstance(default, list) else {"default": default}
+    return HfArg(**given, help=help)
 
 
 @dataclass
@@ -74,9 +75,7 @@ class RecipeArguments:
     num_train_problems: int | None = option(None, "Problems to train on; by default 20,000 of a task, all of a file.")
     num_held_out_problems: int = option(200, "Held-out problems; of a file or hub dataset at most a fifth.")
     instruction: str = option(r"Put your final answer within \boxed{}.", "Added to every problem.")
-    reward_funcs: list[str] | None = option(
-        None, "Your own rewards, each `module:function`, after the recipe's grading."
-    )
+    reward_funcs: list[str] | None = option(None, "Your own rewards, as `module:function`, after the recipe's own.")
     eval_only: bool = option(False, "Measure the held-out accuracy of the model and stop; nothing is trained.")
     overwrite: bool = option(False, "Replace the run that the output folder already holds.")
     allow_changes: bool = option(False, "Resume although options differ from those that the run began with.")
@@ -176,10 +175,7 @@ def parse(
 
     `file` is the recipe's `__file__` or name, after which messages and the run's folder are called. `arguments` is
     `RecipeArguments` or a subclass. `default_config` is the recipe's own YAML file, beside it or in recipes/; only
-    `--config` replaces it. `argv` is the command line after the program's name.
-
-    Raises:
-        InputError: A flag or a value cannot be used.
+    `--config` replaces it. `argv` is the command line after the program's name. An `InputError` says what is wrong.
     """
     name = Path(file).name
     parser = RecipeParser(name, arguments)
@@ -202,12 +198,15 @@ def parse(
     flags = {name if name in parser.actions else name.removeprefix("no_") for name in flag_names(argv)}
     if "num_train_epochs" in flags and "max_steps" not in flags:
         parser.set_defaults(max_steps=-1)  # those of the file would decide alone
+    if "dataset_name" in flags and given.dataset_name != parser.actions["dataset_name"].default:
+        for left_out in in_file.intersection(DATA_OPTIONS) - flags:
+            print_once(f"Note: `{left_out}` of the YAML file belongs to its own data and is left out.")
+            parser.set_defaults(**{left_out: getattr(arguments, left_out)})
     values = parser.parse_args(argv)
     check_effects(values, flags, in_file, arguments.WITHOUT_EFFECT)
     check_values(values, processes())
     with input_errors(ValueError, TypeError, ImportError, RuntimeError, AssertionError):
         settings, args, model_args, _ = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
-    _drop_options_of_other_data(parser, settings, flags)
     if args.output_dir == arguments.FOLDER:
         args.output_dir = str(default_folder(arguments.FOLDER, name, args))
     args.model_init_kwargs = (args.model_init_kwargs or {}) | {
@@ -223,17 +222,6 @@ def parse(
 def _renamed(word: str) -> str:
     name, *value = word.removeprefix("--").split("=", 1)
     return "=".join([f"--{RENAMED[name]}", *value]) if word.startswith("--") and name in RENAMED else word
-
-
-def _drop_options_of_other_data(parser: RecipeParser, settings: RecipeArguments, flags: set[str]) -> None:
-    """`--dataset_name` names other data than the YAML file: what the file says about its own data goes with it."""
-    if settings.dataset_name == parser.actions["dataset_name"].default:
-        return
-    for name in DATA_OPTIONS:
-        default = getattr(type(settings), name)  # where a dataclass keeps it
-        if name not in flags and getattr(settings, name) != default:
-            print_once(f"Note: `{name}` of the YAML file belongs to its own data and is left out.")
-            setattr(settings, name, default)
 
 
 def default_folder(pattern: str, name: str, args: OTBGRPOConfig) -> Path:

@@ -3,7 +3,6 @@
 import math
 import re
 from argparse import Namespace
-from pathlib import Path
 
 from .errors import InputError
 
@@ -31,33 +30,26 @@ RULES = {
     "must lie between 0 and 4294967295": (lambda v: 0 <= v < 2**32, "seed"),
 }
 REASONING_GYM = "reasoning_gym:"
+KINDS = "(jsonl|json|parquet|csv)"
 FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
-# Options, as a regular expression; what they are for; the option that decides it, and whether it holds
+# Options, as a regular expression; what they are for; and the option that decides it, with its values as another one
 DEPENDENT = (
-    ("dataset_config|dataset_split", "datasets of the hub", "dataset_name", lambda v: is_on_hub(v.dataset_name)),
-    ("(prompt|answer)_column", "files and the hub", "dataset_name", lambda v: not is_task(v.dataset_name)),
-    ("num_train_epochs", "runs without a number of steps", "max_steps", lambda v: v.max_steps < 0),
-    ("eval_steps", "the strategy `steps`", "eval_strategy", lambda v: v.eval_strategy == "steps"),
-    ("save_steps", "the strategy `steps`", "save_strategy", lambda v: v.save_strategy in ("steps", "best")),
-    ("logging_steps", "the strategy `steps`", "logging_strategy", lambda v: v.logging_strategy == "steps"),
-    ("lora_.*|use_rslora|use_dora", "LoRA", "use_peft", lambda v: v.use_peft),
-    ("bnb_.*|use_bnb_.*", "weights of 4 bits", "load_in_4bit", lambda v: v.load_in_4bit),
-    ("vllm_.*", "vLLM", "use_vllm", lambda v: v.use_vllm),
-    ("hub_.*", "uploads", "push_to_hub", lambda v: v.push_to_hub),
-    ("ref_model_.*", "a reference model that follows", "sync_ref_model", lambda v: v.sync_ref_model),
-    ("resume_from_checkpoint|overwrite|allow_changes", "training", "eval_only", lambda v: not v.eval_only),
-    ("overwrite", "a new run", "resume_from_checkpoint", lambda v: v.resume_from_checkpoint != "latest"),
-    ("allow_changes", "a run that goes on", "resume_from_checkpoint", lambda v: v.resume_from_checkpoint),
+    ("dataset_config|dataset_split", "datasets of the hub", "dataset_name", rf"(?!{REASONING_GYM}|.*\.{KINDS}$).*"),
+    ("(prompt|answer)_column", "files and the hub", "dataset_name", rf"(?!{REASONING_GYM}).*"),
+    ("num_train_epochs", "runs without a number of steps", "max_steps", "-.*"),
+    ("eval_steps", "the strategy `steps`", "eval_strategy", "steps"),
+    ("save_steps", "the strategy `steps`", "save_strategy", "steps|best"),
+    ("logging_steps", "the strategy `steps`", "logging_strategy", "steps"),
+    ("lora_.*|use_rslora|use_dora", "LoRA", "use_peft", "True"),
+    ("bnb_.*|use_bnb_.*", "weights of 4 bits", "load_in_4bit", "True"),
+    ("vllm_.*", "vLLM", "use_vllm", "True"),
+    ("hub_.*", "uploads", "push_to_hub", "True"),
+    ("ref_model_.*", "a reference model that follows", "sync_ref_model", "True"),
+    ("resume_from_checkpoint|overwrite|allow_changes", "training", "eval_only", "False"),
+    ("overwrite", "a new run", "resume_from_checkpoint", "(?!latest$).*"),
+    ("allow_changes", "a run that goes on", "resume_from_checkpoint", "(?!None$).*"),
 )
 MOST_COMPLETIONS = 1_000_000  # per process and generation batch: beyond it memory ends before the first step
-
-
-def is_task(dataset: str) -> bool:
-    return dataset.startswith(REASONING_GYM)
-
-
-def is_on_hub(dataset: str) -> bool:
-    return not is_task(dataset) and Path(dataset).suffix not in FILE_FORMATS
 
 
 def check_effects(values: Namespace, flags: set[str], in_file: set[str], unread: tuple[str, ...]) -> None:
@@ -67,13 +59,13 @@ def check_effects(values: Namespace, flags: set[str], in_file: set[str], unread:
     """
     for name in sorted(flags.intersection(unread)):
         raise InputError(f"`{name}` is set and has no effect here: this recipe does not read it. Leave it out.")
-    for names, what, decider, holds in DEPENDENT:
+    for names, what, decider, values_of_it in DEPENDENT:
+        value = getattr(values, decider)
+        value = getattr(value, "value", value)  # of an enumeration
         for name in sorted(flags if decider in flags else flags | in_file):
-            if re.fullmatch(names, name) and not holds(values):
-                raise InputError(
-                    f"`{name}` is set and has no effect here: it is for {what}, and `{decider}` is "
-                    f"{getattr(values, decider)!r}. Leave it out, or change `{decider}`."
-                )
+            if re.fullmatch(names, name) and not re.fullmatch(values_of_it, str(value)):
+                problem = f"it is for {what}, and `{decider}` is {value!r}"
+                raise InputError(f"`{name}` is set and has no effect here: {problem}. Leave it out, or change that.")
 
 
 def check_values(values: Namespace, processes: int) -> None:
@@ -109,9 +101,7 @@ def _check_groups(values: Namespace, processes: int) -> None:
         batch, made_of = rows * processes * steps, f"--per_device_train_batch_size {rows} × {many} × --{name} {steps}"
         remedy = f"--per_device_train_batch_size {math.ceil(rows / N) * N}"
     if batch > MOST_COMPLETIONS * processes:
-        raise InputError(
-            f"a generation batch would hold {batch:,} completions ({made_of}): lower one of these numbers."
-        )
+        raise InputError(f"a generation batch would hold {batch:,} completions ({made_of}): lower one of these.")
     if batch % N:
         divisor = max(d for d in range(1, min(N, batch) + 1) if batch % d == 0)
         other = f"--num_generations {divisor}, or " if divisor > 1 else ""
@@ -145,9 +135,6 @@ def check_enough_problems(available: int, generation_batch_size: int, num_genera
     """Raise an `InputError` if the problems do not fill one generation batch: nothing would be trained."""
     needed = generation_batch_size // num_generations
     if available < needed:
-        raise InputError(
-            f"there are {available} problems to train on, and a generation batch of {generation_batch_size} "
-            f"completions in groups of {num_generations} needs {needed}: bring more problems, or lower "
-            f"--per_device_train_batch_size or --gradient_accumulation_steps until a batch holds at most "
-            f"{available * num_generations} completions."
-        )
+        batch = f"a generation batch of {generation_batch_size} in groups of {num_generations} needs {needed}"
+        fits = f"--per_device_train_batch_size until it holds at most {available * num_generations} completions"
+        raise InputError(f"there are {available} problems to train on, and {batch}: bring more, or lower {fits}.")

@@ -19,12 +19,7 @@ from .run_folder import STATE, open_run
 
 
 class Experiment:
-    """
-    The options of a run, by [`parse`], and its folder, which is refused if it holds another run.
-
-    Raises:
-        InputError: The launcher, a flag, a value or the folder cannot be used.
-    """
+    """The options of a run, by [`parse`], and its folder; an `InputError` if one of them cannot be used."""
 
     def __init__(self, file: str, arguments: type, config: str, argv: list[str]):
         check_launcher()

@@ -78,16 +78,12 @@ def check_launcher(environment: dict[str, str] | None = None) -> None:
     if torch.accelerator.is_available():
         return
     if environment.get("ACCELERATE_USE_FSDP") == "true":
-        raise InputError(
-            "accelerate was asked for FSDP, and no GPU is there: on a CPU it would silently run DDP. Use "
-            "--config_file recipes/accelerate/multi_cpu.yaml."
-        )
+        use = "Use --config_file recipes/accelerate/multi_cpu.yaml"
+        raise InputError(f"accelerate asks for FSDP, and no GPU is there: on a CPU it would silently run DDP. {use}.")
     precision = environment.get("ACCELERATE_MIXED_PRECISION", "no")
     if environment.get("ACCELERATE_USE_DEEPSPEED") == "true" and precision != "no":
-        raise InputError(
-            f"DeepSpeed was asked for {precision}, and no GPU is there: the recipes run in float32 on a CPU. Add "
-            "--mixed_precision no after `accelerate launch`."
-        )
+        add = "Add --mixed_precision no after `accelerate launch`"
+        raise InputError(f"DeepSpeed was asked for {precision}, and no GPU is there, so this is float32. {add}.")
 
 
 def flag_names(argv: list[str]) -> list[str]:

@@ -37,12 +37,7 @@ def trainer_arguments(
     data: list[Dataset],
     tools: list[Callable] | None = None,
 ) -> tuple[dict[str, Any], list[Dataset]]:
-    """
-    What follows from the options: the trainer's model, tokenizer and adapter; and `data` with the column `prompt`.
-
-    Raises:
-        InputError: Problems, model and tools do not go together.
-    """
+    """The trainer's model, tokenizer and adapter, and `data` with the column `prompt`; all of them checked."""
     path = model_path(model_args.model_name_or_path)
     tokenizer = load_tokenizer(path, args, model_args)
     data = [with_prompts(some, tokenizer, settings.instruction) for some in data]
@@ -60,12 +55,7 @@ def own_rewards(settings: RecipeArguments) -> list[Callable[..., list[float]]]:
 
 
 def model_path(name: str | None) -> str:
-    """
-    The folder or hub id to load: `module:function` is called and returns it.
-
-    Raises:
-        InputError: There is no such model.
-    """
+    """The folder or hub id to load; `module:function` is called and returns it. An `InputError` if there is none."""
     if not name:
         raise InputError("`model_name_or_path` is empty: name a model folder, a hub id, or module:function.")
     if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name):
@@ -83,12 +73,7 @@ def model_path(name: str | None) -> str:
 
 
 def load_tokenizer(path: str, args: GRPOConfig, model_args: ModelConfig) -> PreTrainedTokenizerBase:
-    """
-    The model's tokenizer, after a look at the model's configuration.
-
-    Raises:
-        InputError: The tokenizer cannot be loaded, or the model is none that writes text with it.
-    """
+    """The model's tokenizer; an `InputError` if it cannot be loaded, or the model writes no text with it."""
     trust = {"trust_remote_code": args.trust_remote_code, "revision": model_args.model_revision}
     with explained(f"`model_name_or_path` is {path!r}: its tokenizer cannot be loaded:"):
         tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left", truncation_side="left", **trust)

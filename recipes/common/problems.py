@@ -15,7 +15,7 @@ from datasets import Dataset, Value, config, load_dataset
 from pandas.errors import ParserWarning
 
 from .arguments import RecipeArguments
-from .checks import FILE_FORMATS, REASONING_GYM, is_task
+from .checks import FILE_FORMATS, REASONING_GYM
 from .errors import InputError, explained
 from .grading import grade_mathematics
 from .launching import print_once
@@ -36,10 +36,8 @@ class Problems:
     """
     Problems to train on and held-out ones: datasets with the columns `question` and `answer`, text or numbers, which
     are made text. They may have further columns: `entry`, by which the grader of a reasoning-gym task finds the
-    problem; `before`, the messages of a conversation before its question; and whatever else a reward reads.
-
-    Raises:
-        InputError: A column is missing, or a question or an answer is neither text nor a number.
+    problem; `before`, the messages of a conversation before its question; and whatever else a reward reads. An
+    `InputError` says what is missing.
     """
 
     train: Dataset
@@ -58,16 +56,13 @@ class Problems:
 
 def load_problems(settings: RecipeArguments, seed: int = 0) -> Problems:
     """
-    Load the problems that the command line and the YAML file ask for, and hold some out.
+    Load the problems that the options ask for, and hold some out; an `InputError` says why that cannot be.
 
     Which ones does not depend on the seed, so that runs can be compared. `seed` decides which problems reasoning-gym
     generates to train on. Of a file or hub dataset at most a fifth are held out.
-
-    Raises:
-        InputError: The problems cannot be had as asked for.
     """
     name, num_held_out = settings.dataset_name, settings.num_held_out_problems
-    if is_task(name):
+    if name.startswith(REASONING_GYM):
         return _reasoning_gym(settings, seed)
     if settings.dataset_options:
         raise InputError(f"`dataset_options` is for reasoning-gym tasks, and `dataset_name` is {name!r}.")
@@ -91,11 +86,9 @@ def _rows(data: Dataset, settings: RecipeArguments) -> list[dict[str, Any]]:
     name = settings.dataset_name
     prompts = _column(data, settings.prompt_column, PROMPT_COLUMNS, "prompt_column")
     answers = _column(data, settings.answer_column, ANSWER_COLUMNS, "answer_column")
-    others = [column for column in data.column_names if column not in {prompts, answers}]
-    left_out = [column for column in others if column in RESERVED]
-    if left_out:
+    others = [column for column in data.column_names if column not in RESERVED | {prompts, answers}]
+    if left_out := [column for column in data.column_names if column not in {prompts, answers, *others}]:
         print_once(f"Note: rewards do not get the columns {', '.join(left_out)}: these names mean something to TRL.")
-    others = [column for column in others if column not in RESERVED]
     rows = []
     for i, row in enumerate(data):
         before, question = _question(row[prompts], prompts, i, name)
@@ -110,19 +103,17 @@ def _question(value: Any, column: str, row: int, name: str) -> tuple[list[dict[s
     """The messages before the question, and the question: the text, or a conversation's last message."""
     if not (isinstance(value, list) and value and all(isinstance(m, dict) and "content" in m for m in value)):
         return [], _text(value, column, row, name, "--prompt_column", ", or messages that end with a user's")
-    messages = [{"role": m.get("role"), "content": _content(m["content"])} for m in value]
-    if not all(isinstance(text, str) for message in messages for text in message.values()):
-        raise InputError(f"row {row} of {name}: a message in {column!r} has no role, or content that is not text.")
+    messages = []
+    for message in value:
+        content = message["content"]
+        if isinstance(content, list) and all(isinstance((p or {}).get("text"), str) for p in content):
+            content = "".join(part["text"] for part in content)
+        if not isinstance(content, str) or not isinstance(message.get("role"), str):
+            raise InputError(f"row {row} of {name}: a message in {column!r} has no role, or content that is not text.")
+        messages.append({"role": message["role"], "content": content})
     if messages[-1]["role"] != "user" or not messages[-1]["content"].strip():
         raise InputError(f"row {row} of {name}: the conversation in {column!r} must end with a user's message.")
     return messages[:-1], messages[-1]["content"]
-
-
-def _content(content: Any) -> Any:
-    """A message's text, also if it comes in parts."""
-    if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
-        return "".join(part["text"] for part in content)
-    return content
 
 
 def _text(value: Any, column: str, row: int, name: str, flag: str = "", other: str = "") -> str:
@@ -150,19 +141,15 @@ def _in_text(data: Dataset, name: str) -> Dataset:
     return data
 
 
-def _options(text: str) -> dict[str, Any]:
-    with explained(f"`dataset_options` is {text!r}: it is not JSON:"):
-        options = json.loads(text)
-    if not isinstance(options, dict):
-        raise InputError(f"`dataset_options` is {text!r}: it must be a JSON object.")
-    return options
-
-
 def _reasoning_gym(settings: RecipeArguments, seed: int) -> Problems:
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
 
-    task, options = settings.dataset_name.removeprefix(REASONING_GYM), _options(settings.dataset_options or "{}")
+    task, text = settings.dataset_name.removeprefix(REASONING_GYM), settings.dataset_options or "{}"
+    with explained(f"`dataset_options` is {text!r}: it is not JSON:"):
+        options = json.loads(text)
+    if not isinstance(options, dict):
+        raise InputError(f"`dataset_options` is {text!r}: it must be a JSON object.")
     if task not in DATASETS:
         close = difflib.get_close_matches(task, DATASETS) or sorted(DATASETS)[:5]
         raise InputError(f"reasoning-gym has no task {task!r}. Close to it: {', '.join(close)}.")
@@ -201,20 +188,20 @@ def _load(settings: RecipeArguments) -> Dataset:
         raise InputError(f"the dataset file {name} does not exist.")
     if not is_file and path.exists():
         raise InputError(f"the dataset {name} must be a file that ends in {', '.join(FILE_FORMATS)}.")
-    options, columns = {}, (*PROMPT_COLUMNS, *ANSWER_COLUMNS, settings.prompt_column, settings.answer_column)
-    if path.suffix == ".csv":  # as written: neither 007 nor 1e-5 nor what stands before an unquoted comma is lost
-        options = {"index_col": False, "converters": dict.fromkeys(filter(None, columns), str)}
+    source, options = name, {"name": settings.dataset_config, "split": settings.dataset_split}
     try:
+        if is_file:
+            if path.suffix != ".parquet":
+                path.read_text(encoding="utf-8")  # some readers take other bytes until a row is looked at
+            cache = Path(config.HF_DATASETS_CACHE) / sha256(path)  # by default of path and time
+            source, options = FILE_FORMATS[path.suffix], {"cache_dir": str(cache), "split": "train"}
+            options["data_files"] = glob.escape(name)
+        if path.suffix == ".csv":  # as written: neither 007 nor 1e-5 nor what stands before an unquoted comma is lost
+            columns = {*PROMPT_COLUMNS, *ANSWER_COLUMNS, settings.prompt_column, settings.answer_column} - {None}
+            options |= {"index_col": False, "converters": dict.fromkeys(columns, str)}
         with warnings.catch_warnings():
             warnings.simplefilter("error", ParserWarning)
-            if is_file:
-                if path.suffix != ".parquet":
-                    path.read_text(encoding="utf-8")  # some readers take other bytes until a row is looked at
-                cache = Path(config.HF_DATASETS_CACHE) / sha256(path)  # by default of path and time
-                options |= {"data_files": glob.escape(name), "split": "train", "cache_dir": str(cache)}
-                data = load_dataset(FILE_FORMATS[path.suffix], **options)
-            else:
-                data = load_dataset(name, settings.dataset_config, split=settings.dataset_split)
+            data = load_dataset(source, **options)
     except Exception as error:  # whatever reader the library chose raises its own kind
         cause = error.__cause__ or error
         remedies = {ParserWarning: ". Quote fields that hold a comma.", UnicodeDecodeError: ". Save it as UTF-8."}

@@ -77,12 +77,8 @@ class RunFolder:
 
 def open_run(settings: RecipeArguments, args: OTBGRPOConfig, model_args: ModelConfig, argv: list[str]) -> RunFolder:
     """
-    Look at the folder of a run before anything is loaded. Nothing is changed there yet, but a new folder is made, and
-    no other process can write into it from now on.
-
-    Raises:
-        InputError: The folder cannot be written to, is in use or holds another run, or a resumed run was begun
-            differently.
+    Look at the folder of a run before anything is loaded, and keep other processes out of it. Nothing is changed there
+    yet. An `InputError` says why it cannot be used.
     """
     folder = Path(args.output_dir)
     run = RunFolder(folder, configuration(settings, args, model_args), settings.overwrite, argv)
@@ -136,8 +132,8 @@ def differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Options that make another experiment, as `name was 1 and is 2`."""
     parts = ("recipe", "trainer", "model")
     changed = [change for part in parts for change in _changes(then.get(part, {}), now[part])]
-    if then.get("processes") != now["processes"]:
-        changed.append(f"there were {then.get('processes')} processes and now are {now['processes']}")
+    counts = [name for name in ("processes", "steps") if then.get(name) != now.get(name)]
+    changed += [f"there were {then.get(name)} {name} and now are {now[name]}" for name in counts]
     files = {"data_sha256": "the data file has changed", "model_sha256": "the model's weights have changed"}
     return changed + [what for key, what in files.items() if key in then and then[key] != now[key]]
 
