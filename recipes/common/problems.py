@@ -106,8 +106,9 @@ def _question(value: Any, column: str, row: int, name: str) -> tuple[list[dict[s
     messages = []
     for message in value:
         content = message["content"]
-        if isinstance(content, list) and all(isinstance((p or {}).get("text"), str) for p in content):
-            content = "".join(part["text"] for part in content)
+        texts = [part.get("text") for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+        if isinstance(content, list) and len(texts) == len(content) and None not in texts:
+            content = "".join(texts)
         if not isinstance(content, str) or not isinstance(message.get("role"), str):
             raise InputError(f"row {row} of {name}: a message in {column!r} has no role, or content that is not text.")
         messages.append({"role": message["role"], "content": content})

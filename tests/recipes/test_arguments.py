@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from recipes import gradient_noise, tool_math
 from recipes import math as recipe
-from recipes import tool_math
 from recipes.common import launching
 from recipes.common.arguments import FREQUENT, RecipeArguments, RecipeParser, parse
 from recipes.common.errors import InputError
@@ -210,8 +210,9 @@ def test_one_value_in_a_file_is_a_list_of_one(tmp_path):
     settings, args, model_args = parsed("--config", "mine.yaml")
     assert (settings.reward_funcs, args.reward_weights) == (["my:f"], [1.0, 0.1])
     assert model_args.lora_target_modules == "all-linear"
-    (tmp_path / "mine.yaml").write_text("reward_weights: 1\n")
-    assert parsed("--config", "mine.yaml")[1].reward_weights == [1.0]
+    (tmp_path / "mine.yaml").write_text("reward_weights: 1\ngroup_sizes: 4\n")
+    settings, args, _ = parse("noise", gradient_noise.NoiseArguments, "mine.yaml", ["--config", "mine.yaml"])
+    assert (args.reward_weights, settings.group_sizes) == ([1.0], [4])
 
 
 def test_a_file_is_read_as_utf_8_and_another_one_is_refused(tmp_path):

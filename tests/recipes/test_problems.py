@@ -111,6 +111,7 @@ def test_a_messages_content_may_come_in_parts(data_file):
         ([{"content": "1+1?"}], "row 0 .*no role, or content that is not text"),
         ([{"role": "system", "content": None}, {"role": "user", "content": "1?"}], "content that is not text"),
         ([{"role": "user", "content": [{"type": "image", "image": "a.png"}]}], "content that is not text"),
+        ([{"role": "user", "content": ["1+1?"]}], "content that is not text"),
         ([{"role": "user", "content": " "}], "must end with a user's message"),
     ],
 )
