@@ -209,11 +209,8 @@ def parse(
         settings, args, model_args, _ = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
     if args.output_dir == arguments.FOLDER:
         args.output_dir = str(default_folder(arguments.FOLDER, name, args))
-    args.model_init_kwargs = (args.model_init_kwargs or {}) | {
-        "revision": model_args.model_revision,
-        "attn_implementation": model_args.attn_implementation,
-        "dtype": model_args.dtype,
-    }
+    by_flags = {"revision": model_args.model_revision, "attn_implementation": model_args.attn_implementation}
+    args.model_init_kwargs = {**by_flags, "dtype": model_args.dtype, **(args.model_init_kwargs or {})}
     on_top = f", {len(flags)} flag{'s' * (len(flags) > 1)} on top" if flags else ""
     print_once(f"{name}: defaults from {min(os.path.relpath(config), str(config), key=len)}{on_top}.")
     return settings, args, model_args

@@ -82,10 +82,8 @@ def check_values(values: Namespace, processes: int) -> None:
     _check_groups(values, processes)
     count, weights = 1 + len(values.reward_funcs or []), values.reward_weights
     if weights is not None and len(weights) != count:
-        raise InputError(
-            f"`reward_weights` has {len(weights)} numbers for {count} rewards: give one for the recipe's grading, "
-            "which comes first, and one for each of `reward_funcs`."
-        )
+        each = "one for the recipe's grading, which comes first, and one for each of `reward_funcs`"
+        raise InputError(f"`reward_weights` has {len(weights)} numbers for {count} rewards: give {each}.")
     _check_trackers(values.report_to)
 
 

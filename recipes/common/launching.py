@@ -109,9 +109,7 @@ def warn_of_missing_processes() -> None:
         return
     asked_for = words[words.index("--num_processes") + 1]
     if asked_for.isdecimal() and int(asked_for) != processes():
-        print_once(
-            f"Note: --num_processes {asked_for} was asked for, and accelerate started {processes()}. On CPUs it "
-            "starts several only with --multi_gpu and without --cpu: accelerate launch --multi_gpu "
-            f"--num_processes {asked_for} --num_machines 1 --mixed_precision no --dynamo_backend no "
-            + shlex.join([words[-1], *sys.argv[1:]])
-        )
+        program = shlex.join([words[-1], *sys.argv[1:]])
+        several = f"accelerate launch --multi_gpu --num_processes {asked_for} --num_machines 1 --mixed_precision no"
+        print_once(f"Note: --num_processes {asked_for} was asked for, and accelerate started {processes()}. On CPUs:")
+        print_once(f"  {several} --dynamo_backend no {program}")

@@ -82,17 +82,13 @@ def load_tokenizer(path: str, args: GRPOConfig, model_args: ModelConfig) -> PreT
     with explained(f"`model_name_or_path` is {path!r}: its configuration cannot be loaded:"):
         config = AutoConfig.from_pretrained(path, **trust)
     if config.is_encoder_decoder or not all(a.endswith(GENERATIVE) for a in config.architectures or []):
-        raise InputError(
-            f"`model_name_or_path` is {path!r}: its architecture is {', '.join(config.architectures or ['unknown'])}, "
-            "and GRPO needs a decoder that writes text (…ForCausalLM)."
-        )
+        problem = f"its architecture is {', '.join(config.architectures or ['unknown'])}, and GRPO needs a decoder"
+        raise InputError(f"`model_name_or_path` is {path!r}: {problem} that writes text (…ForCausalLM).")
     vocabulary = config.get_text_config().vocab_size
     largest = max(tokenizer.get_vocab().values(), default=0)
     if largest >= vocabulary:
-        raise InputError(
-            f"`model_name_or_path` is {path!r}: its tokenizer has token ids up to {largest}, and the model only "
-            f"{vocabulary} embeddings. Save the model's own tokenizer beside it."
-        )
+        problem = f"its tokenizer has token ids up to {largest}, and the model only {vocabulary} embeddings"
+        raise InputError(f"`model_name_or_path` is {path!r}: {problem}. Save the model's own tokenizer beside it.")
     return tokenizer
 
 
@@ -149,8 +145,6 @@ def _check_folder(folder: Path) -> None:
     for what, patterns in MODEL_FILES.items():
         if not any(any(folder.glob(pattern)) for pattern in patterns):
             owner = "tokenizer" if what == "tokenizer" else "model"
-            raise InputError(
-                f"`model_name_or_path` is {str(folder)!r}: the folder has no {what}. Save it there with "
-                f"`{owner}.save_pretrained`."
-            )
+            remedy = f"Save it there with `{owner}.save_pretrained`"
+            raise InputError(f"`model_name_or_path` is {str(folder)!r}: the folder has no {what}. {remedy}.")
     check_safetensors(folder)

@@ -53,13 +53,10 @@ def report(run: RunFolder, trainer: GRPOTrainer, held_out: HeldOut, name: str) -
     if trainer.tools:
         _print_calls(log)
     what = "generated or shown by tools" if trainer.tools else "generated"
-    print_once(
-        f"{tokens:,} tokens {what} in {trainer.state.global_step} steps; {held_out.seconds:.0f} s with the first "
-        "evaluation."
-    )
-    print_once(
-        f"{run.path}: the model, checkpoints, result.json, held_out.json, training.png, trainer_state.json (the log)."
-    )
+    took = f"{held_out.seconds:.0f} s with the first evaluation"
+    print_once(f"{tokens:,} tokens {what} in {trainer.state.global_step} steps; {took}.")
+    files = "result.json, held_out.json, training.png, trainer_state.json (the log)"
+    print_once(f"{run.path}: the model, checkpoints, {files}.")
 
 
 def report_evaluation(run: RunFolder, held_out: HeldOut) -> None:

@@ -180,15 +180,14 @@ def _find_checkpoint(run: RunFolder, args: OTBGRPOConfig, allow_changes: bool) -
         run.finished = f"Nothing left to do: {source} holds the result of the whole run. More --max_steps go on."
         return
     if checkpoint is None:
-        raise InputError(
-            f"{source} holds the result of {step} steps and no checkpoint to go on from, as after --save_strategy no: "
-            "begin anew with --overwrite or another --output_dir."
-        )
+        held = f"the result of {step} steps and no checkpoint to go on from, as after --save_strategy no"
+        raise InputError(f"{source} holds {held}: begin anew with --overwrite or another --output_dir.")
     _check_checkpoint(checkpoint, allow_changes)
     run.checkpoint = checkpoint
     if whole:
         is_saved = (source / STATE).is_file() and _progress(source, args)[0] == step
-        run.trained = source if is_saved else checkpoint
+        best = _read(checkpoint / STATE, "best_model_checkpoint")[0] if args.load_best_model_at_end else None
+        run.trained = source if is_saved else Path(best or checkpoint)
         print_once("Nothing left to train: what is missing is the last evaluation.")
 
 
@@ -231,10 +230,8 @@ def _check_unchanged(folder: Path, now: dict[str, Any], allow_changes: bool) -> 
         then = json.loads(path.read_text())
     changed = differences(then, now)
     if changed and not allow_changes:
-        raise InputError(
-            f"{folder} began with other options: {'; '.join(changed)}. Resume with the same options, say "
-            "--allow_changes, or start a new run with another --output_dir."
-        )
+        remedy = "Resume with the same options, say --allow_changes, or start a new run with another --output_dir"
+        raise InputError(f"{folder} began with other options: {'; '.join(changed)}. {remedy}.")
     changed += _changes(then["versions"], now["versions"])
     before, after = (options["trainer"].get("max_steps") for options in (then, now))
     if before != after and not str(now["trainer"].get("lr_scheduler_type")).startswith("constant"):
@@ -249,10 +246,8 @@ def _check_free(run: RunFolder) -> None:
     held = {"the result of a run": (folder / RESULT).is_file(), "checkpoints": checkpoints(folder), "a model": weights}
     what = next((what for what, is_there in held.items() if is_there), None)
     if what and not run.overwrite:
-        raise InputError(
-            f"{folder} holds {what}. Say --resume_from_checkpoint latest to go on with it, --overwrite to replace "
-            "it, or another --seed or --output_dir to keep it."
-        )
+        ways = "--overwrite to replace it, or another --seed or --output_dir to keep it"
+        raise InputError(f"{folder} holds {what}. Say --resume_from_checkpoint latest to go on with it, {ways}.")
     if what and not (folder / CONFIGURATION).is_file():
         raise InputError(f"{folder} holds {what} and no {CONFIGURATION}, so no run wrote it: choose another folder.")
 
