@@ -29,7 +29,7 @@ from scipy import stats
 from recipes.common.errors import InputError, Stopped, input_errors, launch, stopping_signals
 from recipes.common.launching import flag_names, print_once
 from recipes.common.report import centred_mean, markdown
-from recipes.common.run_folder import CONFIGURATION, differences, latest_checkpoint
+from recipes.common.run_folder import CONFIGURATION, COUNTS, RESULT, STATE, differences, latest_checkpoint
 from trl_otb.baselines import BASELINES
 from trl_otb.comparison.storage import lock
 
@@ -95,15 +95,15 @@ def run_recipe(own: argparse.Namespace, flags: list[str], baseline: str, seed: i
     folder = own.folder / f"{baseline.replace(':', '.')}-seed{seed}"
     command = [*shlex.split(own.launcher), str(RECIPES / f"{own.recipe}.py"), *flags]
     command += ["--baseline", baseline, "--seed", str(seed), "--output_dir", str(folder)]
-    if (folder / "result.json").is_file() or latest_checkpoint(folder) is not None:
+    if any((folder / name).is_file() for name in (RESULT, COUNTS)) or latest_checkpoint(folder) is not None:
         command += ["--resume_from_checkpoint", "latest"]
     code = run_stoppably(command)
     if code == 130:
         raise Stopped(f"Finished runs and checkpoints are kept in {own.folder}; the same command goes on.")
-    if code != 0 or not (folder / "result.json").is_file():
+    if code != 0 or not (folder / RESULT).is_file():
         ran = shlex.join(command)
         raise InputError(f"{baseline} with seed {seed} ended without a result (exit code {code}): {ran}")
-    names = ("result.json", "trainer_state.json", CONFIGURATION)
+    names = (RESULT, STATE, CONFIGURATION)
     result, state, configuration = (json.loads((folder / name).read_text()) for name in names)
     return Run(baseline, seed, result, state["log_history"], configuration)
 

@@ -83,10 +83,11 @@ class Experiment:
                 raise Stopped(f"Stopped after step {step}; the checkpoint is in {run.path}. {again}")
             trainer.save_model()
             trainer.save_state()
-            if held_out.evaluations[-1].step < step or args.load_best_model_at_end:  # the best weights' is what counts
-                try:
+            held_out.save(run.path, is_main_process)
+            try:
+                if held_out.evaluations[-1].step < step or args.load_best_model_at_end:  # the best weights' counts
                     trainer.evaluate()
-                except Stopped as stop:
-                    raise Stopped(f"{stop} The model is in {run.path}. {again}") from None
-                trainer.save_state()
-        report(run, trainer, held_out, f"{self.model_name} on {problems.name}")
+                    trainer.save_state()
+                report(run, trainer, held_out, f"{self.model_name} on {problems.name}")
+            except Stopped as stop:
+                raise Stopped(f"{stop} The model is in {run.path}. {again}") from None

@@ -103,15 +103,18 @@ class HeldOut(TrainerCallback):
 
     def on_save(self, args, state, control, **kwargs):
         self._count_seconds()
+        self.save(Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}", state.is_world_process_zero)
+
+    def save(self, folder: Path, is_main_process: bool) -> None:
+        """Save the counts beside a model. All processes must call it."""
         saved = {
             "seconds": self.seconds,
             "evaluations": [vars(e) for e in self.evaluations],
             "answers": self.answers,
             "tokens_generated": self.all_tokens_generated(),
         }
-        if state.is_world_process_zero:
-            path = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}" / COUNTS
-            path.write_text(json.dumps(saved))
+        if is_main_process:
+            (folder / COUNTS).write_text(json.dumps(saved))
 
     def all_tokens_generated(self) -> int:
         """By all processes, all of which must ask."""

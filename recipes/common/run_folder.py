@@ -28,7 +28,7 @@ COUNTS = "held_out_counts.json"  # written last, so that a checkpoint that has i
 PACKAGES = ("trl-otb", "trl", "transformers", "torch", "accelerate", "datasets", "peft")
 # What a run leaves behind, and `--overwrite` removes; the tokenizer's files are written anew
 WRITTEN = re.compile(
-    r"checkpoint-\d+|(configuration|result|held_out|trainer_state|config|generation_config|adapter_config)\.json|"
+    r"checkpoint-\d+|(configuration|result|held_out(_counts)?|trainer_state|config|generation_config|adapter_config)\.json|"
     r"training\.png|training_args\.bin|(model|adapter_model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?"
 )
 # Options that decide what is written where, how often, and how far, but not which experiment this is.
@@ -168,6 +168,8 @@ def _find_checkpoint(run: RunFolder, args: OTBGRPOConfig, allow_changes: bool) -
     asked = args.resume_from_checkpoint
     source = run.path if asked == "latest" else Path(asked).parent
     checkpoint = latest_checkpoint(source) if asked == "latest" else Path(asked)
+    if checkpoint is None and (source / COUNTS).is_file():
+        checkpoint = source  # after --save_strategy no
     has_result = (source / RESULT).is_file()
     if (checkpoint is None and not has_result) or (checkpoint is not None and not (checkpoint / COUNTS).is_file()):
         where = checkpoint or source
@@ -179,10 +181,10 @@ def _find_checkpoint(run: RunFolder, args: OTBGRPOConfig, allow_changes: bool) -
     if whole and has_result and _read(source / RESULT, "steps") >= [step]:
         run.finished = f"Nothing left to do: {source} holds the result of the whole run. More --max_steps go on."
         return
-    if checkpoint is None:
-        held = f"the result of {step} steps and no checkpoint to go on from, as after --save_strategy no"
+    if checkpoint in (None, source) and not whole:
+        held = f"the model of {step} steps and no checkpoint to go on from, as after --save_strategy no"
         raise InputError(f"{source} holds {held}: begin anew with --overwrite or another --output_dir.")
-    _check_checkpoint(checkpoint, allow_changes)
+    _check_checkpoint(checkpoint, whole, allow_changes)
     run.checkpoint = checkpoint
     if whole:
         is_saved = (source / STATE).is_file() and _progress(source, args)[0] == step
@@ -191,8 +193,8 @@ def _find_checkpoint(run: RunFolder, args: OTBGRPOConfig, allow_changes: bool) -
         print_once("Nothing left to train: what is missing is the last evaluation.")
 
 
-def _check_checkpoint(checkpoint: Path, allow_changes: bool) -> None:
-    """A damaged or missing file is better found before anything is loaded."""
+def _check_checkpoint(checkpoint: Path, whole: bool, allow_changes: bool) -> None:
+    """A damaged file, or one that is missing for training, is better found before anything is loaded."""
     _read(checkpoint / COUNTS)
     for path in [*checkpoint.glob("*.pt"), *checkpoint.glob("*.pth"), *checkpoint.glob("*.bin")]:
         with _readable(path):
@@ -205,7 +207,7 @@ def _check_checkpoint(checkpoint: Path, allow_changes: bool) -> None:
     }
     names = [path.name for path in checkpoint.iterdir()]
     missing = [what for what, files in needed.items() if not any(re.fullmatch(files, name) for name in names)]
-    if not missing:
+    if not missing or whole:
         return
     lacks = " and no ".join(missing)
     problem = f"{checkpoint} has no {lacks}, as after --save_only_model: training would go on with new ones"
@@ -243,7 +245,9 @@ def _check_unchanged(folder: Path, now: dict[str, Any], allow_changes: bool) -> 
 def _check_free(run: RunFolder) -> None:
     folder = run.path
     weights = [file for pattern in ("*.safetensors", "pytorch_model*.bin") for file in folder.glob(pattern)]
-    held = {"the result of a run": (folder / RESULT).is_file(), "checkpoints": checkpoints(folder), "a model": weights}
+    # One that was being saved when its run was killed is nothing to keep
+    saved = latest_checkpoint(folder) if (folder / CONFIGURATION).is_file() else checkpoints(folder)
+    held = {"the result of a run": (folder / RESULT).is_file(), "checkpoints": saved, "a model": weights}
     what = next((what for what, is_there in held.items() if is_there), None)
     if what and not run.overwrite:
         ways = "--overwrite to replace it, or another --seed or --output_dir to keep it"

@@ -88,7 +88,8 @@ def test_nothing_left_to_do_leaves_everything_as_it_is(run, copy, flags, message
 
 @pytest.mark.parametrize("killed", ["before the model was saved", "in the last evaluation"])
 def test_a_run_without_its_last_evaluation_gets_it(run, copy, killed, capsys):
-    """The same evaluation, to the bit, and the same weights."""
+    """The same evaluation, to the bit, and the same weights. Training's own files are not needed for it."""
+    (copy / "checkpoint-4" / "optimizer.pt").unlink()
     before, weights = result_of(copy), (copy / "model.safetensors").read_bytes()
     (copy / "result.json").unlink()
     if killed == "before the model was saved":
@@ -99,6 +100,31 @@ def test_a_run_without_its_last_evaluation_gets_it(run, copy, killed, capsys):
     after = result_of(copy)
     assert after.pop("training_seconds") < before.pop("training_seconds") and after == before
     assert (copy / "model.safetensors").read_bytes() == weights and log_of(copy)[-1]["step"] == 4
+
+
+def test_a_run_without_checkpoints_gets_its_last_evaluation(run, monkeypatch, tmp_path):
+    def stop(trainer):
+        raise Stopped("Training was complete; its last evaluation was not.")
+
+    first = recipe.OTBGRPOTrainer.evaluate
+    when = lambda trainer, **_: stop(trainer) if trainer.state.global_step else first(trainer)  # noqa: E731
+    with monkeypatch.context() as patch:
+        patch.setattr(recipe.OTBGRPOTrainer, "evaluate", when)
+        with pytest.raises(Stopped, match="its last evaluation was not"):
+            run("--save_strategy", "no")
+    run("--resume_from_checkpoint", "latest")
+    result = result_of(tmp_path / "run")
+    assert [e["step"] for e in result["evaluations"]] == [0, 4] and result["tokens_generated"] > 0
+    with pytest.raises(InputError, match="holds the model of 4 steps and no checkpoint to go on from"):
+        run("--resume_from_checkpoint", "latest", "--max_steps", "5")
+
+
+def test_a_run_that_was_killed_while_it_saved_its_first_checkpoint_begins_anew(run, copy):
+    for name in ("result.json", "model.safetensors", "checkpoint-2/held_out_counts.json"):
+        (copy / name).unlink()
+    shutil.rmtree(copy / "checkpoint-4")
+    run("--max_steps", "2", "--save_steps", "2")
+    assert result_of(copy)["steps"] == 2
 
 
 def test_a_shorter_runs_result_does_not_stand_for_a_longer_one(run, copy):
@@ -272,7 +298,7 @@ def test_a_checkpoint_that_lacks_a_part_is_resumed_only_if_that_is_allowed(run, 
 def test_a_result_without_checkpoints_is_not_gone_on_with(run, copy):
     for checkpoint in copy.glob("checkpoint-*"):
         shutil.rmtree(checkpoint)
-    with pytest.raises(InputError, match="holds the result of 4 steps and no checkpoint to go on from"):
+    with pytest.raises(InputError, match="holds the model of 4 steps and no checkpoint to go on from"):
         run("--resume_from_checkpoint", "latest", "--max_steps", "5")
 
 
