@@ -103,16 +103,13 @@ def _check_groups(values: Namespace, processes: int) -> None:
     if batch % N:
         divisor = max(d for d in range(1, min(N, batch) + 1) if batch % d == 0)
         other = f"--num_generations {divisor}, or " if divisor > 1 else ""
-        raise InputError(
-            f"`num_generations` is {N}, and a generation batch of {batch} completions ({made_of}) does not hold whole "
-            f"groups of {N}: use {other}{remedy}."
-        )
+        problem = f"a generation batch of {batch} completions ({made_of}) does not hold whole groups of {N}"
+        raise InputError(f"`num_generations` is {N}, and {problem}: use {other}{remedy}.")
     k, rows = values.num_generations_eval or N, values.per_device_eval_batch_size
     if rows * processes % k:
-        raise InputError(
-            f"`per_device_eval_batch_size` is {rows}: with {many} it does not hold whole groups of "
-            f"--num_generations_eval {k}. Use --per_device_eval_batch_size {math.ceil(rows / k) * k}."
-        )
+        problem = f"with {many} it does not hold whole groups of --num_generations_eval {k}"
+        remedy = f"Use --per_device_eval_batch_size {math.ceil(rows / k) * k}"
+        raise InputError(f"`per_device_eval_batch_size` is {rows}: {problem}. {remedy}.")
 
 
 def _check_trackers(report_to: str | list[str] | None) -> None:

@@ -121,10 +121,9 @@ def check_prompts(
 ) -> None:
     """Raise an `InputError` if the chat template refuses a prompt or tools, or a prompt leaves no room to answer."""
     if tools and not supports_tool_calling(tokenizer):
-        raise InputError(
-            f"`model_name_or_path` is {path!r}: its chat template cannot show tools and their results. Choose a model "
-            "that was taught to call tools, such as Qwen/Qwen3-0.6B, or give the tokenizer such a template."
-        )
+        remedy = "Choose a model that was taught to call tools, such as Qwen/Qwen3-0.6B"
+        problem = "its chat template cannot show tools and their results"
+        raise InputError(f"`model_name_or_path` is {path!r}: {problem}. {remedy}.")
     texts = prompts = list(data["prompt"])
     if tokenizer.chat_template:
         with input_errors(TemplateError):
@@ -134,11 +133,9 @@ def check_prompts(
         return
     positions = getattr(AutoConfig.from_pretrained(path).get_text_config(), "max_position_embeddings", None)
     if positions is not None and longest + args.max_completion_length > positions:
-        raise InputError(
-            f"the longest prompt has {longest} tokens and `max_completion_length` is {args.max_completion_length}: "
-            f"together more than the model's {positions} positions. Lower --max_completion_length, drop long "
-            "problems, or choose another model."
-        )
+        both = f"the longest prompt has {longest} tokens and `max_completion_length` is {args.max_completion_length}"
+        remedy = "Lower --max_completion_length, drop long problems, or choose another model"
+        raise InputError(f"{both}: together more than the model's {positions} positions. {remedy}.")
 
 
 def _check_folder(folder: Path) -> None:

@@ -71,10 +71,8 @@ def load_problems(settings: RecipeArguments, seed: int = 0) -> Problems:
     for row in rows:
         different.setdefault((" ".join(row["question"].split()), json.dumps(row["before"])), row)
     if len(different) < 2:
-        raise InputError(
-            f"{name} has {len(rows)} rows, but only {len(different)} different problem: at least 2 are needed, one to "
-            "train on and one to hold out."
-        )
+        problem = f"{name} has {len(rows)} rows, but only {len(different)} different problem"
+        raise InputError(f"{problem}: at least 2 are needed, one to train on and one to hold out.")
     data = Dataset.from_list(list(different.values())).shuffle(seed=0)
     held_out = max(1, min(num_held_out, len(data) // 5))
     end = min(len(data), held_out + (settings.num_train_problems or len(data)))
