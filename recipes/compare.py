@@ -7,13 +7,15 @@ Compare baselines over seeds with one recipe: all runs, one table, one picture.
         --launcher "accelerate launch --config_file recipes/accelerate/zero3.yaml" --config recipes/math_zero3.yaml
 
 Every flag that is not named below goes to the recipe. The same command again goes on where it stopped: finished runs
-are kept, begun ones are resumed from their newest checkpoint, and changed flags are refused as the recipe refuses
-them.
+are kept, begun ones are resumed from their newest checkpoint. More baselines and seeds may be asked for; other flags
+are refused, since their runs could not be compared.
 """
 
 import argparse
 import json
+import os
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -24,11 +26,12 @@ import pandas
 from matplotlib.figure import Figure
 from scipy import stats
 
-from recipes.common.errors import InputError, launch
-from recipes.common.launching import print_once
+from recipes.common.errors import InputError, Stopped, input_errors, launch, stopping_signals
+from recipes.common.launching import flag_names, print_once
 from recipes.common.report import centred_mean, markdown
-from recipes.common.run_folder import latest_checkpoint
+from recipes.common.run_folder import CONFIGURATION, COUNTS, RESULT, STATE, differences, latest_checkpoint
 from trl_otb.baselines import BASELINES
+from trl_otb.comparison.storage import lock
 
 
 RECIPES = Path(__file__).parent
@@ -42,6 +45,7 @@ class Run:
     seed: int
     result: dict
     log: list[dict]
+    configuration: dict
 
     def percent(self, when: str) -> float:
         """The held-out accuracy `"before"` or `"after"`."""
@@ -64,19 +68,17 @@ class Parser(argparse.ArgumentParser):
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """compare.py's own flags, and those of the recipe."""
-    parser = Parser(
-        "compare.py", description=__doc__, allow_abbrev=False, formatter_class=argparse.RawTextHelpFormatter
-    )
+    form = argparse.RawTextHelpFormatter
+    parser = Parser("compare.py", description=__doc__, allow_abbrev=False, formatter_class=form)
     parser.add_argument("--recipe", choices=("math", "tool_math"), default="math")
-    parser.add_argument(
-        "--baselines", nargs="+", required=True, metavar="NAME", help=f"{', '.join(BASELINES)}, module:function"
-    )
+    names = f"{', '.join(BASELINES)}, module:function"
+    parser.add_argument("--baselines", nargs="+", required=True, metavar="NAME", help=names)
     parser.add_argument("--seeds", nargs="+", required=True, type=int, metavar="SEED")
     parser.add_argument("--folder", type=Path, help="where runs, table and picture go (runs/compare/RECIPE)")
     parser.add_argument("--launcher", default=sys.executable, help="the command in front of the recipe (python)")
     own, flags = parser.parse_known_args(argv)
     for name in ("baseline", "seed", "output_dir", "overwrite", "resume_from_checkpoint", "eval_only"):
-        if any(word.split("=")[0] == f"--{name}" for word in flags):
+        if name in flag_names(flags):
             raise InputError(f"--{name} is decided by compare.py: say --baselines, --seeds, --folder.")
     for values, name in ((own.baselines, "baselines"), (own.seeds, "seeds")):
         if len(set(values)) < len(values):
@@ -89,24 +91,56 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def run_recipe(own: argparse.Namespace, flags: list[str], baseline: str, seed: int) -> Run:
-    """
-    Run the recipe, or what is left of it.
-
-    Raises:
-        InputError: The recipe ended without a result.
-    """
+    """Run the recipe, or what is left of it."""
     folder = own.folder / f"{baseline.replace(':', '.')}-seed{seed}"
     command = [*shlex.split(own.launcher), str(RECIPES / f"{own.recipe}.py"), *flags]
     command += ["--baseline", baseline, "--seed", str(seed), "--output_dir", str(folder)]
-    if (folder / "result.json").is_file() or latest_checkpoint(folder) is not None:
+    if any((folder / name).is_file() for name in (RESULT, COUNTS)) or latest_checkpoint(folder) is not None:
         command += ["--resume_from_checkpoint", "latest"]
-    done = subprocess.run(command)
-    if done.returncode != 0 or not (folder / "result.json").is_file():
-        raise InputError(
-            f"{baseline} with seed {seed} ended without a result (exit code {done.returncode}): {shlex.join(command)}"
-        )
-    result = json.loads((folder / "result.json").read_text())
-    return Run(baseline, seed, result, json.loads((folder / "trainer_state.json").read_text())["log_history"])
+    code = run_stoppably(command)
+    if code == 130:
+        raise Stopped(f"Finished runs and checkpoints are kept in {own.folder}; the same command goes on.")
+    if code != 0 or not (folder / RESULT).is_file():
+        ran = shlex.join(command)
+        raise InputError(f"{baseline} with seed {seed} ended without a result (exit code {code}): {ran}")
+    names = (RESULT, STATE, CONFIGURATION)
+    result, state, configuration = (json.loads((folder / name).read_text()) for name in names)
+    return Run(baseline, seed, result, state["log_history"], configuration)
+
+
+def run_stoppably(command: list[str]) -> int:
+    """
+    The exit code of a command, 130 if it was stopped. Ctrl-C and its kin are handed on to it and its children, once,
+    and it is waited for: it may have a checkpoint to save.
+    """
+    stopped = []
+    with subprocess.Popen(command, start_new_session=True) as child:  # where a terminal's Ctrl-C does not reach it
+        for signum in stopping_signals():
+            signal.signal(signum, lambda signum, frame: stopped.append(os.killpg(child.pid, signum)))
+        code = child.wait()
+    for signum in stopping_signals():
+        signal.signal(signum, signal.default_int_handler)
+    return 130 if stopped else code
+
+
+def check_alike(runs: list[Run]) -> None:
+    """Raise an `InputError` if the last run differs from the first in more than its baseline and seed."""
+    first, last = runs[0], runs[-1]
+    last.configuration["trainer"] |= {"baseline": first.baseline, "seed": first.seed}
+    before, after = ({**run.configuration, "steps": run.result["steps"]} for run in (first, last))
+    if changed := differences(before, after):
+        both = f"{first.baseline} with seed {first.seed} and {last.baseline} with seed {last.seed}"
+        raise InputError(f"{both} cannot be compared: {'; '.join(changed)}. Choose another --folder.")
+
+
+def check_flags(folder: Path, flags: list[str]) -> None:
+    """Raise an `InputError` if the folder's runs were started with other flags; write down those of the first."""
+    path = folder / "flags.json"
+    before = json.loads(path.read_text()) if path.is_file() else flags
+    if before != flags:
+        others = f"was begun with the flags {shlex.join(before)!r}, and these are {shlex.join(flags)!r}"
+        raise InputError(f"{folder} {others}: such runs cannot be compared. Choose another --folder.")
+    path.write_text(json.dumps(flags) + "\n")
 
 
 def interval(values: list[float]) -> str:
@@ -165,14 +199,18 @@ def picture(runs: list[Run], path: Path, title: str) -> None:
 
 def main(argv: list[str]) -> None:
     own, flags = parse(argv)
+    with input_errors(ValueError):
+        held = lock(own.folder, again=True)  # noqa: F841  as long as this function runs
+    check_flags(own.folder, flags)
     jobs = [(baseline, seed) for seed in own.seeds for baseline in own.baselines]  # every baseline early on
     runs = []
     for i, (baseline, seed) in enumerate(jobs, start=1):
         print_once(f"\n== {i} of {len(jobs)}: {baseline}, seed {seed}")
         runs.append(run_recipe(own, flags, baseline, seed))
+        check_alike(runs)
     runs.sort(key=lambda run: own.baselines.index(run.baseline))
     written = table(runs)
-    (own.folder / "compare.md").write_text(written)
+    (own.folder / "compare.md").write_text(written, encoding="utf-8")
     picture(runs, own.folder / "compare.png", f"{own.recipe} {shlex.join(flags)}".strip())
     print_once(f"\n{written}\n{own.folder}: compare.md (this table), compare.png, and a folder per run.")
 

@@ -18,89 +18,63 @@ from recipes.common.launching import tidy_output
 tidy_output()
 
 import json
+import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import ClassVar
 
-from transformers.hf_argparser import HfArg
-
 import trl_otb
-from recipes.common.arguments import parse
-from recipes.common.errors import InputError, Stopped, constructing, input_errors, launch
-from recipes.common.launching import print_once
+from recipes.common.arguments import option, parse
+from recipes.common.errors import InputError, constructing, input_errors, launch, rank
+from recipes.common.launching import flag_names, print_once
 from recipes.common.models import load_object, own_rewards, trainer_arguments
 from recipes.math import accuracy_reward, load_data
 from recipes.tool_math import ToolMathArguments, calculator_tool
-from trl_otb import OTBGRPOTrainer
+from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 from trl_otb.baselines import find_baseline
+from trl_otb.comparison.storage import only_writer
 
 
 CONFIG = "math_cpu.yaml"
+# The trainer's options that are read where nothing is trained
+READ = (
+    "output_dir|seed|disable_tqdm|log_level.*|num_generations|per_device_.*|alignment|zero_tail|reward_weights|"
+    "multi_objective_aggregation|temperature|top_[pk]|min_p|repetition_penalty|max_.*_length|max_tool_.*|"
+    "mask_truncated_completions|generation_kwargs|chat_template_kwargs|cache_implementation|use_cache|use_vllm|vllm_.*|"
+    "use_transformers_.*|transformers_.*|pad_to_multiple_of|ds3_.*|bf16|fp16|tf32|use_cpu|cast_lm_head_to_fp32|"
+    "activation_.*|gradient_checkpointing.*|torch_compile.*|disable_dropout|full_determinism|trust_remote_code|"
+    "model_init_kwargs|remove_unused_columns|ddp_.*|deepspeed|fsdp.*|accelerator_config|parallelism_config"
+)
+UNREAD = [field.name for field in fields(OTBGRPOConfig) if not re.fullmatch(READ, field.name)]
+BASELINES = ["ogb", "otb", "otb_shrunk", "ogb_pooled", "ogb_pooled_damped", "value"]
 # The options that are `compare_baselines`' own
-MEASUREMENT = (
-    "baselines num_prompts completions_per_prompt group_sizes parameters prompts_per_batch projection overwrite"
-).split()
+OWN = "baselines num_prompts completions_per_prompt group_sizes parameters prompts_per_batch projection overwrite"
 
 
 @dataclass
 class NoiseArguments(ToolMathArguments):
     ABOUT: ClassVar[str] = " ".join(__doc__.split("\n\n")[::2])  # without the commands
     FOLDER: ClassVar[str] = "runs/gradient_noise/seed{seed}"
-    WITHOUT_EFFECT: ClassVar[tuple[str, ...]] = tuple(
-        "baseline leave_one_out eval_only allow_changes scale_rewards learning_rate max_steps beta "
-        "gradient_accumulation_steps eval_strategy eval_steps num_generations_eval save_steps logging_steps report_to "
-        "resume_from_checkpoint loss_type".split()
-    )
+    WITHOUT_EFFECT: ClassVar[tuple[str, ...]] = ("eval_only", "allow_changes", *UNREAD)
 
-    num_prompts: int = HfArg(default=16, help="Prompts that are studied, from the training data.")
-    completions_per_prompt: int = HfArg(
-        default=128, help="Completions in a prompt's pool; more make every figure surer."
-    )
-    baselines: list[str] = HfArg(  # noqa: RUF009
-        default_factory=lambda: ["ogb", "otb", "otb_shrunk", "ogb_pooled", "ogb_pooled_damped", "value"],
-        help="Baselines beside `none` and `group_mean`; those that read energies also with one left out.",
-    )
-    group_sizes: list[int] = HfArg(default_factory=lambda: [4, 8], help="Completions per group, N.")  # noqa: RUF009
-    prompts_per_batch: int = HfArg(
-        default=16, help="Prompts per step, for which efficiencies are; baselines that pool prompts see them together."
-    )
-    parameters: str = HfArg(default=".*", help="Only trainable parameters whose name holds this regular expression.")
-    projection: int = HfArg(
-        default=16_384,
-        help="Numbers kept per gradient; inner products are off by √(2 / this), relative to the norms.",
-    )
-    tools: list[str] | None = HfArg(  # noqa: RUF009
-        default=None, help="`calculator`, or tools of your own as module:function."
-    )
-    environment_factory: str | None = HfArg(
-        default=None, help="An environment's class as module:class; its reward is added to the recipe's grading."
-    )
-    plot_only: bool = HfArg(default=False, help="Table, picture and verdict from what is saved.")
-
-
-def check(settings: NoiseArguments, args) -> None:
-    for flag, value, remedy in (
-        ("baseline", args.baseline != "otb", "`--baselines` names those that are compared"),
-        ("leave_one_out", args.leave_one_out, "every baseline that reads energies is measured with and without"),
-        ("eval_only", settings.eval_only, "nothing is trained here anyway"),
-    ):
-        if value:
-            raise InputError(f"`{flag}` is set and has no effect here: {remedy}. Leave it out.")
-    with input_errors(ValueError):
-        for name in settings.baselines:
-            find_baseline(name)
+    num_prompts: int = option(16, "Prompts that are studied, from the training data.")
+    completions_per_prompt: int = option(128, "Completions in a prompt's pool; more make every figure surer.")
+    baselines: list[str] = option(BASELINES, "Those beside `none` and `group_mean`; with and without one left out.")
+    group_sizes: list[int] = option([4, 8], "Completions per group, N.")
+    prompts_per_batch: int = option(16, "Prompts per step that figures are for; they are pooled together.")
+    parameters: str = option(".*", "Only trainable parameters whose name holds this regular expression.")
+    projection: int = option(16_384, "Numbers kept per gradient; inner products are off by √(2 / this) of the norms.")
+    tools: list[str] | None = option(None, "`calculator`, or tools of your own as module:function.")
+    environment_factory: str | None = option(None, "module:class, whose reward is added to the recipe's grading.")
+    plot_only: bool = option(False, "Table, picture and verdict from what is saved.")
 
 
 def check_plot_only(argv: list[str]) -> None:
-    said = [word.split("=")[0] for word in argv if word.startswith("--")]
-    allowed = ("--plot_only", "--output_dir", "--seed", "--prompts_per_batch", "--traceback")
-    other = [flag for flag in said if flag not in allowed]
+    allowed = ("plot_only", "output_dir", "seed", "prompts_per_batch", "traceback")
+    other = [f"--{name}" for name in flag_names(argv) if name not in allowed]
     if other:
-        raise InputError(
-            f"`plot_only` draws what is saved, and {', '.join(other)} would change nothing: leave it out, or measure "
-            "again without --plot_only."
-        )
+        raise InputError(f"`plot_only` draws what is saved, and {', '.join(other)} would change nothing: drop it.")
 
 
 def trainer_of(settings: NoiseArguments, args, model_args) -> OTBGRPOTrainer:
@@ -136,25 +110,24 @@ def measured(settings: NoiseArguments, args, model_args, argv: list[str]) -> trl
     if settings.plot_only:
         check_plot_only(argv)
         return trl_otb.BaselineReport.load(args.output_dir, settings.prompts_per_batch)
-    check(settings, args)
+    for name in settings.baselines:
+        find_baseline(name)
+    if rank() == 0:
+        with only_writer(Path(args.output_dir)):
+            pass  # found now, and not after the model is loaded; `compare_baselines` then is the only writer
     return trl_otb.compare_baselines(
         trainer_of(settings, args, model_args),
         output_dir=args.output_dir,
-        **{name: getattr(settings, name) for name in MEASUREMENT},
+        **{name: getattr(settings, name) for name in OWN.split()},
     )
 
 
 def main(argv: list[str]) -> None:
     settings, args, model_args = parse("gradient_noise", NoiseArguments, CONFIG, argv)
     folder = Path(args.output_dir)
-    try:
-        with input_errors(ValueError):
-            report = measured(settings, args, model_args, argv)
-    except KeyboardInterrupt as stop:
-        kept = len(list(folder.glob("prompt-*.pt")))
-        same = "the same command without --overwrite" if settings.overwrite else "the same command"
-        raise Stopped(f"{kept} of {settings.num_prompts} prompts are kept in {folder}; {same} goes on.") from stop
-    (folder / "table.md").write_text(report.to_markdown())
+    with input_errors(ValueError):
+        report = measured(settings, args, model_args, argv)
+    (folder / "table.md").write_text(report.to_markdown(), encoding="utf-8")
     (folder / "report.json").write_text(json.dumps(report.to_json(), indent=2) + "\n")
     report.plot(folder / "noise.png")
     print_once(f"{report}\n\n{folder}: table.md with all figures, report.json, noise.png, and one file per prompt.")

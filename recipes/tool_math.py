@@ -31,9 +31,7 @@ tidy_output()
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from transformers.hf_argparser import HfArg
-
-from recipes.common.arguments import RecipeArguments
+from recipes.common.arguments import RecipeArguments, option
 from recipes.common.calculator import evaluate
 from recipes.common.errors import constructing, launch
 from recipes.common.experiment import Experiment
@@ -46,12 +44,12 @@ CONFIG = "tool_math_cpu.yaml"
 
 @dataclass
 class ToolMathArguments(RecipeArguments):
-    instruction: str = HfArg(
-        default="Work out every number with the calculator, step by step, and look at each result before the next "
-        r"call. Put your final answer within \boxed{}.",
-        help="Added to every problem.",
+    instruction: str = option(
+        "Work out every number with the calculator, step by step, and look at each result before the next call. Put "
+        r"your final answer within \boxed{}.",
+        "Added to every problem.",
     )
-    max_operations: int = HfArg(default=50, help="Operations that one call of the calculator may hold, at least 1.")
+    max_operations: int = option(50, "Operations that one call of the calculator may hold, at least 1.")
 
 
 def calculator_tool(max_operations: int) -> Callable[[str], str]:

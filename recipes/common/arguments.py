@@ -7,7 +7,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import yaml
@@ -17,9 +17,9 @@ from trl import GRPOConfig, ModelConfig, TrlParser
 from trl_otb import OTBGRPOConfig
 from trl_otb.baselines import BASELINES
 
-from .checks import check_values
-from .errors import InputError, explained, input_errors
-from .launching import print_once, processes
+from .checks import check_effects, check_values
+from .errors import HelpShown, InputError, explained, input_errors
+from .launching import flag_names, print_once, processes
 
 
 RECIPES = Path(__file__).parents[1]
@@ -28,7 +28,7 @@ RENAMED = {
     "gradient_checkpointing": "activation_checkpointing",
     "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
 }
-DATA_OPTIONS = ("dataset_options", "dataset_config", "dataset_split", "prompt_column", "answer_column")
+DATA_OPTIONS = ("dataset_options dataset_config dataset_split prompt_column answer_column num_train_problems").split()
 # In place of their own words.
 HELP = {
     "output_dir": "Folder of the run.",
@@ -44,52 +44,42 @@ FREQUENT = (
 ).split()
 
 
+def option(default: Any, help: str) -> Any:
+    """A field of a dataclass of options."""
+    given = {"default_factory": lambda: default} if isinstance(default, list) else {"default": default}
+    return HfArg(**given, help=help)
+
+
 @dataclass
 class RecipeArguments:
     """
     Options of a recipe, beside those of OTBGRPOConfig and of TRL's ModelConfig.
 
     A subclass may set `ABOUT`, what `--help` says first; `FOLDER`, the default of `output_dir`; and `WITHOUT_EFFECT`,
-    options that `--help` leaves out.
+    options that the recipe does not read: `--help` leaves them out, and a flag is an error.
     """
 
     ABOUT: ClassVar[str] = ""
     FOLDER: ClassVar[str] = "runs/{recipe}/{baseline}-seed{seed}"
-    WITHOUT_EFFECT: ClassVar[tuple[str, ...]] = ()
+    WITHOUT_EFFECT: ClassVar[tuple[str, ...]] = tuple(
+        "do_train do_eval do_predict eval_on_start enable_jit_checkpoint include_for_metrics batch_eval_metrics "
+        "label_smoothing_factor train_sampling_strategy length_column_name".split()
+    )
 
-    dataset_name: str = HfArg(
-        default="reasoning_gym:chain_sum",
-        help="`reasoning_gym:TASK`, a local .jsonl, .json, .parquet or .csv file, or a dataset id on the hub.",
-    )
-    dataset_options: str | None = HfArg(
-        default=None, help="Options of the reasoning-gym task, as JSON: `'{\"max_terms\": 6}'`."
-    )
-    dataset_config: str | None = HfArg(default=None, help="Configuration of a hub dataset.")
-    dataset_split: str = HfArg(default="train", help="Split of a hub dataset.")
-    prompt_column: str | None = HfArg(
-        default=None, help="Column that holds the problem; by default prompt, question or problem."
-    )
-    answer_column: str | None = HfArg(
-        default=None, help="Column that holds the answer; by default answer, solution or target."
-    )
-    num_train_problems: int = HfArg(default=20_000, help="Problems that reasoning-gym generates.")
-    num_held_out_problems: int = HfArg(
-        default=200, help="Held-out problems; of a file or hub dataset at most a fifth is held out."
-    )
-    instruction: str = HfArg(default=r"Put your final answer within \boxed{}.", help="Added to every problem.")
-    reward_funcs: list[str] | None = HfArg(  # noqa: RUF009
-        default=None,
-        help="Reward functions of your own, each `module:function`, beside the recipe's grading, which comes first; "
-        "weigh them with --reward_weights.",
-    )
-    eval_only: bool = HfArg(
-        default=False, help="Measure the held-out accuracy of the model and stop; nothing is trained."
-    )
-    overwrite: bool = HfArg(default=False, help="Replace the run that the output folder already holds.")
-    allow_changes: bool = HfArg(
-        default=False, help="Resume although options differ from those that the run began with."
-    )
-    traceback: bool = HfArg(default=False, help="Print the traceback of an error.")
+    dataset_name: str = option("reasoning_gym:chain_sum", "`reasoning_gym:TASK`, a data file, or a hub dataset's id.")
+    dataset_options: str | None = option(None, "Options of the reasoning-gym task, as JSON: `'{\"max_terms\": 6}'`.")
+    dataset_config: str | None = option(None, "Configuration of a hub dataset.")
+    dataset_split: str = option("train", "Split of a hub dataset.")
+    prompt_column: str | None = option(None, "Column of the problem; by default prompt, question or problem.")
+    answer_column: str | None = option(None, "Column of the answer; by default answer, solution or target.")
+    num_train_problems: int | None = option(None, "Problems to train on; by default 20,000 of a task, all of a file.")
+    num_held_out_problems: int = option(200, "Held-out problems; of a file or hub dataset at most a fifth.")
+    instruction: str = option(r"Put your final answer within \boxed{}.", "Added to every problem.")
+    reward_funcs: list[str] | None = option(None, "Your own rewards, as `module:function`, after the recipe's own.")
+    eval_only: bool = option(False, "Measure the held-out accuracy of the model and stop; nothing is trained.")
+    overwrite: bool = option(False, "Replace the run that the output folder already holds.")
+    allow_changes: bool = option(False, "Resume although options differ from those that the run began with.")
+    traceback: bool = option(False, "Print the traceback of an error.")
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -149,10 +139,10 @@ class RecipeParser(TrlParser):
         close = difflib.get_close_matches(name, [*self.actions], n=1)
         return f" Did you mean {close[0]}?" if close else " See --help-all for all options."
 
-    def read_yaml(self, path: Path) -> None:
-        """Take defaults from a YAML file; its keys and values are checked as flags are."""
+    def read_yaml(self, path: Path) -> set[str]:
+        """Take defaults from a YAML file; its keys, which are returned, and its values are checked as flags are."""
         with explained(f"`--config` is {str(path)!r}: it cannot be read:"):
-            values = yaml.safe_load(path.read_text())
+            values = yaml.safe_load(path.read_text(encoding="utf-8"))
         if not isinstance(values, dict):
             raise InputError(f"`--config` is {str(path)!r}: it must hold one `option: value` per line.")
         os.environ.update({key: str(value) for key, value in (values.pop("env", None) or {}).items()})
@@ -163,13 +153,18 @@ class RecipeParser(TrlParser):
                 raise InputError(f"{path} has an unknown option {key!r}.{self.closest(str(key))}")
             if isinstance(value, list) and action.nargs != "+":
                 raise InputError(f"{path}: `{key}` is {value!r}: it takes one value.")
-            singles = value if isinstance(value, list) else [value]
-            for single in singles if value is not None and not isinstance(value, dict) else []:
+            if value is None or isinstance(value, dict):
+                continue
+            read = []
+            for single in value if isinstance(value, list) else [value]:
                 try:
-                    self._check_value(action, self._get_value(action, str(single)))
+                    read.append(self._get_value(action, str(single)))
+                    self._check_value(action, read[-1])
                 except argparse.ArgumentError as error:
                     raise InputError(f"{path}: `{key}` is {single!r}: {error.message}.") from error
+            values[key] = read if action.nargs == "+" else value
         self.set_defaults_with_config(**values)
+        return set(values)
 
 
 def parse(
@@ -180,10 +175,7 @@ def parse(
 
     `file` is the recipe's `__file__` or name, after which messages and the run's folder are called. `arguments` is
     `RecipeArguments` or a subclass. `default_config` is the recipe's own YAML file, beside it or in recipes/; only
-    `--config` replaces it. `argv` is the command line after the program's name.
-
-    Raises:
-        InputError: A flag or a value cannot be used.
+    `--config` replaces it. `argv` is the command line after the program's name. An `InputError` says what is wrong.
     """
     name = Path(file).name
     parser = RecipeParser(name, arguments)
@@ -194,29 +186,32 @@ def parse(
     given, unknown = parser.parse_known_args(argv)
     beside = Path(file).with_name(default_config)
     config = Path(given.config or (beside if beside.is_file() else RECIPES / default_config))
-    parser.read_yaml(config)
+    in_file = parser.read_yaml(config)
     if given.help or given.help_all:
         print(parser.format_help() if given.help_all else parser.format_short_help())
-        raise SystemExit(0)
+        raise HelpShown(0)
     if unknown:
         word = unknown[0].split("=")[0]
         if not word.startswith("-"):
             raise InputError(f"{word!r} belongs to no flag.")
         raise InputError(f"there is no flag {word}.{parser.closest(word.lstrip('-'))}")
+    flags = {name if name in parser.actions else name.removeprefix("no_") for name in flag_names(argv)}
+    if "num_train_epochs" in flags and "max_steps" not in flags:
+        parser.set_defaults(max_steps=-1)  # those of the file would decide alone
+    if "dataset_name" in flags and given.dataset_name != parser.actions["dataset_name"].default:
+        for left_out in in_file.intersection(DATA_OPTIONS) - flags:
+            print_once(f"Note: `{left_out}` of the YAML file belongs to its own data and is left out.")
+            parser.set_defaults(**{left_out: getattr(arguments, left_out)})
     values = parser.parse_args(argv)
+    check_effects(values, flags, in_file, arguments.WITHOUT_EFFECT)
     check_values(values, processes())
     with input_errors(ValueError, TypeError, ImportError, RuntimeError, AssertionError):
         settings, args, model_args, _ = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
-    _drop_options_of_other_data(parser, settings, argv)
     if args.output_dir == arguments.FOLDER:
         args.output_dir = str(default_folder(arguments.FOLDER, name, args))
-    args.model_init_kwargs = (args.model_init_kwargs or {}) | {
-        "revision": model_args.model_revision,
-        "attn_implementation": model_args.attn_implementation,
-        "dtype": model_args.dtype,
-    }
-    flags = sum(word.startswith("--") for word in argv)
-    on_top = f", {flags} flag{'s' * (flags > 1)} on top" if flags else ""
+    by_flags = {"revision": model_args.model_revision, "attn_implementation": model_args.attn_implementation}
+    args.model_init_kwargs = {**by_flags, "dtype": model_args.dtype, **(args.model_init_kwargs or {})}
+    on_top = f", {len(flags)} flag{'s' * (len(flags) > 1)} on top" if flags else ""
     print_once(f"{name}: defaults from {min(os.path.relpath(config), str(config), key=len)}{on_top}.")
     return settings, args, model_args
 
@@ -224,18 +219,6 @@ def parse(
 def _renamed(word: str) -> str:
     name, *value = word.removeprefix("--").split("=", 1)
     return "=".join([f"--{RENAMED[name]}", *value]) if word.startswith("--") and name in RENAMED else word
-
-
-def _drop_options_of_other_data(parser: RecipeParser, settings: RecipeArguments, argv: list[str]) -> None:
-    """`--dataset_name` names other data than the YAML file: what the file says about its own data goes with it."""
-    if settings.dataset_name == parser.actions["dataset_name"].default:
-        return
-    given = {word.split("=")[0].lstrip("-").replace("-", "_") for word in argv if word.startswith("--")}
-    for name in DATA_OPTIONS:
-        default = getattr(type(settings), name)  # where a dataclass keeps it
-        if name not in given and getattr(settings, name) != default:
-            print_once(f"Note: `{name}` of the YAML file belongs to its own data and is left out.")
-            setattr(settings, name, default)
 
 
 def default_folder(pattern: str, name: str, args: OTBGRPOConfig) -> Path:

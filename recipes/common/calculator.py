@@ -26,10 +26,8 @@ def evaluate(expression: str, max_operations: int = 50) -> int | float:
 
     The expression is never executed: its syntax tree is walked, and every node that is none of these is refused.
     It holds at most `MAX_CHARACTERS` characters, so that depth is bounded too, and at most `max_operations` operations
-    with two operands. The value is an integer wherever the exact result is one and no operand was a float.
-
-    Raises:
-        ValueError: Anything else was asked for.
+    with two operands; all else is a `ValueError`. The value is an integer wherever the exact result is one and no
+    operand was a float.
     """
     if not isinstance(expression, str):
         raise ValueError(f"the expression is a {type(expression).__name__}, not text")

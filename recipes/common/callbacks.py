@@ -5,7 +5,7 @@ import signal
 import torch
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 
-from .errors import Stopped
+from .errors import Stopped, stopping_signals
 from .launching import print_once
 
 
@@ -32,8 +32,8 @@ def show_compact_progress(trainer: Trainer) -> None:
 
 class CheckpointOnInterrupt(TrainerCallback):
     """
-    Within its context, on Ctrl-C or SIGTERM in a training step, finish the step, save a checkpoint and stop; on a
-    second one, stop at once. In the first and the last evaluation there is no step to finish, so it raises
+    Within its context, on Ctrl-C, SIGTERM or SIGHUP in a training step, finish the step, save a checkpoint and stop;
+    on a second one, stop at once. In the first and the last evaluation there is no step to finish, so it raises
     [`Stopped`].
 
     All processes stop at the same step: a signal need not reach them in the same one.
@@ -43,7 +43,7 @@ class CheckpointOnInterrupt(TrainerCallback):
         self.interrupted = self._training = self._trained = False
 
     def __enter__(self):
-        self._previous = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
+        self._previous = {s: signal.signal(s, self._on_signal) for s in stopping_signals()}
         return self
 
     def __exit__(self, *exception):
@@ -69,6 +69,7 @@ class CheckpointOnInterrupt(TrainerCallback):
             torch.distributed.all_reduce(interrupted)
         if interrupted.item() > 0:
             self.interrupted = True
+            args.save_only_model = False  # whatever was asked for: this checkpoint is there to go on from
             control.should_save = control.should_training_stop = True
             control.should_evaluate = False
 

@@ -1,6 +1,7 @@
 """Checks of option values that take no time, before anything is loaded."""
 
 import math
+import re
 from argparse import Namespace
 
 from .errors import InputError
@@ -24,27 +25,65 @@ RULES = {
         lambda v: math.isfinite(v) and v > 0,
         "temperature logging_steps save_steps eval_steps",
     ),
-    "must be a finite number": (math.isfinite, "weight_decay"),
+    "must be a finite number": (math.isfinite, "weight_decay reward_weights"),
     "must lie above 0 and be at most 1": (lambda v: 0 < v <= 1, "top_p"),
     "must lie between 0 and 4294967295": (lambda v: 0 <= v < 2**32, "seed"),
 }
+REASONING_GYM = "reasoning_gym:"
+KINDS = "(jsonl|json|parquet|csv)"
+FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+# Options, as a regular expression; what they are for; and the option that decides it, with its values as another one
+DEPENDENT = (
+    ("dataset_config|dataset_split", "datasets of the hub", "dataset_name", rf"(?!{REASONING_GYM}|.*\.{KINDS}$).*"),
+    ("(prompt|answer)_column", "files and the hub", "dataset_name", rf"(?!{REASONING_GYM}).*"),
+    ("num_train_epochs", "runs without a number of steps", "max_steps", "-.*"),
+    ("eval_steps", "the strategy `steps`", "eval_strategy", "steps"),
+    ("save_steps", "the strategy `steps`", "save_strategy", "steps|best"),
+    ("logging_steps", "the strategy `steps`", "logging_strategy", "steps"),
+    ("lora_.*|use_rslora|use_dora", "LoRA", "use_peft", "True"),
+    ("bnb_.*|use_bnb_.*", "weights of 4 bits", "load_in_4bit", "True"),
+    ("vllm_.*", "vLLM", "use_vllm", "True"),
+    ("hub_.*", "uploads", "push_to_hub", "True"),
+    ("ref_model_.*", "a reference model that follows", "sync_ref_model", "True"),
+    ("resume_from_checkpoint|overwrite|allow_changes", "training", "eval_only", "False"),
+    ("overwrite", "a new run", "resume_from_checkpoint", "(?!latest$).*"),
+    ("allow_changes", "a run that goes on", "resume_from_checkpoint", "(?!None$).*"),
+)
 MOST_COMPLETIONS = 1_000_000  # per process and generation batch: beyond it memory ends before the first step
+
+
+def check_effects(values: Namespace, flags: set[str], in_file: set[str], unread: tuple[str, ...]) -> None:
+    """
+    Raise an `InputError` if an option is given that changes nothing: a flag that the recipe does not read, or one that
+    counts only under another option. A flag that decides may turn off what the YAML file says.
+    """
+    for name in sorted(flags.intersection(unread)):
+        raise InputError(f"`{name}` is set and has no effect here: this recipe does not read it. Leave it out.")
+    for names, what, decider, values_of_it in DEPENDENT:
+        value = getattr(values, decider)
+        value = getattr(value, "value", value)  # of an enumeration
+        for name in sorted(flags if decider in flags else flags | in_file):
+            if re.fullmatch(names, name) and not re.fullmatch(values_of_it, str(value)):
+                problem = f"it is for {what}, and `{decider}` is {value!r}"
+                raise InputError(f"`{name}` is set and has no effect here: {problem}. Leave it out, or change that.")
 
 
 def check_values(values: Namespace, processes: int) -> None:
     """Raise an `InputError` if a value makes no sense, or batch sizes and group sizes do not fit."""
+    for name, value in vars(values).items():
+        if value != value:  # as nan alone
+            raise InputError(f"`{name}` is {value}, which is no number.")
     for rule, (is_good, names) in RULES.items():
         for name in names.split():
             value = getattr(values, name, None)
-            if value is not None and not is_good(value):
-                raise InputError(f"`{name}` is {value}: it {rule}.")
+            for single in value if isinstance(value, list) else [value]:
+                if single is not None and not is_good(single):
+                    raise InputError(f"`{name}` is {single}: it {rule}.")
     _check_groups(values, processes)
     count, weights = 1 + len(values.reward_funcs or []), values.reward_weights
     if weights is not None and len(weights) != count:
-        raise InputError(
-            f"`reward_weights` has {len(weights)} numbers for {count} rewards: give one for the recipe's grading, "
-            "which comes first, and one for each of `reward_funcs`."
-        )
+        each = "one for the recipe's grading, which comes first, and one for each of `reward_funcs`"
+        raise InputError(f"`reward_weights` has {len(weights)} numbers for {count} rewards: give {each}.")
     _check_trackers(values.report_to)
 
 
@@ -60,22 +99,17 @@ def _check_groups(values: Namespace, processes: int) -> None:
         batch, made_of = rows * processes * steps, f"--per_device_train_batch_size {rows} × {many} × --{name} {steps}"
         remedy = f"--per_device_train_batch_size {math.ceil(rows / N) * N}"
     if batch > MOST_COMPLETIONS * processes:
-        raise InputError(
-            f"a generation batch would hold {batch:,} completions ({made_of}): lower one of these numbers."
-        )
+        raise InputError(f"a generation batch would hold {batch:,} completions ({made_of}): lower one of these.")
     if batch % N:
         divisor = max(d for d in range(1, min(N, batch) + 1) if batch % d == 0)
         other = f"--num_generations {divisor}, or " if divisor > 1 else ""
-        raise InputError(
-            f"`num_generations` is {N}, and a generation batch of {batch} completions ({made_of}) does not hold whole "
-            f"groups of {N}: use {other}{remedy}."
-        )
+        problem = f"a generation batch of {batch} completions ({made_of}) does not hold whole groups of {N}"
+        raise InputError(f"`num_generations` is {N}, and {problem}: use {other}{remedy}.")
     k, rows = values.num_generations_eval or N, values.per_device_eval_batch_size
     if rows * processes % k:
-        raise InputError(
-            f"`per_device_eval_batch_size` is {rows}: with {many} it does not hold whole groups of "
-            f"--num_generations_eval {k}. Use --per_device_eval_batch_size {math.ceil(rows / k) * k}."
-        )
+        problem = f"with {many} it does not hold whole groups of --num_generations_eval {k}"
+        remedy = f"Use --per_device_eval_batch_size {math.ceil(rows / k) * k}"
+        raise InputError(f"`per_device_eval_batch_size` is {rows}: {problem}. {remedy}.")
 
 
 def _check_trackers(report_to: str | list[str] | None) -> None:
@@ -96,9 +130,6 @@ def check_enough_problems(available: int, generation_batch_size: int, num_genera
     """Raise an `InputError` if the problems do not fill one generation batch: nothing would be trained."""
     needed = generation_batch_size // num_generations
     if available < needed:
-        raise InputError(
-            f"there are {available} problems to train on, and a generation batch of {generation_batch_size} "
-            f"completions in groups of {num_generations} needs {needed}: bring more problems, or lower "
-            f"--per_device_train_batch_size or --gradient_accumulation_steps until a batch holds at most "
-            f"{available * num_generations} completions."
-        )
+        batch = f"a generation batch of {generation_batch_size} in groups of {num_generations} needs {needed}"
+        fits = f"--per_device_train_batch_size until it holds at most {available * num_generations} completions"
+        raise InputError(f"there are {available} problems to train on, and {batch}: bring more, or lower {fits}.")

@@ -2,6 +2,8 @@
 
 import errno
 import os
+import re
+import signal
 import sys
 import tempfile
 import textwrap
@@ -11,39 +13,65 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
+# What C libraries say where Python has no error number
+DISK_FULL = re.compile(r"(?s)No space left on device|os error 28|inline_container.*(unexpected pos|write failed)")
+
+
 class InputError(ValueError):
     """The user gave a value that cannot be used; the message names the value, the reason and the remedy."""
 
 
 class Stopped(KeyboardInterrupt):
-    """Ctrl-C where no checkpoint can be saved; the message says what is lost and what is kept."""
+    """A run ended by Ctrl-C or another of [`stopping_signals`]; the message says what is lost and what is kept."""
+
+
+class HelpShown(SystemExit):
+    """`--help` was asked for and printed; every other `SystemExit` comes from code that has no right to end a run."""
+
+
+def rank() -> int:
+    """This process's number among those that were launched together."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def stopping_signals() -> list[int]:
+    """Those that end a run in good order. What somebody else had ignored, as `nohup` does, stays ignored."""
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    return [signum for signum in signals if signal.getsignal(signum) is not signal.SIG_IGN]
 
 
 def launch(file: str, main: Callable[[list[str]], None], argv: list[str]) -> None:
     """
     Run `main(argv)` as a script does; `file` is its `__file__` or name.
 
-    Exit codes: 0 after a good run, 2 for an `InputError`, 130 after Ctrl-C, 1 for every other error, whose traceback
-    goes into a file that the error line names. With `--traceback` in `argv` it is printed instead.
+    Exit codes: 0 after a good run, 2 for an `InputError`, 130 after Ctrl-C, SIGTERM or SIGHUP, 1 for every other
+    error, whose traceback goes into a file that the error line names. With `--traceback` in `argv` it is printed
+    instead.
     """
     name = os.path.basename(file)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # a terminal that knows no ± is no reason to end
+    for signum in stopping_signals():
+        signal.signal(signum, signal.default_int_handler)
     try:
         main(argv)
-    except Exception as error:
+    except HelpShown:
+        return
+    except (Exception, SystemExit) as error:
         if "--traceback" in argv:
             traceback.print_exc()
-        if _rank() > 0:  # the same error mostly happens in every process: once the first says it, the others are ended
+        if rank() > 0:  # the same error mostly happens in every process: once the first says it, the others are ended
             time.sleep(5)
         print(f"{name}: error: {line_of(error)}", file=sys.stderr, flush=True)
         _exit(2 if isinstance(error, InputError) else 1)
     except KeyboardInterrupt as stop:
-        if _rank() == 0:
+        if rank() == 0:
             print(f"\n{name}: stopped. {str(stop) or 'Nothing was trained.'}", file=sys.stderr, flush=True)
         _exit(130)
     _leave_together()
 
 
-def line_of(error: Exception) -> str:
+def line_of(error: BaseException) -> str:
     """The error in one line. The traceback of an error that nobody foresaw is kept, and the line says where."""
     text = textwrap.shorten(str(error), 600, placeholder=" …")
     if isinstance(error, InputError):
@@ -51,6 +79,8 @@ def line_of(error: Exception) -> str:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
         where = f" ({error.filename})" if error.filename else ""
         return f"{error.strerror}{where}: free some space or choose another --output_dir."
+    if DISK_FULL.search(str(error)):
+        return "No space left on device: free some, and go on with --resume_from_checkpoint latest."
     with tempfile.NamedTemporaryFile("w", prefix="trl_otb-", suffix=".txt", delete=False) as file:
         traceback.print_exception(error, file=file)
     return f"{type(error).__name__}: {text} (traceback: {file.name}, or print it with --traceback)"
@@ -94,10 +124,6 @@ def resuming(checkpoint: str | os.PathLike | None):
     """Around training: a checkpoint that turns out not to be readable."""
     loaders = ("_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_rng_state", "load_from_json")
     return explained(f"{checkpoint} is damaged; resume from an earlier checkpoint:", within=loaders)
-
-
-def _rank() -> int:
-    return int(os.environ.get("RANK", "0"))
 
 
 def _leave_together() -> None:

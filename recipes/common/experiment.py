@@ -1,9 +1,9 @@
 """A run of a recipe: everything around its data, its reward and its trainer that one would not want to change."""
 
-import time
 from collections.abc import Callable
 from typing import Any
 
+from transformers import TrainerState
 from trl import GRPOTrainer
 
 from .arguments import parse
@@ -15,16 +15,11 @@ from .launching import check_launcher, print_once, warn_of_missing_processes
 from .models import own_rewards, trainer_arguments
 from .problems import Problems
 from .report import report, report_evaluation
-from .run_folder import open_run
+from .run_folder import STATE, open_run
 
 
 class Experiment:
-    """
-    The options of a run, by [`parse`], and its folder, which is refused if it holds another run.
-
-    Raises:
-        InputError: The launcher, a flag, a value or the folder cannot be used.
-    """
+    """The options of a run, by [`parse`], and its folder; an `InputError` if one of them cannot be used."""
 
     def __init__(self, file: str, arguments: type, config: str, argv: list[str]):
         check_launcher()
@@ -32,6 +27,8 @@ class Experiment:
         self.settings, self.args, self.model_args = parse(file, arguments, config, argv)
         self.model_name = self.model_args.model_name_or_path
         self.run = open_run(self.settings, self.args, self.model_args, argv)
+        if self.run.trained is not None:
+            self.model_args.model_name_or_path = str(self.run.trained)
         self.args.eval_on_start = self.run.checkpoint is None  # a resumed run has it in the checkpoint
         self.held_out, self.interrupt = HeldOut(), CheckpointOnInterrupt()
         self.callbacks = [self.held_out, self.interrupt]
@@ -71,22 +68,26 @@ class Experiment:
             run.start(is_main_process)
             if run.checkpoint is not None:
                 held_out.resume(run.checkpoint, is_main_process)
-            began = time.perf_counter()
-            with resuming(run.checkpoint):
-                trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-            seconds = time.perf_counter() - began
-            if self.interrupt.interrupted and trainer.state.global_step < trainer.state.max_steps:
-                return print_once(
-                    f"Stopped after step {trainer.state.global_step}; the checkpoint is in {run.path}. To go on:\n"
-                    f"  {run.resume_command()}"
-                )
+            again = f"To go on:\n  {run.resume_command()}"
+            if run.trained is not None:
+                trainer.state = TrainerState.load_from_json(str(run.checkpoint / STATE))
+                trainer.state.is_world_process_zero = is_main_process
+                trainer._load_rng_state(str(run.checkpoint))  # the evaluation is the one that was missed
+                self.interrupt.on_train_end(args, trainer.state, trainer.control)
+            else:
+                with resuming(run.checkpoint):
+                    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+            step = trainer.state.global_step
+            if self.interrupt.interrupted and step < trainer.state.max_steps:
+                trainer.accelerator.wait_for_everyone()  # until every process has saved its part
+                raise Stopped(f"Stopped after step {step}; the checkpoint is in {run.path}. {again}")
             trainer.save_model()
             trainer.save_state()
-            if held_out.evaluations[-1].step < trainer.state.global_step:
-                try:
+            held_out.save(run.path, is_main_process)
+            try:
+                if held_out.evaluations[-1].step < step or args.load_best_model_at_end:  # the best weights' counts
                     trainer.evaluate()
-                except Stopped as stop:
-                    again = run.evaluation_command(run.path)
-                    raise Stopped(f"{stop} The model is in {run.path}. To measure it:\n  {again}") from None
-                trainer.save_state()
-        report(run, trainer, held_out, f"{self.model_name} on {problems.name}", seconds)
+                    trainer.save_state()
+                report(run, trainer, held_out, f"{self.model_name} on {problems.name}")
+            except Stopped as stop:
+                raise Stopped(f"{stop} The model is in {run.path}. {again}") from None

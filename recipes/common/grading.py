@@ -1,10 +1,13 @@
 """How an answer is found in a completion, and whether it is right."""
 
 import re
+import unicodedata
 
 
 WORDS = re.compile(r"[^\W\d_]+([\s.,;:!?'’-]+[^\W\d_]+)*[\s.!?]*")
-LONG_WORD = re.compile(r"[^\W\d_]{4}")  # what is shorter may be variables: xy and yx are equal
+# What is shorter than a word of four letters may be variables, of which xy and yx are equal; but not no, two, cat
+LONG_WORD = re.compile(r"[^\W\d_]{4}")
+SHORT_WORD = re.compile(r"(?i)(?=[a-z]*[eiou])[a-z]{2,3}|(?=[a-z]*a)(?=[a-z]*[e-w])[a-z]{3}")
 
 
 def final_text(completion: str | list[dict]) -> str:
@@ -33,17 +36,28 @@ def grade_mathematics(answer: str, gold: str, entry: int | None = None, seconds:
 
     A `gold` of words is compared word by word, whatever its capitals and its full stop: as mathematics, letters are
     factors, of which anagrams are equal and a sentence takes seconds. An answer that takes longer than `seconds` to
-    work out, such as 9^9^9^9, is wrong. Call it in the main thread: math-verify keeps time by its signals.
+    work out, such as 9^9^9^9, is wrong, and so is an empty one. Call it in the main thread: math-verify keeps time by
+    its signals.
     """
     from math_verify import parse, verify
 
-    if answer == gold:
-        return 1.0
-    if WORDS.fullmatch(gold) and LONG_WORD.search(gold):
+    answer, gold = (text.strip().rstrip(".").rstrip() for text in (answer, gold))
+    if answer == gold or not answer:
+        return float(bool(answer))
+    if WORDS.fullmatch(gold) and (LONG_WORD.search(gold) or SHORT_WORD.fullmatch(gold)):
         return float(_words(answer) == _words(gold))
     # Both as LaTeX, which reads 1/2, \frac{1}{2} and 0.5 alike
-    gold_parsed, answer_parsed = (parse(f"${text}$", parsing_timeout=seconds) for text in (gold, answer))
+    gold_parsed, answer_parsed = (parse(f"${_latex(text)}$", parsing_timeout=seconds) for text in (gold, answer))
     return float(verify(gold_parsed, answer_parsed, timeout_seconds=seconds))
+
+
+def _latex(text: str) -> str:
+    """What LaTeX would read as something else: ½, x², 1 1/2 and 1e-5, whose e is not Euler's number."""
+    text = re.sub("[⁰¹²³⁴-⁹⁻]+", lambda power: f"^{{{power[0]}}}", text)
+    text = re.sub("[¼-¾⅐-⅞]", lambda fraction: f" {fraction[0]}", text)
+    text = unicodedata.normalize("NFKC", text).replace("⁄", "/").strip()
+    text = re.sub(r"(?<![\d./])(\d+) +(\d+)/(\d+)", r"(\1+\2/\3)", text)
+    return re.sub(r"(?<![A-Za-z\d.])(\d+\.?\d*|\.\d+)[eE]([+-]?\d+)(?!\.?\d)", r"(\1*10^{\2})", text)
 
 
 def _words(text: str) -> list[str]:

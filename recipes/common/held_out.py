@@ -3,6 +3,7 @@
 import functools
 import json
 import statistics
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,20 +26,21 @@ class Accuracy:
     """`mean` over problems of the share of its k samples that are right, and the standard error of that mean."""
 
     mean: float
-    standard_error: float
+    standard_error: float | None  # of one problem, none
     problems: int
     samples: int
     step: int = 0
 
     def __str__(self):
-        mean, error = 100 * self.mean, 100 * self.standard_error
-        return f"{mean:.1f} % ± {error:.1f} (avg@{self.samples}, {self.problems} problems)"
+        error = "" if self.standard_error is None else f" ± {100 * self.standard_error:.1f}"
+        problems = f"{self.problems} problem{'s' * (self.problems > 1)}"
+        return f"{100 * self.mean:.1f} %{error} (avg@{self.samples}, {problems})"
 
 
 def accuracy(scores: dict[int, list[float]], step: int = 0) -> Accuracy:
     """From the scores of each problem's samples. Problems are the unit: samples of one problem are not independent."""
     means = [statistics.fmean(s) for s in scores.values()]
-    error = statistics.stdev(means) / len(means) ** 0.5 if len(means) > 1 else float("nan")
+    error = statistics.stdev(means) / len(means) ** 0.5 if len(means) > 1 else None
     return Accuracy(statistics.fmean(means), error, len(means), min(map(len, scores.values())), step)
 
 
@@ -52,6 +54,8 @@ class HeldOut(TrainerCallback):
     def __init__(self):
         self.dataset: Dataset | None = None  # the held-out problems, once they are numbered
         self.tokens_generated = 0  # by this process
+        self.seconds = 0.0  # of training with its evaluations, in all legs of a resumed run
+        self._began: float | None = None
         self.evaluations: list[Accuracy] = []
         self.answers: dict[str, list[dict]] = {}  # "before" and "after": of each problem, its first sample
         self._samples: list[tuple[int, float, str]] = []
@@ -85,16 +89,32 @@ class HeldOut(TrainerCallback):
         saved = json.loads((Path(checkpoint) / COUNTS).read_text())
         self.evaluations, self.answers = [Accuracy(**e) for e in saved["evaluations"]], saved["answers"]
         self.tokens_generated = saved["tokens_generated"] if is_main_process else 0
+        self.seconds = saved.get("seconds", 0.0)
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._began = time.perf_counter()
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self._count_seconds()
+
+    def _count_seconds(self) -> None:
+        now = time.perf_counter()
+        self.seconds, self._began = self.seconds + now - self._began, now
 
     def on_save(self, args, state, control, **kwargs):
+        self._count_seconds()
+        self.save(Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}", state.is_world_process_zero)
+
+    def save(self, folder: Path, is_main_process: bool) -> None:
+        """Save the counts beside a model. All processes must call it."""
         saved = {
+            "seconds": self.seconds,
             "evaluations": [vars(e) for e in self.evaluations],
             "answers": self.answers,
             "tokens_generated": self.all_tokens_generated(),
         }
-        if state.is_world_process_zero:
-            path = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}" / COUNTS
-            path.write_text(json.dumps(saved))
+        if is_main_process:
+            (folder / COUNTS).write_text(json.dumps(saved))
 
     def all_tokens_generated(self) -> int:
         """By all processes, all of which must ask."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from .errors import InputError
+from .errors import InputError, rank
 
 
 def processes() -> int:
@@ -20,7 +20,7 @@ def processes() -> int:
 
 def print_once(text: str) -> None:
     """Print once, whatever the number of processes."""
-    if int(os.environ.get("RANK", "0")) == 0:
+    if rank() == 0:
         print(text, flush=True)
 
 
@@ -78,16 +78,17 @@ def check_launcher(environment: dict[str, str] | None = None) -> None:
     if torch.accelerator.is_available():
         return
     if environment.get("ACCELERATE_USE_FSDP") == "true":
-        raise InputError(
-            "accelerate was asked for FSDP, and no GPU is there: on a CPU it would silently run DDP. Use "
-            "--config_file recipes/accelerate/multi_cpu.yaml."
-        )
+        use = "Use --config_file recipes/accelerate/multi_cpu.yaml"
+        raise InputError(f"accelerate asks for FSDP, and no GPU is there: on a CPU it would silently run DDP. {use}.")
     precision = environment.get("ACCELERATE_MIXED_PRECISION", "no")
     if environment.get("ACCELERATE_USE_DEEPSPEED") == "true" and precision != "no":
-        raise InputError(
-            f"DeepSpeed was asked for {precision}, and no GPU is there: the recipes run in float32 on a CPU. Add "
-            "--mixed_precision no after `accelerate launch`."
-        )
+        add = "Add --mixed_precision no after `accelerate launch`"
+        raise InputError(f"DeepSpeed was asked for {precision}, and no GPU is there, so this is float32. {add}.")
+
+
+def flag_names(argv: list[str]) -> list[str]:
+    """The flags in `argv`, spelt with `_`."""
+    return [word.split("=")[0][2:].replace("-", "_") for word in argv if word.startswith("--")]
 
 
 def without_flags(argv: list[str], *names: str) -> list[str]:
@@ -95,7 +96,7 @@ def without_flags(argv: list[str], *names: str) -> list[str]:
     kept, skipping = [], False
     for word in argv:
         if word.startswith("--"):
-            skipping = word.split("=")[0].removeprefix("--").replace("-", "_") in names
+            skipping = flag_names([word])[0] in names
         if not skipping:
             kept.append(word)
     return kept
@@ -108,9 +109,7 @@ def warn_of_missing_processes() -> None:
         return
     asked_for = words[words.index("--num_processes") + 1]
     if asked_for.isdecimal() and int(asked_for) != processes():
-        print_once(
-            f"Note: --num_processes {asked_for} was asked for, and accelerate started {processes()}. On CPUs it "
-            "starts several only with --multi_gpu and without --cpu: accelerate launch --multi_gpu "
-            f"--num_processes {asked_for} --num_machines 1 --mixed_precision no --dynamo_backend no "
-            + shlex.join([words[-1], *sys.argv[1:]])
-        )
+        program = shlex.join([words[-1], *sys.argv[1:]])
+        several = f"accelerate launch --multi_gpu --num_processes {asked_for} --num_machines 1 --mixed_precision no"
+        print_once(f"Note: --num_processes {asked_for} was asked for, and accelerate started {processes()}. On CPUs:")
+        print_once(f"  {several} --dynamo_backend no {program}")

@@ -37,12 +37,7 @@ def trainer_arguments(
     data: list[Dataset],
     tools: list[Callable] | None = None,
 ) -> tuple[dict[str, Any], list[Dataset]]:
-    """
-    What follows from the options: the trainer's model, tokenizer and adapter; and `data` with the column `prompt`.
-
-    Raises:
-        InputError: Problems, model and tools do not go together.
-    """
+    """The trainer's model, tokenizer and adapter, and `data` with the column `prompt`; all of them checked."""
     path = model_path(model_args.model_name_or_path)
     tokenizer = load_tokenizer(path, args, model_args)
     data = [with_prompts(some, tokenizer, settings.instruction) for some in data]
@@ -60,12 +55,7 @@ def own_rewards(settings: RecipeArguments) -> list[Callable[..., list[float]]]:
 
 
 def model_path(name: str | None) -> str:
-    """
-    The folder or hub id to load: `module:function` is called and returns it.
-
-    Raises:
-        InputError: There is no such model.
-    """
+    """The folder or hub id to load; `module:function` is called and returns it. An `InputError` if there is none."""
     if not name:
         raise InputError("`model_name_or_path` is empty: name a model folder, a hub id, or module:function.")
     if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name):
@@ -83,12 +73,7 @@ def model_path(name: str | None) -> str:
 
 
 def load_tokenizer(path: str, args: GRPOConfig, model_args: ModelConfig) -> PreTrainedTokenizerBase:
-    """
-    The model's tokenizer, after a look at the model's configuration.
-
-    Raises:
-        InputError: The tokenizer cannot be loaded, or the model is none that writes text with it.
-    """
+    """The model's tokenizer; an `InputError` if it cannot be loaded, or the model writes no text with it."""
     trust = {"trust_remote_code": args.trust_remote_code, "revision": model_args.model_revision}
     with explained(f"`model_name_or_path` is {path!r}: its tokenizer cannot be loaded:"):
         tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left", truncation_side="left", **trust)
@@ -97,17 +82,13 @@ def load_tokenizer(path: str, args: GRPOConfig, model_args: ModelConfig) -> PreT
     with explained(f"`model_name_or_path` is {path!r}: its configuration cannot be loaded:"):
         config = AutoConfig.from_pretrained(path, **trust)
     if config.is_encoder_decoder or not all(a.endswith(GENERATIVE) for a in config.architectures or []):
-        raise InputError(
-            f"`model_name_or_path` is {path!r}: its architecture is {', '.join(config.architectures or ['unknown'])}, "
-            "and GRPO needs a decoder that writes text (…ForCausalLM)."
-        )
+        problem = f"its architecture is {', '.join(config.architectures or ['unknown'])}, and GRPO needs a decoder"
+        raise InputError(f"`model_name_or_path` is {path!r}: {problem} that writes text (…ForCausalLM).")
     vocabulary = config.get_text_config().vocab_size
     largest = max(tokenizer.get_vocab().values(), default=0)
     if largest >= vocabulary:
-        raise InputError(
-            f"`model_name_or_path` is {path!r}: its tokenizer has token ids up to {largest}, and the model only "
-            f"{vocabulary} embeddings. Save the model's own tokenizer beside it."
-        )
+        problem = f"its tokenizer has token ids up to {largest}, and the model only {vocabulary} embeddings"
+        raise InputError(f"`model_name_or_path` is {path!r}: {problem}. Save the model's own tokenizer beside it.")
     return tokenizer
 
 
@@ -140,10 +121,9 @@ def check_prompts(
 ) -> None:
     """Raise an `InputError` if the chat template refuses a prompt or tools, or a prompt leaves no room to answer."""
     if tools and not supports_tool_calling(tokenizer):
-        raise InputError(
-            f"`model_name_or_path` is {path!r}: its chat template cannot show tools and their results. Choose a model "
-            "that was taught to call tools, such as Qwen/Qwen3-0.6B, or give the tokenizer such a template."
-        )
+        remedy = "Choose a model that was taught to call tools, such as Qwen/Qwen3-0.6B"
+        problem = "its chat template cannot show tools and their results"
+        raise InputError(f"`model_name_or_path` is {path!r}: {problem}. {remedy}.")
     texts = prompts = list(data["prompt"])
     if tokenizer.chat_template:
         with input_errors(TemplateError):
@@ -153,19 +133,15 @@ def check_prompts(
         return
     positions = getattr(AutoConfig.from_pretrained(path).get_text_config(), "max_position_embeddings", None)
     if positions is not None and longest + args.max_completion_length > positions:
-        raise InputError(
-            f"the longest prompt has {longest} tokens and `max_completion_length` is {args.max_completion_length}: "
-            f"together more than the model's {positions} positions. Lower --max_completion_length, drop long "
-            "problems, or choose another model."
-        )
+        both = f"the longest prompt has {longest} tokens and `max_completion_length` is {args.max_completion_length}"
+        remedy = "Lower --max_completion_length, drop long problems, or choose another model"
+        raise InputError(f"{both}: together more than the model's {positions} positions. {remedy}.")
 
 
 def _check_folder(folder: Path) -> None:
     for what, patterns in MODEL_FILES.items():
         if not any(any(folder.glob(pattern)) for pattern in patterns):
             owner = "tokenizer" if what == "tokenizer" else "model"
-            raise InputError(
-                f"`model_name_or_path` is {str(folder)!r}: the folder has no {what}. Save it there with "
-                f"`{owner}.save_pretrained`."
-            )
+            remedy = f"Save it there with `{owner}.save_pretrained`"
+            raise InputError(f"`model_name_or_path` is {str(folder)!r}: the folder has no {what}. {remedy}.")
     check_safetensors(folder)

@@ -1,27 +1,34 @@
 """Verifiable problems: where they come from, and which of them are held out."""
 
 import difflib
+import glob
 import json
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, Value, load_dataset
+from datasets import Dataset, Value, config, load_dataset
+from pandas.errors import ParserWarning
 
 from .arguments import RecipeArguments
+from .checks import FILE_FORMATS, REASONING_GYM
 from .errors import InputError, explained
 from .grading import grade_mathematics
+from .launching import print_once
+from .run_folder import sha256
 
 
-REASONING_GYM = "reasoning_gym:"
-FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 PROMPT_COLUMNS = ("prompt", "question", "problem")
 ANSWER_COLUMNS = ("answer", "solution", "target")
 # Columns that a recipe or TRL gives a meaning of its own.
-RESERVED = {"prompt", "question", "answer", "entry", "before", "held_out", "completions", "completion_ids", "image"}
-RESERVED |= {"images", "tools", "chat_template_kwargs", "environment", "trainer_state", "log_extra", "log_metric"}
+RESERVED = set(
+    "prompt prompts question answer entry before held_out completion completions completion_ids image images tools "
+    "chat_template_kwargs environment environments trainer_state log_extra log_metric".split()
+)
 
 
 @dataclass
@@ -29,10 +36,8 @@ class Problems:
     """
     Problems to train on and held-out ones: datasets with the columns `question` and `answer`, text or numbers, which
     are made text. They may have further columns: `entry`, by which the grader of a reasoning-gym task finds the
-    problem; `before`, the messages of a conversation before its question; and whatever else a reward reads.
-
-    Raises:
-        InputError: A column is missing, or a question or an answer is neither text nor a number.
+    problem; `before`, the messages of a conversation before its question; and whatever else a reward reads. An
+    `InputError` says what is missing.
     """
 
     train: Dataset
@@ -51,31 +56,27 @@ class Problems:
 
 def load_problems(settings: RecipeArguments, seed: int = 0) -> Problems:
     """
-    Load the problems that the command line and the YAML file ask for, and hold some out.
+    Load the problems that the options ask for, and hold some out; an `InputError` says why that cannot be.
 
     Which ones does not depend on the seed, so that runs can be compared. `seed` decides which problems reasoning-gym
-    generates to train on. Of a file or hub dataset, all problems are used, and at most a fifth are held out.
-
-    Raises:
-        InputError: The problems cannot be had as asked for.
+    generates to train on. Of a file or hub dataset at most a fifth are held out.
     """
     name, num_held_out = settings.dataset_name, settings.num_held_out_problems
     if name.startswith(REASONING_GYM):
         return _reasoning_gym(settings, seed)
     if settings.dataset_options:
         raise InputError(f"`dataset_options` is for reasoning-gym tasks, and `dataset_name` is {name!r}.")
-    rows = _rows(_load(name, settings.dataset_config, settings.dataset_split), settings)
+    rows = _rows(_load(settings), settings)
     different = {}  # the first row of every question, whatever its spaces
     for row in rows:
         different.setdefault((" ".join(row["question"].split()), json.dumps(row["before"])), row)
     if len(different) < 2:
-        raise InputError(
-            f"{name} has {len(rows)} rows, but only {len(different)} different problem: at least 2 are needed, one to "
-            "train on and one to hold out."
-        )
+        problem = f"{name} has {len(rows)} rows, but only {len(different)} different problem"
+        raise InputError(f"{problem}: at least 2 are needed, one to train on and one to hold out.")
     data = Dataset.from_list(list(different.values())).shuffle(seed=0)
     held_out = max(1, min(num_held_out, len(data) // 5))
-    train, held_out = data.select(range(held_out, len(data))), data.select(range(held_out))
+    end = min(len(data), held_out + (settings.num_train_problems or len(data)))
+    train, held_out = data.select(range(held_out, end)), data.select(range(held_out))
     return Problems(train, held_out, name=name, duplicates=len(rows) - len(different))
 
 
@@ -84,11 +85,13 @@ def _rows(data: Dataset, settings: RecipeArguments) -> list[dict[str, Any]]:
     prompts = _column(data, settings.prompt_column, PROMPT_COLUMNS, "prompt_column")
     answers = _column(data, settings.answer_column, ANSWER_COLUMNS, "answer_column")
     others = [column for column in data.column_names if column not in RESERVED | {prompts, answers}]
+    if left_out := [column for column in data.column_names if column not in {prompts, answers, *others}]:
+        print_once(f"Note: rewards do not get the columns {', '.join(left_out)}: these names mean something to TRL.")
     rows = []
     for i, row in enumerate(data):
         before, question = _question(row[prompts], prompts, i, name)
         answer = _text(row[answers], answers, i, name, "--answer_column")
-        answer = answer.split("####")[-1].strip()  # GSM8K's mark of the final answer
+        answer = _text(answer.split("####")[-1].strip(), answers, i, name)  # GSM8K's mark of the final answer
         own = {"question": question, "answer": answer, "entry": None, "before": before}
         rows.append({column: row[column] for column in others} | own)
     return rows
@@ -96,19 +99,30 @@ def _rows(data: Dataset, settings: RecipeArguments) -> list[dict[str, Any]]:
 
 def _question(value: Any, column: str, row: int, name: str) -> tuple[list[dict[str, str]], str]:
     """The messages before the question, and the question: the text, or a conversation's last message."""
-    if isinstance(value, list) and value and all(isinstance(m, dict) and "content" in m for m in value):
-        if value[-1].get("role") != "user":
-            raise InputError(f"row {row} of {name}: the conversation in {column!r} must end with a user's message.")
-        return [{"role": m["role"], "content": m["content"]} for m in value[:-1]], str(value[-1]["content"])
-    return [], _text(value, column, row, name, "--prompt_column", ", or messages that end with a user's")
+    if not (isinstance(value, list) and value and all(isinstance(m, dict) and "content" in m for m in value)):
+        return [], _text(value, column, row, name, "--prompt_column", ", or messages that end with a user's")
+    messages = []
+    for message in value:
+        content = message["content"]
+        texts = [part.get("text") for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+        if isinstance(content, list) and len(texts) == len(content) and None not in texts:
+            content = "".join(texts)
+        if not isinstance(content, str) or not isinstance(message.get("role"), str):
+            raise InputError(f"row {row} of {name}: a message in {column!r} has no role, or content that is not text.")
+        messages.append({"role": message["role"], "content": content})
+    if messages[-1]["role"] != "user" or not messages[-1]["content"].strip():
+        raise InputError(f"row {row} of {name}: the conversation in {column!r} must end with a user's message.")
+    return messages[:-1], messages[-1]["content"]
 
 
 def _text(value: Any, column: str, row: int, name: str, flag: str = "", other: str = "") -> str:
-    """Text as it is, a number as text."""
+    """Text as it is, a number as text without an exponent."""
     if isinstance(value, str) and value.strip():
         return value
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-        return str(value)
+        if isinstance(value, float) and abs(value) >= 2**53:
+            raise InputError(f"row {row} of {name}: {column!r} is too large to be kept exactly: write it as text.")
+        return f"{Decimal(repr(value)):f}"
     is_empty = value is None or not str(value).strip()
     held = "nothing" if is_empty else f"a {type(value).__name__}, {str(value)[:60]}"
     remedy = f"Drop or mend such rows{f', or name another column with {flag}' if flag else ''}."
@@ -120,25 +134,21 @@ def _in_text(data: Dataset, name: str) -> Dataset:
     for column in ("question", "answer"):
         if column not in data.column_names:
             raise InputError(f"{name} has no column {column!r}, only {', '.join(data.column_names)}.")
-        if data.features[column] != Value("string"):
+        if data.features[column] != Value("string") or None in data[column]:
             values = [_text(v, column, i, name) for i, v in enumerate(data[column])]
             data = data.remove_columns(column).add_column(column, values)
     return data
-
-
-def _options(text: str) -> dict[str, Any]:
-    with explained(f"`dataset_options` is {text!r}: it is not JSON:"):
-        options = json.loads(text)
-    if not isinstance(options, dict):
-        raise InputError(f"`dataset_options` is {text!r}: it must be a JSON object.")
-    return options
 
 
 def _reasoning_gym(settings: RecipeArguments, seed: int) -> Problems:
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
 
-    task, options = settings.dataset_name.removeprefix(REASONING_GYM), _options(settings.dataset_options or "{}")
+    task, text = settings.dataset_name.removeprefix(REASONING_GYM), settings.dataset_options or "{}"
+    with explained(f"`dataset_options` is {text!r}: it is not JSON:"):
+        options = json.loads(text)
+    if not isinstance(options, dict):
+        raise InputError(f"`dataset_options` is {text!r}: it must be a JSON object.")
     if task not in DATASETS:
         close = difflib.get_close_matches(task, DATASETS) or sorted(DATASETS)[:5]
         raise InputError(f"reasoning-gym has no task {task!r}. Close to it: {', '.join(close)}.")
@@ -156,7 +166,7 @@ def _reasoning_gym(settings: RecipeArguments, seed: int) -> Problems:
 
     scorer, held_out = generate(settings.num_held_out_problems, seed=10**9)
     held_out = {row["question"]: row for row in held_out}
-    _, train = generate(settings.num_train_problems, seed=10**6 * (seed + 1))
+    _, train = generate(settings.num_train_problems or 20_000, seed=10**6 * (seed + 1))
     train = [row for row in train if row["question"] not in held_out]
     if not train:
         raise InputError(f"every problem of {task!r} with {options} is held out: ask for more kinds of problem.")
@@ -170,21 +180,32 @@ def _reasoning_gym(settings: RecipeArguments, seed: int) -> Problems:
     return Problems(Dataset.from_list(train), Dataset.from_list(list(held_out.values())), grade, settings.dataset_name)
 
 
-def _load(name: str, config: str | None, split: str) -> Dataset:
-    path = Path(name)
+def _load(settings: RecipeArguments) -> Dataset:
+    name, path = settings.dataset_name, Path(settings.dataset_name)
     is_file = path.suffix in FILE_FORMATS
     if is_file and not path.is_file():
         raise InputError(f"the dataset file {name} does not exist.")
     if not is_file and path.exists():
         raise InputError(f"the dataset {name} must be a file that ends in {', '.join(FILE_FORMATS)}.")
+    source, options = name, {"name": settings.dataset_config, "split": settings.dataset_split}
     try:
         if is_file:
-            data = load_dataset(FILE_FORMATS[path.suffix], data_files=name, split="train")
-        else:
-            data = load_dataset(name, config, split=split)
+            if path.suffix != ".parquet":
+                path.read_text(encoding="utf-8")  # some readers take other bytes until a row is looked at
+            cache = Path(config.HF_DATASETS_CACHE) / sha256(path)  # by default of path and time
+            source, options = FILE_FORMATS[path.suffix], {"cache_dir": str(cache), "split": "train"}
+            options["data_files"] = glob.escape(name)
+        if path.suffix == ".csv":  # as written: neither 007 nor 1e-5 nor what stands before an unquoted comma is lost
+            columns = {*PROMPT_COLUMNS, *ANSWER_COLUMNS, settings.prompt_column, settings.answer_column} - {None}
+            options |= {"index_col": False, "converters": dict.fromkeys(columns, str)}
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", ParserWarning)
+            data = load_dataset(source, **options)
     except Exception as error:  # whatever reader the library chose raises its own kind
         cause = error.__cause__ or error
-        raise InputError(f"the dataset {name} cannot be read: {type(cause).__name__}: {cause}") from error
+        remedies = {ParserWarning: ". Quote fields that hold a comma.", UnicodeDecodeError: ". Save it as UTF-8."}
+        remedy = remedies.get(type(cause), "")
+        raise InputError(f"the dataset {name} cannot be read: {type(cause).__name__}: {cause}{remedy}") from error
     if len(data) == 0:
         raise InputError(f"the dataset {name} has no rows.")
     return data

@@ -24,10 +24,10 @@ PANELS = {
 }
 
 
-def report(run: RunFolder, trainer: GRPOTrainer, held_out: HeldOut, name: str, seconds: float) -> None:
+def report(run: RunFolder, trainer: GRPOTrainer, held_out: HeldOut, name: str) -> None:
     """
     Write result.json, held_out.json and training.png, and print the result. All processes must call it. `name`, of the
-    model and the data, is for the picture's title; training took `seconds`.
+    model and the data, is for the picture's title.
     """
     args, before, after = trainer.args, held_out.evaluations[0], held_out.evaluations[-1]
     tokens = held_out.all_tokens_generated()
@@ -40,23 +40,23 @@ def report(run: RunFolder, trainer: GRPOTrainer, held_out: HeldOut, name: str, s
             "after": vars(after),
             "evaluations": [vars(e) for e in held_out.evaluations],
             "tokens_generated": tokens,
-            "training_seconds": seconds,
+            "training_seconds": held_out.seconds,
             "steps": trainer.state.global_step,
         }
         title = f"{name}, baseline {args.baseline}, N = {args.num_generations}, seed {args.seed}"
         plot_training(log, held_out.evaluations, run.path / "training.png", title)
-        (run.path / "held_out.json").write_text(json.dumps(held_out.examples(), indent=2, ensure_ascii=False) + "\n")
+        examples = json.dumps(held_out.examples(), indent=2, ensure_ascii=False) + "\n"
+        (run.path / "held_out.json").write_text(examples, encoding="utf-8")
         (run.path / RESULT).write_text(json.dumps(result, indent=2) + "\n")
     print_once(f"Held-out accuracy before: {before}\nHeld-out accuracy after:  {after}")
     _print_examples(held_out)
     if trainer.tools:
         _print_calls(log)
     what = "generated or shown by tools" if trainer.tools else "generated"
-    since = "since the checkpoint" if run.checkpoint else "with the first evaluation"
-    print_once(f"{tokens:,} tokens {what} in {trainer.state.global_step} steps; {seconds:.0f} s {since}.")
-    print_once(
-        f"{run.path}: the model, checkpoints, result.json, held_out.json, training.png, trainer_state.json (the log)."
-    )
+    took = f"{held_out.seconds:.0f} s with the first evaluation"
+    print_once(f"{tokens:,} tokens {what} in {trainer.state.global_step} steps; {took}.")
+    files = "result.json, held_out.json, training.png, trainer_state.json (the log)"
+    print_once(f"{run.path}: the model, checkpoints, {files}.")
 
 
 def report_evaluation(run: RunFolder, held_out: HeldOut) -> None:
@@ -107,7 +107,7 @@ def plot_training(log: list[dict], evaluations: list[Accuracy], path: Path, titl
     columns = math.ceil((len(curves) + 1) / rows)
     figure = Figure(figsize=(4.2 * columns, 3.1 * rows + 0.6), layout="constrained")
     accuracy, *axes = figure.subplots(rows, columns, squeeze=False).flat
-    errors = [0.0 if math.isnan(e.standard_error) else 100 * e.standard_error for e in evaluations]
+    errors = [100 * (e.standard_error or 0.0) for e in evaluations]
     means = [100 * e.mean for e in evaluations]
     accuracy.errorbar([e.step for e in evaluations], means, errors, color="tab:red", marker="o", capsize=3)
     accuracy.set_title("held-out accuracy, % ± standard error", fontsize=10)

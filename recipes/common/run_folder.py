@@ -2,10 +2,9 @@
 
 import hashlib
 import json
+import re
 import shutil
-import tempfile
 import zipfile
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
 from importlib.metadata import distributions
@@ -17,29 +16,27 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import ModelConfig
 
 from trl_otb import OTBGRPOConfig
+from trl_otb.comparison.storage import lock
 
 from .arguments import RecipeArguments
-from .errors import InputError, explained
+from .errors import InputError, explained, input_errors, rank
 from .launching import command, print_once, processes, without_flags
 
 
-CONFIGURATION, RESULT = "configuration.json", "result.json"
+CONFIGURATION, RESULT, STATE = "configuration.json", "result.json", "trainer_state.json"
 COUNTS = "held_out_counts.json"  # written last, so that a checkpoint that has it is complete
 PACKAGES = ("trl-otb", "trl", "transformers", "torch", "accelerate", "datasets", "peft")
-# What a run leaves behind, by what a message calls it; `--overwrite` removes it.
-LEFT_BEHIND = {
-    "the result of a run": [RESULT],
-    "checkpoints": [f"{PREFIX_CHECKPOINT_DIR}-*"],
-    "a model": ["*.safetensors", "pytorch_model*.bin"],
-}
-ALSO_REMOVED = [CONFIGURATION, "*.safetensors.index.json", "training.png", "held_out.json", "trainer_state.json"]
+# What a run leaves behind, and `--overwrite` removes; the tokenizer's files are written anew
+WRITTEN = re.compile(
+    r"checkpoint-\d+|(configuration|result|held_out(_counts)?|trainer_state|config|generation_config|adapter_config)\.json|"
+    r"training\.png|training_args\.bin|(model|adapter_model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?"
+)
 # Options that decide what is written where, how often, and how far, but not which experiment this is.
 NEUTRAL_STARTS = ("logging", "save", "eval_", "hub", "push_to_hub", "log_", "report", "dataloader_", "tqdm", "trackio")
 NEUTRAL = set(
     "output_dir run_name disable_tqdm resume_from_checkpoint overwrite allow_changes traceback eval_only max_steps "
-    "num_train_epochs num_completions_to_print per_device_eval_batch_size project local_rank ddp_timeout do_train "
-    "do_eval do_predict skip_memory_metrics include_for_metrics load_best_model_at_end metric_for_best_model "
-    "greater_is_better restore_callback_states_from_checkpoint enable_jit_checkpoint".split()
+    "num_train_epochs num_completions_to_print per_device_eval_batch_size project local_rank ddp_timeout "
+    "skip_memory_metrics restore_callback_states_from_checkpoint".split()
 )
 
 
@@ -52,16 +49,24 @@ class RunFolder:
     overwrite: bool  # whether `start` removes what an earlier run left
     argv: list[str]  # the command line, for the commands that go on
     checkpoint: Path | None = None  # what the run resumes from
+    trained: Path | None = None  # the weights of a run that lacks only its last evaluation
     finished: str | None = None  # why there is nothing left to do
+    lock: Any = None
+
+    def take(self) -> None:
+        """Keep other processes from writing into the folder as long as this one lives."""
+        if rank() == 0 and self.lock is None:
+            with input_errors(ValueError):
+                self.lock = lock(self.path, again=True)
 
     def start(self, is_main_process: bool) -> None:
         """Write down what the run begins with. Only now may an earlier run's files go."""
-        if not is_main_process or self.checkpoint is not None:
+        goes_on = self.checkpoint is not None and self.checkpoint.parent.resolve() == self.path.resolve()
+        if not is_main_process or goes_on:
             return
         if self.overwrite:
-            for pattern in sum(LEFT_BEHIND.values(), ALSO_REMOVED):
-                for old in self.path.glob(pattern):
-                    shutil.rmtree(old) if old.is_dir() else old.unlink()
+            for old in (path for path in self.path.iterdir() if WRITTEN.fullmatch(path.name)):
+                shutil.rmtree(old) if old.is_dir() else old.unlink()
         (self.path / CONFIGURATION).write_text(json.dumps(self.configuration, indent=2, sort_keys=True) + "\n")
 
     def resume_command(self) -> str:
@@ -69,59 +74,68 @@ class RunFolder:
         kept = without_flags(self.argv, "resume_from_checkpoint", "overwrite")
         return command([*kept, "--resume_from_checkpoint", "latest"])
 
-    def evaluation_command(self, model: Path) -> str:
-        """The command that measures the held-out accuracy of a model that this run saved."""
-        kept = without_flags(self.argv, "resume_from_checkpoint", "model_name_or_path", "overwrite")
-        return command([*kept, "--eval_only", "--model_name_or_path", str(model)])
-
 
 def open_run(settings: RecipeArguments, args: OTBGRPOConfig, model_args: ModelConfig, argv: list[str]) -> RunFolder:
     """
-    Look at the folder of a run before anything is loaded. Nothing is changed there yet, but a new folder is made.
-
-    Raises:
-        InputError: The folder cannot be written to or holds another run, or a resumed run was begun differently.
+    Look at the folder of a run before anything is loaded, and keep other processes out of it. Nothing is changed there
+    yet. An `InputError` says why it cannot be used.
     """
     folder = Path(args.output_dir)
     run = RunFolder(folder, configuration(settings, args, model_args), settings.overwrite, argv)
+    if settings.eval_only:
+        return run
     if args.max_steps == 0 or (args.max_steps < 0 and args.num_train_epochs == 0):
         run.finished = "Nothing left to do: `max_steps` is 0."
-    elif args.resume_from_checkpoint is not None and not settings.eval_only:
+        return run
+    if folder.exists():
+        run.take()
+    if args.resume_from_checkpoint is not None:
         _find_checkpoint(run, args, settings.allow_changes)
-    elif not settings.eval_only:
-        _check_free(folder, settings.overwrite)
+    else:
+        _check_free(run)
     args.resume_from_checkpoint = None if run.checkpoint is None else str(run.checkpoint)
-    if run.finished is None and not settings.eval_only:
-        with explained(f"`output_dir` is {str(folder)!r}: it cannot be written to. Choose a folder to write to:"):
-            folder.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=folder).close()
+    run.take()
+    model = Path(model_args.model_name_or_path or "absent")
+    if run.overwrite and model.is_dir() and model.resolve().is_relative_to(folder.resolve()):
+        raise InputError(f"`model_name_or_path` is {str(model)!r}, which --overwrite would remove: choose another.")
+    foreign = {*folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*")} - {*checkpoints(folder)}
+    if foreign and args.save_total_limit:
+        raise InputError(f"{min(foreign)} is no checkpoint, and `save_total_limit` would delete it: move it away.")
     return run
 
 
 def configuration(settings: RecipeArguments, args: OTBGRPOConfig, model_args: ModelConfig) -> dict[str, Any]:
     """Every option of a run, and what it ran on, as JSON reads it back."""
-    data = Path(settings.dataset_name)
+    data, model = Path(settings.dataset_name), Path(model_args.model_name_or_path or "absent")
+    weights = {file.name: sha256(file, last=2**26) for file in model.glob("*.safetensors")}  # training changes all
     found = {package.name: package.version for package in reversed(list(distributions()))}  # the first on the path
     values = {
         "recipe": vars(settings),
         "trainer": args.to_dict(),
         "model": vars(model_args),
         "processes": processes(),
-        "data_sha256": hashlib.sha256(data.read_bytes()).hexdigest() if data.is_file() else None,
+        "data_sha256": sha256(data) if data.is_file() else None,
+        "model_sha256": weights or None,
         "versions": {name: found.get(name) for name in PACKAGES},
     }
     return json.loads(json.dumps(values, default=lambda value: value.value if isinstance(value, Enum) else str(value)))
+
+
+def sha256(file: Path, last: int | None = None) -> str:
+    """Of a file, or of its last bytes."""
+    with open(file, "rb") as opened:
+        opened.seek(max(0, file.stat().st_size - last) if last else 0)
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Options that make another experiment, as `name was 1 and is 2`."""
     parts = ("recipe", "trainer", "model")
     changed = [change for part in parts for change in _changes(then.get(part, {}), now[part])]
-    if then.get("processes") != now["processes"]:
-        changed.append(f"there were {then.get('processes')} processes and now are {now['processes']}")
-    if then.get("data_sha256") != now["data_sha256"]:
-        changed.append("the data file has changed")
-    return changed
+    counts = [name for name in ("processes", "steps") if then.get(name) != now.get(name)]
+    changed += [f"there were {then.get(name)} {name} and now are {now[name]}" for name in counts]
+    files = {"data_sha256": "the data file has changed", "model_sha256": "the model's weights have changed"}
+    return changed + [what for key, what in files.items() if key in then and then[key] != now[key]]
 
 
 def _changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
@@ -132,10 +146,15 @@ def _changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     ]
 
 
+def checkpoints(folder: Path) -> list[Path]:
+    """Those of a run, the newest last."""
+    found = [path for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if re.fullmatch(r"\w+-\d+", path.name)]
+    return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
+
+
 def latest_checkpoint(folder: Path) -> Path | None:
     """The newest complete checkpoint of a run. (`get_last_checkpoint` also takes one that was being written.)"""
-    complete = [path.parent for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{COUNTS}")]
-    return max(complete, key=lambda path: int(path.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")), default=None)
+    return next((path for path in reversed(checkpoints(folder)) if (path / COUNTS).is_file()), None)
 
 
 def check_safetensors(folder: Path) -> None:
@@ -146,56 +165,63 @@ def check_safetensors(folder: Path) -> None:
 
 
 def _find_checkpoint(run: RunFolder, args: OTBGRPOConfig, allow_changes: bool) -> None:
-    if args.resume_from_checkpoint == "latest":
-        source, checkpoint = run.path, latest_checkpoint(run.path)
-        if checkpoint is None and not (run.path / RESULT).is_file():
-            raise InputError(f"`resume_from_checkpoint` is 'latest', and {run.path} holds no complete checkpoint.")
-    else:
-        checkpoint = Path(args.resume_from_checkpoint)
-        source = checkpoint.parent
-        _check_checkpoint(checkpoint)
-        if source.resolve() != run.path.resolve():
-            _check_free(run.path, run.overwrite)
+    asked = args.resume_from_checkpoint
+    source = run.path if asked == "latest" else Path(asked).parent
+    checkpoint = latest_checkpoint(source) if asked == "latest" else Path(asked)
+    if checkpoint is None and (source / COUNTS).is_file():
+        checkpoint = source  # after --save_strategy no
+    has_result = (source / RESULT).is_file()
+    if (checkpoint is None and not has_result) or (checkpoint is not None and not (checkpoint / COUNTS).is_file()):
+        where = checkpoint or source
+        raise InputError(f"`resume_from_checkpoint` is {asked!r}, and {where} holds no complete checkpoint.")
+    if source.resolve() != run.path.resolve():
+        _check_free(run)
     _check_unchanged(source, run.configuration, allow_changes)
-    if checkpoint is not None and not _is_trained_to_the_end(checkpoint, args):
-        run.checkpoint = checkpoint
-        _check_checkpoint(checkpoint)
-    elif (source / RESULT).is_file():
+    step, whole = _progress(checkpoint or source, args)
+    if whole and has_result and _read(source / RESULT, "steps") >= [step]:
         run.finished = f"Nothing left to do: {source} holds the result of the whole run. More --max_steps go on."
-    else:
-        run.finished = (
-            f"Nothing left to train: {checkpoint} is the last step. What it lacks is an evaluation: "
-            + run.evaluation_command(checkpoint)
-        )
+        return
+    if checkpoint in (None, source) and not whole:
+        held = f"the model of {step} steps and no checkpoint to go on from, as after --save_strategy no"
+        raise InputError(f"{source} holds {held}: begin anew with --overwrite or another --output_dir.")
+    _check_checkpoint(checkpoint, whole, allow_changes)
+    run.checkpoint = checkpoint
+    if whole:
+        is_saved = (source / STATE).is_file() and _progress(source, args)[0] == step
+        best = _read(checkpoint / STATE, "best_model_checkpoint")[0] if args.load_best_model_at_end else None
+        run.trained = source if is_saved else Path(best or checkpoint)
+        print_once("Nothing left to train: what is missing is the last evaluation.")
 
 
-def _check_checkpoint(checkpoint: Path) -> None:
-    """A damaged file is better found before anything is loaded."""
-    if not (checkpoint / COUNTS).is_file():
-        raise InputError(
-            f"`resume_from_checkpoint` is {str(checkpoint)!r}: no complete checkpoint of a recipe is there."
-        )
-    _progress(checkpoint)
-    with _readable(checkpoint / COUNTS):
-        json.loads((checkpoint / COUNTS).read_text())
+def _check_checkpoint(checkpoint: Path, whole: bool, allow_changes: bool) -> None:
+    """A damaged file, or one that is missing for training, is better found before anything is loaded."""
+    _read(checkpoint / COUNTS)
     for path in [*checkpoint.glob("*.pt"), *checkpoint.glob("*.pth"), *checkpoint.glob("*.bin")]:
         with _readable(path):
             zipfile.ZipFile(path).close()
     check_safetensors(checkpoint)
+    needed = {
+        "state of the optimizer": r"optimizer.*|global_step\d+",  # ZeRO's holds the schedule too
+        "state of the schedule": r"scheduler\.pt|global_step\d+",
+        "random numbers": f"rng_state_{rank()}.pth" if processes() > 1 else "rng_state.pth",
+    }
+    names = [path.name for path in checkpoint.iterdir()]
+    missing = [what for what, files in needed.items() if not any(re.fullmatch(files, name) for name in names)]
+    if not missing or whole:
+        return
+    lacks = " and no ".join(missing)
+    problem = f"{checkpoint} has no {lacks}, as after --save_only_model: training would go on with new ones"
+    if not allow_changes:
+        raise InputError(f"{problem}. Say --allow_changes for that, or resume from another checkpoint.")
+    print_once(f"Note: {problem}.")
 
 
-def _progress(checkpoint: Path) -> tuple[int, int, int]:
-    """The step that was reached, the steps of the run, and its epochs."""
-    with _readable(checkpoint / "trainer_state.json"):
-        state = json.loads((checkpoint / "trainer_state.json").read_text())
-        return state["global_step"], state["max_steps"], state["num_train_epochs"]
-
-
-def _is_trained_to_the_end(checkpoint: Path, args: OTBGRPOConfig) -> bool:
-    step, steps, epochs = _progress(checkpoint)
+def _progress(checkpoint: Path, args: OTBGRPOConfig) -> tuple[int, bool]:
+    """The step that was reached, and whether it is the last one that is asked for."""
+    step, steps, epochs = _read(checkpoint / STATE, "global_step", "max_steps", "num_train_epochs")
     if args.max_steps > 0:
-        return step >= args.max_steps
-    return step >= steps and epochs >= args.num_train_epochs
+        return step, step >= args.max_steps
+    return step, step >= steps and epochs >= args.num_train_epochs
 
 
 def _check_unchanged(folder: Path, now: dict[str, Any], allow_changes: bool) -> None:
@@ -206,10 +232,8 @@ def _check_unchanged(folder: Path, now: dict[str, Any], allow_changes: bool) -> 
         then = json.loads(path.read_text())
     changed = differences(then, now)
     if changed and not allow_changes:
-        raise InputError(
-            f"{folder} began with other options: {'; '.join(changed)}. Resume with the same options, say "
-            "--allow_changes, or start a new run with another --output_dir."
-        )
+        remedy = "Resume with the same options, say --allow_changes, or start a new run with another --output_dir"
+        raise InputError(f"{folder} began with other options: {'; '.join(changed)}. {remedy}.")
     changed += _changes(then["versions"], now["versions"])
     before, after = (options["trainer"].get("max_steps") for options in (then, now))
     if before != after and not str(now["trainer"].get("lr_scheduler_type")).startswith("constant"):
@@ -218,16 +242,27 @@ def _check_unchanged(folder: Path, now: dict[str, Any], allow_changes: bool) -> 
         print_once(f"Note: {change}.")
 
 
-def _check_free(folder: Path, overwrite: bool) -> None:
-    for held, patterns in LEFT_BEHIND.items():
-        if not overwrite and any(any(folder.glob(pattern)) for pattern in patterns):
-            raise InputError(
-                f"{folder} holds {held}. Say --resume_from_checkpoint latest to go on with it, --overwrite to replace "
-                "it, or another --seed or --output_dir to keep it."
-            )
+def _check_free(run: RunFolder) -> None:
+    folder = run.path
+    weights = [file for pattern in ("*.safetensors", "pytorch_model*.bin") for file in folder.glob(pattern)]
+    # One that was being saved when its run was killed is nothing to keep
+    saved = latest_checkpoint(folder) if (folder / CONFIGURATION).is_file() else checkpoints(folder)
+    held = {"the result of a run": (folder / RESULT).is_file(), "checkpoints": saved, "a model": weights}
+    what = next((what for what, is_there in held.items() if is_there), None)
+    if what and not run.overwrite:
+        ways = "--overwrite to replace it, or another --seed or --output_dir to keep it"
+        raise InputError(f"{folder} holds {what}. Say --resume_from_checkpoint latest to go on with it, {ways}.")
+    if what and not (folder / CONFIGURATION).is_file():
+        raise InputError(f"{folder} holds {what} and no {CONFIGURATION}, so no run wrote it: choose another folder.")
 
 
-def _readable(path: Path) -> AbstractContextManager[None]:
+def _read(path: Path, *keys: str) -> list[Any]:
+    with _readable(path):
+        values = json.loads(path.read_text())
+        return [values[key] for key in keys]
+
+
+def _readable(path: Path):
     """Around reading a file that may be damaged."""
     remedy = "Resume from an earlier checkpoint, or get the file again"
     return explained(f"{path} is damaged: it cannot be read. {remedy}:")

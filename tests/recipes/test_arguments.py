@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from recipes import gradient_noise, tool_math
 from recipes import math as recipe
-from recipes import tool_math
 from recipes.common import launching
 from recipes.common.arguments import FREQUENT, RecipeArguments, RecipeParser, parse
 from recipes.common.errors import InputError
@@ -142,11 +142,85 @@ def test_wrong_yaml(tmp_path, text, message):
         ("--report_to nowhere", "`report_to` is 'nowhere': choose from none"),
         ("--report_to clearml", "`report_to` is 'clearml', which is not installed: pip install clearml"),
         ("--reward_weights 1 2", "`reward_weights` has 2 numbers for 1 rewards"),
+        ("--reward_weights nan", "`reward_weights` is nan: it must be a finite number"),
+        ("--reward_weights inf", "`reward_weights` is inf: it must be a finite number"),
+        ("--epsilon nan", "`epsilon` is nan, which is no number"),
+        ("--repetition_penalty nan", "`repetition_penalty` is nan, which is no number"),
     ],
 )
 def test_values_that_make_no_sense(flags, message):
     with pytest.raises(InputError, match=message):
         parsed(*flags.split())
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--eval_only --resume_from_checkpoint run/checkpoint-4", "it is for training, and `eval_only` is True"),
+        ("--eval-only --overwrite", "`overwrite` is set and has no effect here: it is for training"),
+        ("--eval_only --allow_changes", "`allow_changes` is set and has no effect here: it is for training"),
+        ("--resume_from_checkpoint latest --overwrite", "`overwrite` .* it is for a new run"),
+        ("--allow_changes", "`allow_changes` .* it is for a run that goes on"),
+        (
+            "--num_train_epochs 2 --max_steps 3",
+            "`num_train_epochs` .* and `max_steps` is 3",
+        ),
+        ("--dataset_name a.csv --dataset_split test", "`dataset_split` .* datasets of the hub.*'a.csv'"),
+        ("--dataset_config main", "`dataset_config` .* `dataset_name` is 'reasoning_gym:chain_sum'"),
+        ("--prompt_column question", "`prompt_column` .* files and the hub"),
+        ("--eval_strategy no --eval_steps 5", "`eval_steps` .* the strategy `steps`, and `eval_strategy` is"),
+        ("--save_strategy no --save-steps 5", "`save_steps` .* `save_strategy` is"),
+        ("--logging_strategy epoch --logging_steps 5", "`logging_steps` .* `logging_strategy` is"),
+        ("--lora_r 8", "`lora_r` .* it is for LoRA, and `use_peft` is False"),
+        ("--use_rslora", "`use_rslora` .* it is for LoRA"),
+        ("--bnb_4bit_quant_type fp4", "`bnb_4bit_quant_type` .* `load_in_4bit` is False"),
+        ("--vllm_mode colocate", "`vllm_mode` .* it is for vLLM"),
+        ("--hub_model_id me/mine", "`hub_model_id` .* it is for uploads"),
+        ("--ref_model_sync_steps 5", "`ref_model_sync_steps` .* `sync_ref_model` is False"),
+        ("--do_eval", "`do_eval` is set and has no effect here: this recipe does not read it"),
+        ("--label_smoothing_factor 0.1", "`label_smoothing_factor` .* does not read it"),
+    ],
+)
+def test_a_flag_has_an_effect_or_is_an_error(flags, message):
+    with pytest.raises(InputError, match=message):
+        parsed(*flags.split())
+
+
+def test_an_option_of_a_file_counts_or_is_an_error(tmp_path):
+    """Unless a flag turns off what it belongs to."""
+    (tmp_path / "mine.yaml").write_text("lora_r: 8\n")
+    with pytest.raises(InputError, match="`lora_r` .* it is for LoRA, and `use_peft` is False"):
+        parsed("--config", "mine.yaml")
+    assert parsed("--config", "mine.yaml", "--use_peft")[2].lora_r == 8
+    assert parsed("--config", "mine.yaml", "--use_peft", "false")[2].use_peft is False
+    (tmp_path / "mine.yaml").write_text("max_steps: 8\nnum_train_epochs: 2\n")
+    with pytest.raises(InputError, match="`num_train_epochs` .* `max_steps` is 8"):
+        parsed("--config", "mine.yaml")
+
+
+def test_epochs_on_the_command_line_beat_the_steps_of_the_file():
+    _, args, _ = parsed("--num_train_epochs", "2")
+    assert (args.max_steps, args.num_train_epochs) == (-1, 2)
+    assert parsed()[1].max_steps == 800
+
+
+def test_one_value_in_a_file_is_a_list_of_one(tmp_path):
+    text = "reward_funcs: my:f\nreward_weights: [1, 1e-1]\nlora_target_modules: all-linear\nuse_peft: true\n"
+    (tmp_path / "mine.yaml").write_text(text)
+    settings, args, model_args = parsed("--config", "mine.yaml")
+    assert (settings.reward_funcs, args.reward_weights) == (["my:f"], [1.0, 0.1])
+    assert model_args.lora_target_modules == "all-linear"
+    (tmp_path / "mine.yaml").write_text("reward_weights: 1\ngroup_sizes: 4\n")
+    settings, args, _ = parse("noise", gradient_noise.NoiseArguments, "mine.yaml", ["--config", "mine.yaml"])
+    assert (args.reward_weights, settings.group_sizes) == ([1.0], [4])
+
+
+def test_a_file_is_read_as_utf_8_and_another_one_is_refused(tmp_path):
+    (tmp_path / "mine.yaml").write_bytes("instruction: Schätze größer\n".encode())
+    assert parsed("--config", "mine.yaml")[0].instruction == "Schätze größer"
+    (tmp_path / "mine.yaml").write_bytes("instruction: größer\n".encode("latin-1"))
+    with pytest.raises(InputError, match="`--config` is 'mine.yaml': it cannot be read: UnicodeDecodeError"):
+        parsed("--config", "mine.yaml")
 
 
 def test_tool_math_checks_its_own_option():

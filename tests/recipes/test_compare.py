@@ -1,15 +1,17 @@
 """recipes/compare.py: its runs, its table and its picture."""
 
 import json
+import signal
 import statistics
-import subprocess
+import sys
 from pathlib import Path
 
+import filelock
 import pytest
 
 from recipes import compare
 from recipes import math as recipe
-from recipes.common.errors import InputError
+from recipes.common.errors import InputError, Stopped
 from recipes.common.held_out import Accuracy
 
 
@@ -17,10 +19,12 @@ def run_with(baseline, seed, before, after):
     evaluations = [vars(Accuracy(mean, 0.02, 100, 4, step)) for mean, step in ((before, 0), (after, 40))]
     result = {
         "before": evaluations[0], "after": evaluations[1], "evaluations": evaluations,
-        "tokens_generated": 1000 * seed, "training_seconds": 2.0,
+        "tokens_generated": 1000 * seed, "training_seconds": 2.0, "steps": 40,
     }  # fmt: skip
+    trainer = {"baseline": baseline, "seed": seed, "learning_rate": 1e-3, "output_dir": f"{baseline}-{seed}"}
+    configuration = {"recipe": {}, "trainer": trainer, "model": {}, "processes": 1, "data_sha256": "a"}
     log = [{"step": step, "reward": before + step * (after - before) / 40} for step in range(5, 41, 5)]
-    return compare.Run(baseline, seed, result, log)
+    return compare.Run(baseline, seed, result, log, configuration)
 
 
 RUNS = [
@@ -68,6 +72,7 @@ def test_the_picture(tmp_path):
         ("--baselines otb --seeds one", "invalid int value"),
         ("--baselines otb --seeds 1 --seed 3", "--seed is decided by compare.py"),
         ("--baselines otb --seeds 1 --output_dir x", "--output_dir is decided by compare.py"),
+        ("--baselines otb --seeds 1 --output-dir=x", "--output_dir is decided by compare.py"),
         ("--baselines otb --seeds 1 --recipe chess", "invalid choice: 'chess'"),
     ],
 )
@@ -87,9 +92,10 @@ def test_further_flags_go_to_the_recipe(tmp_path, monkeypatch):
         made = run_with("otb", 1, 0.4, 0.5)
         (folder / "result.json").write_text(json.dumps(made.result))
         (folder / "trainer_state.json").write_text(json.dumps({"log_history": made.log}))
-        return type("Done", (), {"returncode": int("fails" in command)})
+        (folder / "configuration.json").write_text(json.dumps(made.configuration))
+        return 0
 
-    monkeypatch.setattr(compare.subprocess, "run", perform)
+    monkeypatch.setattr(compare, "run_stoppably", perform)
     flags = ["--baselines", "otb", "mine:f", "--seeds", "1", "--folder", str(tmp_path / "all"), "--max_steps", "5"]
     with pytest.raises(InputError, match="mine:f with seed 1 ended without a result"):
         compare.main([*flags, "--launcher", "accelerate launch"])  # mine.f-seed1 is made under another name here
@@ -98,6 +104,48 @@ def test_further_flags_go_to_the_recipe(tmp_path, monkeypatch):
     compare.main(["--baselines", "otb", *flags[3:]])
     assert commands[-1][-2:] == ["--resume_from_checkpoint", "latest"]
     assert (tmp_path / "all" / "compare.md").is_file() and (tmp_path / "all" / "compare.png").is_file()
+    with pytest.raises(InputError, match="begun with the flags '--max_steps 5', and these are '--max_steps 6'"):
+        compare.main(["--baselines", "otb", *flags[3:-1], "6"])
+    with filelock.FileLock(tmp_path / "all" / ".lock"), pytest.raises(InputError, match="Another process writes"):
+        compare.main(["--baselines", "otb", *flags[3:]])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda run: run.configuration["trainer"].update(learning_rate=1.0), "`learning_rate` was 0.001 and is 1.0"),
+        (lambda run: run.configuration.update(processes=2), "there were 1 processes and now are 2"),
+        (lambda run: run.configuration.update(data_sha256="b"), "the data file has changed"),
+        (lambda run: run.result.update(steps=4), "there were 40 steps and now are 4"),
+    ],
+)
+def test_only_runs_that_are_alike_are_compared(change, message):
+    first, last = run_with("otb", 1, 0.4, 0.6), run_with("rloo", 2, 0.4, 0.6)
+    compare.check_alike([first])
+    compare.check_alike([first, last])
+    change(last)
+    with pytest.raises(InputError, match=f"otb with seed 1 and rloo with seed 2 cannot be compared: {message}"):
+        compare.check_alike([first, last])
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_is_handed_on_once_and_waited_for(tmp_path, monkeypatch, signum):
+    """A recipe that takes its time to save a checkpoint. Whatever its exit code, nothing else is started."""
+    program = (
+        "import os, signal, sys, time\n"
+        "def save(signum, frame):\n"
+        "    time.sleep(1); open('saved', 'a').write('once '); sys.exit(0)\n"
+        f"signal.signal({int(signum)}, save)\n"
+        f"os.kill(os.getppid(), {int(signum)})\n"
+        "time.sleep(60)\n"
+    )
+    previous = signal.getsignal(signum)
+    assert compare.run_stoppably([sys.executable, "-c", program]) == 130
+    assert (tmp_path / "saved").read_text() == "once "
+    assert signal.signal(signum, previous) is signal.default_int_handler
+    monkeypatch.setattr(compare, "run_stoppably", lambda command: 130)
+    with pytest.raises(Stopped, match="Finished runs and checkpoints are kept in all; the same command goes on"):
+        compare.main(["--baselines", "otb", "--seeds", "1", "--folder", "all"])
 
 
 @pytest.mark.slow
@@ -110,9 +158,9 @@ def test_two_baselines_for_real(tmp_path, short_policy, monkeypatch, capsys):
 
     def in_process(command):
         recipe.main(command[command.index(str(Path(recipe.__file__))) + 1 :])
-        return subprocess.CompletedProcess(command, 0)
+        return 0
 
-    monkeypatch.setattr(compare.subprocess, "run", in_process)
+    monkeypatch.setattr(compare, "run_stoppably", in_process)
     capsys.readouterr()
     compare.main(["--baselines", "otb", "group_mean", *flags])
     assert capsys.readouterr().out.count("Nothing left to do") == 1

@@ -2,6 +2,8 @@
 
 import errno
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -51,6 +53,53 @@ def test_a_full_disk(capsys):
     error = OSError(errno.ENOSPC, "No space left on device", "/runs/model.safetensors")
     code, said = ends(error, capsys)
     assert code == 1 and "No space left on device (/runs/model.safetensors): free some space" in said
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534"),  # of torch.save
+        ValueError("Error while serializing: I/O error: No space left on device (os error 28)"),  # of safetensors
+    ],
+)
+def test_a_full_disk_as_others_say_it(error, capsys):
+    code, said = ends(error, capsys)
+    assert code == 1 and "No space left on device: free some, and go on with --resume_from_checkpoint" in said
+
+
+def test_nobody_else_ends_a_run_as_if_it_were_good(capsys):
+    code, said = ends(SystemExit(0), capsys)
+    assert code == 1 and said.startswith("math.py: error: SystemExit: 0 (traceback: ")
+
+
+def test_help_is_a_good_end():
+    def main(argv):
+        raise errors.HelpShown(0)
+
+    launch("math.py", main, [])
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_every_stop_ends_as_ctrl_c_does(signum, capsys):
+    previous = signal.getsignal(signum)
+    with pytest.raises(SystemExit) as stop:
+        launch("math.py", lambda argv: os.kill(os.getpid(), signum), [])
+    signal.signal(signum, previous)
+    assert stop.value.code == 130 and "math.py: stopped." in capsys.readouterr().err
+
+
+def test_nohup_stays(monkeypatch):
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    launch("math.py", lambda argv: os.kill(os.getpid(), signal.SIGHUP), [])
+    assert signal.signal(signal.SIGHUP, previous) is signal.SIG_IGN
+
+
+@pytest.mark.slow
+def test_a_terminal_that_knows_no_umlauts(tmp_path):
+    program = "from recipes.common.errors import launch; launch('math.py', lambda argv: print('50 % ± 3 größer'), [])"
+    ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
+    done = subprocess.run([sys.executable, "-c", program], env=ascii_only, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "50 % ? 3 gr??er\n")
 
 
 @pytest.mark.parametrize(
@@ -142,7 +191,7 @@ def test_few_problems_leave_an_earlier_model_alone(run, no_trainer, data_file, t
     rows = [{"question": f"{i} + {i} =", "answer": str(2 * i)} for i in range(3)]
     with pytest.raises(InputError, match="there are 2 problems to train on, and a generation batch of 32"):
         run("--dataset_name", data_file(rows), "--per_device_train_batch_size", "32")
-    assert not list((tmp_path / "run").iterdir())
+    assert [file.name for file in (tmp_path / "run").iterdir()] == [".lock"]
 
 
 @pytest.mark.parametrize("missing", ["tokenizer", "config.json", "weights"])

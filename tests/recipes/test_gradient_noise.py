@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import filelock
 import pytest
 import torch
 from datasets import Dataset
@@ -147,6 +148,51 @@ def test_every_prompt_is_measured_once_though_the_run_was_stopped(measure, monke
     assert len(truths.unique(dim=0)) == 5
 
 
+def test_a_reward_that_fails_amid_a_measurement_says_what_is_kept(measure, tmp_path, caplog):
+    (tmp_path / "failing.py").write_text(
+        "calls = []\ndef failing(completions, **_):\n    calls.append(1)\n"
+        "    if len(calls) == 2: raise ValueError('no answer from the judge')\n"
+        "    return [len(calls) + i % 2 for i in range(len(completions))]\n"
+    )
+    with pytest.raises(InputError, match="no answer from the judge"):
+        measure("--reward_funcs", "failing:failing")
+    assert f"1 of 3 prompts are kept in {tmp_path / 'noise'}; the same command goes on." in caplog.text
+    assert len(kept_in(measure("--reward_funcs", "failing:failing"))) == 3
+
+
+def test_one_process_measures_into_a_folder(measure, tmp_path, monkeypatch):
+    """The second is refused before it loads a model."""
+    monkeypatch.setattr(tool, "trainer_of", lambda *_: pytest.fail("a model was loaded"))
+    (tmp_path / "noise").mkdir()
+    with filelock.FileLock(tmp_path / "noise" / ".lock"):
+        with pytest.raises(InputError, match="Another process measures into .*noise right now"):
+            measure()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("settings.json", b"[]", "settings.json cannot be read"),
+        ("settings.json", b"{}", "settings.json cannot be read"),
+        ("settings.json", b"\xff{}", "settings.json cannot be read"),
+        ("prompt-00001.pt", b"", "prompt-00001.pt is damaged or no measurement.*Remove it"),
+        ("prompt-00001.pt", b"other pickle", "prompt-00001.pt is damaged or no measurement.*Remove it"),
+        ("prompt-00007.pt", {"weights": torch.zeros(2)}, "prompt-00007.pt is damaged or no measurement.*Remove it"),
+        ("prompt-00007.pt", torch.zeros(2), "prompt-00007.pt is damaged or no measurement.*Remove it"),
+    ],
+)
+def test_a_corrupt_or_foreign_file_in_the_folder_is_one_line(tmp_path, name, content, message):
+    (tmp_path / "settings.json").write_text('{"measured": {"seed": 1}}')
+    torch.save({"example": "a", "reward": 1.0, "varies": True}, tmp_path / "prompt-00000.pt")
+    if isinstance(content, bytes):
+        (tmp_path / name).write_bytes(content)
+    else:
+        torch.save(content, tmp_path / name)
+    with pytest.raises(InputError, match=message) as error:
+        tool.main(["--plot_only", "--output_dir", str(tmp_path)])
+    assert "weights_only" not in str(error.value)
+
+
 ENVIRONMENT = """
 class Desk:
     def reset(self, **kwargs):
@@ -192,6 +238,27 @@ def test_an_environment_and_rewards_of_turns(tmp_path, capsys):
         (["--group_sizes", "8"], "`completions_per_prompt` is 16 and the largest group has 8.*32 or more"),
         (["--num_prompts", "2"], "`num_prompts` is 2"),
         (["--leave_one_out", "true"], "`leave_one_out` is set and has no effect here"),
+        *(
+            (flags.split(), f"`{flags.split()[0][2:]}` is set and has no effect here: this recipe does not read it")
+            for flags in (
+                "--learning_rate 1e-3",
+                "--max_steps 3",
+                "--beta 0.1",
+                "--num_iterations 2",
+                "--warmup_steps 3",
+                "--save_strategy no",
+                "--weight_decay 0.1",
+                "--epsilon 0.1",
+                "--loss_type dapo",
+                "--optim sgd",
+                "--num_train_epochs 2",
+                "--eval_only",
+                "--baseline rloo",
+                "--scale_rewards group",
+                "--gradient_accumulation_steps 2",
+                "--resume_from_checkpoint latest",
+            )
+        ),
         (["--num_prompts", "1000"], "`num_prompts` is 1000 and the training data has"),
         (["--baselines", "absent"], "'absent': it must be one of"),
         (["--prompts_per_batch", "2"], "`prompts_per_batch` is 2: give 3 or more"),
@@ -200,7 +267,7 @@ def test_an_environment_and_rewards_of_turns(tmp_path, capsys):
         (["--tools", "nowhere:f"], "`tools` is 'nowhere:f'"),
         (["--environment_factory", "nowhere:f"], "`environment_factory` is 'nowhere:f'"),
         (["--basline", "otb"], "there is no flag --basline"),
-        (["--plot_only", "--num_prompts", "4"], "`plot_only` draws what is saved"),
+        (["--plot_only", "--num-prompts", "4"], "`plot_only` draws what is saved"),
     ],
 )
 def test_wrong_flags_are_named(measure, flags, message):

@@ -1,5 +1,6 @@
 """Held-out accuracy: its arithmetic, which samples count, and that measuring changes nothing."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +19,14 @@ def test_accuracy_by_hand():
     assert (result.mean, result.problems, result.samples) == (0.5, 3, 2)
     assert result.standard_error == pytest.approx(0.5 / 3**0.5)
     assert str(result) == "50.0 % ± 28.9 (avg@2, 3 problems)"
+
+
+def test_one_held_out_problem_has_no_error(run):
+    assert str(accuracy({0: [1.0, 0.0]})) == "50.0 % (avg@2, 1 problem)"
+    folder = run("--num_held_out_problems", "1", "--max_steps", "1")
+    written = (folder / "result.json").read_text()
+    result = json.loads(written, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert result["after"]["standard_error"] is None and result["after"]["problems"] == 1
 
 
 def measure_with(rows=3):

@@ -103,10 +103,13 @@ def test_ctrl_c_in_the_first_and_in_the_last_evaluation(run, monkeypatch, tmp_pa
 
     saved = lambda folder: (folder / "last" / "model.safetensors").exists()  # noqa: E731
     monkeypatch.setattr(recipe, "accuracy_reward", interrupting(saved))
-    with pytest.raises(Stopped, match=r"(?s)Training was complete; its last evaluation was not.*--eval_only") as stop:
+    again = "--resume_from_checkpoint latest"
+    with pytest.raises(Stopped, match=f"(?s)Training was complete; its last evaluation was not.*{again}"):
         run(output="last")
-    assert f"--model_name_or_path {tmp_path / 'last'}" in str(stop.value)
     assert saved(tmp_path) and not (tmp_path / "last" / "result.json").exists()
+    monkeypatch.setattr(recipe, "accuracy_reward", original)
+    run(*again.split(), output="last")
+    assert result_of(tmp_path / "last")["steps"] == 4
 
 
 @pytest.mark.slow
@@ -170,7 +173,8 @@ def test_several_machines_equal_one(short_policy, tmp_path):
 
 
 @pytest.mark.slow
-def test_ctrl_c_in_the_warm_start_is_one_line(tmp_path):
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_in_the_warm_start_is_one_line(tmp_path, signum):
     """Also for the process that trains the toy, which is ended with it."""
     environment = {**os.environ, "TRL_OTB_CACHE": str(tmp_path / "cache")}
     with open(tmp_path / "said", "w") as said:
@@ -181,7 +185,7 @@ def test_ctrl_c_in_the_warm_start_is_one_line(tmp_path):
         while "Warm-starting" not in (tmp_path / "said").read_text() and program.poll() is None:
             time.sleep(0.1)
         time.sleep(1)
-        os.killpg(program.pid, signal.SIGINT)
+        os.killpg(program.pid, signum)
         assert program.wait(timeout=60) == 130
     last = (tmp_path / "said").read_text().splitlines()[-1]
     assert last == "math.py: stopped. Nothing was trained."

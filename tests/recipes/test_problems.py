@@ -1,5 +1,7 @@
 """Where problems come from, how they are split, and which files are refused."""
 
+import json
+import os
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from recipes.common.checks import check_enough_problems
 from recipes.common.errors import InputError
 from recipes.common.grading import grade_mathematics
 from recipes.common.models import with_prompts
-from recipes.common.problems import load_problems
+from recipes.common.problems import Problems, load_problems
 from tests.helpers import tiny
 from tests.recipes.conftest import question_and_answer
 
@@ -55,6 +57,13 @@ def test_local_files(data_file, suffix):
     assert loaded.grade is grade_mathematics
 
 
+def test_so_many_problems_of_a_file_are_trained_on(data_file):
+    path = data_file(question_and_answer())
+    loaded = loaded_from(path, num_train_problems=3)
+    assert (len(loaded.train), len(loaded.held_out)) == (3, 2)
+    assert loaded.held_out["question"][:] == loaded_from(path).held_out["question"][:]
+
+
 def test_columns_by_name_and_further_columns_for_a_reward(data_file):
     path = data_file([{"a": "1+1", "b": 2, "level": "easy"}, {"a": "2+2", "b": 4.5, "level": "hard"}])
     loaded = loaded_from(path, prompt_column="a", answer_column="b")
@@ -85,6 +94,110 @@ def test_conversations_keep_what_stands_before_the_question(data_file):
     assert with_prompts(data, tiny.tokenizer(None), "Box it.")[0]["prompt"] == "Be brief.\n1+1?\nBox it.\n"
     with pytest.raises(InputError, match=r"row 0 .*must end with a user's message"):
         loaded_from(data_file([{"prompt": turns[:1], "answer": "2"}] * 2))
+
+
+def test_a_messages_content_may_come_in_parts(data_file):
+    parts = [{"type": "text", "text": "1+"}, {"type": "text", "text": "1?"}]
+    rows = [{"prompt": [{"role": "user", "content": parts}], "answer": "2"}]
+    rows += [{"prompt": [{"role": "user", "content": [{"type": "text", "text": "2+2?"}]}], "answer": "4"}]
+    loaded = loaded_from(data_file(rows))
+    assert {*loaded.train["question"], *loaded.held_out["question"]} == {"1+1?", "2+2?"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([{"role": "user", "content": None}], "row 0 .*no role, or content that is not text"),
+        ([{"content": "1+1?"}], "row 0 .*no role, or content that is not text"),
+        ([{"role": "system", "content": None}, {"role": "user", "content": "1?"}], "content that is not text"),
+        ([{"role": "user", "content": [{"type": "image", "image": "a.png"}]}], "content that is not text"),
+        ([{"role": "user", "content": ["1+1?"]}], "content that is not text"),
+        ([{"role": "user", "content": " "}], "must end with a user's message"),
+    ],
+)
+def test_messages_that_cannot_be_used(tmp_path, messages, message):
+    rows = [{"prompt": messages, "answer": str(i)} for i in range(2)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(InputError, match=message):
+        loaded_from(tmp_path / "a.jsonl")
+
+
+def written(tmp_path, name, text, encoding="utf-8"):
+    (tmp_path / name).write_bytes(text.encode(encoding))
+    return tmp_path / name
+
+
+def answers_of(path, **settings):
+    loaded = loaded_from(path, **settings)
+    rows = [*loaded.train, *loaded.held_out]
+    return {row["question"]: row["answer"] for row in rows}
+
+
+def test_numbers_stay_what_they_are(tmp_path):
+    csv = written(
+        tmp_path, "a.csv", "question,answer,level\n01,0.00001,1\n2,007,2\n3,123456789012345678901234567890,3\n"
+    )
+    assert answers_of(csv) == {"01": "0.00001", "2": "007", "3": "123456789012345678901234567890"}
+    assert loaded_from(csv).train.features["level"].dtype == "int64"
+    renamed = written(tmp_path, "b.csv", "q,a\n1e3,1e-5\n2,1\n")
+    assert answers_of(renamed, prompt_column="q", answer_column="a") == {"1e3": "1e-5", "2": "1"}
+    jsonl = written(tmp_path, "a.jsonl", '{"question": "1", "answer": 0.00001}\n{"question": "2", "answer": 1e3}\n')
+    assert answers_of(jsonl) == {"1": "0.00001", "2": "1000.0"}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.csv", "question,answer\nWhat is 1, 2?,3\nWhat is 2, 3?,4\n", "Quote fields that hold a comma"),
+        ("a.csv", "question,answer\nWhat is 1, 2?,3\nWhat is 2?,4\n", "Quote fields that hold a comma"),
+        ("a.csv", "question,answer\nWhat is 1?,3\nWhat is 2, 3?,4\n", "Expected 2 fields in line 3, saw 3"),
+        ("a.csv", "question,answer\nWhat is 1?\nWhat is 2?,4\n", "row 0 .*'answer' holds nothing"),
+        (
+            "a.jsonl",
+            '{"question": "1", "answer": 12345678901234567890123}\n' * 2,
+            "row 0 .*too large.*write it as text",
+        ),
+        ("a.jsonl", '{"question": "1", "answer": 9007199254740993}\n{"question": "1", "answer": 0.5}', "too large"),
+        ("a.jsonl", '{"question": "1", "answer": "so 5 ####"}\n' * 2, "row 0 .*'answer' holds nothing"),
+    ],
+)
+def test_values_that_would_be_lost(tmp_path, name, text, message):
+    with pytest.raises(InputError, match=message):
+        loaded_from(written(tmp_path, name, text))
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl", "a.json"])
+def test_latin_1_is_named(tmp_path, name):
+    text = "question,answer\ngroß?,1\n" if name == "a.csv" else '{"question": "groß?", "answer": "1"}\n'
+    with pytest.raises(InputError, match=f"{name} cannot be read: UnicodeDecodeError: .*Save it as UTF-8"):
+        loaded_from(written(tmp_path, name, text, "latin-1"))
+
+
+def test_a_files_name_is_no_pattern(tmp_path):
+    written(tmp_path, "a1.csv", "question,answer\nwrong,1\nfile,2\n")
+    assert set(answers_of(written(tmp_path, "a[1].csv", "question,answer\n1,1\n2,2\n"))) == {"1", "2"}
+
+
+def test_new_data_with_an_old_time_is_new_data(tmp_path):
+    path = written(tmp_path, "a.csv", "question,answer\n1,1\n2,2\n")
+    then = path.stat().st_mtime_ns
+    assert answers_of(path) == {"1": "1", "2": "2"}
+    written(tmp_path, "a.csv", "question,answer\n3,3\n4,4\n")
+    os.utime(path, ns=(then, then))
+    assert answers_of(path) == {"3": "3", "4": "4"}
+
+
+def test_columns_that_mean_something_to_trl_are_left_out_and_named(data_file, capsys):
+    rows = [{"question": str(i), "answer": "1", "prompts": "x", "completion_ids": [1], "level": i} for i in range(3)]
+    loaded = loaded_from(data_file(rows))
+    assert "prompts" not in loaded.train.column_names and "level" in loaded.train.column_names
+    assert "Note: rewards do not get the columns prompts, completion_ids" in capsys.readouterr().out
+
+
+def test_an_answer_that_is_missing_in_data_of_ones_own():
+    rows = Dataset.from_list([{"question": "1", "answer": "1"}, {"question": "2", "answer": None}])
+    with pytest.raises(InputError, match="row 1 of mine: 'answer' holds nothing"):
+        Problems(rows, rows, name="mine")
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,15 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from recipes import math as recipe
-from recipes.common.errors import InputError
+from recipes.common.errors import InputError, Stopped
 from recipes.common.run_folder import differences
 from tests.recipes.conftest import log_of, result_of
 
@@ -84,11 +86,53 @@ def test_nothing_left_to_do_leaves_everything_as_it_is(run, copy, flags, message
     assert re.search(message, capsys.readouterr().out)
 
 
-def test_a_run_without_its_last_evaluation_says_how_to_get_it(run, copy, capsys):
+@pytest.mark.parametrize("killed", ["before the model was saved", "in the last evaluation"])
+def test_a_run_without_its_last_evaluation_gets_it(run, copy, killed, capsys):
+    """The same evaluation, to the bit, and the same weights. Training's own files are not needed for it."""
+    (copy / "checkpoint-4" / "optimizer.pt").unlink()
+    before, weights = result_of(copy), (copy / "model.safetensors").read_bytes()
     (copy / "result.json").unlink()
+    if killed == "before the model was saved":
+        (copy / "trainer_state.json").unlink()
+        (copy / "model.safetensors").write_bytes(b"of an earlier, shorter run")
     run("--resume_from_checkpoint", "latest")
-    said = capsys.readouterr().out
-    assert "Nothing left to train" in said and f"--eval_only --model_name_or_path {copy / 'checkpoint-4'}" in said
+    assert "Nothing left to train" in capsys.readouterr().out
+    after = result_of(copy)
+    assert after.pop("training_seconds") < before.pop("training_seconds") and after == before
+    assert (copy / "model.safetensors").read_bytes() == weights and log_of(copy)[-1]["step"] == 4
+
+
+def test_a_run_without_checkpoints_gets_its_last_evaluation(run, monkeypatch, tmp_path):
+    def stop(trainer):
+        raise Stopped("Training was complete; its last evaluation was not.")
+
+    first = recipe.OTBGRPOTrainer.evaluate
+    when = lambda trainer, **_: stop(trainer) if trainer.state.global_step else first(trainer)  # noqa: E731
+    with monkeypatch.context() as patch:
+        patch.setattr(recipe.OTBGRPOTrainer, "evaluate", when)
+        with pytest.raises(Stopped, match="its last evaluation was not"):
+            run("--save_strategy", "no")
+    run("--resume_from_checkpoint", "latest")
+    result = result_of(tmp_path / "run")
+    assert [e["step"] for e in result["evaluations"]] == [0, 4] and result["tokens_generated"] > 0
+    with pytest.raises(InputError, match="holds the model of 4 steps and no checkpoint to go on from"):
+        run("--resume_from_checkpoint", "latest", "--max_steps", "5")
+
+
+def test_a_run_that_was_killed_while_it_saved_its_first_checkpoint_begins_anew(run, copy):
+    for name in ("result.json", "model.safetensors", "checkpoint-2/held_out_counts.json"):
+        (copy / name).unlink()
+    shutil.rmtree(copy / "checkpoint-4")
+    run("--max_steps", "2", "--save_steps", "2")
+    assert result_of(copy)["steps"] == 2
+
+
+def test_a_shorter_runs_result_does_not_stand_for_a_longer_one(run, copy):
+    """More steps were trained, and their evaluation was missed: the result is still that of fewer."""
+    result = result_of(copy)
+    (copy / "result.json").write_text(json.dumps({**result, "steps": 2}))
+    run("--resume_from_checkpoint", "latest")
+    assert result_of(copy)["steps"] == 4
 
 
 def test_more_steps_go_on(run, copy):
@@ -163,21 +207,22 @@ def test_latest_is_the_newest_complete_checkpoint(run, copy, capsys):
 def test_latest_without_a_checkpoint(run):
     with pytest.raises(InputError, match=r"'latest', and .*run holds no complete checkpoint"):
         run("--resume_from_checkpoint", "latest")
-    with pytest.raises(InputError, match="no complete checkpoint of a recipe is there"):
+    with pytest.raises(InputError, match="'nowhere/checkpoint-4', and nowhere/checkpoint-4 holds no complete"):
         run("--resume_from_checkpoint", "nowhere/checkpoint-4")
 
 
 @pytest.mark.parametrize("kind", ["file", "below a file"])
 def test_a_folder_that_cannot_be_written_to(run, tmp_path, kind):
     (tmp_path / "taken").write_text("")
-    with pytest.raises(InputError, match=r"`output_dir` is .*taken.*: .*Choose a folder to write to"):
+    with pytest.raises(InputError, match=r"`output_dir` is .*taken.*(which is a file|Choose a folder to write to)"):
         run(output="taken" if kind == "file" else "taken/run")
 
 
 # Ctrl-C
 
 
-def test_ctrl_c_leaves_a_checkpoint_that_resumes_exactly(run, monkeypatch, capsys):
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_ctrl_c_leaves_a_checkpoint_that_resumes_exactly(run, monkeypatch, signum):
     original = recipe.accuracy_reward
     whole = run("--save_steps", "2", output="whole")
     counted = {"steps": 0}
@@ -188,18 +233,19 @@ def test_ctrl_c_leaves_a_checkpoint_that_resumes_exactly(run, monkeypatch, capsy
         def accuracy(completions, **kwargs):
             counted["steps"] += len(completions) == 16  # an evaluation has other sizes
             if counted["steps"] == 2:
-                os.kill(os.getpid(), signal.SIGINT)
+                os.kill(os.getpid(), signum)
             return inner(completions=completions, **kwargs)
 
         return accuracy
 
+    previous = signal.getsignal(signum)
     with monkeypatch.context() as patch:
         patch.setattr(recipe, "accuracy_reward", interrupting)
-        folder = run(output="interrupted")
-    said = capsys.readouterr().out
-    assert (folder / "checkpoint-2").is_dir() and not (folder / "result.json").exists()
-    assert "Stopped after step 2" in said and "--resume_from_checkpoint latest" in said
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        with pytest.raises(Stopped, match="Stopped after step 2;(?s:.)*--resume_from_checkpoint latest"):
+            run("--save_only_model", output="interrupted")
+    folder = whole.with_name("interrupted")
+    assert (folder / "checkpoint-2" / "optimizer.pt").is_file() and not (folder / "result.json").exists()
+    assert signal.getsignal(signum) is previous
     run("--resume_from_checkpoint", "latest", output="interrupted")
     timings = {"step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second"}
     of_whole, of_resumed = (
@@ -216,3 +262,128 @@ def test_ctrl_c_leaves_a_checkpoint_that_resumes_exactly(run, monkeypatch, capsy
     first, second = (result_of(f) for f in (whole, folder))
     for key in ("before", "after", "tokens_generated"):
         assert first[key] == second[key], key
+
+
+def test_a_resumed_runs_seconds_are_those_of_all_its_legs(run, copy):
+    counts = copy / "checkpoint-4" / "held_out_counts.json"
+    saved = json.loads(counts.read_text())
+    assert 0 < saved["seconds"] <= result_of(copy)["training_seconds"]
+    counts.write_text(json.dumps({**saved, "seconds": 1000.0}))
+    run("--resume_from_checkpoint", "latest", "--max_steps", "5")
+    assert result_of(copy)["training_seconds"] > 1000
+
+
+# Resuming less than was promised
+
+
+@pytest.mark.parametrize(
+    ("file", "what"),
+    [
+        ("optimizer.pt", "state of the optimizer"),
+        ("scheduler.pt", "state of the schedule"),
+        ("rng_state.pth", "random numbers"),
+    ],
+)
+def test_a_checkpoint_that_lacks_a_part_is_resumed_only_if_that_is_allowed(run, copy, file, what, capsys):
+    (copy / "checkpoint-4" / file).unlink()
+    more = ["--resume_from_checkpoint", "latest", "--max_steps", "5"]
+    with pytest.raises(InputError, match=f"checkpoint-4 has no {what}.*Say --allow_changes"):
+        run(*more)
+    if file == "optimizer.pt":
+        run(*more, "--allow_changes")
+        assert f"Note: {copy / 'checkpoint-4'} has no {what}" in capsys.readouterr().out
+        assert result_of(copy)["steps"] == 5
+
+
+def test_a_result_without_checkpoints_is_not_gone_on_with(run, copy):
+    for checkpoint in copy.glob("checkpoint-*"):
+        shutil.rmtree(checkpoint)
+    with pytest.raises(InputError, match="holds the model of 4 steps and no checkpoint to go on from"):
+        run("--resume_from_checkpoint", "latest", "--max_steps", "5")
+
+
+@pytest.mark.slow
+def test_the_best_weights_are_those_that_are_measured_and_kept(run):
+    """The best of an accuracy that falls are the first ones."""
+    best = "--load_best_model_at_end --metric_for_best_model eval_reward --greater_is_better false"
+    flags = f"{best} --eval_strategy steps --eval_steps 2 --save_steps 2 --learning_rate 0.01".split()
+    folder = run(*flags)
+    state = json.loads((folder / "trainer_state.json").read_text())
+    assert state["best_global_step"] == 2, "choose another learning rate"
+    kept, of_best = (load_file(f / "model.safetensors") for f in (folder, folder / "checkpoint-2"))
+    assert all(torch.equal(kept[name], of_best[name]) for name in kept)
+    *_, second, last, measured = result_of(folder)["evaluations"]
+    assert (second["step"], last["step"], measured["step"]) == (2, 4, 4)
+    assert abs(measured["mean"] - second["mean"]) < abs(measured["mean"] - last["mean"])
+
+
+# What else is in the folder
+
+
+def test_one_process_writes_into_a_folder(run, copy):
+    """As long as it lives, and not longer, however it ends."""
+    program = "import filelock; held = filelock.FileLock('.lock'); held.acquire(); print(1, flush=True); input()"
+    pipe = subprocess.PIPE
+    other = subprocess.Popen([sys.executable, "-c", program], cwd=copy, stdin=pipe, stdout=pipe)
+    other.stdout.readline()
+    try:
+        for flags in (["--overwrite"], ["--resume_from_checkpoint", "latest", "--max_steps", "5"], []):
+            with pytest.raises(InputError, match="Another process writes into .*run right now"):
+                run(*flags)
+    finally:
+        other.kill()
+        other.wait()
+    run("--overwrite", "--max_steps", "1")
+
+
+def test_overwrite_removes_what_a_run_wrote_and_nothing_else(run, copy):
+    mine = ["notes.txt", "embeddings.safetensors", "checkpoint-3-backup/model.safetensors"]
+    for name in mine:
+        (copy / name).parent.mkdir(exist_ok=True)
+        (copy / name).write_text("mine")
+    with pytest.raises(InputError, match="checkpoint-3-backup is no checkpoint, and `save_total_limit`"):
+        run("--overwrite")
+    run("--overwrite", "--max_steps", "1", "--save_total_limit", "0")
+    assert all((copy / name).read_text() == "mine" for name in mine)
+    assert not (copy / "checkpoint-4").exists()
+
+
+def test_a_checkpoints_backup_is_no_checkpoint(run, copy):
+    shutil.copytree(copy / "checkpoint-4", copy / "checkpoint-9-backup")
+    run("--resume_from_checkpoint", "latest", "--save_total_limit", "0", "--max_steps", "5")
+    assert result_of(copy)["steps"] == 5 and (copy / "checkpoint-9-backup").is_dir()
+
+
+def test_overwrite_leaves_a_model_that_no_run_wrote(run, copy):
+    with pytest.raises(InputError, match="which --overwrite would remove: choose another"):
+        run("--overwrite", "--model_name_or_path", str(copy / "checkpoint-4"))
+    (copy / "configuration.json").unlink()
+    before = contents(copy)
+    with pytest.raises(InputError, match="holds the result of a run and no configuration.json, so no run wrote it"):
+        run("--overwrite")
+    assert contents(copy) == before
+
+
+@pytest.mark.slow
+def test_an_adapter_and_a_full_model_replace_each_other(run, capsys):
+    lora = ["--use_peft", "--lora_target_modules", "all-linear"]
+    for flags in (lora, [], lora):
+        folder = run("--max_steps", "1", "--overwrite", *flags)
+        assert (folder / "adapter_config.json").is_file() == bool(flags)
+        assert (folder / "model.safetensors").is_file() == (not flags)
+        run("--eval_only", "--model_name_or_path", str(folder))
+        assert "Held-out accuracy: " in capsys.readouterr().out
+
+
+def test_a_run_from_elsewhere_has_its_own_configuration(run, copy):
+    folder = run("--resume_from_checkpoint", str(copy / "checkpoint-4"), "--max_steps", "5", output="other")
+    assert json.loads((folder / "configuration.json").read_text())["trainer"]["max_steps"] == 5
+
+
+def test_a_changed_model_folder_is_another_model(run, short_policy, tmp_path):
+    model = ["--model_name_or_path", str(shutil.copytree(short_policy, tmp_path / "model"))]
+    run("--max_steps", "1", *model)
+    file = tmp_path / "model" / "model.safetensors"
+    save_file({name: w + 1e-3 for name, w in load_file(file).items()}, file, {"format": "pt"})
+    with pytest.raises(InputError, match="began with other options: the model's weights have changed"):
+        run("--resume_from_checkpoint", "latest", "--max_steps", "2", *model)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from datasets.fingerprint import Hasher
 from tqdm import tqdm
@@ -26,6 +27,7 @@ from .report import BaselineReport
 from .storage import Storage, only_writer
 
 
+logger = get_logger(__name__)
 __all__ = ["BaselineReport", "Comparison", "Estimate", "compare_baselines"]
 
 LAW_SIZES = (2, 4, 8, 16)  # of groups, at which the group mean is measured for the law of its noise
@@ -194,7 +196,19 @@ def compare_baselines(
             if on_top and not asked <= kept:
                 history = [row for _, row in others or examples]
                 remembering = with_history(trainer, on_top, history, batch, seed)
-            _measure(trainer, storage, examples, gradients, studied, remembering, completions_per_prompt, seed, bar)
+            try:
+                _measure(
+                    trainer, storage, examples, gradients, studied, remembering, completions_per_prompt, seed, bar
+                )
+            except (Exception, KeyboardInterrupt) as error:
+                if folder is None or not main:
+                    raise
+                same = "the same command without overwriting" if overwrite else "the same command"
+                said = f"{len(storage.prompts())} of {num_prompts} prompts are kept in {folder}; {same} goes on."
+                if isinstance(error, KeyboardInterrupt):
+                    raise KeyboardInterrupt(said) from error
+                logger.warning(said)
+                raise
         measured = {prompt["example"]: prompt for prompt in storage.prompts()}
         return BaselineReport.of(storage.settings, [measured[name] for name, _ in examples])
 

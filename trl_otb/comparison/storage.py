@@ -1,13 +1,14 @@
 """What has been measured, one file per prompt, so that a measurement can be stopped and go on."""
 
 import json
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
+from filelock import BaseFileLock, FileLock, Timeout
 
 
 SETTINGS = "settings.json"
@@ -61,7 +62,8 @@ class Storage:
             for file in self.folder.glob("prompt-*.pt") if self._overwrite else ():
                 file.unlink()
             self._overwrite = False
-            _replace(self.folder / SETTINGS, lambda path: path.write_text(json.dumps(self.settings, indent=2) + "\n"))
+            text = json.dumps(self.settings, indent=2) + "\n"
+            _replace(self.folder / SETTINGS, lambda path: path.write_text(text, encoding="utf-8"))
             _replace(self.folder / f"prompt-{index:05d}.pt", lambda path: torch.save(found, path))
         self._prompts.append(found)
 
@@ -80,13 +82,16 @@ def load(folder: Path) -> tuple[dict[str, Any], list[dict[Any, Any]]] | None:
     if not files:
         return None
     try:
-        settings = json.loads((folder / SETTINGS).read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{folder / SETTINGS} cannot be read: {error}. Choose another folder.") from error
+        settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+        settings["measured"]["seed"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{folder / SETTINGS} cannot be read ({problem}). Choose another folder.") from error
     prompts = []
     for file in files:
         try:
             prompts.append(torch.load(file, weights_only=True))
+            dict(prompts[-1])["example"]
         except Exception as error:  # torch, zip and pickle each raise their own kind
             raise ValueError(
                 f"{file} is damaged or no measurement ({type(error).__name__}). Remove it: its prompt will be "
@@ -95,31 +100,40 @@ def load(folder: Path) -> tuple[dict[str, Any], list[dict[Any, Any]]] | None:
     return settings, prompts
 
 
-@contextmanager
-def only_writer(folder: Path | None) -> Iterator[None]:
+def lock(folder: Path, doing: str = "writes", *, again: bool = False) -> BaseFileLock:
     """
-    Within this context nobody else measures into `folder`; the lock goes with the process, however it ends.
+    A lock by which nobody else writes into `folder`, which is made. It goes with the object, and with the process,
+    however it ends. `again` lets this process take it a second time; `doing` is for the message.
 
     Raises:
-        ValueError: Somebody else is at it.
+        ValueError: Somebody else is at it, or the folder cannot be written to.
     """
-    if folder is None:
-        yield
-        return
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"`output_dir` is {str(folder)!r}, which is a file: name a folder.")
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / ".lock")
+    held = FileLock(folder / ".lock", is_singleton=again)
     try:
-        lock.acquire(timeout=0)
+        folder.mkdir(parents=True, exist_ok=True)
+        held.acquire(timeout=0)
+        tempfile.TemporaryFile(dir=folder).close()
     except Timeout as error:
         raise ValueError(
-            f"Another process measures into {folder} right now: wait for it, or choose another folder."
+            f"Another process {doing} into {folder} right now: wait for it, or choose another folder."
         ) from error
+    except OSError as error:
+        problem = f"`output_dir` is {str(folder)!r}: it cannot be written to ({type(error).__name__}: {error})"
+        raise ValueError(f"{problem}. Choose a folder to write to.") from error
+    return held
+
+
+@contextmanager
+def only_writer(folder: Path | None) -> Iterator[None]:
+    """Within this context nobody else measures into `folder`, see [`lock`]."""
+    held = None if folder is None else lock(folder, "measures")
     try:
         yield
     finally:
-        lock.release()
+        if held is not None:
+            held.release()
 
 
 def _replace(path: Path, write: Any) -> None:
