@@ -21,7 +21,7 @@ def import_object(path: str, option: str) -> Callable:
         sys.path.append(os.getcwd())  # at the end, where it can hide no other module
     try:
         found = getattr(importlib.import_module(module_name), name)
-    except Exception as error:  # a module of the user's own can raise anything
+    except (Exception, SystemExit) as error:  # a module of the user's own can raise anything
         raise ValueError(
             f"`{option}` is {path!r}, which cannot be imported: {type(error).__name__}: {error}. Write "
             "'module:function', with the module's file in the current folder or on PYTHONPATH."

@@ -5,6 +5,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -103,7 +105,7 @@ def policy(kind: str, steps: int | None = None) -> Path:
         print(f"Warm-starting the toy policy {kind}: {takes}, once; it is cached.", flush=True)
         # In a process of its own, outside the launched job: a trainer here would wait for the other processes, which
         # wait for this one. In a session of its own, so that Ctrl-C reaches only this process, which then ends it.
-        command = [sys.executable, "-m", __name__, kind, str(folder), str(start.steps)]
+        command = [sys.executable, "-m", __name__, kind, str(folder), str(start.steps), str(os.getpid())]
         where = {"cwd": Path(__file__).parents[2], "env": _alone(), "start_new_session": True}
         done = subprocess.run(command, **where, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         if done.returncode != 0:
@@ -185,5 +187,17 @@ def train(start: WarmStart, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
+def _end_with(parent: int) -> None:
+    """A parent that is killed frees the cache's lock, and whoever makes the policy next would meet this process."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 if __name__ == "__main__":
+    _end_with(parent=int(sys.argv[4]))
     train(replace(WARM_STARTS[sys.argv[1]], steps=int(sys.argv[3])), Path(sys.argv[2]))

