@@ -19,6 +19,7 @@ def incompatible_trl(what: str) -> ImportError:
 
 try:
     from trl.models import utils as trl_models
+    from trl.trainer import grpo_trainer as trl_grpo_trainer
     from trl.trainer import utils as trl_utils
 except ImportError as error:
     raise incompatible_trl(str(error)) from error
@@ -44,6 +45,7 @@ METHODS = {
 TRAINER_METHODS = {
     "_load_optimizer_and_scheduler": ("self", "checkpoint"),
     "_save_optimizer_and_scheduler": ("self", "output_dir"),
+    "training_step": ("self", "model", "inputs"),
 }
 FUNCTIONS = {
     "add_fused_lm_head": ("model", "temperature", "cast_lm_head_to_fp32", "outputs"),
@@ -54,8 +56,9 @@ FUNCTIONS = {
     "split_pixel_values_by_grid": ("batch",),
     "split_tensor_dict": ("tensor_dict", "num_chunks"),
     "unsplit_pixel_values_by_grid": ("batch",),
-    "shuffle_sequence_dict": ("seq_dict",),
 }
+# Names in the module of GRPOTrainer that another function takes the place of
+REPLACED = {"shuffle_sequence_dict": ("seq_dict",)}
 MODEL_FUNCTIONS = {"disable_gradient_checkpointing": ("model", "gradient_checkpointing_kwargs")}
 ATTRIBUTES = (
     "_buffered_inputs",
@@ -94,7 +97,13 @@ FORWARD_KWARGS = (
     "image_position_ids",
 )
 
-_OWNERS = ((GRPOTrainer, METHODS), (Trainer, TRAINER_METHODS), (trl_utils, FUNCTIONS), (trl_models, MODEL_FUNCTIONS))
+_OWNERS = (
+    (GRPOTrainer, METHODS),
+    (Trainer, TRAINER_METHODS),
+    (trl_utils, FUNCTIONS),
+    (trl_grpo_trainer, REPLACED),
+    (trl_models, MODEL_FUNCTIONS),
+)
 
 
 def check_trl(attributes_of: GRPOTrainer | None = None) -> None:

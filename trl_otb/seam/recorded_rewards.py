@@ -24,7 +24,7 @@ def recorded_rewards(trainer: GRPOTrainer) -> Iterator[list[RewardRecorder]]:
 
     def recorded(inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> torch.Tensor:
         functions = trainer.reward_funcs
-        recorder = RewardRecorder(list(map(len, completion_ids_list)))
+        recorder = RewardRecorder(completion_ids_list)
         trainer.reward_funcs = [
             function
             if isinstance(function, torch.nn.Module)
