@@ -245,7 +245,7 @@ def _totals(rollout: Rollout, rows: Rows, of_tokens: bool) -> torch.Tensor:
 
 
 def _scale(rollout: Rollout, rows: Rows) -> torch.Tensor:
-    """`(b, 1)`; infinite where a group is too small for a standard deviation: no signal, as in TRL."""
+    """`(b, 1)`; infinite where there is no standard deviation, or none to divide by: no signal, as in TRL."""
     return rollout.scale[rows].nan_to_num(nan=torch.inf).unsqueeze(1)
 
 

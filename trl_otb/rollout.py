@@ -41,7 +41,7 @@ class Rollout:
             One return per completion or, where single turns or tokens were rewarded, one reward per token. NaN where
             no reward function could score the completion.
         scale (`torch.Tensor` of shape `(B,)`):
-            What `scale_rewards` divides advantages by; 1 for `"none"`.
+            What `scale_rewards` divides advantages by; 1 for `"none"`, NaN where advantages are 0 instead.
         level (`torch.Tensor` of shape `(B,)`, *optional*):
             Whether all returns that the completion's `scale` was formed of are equal.
         number (`int`, *optional*, defaults to 0):

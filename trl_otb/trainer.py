@@ -182,7 +182,7 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
         if rollout.level is not None and rule.name != "group_mean":
             # Nothing to learn where all returns are equal, whatever is subtracted: GRPOTrainer has A = 0 there too, up
             # to a rounding that the group mean keeps
-            rollout.scale = rollout.scale.masked_fill(rollout.level, torch.inf)
+            rollout.scale = rollout.scale.masked_fill(rollout.level, torch.nan)
         across_prompts = compared_by(rule, rollout.rewards).across_prompts
         compared_here = len(rollout) % rollout.num_generations == 0 and not across_prompts
         processes = None if self.accelerator.num_processes == 1 or compared_here else self.accelerator
