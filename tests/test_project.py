@@ -189,8 +189,11 @@ def test_what_a_page_refers_to_is_there(page):
 
 def test_the_python_examples_of_the_readme(registry):
     trainer, reward = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    (baseline,) = re.findall(r"```python\n(.*?)```", REFERENCE, flags=re.DOTALL)
-    names = {}
+    baseline, merged = re.findall(r"```python\n(.*?)```", REFERENCE, flags=re.DOTALL)
+    names = {"__name__": "page"}
+    exec(merged, names)
+    args = names["Config"](output_dir="unused", use_cpu=True, bf16=False)
+    assert (args.baseline, args.epsilon, args.scale_rewards) == ("ogb", 0.4, "none")
     exec(baseline.split("args =")[0], names)
     compile(baseline, "reference.md", "exec")
     assert find_baseline("newest").function is names["newest"]
