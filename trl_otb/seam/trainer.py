@@ -13,7 +13,7 @@ from ..credit import advantages_of, own_rows, set_energies
 from ..energy import importance_weighted
 from ..rewards import RewardRecorder
 from ..rollout import EVERY_ROW, Rollout, Rollouts, Rows, generated_mask
-from .contract import FORWARD_KWARGS, check_trl, incompatible_trl, trl_models, trl_utils
+from .contract import FORWARD_KWARGS, check_trl, incompatible_trl, say_drift, trl_models, trl_utils
 from .gspo_token import ratios_per_token, spread_sequence_ratio
 from .head import EnergyHead, Forward
 from .overrides import check_loss, check_order, overriders
@@ -47,6 +47,7 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
         self._losses = 0  # how many our `_compute_loss` has returned
         super().__init__(*args, **kwargs)
         check_trl(self)
+        say_drift()
         if self.credits_tokens:
             check_loss(type(self), EnergyGRPOTrainer, self.args.baseline)
         self._energy_head = EnergyHead(self.policy, self.temperature, self.args.cast_lm_head_to_fp32)
