@@ -102,7 +102,7 @@ def test_the_check_against_vllm_runs_and_shows_what_it_promises(server, model_pa
     (trainer,) = trainers
     out = capsys.readouterr().out
     # TRL's own forward yields energies, and after an update the server samples from the policy as it is
-    assert "In 2 steps 2 forwards without gradient, 2 with; energies come from the no-gradient forward that GRPO" in out
+    assert "In 2 steps 2 forwards without gradient, 2 with; energies come from the no-gradient forward that" in out
     assert server.reloads >= 2
     assert max(map(float, logged(trainer, "sampling/sampling_logp_difference/max"))) < 1e-3
     weights = dict(trainer.model.named_parameters())
