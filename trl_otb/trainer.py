@@ -1,6 +1,6 @@
 import inspect
 import textwrap
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,6 @@ from trl import GRPOConfig, GRPOTrainer
 
 from .baselines import Baseline, Completions, Tokens, find_baseline
 from .baselines.advantages import compared_by
-from .baselines.groups import left_as_it_is
 from .callbacks import GradientNoiseCallback, InexactResumeNotice
 from .config import OTBGRPOConfig
 from .credit import credit, credit_base, measure, tokens_of
@@ -286,9 +285,7 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
         if rule.on_top_of is not None:
             seen = tokens_of(rollout, rule, gather=self.accelerator.gather)
         rollout.compared = None
-        with nullcontext() if rule.built_in else left_as_it_is(seen, rule.name):
-            found = rule.function.update(seen) or {}
-        return {f"{rule.name}/{name}": value for name, value in found.items()}
+        return {f"{rule.name}/{name}": value for name, value in rule.learn(seen).items()}
 
     def _log_energy_source_once(self, source: str) -> None:
         if self.energy_source is None and self.model.training:

@@ -38,12 +38,15 @@ class Replaced:
         return self.accelerator.gather(torch.tensor(lengths))
 
 
+@pytest.mark.parametrize("order", ["a mixin", "a trainer behind ours", "a trainer before ours"])
 @pytest.mark.parametrize(("change", "source"), in_turn([Shaped, Named, Replaced], SOURCES))
-def test_group_mean_gives_the_weights_of_the_same_subclass_of_grpo_trainer(train, change, source):
+def test_group_mean_gives_the_weights_of_the_same_subclass_of_grpo_trainer(train, change, source, order):
     options = SOURCES[source]
-    grpo = train(type("OfGRPO", (change, GRPOTrainer), {}), GRPOConfig, scale_rewards="none", **options)
-    otb = train(type("OfOTB", (change, OTBGRPOTrainer), {}), OTBGRPOConfig, baseline="group_mean", **options)
-    assert_same_weights(grpo, otb)
+    theirs = type("OfGRPO", (change, GRPOTrainer), {})
+    grpo = train(theirs, GRPOConfig, scale_rewards="none", **options)
+    bases = {"a mixin": (change, OTBGRPOTrainer), "a trainer behind ours": (OTBGRPOTrainer, theirs)}
+    cls = type("OfOTB", bases.get(order, (theirs, OTBGRPOTrainer)), {})
+    assert_same_weights(grpo, train(cls, OTBGRPOConfig, baseline="group_mean", **options))
 
 
 @pytest.mark.parametrize("source", SOURCES)

@@ -1,14 +1,13 @@
 """From rewards, energies and a baseline to the advantage of every token."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 
 from ..blocks import by_blocks
 from ..energy import check_energies, importance_weighted
-from .groups import Completions, Groups, completion_returns, left_as_it_is
+from .groups import Completions, Groups, completion_returns
 from .pooled import REWARDS_TO_GO_POOLED
 from .registry import READS, Baseline, check_options, find_baseline
 from .tokens import Tokens
@@ -107,8 +106,7 @@ def compared_by(rule: Baseline, rewards: torch.Tensor) -> Baseline:
 
 def advantages_on_top(rule: Baseline, tokens: Tokens) -> torch.Tensor:
     """`(B, T)` of completions by themselves, under a baseline on top of another."""
-    with nullcontext() if rule.built_in else left_as_it_is(tokens, rule.name):
-        baseline = rule.function(tokens)
+    baseline = rule.of(tokens)
     if not rule.built_in:
         present = tokens.mask.unsqueeze(0)
         baseline = _checked(baseline, rule, present.shape, present).squeeze(0)
@@ -128,8 +126,7 @@ def _credit(groups: Completions, rule: Baseline, zero_tail: bool = True) -> Cred
     if groups.shape[1] == 1:  # nobody to compare with
         baseline = torch.zeros_like(groups.returns)
     else:
-        with nullcontext() if rule.built_in else left_as_it_is(groups, rule.name):
-            baseline = rule.function(groups)
+        baseline = rule.of(groups)
         if not rule.built_in:
             shape = groups.shape if rule.per_token else (*groups.shape[:2], 1)
             compared = groups.present if rule.per_token and isinstance(groups, Groups) else groups.scorable

@@ -1,11 +1,12 @@
 """The register of baselines: names, flags and where they are looked up."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ..imports import import_object
-from .groups import ALIGNMENTS
+from .groups import ALIGNMENTS, left_as_it_is
 
 
 # What a baseline may ask for beside returns, energies and lengths
@@ -95,6 +96,16 @@ class Baseline:
         function = self.function() if isinstance(self.function, type) else self.function
         below = None if self.on_top_of is None else find_baseline(self.on_top_of)
         return replace(self, function=function, on_top_of=below)
+
+    def of(self, group: Any) -> Any:
+        """B, of a group that the function must leave as it is."""
+        with nullcontext() if self.built_in else left_as_it_is(group, self.name):
+            return self.function(group)
+
+    def learn(self, group: Any) -> dict[str, float]:
+        """Let a baseline that remembers learn from what it was given; what it has to tell."""
+        with nullcontext() if self.built_in else left_as_it_is(group, self.name):
+            return self.function.update(group) or {}
 
     def declared(self, energy: Any) -> Any:
         """`energy`, if the function reads it; else `None`, so that reading it is an error."""
