@@ -119,10 +119,12 @@ class OTBGRPOConfig(GRPOConfig):
         cls.__annotations__ = annotations
 
     def __post_init__(self) -> None:
-        if inspect.get_annotations(type(self)) and "__dataclass_fields__" not in vars(type(self)):
+        stated = vars(type(self))
+        undecorated = inspect.get_annotations(type(self)) and "__dataclass_fields__" not in stated
+        if undecorated or any(stated.get(f.name, f.default) is not f.default for f in fields(self)):
             raise TypeError(
                 f"`{type(self).__name__}` is a config class with options of its own, or of several bases, that are "
-                "not looked at: decorate it with `@dataclass`."
+                "not looked at: decorate it with `@dataclass`, and give each option a type (`baseline: str = 'ogb'`)."
             )
         self._check_otb_options()
         super().__post_init__()

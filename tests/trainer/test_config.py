@@ -169,11 +169,18 @@ def test_a_merged_config_keeps_the_defaults_of_both():
     assert not OursFirst(**ON_CPU).zero_tail and TheirsFirst(**ON_CPU).beta == 0.5
     assert OnCPU(output_dir="unused").epsilon == OTBGRPOConfig(**ON_CPU).epsilon == 0.2
 
-    class Forgotten(OTBGRPOConfig, Theirs):
-        pass
 
-    with pytest.raises(TypeError, match="`Forgotten` is a config class .* decorate it with `@dataclass`"):
-        Forgotten(**ON_CPU)
+@pytest.mark.parametrize("bases", [(OTBGRPOConfig,), (OTBGRPOConfig, Theirs)])
+@pytest.mark.parametrize("own", [{"baseline": "ogb"}, {"__annotations__": {"gamma": float}, "gamma": 0.5}, {}])
+@pytest.mark.parametrize("decorate", [dataclass, lambda cls: cls])
+def test_options_of_a_config_class_that_are_not_looked_at_are_an_error(bases, own, decorate):
+    cls = decorate(type("Forgotten", bases, dict(own)))
+    without_type, decorated = "baseline" in own, decorate is dataclass
+    if without_type or (not decorated and (own or len(bases) > 1)):
+        with pytest.raises(TypeError, match="`Forgotten` is a config class .* decorate it with `@dataclass`"):
+            cls(**ON_CPU)
+    else:
+        assert cls(**ON_CPU).baseline == "otb"
 
 
 def test_a_subclass_of_grpo_config_keeps_its_class_and_fields(train):
