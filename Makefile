@@ -32,7 +32,7 @@ picture: $(VENV)/.recipes ## the README's picture, recipes/group.png
 	$(BIN)/python -W ignore -m recipes.studies.picture
 
 # What a newer TRL would break: it is installed beside the environment, and contract, sources and quick tests run with it.
-# Of the sources only one test speaks, in what `python -m trl_otb.seam` prints in full.
+# That sources differ is printed, and no failure.
 DRIFT := .drift/$(or $(TRL),newest)
 drift: $(VENV)/.test ## with the newest TRL; or make drift TRL=1.17.0
 	rm -rf $(DRIFT)

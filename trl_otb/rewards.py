@@ -48,6 +48,9 @@ class TokenRewards:
     def __iter__(self) -> Iterator[Any]:
         return iter(self.rewards)
 
+    def __getitem__(self, position: Any) -> Any:
+        return self.rewards[position]
+
     def __repr__(self) -> str:
         return f"TokenRewards({self.rewards!r})"
 
