@@ -291,7 +291,6 @@ def test_what_cannot_be_registered(flags, function, message):
         register_baseline("mine", **flags)(function)
 
 
-@pytest.mark.usefixtures("registry")
 class Careless:
     """Changes what it learns from, or reads energies without saying so."""
 
@@ -324,6 +323,7 @@ def test_what_a_baseline_learns_from_stays_as_it_is(train, registry, what, messa
         train(baseline="careless", max_steps=1)
 
 
+@pytest.mark.usefixtures("registry")
 def test_a_function_on_top_of_another(train):
     """Whose result is checked, and which gets each completion by itself."""
     register_baseline("plus", on_top_of="rloo", uses_energy=False)(lambda tokens: tokens.base + 0.25)
