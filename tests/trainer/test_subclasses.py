@@ -196,6 +196,13 @@ def test_an_order_in_which_no_baseline_would_reach_the_loss_is_no_class(bases, o
         type("New", bases, own)
 
 
+def test_a_base_may_be_called_by_its_name(train):
+    def by_name(self, model, inputs):
+        return OTBGRPOTrainer._compute_loss(self, model, inputs)
+
+    assert_same_weights(train(type("New", (OTBGRPOTrainer,), {"_compute_loss": by_name})), train(OTBGRPOTrainer))
+
+
 def test_a_loss_set_on_the_trainer_is_noticed_in_its_first_step(train):
     trainer = train(OTBGRPOTrainer, baseline="group_mean", train=False)
     trainer._compute_loss = lambda model, inputs: sum(p.sum() for p in model.parameters())
