@@ -68,8 +68,7 @@ def serve() -> None:
     # TRL asks for the log-probs that tokens were sampled with, and for the means of sending weights
     command += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1", "--enable-scale-out"]
     command += ["--weight-transfer-config", '{"backend": "nccl"}']
-    program = Path(sys.executable).parent / command[0]
-    os.execve(program, command, {**os.environ, **SERVER_ENVIRONMENT})
+    os.execve(Path(sys.executable).parent / command[0], command, {**os.environ, **SERVER_ENVIRONMENT})
 
 
 def reload_instead_of_nccl(client: type[VLLMClient]) -> None:

@@ -1,5 +1,8 @@
 import copy
+import inspect
 from dataclasses import dataclass, field, fields
+from functools import cache
+from typing import Any
 
 from trl import GRPOConfig
 
@@ -43,6 +46,11 @@ class OTBGRPOConfig(GRPOConfig):
         leave_one_out (`bool`, *optional*, defaults to `False`):
             Leave a completion's own return out of the baseline that is subtracted from it. Removes the bias at small
             `num_generations`, at the price of more variance. `"group_mean"` with one left out is `"rloo"`.
+        keep_groups_together (`bool`, *optional*):
+            Whether each micro-batch holds whole groups, where `per_device_train_batch_size` is a multiple of
+            `num_generations`: the training forward can then give the energies of a baseline that compares tokens, and
+            [`GradientNoiseCallback`] can compare micro-batches. `None`, the default, means yes, except under
+            `"group_mean"`, which shuffles rows as [`~trl.GRPOTrainer`] does.
 
     An option that the chosen baseline does not look at is rejected when it is set.
 
@@ -84,19 +92,55 @@ class OTBGRPOConfig(GRPOConfig):
         },
     )
 
+    keep_groups_together: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Whether each micro-batch holds whole groups, where `per_device_train_batch_size` is a multiple "
+            "of `num_generations`. By default yes, except under 'group_mean', which shuffles rows as GRPOTrainer does."
+        },
+    )
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """
+        A class that merges this one with another config keeps the defaults of both: those of the first that states
+        them. By itself, a dataclass takes every default of its first base, inherited ones included.
+        """
+        super().__init_subclass__(**kwargs)
+        annotations = dict(inspect.get_annotations(cls))
+        stated: dict[str, Any] = {}
+        bases = [base for base in cls.__mro__[1:] if "__dataclass_fields__" in vars(base)]
+        for base in reversed(bases):
+            stated.update((f.name, f) for f in fields(base) if f.name in inspect.get_annotations(base))
+        taken = {f.name: f for f in fields(bases[0])}
+        for name, option in stated.items():
+            if name not in annotations and taken.get(name) is not option:
+                annotations[name] = option.type
+                setattr(cls, name, option)
+        cls.__annotations__ = annotations
+
     def __post_init__(self) -> None:
+        stated = vars(type(self))
+        undecorated = inspect.get_annotations(type(self)) and "__dataclass_fields__" not in stated
+        if undecorated or any(stated.get(f.name, f.default) is not f.default for f in fields(self)):
+            raise TypeError(
+                f"`{type(self).__name__}` is a config class with options of its own, or of several bases, that are "
+                "not looked at: decorate it with `@dataclass`, and give each option a type (`baseline: str = 'ogb'`)."
+            )
         self._check_otb_options()
         super().__post_init__()
 
     @classmethod
     def from_grpo_config(cls, args: GRPOConfig) -> "OTBGRPOConfig":
         """
-        A copy of `args` with the defaults of the options that this class adds. Everything else, `scale_rewards`
-        included, stays as it is in `args`.
+        A copy of `args` with the defaults of the options that this class adds. Everything else, `scale_rewards` and
+        the class of `args` included, stays: the copy is an instance of both.
         """
+        ours: Any = cls
+        theirs: Any = type(args)
+        merged = ours if issubclass(ours, theirs) else _merged(ours, theirs)
         args = copy.copy(args)  # not re-created: TrainingArguments derives fields from others when it is
-        args.__class__ = cls
-        for option in fields(cls):
+        args.__class__ = merged
+        for option in fields(merged):
             if option.name not in vars(args):
                 setattr(args, option.name, option.default)
         args._check_otb_options()
@@ -113,14 +157,39 @@ class OTBGRPOConfig(GRPOConfig):
             raise ValueError(
                 f"`scale_rewards` is {self.scale_rewards!r}: it must be one of 'none', 'group' and 'batch'."
             )
-        if find_baseline(self.baseline).compares_prompts and self.scale_rewards in (True, "group"):
+        rule = find_baseline(self.baseline)
+        if self.scale_rewards in (True, "group") and not rule.cancels_equal_returns:
+            why = "compares prompts" if rule.compares_prompts else "does not only compare the completions of a group"
             raise ValueError(
-                f"`scale_rewards` is {self.scale_rewards!r} and `baseline` is {self.baseline!r}, which compares "
-                "prompts: a group whose returns are all equal has advantages then, and they would be divided by its "
-                "standard deviation, which is 0. Set `scale_rewards='none'` or 'batch'."
+                f"`scale_rewards` is {self.scale_rewards!r} and `baseline` is {self.baseline!r}, which {why}: a group "
+                "whose returns are all but equal has advantages then, and they would be divided by its standard "
+                "deviation, which is all but 0. Set `scale_rewards='none'` or 'batch'."
+            )
+        together = self.keep_groups_together
+        if not (together is None or isinstance(together, bool)):
+            raise ValueError(f"`keep_groups_together` is {together!r}: it must be True, False or None.")
+        if together and self.num_generations and self.per_device_train_batch_size % self.num_generations != 0:
+            raise ValueError(
+                "`keep_groups_together` is True and `per_device_train_batch_size` "
+                f"{self.per_device_train_batch_size}: whole groups need a multiple of `num_generations`, "
+                f"{self.num_generations}."
             )
         if self.loss_type not in LOSS_TYPES:
             raise ValueError(
                 f"`loss_type` is {self.loss_type!r}: OTBGRPOTrainer is known to be right with "
                 f"{', '.join(map(repr, LOSS_TYPES))} only. Set one of these."
             )
+
+
+@cache
+def _merged(ours: Any, theirs: Any) -> Any:
+    """A config class of both, whose instances can be pickled, as checkpoints do."""
+    methods = {"__reduce__": lambda self: (_restored, (ours, theirs, vars(self)))}
+    return dataclass(type(f"{ours.__name__}Of{theirs.__name__}", (ours, theirs), methods))
+
+
+def _restored(ours: Any, theirs: Any, values: dict[str, Any]) -> Any:
+    cls = _merged(ours, theirs)
+    args = cls.__new__(cls)
+    vars(args).update(values)
+    return args

@@ -16,6 +16,7 @@ from .baselines.advantages import (
 from .baselines.groups import completion_returns, scorable_rows, turns_of
 from .baselines.tokens import FINER
 from .blocks import by_blocks
+from .energy import check_energies
 from .metrics import completion_statistics
 from .rollout import EVERY_ROW, Rollout, Rows, store
 
@@ -30,7 +31,11 @@ def set_energies(
     """
     Store what a forward over `rows` yielded: `energy`, ρ_t² w_t, and `logps`, log π(y_t), each `(b, T)`; and hidden
     `states`, `(b, T, k)`.
+
+    Raises:
+        ValueError: An energy is not finite.
     """
+    check_energies(energy, rollout.mask[rows], torch.arange(len(rollout), device=energy.device)[rows])
     store(rollout, "energy", energy, rows)
     if logps is not None:
         store(rollout, "logps", logps.detach(), rows)
@@ -117,7 +122,7 @@ def tokens_of(rollout: Rollout, rule: Baseline, rows: Rows = EVERY_ROW, **gather
     return Tokens(
         rollout.rewards[rows],
         rollout.base[rows],
-        energy[rows],
+        rule.declared(energy[rows]),
         rollout.mask[rows],
         (row // rollout.num_generations)[rows],
         _beside(rollout, rule, rows),
@@ -131,7 +136,7 @@ def measure(rollout: Rollout, rows: Rows = EVERY_ROW) -> None:
     inputs = {name: getattr(rollout, name)[rows] for name in names}
     statistics = completion_statistics(**inputs, scorable=scorable_rows(rollout.rewards[rows]))
     store(rollout, "statistics", statistics, rows)
-    rollout.unmeasured -= len(statistics)
+    rollout.measured[rows.cpu() if isinstance(rows, torch.Tensor) else rows] = True
 
 
 def advantages_of(rollout: Rollout, rows: Rows = EVERY_ROW) -> torch.Tensor:
@@ -240,7 +245,7 @@ def _totals(rollout: Rollout, rows: Rows, of_tokens: bool) -> torch.Tensor:
 
 
 def _scale(rollout: Rollout, rows: Rows) -> torch.Tensor:
-    """`(b, 1)`; infinite where a group is too small for a standard deviation: no signal, as in TRL."""
+    """`(b, 1)`; infinite where there is no standard deviation, or none to divide by: no signal, as in TRL."""
     return rollout.scale[rows].nan_to_num(nan=torch.inf).unsqueeze(1)
 
 

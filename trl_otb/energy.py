@@ -57,6 +57,30 @@ def importance_weighted(energy: torch.Tensor, importance_weights: torch.Tensor |
     return energy if importance_weights is None else energy * importance_weights.float().square()
 
 
+def check_energies(energy: torch.Tensor, mask: torch.Tensor, rows: torch.Tensor | None = None) -> None:
+    """
+    Args:
+        energy (`torch.Tensor` of shape `(B, T)`):
+            ρ_t² w_t. Values where `mask` is 0 are ignored.
+        mask (`torch.Tensor` of shape `(B, T)`):
+            1 on generated tokens.
+        rows (`torch.Tensor` of shape `(B,)`, *optional*):
+            What an error calls the rows; by default they are counted.
+
+    Raises:
+        ValueError: An energy is not finite. The message names its row and token.
+    """
+    broken = ~energy.isfinite() & mask.bool()
+    if broken.any():
+        row, token = broken.nonzero()[0].tolist()
+        raise ValueError(
+            f"The energy of completion {row if rows is None else int(rows[row])}, token {token}, is "
+            f"{energy[row, token].item()}: its log-probs or importance ratio are not finite, and it would spread to "
+            "all of the group. Look at the policy's weights and precision (bfloat16 in the place of float16), and at "
+            "the learning rate."
+        )
+
+
 def realized_energy(
     energy: torch.Tensor, mask: torch.Tensor, importance_weights: torch.Tensor | None = None
 ) -> torch.Tensor:

@@ -2,20 +2,29 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 
-class TokenRewards(list):
+MOST = torch.finfo(torch.float32).max  # rewards are float32, in TRL too
+
+
+class TokenRewards:
     """
     Rewards of a completion's tokens, for a reward function or an environment's `get_reward` to return in the place of
     a number: one for every id in the completion's `completion_ids`, tool output included.
 
     A plain list, tuple or one-dimensional array in that place holds rewards of the completion's turns instead: one for
     every turn of the policy, that is, for every stretch of generated tokens between tool output, which in a
-    conversation is every assistant message. A turn's reward is earned at its last token.
+    conversation is every assistant message. A turn's reward is earned at its last token. An array of one number, as a
+    reward model's logits, is one number for the completion, as in TRL.
+
+    Args:
+        rewards (sequence of numbers, or one-dimensional array):
+            A list, or an array of NumPy or PyTorch, which is many times faster for long completions.
 
     Example:
 
@@ -26,9 +35,24 @@ class TokenRewards(list):
 
 
     def brevity(completion_ids, **kwargs):
-        return [TokenRewards([-0.01] * len(ids)) for ids in completion_ids]
+        return [TokenRewards(torch.full((len(ids),), -0.01)) for ids in completion_ids]
     ```
     """
+
+    def __init__(self, rewards: Sequence[float] | np.ndarray | torch.Tensor):
+        self.rewards = rewards if hasattr(rewards, "ndim") else list(rewards)
+
+    def __len__(self) -> int:
+        return len(self.rewards)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.rewards)
+
+    def __getitem__(self, position: Any) -> Any:
+        return self.rewards[position]
+
+    def __repr__(self) -> str:
+        return f"TokenRewards({self.rewards!r})"
 
 
 class RewardRecorder:
@@ -37,18 +61,18 @@ class RewardRecorder:
     tokens, and hands on the sum, which GRPOTrainer logs and weighs as it does any reward.
 
     Args:
-        lengths (`list[int]` of length B):
-            Tokens of each completion, tool output included.
+        completion_ids (`list[list[int]]` of length B):
+            The tokens of each completion, tool output included.
 
     Attributes:
         rewards_per_func (`torch.Tensor` of shape `(B_all, F)`, *optional*):
             What GRPOTrainer made of the functions' rewards, on all processes.
     """
 
-    def __init__(self, lengths: list[int]):
+    def __init__(self, completion_ids: list[list[int]]):
         self.rewards_per_func: torch.Tensor | None = None
-        self._lengths = lengths
-        self._credited: dict[tuple[int, int], list[float]] = {}  # by function and row
+        self.completion_ids = completion_ids
+        self._credited: dict[tuple[int, int], tuple[torch.Tensor, bool]] = {}  # by function and row; of tokens?
         self._names: dict[int, str] = {}
 
     def __bool__(self) -> bool:
@@ -86,22 +110,24 @@ class RewardRecorder:
             )
         sums = []
         for row, reward in enumerate(rewards):
-            dimensions = getattr(reward, "ndim", 1 if isinstance(reward, list | tuple) else 0)
-            if dimensions == 1 and not isinstance(reward, list | tuple) and len(reward) == 1 and _is_nan(reward[0]):
-                reward, dimensions = None, 0  # as GRPOTrainer reads it: not scorable
-            if dimensions == 0:
+            of_tokens = isinstance(reward, TokenRewards)
+            several = of_tokens or isinstance(reward, list | tuple)
+            if not several and getattr(reward, "ndim", 0) == 1:
+                several = len(reward) != 1
+                reward = reward if several else reward[0]  # one number, as GRPOTrainer reads it
+            if not several and getattr(reward, "ndim", 0) == 0:
                 sums.append(_number(reward, name, row))
                 continue
-            numbers = reward if isinstance(reward, TokenRewards) else list(reward)
-            for position, number in enumerate(numbers):
-                if dimensions > 1 or not _is_number(number) or not math.isfinite(number):
-                    raise ValueError(
-                        f"The reward function '{name}' returned {_shown(number)} as reward {position} of completion "
-                        f"{row}: rewards of turns or tokens must be finite numbers. A completion that cannot be "
-                        "scored gets None as a whole."
-                    )
-            self._credited[index, row] = numbers
-            sums.append(float(sum(numbers)))
+            numbers = _numbers(reward.rewards if of_tokens else reward)
+            total = math.nan if numbers is None else numbers.sum().item()
+            if numbers is None or not (abs(total) <= MOST and (numbers.abs() <= MOST).all()):
+                raise ValueError(
+                    f"The reward function '{name}' returned {_culprit(reward)} of completion {row}: rewards of turns "
+                    "or tokens, and their sum, must be finite numbers, in float32. A completion that cannot be scored "
+                    "gets None as a whole."
+                )
+            self._credited[index, row] = numbers.float(), of_tokens
+            sums.append(total)
         return sums
 
     def token_rewards(self, mask: torch.Tensor, returns: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
@@ -126,13 +152,13 @@ class RewardRecorder:
         """
         rewards = torch.zeros_like(mask, dtype=torch.float32)
         ends = turn_ends(mask)
-        for (index, row), credited in self._credited.items():
-            if not mask[row].any():
+        generated = mask.any(dim=1).tolist()
+        for (index, row), (credited, per_token) in self._credited.items():
+            if not generated[row]:
                 continue
-            per_token = isinstance(credited, TokenRewards)
-            length = self._lengths[row]
-            at = torch.arange(length, device=mask.device) if per_token else ends[row].nonzero().squeeze(1)
-            if len(credited) != len(at):
+            at: Any = slice(len(self.completion_ids[row])) if per_token else ends[row].nonzero().squeeze(1)
+            length = len(self.completion_ids[row]) if per_token else len(at)
+            if len(credited) != length:
                 what = "tokens" if per_token else "turns (stretches of generated tokens)"
                 remedy = (
                     "Return one number for each id in `completion_ids`"
@@ -141,10 +167,9 @@ class RewardRecorder:
                 )
                 raise ValueError(
                     f"The reward function '{self._names[index]}' returned {len(credited)} rewards for completion "
-                    f"{row}, which has {len(at)} {what}. {remedy}, or a single number for the whole completion."
+                    f"{row}, which has {length} {what}. {remedy}, or a single number for the whole completion."
                 )
-            numbers = torch.tensor(credited, dtype=torch.float32, device=mask.device)
-            rewards[row, at] += factors[row, index] * numbers
+            rewards[row, at] += factors[row, index] * credited.to(mask.device)
         return rewards + last_tokens(mask) * (returns - rewards.sum(dim=1)).unsqueeze(1)
 
 
@@ -153,12 +178,38 @@ def _number(reward: Any, name: str, row: int) -> Any:
     `reward` itself, if it is a number that can be trained on, or `None` or NaN, which GRPOTrainer takes for
     unscorable.
     """
-    if reward is None or (_is_number(reward) and not math.isinf(reward)):
+    if reward is None or (_is_number(reward) and (math.isnan(reward) or abs(reward) <= MOST)):
         return reward
     raise ValueError(
         f"The reward function '{name}' returned {_shown(reward)} for completion {row}: a reward must be a finite "
-        "number, or None for a completion that cannot be scored."
+        f"number, or None for a completion that cannot be scored. It is kept in float32, up to {MOST:.1e}."
     )
+
+
+def _numbers(values: Any) -> torch.Tensor | None:
+    """`(n,)` float64 on the CPU; `None` if they are not all numbers, or not in one row."""
+    if not isinstance(values, torch.Tensor):
+        try:
+            array = np.asarray(values)
+        except (TypeError, ValueError, RuntimeError):  # tensors on a GPU, or lists of unequal length
+            array = np.empty(0, dtype=object)
+        if array.dtype.kind not in "biuf":
+            if not all(map(_is_number, values)):
+                return None
+            array = np.asarray([float(value) for value in values])
+        values = torch.from_numpy(array.astype(np.float64))
+    return values.detach().double().cpu() if values.dim() == 1 else None
+
+
+def _culprit(reward: Any) -> str:
+    """In words, the first reward that cannot be trained on."""
+    shape = getattr(getattr(reward, "rewards", reward), "shape", (0,))
+    if len(shape) != 1:
+        return f"an array of shape {tuple(shape)} as rewards"
+    for position, number in enumerate(reward):
+        if not _is_number(number) or not abs(float(number)) <= MOST:
+            return f"{_shown(number)} as reward {position}"
+    return f"rewards that sum to {sum(map(float, reward)):g}"
 
 
 def _is_number(value: Any) -> bool:
@@ -166,13 +217,9 @@ def _is_number(value: Any) -> bool:
         return False
     try:
         float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         return False
     return True
-
-
-def _is_nan(value: Any) -> bool:
-    return _is_number(value) and math.isnan(value)
 
 
 def _shown(value: Any) -> str:

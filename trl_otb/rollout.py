@@ -41,7 +41,11 @@ class Rollout:
             One return per completion or, where single turns or tokens were rewarded, one reward per token. NaN where
             no reward function could score the completion.
         scale (`torch.Tensor` of shape `(B,)`):
-            What `scale_rewards` divides advantages by; 1 for `"none"`.
+            What `scale_rewards` divides advantages by; 1 for `"none"`, NaN where advantages are 0 instead.
+        level (`torch.Tensor` of shape `(B,)`, *optional*):
+            Whether all returns that the completion's `scale` was formed of are equal.
+        number (`int`, *optional*, defaults to 0):
+            How many rollouts the trainer made before, in this mode.
         first_row (`int`, *optional*, defaults to 0):
             The number of the first row among those of all processes; a group may begin on another process.
         processing_class (*optional*):
@@ -69,8 +73,8 @@ class Rollout:
             Advantages under the group mean, for comparison.
         lone_tail_tokens (`torch.Tensor` of shape `(B, 1)`):
             Generated tokens on the lone tail.
-        unmeasured (`int`):
-            Rows that have no statistics yet.
+        measured (`torch.Tensor` of shape `(B,)`):
+            bool, on the CPU: which rows have statistics.
         statistics (`torch.Tensor` of shape `(B, len(STATISTICS))`):
             Rows of [`~trl_otb.metrics.completion_statistics`], NaN where they are not measured yet.
     """
@@ -83,6 +87,8 @@ class Rollout:
     num_generations: int
     rewards: torch.Tensor
     scale: torch.Tensor
+    level: torch.Tensor | None = None
+    number: int = 0
     first_row: int = 0
     processing_class: Any = field(default=None, compare=False)
     prompt_key: torch.Tensor | None = None
@@ -96,10 +102,15 @@ class Rollout:
     group_mean_advantages: torch.Tensor | None = field(default=None, init=False)
     lone_tail_tokens: torch.Tensor | None = field(default=None, init=False)
     statistics: torch.Tensor | None = field(default=None, init=False)
-    unmeasured: int = field(init=False)
+    measured: torch.Tensor = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        self.unmeasured = len(self.mask)
+        self.measured = torch.zeros(len(self.mask), dtype=torch.bool)
+
+    @property
+    def unmeasured(self) -> int:
+        """How many rows have no statistics yet."""
+        return int((~self.measured).sum())
 
     def __len__(self) -> int:
         return len(self.mask)

@@ -1,9 +1,12 @@
+import inspect
 import textwrap
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.logging import get_logger
-from trl import GRPOConfig
+from trl import GRPOConfig, GRPOTrainer
 
 from .baselines import Baseline, Completions, Tokens, find_baseline
 from .baselines.advantages import compared_by
@@ -66,9 +69,12 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
             Configuration. A plain [`~trl.GRPOConfig`] gets the default baseline options and keeps everything else it
             says, its default `scale_rewards="group"` included.
 
+    With a subclass of [`~trl.GRPOTrainer`] of your own: `class Mine(OTBGRPOTrainer, Theirs)`.
+
     Raises:
         ImportError: A part of TRL that this trainer relies on has moved.
-        TypeError: `args` is not a [`~trl.GRPOConfig`].
+        TypeError: `args` is not a [`~trl.GRPOConfig`]; or a class of your own keeps baselines from the loss, or has a
+            loss that is not known to take advantages per token.
         ValueError: An option that the baseline cannot honour, or whatever [`~trl.GRPOTrainer`] rejects.
     """
 
@@ -90,6 +96,13 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
         self, model: Any, reward_funcs: Any = None, args: GRPOConfig | None = None, *other_args: Any, **kwargs: Any
     ) -> None:
         if args is None:
+            theirs = [base for base in type(self).__mro__ if base not in OTBGRPOTrainer.__mro__]
+            for base in theirs:
+                if issubclass(base, GRPOTrainer) and not issubclass(base, OTBGRPOTrainer) and "__init__" in vars(base):
+                    raise ValueError(
+                        f"`args` is missing, and {base.__name__} may have a config of its own, whose defaults would "
+                        "be lost. Give one: `class Config(OTBGRPOConfig, TheirConfig)`, decorated with `@dataclass`."
+                    )
             name = model if isinstance(model, str) else config_model_id(model.config)
             args = OTBGRPOConfig(f"{name.rstrip('/').split('/')[-1]}-OTB")
         elif not isinstance(args, GRPOConfig):
@@ -104,8 +117,15 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
                     "of the Optimal Token Baseline does not scale: use OTBGRPOConfig, or set `scale_rewards='none'`."
                 )
         self.energy_source: str | None = None  # the forward that energies come from in training, once known
+        args._check_otb_options()  # options may have been set after the config was made
         self._baseline: Baseline = find_baseline(args.baseline).instance()
-        super().__init__(model, reward_funcs, args, *other_args, **kwargs)
+        names = list(inspect.signature(GRPOTrainer.__init__).parameters)[4:]
+        super().__init__(model, reward_funcs, args=args, **dict(zip(names, other_args, strict=False)), **kwargs)
+        if args.scale_rewards == "none":
+            logger.info(
+                "Advantages are not scaled: `scale_rewards` is 'none', where GRPOConfig's default is 'group'. For "
+                "GRPOTrainer's own gradients, set the same in both."
+            )
         if self._baseline.compares_prompts and not self._baseline.remembers and self.prompts_per_batch < 3:
             logger.warning(
                 f"`baseline` is {args.baseline!r}, which pools prompts, and a generation batch has "
@@ -113,31 +133,34 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
                 "'rloo', or 'ogb' with `leave_one_out`."
             )
         self.add_callback(InexactResumeNotice)
-        for callback in self.callback_handler.callbacks:
-            self._connect(callback)
-
-    def add_callback(self, callback: Any) -> None:
-        super().add_callback(callback)
-        self._connect(self.callback_handler.callbacks[-1])
-
-    def _connect(self, callback: Any) -> None:
-        """A gradient noise callback gets a place in the log and, where they fit, micro-batches of whole groups."""
-        if isinstance(callback, GradientNoiseCallback):
-            callback.add_metrics = self.add_metrics
-            self.keeps_groups_together = self.args.per_device_train_batch_size % self.num_generations == 0
-            callback.keeps_groups_together = self.keeps_groups_together
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As [`~trl.GRPOTrainer`]'s; a dataset too small for a single step is a `ValueError`."""
+        self.args._check_otb_options()
+        if find_baseline(self.args.baseline).name != self._baseline.name:
+            raise ValueError(
+                f"`args.baseline` was set to {self.args.baseline!r} after the trainer was made with "
+                f"{self._baseline.name!r}, which it keeps. Make a new trainer."
+            )
         dataset = self.train_dataset
         if hasattr(dataset, "__len__") and len(dataset) < self.prompts_per_batch:
-            raise ValueError(
-                f"`train_dataset` has {len(dataset)} prompts and a generation batch takes {self.prompts_per_batch} "
-                f"({self.args.generation_batch_size} completions, {self.num_generations} per prompt): not a single "
-                "step could be trained. Give more prompts, or lower `per_device_train_batch_size`, "
-                "`gradient_accumulation_steps` or `steps_per_generation`."
-            )
-        return super().train(*args, **kwargs)
+            raise self._too_few_prompts(f"{len(dataset)} prompts")
+        with ExitStack() as stack:
+            for callback in self.callback_handler.callbacks:
+                if isinstance(callback, GradientNoiseCallback):
+                    stack.enter_context(callback.connected(self.add_metrics, self.keeps_groups_together))
+            result = super().train(*args, **kwargs)
+        if self.state.global_step == 0 < self.state.max_steps:
+            raise self._too_few_prompts("fewer prompts than a step needs")
+        return result
+
+    def _too_few_prompts(self, what: str) -> ValueError:
+        return ValueError(
+            f"`train_dataset` has {what} and a generation batch takes {self.prompts_per_batch} "
+            f"({self.args.generation_batch_size} completions, {self.num_generations} per prompt): not a single "
+            "step could be trained. Give more prompts, or lower `per_device_train_batch_size`, "
+            "`gradient_accumulation_steps` or `steps_per_generation`."
+        )
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         super().create_model_card(*args, **kwargs)
@@ -155,6 +178,10 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
     def score_rollout(self, rollout: Rollout, batch: dict[str, Any]) -> None:
         """A rollout's energies, then its baselines and advantages, then its statistics."""
         rule = self._baseline
+        if rollout.level is not None and rule.name != "group_mean":
+            # Nothing to learn where all returns are equal, whatever is subtracted: GRPOTrainer has A = 0 there too, up
+            # to a rounding that the group mean keeps
+            rollout.scale = rollout.scale.masked_fill(rollout.level, torch.nan)
         across_prompts = compared_by(rule, rollout.rewards).across_prompts
         compared_here = len(rollout) % rollout.num_generations == 0 and not across_prompts
         processes = None if self.accelerator.num_processes == 1 or compared_here else self.accelerator
@@ -163,7 +190,8 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
         # an extra one is needed
         source = "the no-gradient forward that GRPOTrainer runs anyway"
         if rollout.energy is None:
-            groups_fit = self.micro_batch_holds_groups(rollout) and not rule.across_prompts
+            together = self.keeps_groups_together or self.mode == "eval"
+            groups_fit = together and self.micro_batch_holds_groups(rollout) and not rule.across_prompts
             if groups_fit or self.credits_rows_alone or not rule.needs_forward:
                 source = "the training forward"
             else:
@@ -191,6 +219,13 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
     @property
     def credits_tokens(self) -> bool:
         return self._baseline.per_token
+
+    @property
+    def keeps_groups_together(self) -> bool:
+        together = self.args.keep_groups_together
+        if together is None:
+            together = self._baseline.name != "group_mean"
+        return together and self.args.per_device_train_batch_size % self.num_generations == 0
 
     @property
     def credits_rows_alone(self) -> bool:
@@ -250,7 +285,7 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
         if rule.on_top_of is not None:
             seen = tokens_of(rollout, rule, gather=self.accelerator.gather)
         rollout.compared = None
-        return {f"{rule.name}/{name}": value for name, value in (rule.function.update(seen) or {}).items()}
+        return {f"{rule.name}/{name}": value for name, value in rule.learn(seen).items()}
 
     def _log_energy_source_once(self, source: str) -> None:
         if self.energy_source is None and self.model.training:

@@ -73,6 +73,7 @@ def train(run: Run) -> dict:
         num_generations=run.n,
         per_device_train_batch_size=4 * run.n,
         gradient_accumulation_steps=4,  # whose noise the meter measures
+        keep_groups_together=True,
         learning_rate=run.learning_rate,
         seed=run.seed,
         max_steps=schedule.steps[run.n],

@@ -163,3 +163,150 @@ def test_options_that_a_baseline_does_not_look_at_are_rejected(baseline):
             check_options(baseline, **{option: value})
         with pytest.raises(ValueError, match=message):
             Rollouts().advantages(baseline=baseline, **{option: value})
+
+
+# What a baseline is given stays as it is
+
+
+def shifted(name):
+    def baseline(group):
+        getattr(group, name).add_(1)
+        return group.mean(group.present) if hasattr(group, "present") else group.base
+
+    return baseline
+
+
+def assigned(group):
+    group.returns = group.returns * 0
+    return 0.0
+
+
+@pytest.mark.parametrize("alignment", ["generated", "position"])
+@pytest.mark.parametrize("dense", [False, True], ids=["terminal", "dense"])
+@pytest.mark.parametrize("inference", [False, True], ids=["", "inference mode"])
+@pytest.mark.parametrize(
+    ("baseline", "changed"), [*((shifted(n), n) for n in ("returns", "present", "energy")), (assigned, "returns")]
+)
+def test_a_baseline_that_changes_its_group_is_named(baseline, changed, inference, dense, alignment):
+    x = Rollouts()
+    rewards = torch.randn_like(x.energy) * x.mask if dense else x.rewards
+    with torch.inference_mode(inference), pytest.raises(ValueError, match=f"changed `{changed}` of what it was given"):
+        x.advantages(rewards, baseline=baseline, alignment=alignment)
+
+
+@pytest.mark.parametrize(
+    ("flags", "function", "changed"),
+    [
+        ({"per_token": False, "totals_only": True}, lambda g: g.returns.mul_(0), "returns"),
+        (
+            {"per_token": False, "totals_only": True, "reads": "prompt_key"},
+            lambda g: g.prompt_key.add_(1) * 0.0,
+            "prompt_key",
+        ),
+        ({"reads": ("completion_ids",), "on_top_of": "rloo"}, lambda t: t.completion_ids.mul_(0), "completion_ids"),
+        ({"on_top_of": "rloo"}, lambda t: t.base.mul_(0), "base"),
+        ({"on_top_of": "rloo"}, lambda t: t.returns.mul_(0), "returns"),
+    ],
+)
+def test_totals_and_tokens_stay_as_they_are_too(flags, function, changed):
+    trl_otb.register_baseline("mine", **flags)(function)
+    x = Rollouts()
+    beside = {"prompt_key": torch.arange(12) // 4, "completion_ids": torch.ones(12, 12, dtype=torch.long)}
+    with pytest.raises(ValueError, match=f"'mine' changed `{changed}` of what it was given"):
+        x.advantages(baseline="mine", **beside)
+
+
+@pytest.mark.parametrize(
+    ("flags", "function"),
+    [
+        ({}, lambda g: g.mean(g.energy)),
+        ({"per_token": False}, lambda g: g.mean(g.total_energy)),
+        ({"per_token": False, "totals_only": True}, lambda g: g.mean(g.total_energy)),
+        ({"on_top_of": "rloo"}, lambda t: t.energy),
+    ],
+)
+def test_energies_that_were_not_declared_cannot_be_read(flags, function):
+    trl_otb.register_baseline("mine", uses_energy=False, **flags)(function)
+    with pytest.raises(ValueError, match="reads energies and was registered with `uses_energy=False`"):
+        Rollouts().advantages(baseline="mine")
+
+
+@pytest.mark.parametrize("option", ["leave_one_out", "zero_tail"])
+@pytest.mark.parametrize("value", ["False", 0, 1, None, torch.tensor(True)], ids=str)
+def test_options_of_another_type(option, value):
+    with pytest.raises(ValueError, match=f"`{option}` is .*: it must be True or False"):
+        Rollouts().advantages(baseline="otb", **{option: value})
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"uses_energy": "False"}, "`uses_energy='False'`: it must be True or False"),
+        ({"per_token": 0}, "`per_token=0`: it must be True or False"),
+        ({"reads": "energy"}, "`reads` with 'energy'"),
+    ],
+)
+def test_flags_of_another_type(flags, message):
+    with pytest.raises(ValueError, match=message):
+        trl_otb.register_baseline("mine", **flags)
+
+
+def test_what_an_instance_stands_on_is_not_changed_by_its_name_later():
+    def below(value):
+        return lambda group: group.returns * 0 + value
+
+    flags = {"per_token": False, "uses_energy": False, "totals_only": True}
+    trl_otb.register_baseline("below", **flags)(below(1.0))
+    trl_otb.register_baseline("mine", on_top_of="below")(lambda tokens: tokens.base)
+    rule, x = find_baseline("mine").instance(), Rollouts()
+    before = x.advantages(baseline=rule)
+    trl_otb.register_baseline("below", **flags)(below(2.0))
+    assert torch.equal(x.advantages(baseline=rule), before)
+    torch.testing.assert_close(x.advantages(baseline="mine"), before - 1.0 * x.mask)
+
+
+def test_only_baselines_that_cancel_equal_returns_may_be_scaled_by_a_group():
+    flags = {name: entry.cancels_equal_returns for name, entry in BASELINES.items()}
+    refused = {name for name, cancels in flags.items() if not cancels}
+    assert refused == {"none", "ogb_pooled", "ogb_pooled_damped", "rloo_pooled", "value"}
+    trl_otb.register_baseline("mine", on_top_of="rloo")(lambda tokens: tokens.base)
+    assert not find_baseline("mine").cancels_equal_returns
+    x = Rollouts(groups=1, tools=False)
+    x.mask[:] = 1
+    for name in set(BASELINES) - refused - {"mine"}:
+        assert x.advantages(torch.full((4,), 3.0), baseline=name).abs().max() < 1e-6, name
+
+
+# Numbers at the end of their range
+
+
+def test_no_baseline_needs_subnormal_numbers():
+    """GPUs flush them to zero, and so does this test where the CPU can."""
+    from trl_otb.baselines.groups import LEAST_WEIGHT
+
+    assert LEAST_WEIGHT > torch.finfo(torch.float32).tiny
+    lone = Rollouts(groups=1, n=2, tools=False)
+    lone.mask[:] = 0
+    lone.mask[0] = lone.mask[1, 0] = 1  # one goes on alone, and left out of its own baseline it leaves nobody
+    try:
+        torch.set_flush_denormal(True)
+        for name, entry in BASELINES.items():
+            beside = {"logps": torch.zeros(2, 12), "states": torch.zeros(2, 12, 4)} if entry.reads else {}
+            for left_out in {False, not entry.leaves_one_out}:
+                for energy in (lone.energy, torch.zeros_like(lone.energy)):
+                    found = lone.advantages(baseline=name, leave_one_out=left_out, energy=energy, **beside)
+                    assert found.isfinite().all(), name
+    finally:
+        torch.set_flush_denormal(False)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_an_energy_that_is_not_finite_is_named(value):
+    x = Rollouts(tools=False)
+    x.mask[5, :4] = 1
+    x.energy[5, 3] = value
+    with pytest.raises(ValueError, match=f"The energy of completion 5, token 3, is {value}"):
+        x.advantages(baseline="ogb")
+    assert x.advantages(baseline="group_mean").isfinite().all()  # which reads none
+    x.mask[5, 3] = 0
+    assert x.advantages(baseline="ogb").isfinite().all()

@@ -557,6 +557,11 @@ def test_one_process_at_a_time(train, tmp_path):
     ("change", "message"),
     [
         ({"group_sizes": [1]}, r"`group_sizes` is \[1\]: give sizes of 2 or more"),
+        ({"group_sizes": 1}, r"`group_sizes` is \[1\]: give sizes of 2 or more"),
+        ({"group_sizes": [4.0]}, r"`group_sizes` is \[4.0\]: give whole numbers"),
+        ({"num_prompts": 4.0}, "`num_prompts` is 4.0: give a whole number"),
+        ({"completions_per_prompt": "16"}, "`completions_per_prompt` is '16': give a whole number"),
+        ({"baselines": "absent"}, "'absent': it must be one of"),
         ({"group_sizes": []}, r"`group_sizes` is \[\]: give sizes of 2 or more"),
         ({"group_sizes": [8]}, "`completions_per_prompt` is 16 and the largest group has 8.*32 or more"),
         ({"group_sizes": [2], "completions_per_prompt": 8}, "`completions_per_prompt` is 8.*16 or more"),

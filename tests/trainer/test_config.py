@@ -1,6 +1,7 @@
 """Configuration: accepted, converted, or rejected with value, reason and remedy."""
 
 import json
+import pickle
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,9 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 from trl import GRPOConfig
+from trl.experimental.gmpo import GMPOConfig
 
 from tests.helpers import tiny
-from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
+from trl_otb import OTBGRPOConfig, OTBGRPOTrainer, register_baseline
 
 
 def test_plain_grpo_config_is_enough(train, caplog):
@@ -55,6 +57,18 @@ def test_wrong_kind_of_args(model_path):
             {"baseline": "rloo_pooled", "scale_rewards": "group"},
             "`scale_rewards` is 'group' and `baseline` is 'rloo_pooled', which compares prompts.*'none'` or 'batch'",
         ),
+        ({"baseline": "value", "scale_rewards": "group"}, "`baseline` is 'value', which compares prompts"),
+        (
+            {"baseline": "none", "scale_rewards": "group"},
+            "`baseline` is 'none', which does not only compare the completions of a group.*'none'` or 'batch'",
+        ),
+        ({"leave_one_out": "False"}, "`leave_one_out` is 'False', a str: it must be True or False"),
+        ({"zero_tail": 0}, "`zero_tail` is 0, a int: it must be True or False"),
+        ({"keep_groups_together": "no"}, "`keep_groups_together` is 'no': it must be True, False or None"),
+        (
+            {"keep_groups_together": True, "num_generations": 8, "per_device_train_batch_size": 4},
+            "`keep_groups_together` is True and `per_device_train_batch_size` 4: whole groups need a multiple of .* 8",
+        ),
         ({"baseline": len}, "`baseline` is <built-in function len>: a config holds text. Register the function"),
         ({"baseline": "nowhere:mine"}, "`baseline` is 'nowhere:mine', which cannot be imported"),
     ],
@@ -82,3 +96,106 @@ def test_command_line_and_yaml(tmp_path):
     )
     assert (args.baseline, args.zero_tail, args.alignment) == ("otb", False, "position")
     assert json.loads(args.to_json_string())["baseline"] == "otb"
+
+
+def test_a_baseline_on_top_of_one_within_groups_is_not_scaled_by_a_group_either(registry):
+    register_baseline("plus", on_top_of="rloo")(lambda tokens: tokens.base + 0.25)
+    with pytest.raises(ValueError, match="`scale_rewards` is 'group' and `baseline` is 'plus'"):
+        OTBGRPOConfig(output_dir="unused", baseline="plus", scale_rewards="group", use_cpu=True, bf16=False)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"baseline": "rloo_pooled", "scale_rewards": "group"}, "`scale_rewards` is 'group'"),
+        ({"leave_one_out": "False"}, "`leave_one_out` is 'False'"),
+        ({"loss_type": "ppo"}, "`loss_type` is 'ppo'"),
+    ],
+)
+@pytest.mark.parametrize("when", ["before the trainer", "before training"])
+def test_options_set_on_a_config_that_was_made_are_checked(train, when, option, message):
+    args = OTBGRPOConfig(**tiny.SETTINGS, output_dir="unused")
+    trainer = None if when == "before the trainer" else train(train=False)
+    for key, value in option.items():
+        setattr(args if trainer is None else trainer.args, key, value)
+    with pytest.raises(ValueError, match=message):
+        train(config=lambda **kwargs: args) if trainer is None else trainer.train()
+
+
+def test_a_trainer_keeps_its_baseline_and_says_so(train):
+    trainer = train(train=False)
+    trainer.args.baseline = "ogb"
+    with pytest.raises(ValueError, match="`args.baseline` was set to 'ogb' after the trainer was made with 'otb'"):
+        trainer.train()
+
+
+def test_each_trainer_keeps_the_function_that_a_name_stood_for(train, registry):
+    def constant(value):
+        return lambda group: group.returns * 0 + value
+
+    trainers = []
+    for value in (0.25, 0.75):
+        register_baseline("mine", uses_energy=False)(constant(value))
+        trainers.append(train(OTBGRPOTrainer, baseline="mine", train=False, max_steps=1))
+    for trainer, value in zip(trainers, (0.25, 0.75), strict=True):
+        trainer.train()
+        rollout = trainer.rollouts["train"]
+        assert (rollout.baselines[rollout.mask.bool()] == value).all()
+
+
+@dataclass
+class Theirs(GMPOConfig):
+    alpha: float = 0.25
+
+
+@dataclass
+class OursFirst(OTBGRPOConfig, Theirs):
+    zero_tail: bool = False
+
+
+@dataclass
+class TheirsFirst(Theirs, OTBGRPOConfig):
+    beta: float = 0.5
+
+
+ON_CPU = {"output_dir": "unused", "use_cpu": True, "bf16": False}
+
+
+def test_a_merged_config_keeps_the_defaults_of_both():
+    for cls in (OursFirst, TheirsFirst):
+        args = cls(**ON_CPU)
+        assert (args.alpha, args.epsilon, args.scale_rewards, args.baseline) == (0.25, 0.4, "none", "otb")
+        assert cls(**ON_CPU, epsilon=0.3, scale_rewards="batch").epsilon == 0.3
+    assert not OursFirst(**ON_CPU).zero_tail and TheirsFirst(**ON_CPU).beta == 0.5
+    assert OnCPU(output_dir="unused").epsilon == OTBGRPOConfig(**ON_CPU).epsilon == 0.2
+
+
+@pytest.mark.parametrize("bases", [(OTBGRPOConfig,), (OTBGRPOConfig, Theirs)])
+@pytest.mark.parametrize("own", [{"baseline": "ogb"}, {"__annotations__": {"gamma": float}, "gamma": 0.5}, {}])
+@pytest.mark.parametrize("decorate", [dataclass, lambda cls: cls])
+def test_options_of_a_config_class_that_are_not_looked_at_are_an_error(bases, own, decorate):
+    cls = decorate(type("Forgotten", bases, dict(own)))
+    without_type, decorated = "baseline" in own, decorate is dataclass
+    if without_type or (not decorated and (own or len(bases) > 1)):
+        with pytest.raises(TypeError, match="`Forgotten` is a config class .* decorate it with `@dataclass`"):
+            cls(**ON_CPU)
+    else:
+        assert cls(**ON_CPU).baseline == "otb"
+
+
+def test_a_subclass_of_grpo_config_keeps_its_class_and_fields(train):
+    plain = Theirs(**ON_CPU, alpha=0.5)
+    args = OTBGRPOConfig.from_grpo_config(plain)
+    assert isinstance(args, Theirs) and isinstance(args, OTBGRPOConfig) and type(plain) is Theirs
+    assert (args.alpha, args.epsilon, args.scale_rewards, args.baseline) == (0.5, 0.4, "group", "otb")
+    assert args.to_dict()["alpha"] == 0.5 and args.to_dict()["baseline"] == "otb"
+    again = pickle.loads(pickle.dumps(args))  # as a checkpoint does
+    assert type(again) is type(args) and again.to_dict() == args.to_dict()
+    assert train(OTBGRPOTrainer, Theirs, max_steps=1, save_strategy="steps", save_steps=1).args.alpha == 0.25
+
+
+def test_that_advantages_are_not_scaled_is_said_once(train, caplog):
+    with caplog.at_level("INFO"):
+        train(max_steps=2)
+    (said,) = [r.getMessage() for r in caplog.records if "not scaled" in r.getMessage()]
+    assert "`scale_rewards` is 'none', where GRPOConfig's default is 'group'" in said

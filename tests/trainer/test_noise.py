@@ -8,6 +8,7 @@ from trl import GRPOConfig, GRPOTrainer
 from tests.helpers.settings import LORA, assert_same_weights, logged
 from trl_otb import GradientNoiseCallback, OTBGRPOTrainer
 from trl_otb.callbacks.gradient_noise import noise_and_signal, norm_of
+from trl_otb.seam.trainer import ROWS
 
 
 GROUPS = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "max_steps": 3, "max_grad_norm": 0.01}
@@ -55,10 +56,13 @@ class BruteForce(TrainerCallback):
         self.parts, self.before = [], None
 
 
-@pytest.mark.parametrize("options", [{}, {"baseline": "group_mean"}, {"peft_config": LORA}, {"num_iterations": 2}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"baseline": "group_mean", "keep_groups_together": True}, {"peft_config": LORA}, {"num_iterations": 2}],
+)
 def test_it_is_the_sample_variance_of_micro_batches(train, options):
     meter, brute = GradientNoiseCallback(decay=0.5), BruteForce()
-    options = {**GROUPS, "max_grad_norm": 0.0, **options}
+    options = {**GROUPS, "max_grad_norm": 0.0, "max_steps": 6, **options}
     trainer = train(callbacks=[meter, brute], **options)
     noise = signal = weight = 0.0
     expected = []
@@ -66,7 +70,8 @@ def test_it_is_the_sample_variance_of_micro_batches(train, options):
         noise, signal, weight = 0.5 * (noise + n), 0.5 * (signal + s), 0.5 * (weight + 1)
         if signal > 0:
             expected.append(noise / signal)
-    assert len(brute.estimates) == 3 and expected
+    assert len(brute.estimates) == 6
+    assert meter._averages.tolist() == pytest.approx([noise, signal, weight], rel=1e-3, abs=1e-3 * noise)
     assert logged(trainer, "noise/scale") == pytest.approx(expected, rel=1e-3)
     assert logged(trainer, "noise/batch_over_scale") == pytest.approx([4 / e for e in expected], rel=1e-3)
     assert meter.scale is None or meter.scale == pytest.approx(noise / signal, rel=1e-3)
@@ -79,8 +84,26 @@ def test_clipping_is_not_measured_and_nothing_is_changed(train):
     train(callbacks=[other := GradientNoiseCallback()], **{**GROUPS, "max_steps": 1, "max_grad_norm": 0.0})
     assert logged(clipped, "grad_norm")[0] > 0.01
     assert meter._averages.tolist() == pytest.approx(other._averages.tolist(), rel=1e-4)
-    assert_same_weights(train(**GROUPS), train(callbacks=[GradientNoiseCallback()], **GROUPS))
     assert all(not p._backward_hooks for p in clipped.model.parameters())
+
+
+# Several optimizer steps per generation batch, so that another order of rows would train something else
+@pytest.mark.parametrize("baseline", ["rloo", "group_mean", "otb"])
+def test_it_changes_nothing_of_what_is_trained(train, baseline):
+    options = {**GROUPS, "baseline": baseline, "gradient_accumulation_steps": 2, "steps_per_generation": 4}
+    assert_same_weights(train(**options), train(callbacks=[GradientNoiseCallback()], **options))
+
+
+@pytest.mark.parametrize("together", [None, True, False])
+@pytest.mark.parametrize("baseline", ["rloo", "group_mean", "otb"])
+def test_the_config_decides_whether_groups_stay_together(train, baseline, together):
+    options = {**GROUPS, "baseline": baseline, "gradient_accumulation_steps": 8, "learning_rate": 0.0}
+    trainer = train(**options, keep_groups_together=together)
+    whole = [rows == list(range(rows[0], rows[0] + 4)) for rows in (b[ROWS].tolist() for b in trainer.micro_batches)]
+    assert all(whole) == (baseline != "group_mean" if together is None else together)
+    if baseline == "otb":
+        extra = "one extra no-gradient forward"
+        assert trainer.energy_source == (extra if together is False else "the training forward")
 
 
 def test_added_later_it_is_connected_too(train):
@@ -88,6 +111,31 @@ def test_added_later_it_is_connected_too(train):
     trainer.add_callback(GradientNoiseCallback)
     trainer.train()
     assert trainer.keeps_groups_together and "noise/scale" in str(trainer.state.log_history)
+
+
+def test_in_another_trainer_it_starts_anew(train, caplog):
+    meter = GradientNoiseCallback()
+    first = train(callbacks=[meter], **{**GROUPS, "max_steps": 6})
+    logged_by_first = len(first.state.log_history)
+    assert meter._averages[2] > 0 and meter.add_metrics is None
+    other = train(GRPOTrainer, GRPOConfig, callbacks=[meter], **GROUPS)
+    assert meter._averages[2] == 0 and "spread over micro-batches" in caplog.text
+    assert not any("noise/scale" in entry for entry in other.state.log_history)
+    assert len(first.state.log_history) == logged_by_first and not first._metrics["train"]
+
+
+@pytest.mark.parametrize("plugin", ["fsdp_plugin", "deepspeed_plugin"])
+def test_sharded_gradients_are_noticed_however_they_were_asked_for(train, monkeypatch, caplog, plugin):
+    trainer, meter = train(train=False, **GROUPS), GradientNoiseCallback()
+    # As `accelerate launch` leaves it
+    owner = trainer.accelerator.state
+    if plugin == "fsdp_plugin":
+        monkeypatch.setattr(owner, plugin, object(), raising=False)
+    else:
+        monkeypatch.setattr(type(owner), plugin, object())
+    with meter.connected(print, True):
+        meter.on_train_begin(trainer.args, trainer.state, trainer.control, model=trainer.model)
+    assert "hold gradients in partitions" in caplog.text and not meter._hooks
 
 
 @pytest.mark.parametrize(

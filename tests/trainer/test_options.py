@@ -106,6 +106,37 @@ def test_scale_rewards_divides_by_the_standard_deviation(train, scale):
     torch.testing.assert_close(scaled["advantages"], plain["advantages"] / (std + 1e-4), atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize(("baseline", "scale"), [("otb", "group"), ("none", "batch"), ("value", "batch")])
+def test_returns_that_are_all_equal_have_no_scaled_advantages(train, source, baseline, scale):
+    """On the lone tail, without a baseline, or under a prediction, they would be divided by a deviation of 0."""
+
+    def same(completion_ids, **kwargs):
+        return [0.7] * len(completion_ids)
+
+    options = {"rollout_func": scripted_rollout, "baseline": baseline, **SOURCES[source]}
+    scaled = train(scale_rewards=scale, reward_funcs=same, max_steps=1, **options)
+    assert (scaled.rollouts["train"].advantages == 0).all()
+    if baseline != "value":
+        plain = train(scale_rewards="none", reward_funcs=same, max_steps=1, **options)
+        assert plain.rollouts["train"].advantages.abs().max() > 0.5
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("baseline", ["otb", "group_mean"])
+def test_an_energy_that_is_not_finite_is_named(train, baseline, source):
+    trainer = train(baseline=baseline, train=False, **SOURCES[source])
+    torch.nn.init.constant_(trainer.model.get_output_embeddings().weight, math.nan)
+    with pytest.raises(ValueError, match="The energy of completion ., token 0, is nan: its log-probs"):
+        train(
+            baseline=baseline,
+            model=trainer.model,
+            processing_class=trainer.processing_class,
+            rollout_func=scripted_rollout,
+            **SOURCES[source],
+        )
+
+
 def test_alignment_zero_tail_and_leave_one_out_reach_the_advantages(train):
     default, *others = (
         first_rollout(train(max_steps=1, gradient_accumulation_steps=2, rollout_func=scripted_rollout, **options))[

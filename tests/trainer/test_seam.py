@@ -1,38 +1,89 @@
 """The seam to TRL: what moved is named, and nothing fails silently."""
 
 import json
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 from transformers import Trainer
 from trl import GRPOTrainer
 
 from tests.helpers import tiny
 from tests.helpers.settings import SOURCES
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
-from trl_otb.project import trl_requirement
 from trl_otb.seam import contract
 
 
-HASHES = Path(__file__).parent / "trl_sources.json"
+ROOT = Path(__file__).resolve().parents[2]
+READ = json.loads(contract.READ.read_text())
+as_read = pytest.mark.skipif(contract.versions() != READ["versions"], reason="another TRL: make drift")
 
 
-def test_the_trl_requirement_is_what_the_seam_expects():
+def test_the_trl_that_is_installed_is_what_the_seam_expects():
     contract.check_trl()
 
 
 def test_the_sources_in_trl_that_we_build_on_are_those_that_were_read():
     """When this fails: read each of the named sources again, mend what builds on them, and run `make hashes`."""
-    seen, known = contract.source_hashes(), json.loads(HASHES.read_text())
-    changed = [name for name in sorted(seen | known) if seen.get(name) != known.get(name)]
-    assert not changed, "to read again: " + ", ".join(changed)
+    contract.drift.cache_clear()
+    assert contract.drift() is None and contract.versions() == READ["versions"]
+
+
+@pytest.fixture
+def anew():
+    """What is said once per process is said again, and not to later tests."""
+    for _ in range(2):
+        contract.drift.cache_clear()
+        type(contract.logger).warning_once.cache_clear()
+        if _ == 0:
+            yield
+
+
+def test_a_later_trl_is_used_and_what_it_changed_said_in_one_line(train, monkeypatch, caplog, anew):
+    shuffle = contract.trl_grpo_trainer.shuffle_sequence_dict
+    monkeypatch.setattr(contract.trl_grpo_trainer, "shuffle_sequence_dict", lambda seq_dict: shuffle(seq_dict))
+    monkeypatch.setattr(contract, "versions", lambda: {"trl": "1.17.0", "transformers": "5.99"})
+    for _ in range(2):
+        train(max_steps=1)
+    (said,) = [r.getMessage() for r in caplog.records if r.name == "trl_otb.seam.contract"]
+    assert "trl 1.17.0 and transformers 5.99 is installed" in said and READ["versions"]["trl"] in said
+    assert "trl.trainer.grpo_trainer.shuffle_sequence_dict" in said and " is another" in said
+
+
+@as_read
+def test_a_later_trl_that_changed_nothing_of_it_is_used_without_a_word(train, monkeypatch, caplog, anew):
+    monkeypatch.setattr(contract, "versions", lambda: {"trl": "1.17.0", "transformers": "5.99"})
+    train(max_steps=1)
+    assert not [r for r in caplog.records if r.name == "trl_otb.seam.contract"]
+
+
+def test_no_later_minor_of_trl_is_locked_out():
+    (requirement,) = [
+        Requirement(text)
+        for text in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+        if text.startswith("trl")
+    ]
+    taken = requirement.specifier.filter(["1.15", "1.16.0", "1.17.0", "1.99", "2.0"])
+    assert list(taken) == ["1.16.0", "1.17.0", "1.99"]
+
+
+@as_read
+def test_drift_is_told_by_the_module_too():
+    command = [sys.executable, "-W", "ignore", "-m", "trl_otb.seam"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("sources: those that were read\n")
 
 
 OWNERS = {
     **dict.fromkeys(contract.METHODS, GRPOTrainer),
     **dict.fromkeys(contract.TRAINER_METHODS, Trainer),
     **dict.fromkeys(contract.FUNCTIONS, contract.trl_utils),
+    **dict.fromkeys(contract.REPLACED, contract.trl_grpo_trainer),
 }
 
 
@@ -47,7 +98,7 @@ def test_a_part_of_trl_that_moved_is_named_at_construction(name, how, monkeypatc
     args = OTBGRPOConfig(**tiny.SETTINGS, output_dir=str(tmp_path))
     with pytest.raises(ImportError) as caught:
         OTBGRPOTrainer(model_path, tiny.even_bytes, args=args, train_dataset=tiny.prompts())
-    assert name in str(caught.value) and f"pip install '{trl_requirement()}'" in str(caught.value)
+    assert name in str(caught.value) and f"pip install 'trl=={READ['versions']['trl']}'" in str(caught.value)
 
 
 @pytest.mark.parametrize("name", contract.ATTRIBUTES)

@@ -291,6 +291,38 @@ def test_what_cannot_be_registered(flags, function, message):
         register_baseline("mine", **flags)(function)
 
 
+class Careless:
+    """Changes what it learns from, or reads energies without saying so."""
+
+    what = staticmethod(lambda tokens: tokens.logps.clamp_(max=-100))
+
+    def __call__(self, tokens):
+        return tokens.base
+
+    def update(self, tokens):
+        self.what(tokens)
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        (lambda tokens: tokens.logps.clamp_(max=-100), "'careless' changed `logps` of what it was given"),
+        (lambda tokens: tokens.energy, "reads energies and was registered with `uses_energy=False`"),
+    ],
+)
+def test_what_a_baseline_learns_from_stays_as_it_is(train, registry, what, message):
+    cls = type("Careless", (Careless,), {"what": staticmethod(what)})
+    register_baseline("careless", on_top_of="rloo", reads=("logps",), uses_energy=False)(cls)
+    with pytest.raises(ValueError, match=message):
+        train(baseline="careless", max_steps=1)
+
+
 @pytest.mark.usefixtures("registry")
 def test_a_function_on_top_of_another(train):
     """Whose result is checked, and which gets each completion by itself."""

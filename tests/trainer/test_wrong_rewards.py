@@ -2,12 +2,14 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
 from tests.helpers.recording import first_rollout
-from tests.helpers.settings import logged
+from tests.helpers.settings import logged, scripted_rollout
 from trl_otb import TokenRewards
+from trl_otb.rewards import RewardRecorder
 
 
 def with_first(value):
@@ -39,6 +41,13 @@ async def infinite_later(completion_ids, **kwargs):
     return [math.inf] * len(completion_ids)
 
 
+def tokens_of(form):
+    def function(completion_ids, **kwargs):
+        return [TokenRewards(form(len(ids))) for ids in completion_ids]
+
+    return function
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
@@ -55,6 +64,14 @@ async def infinite_later(completion_ids, **kwargs):
         (lambda completion_ids, **kwargs: 1.0, "returned 1.0: it must return a list"),
         (lambda completion_ids, **kwargs: "1" * len(completion_ids), "returned '1+': it must return a list"),
         (infinite_later, "'infinite_later' returned inf for completion 0"),
+        (with_first(1e39), r"'function' returned 1e\+39 for completion 1: a reward must be a finite number, or None"),
+        (with_first([1e39]), r"'function' returned 1e\+39 as reward 0 of completion 1"),
+        (with_first(10**400), "'function' returned 1000+.* for completion 1"),
+        (tokens_of(lambda n: [2e38] * n), r"'function' returned rewards that sum to 1.6e\+39 of completion 0"),
+        (tokens_of(lambda n: torch.full((n,), math.nan)), r"returned tensor\(nan\) as reward 0 of completion 0"),
+        (tokens_of(lambda n: torch.zeros(n, 1)), r"an array of shape \(8, 1\) as rewards of completion 0"),
+        (tokens_of(lambda n: [[0.0]] * n), r"returned \[0.0\] as reward 0 of completion 0"),
+        (tokens_of(lambda n: ["1"] * n), "returned '1' as reward 0 of completion 0"),
         (nothing_in_a_turn, "'nothing_in_a_turn' returned None as reward 0 of completion 7.*gets None as a whole"),
     ],
 )
@@ -77,3 +94,75 @@ def test_rewards_may_be_any_iterable_of_numbers(train):
         lambda completion_ids, **kwargs: [torch.tensor([float(i)]) for i in range(len(completion_ids))],
     ):
         assert logged(train(reward_funcs=form), "reward") == logged(whole, "reward")
+
+
+@pytest.mark.parametrize("weights", [[1e38, 1.0], [1.0, 1.0]])
+def test_rewards_that_are_not_finite_together_are_named(train, weights):
+    """Each is, in float32; their weighted sum, or the square of it, is not."""
+
+    def large(completion_ids, **kwargs):
+        return [1e20 * (1 + i % 2) for i in range(len(completion_ids))]
+
+    scale = "none" if weights[0] > 1 else "group"
+    with pytest.raises(ValueError, match=r"Completion . of all processes has a .* that is not finite in float32"):
+        train(reward_funcs=[large, large], reward_weights=weights, scale_rewards=scale, baseline="group_mean")
+
+
+def numbers_of_tokens(form, ids=((1, 2, 3), (4, 5)), extra=0.0):
+    """What is made of `form` of a few numbers, in each row."""
+    recorder = RewardRecorder([list(row) for row in ids])
+    rewards = [TokenRewards(form([0.5 * i + extra for i in range(len(row))])) for row in ids]
+    sums = recorder.wrap(0, "function", lambda: rewards, False)()
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    return sums, recorder.token_rewards(mask, torch.tensor(sums), torch.ones(2, 1))
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        tuple,
+        np.array,
+        torch.tensor,
+        lambda x: np.array(x, dtype=np.float16),
+        lambda x: torch.tensor(x, dtype=torch.bfloat16),
+        lambda x: torch.tensor(x, requires_grad=True),
+        lambda x: [torch.tensor(number) for number in x],
+        lambda x: [np.float32(number) for number in x],
+        lambda x: (number for number in x),
+    ],
+    ids="tuple numpy torch float16 bfloat16 grad tensors scalars generator".split(),
+)
+def test_rewards_of_tokens_may_be_any_numbers(form):
+    sums, rewards = numbers_of_tokens(form)
+    assert sums == [1.5, 0.5] == numbers_of_tokens(list)[0]
+    assert rewards.tolist() == [[0.0, 0.5, 1.0], [0.0, 0.5, 0.0]]
+
+
+class OneByOne(np.ndarray):
+    def __iter__(self):
+        raise AssertionError("looked at one by one, which takes seconds for a million")
+
+
+def test_long_rewards_of_tokens_are_looked_at_in_one_go():
+    sums, rewards = numbers_of_tokens(lambda x: np.array(x).view(OneByOne))
+    assert sums == [1.5, 0.5] and rewards.sum() == 2
+
+
+def test_an_array_of_one_number_is_one_number_with_tools_too(train):
+    """A reward model's logits, (B, 1); a list of one is a reward per turn, of which there are more."""
+
+    def logits(completion_ids, **kwargs):
+        return torch.tensor([[float(len(ids))] for ids in completion_ids])
+
+    def arrays(completion_ids, **kwargs):
+        return list(logits(completion_ids).numpy())
+
+    def numbers(completion_ids, **kwargs):
+        return logits(completion_ids).flatten().tolist()
+
+    options = {"rollout_func": scripted_rollout, "learning_rate": 0.0, "max_steps": 1}
+    expected = train(reward_funcs=numbers, **options).rollouts["train"]
+    assert (expected.mask.sum(1) < expected.completion_mask.sum(1)).any()  # several turns
+    for form in (logits, arrays):
+        found = train(reward_funcs=form, **options).rollouts["train"]
+        assert torch.equal(found.advantages, expected.advantages) and found.rewards.dim() == 1

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..blocks import by_blocks
-from ..energy import importance_weighted
+from ..energy import check_energies, importance_weighted
 from .groups import Completions, Groups, completion_returns
 from .pooled import REWARDS_TO_GO_POOLED
 from .registry import READS, Baseline, check_options, find_baseline
@@ -58,7 +58,7 @@ def assign_credit(
         aligned = alignment if below.per_token else "generated"
         found = assign_credit(rewards, energy, mask, num_generations, baseline=below, alignment=aligned)
         prompt = torch.arange(len(mask), device=mask.device) // num_generations
-        tokens = Tokens(rewards, found.returns - found.advantages, energy, mask, prompt, beside)
+        tokens = Tokens(rewards, found.returns - found.advantages, rule.declared(energy), mask, prompt, beside)
         return Credit(advantages_on_top(rule, tokens), tokens.returns, found.lone_tail_tokens)
     if rule.totals_only:
         totals = completion_returns(rewards), *totals_of_tokens(energy, mask)
@@ -67,7 +67,7 @@ def assign_credit(
         )
     groups = Groups(
         rewards,
-        energy,
+        rule.declared(energy),
         mask,
         num_generations,
         per_token=rule.per_token,
@@ -89,8 +89,9 @@ def assign_credit_by_totals(
     beside: dict[str, torch.Tensor] | None = None,
 ) -> Credit:
     """As [`assign_credit`], under a baseline that reads totals only; arguments of [`Completions`]."""
-    totals = Completions(returns, total_energy, lengths, num_generations, leave_one_out=leave_one_out, beside=beside)
-    return _credit(totals, find_baseline(baseline).instance())
+    rule = find_baseline(baseline).instance()
+    options: dict[str, Any] = {"leave_one_out": leave_one_out, "beside": beside}
+    return _credit(Completions(returns, rule.declared(total_energy), lengths, num_generations, **options), rule)
 
 
 def compared_by(rule: Baseline, rewards: torch.Tensor) -> Baseline:
@@ -105,7 +106,7 @@ def compared_by(rule: Baseline, rewards: torch.Tensor) -> Baseline:
 
 def advantages_on_top(rule: Baseline, tokens: Tokens) -> torch.Tensor:
     """`(B, T)` of completions by themselves, under a baseline on top of another."""
-    baseline = rule.function(tokens)
+    baseline = rule.of(tokens)
     if not rule.built_in:
         present = tokens.mask.unsqueeze(0)
         baseline = _checked(baseline, rule, present.shape, present).squeeze(0)
@@ -125,7 +126,7 @@ def _credit(groups: Completions, rule: Baseline, zero_tail: bool = True) -> Cred
     if groups.shape[1] == 1:  # nobody to compare with
         baseline = torch.zeros_like(groups.returns)
     else:
-        baseline = rule.function(groups)
+        baseline = rule.of(groups)
         if not rule.built_in:
             shape = groups.shape if rule.per_token else (*groups.shape[:2], 1)
             compared = groups.present if rule.per_token and isinstance(groups, Groups) else groups.scorable
@@ -194,8 +195,9 @@ def compute_advantages(
         `torch.Tensor` of shape `(B, T)`, float32 whatever the inputs, 0 where `mask` is 0.
 
     Raises:
-        ValueError: An option is unknown or not looked at by `baseline`, the shapes disagree, or a baseline of the
-            user's own returned something that is not finite or does not fit `(G, N, T)`.
+        ValueError: An option is unknown or not looked at by `baseline`, the shapes disagree, an energy is not finite,
+            or a baseline of the user's own changed what it was given, or returned something that is not finite or does
+            not fit `(G, N, T)`.
     """
     if importance_weights is not None and importance_weights.shape not in (mask.shape, (len(mask), 1)):
         raise ValueError(
@@ -210,6 +212,8 @@ def compute_advantages(
 
     def advantages_of(rows: slice) -> tuple[torch.Tensor]:
         weighted = importance_weighted(energy[rows], None if importance_weights is None else importance_weights[rows])
+        if rule.uses_energy:
+            check_energies(weighted, mask[rows], torch.arange(len(mask))[rows])
         also = {name: values[rows] for name, values in beside.items()}
         credit = assign_credit(
             rewards[rows], weighted, mask[rows], num_generations, baseline=rule, **options, beside=also

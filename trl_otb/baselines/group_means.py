@@ -112,13 +112,14 @@ def group_mean(group: Completions) -> torch.Tensor:
     return group.mean(torch.ones_like(group.returns))
 
 
-@built_in(per_token=False, uses_energy=False, leaves_one_out=True, totals_only=True, unbiased=True)
+@built_in(per_token=False, uses_energy=False, leaves_one_out=True, totals_only=True, unbiased=True, compares=False)
 def none(group: Completions) -> torch.Tensor:
     """Per completion: nothing.
 
         B = 0
 
     REINFORCE (Williams, 1992), A = G. Unbiased. As a control: what a baseline must beat where rewards are of one sign
-    and most tokens of a right completion are sure.
+    and most tokens of a right completion are sure. `scale_rewards="group"` is refused, as it divides by a deviation
+    from a mean that nobody subtracts.
     """
     return torch.zeros_like(group.returns)

@@ -1,6 +1,9 @@
 """The completions of a prompt side by side, token by token. Pure torch; the notation is that of `trl_otb.energy`."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -48,8 +51,8 @@ class Completions:
     Args:
         returns (`torch.Tensor` of shape `(B,)`):
             One return per completion. NaN marks a completion that cannot be scored.
-        total_energy (`torch.Tensor` of shape `(B,)`):
-            W_T.
+        total_energy (`torch.Tensor` of shape `(B,)`, *optional*):
+            W_T; without, reading it is an error.
         lengths (`torch.Tensor` of shape `(B,)`):
             Generated tokens.
         num_generations (`int`):
@@ -65,7 +68,7 @@ class Completions:
     def __init__(
         self,
         returns: torch.Tensor,
-        total_energy: torch.Tensor,
+        total_energy: torch.Tensor | None,
         lengths: torch.Tensor,
         num_generations: int,
         *,
@@ -77,7 +80,8 @@ class Completions:
         self.row_scorable = scorable_rows(returns).unsqueeze(1)
         self.row_returns = returns.float().unsqueeze(1).masked_fill(~self.row_scorable, 0.0)
         self._num_generations = num_generations
-        self._total_energy, self._lengths = total_energy.float().unsqueeze(1), lengths.float().unsqueeze(1)
+        self._total_energy = None if total_energy is None else total_energy.float().unsqueeze(1)
+        self._lengths = lengths.float().unsqueeze(1)
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -92,7 +96,7 @@ class Completions:
     @property
     def total_energy(self) -> torch.Tensor:
         """`(G, N, 1)` W_T; 0 if the completion cannot be scored."""
-        return self._grouped(self._total_energy * self.row_scorable)
+        return self._grouped(declared(self._total_energy) * self.row_scorable)
 
     @property
     def lengths(self) -> torch.Tensor:
@@ -127,7 +131,7 @@ class Completions:
         leave_one_out = self.leave_one_out if leave_one_out is None else leave_one_out
         weights = torch.add(weights.float(), self._members, alpha=LEAST_WEIGHT).mul_(self.scorable)
         total = _sum_of_group(weights, leave_one_out)
-        return _sum_of_group(weights * self.returns, leave_one_out) / total.clamp_(min=1e-38)
+        return _sum_of_group(weights * self.returns, leave_one_out) / total.clamp_(min=LEAST_WEIGHT)
 
     @property
     def lone_tail_tokens(self) -> torch.Tensor:
@@ -142,6 +146,39 @@ class Completions:
 
     def _grouped(self, rows: torch.Tensor) -> torch.Tensor:
         return rows.reshape(-1, self._num_generations, rows.size(1))
+
+    def held(self) -> dict[str, torch.Tensor]:
+        """What a baseline is given and must leave as it is, by name."""
+        return {"returns": self.row_returns, **self._beside}
+
+
+@contextmanager
+def left_as_it_is(group: Any, baseline: str) -> Iterator[None]:
+    """Within this context a user's function reads `group`, whose values others go on with."""
+
+    def mark(values: torch.Tensor) -> Any:  # inference mode counts no changes
+        return values.clone() if values.is_inference() else values._version
+
+    before = {name: (values, mark(values)) for name, values in group.held().items()}
+    yield
+    for name, now in group.held().items():
+        values, marked = before[name]
+        same = torch.equal(now, marked) if isinstance(marked, torch.Tensor) else now._version == marked
+        if now is not values or not same:
+            raise ValueError(
+                f"The baseline {baseline!r} changed `{name}` of what it was given: advantages are formed from the "
+                f"same values. Work on a copy, `{name}.clone()`, or use operations without a trailing underscore."
+            )
+
+
+def declared(energy: torch.Tensor | None) -> torch.Tensor:
+    """The energies, if the baseline said that it reads them."""
+    if energy is None:
+        raise ValueError(
+            "The baseline reads energies and was registered with `uses_energy=False`, so that none may have been "
+            "formed. Register it with `uses_energy=True`."
+        )
+    return energy
 
 
 def read(beside: dict[str, torch.Tensor], name: str) -> torch.Tensor:
@@ -164,8 +201,8 @@ class Groups(Completions):
     Args:
         rewards (`torch.Tensor` of shape `(B,)` or `(B, T)`):
             One return per completion, or one reward per token. NaN marks a completion that cannot be scored.
-        energy (`torch.Tensor` of shape `(B, T)`):
-            ρ_t² w_t. Values where `mask` is 0 are ignored and may be NaN.
+        energy (`torch.Tensor` of shape `(B, T)`, *optional*):
+            ρ_t² w_t; without, reading it is an error. Values where `mask` is 0 are ignored and may be NaN.
         mask (`torch.Tensor` of shape `(B, T)`):
             1 on generated tokens.
         num_generations (`int`):
@@ -186,7 +223,7 @@ class Groups(Completions):
     def __init__(
         self,
         rewards: torch.Tensor,
-        energy: torch.Tensor,
+        energy: torch.Tensor | None,
         mask: torch.Tensor,
         num_generations: int,
         *,
@@ -229,7 +266,7 @@ class Groups(Completions):
     @cached_property
     def energy(self) -> torch.Tensor:
         """`(G, N, T)` ρ_t² w_t, 0 where `present` is 0."""
-        return self._in_groups(self._energy.float())
+        return self._in_groups(declared(self._energy).float())
 
     @cached_property
     def present(self) -> torch.Tensor:
@@ -281,6 +318,10 @@ class Groups(Completions):
     @property
     def _members(self) -> torch.Tensor:
         return self.present if self.per_token else self.scorable
+
+    def held(self) -> dict[str, torch.Tensor]:
+        energy = {} if self._energy is None else {"energy": self.energy}
+        return {"returns": self.returns, "present": self.present, **energy, **self._beside}
 
     # The lone tail
 

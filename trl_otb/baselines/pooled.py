@@ -60,7 +60,7 @@ def ogb_pooled_damped(group: Completions) -> torch.Tensor:
     """
     weights = torch.add(group.total_energy, _members(group), alpha=LEAST_WEIGHT)
     size = _members(group).sum(dim=1, keepdim=True)
-    of_others = 1 - weights / weights.sum(dim=1, keepdim=True).clamp(min=1e-38)
+    of_others = 1 - weights / weights.sum(dim=1, keepdim=True).clamp(min=LEAST_WEIGHT)
     damping = (of_others * size / (size - 1).clamp(min=1)).square()
     return group.returns - damping * (group.returns - _pooled(group, group.total_energy))
 

@@ -1,11 +1,12 @@
 """The register of baselines: names, flags and where they are looked up."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ..imports import import_object
-from .groups import ALIGNMENTS
+from .groups import ALIGNMENTS, left_as_it_is
 
 
 # What a baseline may ask for beside returns, energies and lengths
@@ -46,10 +47,12 @@ class Baseline:
         reads (`tuple[str, ...]`):
             What the function reads beside returns, energies and lengths: some of `"logps"`, `"states"`,
             `"completion_ids"`, `"turn"` and `"prompt_key"`; see [`~trl_otb.baselines.Groups`].
-        on_top_of (`str`, *optional*):
-            The name of a baseline that reads returns alone. It is formed first, and the function gets
-            [`~trl_otb.baselines.Tokens`], completions one by one with that baseline as `base`, in the place of groups:
-            a completion is credited by itself then, in whichever forward it comes.
+        on_top_of (`str` or [`Baseline`], *optional*):
+            The name of a baseline that reads returns alone; of an instance, its entry. It is formed first, and the
+            function gets [`~trl_otb.baselines.Tokens`], completions one by one with that baseline as `base`, in the
+            place of groups: a completion is credited by itself then, in whichever forward it comes.
+        compares (`bool`):
+            Whether it compares completions at all; of this module's, all but `none` do.
         built_in (`bool`):
             Whether it is one of this module's, whose results are not checked.
     """
@@ -64,7 +67,8 @@ class Baseline:
     totals_only: bool = False
     unbiased: bool | Literal["leave_one_out"] = False
     reads: tuple[str, ...] = ()
-    on_top_of: str | None = None
+    on_top_of: "str | Baseline | None" = None
+    compares: bool = True
     built_in: bool = False
 
     @property
@@ -82,9 +86,30 @@ class Baseline:
         """Whether it, or what it is on top of, looks at the prompts of a whole generation batch."""
         return self.across_prompts or (self.on_top_of is not None and find_baseline(self.on_top_of).across_prompts)
 
+    @property
+    def cancels_equal_returns(self) -> bool:
+        """Whether A = 0 where all returns of a group are equal, but for a lone tail."""
+        return self.on_top_of is None and not self.across_prompts and self.compares
+
     def instance(self) -> "Baseline":
-        """The same, with an instance in the place of a class."""
-        return replace(self, function=self.function()) if isinstance(self.function, type) else self
+        """The same, with an instance in the place of a class: what a name stands for later does not change it."""
+        function = self.function() if isinstance(self.function, type) else self.function
+        below = None if self.on_top_of is None else find_baseline(self.on_top_of)
+        return replace(self, function=function, on_top_of=below)
+
+    def of(self, group: Any) -> Any:
+        """B, of a group that the function must leave as it is."""
+        with nullcontext() if self.built_in else left_as_it_is(group, self.name):
+            return self.function(group)
+
+    def learn(self, group: Any) -> dict[str, float]:
+        """Let a baseline that remembers learn from what it was given; what it has to tell."""
+        with nullcontext() if self.built_in else left_as_it_is(group, self.name):
+            return self.function.update(group) or {}
+
+    def declared(self, energy: Any) -> Any:
+        """`energy`, if the function reads it; else `None`, so that reading it is an error."""
+        return energy if self.uses_energy else None
 
     def is_unbiased(self, leave_one_out: bool = False, zero_tail: bool = True) -> bool:
         """Whether the gradient is unbiased under these options."""
@@ -143,7 +168,8 @@ def register_baseline(
 
     Args:
         name (`str`):
-            Any name that no other baseline has. The same function may be registered again, as a notebook's cell does.
+            Any name that no other baseline has. The same function may be registered again, as a notebook's cell does;
+            trainers that were made before keep theirs.
         per_token, uses_energy, zero_tail, leaves_one_out, across_prompts, totals_only, unbiased, reads, on_top_of:
             See [`~trl_otb.baselines.Baseline`]. Of a class, `across_prompts` is set by itself.
 
@@ -151,7 +177,8 @@ def register_baseline(
         `Callable`: a decorator that returns the function or class as it is.
 
     Raises:
-        ValueError: The name is taken, empty, or holds a colon; or flags contradict each other.
+        ValueError: The name is taken, empty, or holds a colon; a flag is neither True nor False; or flags contradict
+            each other.
         TypeError: What is decorated is no function and no class with the methods above.
     """
     return _register(
@@ -163,7 +190,7 @@ def register_baseline(
         across_prompts=across_prompts,
         totals_only=totals_only,
         unbiased=unbiased,
-        reads=tuple(reads),
+        reads=(reads,) if isinstance(reads, str) else tuple(reads),
         on_top_of=on_top_of,
     )
 
@@ -171,6 +198,9 @@ def register_baseline(
 def _register(name: str, **flags: Any) -> Callable[[Callable], Callable]:
     if not isinstance(name, str) or not name or ":" in name:
         raise ValueError(f"`name` is {name!r}: a baseline's name must be text that is not empty and holds no colon.")
+    for flag in ("per_token", "uses_energy", "zero_tail", "leaves_one_out", "across_prompts", "totals_only"):
+        if not isinstance(flags.get(flag, False), bool):
+            raise ValueError(f"The baseline {name!r} has `{flag}={flags[flag]!r}`: it must be True or False.")
     if flags.get("totals_only") and flags.get("per_token", True):
         raise ValueError(
             f"The baseline {name!r} has `totals_only=True` and `per_token=True`: totals of completions give no "
@@ -292,8 +322,13 @@ def check_options(
     zero_tail: bool = True,
     leave_one_out: bool = False,
 ) -> None:
-    """Raise a `ValueError` if an option is unknown, or is set though `baseline` does not look at it."""
+    """
+    Raise a `ValueError` if an option is unknown or of the wrong type, or is set though `baseline` does not look at it.
+    """
     rule = find_baseline(baseline)
+    for option, value in (("zero_tail", zero_tail), ("leave_one_out", leave_one_out)):
+        if not isinstance(value, bool):
+            raise ValueError(f"`{option}` is {value!r}, a {type(value).__name__}: it must be True or False.")
     if alignment not in ALIGNMENTS:
         raise ValueError(f"`alignment` is {alignment!r}: it must be one of {', '.join(map(repr, ALIGNMENTS))}.")
     if alignment != "generated" and not rule.per_token:

@@ -6,7 +6,7 @@ from functools import cached_property
 import torch
 
 from ..blocks import blocks_of_rows
-from .groups import completion_returns, read, reward_to_go, scorable_rows
+from .groups import completion_returns, declared, read, reward_to_go, scorable_rows
 
 
 FINER = 32  # are blocks for baselines with features, of tens of numbers per token
@@ -21,8 +21,8 @@ class Tokens:
             One return per completion, or one reward per token. NaN marks a completion that cannot be scored.
         base (`torch.Tensor` of shape `(B, T)` or `(B, 1)`):
             The baseline below.
-        energy (`torch.Tensor` of shape `(B, T)`):
-            ρ_t² w_t. Values where `mask` is 0 are ignored and may be NaN.
+        energy (`torch.Tensor` of shape `(B, T)`, *optional*):
+            ρ_t² w_t; without, reading it is an error. Values where `mask` is 0 are ignored and may be NaN.
         mask (`torch.Tensor` of shape `(B, T)`):
             1 on generated tokens.
         prompt (`torch.Tensor` of shape `(B,)`):
@@ -37,7 +37,7 @@ class Tokens:
         self,
         rewards: torch.Tensor,
         base: torch.Tensor,
-        energy: torch.Tensor,
+        energy: torch.Tensor | None,
         mask: torch.Tensor,
         prompt: torch.Tensor,
         beside: dict[str, torch.Tensor] | None = None,
@@ -65,7 +65,7 @@ class Tokens:
     @cached_property
     def energy(self) -> torch.Tensor:
         """`(B, T)` ρ_t² w_t; 0 where `mask` is 0."""
-        return self._energy.float().masked_fill(self.mask == 0, 0.0)
+        return declared(self._energy).float().masked_fill(self.mask == 0, 0.0)
 
     @property
     def _scorable(self) -> torch.Tensor:
@@ -107,12 +107,18 @@ class Tokens:
         return Tokens(
             self._rewards[rows],
             self.base[rows],
-            self._energy[rows],
+            None if self._energy is None else self._energy[rows],
             self._mask[rows],
             self.prompt[rows],
             {name: values[rows] for name, values in self._beside.items()},
             self.gather,
         )
+
+    def held(self) -> dict[str, torch.Tensor]:
+        """What a baseline is given and must leave as it is, by name."""
+        energy = {} if self._energy is None else {"energy": self.energy}
+        own = {"base": self.base, "prompt": self.prompt, "returns": self.returns, "mask": self.mask}
+        return own | energy | self._beside
 
     def blocks(self) -> Iterator["Tokens"]:
         """All of them, so many at a time that what is formed of them stays small, with tens of numbers per token."""

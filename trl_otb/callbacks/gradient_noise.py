@@ -1,11 +1,13 @@
 """How noisy is the gradient that a run uses? The gradient noise scale, measured from micro-batches and processes."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from accelerate.logging import get_logger
+from accelerate.state import AcceleratorState
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 
@@ -48,9 +50,9 @@ class GradientNoiseCallback(TrainerCallback):
     Logs the noise scale of the gradient that a run uses, for [`OTBGRPOTrainer`] and [`~trl.GRPOTrainer`].
 
     The completions of a prompt share a baseline, so the independent unit is the prompt, and the parts of a batch that
-    are compared must hold whole groups: the micro-batches of an accumulation where rows are shuffled group by group,
-    as [`OTBGRPOTrainer`] does for this callback; else the processes of a data-parallel run. Where there are neither,
-    one warning says why.
+    are compared must hold whole groups: the micro-batches of an accumulation where rows are shuffled group by group
+    (`keep_groups_together` in [`OTBGRPOConfig`]); else the processes of a data-parallel run. Where there are neither,
+    one warning says why. What is trained stays the same.
 
     Logged, from exponential averages of noise and signal, with the gradients before clipping:
 
@@ -73,12 +75,23 @@ class GradientNoiseCallback(TrainerCallback):
         if not 0 <= decay < 1:
             raise ValueError(f"`decay` is {decay}: it must be at least 0 and below 1.")
         self.decay = decay
-        # Both set by OTBGRPOTrainer, whose log then holds the values
+        # Both set by OTBGRPOTrainer while it trains, whose log then holds the values
         self.add_metrics: Callable[[dict[str, float]], None] | None = None
         self.keeps_groups_together = False
         self._averages = torch.zeros(3, dtype=torch.float64)  # of noise, signal, and 1, each from 0
         self._hooks: list[Any] = []
         self._step: _StepGradients | None = None
+
+    @contextmanager
+    def connected(
+        self, add_metrics: Callable[[dict[str, float]], None], keeps_groups_together: bool
+    ) -> Iterator[None]:
+        """Within this context values go to `add_metrics`, and micro-batches may hold whole groups."""
+        self.add_metrics, self.keeps_groups_together = add_metrics, keeps_groups_together
+        try:
+            yield
+        finally:
+            self.add_metrics, self.keeps_groups_together = None, False
 
     @property
     def scale(self) -> float | None:
@@ -90,7 +103,7 @@ class GradientNoiseCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
         self._remove_hooks()  # of a run that broke off
-        self._averages = torch.zeros(3, dtype=torch.float64)
+        self._averages, self._step = torch.zeros(3, dtype=torch.float64), None
         processes, accumulated = args.world_size, args.gradient_accumulation_steps
         reason = self._why_not(args, processes, accumulated)
         if reason is not None:
@@ -113,7 +126,8 @@ class GradientNoiseCallback(TrainerCallback):
             self._hooks.pop().remove()
 
     def _why_not(self, args: Any, processes: int, accumulated: int) -> str | None:
-        if args.deepspeed_plugin is not None or getattr(args, "fsdp_plugin_args", None):
+        state = AcceleratorState()  # which knows of `accelerate launch` too
+        if state.deepspeed_plugin is not None or getattr(state, "fsdp_plugin", None) is not None:
             return "DeepSpeed and FSDP hold gradients in partitions"
         if args.fp16:
             return "fp16 scales gradients by a factor that changes. Use bf16"
@@ -128,7 +142,7 @@ class GradientNoiseCallback(TrainerCallback):
             return "a group's rows lie on several processes. Give each process whole groups"
         return (
             "the rows of a group are spread over micro-batches. Use OTBGRPOTrainer with `per_device_train_batch_size` "
-            "a multiple of `num_generations`, or several processes"
+            "a multiple of `num_generations` and `keep_groups_together=True`, or several processes"
         )
 
     def on_substep_end(

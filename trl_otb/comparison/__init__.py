@@ -41,10 +41,10 @@ _SAMPLING = (
 
 def compare_baselines(
     trainer: OTBGRPOTrainer,
-    baselines: Sequence[str] | None = None,
+    baselines: Sequence[str] | str | None = None,
     num_prompts: int = 16,
     completions_per_prompt: int = 64,
-    group_sizes: Sequence[int] | None = None,
+    group_sizes: Sequence[int] | int | None = None,
     parameters: str | None = None,
     *,
     prompts_per_batch: int | None = None,
@@ -77,14 +77,14 @@ def compare_baselines(
     Args:
         trainer ([`OTBGRPOTrainer`]):
             With any data, reward functions, tools, environment, adapter or processor.
-        baselines (`Sequence[str]`, *optional*):
+        baselines (`Sequence[str]` or `str`, *optional*):
             Names, or `"module:function"`; by default all that are registered. No baseline and the group mean are
             always measured, and those that read energies also with one left out.
         num_prompts (`int`, *optional*, defaults to 16):
             Different prompts, drawn from the training data; at least 3.
         completions_per_prompt (`int`, *optional*, defaults to 64):
             At least 16, and four groups of the largest size.
-        group_sizes (`Sequence[int]`, *optional*):
+        group_sizes (`Sequence[int]` or `int`, *optional*):
             N; by default the trainer's own, its half and its double, as far as four groups fit into a pool.
         parameters (`str`, *optional*):
             Regular expression: only trainable parameters whose name holds it are studied. Backward passes stop at the
@@ -109,6 +109,14 @@ def compare_baselines(
             holds another measurement or is in use.
     """
     _check_trainer(trainer)
+    baselines = [baselines] if isinstance(baselines, str) else baselines
+    group_sizes = [group_sizes] if isinstance(group_sizes, int) else group_sizes
+    numbers = {"num_prompts": num_prompts, "completions_per_prompt": completions_per_prompt, "projection": projection}
+    for name, number in numbers.items():
+        if not isinstance(number, int):
+            raise ValueError(f"`{name}` is {number!r}: give a whole number.")
+    if not all(isinstance(size, int) for size in group_sizes or []):
+        raise ValueError(f"`group_sizes` is {list(group_sizes or [])}: give whole numbers.")
     args = trainer.args
     seed = args.seed if seed is None else seed
     if baselines is None:

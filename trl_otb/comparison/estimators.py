@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from ..baselines import assign_credit, find_baseline
+from ..baselines import Baseline, assign_credit, find_baseline
 
 
 CONTROL = "group_mean"  # what every baseline is compared with
@@ -61,7 +61,7 @@ class Estimator:
         return find_baseline(self.baseline).across_prompts or self.on_top_of is not None
 
     @property
-    def on_top_of(self) -> str | None:
+    def on_top_of(self) -> str | Baseline | None:
         return find_baseline(self.baseline).on_top_of
 
     @property

@@ -49,7 +49,7 @@ def with_history(
             below = assign_credit_by_totals(pool.rewards, *totals, n, baseline=rule.on_top_of or "")
             prompt, base = torch.arange(len(pool)) // n, below.returns - below.advantages
             with torch.autocast("cpu", enabled=False):
-                rule.function.update(Tokens(pool.rewards, base, pool.energy, pool.mask, prompt, beside))
+                rule.learn(Tokens(pool.rewards, base, rule.declared(pool.energy), pool.mask, prompt, beside))
     for rule in found.values():
         if hasattr(rule.function, "bounded"):
             rule.function.bounded = False  # what is measured must be linear in the baseline below
@@ -108,8 +108,9 @@ def prediction(rule: Baseline, pool: Pool, beside: dict[str, torch.Tensor]) -> t
 
     def at(base: float) -> torch.Tensor:
         below = torch.full((len(pool), 1), base)
-        tokens = Tokens(pool.rewards, below, pool.energy, pool.mask, torch.zeros(len(pool)).long(), beside)
-        return (rule.function(tokens) * tokens.mask).double()
+        energy, prompt = rule.declared(pool.energy), torch.zeros(len(pool)).long()
+        tokens = Tokens(pool.rewards, below, energy, pool.mask, prompt, beside)
+        return (rule.of(tokens) * tokens.mask).double()
 
     none, one, two = (at(base) for base in (0.0, 1.0, 2.0))
     slopes, present = one - none, pool.mask > 0

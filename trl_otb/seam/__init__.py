@@ -7,6 +7,7 @@ Everything that relies on private parts of TRL, and nothing else.
 - `recorded_rewards`: the rewards that GRPOTrainer goes on with;
 - `returns`: what GRPOTrainer forms its advantages from, restated;
 - `shuffling`: groups that stay together;
+- `overrides`: a user's own overrides, before and after ours;
 - `gspo_token`: one importance ratio per completion beside one advantage per token;
 - `tool_loop`: turns that all processes take together;
 - `trainer`: [`EnergyGRPOTrainer`], the overrides, with two openings for a subclass that sees no private part of TRL;

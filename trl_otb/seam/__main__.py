@@ -1,5 +1,5 @@
 """
-`make drift` and `make hashes`: whether the installed TRL is what the seam expects, and the sources it was read in.
+`make drift` and `make hashes`: whether the installed TRL is what the seam expects, and a record of the sources read.
 """
 
 import json
@@ -7,14 +7,17 @@ import sys
 
 import trl
 
-from .contract import check_trl, source_hashes
+from .contract import READ, check_trl, drift, source_hashes, versions
 
 
 if sys.argv[1:] == ["--hashes"]:
-    print(json.dumps(source_hashes(), indent=2))
+    READ.write_text(json.dumps({"versions": versions(), "sources": source_hashes()}, indent=2) + "\n")
     sys.exit()
 try:
     check_trl()
-except ImportError as drift:
-    sys.exit(f"contract: {drift}")
+except ImportError as moved:
+    sys.exit(f"contract: {moved}")
 print(f"contract: trl {trl.__version__} has every part that trl_otb relies on, with the parameters it expects")
+if (found := drift()) is not None:
+    sys.exit(f"sources: {found}")
+print("sources: those that were read")

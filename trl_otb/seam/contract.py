@@ -2,23 +2,34 @@
 
 import hashlib
 import inspect
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
 
+import transformers
 import trl
+from accelerate.logging import get_logger
 from transformers import Trainer
 from trl import GRPOTrainer
 
-from ..project import trl_requirement
+
+logger = get_logger(__name__)
+
+READ = Path(__file__).with_name("trl_sources.json")  # the versions that were tested and read; `make hashes`
 
 
 def incompatible_trl(what: str) -> ImportError:
+    tested = json.loads(READ.read_text())["versions"]["trl"]
     return ImportError(
-        f"trl_otb relies on parts of TRL that have moved in trl {trl.__version__}: {what}. Install a version that was "
-        f"tested: pip install '{trl_requirement()}'."
+        f"trl_otb relies on parts of TRL that have moved in trl {trl.__version__}: {what}. Install the version that "
+        f"was tested: pip install 'trl=={tested}'."
     )
 
 
 try:
     from trl.models import utils as trl_models
+    from trl.trainer import grpo_trainer as trl_grpo_trainer
     from trl.trainer import utils as trl_utils
 except ImportError as error:
     raise incompatible_trl(str(error)) from error
@@ -44,6 +55,7 @@ METHODS = {
 TRAINER_METHODS = {
     "_load_optimizer_and_scheduler": ("self", "checkpoint"),
     "_save_optimizer_and_scheduler": ("self", "output_dir"),
+    "training_step": ("self", "model", "inputs"),
 }
 FUNCTIONS = {
     "add_fused_lm_head": ("model", "temperature", "cast_lm_head_to_fp32", "outputs"),
@@ -54,8 +66,9 @@ FUNCTIONS = {
     "split_pixel_values_by_grid": ("batch",),
     "split_tensor_dict": ("tensor_dict", "num_chunks"),
     "unsplit_pixel_values_by_grid": ("batch",),
-    "shuffle_sequence_dict": ("seq_dict",),
 }
+# Names in the module of GRPOTrainer that another function takes the place of
+REPLACED = {"shuffle_sequence_dict": ("seq_dict",)}
 MODEL_FUNCTIONS = {"disable_gradient_checkpointing": ("model", "gradient_checkpointing_kwargs")}
 ATTRIBUTES = (
     "_buffered_inputs",
@@ -94,7 +107,13 @@ FORWARD_KWARGS = (
     "image_position_ids",
 )
 
-_OWNERS = ((GRPOTrainer, METHODS), (Trainer, TRAINER_METHODS), (trl_utils, FUNCTIONS), (trl_models, MODEL_FUNCTIONS))
+_OWNERS = (
+    (GRPOTrainer, METHODS),
+    (Trainer, TRAINER_METHODS),
+    (trl_utils, FUNCTIONS),
+    (trl_grpo_trainer, REPLACED),
+    (trl_models, MODEL_FUNCTIONS),
+)
 
 
 def check_trl(attributes_of: GRPOTrainer | None = None) -> None:
@@ -106,7 +125,7 @@ def check_trl(attributes_of: GRPOTrainer | None = None) -> None:
             A constructed trainer, whose attributes are checked too.
 
     Raises:
-        ImportError: Something moved. The message names it, the installed version and the versions that were tested.
+        ImportError: Something moved. The message names it, the installed version and the one that was tested.
     """
     found = []
     for owner, expected in _OWNERS:
@@ -130,11 +149,45 @@ def check_trl(attributes_of: GRPOTrainer | None = None) -> None:
         raise incompatible_trl("; ".join(found))
 
 
+def versions() -> dict[str, str]:
+    """Of the packages whose private parts are relied on, as installed."""
+    return {package.__name__: package.__version__ for package in (trl, transformers)}
+
+
 def source_hashes() -> dict[str, str]:
     """A short hash of the source of every part of TRL that is overridden, restated, intercepted or called."""
     return {
-        f"{owner.__name__}.{name}": hashlib.sha256(inspect.getsource(getattr(owner, name)).encode()).hexdigest()[:12]
+        f"{owner.__name__}.{name}": _hash(getattr(owner, name))
         for owner, expected in _OWNERS
         for name in expected
         if hasattr(owner, name)
     }
+
+
+def _hash(part: Any) -> str:
+    try:
+        return hashlib.sha256(inspect.getsource(part).encode()).hexdigest()[:12]
+    except (OSError, TypeError):
+        return "without source"
+
+
+@cache
+def drift() -> str | None:
+    """In one line, in what the installed TRL differs from the one that was read; `None` where it does not."""
+    known, seen = json.loads(READ.read_text()), source_hashes()
+    changed = sorted(name for name in seen.keys() | known["sources"] if seen.get(name) != known["sources"].get(name))
+    if not changed:
+        return None
+    installed, tested = (
+        " and ".join(f"{name} {number}" for name, number in of.items()) for of in (versions(), known["versions"])
+    )
+    return (
+        f"trl_otb was tested with {tested}, and {installed} is installed, where the source of {', '.join(changed)} is "
+        "another. All that is relied on has the expected arguments, and every rollout is compared with TRL's."
+    )
+
+
+def say_drift() -> None:
+    """Log [`drift`], once per process."""
+    if (found := drift()) is not None:
+        logger.warning_once(found)

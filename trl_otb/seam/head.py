@@ -96,7 +96,7 @@ class EnergyHead:
         """Within this context the calls of `model`, the policy in whatever wraps it, fill the list that is yielded."""
         log_sum_sq_probs: list[torch.Tensor | None] = []
         hook = model.register_forward_hook(
-            lambda module, args, outputs: log_sum_sq_probs.append(outputs.log_sum_sq_probs)
+            lambda module, args, outputs: log_sum_sq_probs.append(getattr(outputs, "log_sum_sq_probs", None))
         )
         self._with_energies = True
         try:

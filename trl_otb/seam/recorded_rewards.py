@@ -22,9 +22,11 @@ def recorded_rewards(trainer: GRPOTrainer) -> Iterator[list[RewardRecorder]]:
     # This trainer's own, if somebody gave it one; as a rule the method is its class's
     before = {key: value for key, value in vars(trainer).items() if key == "_calculate_rewards"}
 
-    def recorded(inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> torch.Tensor:
+    def recorded(
+        inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
         functions = trainer.reward_funcs
-        recorder = RewardRecorder(list(map(len, completion_ids_list)))
+        recorder = RewardRecorder(completion_ids_list)
         trainer.reward_funcs = [
             function
             if isinstance(function, torch.nn.Module)
@@ -32,7 +34,7 @@ def recorded_rewards(trainer: GRPOTrainer) -> Iterator[list[RewardRecorder]]:
             for i, function in enumerate(functions)
         ]
         try:
-            recorder.rewards_per_func = calculate(inputs, prompts, completions, completion_ids_list)
+            recorder.rewards_per_func = calculate(inputs, prompts, completions, completion_ids_list, *args, **kwargs)
         finally:
             trainer.reward_funcs = functions
         recorders.append(recorder)

@@ -18,12 +18,15 @@ class Returns:
             `multi_objective_aggregation="normalize_then_sum"`, the sum of normalised rewards.
         scale (`torch.Tensor` of shape `(B_all,)`):
             What `scale_rewards` divides advantages by; 1 for `"none"`.
+        level (`torch.Tensor` of shape `(B_all,)`):
+            bool: whether all returns that the scale was formed of are equal, so that it is 0 up to rounding.
         factors (`torch.Tensor` of shape `(B_all, F)`):
             What each function's rewards were multiplied by.
     """
 
     returns: torch.Tensor
     scale: torch.Tensor
+    level: torch.Tensor
     factors: torch.Tensor
 
 
@@ -59,12 +62,19 @@ def weigh_rewards(
     returns[unscorable] = torch.nan
     if normalize_first or scale_rewards == "batch":
         scale = _nanstd(returns, dim=0).expand_as(returns) + 1e-4
+        level = _level(returns.view(1, -1)).expand_as(returns)
     elif scale_rewards == "group":
         std = _nanstd(returns.view(-1, num_generations), dim=1)
         scale = std.repeat_interleave(num_generations) + 1e-4
+        level = _level(returns.view(-1, num_generations)).repeat_interleave(num_generations)
     else:
-        scale = torch.ones_like(returns)
-    return Returns(returns, scale, factors)
+        scale, level = torch.ones_like(returns), torch.zeros_like(returns, dtype=torch.bool)
+    return Returns(returns, scale, level, factors)
+
+
+def _level(sets: torch.Tensor) -> torch.Tensor:
+    """`(S, n)` -> `(S,)` bool: whether all that is not NaN is equal."""
+    return sets.nan_to_num(nan=-torch.inf).amax(dim=1) <= sets.nan_to_num(nan=torch.inf).amin(dim=1)
 
 
 def _nanstd(x: torch.Tensor, dim: int) -> torch.Tensor:

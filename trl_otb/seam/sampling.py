@@ -138,9 +138,9 @@ def logps_and_states(
         with torch.enable_grad():
             logps, *_ = trainer._get_per_token_logps_and_entropies(
                 trainer.model,
-                torch.cat([row["prompt_ids"], row["completion_ids"]], dim=1),
-                torch.cat([row["prompt_mask"], row["completion_mask"]], dim=1),
-                row["completion_ids"].size(1),
+                input_ids=torch.cat([row["prompt_ids"], row["completion_ids"]], dim=1),
+                attention_mask=torch.cat([row["prompt_mask"], row["completion_mask"]], dim=1),
+                logits_to_keep=row["completion_ids"].size(1),
                 batch_size=1,
                 **{key: row[key] for key in FORWARD_KWARGS if key in row},
             )

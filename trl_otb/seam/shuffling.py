@@ -1,14 +1,26 @@
 """The shuffle of a generation batch, group by group."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
+
+from .contract import trl_grpo_trainer
+
+
+@contextmanager
+def groups_kept_together(num_generations: int) -> Iterator[None]:
+    """Within this context GRPOTrainer shuffles a generation batch group by group."""
+    with patch.object(trl_grpo_trainer, "shuffle_sequence_dict", lambda batch: shuffle_groups(batch, num_generations)):
+        yield
 
 
 def shuffle_groups(batch: dict[str, Any], num_generations: int) -> dict[str, Any]:
     """Permute whole groups of adjacent rows, in every tensor and list of the batch alike."""
-    rows = torch.arange(len(batch["completion_ids"])).view(-1, num_generations)
-    rows = rows[torch.randperm(len(rows))].flatten()
+    order = torch.randperm(len(batch["completion_ids"]))  # as many random numbers as GRPOTrainer draws
+    rows = (order[order % num_generations == 0].unsqueeze(1) + torch.arange(num_generations)).flatten()
 
     def permute(value: Any) -> Any:
         if value is None or (isinstance(value, torch.Tensor) and value.dim() == 0):

@@ -2,44 +2,54 @@
 
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from accelerate.utils import is_peft_model
 from datasets.fingerprint import Hasher
-from trl import GRPOTrainer
-from trl.extras.profiling import profiling_decorator
 
 from ..baselines.advantages import assign_credit_by_totals
 from ..credit import advantages_of, own_rows, set_energies
 from ..energy import importance_weighted
 from ..rewards import RewardRecorder
 from ..rollout import EVERY_ROW, Rollout, Rollouts, Rows, generated_mask
-from .contract import FORWARD_KWARGS, check_trl, incompatible_trl, trl_models, trl_utils
+from .contract import FORWARD_KWARGS, check_trl, incompatible_trl, say_drift, trl_models, trl_utils
 from .gspo_token import ratios_per_token, spread_sequence_ratio
 from .head import EnergyHead, Forward
+from .overrides import check_loss, check_order, overriders
 from .recorded_rewards import recorded_rewards
 from .returns import Returns, weigh_rewards
-from .shuffling import shuffle_groups
+from .shuffling import groups_kept_together
 from .states import StateRecorder
 from .tool_loop import CollectiveToolLoop
 
 
-ROWS = "rows_of_rollout"  # the one key that micro-batches carry for us
+ROWS, ROLLOUT = "rows_of_rollout", "number_of_rollout"  # what micro-batches carry for us
 STATE_FILE = "baseline.pt"  # in a checkpoint
+_MAKING = ("_generate_and_score_completions", "_calculate_rewards")  # what makes a rollout
 
 
 class EnergyGRPOTrainer(CollectiveToolLoop):
-    """A [`~trl.GRPOTrainer`] whose policy forwards yield energies and whose advantages a subclass forms."""
+    """
+    A [`~trl.GRPOTrainer`] whose policy forwards yield energies and whose advantages a subclass forms.
 
-    _buffered_inputs: list[dict[str, Any]] | None  # GRPOTrainer's
+    A class between this one and GRPOTrainer may have a loss of its own. If it takes advantages of shape `(B, T)` as
+    well as `(B,)`, it says so: `takes_token_advantages = True`.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        check_order(cls, EnergyGRPOTrainer)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         check_trl()
         self.rollouts: dict[str, Rollout] = Rollouts()  # the last one of each mode, "train" and "eval"
-        self.keeps_groups_together = False  # whether rows are shuffled by groups though their advantages are known
+        self._losses = 0  # how many our `_compute_loss` has returned
         super().__init__(*args, **kwargs)
         check_trl(self)
+        say_drift()
+        if self.credits_tokens:
+            check_loss(type(self), EnergyGRPOTrainer, self.args.baseline)
         self._energy_head = EnergyHead(self.policy, self.temperature, self.args.cast_lm_head_to_fp32)
         self._state_recorder = StateRecorder(self.policy) if "states" in self.reads else None
 
@@ -47,7 +57,7 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
 
     def score_rollout(self, rollout: Rollout, batch: dict[str, Any]) -> None:
         """Called with each new rollout and the batch that TRL made of it: give it advantages, or leave them to
-        [`score_rows`], in which case rows are shuffled group by group."""
+        [`score_rows`], for which groups must be kept together, unless it can take any rows."""
         raise NotImplementedError
 
     def score_rows(self, rollout: Rollout, rows: Rows) -> None:
@@ -59,6 +69,11 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
     def credits_tokens(self) -> bool:
         """Whether advantages differ between the tokens of a completion."""
         raise NotImplementedError
+
+    @property
+    def keeps_groups_together(self) -> bool:
+        """Whether a generation batch is shuffled group by group."""
+        return False
 
     @property
     def credits_rows_alone(self) -> bool:
@@ -107,14 +122,16 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
         with recording, trl_models.disable_gradient_checkpointing(self.model, checkpointing):
             self._get_per_token_logps_and_entropies(
                 self.model,
-                torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
-                torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
-                batch["completion_ids"].size(1),
+                input_ids=torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
+                attention_mask=torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
+                logits_to_keep=batch["completion_ids"].size(1),
                 batch_size=self.args.per_device_train_batch_size
                 if self.model.training
                 else self.args.per_device_eval_batch_size,
                 **{key: batch[key] for key in FORWARD_KWARGS if key in batch},
             )
+        if not forwards:
+            self._fail("the forward that yields energies is not taken", "_get_per_token_logps_and_entropies")
         return forwards[0]
 
     def set_energies_of(self, rollout: Rollout, forward: Forward, rows: Rows = EVERY_ROW) -> None:
@@ -148,10 +165,23 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
         return result
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        before = self.rollouts.get(self.mode)
+        if self.mode == "train" and before is not None and before.unmeasured > 0:
+            rows = (~before.measured).nonzero().flatten().tolist()
+            self._fail(
+                f"{len(rows)} of {len(before)} rows of the last rollout, row {rows[0]} the first, have not reached "
+                "the loss, so that they have no energies",
+                "_prepare_inputs",
+                "_compute_loss",
+                "compute_loss",
+            )
         rollout, batch = self.collect(inputs)
+        if before is not None:
+            rollout.number = before.number + 1
         self.rollouts[self.mode] = rollout
         self.score_rollout(rollout, batch)
         batch[ROWS] = torch.arange(len(rollout), device=rollout.mask.device)
+        batch[ROLLOUT] = torch.full_like(batch[ROWS], rollout.number)
         if rollout.advantages is None:
             del batch["advantages"]  # TRL's own: if nothing takes their place, the loss must not go on with them
         else:
@@ -169,7 +199,8 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
             batch = super()._generate_and_score_completions(inputs)
         rewards_per_func = recorders[-1].rewards_per_func if recorders else None
         if rewards_per_func is None:
-            raise incompatible_trl("rewards no longer come from `GRPOTrainer._calculate_rewards`")
+            self._fail("rewards no longer come from `GRPOTrainer._calculate_rewards`", *_MAKING)
+        self._check_rows(batch, recorders[-1])
         returns = weigh_rewards(
             rewards_per_func,
             self.reward_weights,
@@ -177,33 +208,27 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
             self.scale_rewards,
             self.multi_objective_aggregation,
         )
-        if self.mode == "train" and "train" not in self.rollouts:
-            self._check_group_mean(batch["advantages"], returns)
+        _check_finite(returns)
+        self._check_group_mean(batch["advantages"], returns)
         rollout = self._rollout_of(batch, returns, recorders[-1])
         if keys is not None:
             rollout.prompt_key = keys.to(rollout.mask.device)
-        if (forward := _forward_of(batch, forwards)) is not None:
+        if (forward := self._forward_of(batch, forwards)) is not None:
             energy = importance_weighted(forward.energy(), batch.get("importance_sampling_ratio"))
             set_energies(rollout, energy, forward.logps, states=forward.states())
         return rollout, batch
 
-    @profiling_decorator
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
-        # The parent's method with one change: rows are shuffled group by group if groups are still to be compared.
-        if not self.model.training:
+        together = self.model.training and self.keeps_groups_together
+        with groups_kept_together(self.num_generations) if together else nullcontext():
             return super()._prepare_inputs(generation_batch)
-        generate_every = self.args.steps_per_generation * self.num_iterations
-        if self._step % generate_every == 0 or self._buffered_inputs is None:
-            batch = self._generate_and_score_completions(generation_batch)
-            batch = trl_utils.split_pixel_values_by_grid(batch)
-            waiting = "advantages" not in batch and not self.credits_rows_alone
-            if self.keeps_groups_together or waiting:
-                batch = shuffle_groups(batch, self.num_generations)
-            else:
-                batch = trl_utils.shuffle_sequence_dict(batch)
-            micro_batches = trl_utils.split_tensor_dict(batch, self.args.steps_per_generation)
-            self._buffered_inputs = [trl_utils.unsplit_pixel_values_by_grid(x) for x in micro_batches]
-        return self._buffered_inputs[self._step % self.args.steps_per_generation]
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        before = self._losses
+        loss = super().training_step(*args, **kwargs)
+        if self._losses == before:
+            self._fail("OTBGRPOTrainer's loss is passed by, and with it the baseline", "compute_loss", "_compute_loss")
+        return loss
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
@@ -222,13 +247,17 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
             inputs, spread = dict(inputs), True  # a copy: the micro-batch is used again
         else:
             spread = False
-        rollout, unmeasured = self.rollouts[self.mode], self.rollouts[self.mode].unmeasured
-        if not spread and unmeasured == 0:
-            return super()._compute_loss(model, inputs)
+        fresh = self._fresh_rows(inputs)
+        if "advantages" not in inputs and not fresh.any():
+            inputs["advantages"] = advantages_of(self.rollouts[self.mode], inputs[ROWS])
+        if not spread and not fresh.any():
+            loss = super()._compute_loss(model, inputs)
+            self._losses += 1
+            return loss
 
         def on_forward(forward: Forward) -> None:
-            if unmeasured > 0:
-                self._score_micro_batch(inputs, forward)
+            if fresh.any():
+                self._score_micro_batch(inputs, forward, fresh)
             if spread:
                 spread_sequence_ratio(inputs, forward.logps)
 
@@ -238,45 +267,75 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
         except KeyError as error:
             if error.args != ("advantages",):
                 raise
-            raise incompatible_trl("the loss reads the advantages before the policy's forward has run") from error
-        if 0 < unmeasured == rollout.unmeasured:
-            raise incompatible_trl("the loss no longer runs the policy's forward, so that it has no energies")
+            self._fail("the loss reads the advantages before the policy's forward has run", "_compute_loss")
+        if self._fresh_rows(inputs).any():
+            self._fail("the loss no longer runs the policy's forward, so that it has no energies", "_compute_loss")
+        self._losses += 1
         return loss
 
-    def _score_micro_batch(self, inputs: dict[str, Any], forward: Forward) -> None:
-        rollout, rows = self.rollouts[self.mode], inputs[ROWS]
-        self.set_energies_of(rollout, forward, rows)
+    def _fresh_rows(self, inputs: dict[str, Any]) -> torch.Tensor:
+        """`(b,)` bool, on the CPU: which rows of a micro-batch are the last rollout's and have no statistics yet."""
+        rollout = self.rollouts[self.mode]
+        if ROWS not in inputs or ROLLOUT not in inputs:
+            self._fail(f"a micro-batch comes without `{ROWS}` and `{ROLLOUT}`", "_prepare_inputs", *_MAKING)
+        if rollout.unmeasured == 0 and "advantages" in inputs:
+            return torch.zeros(len(inputs[ROWS]), dtype=torch.bool)
+        rows = inputs[ROWS].cpu()
+        own = inputs[ROLLOUT].cpu() == rollout.number
+        if "advantages" not in inputs and not own.all():
+            self._fail(
+                f"a micro-batch holds rows of {int((~own).sum())} completions of earlier rollouts, whose advantages "
+                "waited for the training forward. Set `keep_groups_together=False`, under which a baseline like 'otb' "
+                "forms advantages when completions are sampled; nothing like it is there for 'value'",
+                "_prepare_inputs",
+                *_MAKING,
+            )
+        return own & ~rollout.measured[rows.clamp(max=len(rollout) - 1)]
+
+    def _score_micro_batch(self, inputs: dict[str, Any], forward: Forward, fresh: torch.Tensor) -> None:
+        rollout, chosen = self.rollouts[self.mode], fresh.to(inputs[ROWS].device)
+        rows, waiting = inputs[ROWS][chosen], "advantages" not in inputs
+        if waiting and not self.credits_rows_alone:
+            n, numbers = self.generations, rows.tolist()
+            if len(rows) % n != 0 or any(row != numbers[i - i % n] + i % n for i, row in enumerate(numbers)):
+                self._fail("a micro-batch holds parts of groups, which were to be kept together", "_prepare_inputs")
+        set_energies(rollout, forward.energy()[chosen], forward.logps[chosen], rows, _chosen(forward.states(), chosen))
         with torch.no_grad(), torch.autocast(rollout.mask.device.type, enabled=False):
             self.score_rows(rollout, rows)
-        inputs["advantages"] = advantages_of(rollout, rows)
+        if waiting:
+            inputs["advantages"] = advantages_of(rollout, inputs[ROWS])
 
     # Both judge a whole completion by the sign of its advantage: give them one advantage per completion.
 
-    @staticmethod
+    @classmethod
     def get_off_policy_mask(
-        advantages: torch.Tensor,
-        per_token_logps: torch.Tensor,
-        sampling_per_token_logps: torch.Tensor,
-        mask: torch.Tensor,
-        off_policy_threshold: float,
+        cls, advantages: torch.Tensor, per_token_logps: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        return GRPOTrainer.get_off_policy_mask(
-            _completion_advantage(advantages, mask),
-            per_token_logps,
-            sampling_per_token_logps,
-            mask,
-            off_policy_threshold,
-        )
+        mask = kwargs["mask"] if "mask" in kwargs else args[1]
+        return super().get_off_policy_mask(_completion_advantage(advantages, mask), per_token_logps, *args, **kwargs)
 
-    @staticmethod
+    @classmethod
     def get_gamma_weights(
-        advantages: torch.Tensor, log_ratio_per_token: torch.Tensor, mask: torch.Tensor, *args: Any, **kwargs: Any
+        cls, advantages: torch.Tensor, log_ratio_per_token: torch.Tensor, mask: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        return GRPOTrainer.get_gamma_weights(
-            _completion_advantage(advantages, mask), log_ratio_per_token, mask, *args, **kwargs
-        )
+        advantages = _completion_advantage(advantages, mask)
+        return super().get_gamma_weights(advantages, log_ratio_per_token, mask, *args, **kwargs)
 
     # Internals
+
+    def _fail(self, what: str, *methods: str) -> NoReturn:
+        """
+        Raises:
+            TypeError: A class of the user's own overrides one of `methods`, from which `what` comes then.
+            ImportError: None does, so TRL has moved.
+        """
+        theirs = overriders(self, EnergyGRPOTrainer, *methods)
+        if not theirs:
+            raise incompatible_trl(what)
+        raise TypeError(
+            f"{what[:1].upper()}{what[1:]}. In `{type(self).__name__}`, look at {', '.join(theirs)}; "
+            "recipes/reference.md says what OTBGRPOTrainer asks of such a class."
+        )
 
     def _rollout_of(self, batch: dict[str, Any], returns: Returns, recorder: RewardRecorder) -> Rollout:
         mask = generated_mask(batch)
@@ -292,6 +351,7 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
             num_generations=self.generations,
             rewards=rewards,
             scale=returns.scale[own],
+            level=returns.level[own],
             first_row=own.start,
             processing_class=self.processing_class,
         )
@@ -300,17 +360,42 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
         """Compare `advantages`, TRL's own of this process, with the group mean's formed from what was intercepted."""
         nothing = torch.zeros_like(returns.returns)
         ours = assign_credit_by_totals(returns.returns, nothing, nothing, self.generations).advantages
+        ours = ours if self.generations > 1 else torch.zeros_like(ours)  # where GRPOTrainer subtracts it from itself
         own = own_rows(self.accelerator, len(advantages))
         expected = (ours.squeeze(1) / returns.scale)[own].nan_to_num(nan=0.0)
         difference = (expected - advantages) * returns.scale[own]
         rounding = 1e-5 * (1 + returns.returns.abs().nan_to_num(nan=0.0).max())
         if (difference.abs() > rounding).any():
             row = int(difference.abs().argmax())
-            raise incompatible_trl(
-                "how GRPOTrainer forms its advantages: for completion "
-                f"{row} of the first rollout it has {advantages[row].item():.6g}, and the rewards, weights and scale "
-                f"that trl_otb relies on give {expected[row].item():.6g}"
+            self._fail(
+                f"how GRPOTrainer forms its advantages: for completion {row} of a rollout it has "
+                f"{advantages[row].item():.6g}, and the rewards, weights and scale that trl_otb relies on give "
+                f"{expected[row].item():.6g}",
+                *_MAKING,
             )
+
+    def _check_rows(self, batch: dict[str, Any], recorder: RewardRecorder) -> None:
+        """Compare the rows of the batch with those that were rewarded."""
+        ids, rewarded = batch["completion_ids"].cpu(), recorder.completion_ids
+        if len(ids) != len(rewarded):
+            self._fail(f"{len(rewarded)} completions were rewarded and {len(ids)} are to be trained on", *_MAKING)
+        for row, of_row in enumerate(rewarded):
+            if not torch.equal(ids[row, : len(of_row)], torch.tensor(of_row, dtype=ids.dtype)):
+                self._fail(f"completion {row} of a rollout is not the one that was rewarded in its place", *_MAKING)
+
+    def _forward_of(self, batch: dict[str, Any], forwards: list[Forward]) -> Forward | None:
+        """The forward that returned the batch's very log-probs: a reference pass can never be mistaken for it."""
+        logps = batch.get("old_per_token_logps")
+        if logps is None:
+            return None
+        for forward in forwards:
+            if forward.logps is logps:
+                return forward
+        self._fail(
+            "the old log-probs of the rollout are not those that any forward of the policy returned",
+            "_get_per_token_logps_and_entropies",
+            *_MAKING,
+        )
 
 
 def config_model_id(config: Any) -> str:
@@ -331,15 +416,20 @@ def prompt_keys(inputs: list[dict[str, Any]]) -> torch.Tensor:
     return torch.tensor(keys)
 
 
-def _forward_of(batch: dict[str, Any], forwards: list[Forward]) -> Forward | None:
-    """The forward that returned the batch's very log-probs: a reference pass can never be mistaken for it."""
-    logps = batch.get("old_per_token_logps")
-    if logps is None:
-        return None
-    for forward in forwards:
-        if forward.logps is logps:
-            return forward
-    raise incompatible_trl("the old log-probs of the rollout are not those that any forward of the policy returned")
+def _check_finite(returns: Returns) -> None:
+    """Raise a `ValueError` where rewards, each finite, are not so together."""
+    broken = returns.returns.isinf() | returns.scale.isinf()
+    if broken.any():
+        row = int(broken.nonzero()[0])
+        what = "weighted sum of rewards" if returns.returns[row].isinf() else "standard deviation of returns"
+        raise ValueError(
+            f"Completion {row} of all processes has a {what} that is not finite in float32, which holds up to 3.4e+38 "
+            "and squares of up to 1.8e+19. Scale the rewards, or `reward_weights`, down."
+        )
+
+
+def _chosen(values: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor | None:
+    return None if values is None else values[rows]
 
 
 def _completion_advantage(advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
