@@ -6,7 +6,7 @@ Compare baselines over seeds with one recipe: all runs, one table, one picture.
     python -m recipes.compare --recipe math --baselines otb group_mean --seeds 1 2 3 4 5 \\
         --launcher "accelerate launch --config_file recipes/accelerate/zero3.yaml" --config recipes/math_zero3.yaml
 
-Every flag that is not named below goes to the recipe. The same command again goes on where it stopped: finished runs
+Every flag that is not named below goes to the recipe. The same command resumes where it stopped: finished runs
 are kept, begun ones are resumed from their newest checkpoint. More baselines and seeds may be asked for; other flags
 are refused, since their runs could not be compared.
 """
@@ -99,7 +99,7 @@ def run_recipe(own: argparse.Namespace, flags: list[str], baseline: str, seed: i
         command += ["--resume_from_checkpoint", "latest"]
     code = run_stoppably(command)
     if code == 130:
-        raise Stopped(f"Finished runs and checkpoints are kept in {own.folder}; the same command goes on.")
+        raise Stopped(f"Finished runs and checkpoints are kept in {own.folder}; the same command resumes them.")
     if code != 0 or not (folder / RESULT).is_file():
         ran = shlex.join(command)
         raise InputError(f"{baseline} with seed {seed} ended without a result (exit code {code}): {ran}")

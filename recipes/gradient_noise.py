@@ -7,9 +7,9 @@ Which baseline for my run? The noise of the gradient under each, measured on you
     python -m recipes.gradient_noise --model_name_or_path FOLDER --dataset_name problems.jsonl
     python -m recipes.gradient_noise --plot_only --output_dir FOLDER
 
-A command line on `trl_otb.compare_baselines`, for whom has no trainer at hand. It samples a pool of completions per
+A command line on `trl_otb.compare_baselines`, for those who have no trainer yet. It samples a pool of completions per
 prompt, takes the exact gradient of its groups under every baseline, and ends in a verdict, a table and a picture.
-Nothing is trained. A run that was stopped goes on where it was when the same command is given again.
+Nothing is trained. Repeat the command to resume a stopped run.
 """
 
 from recipes.common.launching import tidy_output

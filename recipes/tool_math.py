@@ -10,7 +10,7 @@ Two x86-64 cores, 2026-11-21, seed 1: 57 s of training, after 1 min of warm star
 35.8 % ± 1.7 before and 91.8 % ± 1.0 after (avg@4, 200 problems). More runs: recipes/README.md.
 
 To make it yours, copy the file and change `calculator_tool`. Data and reward are those of math.py: write `load_data`
-and `accuracy_reward` here in the place of their import.
+and `accuracy_reward` here instead of their import.
 """
 
 import sys

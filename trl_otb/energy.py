@@ -76,7 +76,7 @@ def check_energies(energy: torch.Tensor, mask: torch.Tensor, rows: torch.Tensor 
         raise ValueError(
             f"The energy of completion {row if rows is None else int(rows[row])}, token {token}, is "
             f"{energy[row, token].item()}: its log-probs or importance ratio are not finite, and it would spread to "
-            "all of the group. Look at the policy's weights and precision (bfloat16 in the place of float16), and at "
+            "all of the group. Look at the policy's weights and precision (bfloat16 instead of float16), and at "
             "the learning rate."
         )
 

@@ -14,7 +14,7 @@ MOST = torch.finfo(torch.float32).max  # rewards are float32, in TRL too
 
 class TokenRewards:
     """
-    Rewards of a completion's tokens, for a reward function or an environment's `get_reward` to return in the place of
+    Rewards of a completion's tokens, for a reward function or an environment's `get_reward` to return instead of
     a number: one for every id in the completion's `completion_ids`, tool output included.
 
     A plain list, tuple or one-dimensional array in that place holds rewards of the completion's turns instead: one for

@@ -199,7 +199,7 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
                 self.set_energies_of(rollout, self.extra_forward(batch))
         self._log_energy_source_once(source)
 
-        # Baselines and advantages, as far as energies are there: `score_rows` goes on with each micro-batch
+        # Baselines and advantages, as far as energies are there: `score_rows` does the rest with each micro-batch
         if rule.on_top_of is not None:
             credit_base(rollout, processes, **self._credit_options)
         if rollout.energy is None and rule.needs_forward:

@@ -241,7 +241,7 @@ def main(argv):
         figure = {f"{arm.lower()}_{key}": value for arm, of in ((first, a), (second, b)) for key, value in of.items()}
         figure |= {"time_ratio": time_ratio, "time_ratio_range": ends, "memory_ratio": memory_ratio}
         figures.append({"energies_from": regime, **figure})
-        if args.output:  # after every regime, for whoever has to stop it
+        if args.output:  # after every regime, in case it is stopped
             table.save(args.output, note, figures=figures)
 
 

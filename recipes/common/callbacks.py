@@ -69,7 +69,7 @@ class CheckpointOnInterrupt(TrainerCallback):
             torch.distributed.all_reduce(interrupted)
         if interrupted.item() > 0:
             self.interrupted = True
-            args.save_only_model = False  # whatever was asked for: this checkpoint is there to go on from
+            args.save_only_model = False  # whatever was asked for: this checkpoint is there to resume from
             control.should_save = control.should_training_stop = True
             control.should_evaluate = False
 

@@ -47,7 +47,7 @@ DEPENDENT = (
     ("ref_model_.*", "a reference model that follows", "sync_ref_model", "True"),
     ("resume_from_checkpoint|overwrite|allow_changes", "training", "eval_only", "False"),
     ("overwrite", "a new run", "resume_from_checkpoint", "(?!latest$).*"),
-    ("allow_changes", "a run that goes on", "resume_from_checkpoint", "(?!None$).*"),
+    ("allow_changes", "a resumed run", "resume_from_checkpoint", "(?!None$).*"),
 )
 MOST_COMPLETIONS = 1_000_000  # per process and generation batch: beyond it memory ends before the first step
 

@@ -80,7 +80,7 @@ def line_of(error: BaseException) -> str:
         where = f" ({error.filename})" if error.filename else ""
         return f"{error.strerror}{where}: free some space or choose another --output_dir."
     if DISK_FULL.search(str(error)):
-        return "No space left on device: free some, and go on with --resume_from_checkpoint latest."
+        return "No space left on device: free some, then resume with --resume_from_checkpoint latest."
     with tempfile.NamedTemporaryFile("w", prefix="trl_otb-", suffix=".txt", delete=False) as file:
         traceback.print_exception(error, file=file)
     return f"{type(error).__name__}: {text} (traceback: {file.name}, or print it with --traceback)"

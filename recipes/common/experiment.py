@@ -68,7 +68,7 @@ class Experiment:
             run.start(is_main_process)
             if run.checkpoint is not None:
                 held_out.resume(run.checkpoint, is_main_process)
-            again = f"To go on:\n  {run.resume_command()}"
+            again = f"To resume:\n  {run.resume_command()}"
             if run.trained is not None:
                 trainer.state = TrainerState.load_from_json(str(run.checkpoint / STATE))
                 trainer.state.is_world_process_zero = is_main_process

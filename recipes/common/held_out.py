@@ -47,8 +47,8 @@ def accuracy(scores: dict[int, list[float]], step: int = 0) -> Accuracy:
 class HeldOut(TrainerCallback):
     """
     Counts along with a reward function: the tokens generated in training and, in an evaluation, every held-out
-    problem's scores, which become an [`Accuracy`]. Checkpoints keep the counts. An evaluation amid training leaves the
-    random numbers of training as they are, so that evaluating more often does not change a run.
+    problem's scores, which become an [`Accuracy`]. Checkpoints keep the counts. An evaluation during training leaves
+    the random numbers of training as they are, so that evaluating more often does not change a run.
     """
 
     def __init__(self):

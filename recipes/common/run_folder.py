@@ -47,7 +47,7 @@ class RunFolder:
     path: Path
     configuration: dict[str, Any]  # everything that was asked for, ready for JSON
     overwrite: bool  # whether `start` removes what an earlier run left
-    argv: list[str]  # the command line, for the commands that go on
+    argv: list[str]  # the command line, for the commands that resume
     checkpoint: Path | None = None  # what the run resumes from
     trained: Path | None = None  # the weights of a run that lacks only its last evaluation
     finished: str | None = None  # why there is nothing left to do
@@ -70,7 +70,7 @@ class RunFolder:
         (self.path / CONFIGURATION).write_text(json.dumps(self.configuration, indent=2, sort_keys=True) + "\n")
 
     def resume_command(self) -> str:
-        """The command that goes on from the newest checkpoint, ready to be pasted."""
+        """The command that resumes from the newest checkpoint, ready to be pasted."""
         kept = without_flags(self.argv, "resume_from_checkpoint", "overwrite")
         return command([*kept, "--resume_from_checkpoint", "latest"])
 
@@ -179,10 +179,12 @@ def _find_checkpoint(run: RunFolder, args: OTBGRPOConfig, allow_changes: bool) -
     _check_unchanged(source, run.configuration, allow_changes)
     step, whole = _progress(checkpoint or source, args)
     if whole and has_result and _read(source / RESULT, "steps") >= [step]:
-        run.finished = f"Nothing left to do: {source} holds the result of the whole run. More --max_steps go on."
+        run.finished = (
+            f"Nothing left to do: {source} holds the result of the whole run. Increase --max_steps to continue."
+        )
         return
     if checkpoint in (None, source) and not whole:
-        held = f"the model of {step} steps and no checkpoint to go on from, as after --save_strategy no"
+        held = f"the model of {step} steps and no checkpoint to resume from, as after --save_strategy no"
         raise InputError(f"{source} holds {held}: begin anew with --overwrite or another --output_dir.")
     _check_checkpoint(checkpoint, whole, allow_changes)
     run.checkpoint = checkpoint
@@ -210,7 +212,7 @@ def _check_checkpoint(checkpoint: Path, whole: bool, allow_changes: bool) -> Non
     if not missing or whole:
         return
     lacks = " and no ".join(missing)
-    problem = f"{checkpoint} has no {lacks}, as after --save_only_model: training would go on with new ones"
+    problem = f"{checkpoint} has no {lacks}, as after --save_only_model: training would continue with new ones"
     if not allow_changes:
         raise InputError(f"{problem}. Say --allow_changes for that, or resume from another checkpoint.")
     print_once(f"Note: {problem}.")
@@ -251,7 +253,7 @@ def _check_free(run: RunFolder) -> None:
     what = next((what for what, is_there in held.items() if is_there), None)
     if what and not run.overwrite:
         ways = "--overwrite to replace it, or another --seed or --output_dir to keep it"
-        raise InputError(f"{folder} holds {what}. Say --resume_from_checkpoint latest to go on with it, {ways}.")
+        raise InputError(f"{folder} holds {what}. Say --resume_from_checkpoint latest to continue it, {ways}.")
     if what and not (folder / CONFIGURATION).is_file():
         raise InputError(f"{folder} holds {what} and no {CONFIGURATION}, so no run wrote it: choose another folder.")
 

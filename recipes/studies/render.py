@@ -54,7 +54,7 @@ def _lines(value: Any, depth: int = 1) -> str:
 
 def publish(name: str, tables: Tables) -> None:
     """
-    Put these tables in the place of the published ones, or beside them, and render all pages.
+    Replace the published tables of these names, or add to them, and render all pages.
 
     Raises:
         InputError: A published table has an estimator that was not measured.
@@ -78,7 +78,7 @@ def runs_of(task: str) -> list[dict]:
 
 
 def publish_runs(rows: list[dict]) -> None:
-    """Add these runs to the published ones, or put them in the place of the same ones, and render all pages."""
+    """Add these runs to the published ones, replacing the same ones, and render all pages."""
     of = {tuple(row[key] for key in RUN): row for row in [*load("runs")["runs"], *rows]}
     save("runs", load("runs") | {"runs": [of[key] for key in sorted(of)]})
     render()

@@ -42,9 +42,9 @@ TASKS = {
     "lucky_unequal": "U-shaped rates, 16 prompts",
     "lucky_unequal/4": "U-shaped rates, 4 prompts",
     "copy": "SmolLM2 copying",
-    "copy_trained": "SmolLM2 copying, amid training",
+    "copy_trained": "SmolLM2 copying, after 4 steps",
     "words": "SmolLM2 stories",
-    "words_trained": "SmolLM2 stories, amid training",
+    "words_trained": "SmolLM2 stories, after 5 steps",
 }
 TOY = [task for task in TASKS if task.split("_")[0] not in language.TASKS]
 BESIDE = ("otb", "rloo", "rloo_pooled", "ogb_pooled", "ogb_pooled_damped")

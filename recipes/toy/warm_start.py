@@ -188,7 +188,7 @@ def train(start: WarmStart, folder: Path) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """A parent that is killed frees the cache's lock, and whoever makes the policy next would meet this process."""
+    """A parent that is killed frees the cache's lock, and the next one to make the policy would meet this process."""
 
     def watch() -> None:
         while os.getppid() == parent:

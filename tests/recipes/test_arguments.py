@@ -160,7 +160,7 @@ def test_values_that_make_no_sense(flags, message):
         ("--eval-only --overwrite", "`overwrite` is set and has no effect here: it is for training"),
         ("--eval_only --allow_changes", "`allow_changes` is set and has no effect here: it is for training"),
         ("--resume_from_checkpoint latest --overwrite", "`overwrite` .* it is for a new run"),
-        ("--allow_changes", "`allow_changes` .* it is for a run that goes on"),
+        ("--allow_changes", "`allow_changes` .* it is for a resumed run"),
         (
             "--num_train_epochs 2 --max_steps 3",
             "`num_train_epochs` .* and `max_steps` is 3",

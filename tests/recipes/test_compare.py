@@ -144,7 +144,7 @@ def test_a_stop_is_handed_on_once_and_waited_for(tmp_path, monkeypatch, signum):
     assert (tmp_path / "saved").read_text() == "once "
     assert signal.signal(signum, previous) is signal.default_int_handler
     monkeypatch.setattr(compare, "run_stoppably", lambda command: 130)
-    with pytest.raises(Stopped, match="Finished runs and checkpoints are kept in all; the same command goes on"):
+    with pytest.raises(Stopped, match="Finished runs and checkpoints are kept in all; the same command resumes them"):
         compare.main(["--baselines", "otb", "--seeds", "1", "--folder", "all"])
 
 

@@ -65,7 +65,7 @@ def test_a_full_disk(capsys):
 )
 def test_a_full_disk_as_others_say_it(error, capsys):
     code, said = ends(error, capsys)
-    assert code == 1 and "No space left on device: free some, and go on with --resume_from_checkpoint" in said
+    assert code == 1 and "No space left on device: free some, then resume with --resume_from_checkpoint" in said
 
 
 def test_nobody_else_ends_a_run_as_if_it_were_good(capsys):

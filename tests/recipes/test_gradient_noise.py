@@ -139,7 +139,7 @@ def test_every_prompt_is_measured_once_though_the_run_was_stopped(measure, monke
         return original(*args, **kwargs)
 
     monkeypatch.setattr(comparison, "sample_pool", stopping)
-    with pytest.raises(KeyboardInterrupt, match="2 of 5 prompts are kept in .*; the same command goes on"):
+    with pytest.raises(KeyboardInterrupt, match="2 of 5 prompts are kept in .*; the same command continues"):
         measure("--num_prompts", "5")
     folder = measure("--num_prompts", "5")
     prompts = kept_in(folder)
@@ -156,7 +156,7 @@ def test_a_reward_that_fails_amid_a_measurement_says_what_is_kept(measure, tmp_p
     )
     with pytest.raises(InputError, match="no answer from the judge"):
         measure("--reward_funcs", "failing:failing")
-    assert f"1 of 3 prompts are kept in {tmp_path / 'noise'}; the same command goes on." in caplog.text
+    assert f"1 of 3 prompts are kept in {tmp_path / 'noise'}; the same command continues." in caplog.text
     assert len(kept_in(measure("--reward_funcs", "failing:failing"))) == 3
 
 

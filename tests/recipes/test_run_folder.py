@@ -115,7 +115,7 @@ def test_a_run_without_checkpoints_gets_its_last_evaluation(run, monkeypatch, tm
     run("--resume_from_checkpoint", "latest")
     result = result_of(tmp_path / "run")
     assert [e["step"] for e in result["evaluations"]] == [0, 4] and result["tokens_generated"] > 0
-    with pytest.raises(InputError, match="holds the model of 4 steps and no checkpoint to go on from"):
+    with pytest.raises(InputError, match="holds the model of 4 steps and no checkpoint to resume from"):
         run("--resume_from_checkpoint", "latest", "--max_steps", "5")
 
 
@@ -298,7 +298,7 @@ def test_a_checkpoint_that_lacks_a_part_is_resumed_only_if_that_is_allowed(run, 
 def test_a_result_without_checkpoints_is_not_gone_on_with(run, copy):
     for checkpoint in copy.glob("checkpoint-*"):
         shutil.rmtree(checkpoint)
-    with pytest.raises(InputError, match="holds the model of 4 steps and no checkpoint to go on from"):
+    with pytest.raises(InputError, match="holds the model of 4 steps and no checkpoint to resume from"):
         run("--resume_from_checkpoint", "latest", "--max_steps", "5")
 
 

@@ -124,7 +124,7 @@ class Completions:
                 By default, the run's option.
 
         Returns:
-            `torch.Tensor` of shape `(G, 1, T)`, or `(G, N, T)` with one left out; with 1 in the place of T where one
+            `torch.Tensor` of shape `(G, 1, T)`, or `(G, N, T)` with one left out; with 1 instead of T where one
             number serves all tokens. Where all weights are 0 it is the plain mean over the completions present at t
             (for a baseline per completion, over all that can be scored), and 0 where there are none.
         """
@@ -154,7 +154,7 @@ class Completions:
 
 @contextmanager
 def left_as_it_is(group: Any, baseline: str) -> Iterator[None]:
-    """Within this context a user's function reads `group`, whose values others go on with."""
+    """Within this context a user's function reads `group`, whose values are used again."""
 
     def mark(values: torch.Tensor) -> Any:  # inference mode counts no changes
         return values.clone() if values.is_inference() else values._version

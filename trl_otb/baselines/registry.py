@@ -37,7 +37,7 @@ class Baseline:
         across_prompts (`bool`):
             Whether it compares prompts: then it is given those of a whole generation batch, of all processes.
         totals_only (`bool`):
-            Whether the function gets [`~trl_otb.baselines.Completions`], a few numbers per completion, in the place of
+            Whether the function gets [`~trl_otb.baselines.Completions`], a few numbers per completion, instead of
             tokens. Then only those travel where the completions that it compares lie on several processes.
         unbiased (`bool` or `"leave_one_out"`):
             Whether B never depends on the completion it is subtracted from, so that the gradient is unbiased: always
@@ -92,7 +92,7 @@ class Baseline:
         return self.on_top_of is None and not self.across_prompts and self.compares
 
     def instance(self) -> "Baseline":
-        """The same, with an instance in the place of a class: what a name stands for later does not change it."""
+        """The same, with an instance instead of a class: what a name stands for later does not change it."""
         function = self.function() if isinstance(self.function, type) else self.function
         below = None if self.on_top_of is None else find_baseline(self.on_top_of)
         return replace(self, function=function, on_top_of=below)
@@ -151,7 +151,7 @@ def register_baseline(
 
     The function gets [`~trl_otb.baselines.Groups`]: `returns`, `energy` and `present`, each `(G, N, T)` or
     broadcastable to it, `total_energy` and `lengths`, and `mean(weights)`, which knows about leaving one out. It
-    returns B, broadcastable to `(G, N, T)` and finite wherever a completion is present. G counts the prompts at hand,
+    returns B, broadcastable to `(G, N, T)` and finite wherever a completion is present. G counts the prompts,
     of a rollout or of a micro-batch: do not mix them, unless `across_prompts` asks for all of a generation batch.
 
     **A baseline that remembers** is a class. Each trainer makes an instance, without arguments, and calls it as it

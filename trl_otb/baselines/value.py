@@ -45,7 +45,11 @@ class Value:
 
     Assumes that what states say about returns carries over from earlier prompts and from the slightly older policy.
     Unbiased: B_t looks at what stands before y_t, and θ and c at earlier batches. With rewards per turn or token, B0
-    is that of the reward-to-go. Where the system cannot be solved, B is B0, and that is said.
+    is that of the reward-to-go. Where the system cannot be solved, B is B0, and a warning says so.
+
+    On toy policies that write 10 to 100 tokens it has 0.41 to 0.51 of the group mean's noise at N = 4, and 0.53 to
+    0.66 at N = 32, where group baselines gain little; on prompts of mixed lengths 0.55; where no state tells the
+    reward, as much as `rloo_pooled` (recipes/studies/value.md). On a language model it was measured on one task.
 
     `otb/value/explained` and `otb/value/weight` (c) tell what it is worth. `scale_rewards="group"` is refused, as for
     `rloo_pooled`. No extra forward is ever run. Use it for long completions, and for N of 16 or less.
@@ -201,5 +205,5 @@ class Value:
         return torch.cat([theta[..., :BASE], of_base, theta[..., BASE:]], dim=-1)
 
     def _start_anew(self, reason: str) -> None:
-        logger.warning(f"The baseline 'value' forgets what it has learnt, as {reason}; it goes on as 'rloo_pooled'.")
+        logger.warning(f"The baseline 'value' forgets what it has learnt, as {reason}; it continues as 'rloo_pooled'.")
         self.theta, self.weight, self._most_weight, self._sums, self._batches = None, 0.0, 0.25, {}, 0.0

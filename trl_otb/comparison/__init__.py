@@ -92,7 +92,7 @@ def compare_baselines(
         prompts_per_batch (`int`, *optional*):
             Prompts per step that the figures are of, at least 3; by default the trainer's.
         output_dir (`str` or `Path`, *optional*):
-            A folder that keeps every prompt as it is measured. The same call goes on there; more `num_prompts` add to
+            A folder that keeps every prompt as it is measured. The same call resumes there; more `num_prompts` add to
             what is there; another model, data or option is refused.
         overwrite (`bool`, *optional*, defaults to `False`):
             Whether what `output_dir` holds makes way for the first prompt that is measured now.
@@ -212,7 +212,7 @@ def compare_baselines(
                 if folder is None or not main:
                     raise
                 same = "the same command without overwriting" if overwrite else "the same command"
-                said = f"{len(storage.prompts())} of {num_prompts} prompts are kept in {folder}; {same} goes on."
+                said = f"{len(storage.prompts())} of {num_prompts} prompts are kept in {folder}; {same} continues."
                 if isinstance(error, KeyboardInterrupt):
                     raise KeyboardInterrupt(said) from error
                 logger.warning(said)

@@ -153,7 +153,7 @@ class BaselineReport:
             interval = f"{_percent(gain.value)} % ({_percent(gain.low)} to {_percent(gain.high)})"
             said = f"It is not known whether {first.settings} is better: it is worth {interval} more prompts"
             if gain.value <= 0 or gain.high < CLOSE:
-                return f"{said}, so more measuring will hardly change that."
+                return f"{said}, so more measuring is unlikely to change that."
             return f"{said}; {self._more_prompts_to_measure(gain)} more measured prompts may tell."
         unknown = []
         if not best.unbiased:

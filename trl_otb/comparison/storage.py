@@ -1,4 +1,4 @@
-"""What has been measured, one file per prompt, so that a measurement can be stopped and go on."""
+"""What has been measured, one file per prompt, so that a measurement can be stopped and resumed."""
 
 import json
 import tempfile

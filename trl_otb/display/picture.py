@@ -24,7 +24,7 @@ TITLES = {
     "advantage": "Advantage under the baseline of the run (blue: more of this, red: less)",
     "group_mean_advantage": "Advantage under the group mean, as GRPO has it",
 }
-COLUMNS = 120  # of a line, in letters; longer completions go on in the next
+COLUMNS = 120  # of a line, in letters; longer completions continue on the next
 # Inches. A letter of the font below is 0.084 wide.
 LETTER, LINE, BETWEEN, FONT = 0.088, 0.22, 0.07, 10
 LEFT, RIGHT, TOP, BOTTOM = 0.95, 0.95, 0.42, 0.3

@@ -4,7 +4,7 @@ Everything that relies on private parts of TRL, and nothing else.
 - `contract`: which parts, checked when a trainer is constructed;
 - `head`: Σπ² from TRL's fused LM head;
 - `states`: hidden states of the forwards that the head scores;
-- `recorded_rewards`: the rewards that GRPOTrainer goes on with;
+- `recorded_rewards`: the rewards that GRPOTrainer uses;
 - `returns`: what GRPOTrainer forms its advantages from, restated;
 - `shuffling`: groups that stay together;
 - `overrides`: a user's own overrides, before and after ours;

@@ -1,4 +1,4 @@
-"""The rewards that GRPOTrainer goes on with, per function and as they were credited to turns and tokens."""
+"""The rewards that GRPOTrainer uses, per function and as they were credited to turns and tokens."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ from .contract import trl_utils
 @contextmanager
 def recorded_rewards(trainer: GRPOTrainer) -> Iterator[list[RewardRecorder]]:
     """
-    Within this context the list that is yielded gets a recorder of the rewards that `trainer` goes on with: what
+    Within this context the list that is yielded gets a recorder of the rewards that `trainer` uses: what
     `_calculate_rewards` returns to it, where a subclass overrides that method too.
     """
     recorders: list[RewardRecorder] = []

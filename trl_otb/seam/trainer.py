@@ -183,7 +183,7 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
         batch[ROWS] = torch.arange(len(rollout), device=rollout.mask.device)
         batch[ROLLOUT] = torch.full_like(batch[ROWS], rollout.number)
         if rollout.advantages is None:
-            del batch["advantages"]  # TRL's own: if nothing takes their place, the loss must not go on with them
+            del batch["advantages"]  # TRL's own: if nothing replaces them, the loss must not use them
         else:
             batch["advantages"] = advantages_of(rollout)
         return batch
