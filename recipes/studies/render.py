@@ -263,7 +263,8 @@ def learning(tasks: dict[str, list[dict]], path: Path) -> None:
             of = [row for row in of if row["seed"] not in TUNING_SEEDS]
             if of:
                 curves = numpy.array([row["curve"] for row in of])
-                thousands = numpy.mean([row["tokens"] for row in of]) / 1000 * (numpy.arange(10) + 0.5) / 10
+                tenths = (numpy.arange(curves.shape[1]) + 0.5) / curves.shape[1]
+                thousands = numpy.mean([row["tokens"] for row in of]) / 1000 * tenths
                 ends = (
                     [min(values) for values in zip(*curves, strict=True)],
                     [max(v) for v in zip(*curves, strict=True)],

@@ -1,6 +1,7 @@
 """What the tests of the recipes share: a policy after a short warm start, small runs in this process, data files."""
 
 import json
+import signal
 from dataclasses import replace
 
 import pytest
@@ -90,3 +91,11 @@ def log_of(folder):
 
 def result_of(folder):
     return json.loads((folder / "result.json").read_text())
+
+
+@pytest.fixture
+def heard(signum):
+    """Whoever started the tests may ignore a signal, as `nohup` does, and then the recipes do so too."""
+    previous = signal.signal(signum, signal.default_int_handler)
+    yield
+    signal.signal(signum, previous)

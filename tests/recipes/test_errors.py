@@ -21,6 +21,8 @@ from tests.recipes.conftest import question_and_answer
 from trl_otb.imports import import_object
 
 
+ROOT = Path(__file__).parents[2]
+
 # The boundary
 
 
@@ -81,11 +83,10 @@ def test_help_is_a_good_end():
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.usefixtures("heard")
 def test_every_stop_ends_as_ctrl_c_does(signum, capsys):
-    previous = signal.getsignal(signum)
     with pytest.raises(SystemExit) as stop:
         launch("math.py", lambda argv: os.kill(os.getpid(), signum), [])
-    signal.signal(signum, previous)
     assert stop.value.code == 130 and "math.py: stopped." in capsys.readouterr().err
 
 
@@ -99,7 +100,7 @@ def test_nohup_stays(monkeypatch):
 def test_a_terminal_that_knows_no_umlauts(tmp_path):
     program = "from recipes.common.errors import launch; launch('math.py', lambda argv: print('50 % ± 3 größer'), [])"
     ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
-    done = subprocess.run([sys.executable, "-c", program], env=ascii_only, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", program], env=ascii_only, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "50 % ? 3 gr??er\n")
 
 

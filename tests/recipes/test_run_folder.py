@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from recipes import math as recipe
 from recipes.common.errors import InputError, Stopped
+from recipes.common.held_out import HeldOut
 from recipes.common.run_folder import differences
 from tests.recipes.conftest import log_of, result_of
 
@@ -222,7 +223,7 @@ def test_a_folder_that_cannot_be_written_to(run, tmp_path, kind):
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_ctrl_c_leaves_a_checkpoint_that_resumes_exactly(run, monkeypatch, signum):
+def test_ctrl_c_leaves_a_checkpoint_that_resumes_exactly(run, monkeypatch, signum, heard):
     original = recipe.accuracy_reward
     whole = run("--save_steps", "2", output="whole")
     counted = {"steps": 0}
@@ -303,18 +304,39 @@ def test_a_result_without_checkpoints_is_not_gone_on_with(run, copy):
 
 
 @pytest.mark.slow
-def test_the_best_weights_are_those_that_are_measured_and_kept(run):
-    """The best of an accuracy that falls are the first ones."""
+def test_the_best_weights_are_those_that_are_measured_and_kept(run, monkeypatch):
+    """The best of an accuracy that grows with the steps, and should not, are the first ones."""
+    original, evaluated = recipe.accuracy_reward, []
+
+    def growing(problems):
+        inner = original(problems)
+
+        def accuracy(completions, trainer_state, **kwargs):
+            scores = inner(completions=completions, **kwargs)
+            is_training = len(completions) == 16  # an evaluation has other sizes
+            return scores if is_training else [trainer_state.global_step / 10] * len(completions)
+
+        return accuracy
+
+    def on_evaluate(self, args, state, control, model=None, **kwargs):
+        evaluated.append({name: values.detach().clone() for name, values in model.state_dict().items()})
+        return count(self, args, state, control, model=model, **kwargs)
+
+    count = HeldOut.on_evaluate
+    monkeypatch.setattr(HeldOut, "on_evaluate", on_evaluate)
+    monkeypatch.setattr(recipe, "accuracy_reward", growing)
     best = "--load_best_model_at_end --metric_for_best_model eval_reward --greater_is_better false"
-    flags = f"{best} --eval_strategy steps --eval_steps 2 --save_steps 2 --learning_rate 0.01".split()
-    folder = run(*flags)
+    folder = run(*f"{best} --eval_strategy steps --eval_steps 2 --save_steps 2 --learning_rate 0.01".split())
     state = json.loads((folder / "trainer_state.json").read_text())
-    assert state["best_global_step"] == 2, "choose another learning rate"
-    kept, of_best = (load_file(f / "model.safetensors") for f in (folder, folder / "checkpoint-2"))
-    assert all(torch.equal(kept[name], of_best[name]) for name in kept)
-    *_, second, last, measured = result_of(folder)["evaluations"]
-    assert (second["step"], last["step"], measured["step"]) == (2, 4, 4)
-    assert abs(measured["mean"] - second["mean"]) < abs(measured["mean"] - last["mean"])
+    assert state["best_global_step"] == 2
+    kept, of_best, last = (
+        load_file(f / "model.safetensors") for f in (folder, *map(folder.joinpath, ("checkpoint-2", "checkpoint-4")))
+    )
+    assert all(
+        torch.equal(kept[name], of_best[name]) and torch.equal(evaluated[-1][name], kept[name]) for name in kept
+    )
+    assert any(not torch.equal(kept[name], last[name]) for name in kept)
+    assert [evaluation["step"] for evaluation in result_of(folder)["evaluations"]] == [0, 2, 4, 4]
 
 
 # What else is in the folder

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import psutil
 import pytest
@@ -171,7 +172,10 @@ def test_a_warm_start_ends_with_whoever_asked_for_it(tmp_path):
     """Killed, the parent cannot end it: it must see for itself."""
     code = "from recipes.toy.warm_start import policy; policy('sums', 100_000)"
     environment = {**os.environ, "TRL_OTB_CACHE": str(tmp_path)}
-    with subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.DEVNULL) as parent:
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(
+        [sys.executable, "-c", code], env=environment, cwd=root, stdout=subprocess.DEVNULL
+    ) as parent:
         deadline = time.monotonic() + 60
         while not (children := psutil.Process(parent.pid).children()):
             assert time.monotonic() < deadline
