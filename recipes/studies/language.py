@@ -1,25 +1,37 @@
 """
-Two tasks of a pretrained language model: SmolLM2-135M-Instruct with LoRA, answers of about 50 tokens.
+Tasks of a pretrained language model: SmolLM2-135M-Instruct with LoRA, answers of 10 to 50 tokens.
 
 The energy of tokens means different things on them. *words*: a short story that uses a given word; most choices are
 free, in good and bad stories alike. *copy*: a text is to be repeated, and what departs from it is both improbable and
 wrong; the reward is the likeness, between 0 and 1. `words_trained` and `copy_trained` first train for a few steps.
+Two of reasoning-gym's tasks, which SmolLM2 never gets right by itself, begin after a short supervised training; their
+reward is the likeness, too.
 """
 
 import difflib
+import hashlib
 import json
 import random
 from pathlib import Path
 
 from datasets import Dataset
 from peft import LoraConfig
+from trl import SFTConfig, SFTTrainer
 
 from recipes import toy
+from recipes.common.arguments import RecipeArguments
 from recipes.common.grading import final_text
+from recipes.common.problems import Problems, load_problems
 from recipes.studies.tasks import Task, trainer_of, with_prompts
 from trl_otb import OTBGRPOTrainer
 
 
+# Of tasks of reasoning-gym: options, steps of supervised training that bring SmolLM2 to 10 to 90 %, tokens
+REASONING = {
+    "word_sequence_reversal": ({"min_words": 7, "max_words": 7}, 25, 40),
+    "word_sorting": ({"min_words": 4, "max_words": 4, "min_word_length": 3, "max_word_length": 6}, 25, 24),
+}
+LORA = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 STEPS = {"words": 5, "copy": 4}  # which take rewards from 0.5 to 0.8 and from 0.3 to 0.7
 TOKENS = 80
 # Of what is measured: small pools, and the gradients of the last four blocks
@@ -60,7 +72,7 @@ def copy_problem(rng: random.Random) -> tuple[str, str]:
 TASKS = {"words": (words_problem, has_word), "copy": (copy_problem, likeness)}
 
 
-def problems(task: str, number: int, seed: int) -> list[dict[str, str]]:
+def problems_of(task: str, number: int, seed: int) -> list[dict[str, str]]:
     make, rng, found = TASKS[task][0], random.Random(f"{task} {seed}"), {}
     while len(found) < number:
         question, answer = make(rng)
@@ -68,13 +80,54 @@ def problems(task: str, number: int, seed: int) -> list[dict[str, str]]:
     return list(found.values())
 
 
+def task_of(name: str, seed: int = 0) -> Task:
+    """One of `TASKS`, or of `REASONING`, whose problems to train on `seed` chooses."""
+    lora = LoraConfig(**LORA)
+    if name in REASONING:
+        problems = reasoning_problems(name, seed)
+        train, held_out = with_prompts(problems.train), with_prompts(problems.held_out)
+        return Task(fine_tuned(name), train, held_out, likeness, REASONING[name][-1], peft_config=lora)
+    data = with_prompts(Dataset.from_list(problems_of(name, 500, seed=1)))
+    return Task(toy.smollm2(), data, data, TASKS[name][1], TOKENS, peft_config=lora)
+
+
+def reasoning_problems(name: str, seed: int) -> Problems:
+    data = {"dataset_name": f"reasoning_gym:{name}", "dataset_options": json.dumps(REASONING[name][0])}
+    return load_problems(RecipeArguments(**data, num_train_problems=2000, num_held_out_problems=100), seed)
+
+
+def fine_tuned(name: str) -> Path:
+    """The folder of SmolLM2 after a short supervised training on the answers of a reasoning-gym task; cached."""
+
+    def make(folder: Path) -> None:
+        problems = with_prompts(reasoning_problems(name, seed=1000).train)
+        answers = [[{"role": "assistant", "content": answer}] for answer in problems["answer"]]
+        options = {
+            "bf16": True,
+            "model_init_kwargs": {"dtype": "bfloat16"},
+            "max_steps": REASONING[name][1],
+            "per_device_train_batch_size": 16,
+            "learning_rate": 5e-4,
+        }
+        trainer = SFTTrainer(
+            str(toy.smollm2()),
+            args=SFTConfig(output_dir=str(folder), **(toy.QUIET | options)),
+            train_dataset=problems.select_columns("prompt").add_column("completion", answers),
+            peft_config=LoraConfig(**LORA),
+        )
+        trainer.train()
+        trainer.model.merge_and_unload().save_pretrained(folder)
+        trainer.processing_class.save_pretrained(folder)
+
+    told = hashlib.sha256(json.dumps(REASONING[name][:2]).encode()).hexdigest()[:8]
+    return toy.cached(f"smollm2-{name}-{told}", make)
+
+
 def trainer_at(name: str, seed: int, folder: Path) -> OTBGRPOTrainer:
     """The trainer of a task, which has trained where its name says so; `folder` keeps the adapter then."""
     name, _, trained = name.partition("_")
-    data = with_prompts(Dataset.from_list(problems(name, 500, seed=1)))
     trainer = trainer_of(
-        Task(toy.smollm2(), data, data, TASKS[name][1], TOKENS),
-        peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
+        task_of(name),
         num_generations=8,
         per_device_train_batch_size=16,
         learning_rate=5e-4,

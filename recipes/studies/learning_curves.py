@@ -4,10 +4,10 @@ Which baseline learns faster? Runs under each, from the same policy and with the
     OMP_NUM_THREADS=1 python -m recipes.studies.learning_curves --task calculator   # again beside it, on another core
     python -m recipes.studies.learning_curves --task calculator --plot_only --publish
 
-Every run trains the toy policy of a task with 16 problems per step. Learning rates are tuned per arm by the mean
-reward over the run, on seeds of their own and the same grid, by halving: two seeds for every rate, three more for the
-best two. The other seeds then run with the best one. A run that is saved is not run again. Everything lands in
-runs/studies/learning_curves.
+Every run trains the policy of a task with 16 problems per step (SmolLM2: 4). Learning rates are tuned per arm by the
+mean reward over the run, on seeds of their own and the same grid, by halving: two seeds for every rate, three more for
+the best two. The other seeds then run with the best one. SmolLM2 has one rate for all.
+A run that is saved is not run again. Everything lands in runs/studies/learning_curves.
 """
 
 import argparse
@@ -19,13 +19,13 @@ import warnings
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 
 from filelock import FileLock, Timeout
 
 from recipes.common.held_out import HeldOut
-from recipes.studies import render
+from recipes.studies import language, render, tasks
 from recipes.studies.runs import TUNING_SEEDS, best_rates, summary
-from recipes.studies.tasks import task_of, trainer_of
 from trl_otb import GradientNoiseCallback
 from trl_otb.baselines import BASELINES
 
@@ -37,6 +37,7 @@ class Schedule:
     steps: dict[int, int]
     learning_rates: tuple[float, ...]
     held_out_samples: int = 4
+    prompts: int = 16  # per step, in four micro-batches
 
 
 TASKS = {
@@ -46,6 +47,8 @@ TASKS = {
     "scratchpad_100": Schedule({4: 100}, (1e-4, 2e-4, 4e-4), held_out_samples=16),
     "scratchpad_mixed": Schedule({4: 100}, (2e-4, 4e-4, 8e-4), held_out_samples=8),
     "lake_6": Schedule({4: 100}, (2e-4, 4e-4, 8e-4)),
+    "word_sequence_reversal": Schedule({4: 30}, (3e-4,), held_out_samples=2, prompts=4),
+    "word_sorting": Schedule({4: 30}, (3e-4,), held_out_samples=2, prompts=4),
 }
 
 
@@ -63,15 +66,16 @@ class Run:
 
 
 def train(run: Run) -> dict:
-    schedule, task = TASKS[run.task], task_of(run.task, run.seed)
+    schedule = TASKS[run.task]
+    task = (language if run.task in language.REASONING else tasks).task_of(run.task, run.seed)
     measure = HeldOut()
-    trainer = trainer_of(
+    trainer = tasks.trainer_of(
         replace(task, reward=measure.counted(task.reward)),
         eval_dataset=measure.numbered(task.held_out),
         callbacks=[measure, GradientNoiseCallback()],
         baseline=run.baseline,
         num_generations=run.n,
-        per_device_train_batch_size=4 * run.n,
+        per_device_train_batch_size=schedule.prompts * run.n // 4,
         gradient_accumulation_steps=4,  # whose noise the meter measures
         keep_groups_together=True,
         learning_rate=run.learning_rate,
@@ -79,7 +83,7 @@ def train(run: Run) -> dict:
         max_steps=schedule.steps[run.n],
         lr_scheduler_type="constant_with_warmup",
         warmup_steps=10,
-        per_device_eval_batch_size=400,
+        per_device_eval_batch_size=40 if task.peft_config else 400,
         num_generations_eval=schedule.held_out_samples,
         logging_steps=1,
     )
@@ -88,11 +92,14 @@ def train(run: Run) -> dict:
     log = [entry for entry in trainer.state.log_history if "loss" in entry]
     lengths = [float(entry["completions/mean_length"]) for entry in log]  # tool output left out
     weights = (task.policy / "model.safetensors").read_bytes()
+    kinds = dict.fromkeys(key for entry in log for key in entry if key.endswith("_steps"))
+    strata = {key: fmean(float(entry[key]) for entry in log if key in entry) for key in kinds}
     return {
         **vars(run),
+        **({"strata": strata} if len(strata) > 1 else {}),
         **{key: [float(entry[key]) for entry in log] for key in ("reward", "grad_norm", "entropy")},
         "noise_scale": [entry.get("noise/scale") for entry in log],
-        "tokens": list(itertools.accumulate(16 * run.n * length for length in lengths)),
+        "tokens": list(itertools.accumulate(schedule.prompts * run.n * length for length in lengths)),
         "held_out": measure.evaluations[-1].mean,
         "policy": hashlib.sha256(weights).hexdigest()[:8],
         "seconds": seconds,
@@ -119,6 +126,8 @@ def saved(folder: Path, task: str) -> list[dict]:
 def tune(task: str, arms: list[tuple[int, str]], folder: Path) -> dict[tuple[int, str], float]:
     """The best learning rate of every arm, given as (N, baseline)."""
     rates = dict.fromkeys(arms, TASKS[task].learning_rates)
+    if len(TASKS[task].learning_rates) == 1:
+        return dict.fromkeys(arms, *TASKS[task].learning_rates)
     for seeds, keep in ((TUNING_SEEDS[:2], 2), (TUNING_SEEDS, 1)):
         perform([Run(task, b, n, rate, seed) for n, b in arms for rate in rates[n, b] for seed in seeds], folder)
         rows = saved(folder, task)

@@ -157,12 +157,15 @@ def of_arms(arms: list[dict]) -> str:
     """An arm of the learning curves per row, with the columns that the arms have, or a column per learning rate."""
     columns = {key: column for key, column in ARM.items() if any(key in arm for arm in arms)}
     rates = list(dict.fromkeys(rate for arm in arms for rate in arm.get("rates", {})))
+    strata = list(dict.fromkeys(kind for arm in arms for kind in arm.get("strata", {})))
     rows = [
         [text(arm[key]) if key in arm else "" for key, (_, text) in columns.items()]
-        + [_tuned(arm["rates"][rate]) for rate in rates]
+        + [interval(arm["strata"][kind], ".3f") if "strata" in arm else "" for kind in strata]
+        + [_tuned(arm["rates"][rate]) if rate in arm["rates"] else "" for rate in rates]
         for arm in arms
     ]
-    return markdown([[title for title, _ in columns.values()] + rates, *rows])
+    titles = [title for title, _ in columns.values()] + [kind.replace("_", " ") for kind in strata]
+    return markdown([titles + rates, *rows])
 
 
 def of_runs(rows: list[dict]) -> str:

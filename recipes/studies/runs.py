@@ -14,10 +14,10 @@ DRAWS = 2000  # of the bootstrap
 
 def summary(result: dict[str, Any]) -> dict[str, Any]:
     """What is published of a run: `curve`, the reward in each tenth of it, and `tokens`, all that it generated."""
-    kept = ("task", "n", "baseline", "learning_rate", "seed", "policy", "held_out")
+    kept = ("task", "n", "baseline", "learning_rate", "seed", "policy", "held_out", "strata")
     rewards = numpy.array_split(result["reward"], 10)
     curve = [float(some.mean()) for some in rewards if len(some)]
-    return {key: result[key] for key in kept} | {"tokens": result["tokens"][-1], "curve": curve}
+    return {key: result[key] for key in kept if key in result} | {"tokens": result["tokens"][-1], "curve": curve}
 
 
 def score(row: dict[str, Any]) -> float:
@@ -63,7 +63,8 @@ def arms(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         of_arm.setdefault((row["n"], row["baseline"]), []).append(row)
     found, control = [], {}
     for (n, baseline), of in of_arm.items():
-        best = (best_rates(of, TUNING_SEEDS) or [None])[-1]
+        untuned = {row["learning_rate"] for row in of if row["seed"] not in TUNING_SEEDS}
+        best = (best_rates(of, TUNING_SEEDS) or ([*untuned] if len(untuned) == 1 else [None]))[-1]
         at_best = [row for row in of if row["learning_rate"] == best and row["seed"] not in TUNING_SEEDS]
         own = {(row["seed"], row["policy"]): row for row in at_best}
         tuning = {
@@ -89,6 +90,8 @@ def arms(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "held_out": estimate([100 * row["held_out"] for row in own.values()]),
                 "collapsed": sum(map(collapsed, own.values())),
             }
+            kinds = [row["strata"] for row in own.values() if "strata" in row]
+            arm |= {"strata": {kind: estimate([of[kind] for of in kinds]) for kind in kinds[0]}} if kinds else {}
         if ahead:
             arm |= {"minus_group_mean": estimate(ahead), "won": f"{sum(x > 0 for x in ahead)} of {len(ahead)}"}
         found.append(arm)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from datasets import Dataset
+from peft import LoraConfig
 from transformers import AutoTokenizer, PrinterCallback
 
 from recipes import toy
@@ -42,13 +43,14 @@ class Task:
     tools: list[Callable] | None = None
     environment: Callable | None = None
     max_calls: int | None = None
+    peft_config: LoraConfig | None = None
 
 
 def task_of(name: str, seed: int = 0) -> Task:
     """
-    One of `CHAIN_SUMS`, "scratchpad_100" and the like, "scratchpad_mixed" with prompts of three lengths, "lucky_even"
-    or "lucky_unequal" whose rewards no state tells, "lake_6" and the like with one reward at the end, or
-    "lake_6_turns" with a reward per turn. `seed` chooses the sums to train on.
+    One of `CHAIN_SUMS`, whose problems to train on `seed` chooses; "scratchpad_100" and the like, "scratchpad_mixed"
+    with prompts of three lengths, "lucky_even" or "lucky_unequal" whose rewards no state tells, "lake_6" and the like
+    with one reward at the end, or "lake_6_turns" with a reward per turn.
     """
     policy = getattr(toy, "scratchpad_30" if name in LUCKY else name.removesuffix("_turns"))()
     if name in CHAIN_SUMS:
@@ -82,7 +84,7 @@ def with_prompts(problems: Dataset) -> Dataset:
 
 
 def trainer_of(
-    task: Task, *, callbacks: Sequence = (), eval_dataset: Dataset | None = None, peft_config=None, **options
+    task: Task, *, callbacks: Sequence = (), eval_dataset: Dataset | None = None, **options
 ) -> OTBGRPOTrainer:
     """It samples and rewards `task`, by default in groups of 4 and with 16 prompts per batch, and saves nothing."""
     settings = {
@@ -92,6 +94,8 @@ def trainer_of(
         "max_completion_length": task.max_completion_length,
         "max_tool_calling_iterations": task.max_calls,
     }
+    if task.peft_config:
+        settings |= {"model_init_kwargs": {"dtype": "bfloat16"}, "bf16": True}
     trainer = OTBGRPOTrainer(
         str(task.policy),
         task.reward,
@@ -102,7 +106,7 @@ def trainer_of(
         callbacks=list(callbacks),
         tools=task.tools,
         environment_factory=task.environment,
-        peft_config=peft_config,
+        peft_config=task.peft_config,
     )
     trainer.remove_callback(PrinterCallback)
     return trainer

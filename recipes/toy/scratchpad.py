@@ -10,6 +10,7 @@ long ones mostly wrong.
 
 import random
 import re
+from statistics import fmean
 
 
 ALPHABET = "0123456789+*=!abcdefgh"
@@ -21,7 +22,7 @@ STEPS = {10: 2, 30: 6, 100: 20, 300: 60}
 
 def problems(steps: int) -> list[dict[str, str]]:
     return [
-        {"question": f"{start}+{by}*{steps:02d}", "answer": str((start + by * steps) % 10)}
+        {"question": f"{start}+{by}*{steps:02d}", "answer": str((start + by * steps) % 10), "steps": steps}
         for start in range(10)
         for by in range(1, 10)
     ]
@@ -38,10 +39,13 @@ def first_letter(completions, answer, **kwargs) -> list[float]:
     return [float(text[-1]["content"][:1] in set(right)) for text, right in zip(completions, answer, strict=True)]
 
 
-def last_digit(completions, answer, **kwargs) -> list[float]:
-    """The reward: 1 where the digit after the counter's end is `answer`."""
+def last_digit(completions, answer, steps=(), log_metric=None, **kwargs) -> list[float]:
+    """The reward: 1 where the digit after the counter's end is `answer`. Logged by the steps that a problem takes."""
     said = [text if isinstance(text, str) else text[-1]["content"] for text in completions]
-    return [float(bool(re.search(rf"00{right}(!\d)?$", text))) for text, right in zip(said, answer, strict=True)]
+    scores = [float(bool(re.search(rf"00{right}(!\d)?$", text))) for text, right in zip(said, answer, strict=True)]
+    for length in set(steps) if log_metric else ():
+        log_metric(f"{length}_steps", fmean(score for score, of in zip(scores, steps, strict=True) if of == length))
+    return scores
 
 
 def demonstrations(size: int, tokens: list[int]) -> list[list[tuple[str, bool]]]:

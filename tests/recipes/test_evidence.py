@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import trl_otb
 from recipes import toy
@@ -174,10 +175,10 @@ def test_rewards_of_the_language_model():
 
 @pytest.mark.parametrize("task", language.TASKS)
 def test_problems_of_the_language_model_differ(task):
-    found = language.problems(task, 200, seed=1)
+    found = language.problems_of(task, 200, seed=1)
     assert len({problem["question"] for problem in found}) == 200
     assert all(problem["answer"] in problem["question"] for problem in found)
-    assert found == language.problems(task, 200, seed=1) != language.problems(task, 200, seed=2)
+    assert found == language.problems_of(task, 200, seed=1) != language.problems_of(task, 200, seed=2)
 
 
 def test_a_baseline_that_leaves_one_out_by_itself_takes_no_such_option(registered):
@@ -361,6 +362,64 @@ def test_the_language_model_is_trained_once(tmp_path, monkeypatch):
     assert (steps, later) == (4, 0) and len(start) == 2 * 2 * 7
     assert all(torch.equal(trained[name], again[name]) for name in start)
     assert any(not torch.equal(trained[name], start[name]) for name in start)
+
+
+@pytest.fixture
+def tiny_smollm2(tmp_path, monkeypatch):
+    """A tiny model in the place of SmolLM2, with a cache of its own."""
+    folder = Path(tiny.save_model(tmp_path / "model"))
+    monkeypatch.setattr(toy, "smollm2", lambda: folder)
+    monkeypatch.setattr(language, "TOKENS", 4)
+    monkeypatch.setenv("TRL_OTB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    return folder
+
+
+@pytest.mark.parametrize("name", language.REASONING)
+def test_reasoning_tasks_begin_after_supervised_training(name, tiny_smollm2, monkeypatch):
+    monkeypatch.setitem(language.REASONING, name, (language.REASONING[name][0], 1, 4))
+    task, again = language.task_of(name, seed=1), language.task_of(name, seed=2)
+    assert task.policy == again.policy != tiny_smollm2
+    start, tuned = (load_file(folder / "model.safetensors") for folder in (tiny_smollm2, task.policy))
+    assert any(not torch.equal(start[key].bfloat16(), tuned[key]) for key in start)
+    assert {*task.held_out["question"]} == {*again.held_out["question"]}
+    assert {*task.train["question"]} != {*again.train["question"]}
+    assert not {*task.train["question"]} & {*task.held_out["question"]} and len(task.held_out) == 100
+    right = task.train["answer"][:2]
+    assert task.reward(completions=right, answer=right) == [1.0, 1.0]
+
+
+@pytest.fixture
+def features(registry, monkeypatch):
+    """The study of features, imported anew, so that it registers its baseline."""
+    monkeypatch.delitem(sys.modules, "recipes.studies.features", raising=False)
+    return importlib.import_module("recipes.studies.features")
+
+
+def test_features_learn_beside_each_other(features, tiny_smollm2, monkeypatch, capsys):
+    said = lambda completions, **kwargs: [float(len(c[0]["content"])) for c in completions]  # noqa: E731
+    monkeypatch.setitem(language.TASKS, "copy", (language.copy_problem, said))
+    features.main(["--task", "copy", "--batches", "2"])
+    found = json.loads(Path("runs/studies/features/copy.json").read_text())
+    assert set(found) == set(features.choices()) and len(found) == 28
+    assert all(first == 0.0 for first, _ in found.values())  # nothing was learnt before
+    said = capsys.readouterr().out
+    assert said.count("\n") >= 28 and "2/3, mean, 32" in said
+
+
+def test_what_a_choice_of_features_looks_at(features):
+    """Beside the sums, the first numbers of one layer's projection."""
+    width = len(features.DEPTHS) * features.WIDTH
+    for name, choice in features.choices().items():
+        depth, kind, numbers = name.split(", ") if name != "no states" else (None, None, 0)
+        columns = torch.tensor(choice.columns)
+        assert columns[: features.SUMS].tolist() == list(range(features.SUMS))
+        rest = columns[features.SUMS :] - features.SUMS
+        assert len(rest) == int(numbers) * (2 if kind == "both" else 1) and bool((rest < 2 * width).all())
+        if depth is not None:
+            layers = (rest % width) // features.WIDTH
+            assert set(layers.tolist()) == {list(features.DEPTHS).index(depth)}
+            assert set((rest // width).tolist()) == {"state": {0}, "mean": {1}, "both": {0, 1}}[kind]
 
 
 def test_nothing_to_plot_is_said(study, tmp_path, capsys):
