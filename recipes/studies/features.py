@@ -58,7 +58,7 @@ class Choice(Value):
 
 
 def choices() -> dict[str, Choice]:
-    """By layer, numbers of its projection, and whether states, their means over the prefix or both are looked at."""
+    """By layer, whether states, their means over the prefix or both are looked at, and numbers of the projection."""
     found = {"no states": Choice([*range(SUMS)])}
     for i, depth in enumerate(DEPTHS):
         for numbers in (8, 16, 32, 64, WIDTH) if depth == "2/3" else (32,):
@@ -73,7 +73,7 @@ _flags = {name: getattr(BASELINES["value"], name) for name in ("leaves_one_out",
 
 
 @trl_otb.register_baseline("value_choices", **_flags)
-class Choices:
+class Choices(Value):
     """Per token: pooled RLOO, beside which every choice learns."""
 
     def __init__(self) -> None:
@@ -84,12 +84,6 @@ class Choices:
 
     def update(self, tokens):
         return {name: choice.update(tokens)["explained"] for name, choice in self.choices.items()}
-
-    def state_dict(self):
-        return {}
-
-    def load_state_dict(self, state):
-        pass
 
 
 def main(argv: list[str]) -> None:

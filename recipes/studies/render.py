@@ -263,17 +263,12 @@ def learning(tasks: dict[str, list[dict]], path: Path) -> None:
         tuned = {arm["baseline"]: arm["learning_rate"] for arm in arms(rows) if arm["n"] == 4}
         for name in (name for name in COLORS if tuned.get(name)):
             of = [row for row in rows if (row["n"], row["baseline"], row["learning_rate"]) == (4, name, tuned[name])]
-            of = [row for row in of if row["seed"] not in TUNING_SEEDS]
-            if of:
+            if of := [row for row in of if row["seed"] not in TUNING_SEEDS]:
                 curves = numpy.array([row["curve"] for row in of])
                 tenths = (numpy.arange(curves.shape[1]) + 0.5) / curves.shape[1]
                 thousands = numpy.mean([row["tokens"] for row in of]) / 1000 * tenths
-                ends = (
-                    [min(values) for values in zip(*curves, strict=True)],
-                    [max(v) for v in zip(*curves, strict=True)],
-                )
-                mean = [sum(values) / len(of) for values in zip(*curves, strict=True)]
-                axis.plot(thousands, mean, color=COLORS[name], label=f"{name} ({len(of)} seeds)")
+                axis.plot(thousands, curves.mean(axis=0), color=COLORS[name], label=f"{name} ({len(of)} seeds)")
+                ends = curves.min(axis=0), curves.max(axis=0)
                 axis.fill_between(thousands, *ends, color=COLORS[name], alpha=0.1, linewidth=0)
         axis.set(xlabel="generated tokens (thousands)")
         axis.legend(fontsize=8)
