@@ -24,13 +24,13 @@ import warnings
 from functools import partial
 from pathlib import Path
 
+import pandas
 import torch
 from datasets import Dataset
 from peft import LoraConfig, PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from recipes.benchmarks import Table, synchronize
 from recipes.toy import QUIET, sums
 from trl_otb import GradientNoiseCallback, OTBGRPOConfig, OTBGRPOTrainer
 
@@ -48,6 +48,11 @@ SHAPES = {
     "small": ("qwen3", (8192, 256, 768, 4, 4, 2, 64), "float32"),
     "qwen2.5-1.5b": ("qwen2", (151936, 1536, 8960, 28, 12, 2, 128), "bfloat16"),
 }
+
+
+def synchronize():
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 class Clock(TrainerCallback):
@@ -92,7 +97,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=128, help="longest completion; the shortest is half of it")
     parser.add_argument("--prompt_length", type=int, default=32)
     parser.add_argument("--gradient_checkpointing", action="store_true")
-    parser.add_argument("--output", help="write the figures to this JSON file")
     parser.add_argument("--steps", type=int, default=4, help="half the optimizer steps of a round")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--baseline", default="otb", help="OTB's")
@@ -205,8 +209,8 @@ def measure(trainer) -> dict[str, float]:
     }
 
 
-def in_turn(args, regime, arms: dict[str, tuple]) -> dict[str, list[dict[str, float]]]:
-    """What [`measure`] finds in `args.rounds` rounds of both arms, which take turns at being the first."""
+def in_turn(args, regime, arms: dict[str, tuple]) -> list[pandas.DataFrame]:
+    """What [`measure`] finds for each arm, a row per round; the arms take turns at being the first."""
     rounds = {arm: [] for arm in arms}
     for turn in range(args.rounds):
         for arm in arms if turn % 2 == 0 else reversed(arms):
@@ -215,7 +219,7 @@ def in_turn(args, regime, arms: dict[str, tuple]) -> dict[str, list[dict[str, fl
                 rounds[arm].append(measure(trainer))
                 del trainer
                 gc.collect()  # one model and one optimizer at a time
-    return rounds
+    return [pandas.DataFrame(found) for found in rounds.values()]
 
 
 def main(argv):
@@ -227,22 +231,16 @@ def main(argv):
         regimes = ["training forward"]
         arms = {"OTB": arms["OTB"], "meter": (OTBGRPOTrainer, config, (GradientNoiseCallback,))}
     first, second = arms
-    note = f"{describe(args)}, {args.rounds} rounds of {2 * args.steps} steps"
-    print(note)
-    columns = [f"{first} s/step", f"{second} s/step", "time ratio", "range", "memory ratio"]
-    table, figures = Table("energies from", *columns, f"{first} forwards", f"{second} forwards", width=16), []
+    print(f"{describe(args)}, {args.rounds} rounds of {2 * args.steps} steps")
+    columns = [f"{first} s/step", f"{second} s/step", "time ratio", "lowest", "highest", "memory ratio"]
+    table = pandas.DataFrame(columns=[*columns, f"{first} forwards", f"{second} forwards"], dtype=float)
     for regime in regimes:
-        rounds = in_turn(args, regime, arms)
-        a, b = ({key: statistics.median(r[key] for r in rounds[arm]) for key in rounds[arm][0]} for arm in arms)
-        ratios = [ours["seconds"] / theirs["seconds"] for theirs, ours in zip(*rounds.values(), strict=True)]
-        time_ratio, memory_ratio, ends = statistics.median(ratios), b["mib"] / a["mib"], [min(ratios), max(ratios)]
-        numbers = a["seconds"], b["seconds"], time_ratio, *ends, memory_ratio, a["forwards"], b["forwards"]
-        table.add(regime, *"{:.3f} {:.3f} {:.3f} {:.3f}–{:.3f} {:.3f} {:.3f} {:.3f}".format(*numbers).split())
-        figure = {f"{arm.lower()}_{key}": value for arm, of in ((first, a), (second, b)) for key, value in of.items()}
-        figure |= {"time_ratio": time_ratio, "time_ratio_range": ends, "memory_ratio": memory_ratio}
-        figures.append({"energies_from": regime, **figure})
-        if args.output:  # after every regime, in case it is stopped
-            table.save(args.output, note, figures=figures)
+        a, b = in_turn(args, regime, arms)
+        ratio = b.seconds / a.seconds
+        numbers = [a.seconds.median(), b.seconds.median(), ratio.median(), ratio.min(), ratio.max()]
+        numbers += [b.mib.median() / a.mib.median(), a.forwards.median(), b.forwards.median()]
+        table.loc[regime] = numbers
+        print(table.to_string(float_format="{:.3f}".format), flush=True)  # after every regime, in case it is stopped
 
 
 if __name__ == "__main__":
