@@ -28,7 +28,7 @@ from scipy import stats
 
 from recipes.common.errors import InputError, Stopped, input_errors, launch, stopping_signals
 from recipes.common.launching import flag_names, print_once
-from recipes.common.report import centred_mean, markdown
+from recipes.common.report import markdown, smoothed
 from recipes.common.run_folder import CONFIGURATION, COUNTS, RESULT, STATE, differences, latest_checkpoint
 from trl_otb.baselines import BASELINES
 from trl_otb.comparison.storage import lock
@@ -51,9 +51,13 @@ class Run:
         """The held-out accuracy `"before"` or `"after"`."""
         return 100 * self.result[when]["mean"]
 
-    def smooth_reward(self) -> dict[int, float]:
-        points = {entry["step"]: entry["reward"] for entry in self.log if entry.get("reward") is not None}
-        return dict(zip(points, centred_mean(list(points.values()), len(points) // 10), strict=True))
+    def held_out(self) -> pandas.Series:
+        """The held-out accuracy in percent, by step."""
+        return pandas.Series({e["step"]: 100 * e["mean"] for e in self.result["evaluations"]})
+
+    def reward(self) -> pandas.Series:
+        """The training reward, smoothed, by step."""
+        return smoothed(pandas.Series({entry["step"]: entry["reward"] for entry in self.log if "reward" in entry}))
 
     @property
     def rise(self) -> float:
@@ -168,32 +172,19 @@ def table(runs: list[Run]) -> str:
     return f"{markdown(rows)}\nn = {n} seed{'s: ' + note if n > 1 else ': one seed gives no interval'}.\n"
 
 
-def picture(runs: list[Run], path: Path, title: str) -> None:
-    """Held-out accuracy and smoothed reward over the steps that all runs have, and the accuracy at the end."""
-    figure = Figure(figsize=(14, 4.2), layout="constrained")
-    over_steps, rewards, ends = axes = figure.subplots(1, 3)
-    names = list(dict.fromkeys(run.baseline for run in runs))
-    for i, name in enumerate(names):
-        own = [run for run in runs if run.baseline == name]
-        held_out = [{e["step"]: 100 * e["mean"] for e in run.result["evaluations"]} for run in own]
-        for axis, curves, marker in (
-            (over_steps, held_out, "."),
-            (rewards, [run.smooth_reward() for run in own], None),
-            (ends, [dict.fromkeys((i - 0.2, i + 0.2), run.percent("after")) for run in own], None),
-        ):
-            of_runs = pandas.DataFrame(curves).dropna(axis="columns").sort_index(axis="columns")
-            axis.plot(of_runs.columns, of_runs.T, color=f"C{i}", alpha=0.3, linewidth=1)
-            label = f"{name}, n = {len(own)}"
-            axis.plot(of_runs.columns, of_runs.mean(), color=f"C{i}", linewidth=2, marker=marker, label=label)
-    over_steps.set(title="held-out accuracy, %", xlabel="step")
-    rewards.set(title="training reward, centred mean over a tenth", xlabel="step")
-    ends.set(title="held-out accuracy after training, %", xlim=(-0.6, len(names) - 0.4))
-    ends.set_xticks(range(len(names)), names)
-    for axis in axes:
+def picture(runs: list[Run], path: Path, heading: str) -> None:
+    """Held-out accuracy and smoothed reward over the steps that all runs have: every run, and bold their mean."""
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    panels = {"held-out accuracy, %": Run.held_out, "training reward, centred mean over a tenth": Run.reward}
+    for axis, (title, curve) in zip(figure.subplots(1, 2), panels.items(), strict=True):
+        for i, name in enumerate(dict.fromkeys(run.baseline for run in runs)):
+            curves = [curve(run) for run in runs if run.baseline == name]
+            by_step = pandas.concat(curves, axis="columns", join="inner")
+            style = {"ax": axis, "color": f"C{i}", "title": title, "xlabel": "step"}
+            by_step.plot(**style, alpha=0.3, legend=False)
+            by_step.mean(axis="columns").plot(**style, linewidth=2, label=f"{name}, n = {len(curves)}", legend=True)
         axis.grid(alpha=0.3)
-    over_steps.legend()
-    explained = "\nbold: mean over seeds; pale: single seeds" if len(runs) > len(names) else ""
-    figure.suptitle(title + explained, fontsize=11)
+    figure.suptitle(f"{heading}\nbold: mean over seeds; pale: single seeds", fontsize=11)
     figure.savefig(path, dpi=120)
 
 
