@@ -41,10 +41,9 @@ def tidy_output() -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
-def command(argv: list[str], environment: dict[str, str] | None = None) -> str:
+def command(argv: list[str]) -> str:
     """The command that started this run, with other arguments of the recipe, ready to be pasted into a shell."""
-    environment = os.environ if environment is None else environment
-    if "TRL_OTB_MAKE_RUN" in environment:
+    if "TRL_OTB_MAKE_RUN" in os.environ:
         return f"make run ARGS={shlex.quote(shlex.join(argv))}" if argv else "make run"
     words = sys.orig_argv
     program = ["-m", words[words.index("-m") + 1]] if "-m" in words[:-1] else [sys.argv[0]]
@@ -70,18 +69,17 @@ def _as_found(program: str) -> str:
     return name if program in (name, shutil.which(name)) else program
 
 
-def check_launcher(environment: dict[str, str] | None = None) -> None:
+def check_launcher() -> None:
     """Raise an `InputError` if the launcher asks for a GPU where none is: it would fail later, or be ignored."""
     import torch
 
-    environment = os.environ if environment is None else environment
     if torch.accelerator.is_available():
         return
-    if environment.get("ACCELERATE_USE_FSDP") == "true":
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true":
         use = "Use --config_file recipes/accelerate/multi_cpu.yaml"
         raise InputError(f"accelerate asks for FSDP, and no GPU is there: on a CPU it would silently run DDP. {use}.")
-    precision = environment.get("ACCELERATE_MIXED_PRECISION", "no")
-    if environment.get("ACCELERATE_USE_DEEPSPEED") == "true" and precision != "no":
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true" and precision != "no":
         add = "Add --mixed_precision no after `accelerate launch`"
         raise InputError(f"DeepSpeed was asked for {precision}, and no GPU is there, so this is float32. {add}.")
 

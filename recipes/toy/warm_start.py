@@ -131,13 +131,9 @@ def character_tokenizer(start: WarmStart):
     backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token="<pad>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     backend.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        eos_token="<eos>",
-        pad_token="<pad>",
-        padding_side="left",
-        model_input_names=["input_ids", "attention_mask"],
-    )
+    tokens = {"eos_token": "<eos>", "pad_token": "<pad>", "padding_side": "left"}
+    inputs = ["input_ids", "attention_mask"]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, model_input_names=inputs, **tokens)
     tokenizer.chat_template = start.chat_template
     tokenizer.response_template = start.response_template
     return tokenizer
@@ -156,33 +152,23 @@ def train(start: WarmStart, folder: Path) -> None:
         tokens = [(token, by_policy) for text, by_policy in segments for token in tokenizer(text)["input_ids"]]
         ids.append([token for token, _ in tokens])
         said.append([int(by_policy) for _, by_policy in tokens])
+    special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=len(tokenizer),
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-            bos_token_id=None,
-            **dict(start.model),
-        )
+    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), **special, **dict(start.model)))
+    settings = SFTConfig(
+        output_dir=str(folder),
+        max_steps=start.steps,
+        per_device_train_batch_size=start.batch_size,
+        learning_rate=start.learning_rate,
+        adam_beta2=0.98,
+        lr_scheduler_type="cosine",
+        warmup_steps=20,
+        max_length=None,
+        logging_strategy="no",
+        **QUIET,
     )
-    SFTTrainer(
-        model,
-        args=SFTConfig(
-            output_dir=str(folder),
-            max_steps=start.steps,
-            per_device_train_batch_size=start.batch_size,
-            learning_rate=start.learning_rate,
-            adam_beta2=0.98,
-            lr_scheduler_type="cosine",
-            warmup_steps=20,
-            max_length=None,
-            logging_strategy="no",
-            **QUIET,
-        ),
-        train_dataset=Dataset.from_dict({"input_ids": ids, "completion_mask": said}),
-        processing_class=tokenizer,
-    ).train()
+    data = Dataset.from_dict({"input_ids": ids, "completion_mask": said})
+    SFTTrainer(model, args=settings, train_dataset=data, processing_class=tokenizer).train()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

@@ -246,10 +246,10 @@ def test_help_is_short_and_help_all_is_complete(capsys):
 # The command that can be pasted
 
 
-def test_the_command_under_make():
-    environment = {"TRL_OTB_MAKE_RUN": "1"}
-    assert launching.command([], environment) == "make run"
-    again = launching.command(["--dataset_options", '{"a": 1}', "--seed", "3"], environment)
+def test_the_command_under_make(monkeypatch):
+    monkeypatch.setenv("TRL_OTB_MAKE_RUN", "1")
+    assert launching.command([]) == "make run"
+    again = launching.command(["--dataset_options", '{"a": 1}', "--seed", "3"])
     assert again == """make run ARGS='--dataset_options '"'"'{"a": 1}'"'"' --seed 3'"""
 
 
@@ -270,14 +270,15 @@ def test_the_command_under_make():
     ],
 )
 def test_the_command_of_each_launcher(monkeypatch, parent, script, expected):
+    monkeypatch.delenv("TRL_OTB_MAKE_RUN", raising=False)
     monkeypatch.setattr(launching.psutil.Process, "cmdline", lambda self: parent.split())
     monkeypatch.setattr(launching.sys, "argv", [script])
     monkeypatch.setattr(launching.sys, "orig_argv", ["python", script])
     monkeypatch.setattr(launching.sys, "executable", "/venv/bin/python")
     monkeypatch.setattr(launching.shutil, "which", lambda name: f"/venv/bin/{name}")
-    assert launching.command(["--max_steps", "5"], {}) == expected
+    assert launching.command(["--max_steps", "5"]) == expected
     monkeypatch.setattr(launching.shutil, "which", lambda name: None)  # the environment is not active
-    assert launching.command(["--max_steps", "5"], {}) == f"/venv/bin/{expected}"
+    assert launching.command(["--max_steps", "5"]) == f"/venv/bin/{expected}"
 
 
 def test_flags_are_taken_out_with_their_values():

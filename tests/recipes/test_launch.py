@@ -59,11 +59,13 @@ def test_accelerate_takes_its_configurations(name, distributed_type, processes):
     ],
 )
 def test_launchers_that_ask_for_a_gpu(environment, message, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
     with pytest.raises(InputError, match=message):
-        launching.check_launcher(environment)
+        launching.check_launcher()
     monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
-    launching.check_launcher(environment)
+    launching.check_launcher()
 
 
 def test_the_slurm_script_is_valid():
