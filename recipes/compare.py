@@ -1,14 +1,13 @@
 """
-Compare baselines over seeds with one recipe: all runs, one table, one picture.
+Compare baselines with one recipe over several seeds: every run, one table, one picture.
 
     python -m recipes.compare --recipe math --baselines otb group_mean --seeds 1 2 3
     python -m recipes.compare --recipe tool_math --baselines otb rloo my_baselines:mine --seeds 1 2 --max_steps 50
     python -m recipes.compare --recipe math --baselines otb group_mean --seeds 1 2 3 4 5 \\
         --launcher "accelerate launch --config_file recipes/accelerate/zero3.yaml" --config recipes/math_zero3.yaml
 
-Every flag that is not named below goes to the recipe. The same command resumes where it stopped: finished runs
-are kept, begun ones are resumed from their newest checkpoint. More baselines and seeds may be asked for; other flags
-are refused, since their runs could not be compared.
+All other flags go to the recipe. Repeat the command to resume it: finished runs are kept, and unfinished ones continue
+from their newest checkpoint. Baselines and seeds may be added; other flags must stay, so that runs can be compared.
 """
 
 import argparse
@@ -60,8 +59,8 @@ class Run:
         return smoothed(pandas.Series({entry["step"]: entry["reward"] for entry in self.log if "reward" in entry}))
 
     @property
-    def rise(self) -> float:
-        """In percentage points of held-out accuracy."""
+    def gain(self) -> float:
+        """The gain in held-out accuracy, in percentage points."""
         return self.percent("after") - self.percent("before")
 
 
@@ -71,22 +70,22 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """compare.py's own flags, and those of the recipe."""
+    """compare.py's own flags, and the recipe's."""
     form = argparse.RawTextHelpFormatter
     parser = Parser("compare.py", description=__doc__, allow_abbrev=False, formatter_class=form)
     parser.add_argument("--recipe", choices=("math", "tool_math"), default="math")
     names = f"{', '.join(BASELINES)}, module:function"
     parser.add_argument("--baselines", nargs="+", required=True, metavar="NAME", help=names)
     parser.add_argument("--seeds", nargs="+", required=True, type=int, metavar="SEED")
-    parser.add_argument("--folder", type=Path, help="where runs, table and picture go (runs/compare/RECIPE)")
-    parser.add_argument("--launcher", default=sys.executable, help="the command in front of the recipe (python)")
+    parser.add_argument("--folder", type=Path, help="folder of runs, table and picture (runs/compare/RECIPE)")
+    parser.add_argument("--launcher", default=sys.executable, help="command that starts the recipe (python)")
     own, flags = parser.parse_known_args(argv)
     for name in ("baseline", "seed", "output_dir", "overwrite", "resume_from_checkpoint", "eval_only"):
         if name in flag_names(flags):
-            raise InputError(f"--{name} is decided by compare.py: say --baselines, --seeds, --folder.")
+            raise InputError(f"--{name} is set by compare.py: use --baselines, --seeds or --folder.")
     for values, name in ((own.baselines, "baselines"), (own.seeds, "seeds")):
         if len(set(values)) < len(values):
-            raise InputError(f"`{name}` names one twice: {' '.join(map(str, values))}.")
+            raise InputError(f"`{name}` has duplicates: {' '.join(map(str, values))}.")
     for name in own.baselines:
         if name not in BASELINES and ":" not in name:
             raise InputError(f"`baselines` names {name!r}: choose from {', '.join(BASELINES)}, or module:function.")
@@ -95,7 +94,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def run_recipe(own: argparse.Namespace, flags: list[str], baseline: str, seed: int) -> Run:
-    """Run the recipe, or what is left of it."""
+    """Run the recipe, or resume it."""
     folder = own.folder / f"{baseline.replace(':', '.')}-seed{seed}"
     command = [*shlex.split(own.launcher), str(RECIPES / f"{own.recipe}.py"), *flags]
     command += ["--baseline", baseline, "--seed", str(seed), "--output_dir", str(folder)]
@@ -103,7 +102,7 @@ def run_recipe(own: argparse.Namespace, flags: list[str], baseline: str, seed: i
         command += ["--resume_from_checkpoint", "latest"]
     code = run_stoppably(command)
     if code == 130:
-        raise Stopped(f"Finished runs and checkpoints are kept in {own.folder}; the same command resumes them.")
+        raise Stopped(f"Finished runs and checkpoints are kept in {own.folder}; repeat the command to resume.")
     if code != 0 or not (folder / RESULT).is_file():
         ran = shlex.join(command)
         raise InputError(f"{baseline} with seed {seed} ended without a result (exit code {code}): {ran}")
@@ -114,11 +113,11 @@ def run_recipe(own: argparse.Namespace, flags: list[str], baseline: str, seed: i
 
 def run_stoppably(command: list[str]) -> int:
     """
-    The exit code of a command, 130 if it was stopped. Ctrl-C and its kin are handed on to it and its children, once,
-    and it is waited for: it may have a checkpoint to save.
+    The exit code of a command, 130 if it was stopped. Ctrl-C and the other stopping signals are passed on once, to the
+    command and its children, and the command may take its time to save a checkpoint.
     """
     stopped = []
-    with subprocess.Popen(command, start_new_session=True) as child:  # where a terminal's Ctrl-C does not reach it
+    with subprocess.Popen(command, start_new_session=True) as child:  # out of reach of the terminal's Ctrl-C
         for signum in stopping_signals():
             signal.signal(signum, lambda signum, frame: stopped.append(os.killpg(child.pid, signum)))
         code = child.wait()
@@ -128,7 +127,7 @@ def run_stoppably(command: list[str]) -> int:
 
 
 def check_alike(runs: list[Run]) -> None:
-    """Raise an `InputError` if the last run differs from the first in more than its baseline and seed."""
+    """Raise an `InputError` if the last run differs from the first in more than baseline and seed."""
     first, last = runs[0], runs[-1]
     last.configuration["trainer"] |= {"baseline": first.baseline, "seed": first.seed}
     before, after = ({**run.configuration, "steps": run.result["steps"]} for run in (first, last))
@@ -138,17 +137,17 @@ def check_alike(runs: list[Run]) -> None:
 
 
 def check_flags(folder: Path, flags: list[str]) -> None:
-    """Raise an `InputError` if the folder's runs were started with other flags; write down those of the first."""
+    """Raise an `InputError` if the folder's runs were started with other flags; save the flags of the first."""
     path = folder / "flags.json"
     before = json.loads(path.read_text()) if path.is_file() else flags
     if before != flags:
-        others = f"was begun with the flags {shlex.join(before)!r}, and these are {shlex.join(flags)!r}"
+        others = f"was started with the flags {shlex.join(before)!r}, and these are {shlex.join(flags)!r}"
         raise InputError(f"{folder} {others}: such runs cannot be compared. Choose another --folder.")
     path.write_text(json.dumps(flags) + "\n")
 
 
 def interval(values: list[float]) -> str:
-    """Mean and 95 % confidence interval (Student's t), or the mean alone for a single value."""
+    """Mean and 95 % confidence interval (Student's t); for a single value, the value alone."""
     if len(values) == 1:
         return f"{values[0]:.1f}"
     half = stats.t.ppf(0.975, df=len(values) - 1) * stats.sem(values)
@@ -156,24 +155,24 @@ def interval(values: list[float]) -> str:
 
 
 def table(runs: list[Run]) -> str:
-    """A Markdown table: one row per baseline, and its difference to the first one, seed by seed."""
+    """A Markdown table with a row per baseline and its difference from the first one, paired by seed."""
     first, *_ = baselines = list(dict.fromkeys(run.baseline for run in runs))
-    rows = [f"baseline|n|before, %|after, %|rise, points|rise over that of {first}|tokens|seconds".split("|")]
-    rise_of_first = {run.seed: run.rise for run in runs if run.baseline == first}
+    rows = [f"baseline|n|before, %|after, %|gain, points|gain minus {first}'s|tokens|seconds".split("|")]
+    gain_of_first = {run.seed: run.gain for run in runs if run.baseline == first}
     for name in baselines:
         own = [run for run in runs if run.baseline == name]
         accuracies = [interval([run.percent(when) for run in own]) for when in ("before", "after")]
-        ahead = interval([run.rise - rise_of_first[run.seed] for run in own]) if name != first else ""
+        ahead = interval([run.gain - gain_of_first[run.seed] for run in own]) if name != first else ""
         costs = [statistics.fmean(run.result[key] for run in own) for key in ("tokens_generated", "training_seconds")]
-        rise = interval([run.rise for run in own])
-        rows.append([name, str(len(own)), *accuracies, rise, ahead, *(f"{cost:,.0f}" for cost in costs)])
+        gain = interval([run.gain for run in own])
+        rows.append([name, str(len(own)), *accuracies, gain, ahead, *(f"{cost:,.0f}" for cost in costs)])
     n = len({run.seed for run in runs})
     note = "95 % intervals over seeds (Student's t); differences are paired by seed"
     return f"{markdown(rows)}\nn = {n} seed{'s: ' + note if n > 1 else ': one seed gives no interval'}.\n"
 
 
 def picture(runs: list[Run], path: Path, heading: str) -> None:
-    """Held-out accuracy and smoothed reward over the steps that all runs have: every run, and bold their mean."""
+    """Held-out accuracy and smoothed reward over the steps that all runs have: each run, and their mean in bold."""
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     panels = {"held-out accuracy, %": Run.held_out, "training reward, centred mean over a tenth": Run.reward}
     for axis, (title, curve) in zip(figure.subplots(1, 2), panels.items(), strict=True):
@@ -191,9 +190,9 @@ def picture(runs: list[Run], path: Path, heading: str) -> None:
 def main(argv: list[str]) -> None:
     own, flags = parse(argv)
     with input_errors(ValueError):
-        held = lock(own.folder, again=True)  # noqa: F841  as long as this function runs
+        held = lock(own.folder, again=True)  # noqa: F841  until this function returns
     check_flags(own.folder, flags)
-    jobs = [(baseline, seed) for seed in own.seeds for baseline in own.baselines]  # every baseline early on
+    jobs = [(baseline, seed) for seed in own.seeds for baseline in own.baselines]  # all baselines early
     runs = []
     for i, (baseline, seed) in enumerate(jobs, start=1):
         print_once(f"\n== {i} of {len(jobs)}: {baseline}, seed {seed}")
@@ -203,7 +202,7 @@ def main(argv: list[str]) -> None:
     written = table(runs)
     (own.folder / "compare.md").write_text(written, encoding="utf-8")
     picture(runs, own.folder / "compare.png", f"{own.recipe} {shlex.join(flags)}".strip())
-    print_once(f"\n{written}\n{own.folder}: compare.md (this table), compare.png, and a folder per run.")
+    print_once(f"\n{written}\n{own.folder}: compare.md (this table), compare.png and a folder per run.")
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""What a step costs."""
+"""The cost of a training step."""

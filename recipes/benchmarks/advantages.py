@@ -1,12 +1,12 @@
 """
-What a training step takes once energies are known, by baseline and length: time, and memory beyond what it leaves.
+Time and memory of a training step after the energies are known, by baseline and length.
 
     OMP_NUM_THREADS=1 python -m recipes.benchmarks.advantages         # a minute or two on one core
     python -m recipes.benchmarks.advantages --device cuda --baselines otb value
 
-Timed are `credit` and `measure`: advantages under the baseline, those under the group mean for the metrics, and the
-metrics' sums; of `value` also what it learns, in steps after the first. Beside it: one read and one write of the
-inputs. Completions have a stretch of tool output in the middle. Means of several runs, after two that warm up.
+This covers `credit` and `measure` (advantages under the baseline and the group mean, sums for the metrics) and the
+learning of `value`; for comparison, one read and write of the inputs. Completions have tool output in the middle.
+Times are means of several runs after two warm-up runs; memory is the peak beyond what the step keeps.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def inputs_of(rows: int, length: int, device: str, states: bool) -> list[torch.T
 
 
 def training_step(rule: Baseline, rewards, energy, mask, logps, states=None) -> Rollout:
-    """Everything that a step adds once energies are known."""
+    """Everything that a step does after the energies are known."""
     rollout = Rollout(mask, mask, mask, mask, mask, N, rewards, torch.ones_like(rewards))
     set_energies(rollout, energy, logps, states=states)
     options = {"baseline": rule, "alignment": "generated", "zero_tail": True, "leave_one_out": False}
@@ -59,7 +59,7 @@ def seconds(function, *inputs, repeats: int) -> float:
 
 
 def peak_and_kept(function, *inputs) -> tuple[int, int]:
-    """The most bytes that `function` has allocated at a time, and those that are left while its result is kept."""
+    """The peak number of bytes that `function` allocates, and the bytes left while its result is kept."""
     if any(values.is_cuda for values in inputs):
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -69,7 +69,7 @@ def peak_and_kept(function, *inputs) -> tuple[int, int]:
         return torch.cuda.max_memory_allocated() - before, kept
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
         result = function(*inputs)
-    del result  # after the profile, in which it counts as kept
+    del result  # after the profile, so that it counts as kept
     events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
     live = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):

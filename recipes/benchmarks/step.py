@@ -1,16 +1,14 @@
 """
-What OTB costs beside GRPOTrainer: step time, peak memory and forwards, for each of the three sources of energies.
+The cost of OTB over GRPOTrainer: step time, peak memory and forwards, for each of the three sources of energies.
 
     python -m recipes.benchmarks.step                     # a small model: about 5 minutes on two cores
     python -m recipes.benchmarks.step --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 --length 1024
     python -m recipes.benchmarks.step --shape qwen2.5-1.5b --lora --length 4096 --gradient_checkpointing  # no hub
-    python -m recipes.benchmarks.step --baseline value    # which never needs an extra forward
-    python -m recipes.benchmarks.step --meter             # what GradientNoiseCallback costs, beside OTB without it
+    python -m recipes.benchmarks.step --meter             # GradientNoiseCallback over OTB without it
 
-The two arms take turns in one process, round by round and in changing order, on the same scripted completions:
-without generation a step is shortest and a cost most visible. Times are per step, medians over a round's rollouts; a
-ratio is taken per round, and its median and range over the rounds are printed. Memory is the round's peak, of the
-GPU's allocator or of the process. The README has what was seen on two CPU cores.
+The two arms alternate in one process on the same scripted completions: without generation the cost is most visible.
+Times are per step, medians over the rollouts of a round; time ratios are per round, with their median and range.
+Memory is the peak of a round, of the GPU's allocator or the process. recipes/README.md has results.
 """
 
 import argparse
@@ -36,13 +34,13 @@ from trl_otb import GradientNoiseCallback, OTBGRPOConfig, OTBGRPOTrainer
 
 
 N = 4
-# Micro-batches a step, their rows in groups, and passes over a rollout
+# Micro-batches per step, groups per micro-batch, and passes over a rollout
 REGIMES = {
     "TRL's no-grad forward": {"gradient_accumulation_steps": 1, "groups": 4, "num_iterations": 2},
     "training forward": {"gradient_accumulation_steps": 4, "groups": 1, "num_iterations": 1},
     "one extra forward": {"gradient_accumulation_steps": 8, "groups": 0.5, "num_iterations": 1},
 }
-# Models of random weights: kind, sizes, and the precision of the weights
+# Models with random weights: type, sizes and dtype
 SIZES = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim"
 SHAPES = {
     "small": ("qwen3", (8192, 256, 768, 4, 4, 2, 64), "float32"),
@@ -56,7 +54,7 @@ def synchronize():
 
 
 class Clock(TrainerCallback):
-    """Takes the time of every step, in seconds."""
+    """Times every step, in seconds."""
 
     def __init__(self):
         self.seconds = []
@@ -76,11 +74,11 @@ def reset_peak(on_gpu: bool):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     else:
-        Path("/proc/self/clear_refs").write_text("5")  # Linux: forget the high-water mark of resident memory
+        Path("/proc/self/clear_refs").write_text("5")  # Linux: reset the peak of resident memory
 
 
 def peak(on_gpu: bool) -> float:
-    """MiB."""
+    """Peak memory in MiB."""
     if on_gpu:
         return torch.cuda.max_memory_allocated() / 2**20
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
@@ -90,17 +88,17 @@ def peak(on_gpu: bool) -> float:
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[1], allow_abbrev=False)
     parser.add_argument("--model", help="hub id or folder")
-    parser.add_argument("--shape", choices=SHAPES, default="small", help="of random weights, without --model")
-    parser.add_argument("--dtype", help="of the weights; by default the shape's own, float32 with --model")
+    parser.add_argument("--shape", choices=SHAPES, default="small", help="a model with random weights")
+    parser.add_argument("--dtype", help="of the weights; by default the shape's, or float32 with --model")
     parser.add_argument("--lora", action="store_true", help="train adapters of rank 16 on all linear layers")
-    parser.add_argument("--device", choices=["cpu", "cuda"], help="by default the GPU where there is one")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="by default the GPU, if there is one")
     parser.add_argument("--length", type=int, default=128, help="longest completion; the shortest is half of it")
     parser.add_argument("--prompt_length", type=int, default=32)
     parser.add_argument("--gradient_checkpointing", action="store_true")
     parser.add_argument("--steps", type=int, default=4, help="half the optimizer steps of a round")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--baseline", default="otb", help="OTB's")
-    parser.add_argument("--meter", action="store_true", help="OTB with the gradient noise meter, beside OTB without")
+    parser.add_argument("--baseline", default="otb", help="baseline of the OTB arm")
+    parser.add_argument("--meter", action="store_true", help="compare OTB with and without the gradient noise meter")
     args = parser.parse_args(argv)
     if args.rounds < 1 or args.steps < 2:
         parser.error("--rounds must be at least 1, --steps at least 2")
@@ -125,7 +123,7 @@ def model_config(args):
 
 
 def make_model(args):
-    """The same weights every time."""
+    """A model, with the same weights every time."""
     dtype = getattr(torch, args.dtype)
     if args.model:
         return AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
@@ -145,7 +143,7 @@ def describe(args) -> str:
 
 
 def build(arm, regime, args, folder):
-    """The arm's trainer, of scripted completions."""
+    """The arm's trainer, with scripted completions."""
     cls, config, callbacks = arm
     model = make_model(args)
     vocabulary = model.config.get_text_config().vocab_size
@@ -200,7 +198,7 @@ def measure(trainer) -> dict[str, float]:
     handle.remove()
     trainer.remove_callback(clock)
     passes = trainer.num_iterations
-    # A rollout's first step pays for scoring it, so whole rollouts are compared; the first one warms up
+    # The first step of a rollout also scores it, so whole rollouts are compared; the first rollout is a warm-up
     rollouts = [sum(clock.seconds[i : i + passes]) for i in range(passes, len(clock.seconds), passes)]
     return {
         "seconds": statistics.median(rollouts) / passes,
@@ -210,7 +208,7 @@ def measure(trainer) -> dict[str, float]:
 
 
 def in_turn(args, regime, arms: dict[str, tuple]) -> list[pandas.DataFrame]:
-    """What [`measure`] finds for each arm, a row per round; the arms take turns at being the first."""
+    """The results of [`measure`] for each arm, with a row per round; the arms alternate in starting a round."""
     rounds = {arm: [] for arm in arms}
     for turn in range(args.rounds):
         for arm in arms if turn % 2 == 0 else reversed(arms):
@@ -227,7 +225,7 @@ def main(argv):
     config = partial(OTBGRPOConfig, baseline=args.baseline)
     # A trainer, its arguments and its callbacks
     regimes, arms = REGIMES, {"GRPO": (GRPOTrainer, GRPOConfig, ()), "OTB": (OTBGRPOTrainer, config, ())}
-    if args.meter:  # which needs several micro-batches of whole groups
+    if args.meter:  # it needs several micro-batches of whole groups
         regimes = ["training forward"]
         arms = {"OTB": arms["OTB"], "meter": (OTBGRPOTrainer, config, (GradientNoiseCallback,))}
     first, second = arms

@@ -1,4 +1,4 @@
-"""What a run prints at its end and leaves in its folder."""
+"""What a run prints at the end and writes into its folder."""
 
 import json
 import math
@@ -25,8 +25,8 @@ PANELS = {
 
 def report(run: RunFolder, trainer: GRPOTrainer, held_out: HeldOut, name: str) -> None:
     """
-    Write result.json, held_out.json and training.png, and print the result. All processes must call it. `name`, of the
-    model and the data, is for the picture's title.
+    Write result.json, held_out.json and training.png, and print the result. All processes must call it. `name` (the
+    model and the data) goes into the picture's title.
     """
     args, before, after = trainer.args, held_out.evaluations[0], held_out.evaluations[-1]
     tokens = held_out.all_tokens_generated()
@@ -59,11 +59,11 @@ def report(run: RunFolder, trainer: GRPOTrainer, held_out: HeldOut, name: str) -
 
 
 def report_evaluation(run: RunFolder, held_out: HeldOut) -> None:
-    """Print what `--eval_only` measured."""
+    """Print the result of `--eval_only`."""
     print_once(f"Held-out accuracy: {held_out.evaluations[-1]}")
     _print_examples(held_out)
     if run.path.is_dir() and not any(run.path.iterdir()):
-        run.path.rmdir()  # the trainer made it
+        run.path.rmdir()  # which the trainer created
 
 
 def _print_examples(held_out: HeldOut) -> None:
@@ -91,9 +91,9 @@ def _print_calls(log: list[dict]) -> None:
 
 def plot_training(log: list[dict], evaluations: list[Accuracy], path: Path, title: str) -> None:
     """
-    Held-out accuracy and the `PANELS` over the steps of a run: every logged value, and bold their [`smoothed`] curve.
+    Held-out accuracy and the `PANELS` over the steps of a run: every logged value, and the [`smoothed`] curve in bold.
 
-    A panel without values is left out, and so are turns if each completion has one.
+    Panels without values are omitted, as are turns if every completion has one.
     """
     logged = pandas.DataFrame(log, columns=["step", *PANELS]).groupby("step").first()
     logged = logged.replace([math.inf, -math.inf], math.nan).dropna(how="all")
@@ -116,7 +116,7 @@ def plot_training(log: list[dict], evaluations: list[Accuracy], path: Path, titl
     for axis in figure.axes:
         axis.axhline(0, color="0.8", linewidth=0.8)
         axis.grid(alpha=0.3)
-    explained = "pale: every logged value; bold: their centred mean over a tenth of the run"
+    explained = "pale: every logged value; bold: centred mean over a tenth of the run"
     figure.suptitle(f"{title}\n{explained}" if len(logged) else title, fontsize=10)
     figure.savefig(path, dpi=120)
 
@@ -127,6 +127,6 @@ def smoothed(curve: pandas.Series) -> pandas.Series:
 
 
 def markdown(rows: list[list[str]]) -> str:
-    """A table of these rows, the head first."""
+    """A Markdown table; the first row is the header."""
     head, *body = ("|" + "".join(f" {cell} |" if cell else " |" for cell in row) + "\n" for row in rows)
     return "".join([head, "|---" * len(rows[0]) + "|\n", *body])

@@ -67,12 +67,12 @@ def test_the_picture(tmp_path):
         ("--seeds 1", "required: --baselines"),
         ("--baselines otb", "required: --seeds"),
         ("--baselines mean --seeds 1", "`baselines` names 'mean': choose from"),
-        ("--baselines otb otb --seeds 1", "`baselines` names one twice"),
-        ("--baselines otb --seeds 1 1", "`seeds` names one twice"),
+        ("--baselines otb otb --seeds 1", "`baselines` has duplicates"),
+        ("--baselines otb --seeds 1 1", "`seeds` has duplicates"),
         ("--baselines otb --seeds one", "invalid int value"),
-        ("--baselines otb --seeds 1 --seed 3", "--seed is decided by compare.py"),
-        ("--baselines otb --seeds 1 --output_dir x", "--output_dir is decided by compare.py"),
-        ("--baselines otb --seeds 1 --output-dir=x", "--output_dir is decided by compare.py"),
+        ("--baselines otb --seeds 1 --seed 3", "--seed is set by compare.py"),
+        ("--baselines otb --seeds 1 --output_dir x", "--output_dir is set by compare.py"),
+        ("--baselines otb --seeds 1 --output-dir=x", "--output_dir is set by compare.py"),
         ("--baselines otb --seeds 1 --recipe chess", "invalid choice: 'chess'"),
     ],
 )
@@ -104,7 +104,7 @@ def test_further_flags_go_to_the_recipe(tmp_path, monkeypatch):
     compare.main(["--baselines", "otb", *flags[3:]])
     assert commands[-1][-2:] == ["--resume_from_checkpoint", "latest"]
     assert (tmp_path / "all" / "compare.md").is_file() and (tmp_path / "all" / "compare.png").is_file()
-    with pytest.raises(InputError, match="begun with the flags '--max_steps 5', and these are '--max_steps 6'"):
+    with pytest.raises(InputError, match="started with the flags '--max_steps 5', and these are '--max_steps 6'"):
         compare.main(["--baselines", "otb", *flags[3:-1], "6"])
     with filelock.FileLock(tmp_path / "all" / ".lock"), pytest.raises(InputError, match="Another process writes"):
         compare.main(["--baselines", "otb", *flags[3:]])
@@ -144,7 +144,7 @@ def test_a_stop_is_handed_on_once_and_waited_for(tmp_path, monkeypatch, signum):
     assert (tmp_path / "saved").read_text() == "once "
     assert signal.signal(signum, previous) is signal.default_int_handler
     monkeypatch.setattr(compare, "run_stoppably", lambda command: 130)
-    with pytest.raises(Stopped, match="Finished runs and checkpoints are kept in all; the same command resumes them"):
+    with pytest.raises(Stopped, match="Finished runs and checkpoints are kept in all; repeat the command to resume"):
         compare.main(["--baselines", "otb", "--seeds", "1", "--folder", "all"])
 
 

@@ -99,7 +99,7 @@ def test_games_and_their_rewards():
 def test_a_move_that_cannot_be_made_is_an_error():
     game = lake.Lake()
     game.reset(lake=" ".join(LAKE))
-    with pytest.raises(ValueError, match="'X', none of L, D, R and U"):
+    with pytest.raises(ValueError, match="'X': use L, D, R or U"):
         game.move("X")
     game.move("D")
     with pytest.raises(ValueError, match="the game is over"):

@@ -51,7 +51,7 @@ def test_accelerate_takes_its_configurations(name, distributed_type, processes):
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        ({"ACCELERATE_USE_FSDP": "true"}, "FSDP, and no GPU is there: on a CPU it would silently run DDP"),
+        ({"ACCELERATE_USE_FSDP": "true"}, "FSDP, and there is no GPU: on a CPU it would silently run DDP"),
         (
             {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_MIXED_PRECISION": "bf16"},
             "DeepSpeed was asked for bf16.*--mixed_precision no",
