@@ -2,7 +2,6 @@
 Compare baselines with one recipe over several seeds: every run, one table, one picture.
 
     python -m recipes.compare --recipe math --baselines otb group_mean --seeds 1 2 3
-    python -m recipes.compare --recipe tool_math --baselines otb rloo my_baselines:mine --seeds 1 2 --max_steps 50
     python -m recipes.compare --recipe math --baselines otb group_mean --seeds 1 2 3 4 5 \\
         --launcher "accelerate launch --config_file recipes/accelerate/zero3.yaml" --config recipes/math_zero3.yaml
 
@@ -71,8 +70,9 @@ class Parser(argparse.ArgumentParser):
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """compare.py's own flags, and the recipe's."""
-    form = argparse.RawTextHelpFormatter
-    parser = Parser("compare.py", description=__doc__, allow_abbrev=False, formatter_class=form)
+    parser = Parser(
+        "compare.py", description=__doc__, allow_abbrev=False, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--recipe", choices=("math", "tool_math"), default="math")
     names = f"{', '.join(BASELINES)}, module:function"
     parser.add_argument("--baselines", nargs="+", required=True, metavar="NAME", help=names)

@@ -47,6 +47,8 @@ READ = (
 )
 UNREAD = [field.name for field in fields(OTBGRPOConfig) if not re.fullmatch(READ, field.name)]
 BASELINES = ["ogb", "otb", "otb_shrunk", "ogb_pooled", "ogb_pooled_damped", "value"]
+# Options that apply to saved results
+PLOT_ONLY = "plot_only output_dir seed prompts_per_batch traceback"
 # Arguments of `compare_baselines`
 OWN = "baselines num_prompts completions_per_prompt group_sizes parameters prompts_per_batch projection overwrite"
 
@@ -67,13 +69,6 @@ class NoiseArguments(ToolMathArguments):
     tools: list[str] | None = option(None, "`calculator`, or your own tools as module:function.")
     environment_factory: str | None = option(None, "module:class, whose reward is added to the recipe's grading.")
     plot_only: bool = option(False, "Make the table, picture and verdict from saved results.")
-
-
-def check_plot_only(argv: list[str]) -> None:
-    allowed = ("plot_only", "output_dir", "seed", "prompts_per_batch", "traceback")
-    other = [f"--{name}" for name in flag_names(argv) if name not in allowed]
-    if other:
-        raise InputError(f"`plot_only` draws saved results, and {', '.join(other)} would change nothing: drop it.")
 
 
 def trainer_of(settings: NoiseArguments, args, model_args) -> OTBGRPOTrainer:
@@ -107,7 +102,9 @@ def trainer_of(settings: NoiseArguments, args, model_args) -> OTBGRPOTrainer:
 def measured(settings: NoiseArguments, args, model_args, argv: list[str]) -> trl_otb.BaselineReport:
     """The report of a new measurement, or of a saved one."""
     if settings.plot_only:
-        check_plot_only(argv)
+        if unread := set(flag_names(argv)) - set(PLOT_ONLY.split()):
+            flags = ", ".join(f"--{name}" for name in sorted(unread))
+            raise InputError(f"`plot_only` draws saved results, and {flags} would change nothing: drop it.")
         return trl_otb.BaselineReport.load(args.output_dir, settings.prompts_per_batch)
     for name in settings.baselines:
         find_baseline(name)

@@ -4,7 +4,6 @@ Train a policy on verifiable problems with the Optimal Token Baseline.
     accelerate launch recipes/math.py                                       # no hub, no GPU: recipes/math_cpu.yaml
     accelerate launch recipes/math.py --baseline group_mean                 # the same run with GRPO's own baseline
     accelerate launch recipes/math.py --config recipes/math_smollm2.yaml    # a real pretrained model, with LoRA
-    accelerate launch recipes/math.py --config recipes/math_lora_1gpu.yaml  # Qwen2.5-1.5B-Instruct, LoRA, one GPU
     accelerate launch recipes/math.py --model_name_or_path FOLDER --dataset_name problems.jsonl
     accelerate launch recipes/math.py --resume_from_checkpoint latest
 
@@ -73,7 +72,7 @@ def accuracy_reward(problems: Problems) -> Callable[..., list[float]]:
 
 def main(argv: list[str]) -> None:
     experiment = Experiment(__file__, RecipeArguments, CONFIG, argv)  # options, and the folder of the run
-    if experiment.nothing_left():
+    if experiment.finished:
         return
     problems = load_data(experiment.settings, experiment.args.seed)
     with constructing(experiment.model_name):

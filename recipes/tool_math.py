@@ -72,7 +72,7 @@ def calculator_tool(max_operations: int) -> Callable[[str], str]:
 
 def main(argv: list[str]) -> None:
     experiment = Experiment(__file__, ToolMathArguments, CONFIG, argv)
-    if experiment.nothing_left():
+    if experiment.finished:
         return
     problems = load_data(experiment.settings, experiment.args.seed)
     tools = [calculator_tool(experiment.settings.max_operations)]

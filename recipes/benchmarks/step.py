@@ -33,7 +33,7 @@ from recipes.toy import QUIET, sums
 from trl_otb import GradientNoiseCallback, OTBGRPOConfig, OTBGRPOTrainer
 
 
-N = 4
+N, PROMPT_LENGTH = 4, 32
 # Micro-batches per step, groups per micro-batch, and passes over a rollout
 REGIMES = {
     "TRL's no-grad forward": {"gradient_accumulation_steps": 1, "groups": 4, "num_iterations": 2},
@@ -91,20 +91,17 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--shape", choices=SHAPES, default="small", help="a model with random weights")
     parser.add_argument("--dtype", help="of the weights; by default the shape's, or float32 with --model")
     parser.add_argument("--lora", action="store_true", help="train adapters of rank 16 on all linear layers")
-    parser.add_argument("--device", choices=["cpu", "cuda"], help="by default the GPU, if there is one")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=["cpu", "cuda"], default=device)
     parser.add_argument("--length", type=int, default=128, help="longest completion; the shortest is half of it")
-    parser.add_argument("--prompt_length", type=int, default=32)
     parser.add_argument("--gradient_checkpointing", action="store_true")
     parser.add_argument("--steps", type=int, default=4, help="half the optimizer steps of a round")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--baseline", default="otb", help="baseline of the OTB arm")
     parser.add_argument("--meter", action="store_true", help="compare OTB with and without the gradient noise meter")
     args = parser.parse_args(argv)
-    if args.rounds < 1 or args.steps < 2:
-        parser.error("--rounds must be at least 1, --steps at least 2")
-    if args.length < 2:
-        parser.error("--length must be at least 2")
-    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if args.rounds < 1 or args.steps < 2 or args.length < 2:
+        parser.error("--rounds must be at least 1, --steps and --length at least 2")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: there is no GPU")
     args.dtype = args.dtype or ("float32" if args.model else SHAPES[args.shape][-1])
@@ -151,7 +148,7 @@ def build(arm, regime, args, folder):
     def rollout(prompts, trainer):
         g = torch.Generator().manual_seed(trainer.state.global_step)
         lengths = torch.randint(args.length // 2, args.length + 1, (len(prompts),), generator=g).tolist()
-        prompt = torch.randint(2, vocabulary, (args.prompt_length,), generator=g).tolist()
+        prompt = torch.randint(2, vocabulary, (PROMPT_LENGTH,), generator=g).tolist()
         ids = [torch.randint(2, vocabulary, (length,), generator=g).tolist() for length in lengths]
         return {"prompt_ids": [prompt] * len(prompts), "completion_ids": ids, "logprobs": None}
 

@@ -31,6 +31,7 @@ RENAMED = {
 DATA_OPTIONS = ("dataset_options dataset_config dataset_split prompt_column answer_column num_train_problems").split()
 # Help texts that replace those of TRL and transformers.
 HELP = {
+    "baseline": f"One of {', '.join(BASELINES)}, or your own as module:function.",
     "output_dir": "Folder of the run.",
     "model_name_or_path": "A model folder, a hub id, or module:function, a function that returns a model folder.",
     "resume_from_checkpoint": "`latest`, or a checkpoint folder.",
@@ -116,7 +117,6 @@ class RecipeParser(TrlParser):
         for name, text in HELP.items():
             self.actions[name].help = text
         self.actions["baseline"].metavar = "NAME"
-        self.actions["baseline"].help = f"One of {', '.join(BASELINES)}, or your own as module:function."
         own, otb, grpo = ({f.name for f in dataclasses.fields(c)} for c in (arguments, OTBGRPOConfig, GRPOConfig))
         self._shown = own | (otb - grpo) | {"config", "help", "help_all", "scale_rewards", *FREQUENT}
         self._shown -= {*arguments.WITHOUT_EFFECT}

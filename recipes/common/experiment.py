@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainerState
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerState
 from trl import GRPOTrainer
 
 from .arguments import parse
@@ -33,12 +33,9 @@ class Experiment:
         self.args.eval_on_start = self.run.checkpoint is None  # a resumed run already has the first evaluation
         self.held_out, self.interrupt = HeldOut(), CheckpointOnInterrupt()
         self.callbacks = [self.held_out, self.interrupt]
-
-    def nothing_left(self) -> bool:
-        """Whether the run is already finished; if so, say it."""
-        if self.run.finished:
+        self.finished = self.run.finished is not None  # nothing is left to do
+        if self.finished:
             print_once(self.run.finished)
-        return bool(self.run.finished)
 
     def model_and_prompts(self, problems: Problems, tools: list[Callable] | None = None) -> dict[str, Any]:
         """The trainer's model, tokenizer and adapter (see [`trainer_arguments`]) and its two datasets."""
@@ -56,7 +53,10 @@ class Experiment:
         """Evaluate, train, evaluate and report. Ctrl-C saves a checkpoint."""
         args, run, held_out = self.args, self.run, self.held_out
         is_main_process = trainer.accelerator.is_main_process
-        show_compact_progress(trainer)
+        trainer.remove_callback(PrinterCallback)
+        if not args.disable_tqdm:
+            trainer.remove_callback(ProgressCallback)
+            trainer.add_callback(CompactProgress())
         print_once(f"{problems.name}: {problems}.")
         print_once(
             f"{self.model_name}: {sum(p.numel() for p in trainer.model.parameters()):,} parameters. Baseline "
@@ -105,14 +105,6 @@ class CompactProgress(ProgressCallback):
             shown = {label: f"{float(value):.3g}" for label, value in logged.items() if value is not None}
             if shown:
                 self.training_bar.set_postfix(shown)
-
-
-def show_compact_progress(trainer: Trainer) -> None:
-    """Replace the trainer's printed log and, if enabled, its progress bar."""
-    trainer.remove_callback(PrinterCallback)
-    if not trainer.args.disable_tqdm:
-        trainer.remove_callback(ProgressCallback)
-        trainer.add_callback(CompactProgress())
 
 
 class CheckpointOnInterrupt(TrainerCallback):

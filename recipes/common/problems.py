@@ -61,7 +61,7 @@ def load_problems(settings: RecipeArguments, seed: int = 0) -> Problems:
     The held-out problems do not depend on `seed`, so runs can be compared. `seed` chooses the training problems that
     reasoning-gym generates. Raises an `InputError` if there are no such problems.
     """
-    name, num_held_out = settings.dataset_name, settings.num_held_out_problems
+    name = settings.dataset_name
     if name.startswith(REASONING_GYM):
         return _reasoning_gym(settings, seed)
     if settings.dataset_options:
@@ -73,11 +73,10 @@ def load_problems(settings: RecipeArguments, seed: int = 0) -> Problems:
     if len(different) < 2:
         problem = f"{name} has {len(rows)} rows, but only {len(different)} different problem"
         raise InputError(f"{problem}: at least 2 are needed, one to train on and one to hold out.")
-    data = Dataset.from_list(list(different.values())).shuffle(seed=0)
-    held_out = max(1, min(num_held_out, len(data) // 5))
-    end = min(len(data), held_out + (settings.num_train_problems or len(data)))
-    train, held_out = data.select(range(held_out, end)), data.select(range(held_out))
-    return Problems(train, held_out, name=name, duplicates=len(rows) - len(different))
+    held_out = max(1, min(settings.num_held_out_problems, len(different) // 5))
+    train = min(settings.num_train_problems or len(different), len(different) - held_out)
+    data = Dataset.from_list(list(different.values())).train_test_split(train_size=train, test_size=held_out, seed=0)
+    return Problems(data["train"], data["test"], name=name, duplicates=len(rows) - len(different))
 
 
 def _rows(data: Dataset, settings: RecipeArguments) -> list[dict[str, Any]]:
