@@ -24,7 +24,7 @@ import pandas
 from matplotlib.figure import Figure
 from scipy import stats
 
-from recipes.common.errors import InputError, Stopped, input_errors, launch, stopping_signals
+from recipes.common.errors import HelpShown, InputError, Stopped, input_errors, launch, stopping_signals
 from recipes.common.launching import flag_names, print_once
 from recipes.common.report import markdown, smoothed
 from recipes.common.run_folder import CONFIGURATION, COUNTS, RESULT, STATE, differences, latest_checkpoint
@@ -67,12 +67,14 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:
         raise InputError(f"{message}. See --help.")
 
+    def exit(self, status: int = 0, message: str | None = None) -> None:
+        raise HelpShown(status)
+
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """compare.py's own flags, and the recipe's."""
-    parser = Parser(
-        "compare.py", description=__doc__, allow_abbrev=False, formatter_class=argparse.RawTextHelpFormatter
-    )
+    form = argparse.RawTextHelpFormatter
+    parser = Parser("compare.py", description=__doc__, allow_abbrev=False, formatter_class=form)
     parser.add_argument("--recipe", choices=("math", "tool_math"), default="math")
     names = f"{', '.join(BASELINES)}, module:function"
     parser.add_argument("--baselines", nargs="+", required=True, metavar="NAME", help=names)
@@ -104,8 +106,7 @@ def run_recipe(own: argparse.Namespace, flags: list[str], baseline: str, seed: i
     if code == 130:
         raise Stopped(f"Finished runs and checkpoints are kept in {own.folder}; repeat the command to resume.")
     if code != 0 or not (folder / RESULT).is_file():
-        ran = shlex.join(command)
-        raise InputError(f"{baseline} with seed {seed} ended without a result (exit code {code}): {ran}")
+        raise InputError(f"{baseline}, seed {seed} ended without a result (exit code {code}): {shlex.join(command)}")
     names = (RESULT, STATE, CONFIGURATION)
     result, state, configuration = (json.loads((folder / name).read_text()) for name in names)
     return Run(baseline, seed, result, state["log_history"], configuration)

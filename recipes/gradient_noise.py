@@ -47,8 +47,7 @@ READ = (
 )
 UNREAD = [field.name for field in fields(OTBGRPOConfig) if not re.fullmatch(READ, field.name)]
 BASELINES = ["ogb", "otb", "otb_shrunk", "ogb_pooled", "ogb_pooled_damped", "value"]
-# Options that apply to saved results
-PLOT_ONLY = "plot_only output_dir seed prompts_per_batch traceback"
+PLOT_ONLY = "plot_only output_dir seed prompts_per_batch traceback"  # options that apply to saved results
 # Arguments of `compare_baselines`
 OWN = "baselines num_prompts completions_per_prompt group_sizes parameters prompts_per_batch projection overwrite"
 

@@ -1,8 +1,7 @@
 """
 Time and memory of a training step after the energies are known, by baseline and length.
 
-    OMP_NUM_THREADS=1 python -m recipes.benchmarks.advantages         # a minute or two on one core
-    python -m recipes.benchmarks.advantages --device cuda --baselines otb value
+    OMP_NUM_THREADS=1 python -m recipes.benchmarks.advantages         # a minute or two on one core; or --device cuda
 
 This covers `credit` and `measure` (advantages under the baseline and the group mean, sums for the metrics) and the
 learning of `value`; for comparison, one read and write of the inputs. Completions have tool output in the middle.

@@ -81,6 +81,12 @@ def test_wrong_flags(flags, message):
         compare.parse(flags.split())
 
 
+def test_help_is_a_good_end(capsys):
+    compare.launch("compare.py", compare.main, ["--help"])
+    said = capsys.readouterr()
+    assert "--baselines NAME" in said.out and said.err == ""
+
+
 def test_further_flags_go_to_the_recipe(tmp_path, monkeypatch):
     """Finished and begun runs are resumed, new ones are not; a run that fails stops the comparison."""
     commands = []
@@ -97,7 +103,7 @@ def test_further_flags_go_to_the_recipe(tmp_path, monkeypatch):
 
     monkeypatch.setattr(compare, "run_stoppably", perform)
     flags = ["--baselines", "otb", "mine:f", "--seeds", "1", "--folder", str(tmp_path / "all"), "--max_steps", "5"]
-    with pytest.raises(InputError, match="mine:f with seed 1 ended without a result"):
+    with pytest.raises(InputError, match="mine:f, seed 1 ended without a result"):
         compare.main([*flags, "--launcher", "accelerate launch"])  # mine.f-seed1 is made under another name here
     assert commands[0][:2] == ["accelerate", "launch"] and commands[0][3:5] == ["--max_steps", "5"]
     assert "--resume_from_checkpoint" not in commands[0]
