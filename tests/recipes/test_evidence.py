@@ -181,7 +181,7 @@ def test_problems_of_the_language_model_differ(task):
 
 
 def test_a_baseline_that_leaves_one_out_by_itself_takes_no_such_option(registered):
-    with pytest.raises(ValueError, match="'damped_return', which leaves one out by itself"):
+    with pytest.raises(ValueError, match="'damped_return', which always leaves one out"):
         OTBGRPOConfig(baseline="damped_return", leave_one_out=True, use_cpu=True, bf16=False)
     assert OTBGRPOConfig(baseline="damped_return", use_cpu=True, bf16=False).baseline == "damped_return"
 

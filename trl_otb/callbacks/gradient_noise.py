@@ -1,4 +1,4 @@
-"""How noisy is the gradient that a run uses? The gradient noise scale, measured from micro-batches and processes."""
+"""The gradient noise scale of a run, measured from micro-batches and processes."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -30,15 +30,15 @@ def noise_and_signal(mean_square_of_parts: float, square_of_mean: float, parts: 
             K, at least 2.
 
     Returns:
-        `tuple[float, float]`: S, the trace of the covariance of a part's gradient, and ‖g‖², the square of the true
-        one. A single estimate may be negative.
+        `tuple[float, float]`: S, the trace of the covariance of a part's gradient, and ‖g‖², the squared norm of the
+        true gradient. A single estimate may be negative.
     """
     noise = (mean_square_of_parts - square_of_mean) / (1 - 1 / parts)
     return noise, square_of_mean - noise / parts
 
 
 def norm_of(gradient: torch.Tensor) -> torch.Tensor:
-    """‖gradient‖ in float32, read once and not copied. A long sum is made of parts, so that it keeps its digits."""
+    """‖gradient‖ in float32, read once and not copied. Long sums are split, to keep their precision."""
     if gradient.dim() > 1 and gradient.numel() > 2**18:
         along = min(range(gradient.dim()), key=gradient.stride)  # lines as they lie in memory
         gradient = torch.linalg.vector_norm(gradient, dim=along, dtype=torch.float32)
@@ -47,25 +47,25 @@ def norm_of(gradient: torch.Tensor) -> torch.Tensor:
 
 class GradientNoiseCallback(TrainerCallback):
     """
-    Logs the noise scale of the gradient that a run uses, for [`OTBGRPOTrainer`] and [`~trl.GRPOTrainer`].
+    Logs the gradient noise scale of a run, in [`OTBGRPOTrainer`] and [`~trl.GRPOTrainer`].
 
-    The completions of a prompt share a baseline, so the independent unit is the prompt, and the parts of a batch that
-    are compared must hold whole groups: the micro-batches of an accumulation where rows are shuffled group by group
-    (`keep_groups_together` in [`OTBGRPOConfig`]); else the processes of a data-parallel run. Where there are neither,
-    one warning says why. What is trained stays the same.
+    The completions of a prompt share a baseline, so prompts are the independent units, and the compared parts of a
+    batch must hold whole groups: the micro-batches of an accumulation, if rows are shuffled group by group
+    (`keep_groups_together` in [`OTBGRPOConfig`]); else the processes of a data-parallel run. Without either, one
+    warning says why nothing is measured. Training does not change.
 
-    Logged, from exponential averages of noise and signal, with the gradients before clipping:
+    Logged, from exponential averages of noise and signal, with gradients before clipping:
 
-    - `noise/scale`: prompts per step at which the gradient's noise equals its signal. Far more prompts than that
-      hardly help a step; far fewer make it mostly noise.
-    - `noise/batch_over_scale`: the run's prompts per step over that. Noise to signal of a step is its inverse.
+    - `noise/scale`: the number of prompts per step at which the gradient's noise equals its signal. Far more prompts
+      hardly improve a step; with far fewer it is mostly noise.
+    - `noise/batch_over_scale`: the run's prompts per step over this number, the inverse of a step's noise to signal.
 
-    The measurement reads each gradient once per micro-batch and keeps nothing. Values go to `state.log_history` and to
-    callbacks that come later; in an [`OTBGRPOTrainer`] they are logged like its metrics, also to trackers.
+    The callback reads each gradient once per micro-batch and stores none. Values go to `state.log_history` and to
+    callbacks that follow; in an [`OTBGRPOTrainer`] they are logged like its metrics, also to trackers.
 
     Args:
         decay (`float`, *optional*, defaults to 0.9):
-            Weight per step of the past in the averages, at least 0 and below 1.
+            Decay of the averages per step, at least 0 and below 1.
 
     Raises:
         ValueError: `decay` is out of range.
@@ -75,7 +75,7 @@ class GradientNoiseCallback(TrainerCallback):
         if not 0 <= decay < 1:
             raise ValueError(f"`decay` is {decay}: it must be at least 0 and below 1.")
         self.decay = decay
-        # Both set by OTBGRPOTrainer while it trains, whose log then holds the values
+        # Both set by OTBGRPOTrainer during training, so that its log holds the values
         self.add_metrics: Callable[[dict[str, float]], None] | None = None
         self.keeps_groups_together = False
         self._averages = torch.zeros(3, dtype=torch.float64)  # of noise, signal, and 1, each from 0
@@ -86,7 +86,7 @@ class GradientNoiseCallback(TrainerCallback):
     def connected(
         self, add_metrics: Callable[[dict[str, float]], None], keeps_groups_together: bool
     ) -> Iterator[None]:
-        """Within this context values go to `add_metrics`, and micro-batches may hold whole groups."""
+        """Context in which values go to `add_metrics`, and micro-batches may hold whole groups."""
         self.add_metrics, self.keeps_groups_together = add_metrics, keeps_groups_together
         try:
             yield
@@ -95,7 +95,7 @@ class GradientNoiseCallback(TrainerCallback):
 
     @property
     def scale(self) -> float | None:
-        """The noise scale in prompts; `None` before it is known, or while the signal is lost in noise."""
+        """The noise scale in prompts; `None` if it is not yet known, or the signal is lost in noise."""
         noise, signal, weight = self._averages.tolist()
         return noise / signal if weight > 0 and signal > 0 else None
 
