@@ -321,7 +321,7 @@ def test_the_study_of_value_from_end_to_end(task, study, tmp_path, monkeypatch, 
     assert all(path.stat().st_mtime_ns == at for path, at in measured.items())
     with pytest.raises(SystemExit):
         study.main([*flags, "--num_prompts", "4", "--seed", "1"])
-    assert "was measured otherwise" in capsys.readouterr().err
+    assert "was measured differently" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["copy", "copy_trained"])

@@ -175,10 +175,10 @@ def test_one_process_measures_into_a_folder(measure, tmp_path, monkeypatch):
         ("settings.json", b"[]", "settings.json cannot be read"),
         ("settings.json", b"{}", "settings.json cannot be read"),
         ("settings.json", b"\xff{}", "settings.json cannot be read"),
-        ("prompt-00001.pt", b"", "prompt-00001.pt is damaged or no measurement.*Remove it"),
-        ("prompt-00001.pt", b"other pickle", "prompt-00001.pt is damaged or no measurement.*Remove it"),
-        ("prompt-00007.pt", {"weights": torch.zeros(2)}, "prompt-00007.pt is damaged or no measurement.*Remove it"),
-        ("prompt-00007.pt", torch.zeros(2), "prompt-00007.pt is damaged or no measurement.*Remove it"),
+        ("prompt-00001.pt", b"", "prompt-00001.pt is damaged or not a measurement.*Remove it"),
+        ("prompt-00001.pt", b"other pickle", "prompt-00001.pt is damaged or not a measurement.*Remove it"),
+        ("prompt-00007.pt", {"weights": torch.zeros(2)}, "prompt-00007.pt is damaged or not a measurement.*Remove it"),
+        ("prompt-00007.pt", torch.zeros(2), "prompt-00007.pt is damaged or not a measurement.*Remove it"),
     ],
 )
 def test_a_corrupt_or_foreign_file_in_the_folder_is_one_line(tmp_path, name, content, message):

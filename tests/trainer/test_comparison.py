@@ -497,7 +497,7 @@ def test_other_data_are_refused(train, tmp_path):
     options = {**SMALL, "output_dir": tmp_path / "noise"}
     compare_baselines(train(train=False), **options)
     other = tiny.prompts().map(lambda row: {"prompt": f"{row['prompt']}?"})
-    with pytest.raises(ValueError, match="was measured on other data"):
+    with pytest.raises(ValueError, match="was measured on different data"):
         compare_baselines(train(train=False, train_dataset=other), **options)
     # Fewer prompts are the first of those that are there
     compare_baselines(train(train=False), **options | {"num_prompts": 5})
@@ -520,7 +520,7 @@ def test_a_foreign_or_damaged_file_is_named(train, tmp_path):
     trainer, folder = train(train=False), tmp_path / "noise"
     compare_baselines(trainer, **SMALL, output_dir=folder)
     (folder / "prompt-00001.pt").write_bytes(b"no pickle")
-    with pytest.raises(ValueError, match=r"prompt-00001\.pt is damaged or no measurement"):
+    with pytest.raises(ValueError, match=r"prompt-00001\.pt is damaged or not a measurement"):
         compare_baselines(trainer, **SMALL, output_dir=folder)
     (folder / "settings.json").write_text("{")
     with pytest.raises(ValueError, match=r"settings\.json cannot be read"):

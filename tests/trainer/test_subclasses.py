@@ -339,7 +339,7 @@ def test_two_losses_of_one_micro_batch_measure_it_once(train):
 
 
 def test_a_class_with_a_config_of_its_own_asks_for_one(model_path):
-    with pytest.raises(ValueError, match="`args` is missing, and GMPOTrainer may have a config of its own"):
+    with pytest.raises(ValueError, match="`args` is missing, and GMPOTrainer may have its own config"):
         OTBGMPO(model_path, lambda **kwargs: [], train_dataset=None)
 
 

@@ -18,8 +18,8 @@ import torch
 from .estimators import CONTROL, Estimator
 
 
-DRAWS = 2000  # of the bootstrap over prompts
-LARGEST = 4096  # group sizes beyond this are written as "more than"
+DRAWS = 2000  # bootstrap samples of prompts
+LARGEST = 4096  # larger group sizes are written as "more than"
 
 
 @dataclass
@@ -135,7 +135,7 @@ def group_mean_worth(missed: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> 
 
 @dataclass
 class Estimate:
-    """A number with its 95 % interval by bootstrap over prompts."""
+    """A number with a 95 % interval by bootstrap over prompts."""
 
     value: float
     low: float
@@ -154,11 +154,11 @@ class Estimate:
 
     @property
     def lost(self) -> bool:
-        """Whether noise leaves no value, or an interval without ends."""
+        """Whether the value, or an end of its interval, is lost in noise."""
         return math.isnan(self.value) or (self.low == -math.inf and self.high == math.inf)
 
     def text(self, digits: int = 2, factor: float = 1.0) -> str:
-        """`"0.81 (0.77–0.85)"`; `?` for what noise leaves without a value."""
+        """`"0.81 (0.77–0.85)"`; `?` for numbers lost in noise."""
 
         def number(x: float) -> str:
             return f"{round(factor * x, digits) + 0.0:.{digits}f}" if math.isfinite(x) else "?"  # no -0
@@ -169,7 +169,7 @@ class Estimate:
 @dataclass
 class Comparison:
     """
-    An estimator at one group size beside the group mean at the same size.
+    An estimator compared with the group mean at the same group size.
 
     Args:
         name, baseline, leave_one_out:
@@ -205,7 +205,7 @@ class Comparison:
 
     @property
     def settings(self) -> str:
-        """As a config says it."""
+        """The options of a config."""
         return Estimator(self.name, self.baseline, self.leave_one_out).settings
 
 
@@ -226,7 +226,7 @@ def compare(
     sizes = sorted({n for name, n in moments if name == CONTROL})
     squares = moments[CONTROL, sizes[0]].square
     counts = bootstrap(len(squares))
-    # Draws of one prompt alone, or of prompts whose rewards do not vary, say nothing
+    # Samples of a single prompt, or of prompts whose rewards do not vary, are useless
     counts = counts[((counts > 0).sum(dim=1) > 1) & (counts.double() @ squares > 0)]
     figures = {key: m.of_batch(counts, prompts_per_batch) for key, m in moments.items()}
     a, b = fit_group_mean({n: figures[CONTROL, n]["noise"] for n in sizes})

@@ -66,7 +66,7 @@ class Estimator:
 
     @property
     def settings(self) -> str:
-        """As a config says it."""
+        """The options of a config."""
         return f"baseline={self.baseline!r}" + (", leave_one_out=True" if self.leave_one_out else "")
 
     def scale(self, n: int) -> float | None:
