@@ -237,7 +237,7 @@ def test_only_what_is_linear_in_the_baseline_below_can_be_put_together(sampled, 
     _, pool, _ = sampled
     beside = {"logps": torch.zeros(pool.mask.shape), "states": torch.zeros(*pool.mask.shape, 3)}
     bent = replace(predicting, function=lambda tokens: tokens.base.square())
-    with pytest.raises(ValueError, match="is not a constant times the baseline that it is on top of"):
+    with pytest.raises(ValueError, match="is not a constant times the baseline below plus a prediction"):
         prediction(bent, pool, beside)
     with pytest.raises(ValueError, match="with rewards per turn or token it cannot be measured"):
         prediction(predicting, Pool(pool.energy, pool.energy, pool.mask), beside)
@@ -571,7 +571,7 @@ def test_one_process_at_a_time(train, tmp_path):
         ({"prompts_per_batch": 2}, "`prompts_per_batch` is 2: give 3 or more"),
         ({"projection": 3}, "`projection` is 3"),
         ({"parameters": "nothing-has-this"}, "`parameters` is 'nothing-has-this', which none of"),
-        ({"parameters": "("}, r"`parameters` is '\(', which is no regular expression"),
+        ({"parameters": "("}, r"`parameters` is '\(', which is not a regular expression"),
     ],
 )
 def test_wrong_arguments_are_named_before_anything_is_sampled(train, change, message):

@@ -152,9 +152,7 @@ def test_model_instance_processing_class_and_lora(train, model_path):
 
 
 def test_a_dataset_too_small_for_a_step_is_named(train):
-    with pytest.raises(
-        ValueError, match=r"`train_dataset` has 1 prompts and a generation batch takes 2 .*Add"
-    ):
+    with pytest.raises(ValueError, match=r"`train_dataset` has 1 prompts and a generation batch takes 2 .*Add"):
         train(train_dataset=tiny.prompts(1))
     train(train_dataset=tiny.prompts(2), max_steps=1)
 

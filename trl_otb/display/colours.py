@@ -1,4 +1,4 @@
-"""The completions of a prompt with their tokens coloured: HTML in a notebook, else text."""
+"""The completions of a prompt with coloured tokens: HTML in a notebook, otherwise text."""
 
 import html
 import os
@@ -42,7 +42,7 @@ def in_notebook() -> bool:
 
 
 def as_text(group: Group, value: str | None, colours: bool) -> str:
-    """Tokens coloured by `value`, or none; improbable ones underlined, without colours in ‹ ›."""
+    """Tokens coloured by `value`, if given; improbable ones are underlined or, without colours, in ‹ ›."""
     lines = [f"Prompt {group.number}: {visible(group.prompt)}"]
     if colours and value is not None:
         high, low = _ends(group, value)
@@ -68,7 +68,7 @@ def as_text(group: Group, value: str | None, colours: bool) -> str:
 
 
 def as_html(group: Group, value: str | None) -> str:
-    """One page part with a switch between the group's values; no scripts, nothing from elsewhere."""
+    """An HTML fragment with a switch between the group's values, without scripts or external resources."""
     name = f"otb-{uuid.uuid4().hex[:8]}"
     style = (
         f"#{name} .c{{white-space:pre-wrap;font-family:monospace;line-height:1.6;margin:.2em 0 .8em}}"
@@ -158,7 +158,7 @@ def _colour(value: str, number: float) -> str:
 
 
 def _alpha(colour: str, share: float) -> str:
-    """Over the page's own colour, light or dark, on which its own letters stay readable."""
+    """A transparent colour, so that text stays readable on light and dark pages."""
     return f"#{colour}{round(170 * min(share, 1.0)):02x}"
 
 
