@@ -478,7 +478,7 @@ def test_what_was_measured_otherwise_is_refused(train, tmp_path):
         ({"completions_per_prompt": 20}, "`completions_per_prompt` was 16 and is 20"),
         ({"parameters": "proj"}, '`parameters` was null and is "proj"'),
     ):
-        with pytest.raises(ValueError, match=f"measured otherwise: .*{message}"):
+        with pytest.raises(ValueError, match=f"measured differently: .*{message}"):
             compare_baselines(trainer, **options | change)
     trainer.args.top_p = 0.5
     with pytest.raises(ValueError, match=r"`top_p` was 1.0 and is 0.5"):

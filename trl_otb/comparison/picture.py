@@ -41,8 +41,8 @@ def draw(report: Any) -> Any:
         axis.set(xlabel="more prompts that the group mean needs, %", title=f"N = {n}")
         axis.grid(axis="x", alpha=0.3)
     figure.suptitle(
-        f"{report.subject}\nblue: significantly better than the group mean, red: significantly worse, grey: neither; "
-        f"lines: 95 %, {report.num_prompts} prompts",
+        f"{report.subject}\nblue: significantly better than the group mean, red: worse, grey: neither\n"
+        f"lines: 95 % intervals, {report.num_prompts} prompts",
         fontsize=10,
     )
     return figure
