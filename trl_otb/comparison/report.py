@@ -128,49 +128,49 @@ class BaselineReport:
         return self.verdict_at(self.group_size)
 
     def verdict_at(self, group_size: int) -> str:
-        """An instruction, and in one more sentence what is not known."""
+        """An instruction, and a sentence on what is not known."""
         rows = [row for row in self.at(group_size) if row.name != CONTROL]
         known = [row for row in rows if not row.more_prompts.lost]
-        # Not `none`, whose noise grows as successes become common
-        sure = [row for row in known if row.more_prompts.low > LEAST and row.baseline != "none"]
-        best = next((row for row in sure if row.unbiased), sure[0] if sure else None)
+        # Without `none`, whose noise grows as successes become common
+        better = [row for row in known if row.more_prompts.low > LEAST and row.baseline != "none"]
+        best = next((row for row in better if row.unbiased), better[0] if better else None)
         if best is None:
             instruction = f"Keep {CONTROL}."
         else:
             worth = best.more_prompts
             interval = f"{_percent(worth.low)}–{_percent(worth.high)}"
-            instruction = f"Set {best.settings}: worth {_percent(worth.value)} % more prompts ({interval}), sure."
+            instruction = f"Set {best.settings}: worth {_percent(worth.value)} % more prompts (95 %: {interval})."
         return f"{instruction}\n{self._unknown(rows, known, best)}"
 
     def _unknown(self, rows: list[Comparison], known: list[Comparison], best: Comparison | None) -> str:
-        """What the instruction leaves open, the most important first."""
+        """The caveats of the instruction, the most important first."""
         lost = len(rows) - len(known)
         if not known:
-            return "Nothing else is known: the signal is lost in noise. Give more prompts or completions."
+            return "No baseline can be compared: the signal is lost in noise. Measure more prompts or completions."
         if best is None:
             first = next((row for row in known if row.baseline != "none"), known[0])
             gain = first.more_prompts
             interval = f"{_percent(gain.value)} % ({_percent(gain.low)} to {_percent(gain.high)})"
-            said = f"It is not known whether {first.settings} is better: it is worth {interval} more prompts"
+            said = f"No baseline is significantly better: {first.settings} is worth {interval} more prompts"
             if gain.value <= 0 or gain.high < CLOSE:
-                return f"{said}, so more measuring is unlikely to change that."
-            return f"{said}; {self._more_prompts_to_measure(gain)} more measured prompts may tell."
+                return f"{said}, and measuring more is unlikely to change that."
+            return f"{said}. Measuring {self._more_prompts_to_measure(gain)} more prompts may decide it."
         unknown = []
         if not best.unbiased:
             unknown.append(
-                "it is biased: improbable successes teach less under it, which this measure does not see where they "
+                "it is biased: improbable successes teach less under it, which this measurement does not show if they "
                 "are rare"
             )
         for row in known[: known.index(best)]:
-            rare, common = "is biased, which costs where successes are rare", "loses as successes become common"
+            rare, common = "is biased, which hurts if successes are rare", "gets worse as successes become common"
             caution = common if row.baseline == "none" else rare
             unknown.append(f"{row.settings} measures {_percent(row.more_prompts.value)} %, but {caution}")
         if lost:
-            unknown.append(f"of {lost} of {len(rows)} nothing can be said, as the signal is lost in noise")
+            unknown.append(f"{lost} of {len(rows)} baselines cannot be compared, as the signal is lost in noise")
         if self.num_prompts < FEW:
             unknown.append(f"with {self.num_prompts} prompts, intervals are too narrow")
-        unknown.append("it is not known whether this holds later in training, so measure again then")
-        return f"Mind: {'; '.join(unknown)}."
+        unknown.append("this may change during training, so measure again later")
+        return f"Caveats: {'; '.join(unknown)}."
 
     def _more_prompts_to_measure(self, gain: Estimate) -> int:
         """
