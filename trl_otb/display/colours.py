@@ -26,7 +26,7 @@ def show(rollout: "Rollout", prompt: int, tokenizer: Any, value: str | None, max
     group = read_group(rollout, prompt, tokenizer, max_tokens)
     if value is not None and value not in group.values:
         has = ", ".join(map(repr, group.values)) or "no values"
-        raise ValueError(f"`value` is {value!r}, which this group has not got yet: it has {has}.")
+        raise ValueError(f"`value` is {value!r}, which is not available yet: this group has {has}.")
     value = value or next((name for name in ("advantage", "energy") if name in group.values), None)
     if in_notebook():
         display = require("IPython.display", "HTML").display
@@ -48,12 +48,12 @@ def as_text(group: Group, value: str | None, colours: bool) -> str:
         high, low = _ends(group, value)
         ends = f"{_painted(f' {low} ', RED, 1.0)} to " if value != "energy" else "0 to "
         of_high = _painted(f" {high} ", ORANGE if value == "energy" else BLUE, 1.0)
-        lines.append(f"coloured by {VALUES[value]}, {ends}{of_high}; underlined: {IMPROBABLE}; grey: what a tool said")
+        lines.append(f"coloured by {VALUES[value]}, {ends}{of_high}; underlined: {IMPROBABLE}; grey: tool output")
         others = [repr(name) for name in group.values if name != value]
         if others:
             lines.append(f"other colours: show(value={' or '.join(others)})")
     elif group.values:
-        lines.append(f"‹ ›: {IMPROBABLE}; [ ]: what a tool said. Colours: in a terminal or a notebook.")
+        lines.append(f"‹ ›: {IMPROBABLE}; [ ]: tool output. Colours: in a terminal or a notebook.")
     for i, completion in enumerate(group.completions):
         head = f"completion {i}, {completion.label}"
         for name in group.values:
@@ -92,7 +92,7 @@ def as_html(group: Group, value: str | None) -> str:
                 f"<span style='background:{_alpha(RED, 1.0)}'>&nbsp;{low}&nbsp;</span> (less of this) to "
                 f"<span style='background:{_alpha(BLUE, 1.0)}'>&nbsp;{high}&nbsp;</span> (more)"
             )
-        keys += f"<div class='k {key}'>{VALUES[key]}: {ends}; framed: {IMPROBABLE}; grey: what a tool said</div>"
+        keys += f"<div class='k {key}'>{VALUES[key]}: {ends}; framed: {IMPROBABLE}; grey: tool output</div>"
     completions = "".join(
         f"<div class='c'><b>completion {i}, {completion.label}</b>\n"
         f"{''.join(_element(token, group) for token in completion.tokens)}{_more(completion)}</div>"

@@ -137,7 +137,7 @@ def _note(group: Group, num_generations: int) -> str:
     """A note on the meaning of frames and grey, and on what is omitted."""
     note = f"framed: {IMPROBABLE}"
     if any(not token.generated for completion in group.completions for token in completion.tokens):
-        note += "; grey: what a tool said"
+        note += "; grey: tool output"
     longest = max(len(completion.tokens) for completion in group.completions)
     if any(completion.left_out for completion in group.completions):
         note += f"; only the first {longest} tokens"
