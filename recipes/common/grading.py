@@ -36,8 +36,7 @@ def grade_mathematics(answer: str, gold: str, entry: int | None = None, seconds:
 
     A `gold` made of words is compared word by word, ignoring case and the full stop: as mathematics, letters would be
     factors, anagrams would be equal, and a sentence would take seconds. An answer that takes longer than `seconds` to
-    evaluate, such as 9^9^9^9, is wrong, and so is an empty one. Call it in the main thread: math-verify uses signals
-    for its timeout.
+    evaluate, such as 9^9^9^9, is wrong, and so is an empty one. Call it in the main thread: math-verify uses signals.
     """
     from math_verify import parse, verify
 

@@ -76,10 +76,7 @@ class RunFolder:
 
 
 def open_run(settings: RecipeArguments, args: OTBGRPOConfig, model_args: ModelConfig, argv: list[str]) -> RunFolder:
-    """
-    Lock and check the folder of a run before anything is loaded; no file changes yet. Raises an `InputError` if the
-    folder cannot be used.
-    """
+    """Lock and check a run's folder before anything is loaded, without changes; an `InputError` if it is unusable."""
     folder = Path(args.output_dir)
     run = RunFolder(folder, configuration(settings, args, model_args), settings.overwrite, argv)
     if settings.eval_only:

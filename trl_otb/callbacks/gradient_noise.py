@@ -102,7 +102,7 @@ class GradientNoiseCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
-        self._remove_hooks()  # of a run that broke off
+        self._remove_hooks()  # of an interrupted run
         self._averages, self._step = torch.zeros(3, dtype=torch.float64), None
         processes, accumulated = args.world_size, args.gradient_accumulation_steps
         reason = self._why_not(args, processes, accumulated)
@@ -126,7 +126,7 @@ class GradientNoiseCallback(TrainerCallback):
             self._hooks.pop().remove()
 
     def _why_not(self, args: Any, processes: int, accumulated: int) -> str | None:
-        state = AcceleratorState()  # which knows of `accelerate launch` too
+        state = AcceleratorState()  # also aware of `accelerate launch`
         if state.deepspeed_plugin is not None or getattr(state, "fsdp_plugin", None) is not None:
             return "DeepSpeed and FSDP hold gradients in partitions"
         if args.fp16:
@@ -186,15 +186,15 @@ class GradientNoiseCallback(TrainerCallback):
 
 class _StepGradients:
     """
-    The gradients of one optimizer step as backward passes yield them: sums of squares, nothing else.
+    Sums of squared gradients of one optimizer step, collected during its backward passes.
 
     Args:
         args (`TrainingArguments`):
-            Of the run.
+            The arguments of the run.
         by_micro_batch (`bool`):
             Whether the parts are the micro-batches of each process, or the processes.
         clipped_parameter (`torch.nn.Parameter`):
-            A small one, which tells how far all gradients were clipped.
+            A small parameter, which shows by what factor all gradients were clipped.
     """
 
     def __init__(self, args: Any, by_micro_batch: bool, clipped_parameter: torch.nn.Parameter) -> None:
@@ -213,13 +213,13 @@ class _StepGradients:
         self._before_clipping: torch.Tensor | None = None
 
     def add_micro_batch(self, gradient: torch.Tensor) -> None:
-        """A parameter's gradient of one micro-batch, before it is added to the others'."""
+        """Add a parameter's gradient of one micro-batch, before it is accumulated."""
         if self.by_micro_batch:
             norm = norm_of(gradient)
             self._parts.addcmul_(norm, norm)
 
     def add_accumulated(self, parameter: torch.nn.Parameter) -> None:
-        """A parameter whose `grad` holds the sum of this process's micro-batches so far."""
+        """Add a parameter whose `grad` is the sum over this process's micro-batches so far."""
         if self._micro_batch == self.accumulated - 1 and parameter.grad is not None:
             norm = norm_of(parameter.grad)
             self._total.addcmul_(norm, norm)
@@ -230,9 +230,9 @@ class _StepGradients:
         self._micro_batch += 1
 
     def finish(self, model: torch.nn.Module) -> tuple[float, float] | None:
-        """Σ_k ‖h_k‖² / K and ‖G‖²; `None` for a step that was cut short."""
+        """Σ_k ‖h_k‖² / K and ‖G‖²; `None` for an incomplete step."""
         complete = self._micro_batch == self.accumulated - 1
-        # What is added up to the gradient of a step is 1/k of each part's own
+        # The gradient of a step sums 1/k of each part's own
         parts = self._parts * self.accumulated if self.by_micro_batch else self._total
         total = self._total
         if complete and self.processes > 1:
@@ -244,8 +244,7 @@ class _StepGradients:
 
     def _square_of_mean(self, model: torch.nn.Module) -> torch.Tensor:
         """
-        ‖G‖² over all processes, from the gradients after clipping and the factor that clipping has left on one of
-        them.
+        ‖G‖² over all processes, from the clipped gradients and the clipping factor of one parameter.
         """
         before = self._before_clipping
         before = torch.zeros_like(self.clipped_parameter, dtype=torch.float32) if before is None else before
@@ -254,7 +253,7 @@ class _StepGradients:
         gradients = [(p, p.grad) for p in model.parameters() if p.grad is not None]
         clipped = torch.stack([norm_of(gradient) for _, gradient in gradients]).square().sum()
         if self.clipped_parameter.grad is None or before.count_nonzero() == 0:
-            # This step is lost; the next looks at a better parameter.
+            # This step cannot be measured; the next one uses a better parameter.
             candidates = [p for p, gradient in gradients if gradient.count_nonzero() > 0]  # the same on all processes
             self.clipped_parameter = min(candidates, key=torch.Tensor.numel, default=self.clipped_parameter)
             return torch.full((), torch.nan)
