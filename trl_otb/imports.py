@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 def import_object(path: str, option: str) -> Callable:
     """
-    The function or class that `path`, a `"module:name"`, stands for. Modules are also looked for in the current
+    Import the function or class `path`, a `"module:name"`. Modules are also searched for in the current
     folder.
 
     Raises:

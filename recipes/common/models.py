@@ -88,7 +88,7 @@ def load_tokenizer(path: str, args: GRPOConfig, model_args: ModelConfig) -> PreT
     largest = max(tokenizer.get_vocab().values(), default=0)
     if largest >= vocabulary:
         problem = f"its tokenizer has token ids up to {largest}, and the model only {vocabulary} embeddings"
-        raise InputError(f"`model_name_or_path` is {path!r}: {problem}. Save the model's own tokenizer beside it.")
+        raise InputError(f"`model_name_or_path` is {path!r}: {problem}. Save the model's own tokenizer next to it.")
     return tokenizer
 
 

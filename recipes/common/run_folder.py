@@ -226,7 +226,7 @@ def _progress(checkpoint: Path, args: OTBGRPOConfig) -> tuple[int, bool]:
 def _check_unchanged(folder: Path, now: dict[str, Any], allow_changes: bool) -> None:
     path = folder / CONFIGURATION
     if not path.is_file():
-        return print_once(f"Note: {path} is missing, so the options cannot be compared with those of the start.")
+        return print_once(f"Note: {path} is missing, so options cannot be compared with the original ones.")
     with explained(f"{path} cannot be read. Remove it to resume without comparing options:"):
         then = json.loads(path.read_text())
     changed = differences(then, now)

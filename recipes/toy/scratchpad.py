@@ -44,7 +44,7 @@ def last_digit(completions, answer, **kwargs) -> list[float]:
 
 
 def demonstrations(size: int, tokens: list[int]) -> list[list[tuple[str, bool]]]:
-    """Demonstrations of answers of about so many `tokens`, in equal shares."""
+    """Demonstrations with about these numbers of tokens per answer, in equal shares."""
     rng = random.Random(0)
     asked = [row for length in tokens for row in problems(STEPS[length])]
     slip = 1 - RIGHT ** (1 / STEPS[tokens[len(tokens) // 2]])

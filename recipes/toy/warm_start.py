@@ -70,7 +70,7 @@ def _calls(task, demonstrations, tool: str, argument: str, **training) -> WarmSt
 
 
 def _up_to(tokens: int) -> tuple[tuple[str, int | bool], ...]:
-    """The model for conversations of up to so many `tokens`."""
+    """The model for conversations of at most this length."""
     return tuple(dict(WarmStart.model, max_position_embeddings=tokens).items())
 
 

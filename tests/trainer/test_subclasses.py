@@ -180,15 +180,15 @@ MIXIN = type("Mixin", (), {"_prepare_inputs": prepare_without_ours})
     ("bases", "own", "message"),
     [
         ((GMPOTrainer, OTBGRPOTrainer), {}, r"GMPOTrainer._compute_loss` stands.*class New\(OTBGRPOTrainer, GMPOTr"),
-        ((OWN_LOSS, OTBGRPOTrainer), {}, "`OwnLoss._compute_loss` stands before OTBGRPOTrainer's"),
-        ((MIXIN, OTBGRPOTrainer), {}, "`Mixin._prepare_inputs` stands before"),
-        ((OTBGRPOTrainer, MIXIN), {}, r"`Mixin._prepare_inputs` stands behind GRPOTrainer's.*New\(Mixin, OTB"),
+        ((OWN_LOSS, OTBGRPOTrainer), {}, "`OwnLoss._compute_loss` comes before OTBGRPOTrainer's"),
+        ((MIXIN, OTBGRPOTrainer), {}, "`Mixin._prepare_inputs` comes before"),
+        ((OTBGRPOTrainer, MIXIN), {}, r"`Mixin._prepare_inputs` comes after GRPOTrainer's.*New\(Mixin, OTB"),
         (
             (OTBGRPOTrainer,),
             {"_compute_loss": loss_without_ours},
-            r"`New._compute_loss` stands before.*Call `super\(\)._compute_loss`, or put the method into a subclass of",
+            r"`New._compute_loss` comes before.*Call `super\(\)._compute_loss`, or put the method into a subclass of",
         ),
-        ((OTBTakesBoth,), {"training_step": lambda self, *args: None}, "`New.training_step` stands before"),
+        ((OTBTakesBoth,), {"training_step": lambda self, *args: None}, "`New.training_step` comes before"),
     ],
 )
 def test_an_order_in_which_no_baseline_would_reach_the_loss_is_no_class(bases, own, message):

@@ -336,7 +336,7 @@ def _only_remembers(name: str) -> bool:
 
 
 def _different_examples(trainer: OTBGRPOTrainer, most: int, seed: int) -> list[tuple[str, dict[str, Any]]]:
-    """At most so many different examples of the training data, at random where it has a length, each with its hash."""
+    """At most `most` different training examples with their hashes, drawn at random if the dataset has a length."""
     data = training_examples(trainer)
     if hasattr(data, "__len__"):
         order = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed)).tolist()

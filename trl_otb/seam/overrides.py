@@ -36,14 +36,14 @@ def check_order(cls: type, ours: type) -> None:
                 remedy = f"Call `super().{name}`, or put the method into a subclass of GRPOTrainer, say `Theirs`, and "
                 remedy += f"write `class {cls.__name__}(OTBGRPOTrainer, Theirs)`"
             raise TypeError(
-                f"`{method}` stands before OTBGRPOTrainer's `{name}` and does not call it, so that no baseline would "
-                f"reach the loss of `{cls.__name__}`. {remedy}."
+                f"`{method}` comes before OTBGRPOTrainer's `{name}` and does not call it, so no baseline would reach "
+                f"the loss of `{cls.__name__}`. {remedy}."
             )
         behind = cls.__mro__[cls.__mro__.index(GRPOTrainer) + 1 :]
         for base in behind:
             if name in vars(base) and not issubclass(GRPOTrainer, base):
                 raise TypeError(
-                    f"`{base.__name__}.{name}` stands behind GRPOTrainer's, which never calls it. Write "
+                    f"`{base.__name__}.{name}` comes after GRPOTrainer's, which never calls it. Write "
                     f"`class {cls.__name__}({base.__name__}, OTBGRPOTrainer)`."
                 )
 
