@@ -179,7 +179,11 @@ MIXIN = type("Mixin", (), {"_prepare_inputs": prepare_without_ours})
 @pytest.mark.parametrize(
     ("bases", "own", "message"),
     [
-        ((GMPOTrainer, OTBGRPOTrainer), {}, r"GMPOTrainer._compute_loss` stands.*class New\(OTBGRPOTrainer, GMPOTr"),
+        (
+            (GMPOTrainer, OTBGRPOTrainer),
+            {},
+            r"GMPOTrainer._compute_loss` comes before.*class New\(OTBGRPOTrainer, GMPOTr",
+        ),
         ((OWN_LOSS, OTBGRPOTrainer), {}, "`OwnLoss._compute_loss` comes before OTBGRPOTrainer's"),
         ((MIXIN, OTBGRPOTrainer), {}, "`Mixin._prepare_inputs` comes before"),
         ((OTBGRPOTrainer, MIXIN), {}, r"`Mixin._prepare_inputs` comes after GRPOTrainer's.*New\(Mixin, OTB"),
