@@ -1,14 +1,12 @@
 """
-Compare baselines over seeds with one recipe: all runs, one table, one picture.
+Compare baselines with one recipe over several seeds: every run, one table, one picture.
 
     python -m recipes.compare --recipe math --baselines otb group_mean --seeds 1 2 3
-    python -m recipes.compare --recipe tool_math --baselines otb rloo my_baselines:mine --seeds 1 2 --max_steps 50
     python -m recipes.compare --recipe math --baselines otb group_mean --seeds 1 2 3 4 5 \\
         --launcher "accelerate launch --config_file recipes/accelerate/zero3.yaml" --config recipes/math_zero3.yaml
 
-Every flag that is not named below goes to the recipe. The same command resumes where it stopped: finished runs
-are kept, begun ones are resumed from their newest checkpoint. More baselines and seeds may be asked for; other flags
-are refused, since their runs could not be compared.
+All other flags go to the recipe. Repeat the command to resume it: finished runs are kept, and unfinished ones continue
+from their newest checkpoint. Baselines and seeds may be added; other flags must stay, so that runs can be compared.
 """
 
 import argparse
@@ -26,9 +24,9 @@ import pandas
 from matplotlib.figure import Figure
 from scipy import stats
 
-from recipes.common.errors import InputError, Stopped, input_errors, launch, stopping_signals
+from recipes.common.errors import HelpShown, InputError, Stopped, input_errors, launch, stopping_signals
 from recipes.common.launching import flag_names, print_once
-from recipes.common.report import centred_mean, markdown
+from recipes.common.report import markdown, smoothed
 from recipes.common.run_folder import CONFIGURATION, COUNTS, RESULT, STATE, differences, latest_checkpoint
 from trl_otb.baselines import BASELINES
 from trl_otb.comparison.storage import lock
@@ -51,13 +49,17 @@ class Run:
         """The held-out accuracy `"before"` or `"after"`."""
         return 100 * self.result[when]["mean"]
 
-    def smooth_reward(self) -> dict[int, float]:
-        points = {entry["step"]: entry["reward"] for entry in self.log if entry.get("reward") is not None}
-        return dict(zip(points, centred_mean(list(points.values()), len(points) // 10), strict=True))
+    def held_out(self) -> pandas.Series:
+        """The held-out accuracy in percent, by step."""
+        return pandas.Series({e["step"]: 100 * e["mean"] for e in self.result["evaluations"]})
+
+    def reward(self) -> pandas.Series:
+        """The training reward, smoothed, by step."""
+        return smoothed(pandas.Series({entry["step"]: entry["reward"] for entry in self.log if "reward" in entry}))
 
     @property
-    def rise(self) -> float:
-        """In percentage points of held-out accuracy."""
+    def gain(self) -> float:
+        """The gain in held-out accuracy, in percentage points."""
         return self.percent("after") - self.percent("before")
 
 
@@ -65,24 +67,27 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:
         raise InputError(f"{message}. See --help.")
 
+    def exit(self, status: int = 0, message: str | None = None) -> None:
+        raise HelpShown(status)
+
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """compare.py's own flags, and those of the recipe."""
+    """compare.py's own flags, and the recipe's."""
     form = argparse.RawTextHelpFormatter
     parser = Parser("compare.py", description=__doc__, allow_abbrev=False, formatter_class=form)
     parser.add_argument("--recipe", choices=("math", "tool_math"), default="math")
     names = f"{', '.join(BASELINES)}, module:function"
     parser.add_argument("--baselines", nargs="+", required=True, metavar="NAME", help=names)
     parser.add_argument("--seeds", nargs="+", required=True, type=int, metavar="SEED")
-    parser.add_argument("--folder", type=Path, help="where runs, table and picture go (runs/compare/RECIPE)")
-    parser.add_argument("--launcher", default=sys.executable, help="the command in front of the recipe (python)")
+    parser.add_argument("--folder", type=Path, help="folder of runs, table and picture (runs/compare/RECIPE)")
+    parser.add_argument("--launcher", default=sys.executable, help="command that starts the recipe (python)")
     own, flags = parser.parse_known_args(argv)
     for name in ("baseline", "seed", "output_dir", "overwrite", "resume_from_checkpoint", "eval_only"):
         if name in flag_names(flags):
-            raise InputError(f"--{name} is decided by compare.py: say --baselines, --seeds, --folder.")
+            raise InputError(f"--{name} is set by compare.py: use --baselines, --seeds or --folder.")
     for values, name in ((own.baselines, "baselines"), (own.seeds, "seeds")):
         if len(set(values)) < len(values):
-            raise InputError(f"`{name}` names one twice: {' '.join(map(str, values))}.")
+            raise InputError(f"`{name}` has duplicates: {' '.join(map(str, values))}.")
     for name in own.baselines:
         if name not in BASELINES and ":" not in name:
             raise InputError(f"`baselines` names {name!r}: choose from {', '.join(BASELINES)}, or module:function.")
@@ -91,7 +96,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def run_recipe(own: argparse.Namespace, flags: list[str], baseline: str, seed: int) -> Run:
-    """Run the recipe, or what is left of it."""
+    """Run the recipe, or resume it."""
     folder = own.folder / f"{baseline.replace(':', '.')}-seed{seed}"
     command = [*shlex.split(own.launcher), str(RECIPES / f"{own.recipe}.py"), *flags]
     command += ["--baseline", baseline, "--seed", str(seed), "--output_dir", str(folder)]
@@ -99,10 +104,9 @@ def run_recipe(own: argparse.Namespace, flags: list[str], baseline: str, seed: i
         command += ["--resume_from_checkpoint", "latest"]
     code = run_stoppably(command)
     if code == 130:
-        raise Stopped(f"Finished runs and checkpoints are kept in {own.folder}; the same command resumes them.")
+        raise Stopped(f"Finished runs and checkpoints are kept in {own.folder}; repeat the command to resume.")
     if code != 0 or not (folder / RESULT).is_file():
-        ran = shlex.join(command)
-        raise InputError(f"{baseline} with seed {seed} ended without a result (exit code {code}): {ran}")
+        raise InputError(f"{baseline}, seed {seed} ended without a result (exit code {code}): {shlex.join(command)}")
     names = (RESULT, STATE, CONFIGURATION)
     result, state, configuration = (json.loads((folder / name).read_text()) for name in names)
     return Run(baseline, seed, result, state["log_history"], configuration)
@@ -110,11 +114,11 @@ def run_recipe(own: argparse.Namespace, flags: list[str], baseline: str, seed: i
 
 def run_stoppably(command: list[str]) -> int:
     """
-    The exit code of a command, 130 if it was stopped. Ctrl-C and its kin are handed on to it and its children, once,
-    and it is waited for: it may have a checkpoint to save.
+    The exit code of a command, 130 if it was stopped. Ctrl-C and the other stopping signals are passed on once, to the
+    command and its children, and the command may take its time to save a checkpoint.
     """
     stopped = []
-    with subprocess.Popen(command, start_new_session=True) as child:  # where a terminal's Ctrl-C does not reach it
+    with subprocess.Popen(command, start_new_session=True) as child:  # out of reach of the terminal's Ctrl-C
         for signum in stopping_signals():
             signal.signal(signum, lambda signum, frame: stopped.append(os.killpg(child.pid, signum)))
         code = child.wait()
@@ -124,7 +128,7 @@ def run_stoppably(command: list[str]) -> int:
 
 
 def check_alike(runs: list[Run]) -> None:
-    """Raise an `InputError` if the last run differs from the first in more than its baseline and seed."""
+    """Raise an `InputError` if the last run differs from the first in more than baseline and seed."""
     first, last = runs[0], runs[-1]
     last.configuration["trainer"] |= {"baseline": first.baseline, "seed": first.seed}
     before, after = ({**run.configuration, "steps": run.result["steps"]} for run in (first, last))
@@ -134,17 +138,17 @@ def check_alike(runs: list[Run]) -> None:
 
 
 def check_flags(folder: Path, flags: list[str]) -> None:
-    """Raise an `InputError` if the folder's runs were started with other flags; write down those of the first."""
+    """Raise an `InputError` if the folder's runs were started with other flags; save the flags of the first."""
     path = folder / "flags.json"
     before = json.loads(path.read_text()) if path.is_file() else flags
     if before != flags:
-        others = f"was begun with the flags {shlex.join(before)!r}, and these are {shlex.join(flags)!r}"
+        others = f"was started with the flags {shlex.join(before)!r}, and these are {shlex.join(flags)!r}"
         raise InputError(f"{folder} {others}: such runs cannot be compared. Choose another --folder.")
     path.write_text(json.dumps(flags) + "\n")
 
 
 def interval(values: list[float]) -> str:
-    """Mean and 95 % confidence interval (Student's t), or the mean alone for a single value."""
+    """Mean and 95 % confidence interval (Student's t); for a single value, the value alone."""
     if len(values) == 1:
         return f"{values[0]:.1f}"
     half = stats.t.ppf(0.975, df=len(values) - 1) * stats.sem(values)
@@ -152,57 +156,44 @@ def interval(values: list[float]) -> str:
 
 
 def table(runs: list[Run]) -> str:
-    """A Markdown table: one row per baseline, and its difference to the first one, seed by seed."""
+    """A Markdown table with a row per baseline and its difference from the first one, paired by seed."""
     first, *_ = baselines = list(dict.fromkeys(run.baseline for run in runs))
-    rows = [f"baseline|n|before, %|after, %|rise, points|rise over that of {first}|tokens|seconds".split("|")]
-    rise_of_first = {run.seed: run.rise for run in runs if run.baseline == first}
+    rows = [f"baseline|n|before, %|after, %|gain, points|gain minus {first}'s|tokens|seconds".split("|")]
+    gain_of_first = {run.seed: run.gain for run in runs if run.baseline == first}
     for name in baselines:
         own = [run for run in runs if run.baseline == name]
         accuracies = [interval([run.percent(when) for run in own]) for when in ("before", "after")]
-        ahead = interval([run.rise - rise_of_first[run.seed] for run in own]) if name != first else ""
+        ahead = interval([run.gain - gain_of_first[run.seed] for run in own]) if name != first else ""
         costs = [statistics.fmean(run.result[key] for run in own) for key in ("tokens_generated", "training_seconds")]
-        rise = interval([run.rise for run in own])
-        rows.append([name, str(len(own)), *accuracies, rise, ahead, *(f"{cost:,.0f}" for cost in costs)])
+        gain = interval([run.gain for run in own])
+        rows.append([name, str(len(own)), *accuracies, gain, ahead, *(f"{cost:,.0f}" for cost in costs)])
     n = len({run.seed for run in runs})
     note = "95 % intervals over seeds (Student's t); differences are paired by seed"
     return f"{markdown(rows)}\nn = {n} seed{'s: ' + note if n > 1 else ': one seed gives no interval'}.\n"
 
 
-def picture(runs: list[Run], path: Path, title: str) -> None:
-    """Held-out accuracy and smoothed reward over the steps that all runs have, and the accuracy at the end."""
-    figure = Figure(figsize=(14, 4.2), layout="constrained")
-    over_steps, rewards, ends = axes = figure.subplots(1, 3)
-    names = list(dict.fromkeys(run.baseline for run in runs))
-    for i, name in enumerate(names):
-        own = [run for run in runs if run.baseline == name]
-        held_out = [{e["step"]: 100 * e["mean"] for e in run.result["evaluations"]} for run in own]
-        for axis, curves, marker in (
-            (over_steps, held_out, "."),
-            (rewards, [run.smooth_reward() for run in own], None),
-            (ends, [dict.fromkeys((i - 0.2, i + 0.2), run.percent("after")) for run in own], None),
-        ):
-            of_runs = pandas.DataFrame(curves).dropna(axis="columns").sort_index(axis="columns")
-            axis.plot(of_runs.columns, of_runs.T, color=f"C{i}", alpha=0.3, linewidth=1)
-            label = f"{name}, n = {len(own)}"
-            axis.plot(of_runs.columns, of_runs.mean(), color=f"C{i}", linewidth=2, marker=marker, label=label)
-    over_steps.set(title="held-out accuracy, %", xlabel="step")
-    rewards.set(title="training reward, centred mean over a tenth", xlabel="step")
-    ends.set(title="held-out accuracy after training, %", xlim=(-0.6, len(names) - 0.4))
-    ends.set_xticks(range(len(names)), names)
-    for axis in axes:
+def picture(runs: list[Run], path: Path, heading: str) -> None:
+    """Held-out accuracy and smoothed reward over the steps that all runs have: each run, and their mean in bold."""
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    panels = {"held-out accuracy, %": Run.held_out, "training reward, centred mean over a tenth": Run.reward}
+    for axis, (title, curve) in zip(figure.subplots(1, 2), panels.items(), strict=True):
+        for i, name in enumerate(dict.fromkeys(run.baseline for run in runs)):
+            curves = [curve(run) for run in runs if run.baseline == name]
+            by_step = pandas.concat(curves, axis="columns", join="inner")
+            style = {"ax": axis, "color": f"C{i}", "title": title, "xlabel": "step"}
+            by_step.plot(**style, alpha=0.3, legend=False)
+            by_step.mean(axis="columns").plot(**style, linewidth=2, label=f"{name}, n = {len(curves)}", legend=True)
         axis.grid(alpha=0.3)
-    over_steps.legend()
-    explained = "\nbold: mean over seeds; pale: single seeds" if len(runs) > len(names) else ""
-    figure.suptitle(title + explained, fontsize=11)
+    figure.suptitle(f"{heading}\nbold: mean over seeds; pale: single seeds", fontsize=11)
     figure.savefig(path, dpi=120)
 
 
 def main(argv: list[str]) -> None:
     own, flags = parse(argv)
     with input_errors(ValueError):
-        held = lock(own.folder, again=True)  # noqa: F841  as long as this function runs
+        held = lock(own.folder, again=True)  # noqa: F841  until this function returns
     check_flags(own.folder, flags)
-    jobs = [(baseline, seed) for seed in own.seeds for baseline in own.baselines]  # every baseline early on
+    jobs = [(baseline, seed) for seed in own.seeds for baseline in own.baselines]  # all baselines early
     runs = []
     for i, (baseline, seed) in enumerate(jobs, start=1):
         print_once(f"\n== {i} of {len(jobs)}: {baseline}, seed {seed}")
@@ -212,7 +203,7 @@ def main(argv: list[str]) -> None:
     written = table(runs)
     (own.folder / "compare.md").write_text(written, encoding="utf-8")
     picture(runs, own.folder / "compare.png", f"{own.recipe} {shlex.join(flags)}".strip())
-    print_once(f"\n{written}\n{own.folder}: compare.md (this table), compare.png, and a folder per run.")
+    print_once(f"\n{written}\n{own.folder}: compare.md (this table), compare.png and a folder per run.")
 
 
 if __name__ == "__main__":

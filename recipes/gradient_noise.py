@@ -1,15 +1,14 @@
 """
-Which baseline for my run? The noise of the gradient under each, measured on your own model, data and reward.
+Which baseline for my run? Measures the gradient noise under each one, on your own model, data and reward.
 
     python -m recipes.gradient_noise                                                      # the toy policy of math.py
     python -m recipes.gradient_noise --config recipes/tool_math_cpu.yaml --tools calculator
-    python -m recipes.gradient_noise --config recipes/math_smollm2.yaml --num_prompts 12
     python -m recipes.gradient_noise --model_name_or_path FOLDER --dataset_name problems.jsonl
     python -m recipes.gradient_noise --plot_only --output_dir FOLDER
 
-A command line on `trl_otb.compare_baselines`, for those who have no trainer yet. It samples a pool of completions per
-prompt, takes the exact gradient of its groups under every baseline, and ends in a verdict, a table and a picture.
-Nothing is trained. Repeat the command to resume a stopped run.
+A command line for `trl_otb.compare_baselines`: it samples a pool of completions per prompt, takes the exact gradient
+of its groups under every baseline, and ends in a verdict, a table and a picture. Nothing is trained. Repeat the
+command to resume a stopped run.
 """
 
 from recipes.common.launching import tidy_output
@@ -37,7 +36,7 @@ from trl_otb.comparison.storage import only_writer
 
 
 CONFIG = "math_cpu.yaml"
-# The trainer's options that are read where nothing is trained
+# Options of the trainer that matter without training
 READ = (
     "output_dir|seed|disable_tqdm|log_level.*|num_generations|per_device_.*|alignment|zero_tail|reward_weights|"
     "multi_objective_aggregation|temperature|top_[pk]|min_p|repetition_penalty|max_.*_length|max_tool_.*|"
@@ -48,7 +47,8 @@ READ = (
 )
 UNREAD = [field.name for field in fields(OTBGRPOConfig) if not re.fullmatch(READ, field.name)]
 BASELINES = ["ogb", "otb", "otb_shrunk", "ogb_pooled", "ogb_pooled_damped", "value"]
-# The options that are `compare_baselines`' own
+PLOT_ONLY = "plot_only output_dir seed prompts_per_batch traceback"  # options that apply to saved results
+# Arguments of `compare_baselines`
 OWN = "baselines num_prompts completions_per_prompt group_sizes parameters prompts_per_batch projection overwrite"
 
 
@@ -58,23 +58,16 @@ class NoiseArguments(ToolMathArguments):
     FOLDER: ClassVar[str] = "runs/gradient_noise/seed{seed}"
     WITHOUT_EFFECT: ClassVar[tuple[str, ...]] = ("eval_only", "allow_changes", *UNREAD)
 
-    num_prompts: int = option(16, "Prompts that are studied, from the training data.")
-    completions_per_prompt: int = option(128, "Completions in a prompt's pool; more make every figure surer.")
-    baselines: list[str] = option(BASELINES, "Those beside `none` and `group_mean`; with and without one left out.")
+    num_prompts: int = option(16, "Prompts to measure, from the training data.")
+    completions_per_prompt: int = option(128, "Completions in a prompt's pool; more give narrower intervals.")
+    baselines: list[str] = option(BASELINES, "Baselines in addition to `none` and `group_mean`.")
     group_sizes: list[int] = option([4, 8], "Completions per group, N.")
-    prompts_per_batch: int = option(16, "Prompts per step that figures are for; they are pooled together.")
-    parameters: str = option(".*", "Only trainable parameters whose name holds this regular expression.")
+    prompts_per_batch: int = option(16, "Prompts per step that the figures are for; they are pooled together.")
+    parameters: str = option(".*", "Only trainable parameters whose name matches this regular expression.")
     projection: int = option(16_384, "Numbers kept per gradient; inner products are off by √(2 / this) of the norms.")
-    tools: list[str] | None = option(None, "`calculator`, or tools of your own as module:function.")
+    tools: list[str] | None = option(None, "`calculator`, or your own tools as module:function.")
     environment_factory: str | None = option(None, "module:class, whose reward is added to the recipe's grading.")
-    plot_only: bool = option(False, "Table, picture and verdict from what is saved.")
-
-
-def check_plot_only(argv: list[str]) -> None:
-    allowed = ("plot_only", "output_dir", "seed", "prompts_per_batch", "traceback")
-    other = [f"--{name}" for name in flag_names(argv) if name not in allowed]
-    if other:
-        raise InputError(f"`plot_only` draws what is saved, and {', '.join(other)} would change nothing: drop it.")
+    plot_only: bool = option(False, "Make the table, picture and verdict from saved results.")
 
 
 def trainer_of(settings: NoiseArguments, args, model_args) -> OTBGRPOTrainer:
@@ -87,7 +80,7 @@ def trainer_of(settings: NoiseArguments, args, model_args) -> OTBGRPOTrainer:
     environment = settings.environment_factory and load_object(settings.environment_factory, "environment_factory")
     arguments, (prompts,) = trainer_arguments(settings, args, model_args, [problems.train], tools)
     graded = accuracy_reward(problems)
-    # Grading what does not count can take longer than all else
+    # Grading with weight 0 could take longer than everything else
     counts = args.reward_weights is None or args.reward_weights[0] != 0
 
     def accuracy(completions, **columns) -> list[float]:
@@ -106,15 +99,17 @@ def trainer_of(settings: NoiseArguments, args, model_args) -> OTBGRPOTrainer:
 
 
 def measured(settings: NoiseArguments, args, model_args, argv: list[str]) -> trl_otb.BaselineReport:
-    """The report of a new measurement, or of the one that is saved."""
+    """The report of a new measurement, or of a saved one."""
     if settings.plot_only:
-        check_plot_only(argv)
+        if unread := set(flag_names(argv)) - set(PLOT_ONLY.split()):
+            flags = ", ".join(f"--{name}" for name in sorted(unread))
+            raise InputError(f"`plot_only` draws saved results, and {flags} would change nothing: drop it.")
         return trl_otb.BaselineReport.load(args.output_dir, settings.prompts_per_batch)
     for name in settings.baselines:
         find_baseline(name)
     if rank() == 0:
         with only_writer(Path(args.output_dir)):
-            pass  # found now, and not after the model is loaded; `compare_baselines` then is the only writer
+            pass  # fail before the model is loaded; `compare_baselines` takes the lock itself
     return trl_otb.compare_baselines(
         trainer_of(settings, args, model_args),
         output_dir=args.output_dir,

@@ -4,15 +4,13 @@ Train a policy on verifiable problems with the Optimal Token Baseline.
     accelerate launch recipes/math.py                                       # no hub, no GPU: recipes/math_cpu.yaml
     accelerate launch recipes/math.py --baseline group_mean                 # the same run with GRPO's own baseline
     accelerate launch recipes/math.py --config recipes/math_smollm2.yaml    # a real pretrained model, with LoRA
-    accelerate launch recipes/math.py --config recipes/math_lora_1gpu.yaml  # Qwen2.5-1.5B-Instruct, LoRA, one GPU
     accelerate launch recipes/math.py --model_name_or_path FOLDER --dataset_name problems.jsonl
     accelerate launch recipes/math.py --resume_from_checkpoint latest
 
-Two x86-64 cores, 2026-11-21, seed 1: 1 min 41 s, and 40 s of warm start on first use; held-out accuracy
+Two x86-64 cores, 2026-11-21, seed 1: 1 min 41 s, plus 40 s of warm start on first use; held-out accuracy
 37.6 % ± 2.5 before and 71.6 % ± 2.6 after (avg@4, 176 problems). More runs: recipes/README.md.
 
-To make it yours, copy the file, under any name and to any folder of the checkout, and change `load_data` and
-`accuracy_reward`.
+To adapt it, copy the file under any name to any folder of the checkout, and change `load_data` and `accuracy_reward`.
 """
 
 import sys
@@ -40,14 +38,14 @@ from recipes.common.problems import Problems, load_problems
 from trl_otb import OTBGRPOTrainer
 
 
-CONFIG = "math_cpu.yaml"  # decides every option that the command line leaves open; `--config` names another file
+CONFIG = "math_cpu.yaml"  # defaults for options that are not on the command line; `--config` replaces it
 
 
 def load_data(settings: RecipeArguments, seed: int) -> Problems:
     """
     The data: two datasets with the columns `question` and `answer`, and a name for messages.
 
-    Replace it by your own, for instance
+    Replace it with your own, for instance
 
         data = load_dataset("openai/gsm8k", "main", split="train")
         data = data.map(lambda row: {"answer": row["answer"].split("####")[-1].strip()})
@@ -58,11 +56,10 @@ def load_data(settings: RecipeArguments, seed: int) -> Problems:
 
 def accuracy_reward(problems: Problems) -> Callable[..., list[float]]:
     """
-    The reward: 1 for a right final answer and 0 for a wrong one. Its mean on held-out problems is the accuracy.
+    The reward: 1 for a correct final answer, 0 for a wrong one. Its mean on held-out problems is the accuracy.
 
-    Replace the inner function by your own. It gets one entry per completion in each list, and every other column of
-    the data as a further list in `kwargs`. To reward single turns, return a list with one number per turn in the place
-    of a number.
+    Replace the inner function with your own. Each list has one entry per completion; the other columns of the data are
+    further lists in `kwargs`. To reward turns, return a list with one number per turn for each completion.
     """
 
     def accuracy(completions, answer, entry=None, **kwargs) -> list[float]:
@@ -74,18 +71,18 @@ def accuracy_reward(problems: Problems) -> Callable[..., list[float]]:
 
 
 def main(argv: list[str]) -> None:
-    experiment = Experiment(__file__, RecipeArguments, CONFIG, argv)  # refuses the folder of another run
-    if experiment.nothing_left():
+    experiment = Experiment(__file__, RecipeArguments, CONFIG, argv)  # options, and the folder of the run
+    if experiment.finished:
         return
     problems = load_data(experiment.settings, experiment.args.seed)
     with constructing(experiment.model_name):
         trainer = OTBGRPOTrainer(
-            **experiment.model_and_prompts(problems),  # --model_name_or_path, --use_peft, --instruction and their kin
+            **experiment.model_and_prompts(problems),  # from --model_name_or_path, --use_peft, --instruction, …
             reward_funcs=experiment.rewards(accuracy_reward(problems)),
             args=experiment.args,
             callbacks=experiment.callbacks,  # held-out accuracy, and a checkpoint on Ctrl-C
         )
-    experiment.train(trainer, problems)  # with an evaluation before and after
+    experiment.train(trainer, problems)  # evaluates before and after
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """
-GRPO with the Optimal Token Baseline, all of it in one file: copy it anywhere and change it.
+GRPO with the Optimal Token Baseline in one file: copy it anywhere and change it.
 
     pip install .                                   # in a checkout of trl_otb
-    python minimal.py                               # a tiny model that knows nothing yet: no hub, no GPU
-    python minimal.py Qwen/Qwen2.5-0.5B-Instruct    # a pretrained one, on a GPU
+    python minimal.py                               # a tiny untrained model: no hub, no GPU
+    python minimal.py Qwen/Qwen2.5-0.5B-Instruct    # a pretrained model, on a GPU
 
 The tiny model learns to write numbers, not to add: on two x86-64 cores, 2026-11-22, in 30 s, 2 % of its answers were
-numbers before and 99 % after. The pretrained one was not run here.
+numbers before and 99 % after. The pretrained model has not been run.
 """
 
 import random
@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, ByT5Tokenizer, LlamaConfig, pipel
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 
 
-# Data: prompts, and whatever columns the rewards need
+# Data: prompts, and the columns that the rewards need
 def problems(number: int, seed: int) -> Dataset:
     rng = random.Random(seed)
     terms = [(rng.randrange(10), rng.randrange(10)) for _ in range(number)]
@@ -35,9 +35,9 @@ def is_right(completions, answer, **kwargs) -> list[float]:
     return [float(completion[0]["content"].strip() == a) for completion, a in zip(completions, answer, strict=True)]
 
 
-# Model: the one that is named, or a tiny one of random weights that reads and writes bytes
+# Model: the one named on the command line, or a tiny one with random weights that reads and writes bytes
 if len(sys.argv) > 1:
-    model, tokenizer = sys.argv[1], None  # both are loaded by the trainer
+    model, tokenizer = sys.argv[1], None  # the trainer loads both
     settings = {"learning_rate": 2e-6, "max_steps": 200}
 else:
     set_seed(0)
@@ -47,7 +47,7 @@ else:
     model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=len(tokenizer), **shape))
     settings = {"learning_rate": 3e-3, "max_steps": 150, "use_cpu": True, "bf16": False}
 
-# Trainer: GRPOTrainer but for the two names, and GRPO itself with baseline="group_mean"
+# Trainer: the arguments are GRPOTrainer's; baseline="group_mean" is GRPO itself
 args = OTBGRPOConfig(
     output_dir="minimal",
     baseline="otb",
@@ -67,7 +67,7 @@ trainer = OTBGRPOTrainer(
     processing_class=tokenizer,
 )
 
-# Training, with an evaluation before and after, and a look at what was learned
+# Training, with an evaluation before and after, and some answers
 before = trainer.evaluate()
 trainer.train()
 after = trainer.evaluate()

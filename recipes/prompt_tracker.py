@@ -1,11 +1,11 @@
 """
-A baseline that remembers: how each prompt has gone so far. For N of 2 or 4, where prompts come again.
+A baseline that remembers each prompt's earlier returns, for N of 2 or 4 and prompts that recur.
 
     accelerate launch recipes/math.py --baseline recipes.prompt_tracker:PromptTracker --num_generations 2
 
-B_i is a mean of the other completions of the prompt, of what the prompt earned in earlier steps, which counts half as
-much with every step that it comes again, and, as one observation, of all prompts' mean. None of them looks at
-completion i, so the gradient is unbiased. After SPO (arXiv 2509.13232), which tracks prompts and samples one each.
+B_i averages the prompt's other completions, its returns in earlier steps (whose weight halves each time the prompt
+recurs), and the mean over all prompts as one observation. None of these depends on completion i, so the gradient is
+unbiased. After SPO (arXiv 2509.13232), which tracks prompts and samples one completion for each.
 """
 
 import trl_otb
@@ -17,7 +17,7 @@ import trl_otb
 )  # fmt: skip
 class PromptTracker:
     def __init__(self):
-        self.seen = {}  # by prompt: the sum of its returns, and how many they count for
+        self.seen = {}  # by prompt: the weighted sum of its returns, and the sum of the weights
         self.all = [0.0, 0.0]
 
     def __call__(self, group):

@@ -1,5 +1,5 @@
 """
-Train a policy that calls a calculator, over several turns, with the Optimal Token Baseline.
+Train a policy that calls a calculator over several turns, with the Optimal Token Baseline.
 
     accelerate launch recipes/tool_math.py                         # no hub, no GPU: recipes/tool_math_cpu.yaml
     accelerate launch recipes/tool_math.py --baseline group_mean   # the same run with GRPO's own baseline
@@ -9,8 +9,8 @@ Train a policy that calls a calculator, over several turns, with the Optimal Tok
 Two x86-64 cores, 2026-11-21, seed 1: 57 s of training, after 1 min of warm start on first use; held-out accuracy
 35.8 % ± 1.7 before and 91.8 % ± 1.0 after (avg@4, 200 problems). More runs: recipes/README.md.
 
-To make it yours, copy the file and change `calculator_tool`. Data and reward are those of math.py: write `load_data`
-and `accuracy_reward` here instead of their import.
+To adapt it, copy the file and change `calculator_tool`. Data and reward come from math.py: define your own `load_data`
+and `accuracy_reward` instead of importing them.
 """
 
 import sys
@@ -47,13 +47,13 @@ class ToolMathArguments(RecipeArguments):
     instruction: str = option(
         "Work out every number with the calculator, step by step, and look at each result before the next call. Put "
         r"your final answer within \boxed{}.",
-        "Added to every problem.",
+        "Appended to every problem.",
     )
-    max_operations: int = option(50, "Operations that one call of the calculator may hold, at least 1.")
+    max_operations: int = option(50, "Most operations in one call of the calculator, at least 1.")
 
 
 def calculator_tool(max_operations: int) -> Callable[[str], str]:
-    """The tool. TRL shows its name, arguments and docstring to the policy; an error is shown as the result."""
+    """The tool. TRL shows its name, arguments and docstring to the policy, and an error as the result of a call."""
 
     def calculator(expression: str) -> str:
         """
@@ -72,7 +72,7 @@ def calculator_tool(max_operations: int) -> Callable[[str], str]:
 
 def main(argv: list[str]) -> None:
     experiment = Experiment(__file__, ToolMathArguments, CONFIG, argv)
-    if experiment.nothing_left():
+    if experiment.finished:
         return
     problems = load_data(experiment.settings, experiment.args.seed)
     tools = [calculator_tool(experiment.settings.max_operations)]

@@ -1,15 +1,15 @@
 """
 Baselines per token for TRL's GRPOTrainer.
 
-    from trl_otb import OTBGRPOConfig, OTBGRPOTrainer      # in place of GRPOConfig and GRPOTrainer
+    from trl_otb import OTBGRPOConfig, OTBGRPOTrainer      # instead of GRPOConfig and GRPOTrainer
 
     trainer = OTBGRPOTrainer(..., args=OTBGRPOConfig(baseline="value", ...))
     trainer.train()
     trainer.rollouts["train"].show(prompt=0)               # the last batch, token by token
     trl_otb.compare_baselines(trainer)                     # which baseline suits this run
 
-Also: `register_baseline` for baselines of your own, `GradientNoiseCallback`, which logs how noisy the gradient is,
-`TokenRewards` for a reward per token, and, as pure torch functions, `trl_otb.energy` and `trl_otb.baselines`.
+Also: `register_baseline` for your own baselines, `GradientNoiseCallback` to log the noise of the gradient,
+`TokenRewards` for rewards per token, and the pure torch functions in `trl_otb.energy` and `trl_otb.baselines`.
 """
 
 from importlib import import_module
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 __version__ = version()
-# Imported when asked for, so that `trl_otb.energy` and `trl_otb.baselines` can be used with torch alone.
+# Imported on first use, so that `trl_otb.energy` and `trl_otb.baselines` need torch only.
 _MODULES = {
     "BaselineReport": "comparison",
     "GradientNoiseCallback": "callbacks",

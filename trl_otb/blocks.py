@@ -1,30 +1,30 @@
-"""Work through the rows of a batch in blocks, so that intermediate results stay small beside what is kept."""
+"""Processes the rows of a batch in blocks, to keep intermediate results small."""
 
 from collections.abc import Callable, Iterator
 
 import torch
 
 
-LEAST = 2**15  # tokens of a block: smaller ones cost time and save nothing
-MOST_ON_CPU = 2**18  # whose intermediate results a processor core can keep in its cache
-BLOCKS = 8  # that a large batch is split into at least: intermediate results take up to 60 bytes per token
+LEAST = 2**15  # tokens per block: smaller blocks cost time and save no memory
+MOST_ON_CPU = 2**18  # tokens per block whose intermediate results fit into a core's cache
+BLOCKS = 8  # the least number of blocks of a large batch: intermediate results take up to 60 bytes per token
 
 
 def by_blocks(
     function: Callable[[slice], tuple[torch.Tensor, ...]], mask: torch.Tensor, rows_together: int = 1, finer: int = 1
 ) -> tuple[torch.Tensor, ...]:
     """
-    `function` of all rows, called for one block of rows after another.
+    The result of `function` for all rows, called block by block.
 
     Args:
         function (`Callable`):
-            From a slice of rows to tensors with these rows.
+            A function from a slice of rows to tensors with these rows.
         mask (`torch.Tensor` of shape `(B, T)`):
-            Of all rows.
+            The mask of all rows.
         rows_together (`int`, *optional*, defaults to 1):
-            Rows that must stay in one block.
+            Number of adjacent rows that must stay in one block.
         finer (`int`, *optional*, defaults to 1):
-            How many times smaller blocks should be, for a function with larger intermediate results.
+            The factor by which to shrink blocks, for a function with larger intermediate results.
     """
     whole: tuple[torch.Tensor, ...] = ()
     for block in blocks_of_rows(mask, rows_together, finer):
@@ -39,7 +39,7 @@ def by_blocks(
 
 
 def blocks_of_rows(mask: torch.Tensor, rows_together: int = 1, finer: int = 1) -> Iterator[slice]:
-    """The rows of `mask`, `(B, T)`, in blocks of whole sets of `rows_together`; without rows, one empty block."""
+    """The rows of `mask`, `(B, T)`, in blocks of whole sets of `rows_together`; one empty block if there are none."""
     tokens = max(mask.numel() // BLOCKS, LEAST)
     if mask.device.type == "cpu":
         tokens = min(tokens, MOST_ON_CPU)

@@ -9,14 +9,14 @@ from trl import GRPOConfig
 from .baselines import ALIGNMENTS, BASELINES, check_options, find_baseline
 
 
-# The loss types of TRL 1.16, each of which multiplies a token's own score by that token's advantage.
+# The loss types of TRL 1.16 that multiply each token's score by its own advantage.
 LOSS_TYPES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 
 
 def _baseline_help() -> str:
     built_in = [entry for entry in BASELINES.values() if entry.built_in]
     return (
-        "The baseline that is subtracted from a completion's return. "
+        "The baseline to subtract from returns. "
         + " ".join(f"`'{entry.name}'`: {entry.summary[:1].lower()}{entry.summary[1:]}" for entry in built_in)
         + " Or a name registered with `trl_otb.register_baseline`, or `module:function`."
     )
@@ -32,27 +32,27 @@ class OTBGRPOConfig(GRPOConfig):
 
     Parameters:
         baseline (`str`, *optional*, defaults to `"otb"`):
-            The baseline that is subtracted from a completion's return: a name in `trl_otb.baselines.BASELINES`, whose
-            docstrings say what each is and when to use it; a name of your own, registered with
-            [`trl_otb.register_baseline`] before the config is made; or `"module:function"`.
+            The baseline to subtract from returns: a name in `trl_otb.baselines.BASELINES`, whose docstrings say when
+            to use each; a name that you registered with [`trl_otb.register_baseline`] before making the config; or
+            `"module:function"`.
         alignment (`str`, *optional*, defaults to `"generated"`):
-            Which tokens of a group a baseline per token compares: those with as many generated tokens before them
-            (`"generated"`), or those at the same position in the completion (`"position"`). The two differ only where
-            tool output stands between generated tokens.
+            Which tokens of a group a baseline per token compares: those with the same number of generated tokens
+            before them (`"generated"`), or those at the same position in the completion (`"position"`). The two differ
+            only if tool output comes between generated tokens.
         zero_tail (`bool`, *optional*, defaults to `True`):
             For `"otb"`, subtract nothing where only the longest completion of a group still generates, as the
-            reference implementation does: the advantage there is the return, also in a group whose returns are all
+            reference implementation does. The advantage there is the return, even if all returns of the group are
             equal. If `False`, such tokens get advantage 0.
         leave_one_out (`bool`, *optional*, defaults to `False`):
-            Leave a completion's own return out of the baseline that is subtracted from it. Removes the bias at small
-            `num_generations`, at the price of more variance. `"group_mean"` with one left out is `"rloo"`.
+            Leave a completion's own return out of its baseline, which removes the bias at small `num_generations` but
+            adds variance. `"group_mean"` with one left out is `"rloo"`.
         keep_groups_together (`bool`, *optional*):
-            Whether each micro-batch holds whole groups, where `per_device_train_batch_size` is a multiple of
-            `num_generations`: the training forward can then give the energies of a baseline that compares tokens, and
-            [`GradientNoiseCallback`] can compare micro-batches. `None`, the default, means yes, except under
+            Whether each micro-batch holds whole groups, if `per_device_train_batch_size` is a multiple of
+            `num_generations`. If so, the training forward can provide the energies of a baseline that compares tokens,
+            and [`GradientNoiseCallback`] can compare micro-batches. `None`, the default, means yes, except for
             `"group_mean"`, which shuffles rows as [`~trl.GRPOTrainer`] does.
 
-    An option that the chosen baseline does not look at is rejected when it is set.
+    Setting an option the baseline ignores raises a `ValueError`.
 
     > [!NOTE]
     > These parameters have default values different from [`~trl.GRPOConfig`]:
@@ -71,9 +71,9 @@ class OTBGRPOConfig(GRPOConfig):
     alignment: str = field(
         default="generated",
         metadata={
-            "help": "Which tokens of a group a baseline per token compares: `'generated'` (default), those with as "
-            "many generated tokens before them; `'position'`, those at the same position in the completion. They "
-            "differ only where tool output stands between generated tokens.",
+            "help": "Which tokens of a group a baseline per token compares: `'generated'` (default), those with the "
+            "same number of generated tokens before them; `'position'`, those at the same position in the completion. "
+            "The two differ only if tool output comes between generated tokens.",
             "choices": list(ALIGNMENTS),
         },
     )
@@ -87,23 +87,23 @@ class OTBGRPOConfig(GRPOConfig):
     leave_one_out: bool = field(
         default=False,
         metadata={
-            "help": "Whether to leave a completion's own return out of the baseline that is subtracted from it, which "
-            "removes the bias at small `num_generations`."
+            "help": "Whether to leave a completion's own return out of its baseline, which removes the bias at small "
+            "`num_generations`."
         },
     )
 
     keep_groups_together: bool | None = field(
         default=None,
         metadata={
-            "help": "Whether each micro-batch holds whole groups, where `per_device_train_batch_size` is a multiple "
-            "of `num_generations`. By default yes, except under 'group_mean', which shuffles rows as GRPOTrainer does."
+            "help": "Whether each micro-batch holds whole groups, if `per_device_train_batch_size` is a multiple of "
+            "`num_generations`. By default yes, except for 'group_mean', which shuffles rows as GRPOTrainer does."
         },
     )
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """
-        A class that merges this one with another config keeps the defaults of both: those of the first that states
-        them. By itself, a dataclass takes every default of its first base, inherited ones included.
+        A class that merges this one with another config keeps the defaults of both; the first class that states a
+        default wins. A plain dataclass would take every default, also inherited ones, from its first base.
         """
         super().__init_subclass__(**kwargs)
         annotations = dict(inspect.get_annotations(cls))
@@ -123,8 +123,8 @@ class OTBGRPOConfig(GRPOConfig):
         undecorated = inspect.get_annotations(type(self)) and "__dataclass_fields__" not in stated
         if undecorated or any(stated.get(f.name, f.default) is not f.default for f in fields(self)):
             raise TypeError(
-                f"`{type(self).__name__}` is a config class with options of its own, or of several bases, that are "
-                "not looked at: decorate it with `@dataclass`, and give each option a type (`baseline: str = 'ogb'`)."
+                f"`{type(self).__name__}` is a config class whose own or merged options would be ignored: decorate it "
+                "with `@dataclass`, and give each option a type (`baseline: str = 'ogb'`)."
             )
         self._check_otb_options()
         super().__post_init__()
@@ -132,13 +132,13 @@ class OTBGRPOConfig(GRPOConfig):
     @classmethod
     def from_grpo_config(cls, args: GRPOConfig) -> "OTBGRPOConfig":
         """
-        A copy of `args` with the defaults of the options that this class adds. Everything else, `scale_rewards` and
-        the class of `args` included, stays: the copy is an instance of both.
+        A copy of `args` with the defaults of the options that this class adds. All other options, including
+        `scale_rewards`, keep their values, and the copy is an instance of both classes.
         """
         ours: Any = cls
         theirs: Any = type(args)
         merged = ours if issubclass(ours, theirs) else _merged(ours, theirs)
-        args = copy.copy(args)  # not re-created: TrainingArguments derives fields from others when it is
+        args = copy.copy(args)  # not re-created, since TrainingArguments would derive fields again
         args.__class__ = merged
         for option in fields(merged):
             if option.name not in vars(args):
@@ -162,8 +162,8 @@ class OTBGRPOConfig(GRPOConfig):
             why = "compares prompts" if rule.compares_prompts else "does not only compare the completions of a group"
             raise ValueError(
                 f"`scale_rewards` is {self.scale_rewards!r} and `baseline` is {self.baseline!r}, which {why}: a group "
-                "whose returns are all but equal has advantages then, and they would be divided by its standard "
-                "deviation, which is all but 0. Set `scale_rewards='none'` or 'batch'."
+                "with nearly equal returns has advantages then, and they would be divided by its standard deviation, "
+                "which is nearly 0. Set `scale_rewards='none'` or 'batch'."
             )
         together = self.keep_groups_together
         if not (together is None or isinstance(together, bool)):
@@ -176,14 +176,14 @@ class OTBGRPOConfig(GRPOConfig):
             )
         if self.loss_type not in LOSS_TYPES:
             raise ValueError(
-                f"`loss_type` is {self.loss_type!r}: OTBGRPOTrainer is known to be right with "
+                f"`loss_type` is {self.loss_type!r}: OTBGRPOTrainer is known to be correct with "
                 f"{', '.join(map(repr, LOSS_TYPES))} only. Set one of these."
             )
 
 
 @cache
 def _merged(ours: Any, theirs: Any) -> Any:
-    """A config class of both, whose instances can be pickled, as checkpoints do."""
+    """A config class derived from both, whose instances can be pickled for checkpoints."""
     methods = {"__reduce__": lambda self: (_restored, (ours, theirs, vars(self)))}
     return dataclass(type(f"{ours.__name__}Of{theirs.__name__}", (ours, theirs), methods))
 

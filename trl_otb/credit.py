@@ -1,4 +1,4 @@
-"""From a rollout's energies to its advantages and statistics: functions of the record, in the order of use."""
+"""Computes advantages and statistics from a rollout's energies; the functions are in the order of use."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ def set_energies(
     states: torch.Tensor | None = None,
 ) -> None:
     """
-    Store what a forward over `rows` yielded: `energy`, ρ_t² w_t, and `logps`, log π(y_t), each `(b, T)`; and hidden
+    Store the results of a forward over `rows`: `energy`, ρ_t² w_t, and `logps`, log π(y_t), each `(b, T)`; and hidden
     `states`, `(b, T, k)`.
 
     Raises:
@@ -45,18 +45,18 @@ def set_energies(
 
 def credit(rollout: Rollout, rows: Rows = EVERY_ROW, accelerator: Accelerator | None = None, **options: Any) -> None:
     """
-    Form baselines and advantages, and those of the group mean for comparison.
+    Compute baselines and advantages, and those of the group mean for comparison.
 
     Args:
         rollout ([`Rollout`]):
             With the energies of `rows`, if the baseline reads energies.
         rows (`Rows`, *optional*):
-            Whole groups and, if the baseline compares prompts, all; any, if it is on top of another, for which
-            [`credit_base`] has been called. By default every row.
+            Whole groups; all rows if the baseline compares prompts; any rows if it is on top of another, after
+            [`credit_base`]. By default all rows.
         accelerator (`Accelerator`, *optional*):
-            Given where rows that are compared lie on several of its processes, all of which must call. What travels is
-            what the baseline needs: three numbers per completion if it reads totals only; else the tokens of groups
-            that lie on several processes or, if it compares prompts, of all.
+            Needed if compared rows lie on several processes; all processes must call. It sends only what the baseline
+            needs: three numbers per completion if it reads totals only; else the tokens of groups that span processes
+            or, if it compares prompts, all tokens.
         options:
             `baseline`, `alignment`, `zero_tail` and `leave_one_out`, as in [`~trl_otb.baselines.compute_advantages`].
     """
@@ -105,8 +105,8 @@ def credit(rollout: Rollout, rows: Rows = EVERY_ROW, accelerator: Accelerator | 
 
 def credit_base(rollout: Rollout, accelerator: Accelerator | None = None, **options: Any) -> None:
     """
-    The baseline that the one of `options` is on top of, from the returns of every row, and the group mean's
-    advantages; arguments of [`credit`].
+    Compute the baseline below the one in `options` from the returns of all rows, and the group mean's advantages; the
+    arguments are those of [`credit`].
     """
     below = compared_by(find_baseline(options["baseline"]), rollout.rewards)
     credit(rollout, EVERY_ROW, accelerator, **options | {"baseline": below, "leave_one_out": False})
@@ -114,7 +114,7 @@ def credit_base(rollout: Rollout, accelerator: Accelerator | None = None, **opti
 
 
 def tokens_of(rollout: Rollout, rule: Baseline, rows: Rows = EVERY_ROW, **gather: Any) -> Tokens:
-    """What a baseline on top of another is a function of, for `rows`, after [`credit_base`]."""
+    """The argument of a baseline on top of another, for `rows`, after [`credit_base`]."""
     if rollout.base is None:
         raise ValueError("The rollout has no base yet: call `credit_base` first.")
     energy = torch.zeros_like(rollout.mask, dtype=torch.float32) if rollout.energy is None else rollout.energy
@@ -131,7 +131,7 @@ def tokens_of(rollout: Rollout, rule: Baseline, rows: Rows = EVERY_ROW, **gather
 
 
 def measure(rollout: Rollout, rows: Rows = EVERY_ROW) -> None:
-    """Record the statistics of `rows`, once they have energies and advantages."""
+    """Record the statistics of `rows`, which have energies and advantages."""
     names = ("energy", "mask", "advantages", "group_mean_advantages", "baselines", "lone_tail_tokens")
     inputs = {name: getattr(rollout, name)[rows] for name in names}
     statistics = completion_statistics(**inputs, scorable=scorable_rows(rollout.rewards[rows]))
@@ -140,7 +140,7 @@ def measure(rollout: Rollout, rows: Rows = EVERY_ROW) -> None:
 
 
 def advantages_of(rollout: Rollout, rows: Rows = EVERY_ROW) -> torch.Tensor:
-    """`(b, T)`, or `(b,)` under a baseline per completion, as GRPOTrainer has it."""
+    """`(b, T)` advantages, or `(b,)` under a baseline per completion, as in GRPOTrainer."""
     if rollout.advantages is None:
         raise ValueError("The rollout has no advantages yet: call `credit` first.")
     advantages = rollout.advantages[rows]
@@ -148,12 +148,12 @@ def advantages_of(rollout: Rollout, rows: Rows = EVERY_ROW) -> torch.Tensor:
 
 
 def own_rows(accelerator: Accelerator, rows: int) -> slice:
-    """Where this process's `rows` rows stand among those of all processes."""
+    """The place of this process's `rows` rows among those of all processes."""
     return slice(accelerator.process_index * rows, (accelerator.process_index + 1) * rows)
 
 
 def shared_rows(rows: int, num_generations: int, processes: int, whole_batch: bool = False) -> torch.Tensor:
-    """`(processes × rows,)` bool: whose group lies on several processes; with `whole_batch`, every row."""
+    """`(processes × rows,)` bool, True for rows whose group spans processes; with `whole_batch`, for all rows."""
     if whole_batch:
         return torch.ones(processes * rows, dtype=torch.bool)
     process = torch.arange(processes * rows).view(-1, num_generations) // rows
@@ -163,15 +163,15 @@ def shared_rows(rows: int, num_generations: int, processes: int, whole_batch: bo
 def _credit_shared_rows(
     rollout: Rollout, shared: torch.Tensor, accelerator: Accelerator, options: dict[str, Any]
 ) -> None:
-    """Credit the rows whose groups lie on several processes: each process sends its own and credits their groups."""
+    """Credit the rows of groups that span processes: each process sends its own rows and credits their groups."""
     n, rows, device = rollout.num_generations, len(rollout), rollout.mask.device
     by_process = shared.view(-1, rows)
-    most = int(by_process.sum(dim=1).max())  # rows that a process sends, the same of all
+    most = int(by_process.sum(dim=1).max())  # rows that each process sends
     if most == 0:
         return
     mine = torch.zeros_like(by_process)
     mine[accelerator.process_index] = by_process[accelerator.process_index]
-    # Groups that a row of this process is in; all, where prompts are compared
+    # The groups of this process's rows; all groups if prompts are compared
     whole_batch = bool(shared.all())
     needed = shared & (mine.view(-1, n).any(dim=1).repeat_interleave(n) | whole_batch)
     process = torch.arange(len(shared)) // rows
@@ -186,7 +186,7 @@ def _credit_shared_rows(
             values = accelerator.pad_across_processes(values, dim=1, pad_index=padding)
         return accelerator.gather(values)[place]
 
-    # No energy is negative, so one tensor carries both energies and mask
+    # Energies are not negative, so one tensor can hold energies and mask
     energy = torch.zeros_like(rollout.mask, dtype=torch.float32) if rollout.energy is None else rollout.energy
     energy = exchange(energy.masked_fill(rollout.mask == 0, -1.0), -1.0)
     rewards = exchange(rollout.rewards.float(), 0.0)
@@ -210,21 +210,21 @@ def _credit_tokens(
     scale: torch.Tensor,
     options: dict[str, Any],
 ) -> tuple[torch.Tensor, ...]:
-    """Advantages over `scale`, baselines, and tokens on the lone tail, of whole groups."""
+    """Scaled advantages, baselines, and the number of tokens on the lone tail, for whole groups."""
     rule, n = find_baseline(options["baseline"]), rollout.num_generations
 
     def of_block(block: slice) -> tuple[torch.Tensor, ...]:
         w = torch.zeros_like(mask[block], dtype=torch.float32) if energy is None else energy[block]
         also = {name: values[block] for name, values in beside.items()}
         found = assign_credit(rewards[block], w, mask[block], n, **options, beside=also)
-        rollout.compared = found.group if rule.remembers else None  # of all rows then, in one block
+        rollout.compared = found.group if rule.remembers else None  # then all rows are one block
         return found.advantages / scale[block], found.returns - found.advantages, found.lone_tail_tokens
 
     return by_blocks(of_block, mask, rows_compared(rule, len(mask), n))
 
 
 def _beside(rollout: Rollout, rule: Baseline, rows: Rows = EVERY_ROW) -> dict[str, torch.Tensor]:
-    """What the baseline reads beside returns, energies and lengths."""
+    """What the baseline reads in addition to returns, energies and lengths."""
     found = {}
     for name in rule.reads:
         values = turns_of(rollout.mask) if name == "turn" else getattr(rollout, name)
@@ -235,7 +235,7 @@ def _beside(rollout: Rollout, rule: Baseline, rows: Rows = EVERY_ROW) -> dict[st
 
 
 def _totals(rollout: Rollout, rows: Rows, of_tokens: bool) -> torch.Tensor:
-    """`(b, 3)` return, W_T and generated tokens of each completion; without `of_tokens` the last two are 0."""
+    """`(b, 3)` return, W_T and length of each completion; without `of_tokens` the last two are 0."""
     if not of_tokens:
         return torch.nn.functional.pad(completion_returns(rollout.rewards[rows]).unsqueeze(1), (0, 2))
     mask = rollout.mask[rows]
@@ -245,7 +245,7 @@ def _totals(rollout: Rollout, rows: Rows, of_tokens: bool) -> torch.Tensor:
 
 
 def _scale(rollout: Rollout, rows: Rows) -> torch.Tensor:
-    """`(b, 1)`; infinite where there is no standard deviation, or none to divide by: no signal, as in TRL."""
+    """`(b, 1)` scale; infinite if there is no usable standard deviation, so that A = 0, as in TRL."""
     return rollout.scale[rows].nan_to_num(nan=torch.inf).unsqueeze(1)
 
 
@@ -255,6 +255,6 @@ def _store_credit(rollout: Rollout, found: tuple[torch.Tensor, ...], rows: Rows)
 
 
 def _stretch(chosen: torch.Tensor) -> slice:
-    """The slice of `(b,)` bool from the first to the last 1, which lie side by side."""
+    """The slice from the first to the last True, between which all are True."""
     at = chosen.nonzero().flatten().tolist()
     return slice(at[0], at[-1] + 1) if at else slice(0, 0)

@@ -1,8 +1,8 @@
-"""Energies of the Optimal Token Baseline, from forward probabilities alone. Pure torch.
+"""Energies of the Optimal Token Baseline, from forward probabilities only, in pure torch.
 
-Notation, in this module and wherever shapes are given: B rows (completions), N completions per prompt, G = B / N
-groups, T positions of the completion, V vocabulary; `mask` is 1 on tokens that the policy generated and 0 on padding
-and tool output. Equations are those of *The Optimal Token Baseline*, https://arxiv.org/abs/2602.07078.
+Notation of this package: B rows (completions), N completions per prompt, G = B / N groups, T positions of the
+completion, V vocabulary; `mask` is 1 on tokens that the policy generated and 0 on padding and tool output. Equations
+are from *The Optimal Token Baseline*, https://arxiv.org/abs/2602.07078.
 """
 
 import torch
@@ -10,11 +10,11 @@ import torch
 
 def token_energy(logps: torch.Tensor, log_sum_sq_probs: torch.Tensor) -> torch.Tensor:
     """
-    Squared norm of each token's score with respect to the logits: the logit-gradient proxy (Proposition 4.2).
+    The squared norm of each token's score with respect to the logits: the logit-gradient proxy (Proposition 4.2).
 
         w_t = ‖e_{y_t} − π_t‖² = 1 − 2·π_t(y_t) + Σ_v π_t(v)²
 
-    It is evaluated as (1 − π_t(y_t))² + Σ_{v≠y_t} π_t(v)², a sum of two terms that rounding cannot make negative.
+    Computed as (1 − π_t(y_t))² + Σ_{v≠y_t} π_t(v)², which rounding cannot make negative.
 
     Args:
         logps (`torch.Tensor` of shape `(B, T)`):
@@ -23,8 +23,8 @@ def token_energy(logps: torch.Tensor, log_sum_sq_probs: torch.Tensor) -> torch.T
             log Σ_v π_t(v)² of the same distributions. Where both are 0, as TRL leaves masked positions, w_t is 0.
 
     Returns:
-        `torch.Tensor` of shape `(B, T)`, float32 whatever the inputs, in [0, 2]: near 0 for a token that the policy
-        was sure of, near 2 for a confident mistake.
+        `torch.Tensor` of shape `(B, T)`, always float32, in [0, 2]: near 0 for a token that the policy was sure of,
+        near 2 for a confident mistake.
 
     Raises:
         ValueError: The two shapes differ.
@@ -65,7 +65,7 @@ def check_energies(energy: torch.Tensor, mask: torch.Tensor, rows: torch.Tensor 
         mask (`torch.Tensor` of shape `(B, T)`):
             1 on generated tokens.
         rows (`torch.Tensor` of shape `(B,)`, *optional*):
-            What an error calls the rows; by default they are counted.
+            Row numbers for the error message; by default 0, 1, ….
 
     Raises:
         ValueError: An energy is not finite. The message names its row and token.
@@ -76,8 +76,8 @@ def check_energies(energy: torch.Tensor, mask: torch.Tensor, rows: torch.Tensor 
         raise ValueError(
             f"The energy of completion {row if rows is None else int(rows[row])}, token {token}, is "
             f"{energy[row, token].item()}: its log-probs or importance ratio are not finite, and it would spread to "
-            "all of the group. Look at the policy's weights and precision (bfloat16 instead of float16), and at "
-            "the learning rate."
+            "the whole group. Check the policy's weights, its precision (bfloat16 instead of float16) and the "
+            "learning rate."
         )
 
 

@@ -1,4 +1,4 @@
-"""Functions that a user names as `module:function`."""
+"""Imports functions that a user names as `module:function`."""
 
 import importlib
 import os
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 def import_object(path: str, option: str) -> Callable:
     """
-    The function or class that `path`, a `"module:name"`, stands for. Modules are also looked for in the current
+    Import the function or class `path`, a `"module:name"`. Modules are also searched for in the current
     folder.
 
     Raises:
@@ -18,10 +18,10 @@ def import_object(path: str, option: str) -> Callable:
     if not colon:
         raise ValueError(f"`{option}` is {path!r}: it must read module:function.")
     if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # at the end, where it can hide no other module
+        sys.path.append(os.getcwd())  # at the end, so that it hides no other module
     try:
         found = getattr(importlib.import_module(module_name), name)
-    except (Exception, SystemExit) as error:  # a module of the user's own can raise anything
+    except (Exception, SystemExit) as error:  # a user's module can raise anything
         raise ValueError(
             f"`{option}` is {path!r}, which cannot be imported: {type(error).__name__}: {error}. Write "
             "'module:function', with the module's file in the current folder or on PYTHONPATH."

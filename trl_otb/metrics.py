@@ -1,8 +1,8 @@
-"""Metrics of energies, baselines and the gradient's power. Pure torch; the notation is that of `trl_otb.energy`.
+"""Metrics of energies, baselines and the gradient's power. Pure torch, with the notation of `trl_otb.energy`.
 
-The metrics are formed in two steps, so that a completion can be measured in whichever micro-batch it is trained and a
-group, or a process, can be summed up later: [`completion_statistics`] gives a row of numbers for each completion, and
-[`summarize`] turns the rows of all groups into the logged values.
+There are two steps, so that each micro-batch can measure its completions and groups and processes can be combined
+later: [`completion_statistics`] returns a row of numbers per completion, and [`summarize`] turns the rows of all
+groups into the logged values.
 """
 
 import torch
@@ -43,7 +43,7 @@ def completion_statistics(
         lone_tail_tokens (`torch.Tensor` of shape `(B, 1)`):
             Generated tokens on the lone tail.
         scorable (`torch.Tensor` of shape `(B,)`, *optional*):
-            Which completions can be scored, by default all; the others have no statistics.
+            Which completions have a reward, by default all; the others have no statistics.
 
     Returns:
         `torch.Tensor` of shape `(B, len(STATISTICS))`, float32.
@@ -86,16 +86,15 @@ def summarize(statistics: torch.Tensor, num_generations: int) -> dict[str, float
             N.
 
     Returns:
-        `dict[str, float]`: the metrics of the README's table, without their `otb/` prefix. Completions without a
-        generated token (all masked) are left out; with none left, every value is NaN.
+        `dict[str, float]`: the metrics in recipes/reference.md, without their `otb/` prefix. Completions without
+        generated tokens (all masked) are excluded; if none is left, every value is NaN.
     """
     columns = dict(zip(STATISTICS, statistics.unbind(dim=1), strict=True))
     tokens = columns["tokens"]
     present = tokens > 0
     completions = present.sum()
 
-    # Standard deviation of W_T within a group, over the completions that have tokens; groups with fewer than 2 say
-    # nothing
+    # Standard deviation of W_T within a group, over completions with tokens; groups with fewer than 2 are skipped
     members = present.view(-1, num_generations)
     size = members.sum(dim=1)
     grouped_energy = columns["energy"].view(-1, num_generations)
@@ -104,13 +103,13 @@ def summarize(statistics: torch.Tensor, num_generations: int) -> dict[str, float
     several = size > 1
     group_std = ((squares / (size - 1).clamp(min=1)).sqrt() * several).sum() / several.sum()
 
-    # As many completions of equal energy would decide the baseline alike
+    # The number of completions of equal energy that would determine the baseline equally well
     square_of_sum, sum_of_squares = grouped_energy.sum(dim=1).square(), grouped_energy.square().sum(dim=1)
     energetic = sum_of_squares > 0
     effective = (square_of_sum / sum_of_squares.where(energetic, 1.0) * energetic).sum() / energetic.sum()
 
     power, power_group_mean = columns["power"].sum(), columns["power_group_mean"].sum()
-    # Where no reward varies the group mean leaves nothing but rounding, and the ratio would say nothing
+    # If no reward varies, the group mean leaves only rounding errors, and the ratio is meaningless
     ratio = torch.where(power_group_mean > 1e-6 * power, power / power_group_mean, torch.nan)
     metrics = {
         "energy/token_mean": columns["energy"].sum() / tokens.sum(),

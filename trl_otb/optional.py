@@ -1,4 +1,4 @@
-"""Packages that only tables and pictures need, asked for when one is made."""
+"""Imports packages that only tables and pictures need, on first use."""
 
 import importlib
 from typing import Any

@@ -1,4 +1,4 @@
-"""What pyproject.toml says of the project, from an installation or, where there is none, from the checkout."""
+"""Project metadata, from the installed package or, if it is not installed, from pyproject.toml."""
 
 import tomllib
 from functools import cache

@@ -1,4 +1,4 @@
-"""Rewards per turn or token of a completion, where TRL knows one number for all of it."""
+"""Rewards per turn or token, which TRL reduces to one number per completion."""
 
 import functools
 import math
@@ -14,23 +14,23 @@ MOST = torch.finfo(torch.float32).max  # rewards are float32, in TRL too
 
 class TokenRewards:
     """
-    Rewards of a completion's tokens, for a reward function or an environment's `get_reward` to return instead of
-    a number: one for every id in the completion's `completion_ids`, tool output included.
+    Rewards per token, which a reward function or an environment's `get_reward` may return instead of a number: one for
+    each id in the completion's `completion_ids`, including tool output.
 
-    A plain list, tuple or one-dimensional array in that place holds rewards of the completion's turns instead: one for
-    every turn of the policy, that is, for every stretch of generated tokens between tool output, which in a
-    conversation is every assistant message. A turn's reward is earned at its last token. An array of one number, as a
-    reward model's logits, is one number for the completion, as in TRL.
+    A plain list, tuple or one-dimensional array means rewards per turn: one for each of the policy's turns, that is,
+    for each stretch of generated tokens between tool output (in a conversation, each assistant message). A turn's
+    reward is earned at its last token. An array with one number, such as a reward model's logits, is one reward for
+    the completion, as in TRL.
 
     Args:
         rewards (sequence of numbers, or one-dimensional array):
-            A list, or an array of NumPy or PyTorch, which is many times faster for long completions.
+            A list, or a NumPy or PyTorch array, which is much faster for long completions.
 
     Example:
 
     ```python
     def progress(completions, **kwargs):
-        # half a point for each call, in the turn that made it, and the rest at the end
+        # half a point for each turn with a call, one for each without
         return [[0.5 if "tool_calls" in m else 1.0 for m in c if m["role"] == "assistant"] for c in completions]
 
 
@@ -57,16 +57,16 @@ class TokenRewards:
 
 class RewardRecorder:
     """
-    Stands between GRPOTrainer and its reward functions for one rollout: keeps what they credit to single turns and
-    tokens, and hands on the sum, which GRPOTrainer logs and weighs as it does any reward.
+    Wraps GRPOTrainer's reward functions for one rollout: it stores rewards per turn and token, and passes on their
+    sum, which GRPOTrainer logs and weights like any reward.
 
     Args:
         completion_ids (`list[list[int]]` of length B):
-            The tokens of each completion, tool output included.
+            The tokens of each completion, including tool output.
 
     Attributes:
         rewards_per_func (`torch.Tensor` of shape `(B_all, F)`, *optional*):
-            What GRPOTrainer made of the functions' rewards, on all processes.
+            GRPOTrainer's tensor of rewards, from all processes.
     """
 
     def __init__(self, completion_ids: list[list[int]]):
@@ -76,15 +76,15 @@ class RewardRecorder:
         self._names: dict[int, str] = {}
 
     def __bool__(self) -> bool:
-        """Whether a single turn or token was credited."""
+        """Whether any turn or token was rewarded."""
         return bool(self._credited)
 
     def wrap(self, index: int, name: str, function: Callable, is_async: bool) -> Callable:
         """
-        Reward function number `index`, made to return one number or `None` per completion.
+        Reward function number `index`, wrapped to return one number or `None` per completion.
 
-        When called, it raises a `ValueError` naming the function, the row and the value for anything but finite
-        numbers, lists of them, and `None`.
+        When called, it raises a `ValueError` with the function, the row and the value unless all rewards are finite
+        numbers, lists of them, or `None`.
         """
         self._names[index] = name
 
@@ -123,8 +123,8 @@ class RewardRecorder:
             if numbers is None or not (abs(total) <= MOST and (numbers.abs() <= MOST).all()):
                 raise ValueError(
                     f"The reward function '{name}' returned {_culprit(reward)} of completion {row}: rewards of turns "
-                    "or tokens, and their sum, must be finite numbers, in float32. A completion that cannot be scored "
-                    "gets None as a whole."
+                    "or tokens, and their sum, must be finite in float32. Return None for a completion that cannot be "
+                    "scored."
                 )
             self._credited[index, row] = numbers.float(), of_tokens
             sums.append(total)
@@ -132,23 +132,23 @@ class RewardRecorder:
 
     def token_rewards(self, mask: torch.Tensor, returns: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
         """
-        The returns, where they were earned.
+        The rewards at the tokens where they were earned.
 
         Args:
             mask (`torch.Tensor` of shape `(B, T)`):
-                1 on generated tokens. Rows that are 0 throughout are left out.
+                1 on generated tokens. Rows of zeros are skipped.
             returns (`torch.Tensor` of shape `(B,)`):
-                Each completion's return. What no turn or token was credited with is earned at the last generated
-                token.
+                Each completion's return. The part that was not given to a turn or token is earned at the last
+                generated token.
             factors (`torch.Tensor` of shape `(B, F)`):
-                What each of the F functions' rewards is multiplied by.
+                The factor of each of the F functions' rewards.
 
         Returns:
             `torch.Tensor` of shape `(B, T)`, float32; each row sums to its return.
 
         Raises:
-            ValueError: A list of rewards is not as long as its completion has turns or tokens. The message names the
-                function and the row.
+            ValueError: The number of rewards is not the number of turns or tokens. The message names the function and
+                the row.
         """
         rewards = torch.zeros_like(mask, dtype=torch.float32)
         ends = turn_ends(mask)
@@ -175,19 +175,18 @@ class RewardRecorder:
 
 def _number(reward: Any, name: str, row: int) -> Any:
     """
-    `reward` itself, if it is a number that can be trained on, or `None` or NaN, which GRPOTrainer takes for
-    unscorable.
+    `reward`, if it is a finite number, or `None` or NaN, which GRPOTrainer treats as no reward.
     """
     if reward is None or (_is_number(reward) and (math.isnan(reward) or abs(reward) <= MOST)):
         return reward
     raise ValueError(
         f"The reward function '{name}' returned {_shown(reward)} for completion {row}: a reward must be a finite "
-        f"number, or None for a completion that cannot be scored. It is kept in float32, up to {MOST:.1e}."
+        f"number (in float32, up to {MOST:.1e}), or None for a completion that cannot be scored."
     )
 
 
 def _numbers(values: Any) -> torch.Tensor | None:
-    """`(n,)` float64 on the CPU; `None` if they are not all numbers, or not in one row."""
+    """`(n,)` float64 on the CPU; `None` if some are not numbers, or there is more than one dimension."""
     if not isinstance(values, torch.Tensor):
         try:
             array = np.asarray(values)
@@ -202,7 +201,7 @@ def _numbers(values: Any) -> torch.Tensor | None:
 
 
 def _culprit(reward: Any) -> str:
-    """In words, the first reward that cannot be trained on."""
+    """A description of the first invalid reward."""
     shape = getattr(getattr(reward, "rewards", reward), "shape", (0,))
     if len(shape) != 1:
         return f"an array of shape {tuple(shape)} as rewards"

@@ -1,4 +1,4 @@
-"""A generation batch, row by row: what was generated, what it earned, and what each token is credited with."""
+"""A generation batch, row by row: completions, rewards, energies and advantages."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,12 +10,12 @@ from . import display
 from .baselines import Completions
 
 
-Rows = slice | torch.Tensor  # some rows of a rollout: a slice, or their numbers
+Rows = slice | torch.Tensor  # some rows of a rollout: a slice, or their indices
 EVERY_ROW = slice(None)
 
 
 def generated_mask(batch: dict[str, Any]) -> torch.Tensor:
-    """`(B, T)` 1 on tokens of TRL's `batch` that the policy generated and the loss sees."""
+    """`(B, T)` 1 on tokens of TRL's `batch` that the policy generated and the loss includes."""
     mask = batch["completion_mask"]
     return mask * batch["tool_mask"] if "tool_mask" in batch else mask
 
@@ -23,33 +23,33 @@ def generated_mask(batch: dict[str, Any]) -> torch.Tensor:
 @dataclass
 class Rollout:
     """
-    A generation batch of one process: what was generated, what it earned, and what each token is credited with.
+    A generation batch of one process: completions, rewards, energies and advantages.
 
-    Rows are in the order of generation, the completions of a prompt adjacent. `trainer.rollouts["train"]` and
-    `trainer.rollouts["eval"]` are the last ones.
+    Rows are in the order of generation; the completions of a prompt are adjacent. `trainer.rollouts["train"]` and
+    `trainer.rollouts["eval"]` are the latest ones.
 
     Args:
         prompt_ids, prompt_mask (`torch.Tensor` of shape `(B, P)`):
             The prompts, padded on the left.
         completion_ids, completion_mask (`torch.Tensor` of shape `(B, T)`):
-            The completions, tool output included, padded on the right.
+            The completions, including tool output, padded on the right.
         mask (`torch.Tensor` of shape `(B, T)`):
-            1 on tokens that the policy generated and the loss sees.
+            1 on tokens that the policy generated and the loss includes.
         num_generations (`int`):
             N.
         rewards (`torch.Tensor` of shape `(B,)` or `(B, T)`):
-            One return per completion or, where single turns or tokens were rewarded, one reward per token. NaN where
-            no reward function could score the completion.
+            One return per completion or, if turns or tokens were rewarded, one reward per token. NaN if no reward
+            function scored the completion.
         scale (`torch.Tensor` of shape `(B,)`):
-            What `scale_rewards` divides advantages by; 1 for `"none"`, NaN where advantages are 0 instead.
+            The divisor of advantages under `scale_rewards`: 1 for `"none"`, NaN where advantages are 0 instead.
         level (`torch.Tensor` of shape `(B,)`, *optional*):
-            Whether all returns that the completion's `scale` was formed of are equal.
+            Whether all returns that determine the completion's `scale` are equal.
         number (`int`, *optional*, defaults to 0):
-            How many rollouts the trainer made before, in this mode.
+            The number of earlier rollouts in this mode.
         first_row (`int`, *optional*, defaults to 0):
-            The number of the first row among those of all processes; a group may begin on another process.
+            The index of the first row among the rows of all processes; a group may start on another process.
         processing_class (*optional*):
-            The trainer's tokenizer or processor, for the text of tokens.
+            The trainer's tokenizer or processor, to show tokens as text.
         prompt_key (`torch.Tensor` of shape `(B,)`, *optional*):
             int64, the same for the same prompt in every step and run; only if the baseline reads it.
 
@@ -57,26 +57,26 @@ class Rollout:
         energy (`torch.Tensor` of shape `(B, T)`):
             ρ_t² w_t; NaN in rows whose forward has not run yet, `None` before the first.
         logps (`torch.Tensor` of shape `(B, T)`):
-            log π(y_t) of the same forward, at the sampling temperature.
+            log π(y_t) from the same forward, at the sampling temperature.
         states (`torch.Tensor` of shape `(B, T, k)`):
-            Hidden states of the same forward, see [`~trl_otb.baselines.Groups`]; only if the baseline reads them, and
-            until the rollout is measured.
+            Hidden states from the same forward, see [`~trl_otb.baselines.Groups`]; only if the baseline reads them,
+            and until the rollout is measured.
         base (`torch.Tensor` of shape `(B, T)` or `(B, 1)`):
-            What the baseline stands on, if it is on top of another.
+            The baseline below, if the baseline is on top of another.
         advantages (`torch.Tensor` of shape `(B, T)`, or `(B, 1)` under a baseline per completion):
-            (G − B) / scale; `None` before the first credit, NaN in rows that wait for their energies.
+            (G − B) / scale; `None` before they are first computed, NaN in rows without energies.
         baselines (`torch.Tensor` of the same shape):
             B, in units of the reward.
         compared (`Completions`, *optional*):
-            What a baseline that remembers was given, until it has learnt from it.
+            The argument of a baseline with memory, until it has learned from it.
         group_mean_advantages (`torch.Tensor` of shape `(B, 1)`):
             Advantages under the group mean, for comparison.
         lone_tail_tokens (`torch.Tensor` of shape `(B, 1)`):
             Generated tokens on the lone tail.
         measured (`torch.Tensor` of shape `(B,)`):
-            bool, on the CPU: which rows have statistics.
+            bool, on the CPU: whether a row has statistics.
         statistics (`torch.Tensor` of shape `(B, len(STATISTICS))`):
-            Rows of [`~trl_otb.metrics.completion_statistics`], NaN where they are not measured yet.
+            Rows of [`~trl_otb.metrics.completion_statistics`], NaN until they are measured.
     """
 
     prompt_ids: torch.Tensor
@@ -109,7 +109,7 @@ class Rollout:
 
     @property
     def unmeasured(self) -> int:
-        """How many rows have no statistics yet."""
+        """The number of rows without statistics."""
         return int((~self.measured).sum())
 
     def __len__(self) -> int:
@@ -120,12 +120,12 @@ class Rollout:
 
     def to_pandas(self, tokenizer: Any = None, prompt: int | None = None) -> Any:
         """
-        A `pandas.DataFrame` with a row per generated token; what a tool said has none.
+        A `pandas.DataFrame` with a row per generated token; tool output is left out.
 
-        Its columns: `prompt` (its number in this rollout), `completion` (its number within the group), `turn` (of the
-        policy, from 0), `position` (among all tokens of the completion), `token_id`, `text` (`None` without a
-        tokenizer), `reward` (of the whole completion; NaN if it could not be scored), `energy`, `baseline`,
-        `advantage` and `group_mean_advantage` (NaN where they have not come yet).
+        Its columns: `prompt` (index in this rollout), `completion` (index in the group), `turn` (of the policy, from
+        0), `position` (among all tokens of the completion), `token_id`, `text` (`None` without a tokenizer), `reward`
+        (of the completion; NaN if it has none), `energy`, `baseline`, `advantage` and `group_mean_advantage` (NaN
+        until they are computed).
 
         Args:
             tokenizer (*optional*):
@@ -141,20 +141,20 @@ class Rollout:
 
     def show(self, prompt: int = 0, tokenizer: Any = None, value: str | None = None, max_tokens: int = 1000) -> None:
         """
-        Show the completions of a prompt with their tokens coloured: in a notebook with a switch between energy,
-        advantage and the group mean's advantage, in a terminal by one of them, without colours where the output is
-        no terminal or `NO_COLOR` is set.
+        Show the completions of a prompt with coloured tokens: in a notebook with a switch between energy, advantage
+        and the group mean's advantage; in a terminal by one of them, without colours if the output is not a terminal
+        or `NO_COLOR` is set.
 
         Args:
             prompt (`int`, *optional*, defaults to 0):
-                Its number in this rollout.
+                Its index in this rollout.
             tokenizer (*optional*):
                 A tokenizer or processor; by default the trainer's.
             value (`str`, *optional*):
-                `"energy"`, `"advantage"` or `"group_mean_advantage"`: what colours tokens, at first. By default the
-                advantage, or the energy while there is none.
+                `"energy"`, `"advantage"` or `"group_mean_advantage"`: the (initial) colour of tokens. By default the
+                advantage, or the energy if there is no advantage yet.
             max_tokens (`int`, *optional*, defaults to 1,000):
-                Of each completion that are shown.
+                Tokens to show per completion.
 
         Raises:
             IndexError: There is no such prompt.
@@ -171,20 +171,20 @@ class Rollout:
         max_completions: int = 8,
     ) -> Any:
         """
-        A `matplotlib` figure of a prompt's completions, their tokens coloured by energy, by advantage, and by the
-        advantage that the group mean gives, the latter two on one scale. It is saved under `path`, if that is given.
+        A `matplotlib` figure of a prompt's completions, with tokens coloured by energy, advantage, and the advantage
+        under the group mean; the latter two share a scale. Saves it to `path`, if given.
 
         Args:
             path (`str` or `Path`, *optional*):
-                Of a picture, in any format that matplotlib writes.
+                The file to save to, in any format of matplotlib.
             prompt (`int`, *optional*, defaults to 0):
-                Its number in this rollout.
+                Its index in this rollout.
             tokenizer (*optional*):
                 A tokenizer or processor; by default the trainer's.
             max_tokens (`int`, *optional*, defaults to 100):
-                Of each completion that are drawn; the picture says so where there are more.
+                Tokens to draw per completion; the picture says if there are more.
             max_completions (`int`, *optional*, defaults to 8):
-                That are drawn, the first ones of the group.
+                Completions to draw, the first ones of the group.
 
         Raises:
             ImportError: matplotlib is not installed.
@@ -195,7 +195,7 @@ class Rollout:
 
 
 class Rollouts(dict[str, Rollout]):
-    """The last rollout of each mode, `"train"` and `"eval"`."""
+    """The latest rollout of each mode, `"train"` and `"eval"`."""
 
     def __missing__(self, mode: str) -> Rollout:
         if mode not in ("train", "eval"):
@@ -205,7 +205,7 @@ class Rollouts(dict[str, Rollout]):
 
 
 def store(rollout: Rollout, name: str, values: torch.Tensor, rows: Rows = EVERY_ROW) -> None:
-    """Put `values` of some rows under `name`; rows that nothing was stored for are NaN, or 0 of whole numbers."""
+    """Store `values` of some rows under `name`; rows without values are NaN, or 0 for integers."""
     if isinstance(rows, slice) and rows == EVERY_ROW:
         setattr(rollout, name, values)
         return

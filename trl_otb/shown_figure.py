@@ -1,4 +1,4 @@
-"""A matplotlib figure that a notebook shows, without pyplot, which would choose a backend for whoever imports it."""
+"""A matplotlib figure that notebooks display, without pyplot, whose import would choose a backend."""
 
 from io import BytesIO
 

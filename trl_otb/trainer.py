@@ -24,27 +24,27 @@ logger = get_logger(__name__)
 
 class OTBGRPOTrainer(EnergyGRPOTrainer):
     """
-    [`~trl.GRPOTrainer`] with the Optimal Token Baseline: every token gets a baseline of its own, the mean of its
-    group's returns weighted by the energy that each completion has realized so far, estimated from forward
+    [`~trl.GRPOTrainer`] with the Optimal Token Baseline. Each token gets its own baseline instead of the group mean:
+    the mean of the group's returns weighted by each completion's realized energy, which is estimated from forward
     probabilities. The method was introduced in the paper [The Optimal Token Baseline: Variance Reduction for
     Long-Horizon LLM-RL](https://huggingface.co/papers/2602.07078).
 
-    It takes the arguments of [`~trl.GRPOTrainer`] and behaves like it wherever the baseline says nothing.
+    It takes the arguments of [`~trl.GRPOTrainer`] and, apart from the baseline, behaves like it.
 
     With returns G, realized energies W (see [`~trl_otb.energy.realized_energy`]) and the N completions i of a prompt,
 
         A_{t,i} = G_{t,i} − B_t,   B_t = Σ_i W_{t,i} G_{t,i} / Σ_i W_{t,i}.
 
-    That is `baseline="otb"`, the default; `trl_otb.baselines` has others, among them `"value"`, which predicts the
-    return from what a completion has written so far.
+    This is `baseline="otb"`, the default. `trl_otb.baselines` has others, such as `"value"`, which predicts the return
+    from what a completion has written so far.
 
-    Energies cost no logits: Σπ² comes out of TRL's fused LM head. `energy_source`, logged once, names the forward
-    used: the no-gradient forward that TRL runs itself (reused batches, vLLM's importance-sampling correction); else
-    the training forward, where a micro-batch holds whole groups (`per_device_train_batch_size` is a multiple of
-    `num_generations`) and the baseline compares no prompts, or under `"value"`; else one extra forward without
-    gradient. All give the same advantages.
+    Energies need no logits: Σπ² comes from TRL's fused LM head. `energy_source`, logged once, names the forward that
+    yields them: TRL's no-grad forward, if it runs one (reused batches, vLLM's importance-sampling correction); else
+    the training forward, if a micro-batch holds whole groups (`per_device_train_batch_size` is a multiple of
+    `num_generations`) and the baseline does not compare prompts, or for `"value"`; else one extra no-grad forward. All
+    give the same advantages.
 
-    `rollouts["train"]` and `rollouts["eval"]` are the last generation batches, token by token: see
+    `rollouts["train"]` and `rollouts["eval"]` are the latest generation batches, token by token: see
     [`~trl_otb.rollout.Rollout`].
 
     Example:
@@ -66,16 +66,16 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
         model, reward_funcs, train_dataset, ...:
             As for [`~trl.GRPOTrainer`].
         args ([`OTBGRPOConfig`] or [`~trl.GRPOConfig`], *optional*):
-            Configuration. A plain [`~trl.GRPOConfig`] gets the default baseline options and keeps everything else it
-            says, its default `scale_rewards="group"` included.
+            Configuration. A plain [`~trl.GRPOConfig`] gets the default baseline options and keeps its own values,
+            including the default `scale_rewards="group"`.
 
-    With a subclass of [`~trl.GRPOTrainer`] of your own: `class Mine(OTBGRPOTrainer, Theirs)`.
+    To combine it with your own subclass of [`~trl.GRPOTrainer`]: `class Mine(OTBGRPOTrainer, Theirs)`.
 
     Raises:
         ImportError: A part of TRL that this trainer relies on has moved.
-        TypeError: `args` is not a [`~trl.GRPOConfig`]; or a class of your own keeps baselines from the loss, or has a
-            loss that is not known to take advantages per token.
-        ValueError: An option that the baseline cannot honour, or whatever [`~trl.GRPOTrainer`] rejects.
+        TypeError: `args` is not a [`~trl.GRPOConfig`]; or a subclass hides the baselines from the loss, or its loss is
+            not known to support advantages per token.
+        ValueError: An option conflicts with the baseline, or [`~trl.GRPOTrainer`] rejects it.
     """
 
     _tag_names = ["trl", "grpo", "otb"]  # noqa: RUF012
@@ -100,8 +100,8 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
             for base in theirs:
                 if issubclass(base, GRPOTrainer) and not issubclass(base, OTBGRPOTrainer) and "__init__" in vars(base):
                     raise ValueError(
-                        f"`args` is missing, and {base.__name__} may have a config of its own, whose defaults would "
-                        "be lost. Give one: `class Config(OTBGRPOConfig, TheirConfig)`, decorated with `@dataclass`."
+                        f"`args` is missing, and {base.__name__} may have its own config, whose defaults would be "
+                        "lost. Pass one: `class Config(OTBGRPOConfig, TheirConfig)`, decorated with `@dataclass`."
                     )
             name = model if isinstance(model, str) else config_model_id(model.config)
             args = OTBGRPOConfig(f"{name.rstrip('/').split('/')[-1]}-OTB")
@@ -114,28 +114,28 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
             if args.scale_rewards != "none":
                 logger.warning(
                     f"OTBGRPOTrainer got a GRPOConfig and keeps its `scale_rewards={args.scale_rewards!r}`. The paper "
-                    "of the Optimal Token Baseline does not scale: use OTBGRPOConfig, or set `scale_rewards='none'`."
+                    "does not scale rewards: use OTBGRPOConfig, or set `scale_rewards='none'`."
                 )
-        self.energy_source: str | None = None  # the forward that energies come from in training, once known
-        args._check_otb_options()  # options may have been set after the config was made
+        self.energy_source: str | None = None  # the forward that yields the energies in training, once known
+        args._check_otb_options()  # options may have changed since the config was made
         self._baseline: Baseline = find_baseline(args.baseline).instance()
         names = list(inspect.signature(GRPOTrainer.__init__).parameters)[4:]
         super().__init__(model, reward_funcs, args=args, **dict(zip(names, other_args, strict=False)), **kwargs)
         if args.scale_rewards == "none":
             logger.info(
-                "Advantages are not scaled: `scale_rewards` is 'none', where GRPOConfig's default is 'group'. For "
-                "GRPOTrainer's own gradients, set the same in both."
+                "Advantages are not scaled: `scale_rewards` is 'none'; GRPOConfig's default is 'group'. To reproduce "
+                "GRPOTrainer's gradients, set the same in both."
             )
         if self._baseline.compares_prompts and not self._baseline.remembers and self.prompts_per_batch < 3:
             logger.warning(
                 f"`baseline` is {args.baseline!r}, which pools prompts, and a generation batch has "
-                f"{self.prompts_per_batch}: with fewer than 3 nothing is pooled. Give more prompts, or choose "
-                "'rloo', or 'ogb' with `leave_one_out`."
+                f"{self.prompts_per_batch}: with fewer than 3 nothing is pooled. Use more prompts, or choose 'rloo', "
+                "or 'ogb' with `leave_one_out`."
             )
         self.add_callback(InexactResumeNotice)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As [`~trl.GRPOTrainer`]'s; a dataset too small for a single step is a `ValueError`."""
+        """[`~trl.GRPOTrainer`]'s `train`; raises a `ValueError` if the dataset is too small for a single step."""
         self.args._check_otb_options()
         if find_baseline(self.args.baseline).name != self._baseline.name:
             raise ValueError(
@@ -158,7 +158,7 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
         return ValueError(
             f"`train_dataset` has {what} and a generation batch takes {self.prompts_per_batch} "
             f"({self.args.generation_batch_size} completions, {self.num_generations} per prompt): not a single "
-            "step could be trained. Give more prompts, or lower `per_device_train_batch_size`, "
+            "step could be trained. Add prompts, or lower `per_device_train_batch_size`, "
             "`gradient_accumulation_steps` or `steps_per_generation`."
         )
 
@@ -176,18 +176,18 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
             )
 
     def score_rollout(self, rollout: Rollout, batch: dict[str, Any]) -> None:
-        """A rollout's energies, then its baselines and advantages, then its statistics."""
+        """Compute a rollout's energies, baselines, advantages and statistics."""
         rule = self._baseline
         if rollout.level is not None and rule.name != "group_mean":
-            # Nothing to learn where all returns are equal, whatever is subtracted: GRPOTrainer has A = 0 there too, up
-            # to a rounding that the group mean keeps
+            # If all returns are equal, there is nothing to learn under any baseline: GRPOTrainer has A = 0 there too,
+            # up to rounding, which the group mean reproduces
             rollout.scale = rollout.scale.masked_fill(rollout.level, torch.nan)
         across_prompts = compared_by(rule, rollout.rewards).across_prompts
         compared_here = len(rollout) % rollout.num_generations == 0 and not across_prompts
         processes = None if self.accelerator.num_processes == 1 or compared_here else self.accelerator
 
-        # Energies: TRL's own forward without gradient has left them in the rollout, or the training forward will, or
-        # an extra one is needed
+        # Energies: TRL's own no-grad forward has stored them in the rollout, or the training forward will, or an extra
+        # one is needed
         source = "the no-gradient forward that GRPOTrainer runs anyway"
         if rollout.energy is None:
             together = self.keeps_groups_together or self.mode == "eval"
@@ -199,19 +199,19 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
                 self.set_energies_of(rollout, self.extra_forward(batch))
         self._log_energy_source_once(source)
 
-        # Baselines and advantages, as far as energies are there: `score_rows` does the rest with each micro-batch
+        # Baselines and advantages, if the energies are known: otherwise `score_rows` adds them per micro-batch
         if rule.on_top_of is not None:
             credit_base(rollout, processes, **self._credit_options)
         if rollout.energy is None and rule.needs_forward:
             return
         credit(rollout, accelerator=processes, **self._credit_options)
 
-        # Statistics, which need energies under any baseline
+        # Statistics, which need energies for all baselines
         if rollout.energy is not None:
             self._measure(rollout)
 
     def score_rows(self, rollout: Rollout, rows: Rows) -> None:
-        """The same of some rows, whose energies have come from the training forward."""
+        """The same for some rows, after the training forward has yielded their energies."""
         if self._baseline.needs_forward:
             credit(rollout, rows, **self._credit_options)
         self._measure(rollout, rows)
@@ -245,19 +245,19 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
             found = "nothing" if state is None else f"the state of {state['baseline']!r}"
             logger.warning(
                 f"The checkpoint holds {found} for `baseline={self.args.baseline!r}`, which remembers earlier "
-                "batches: it starts anew."
+                "batches: it starts from scratch."
             )
         else:
             self._baseline.function.load_state_dict(state["state"])
 
     @property
     def trained_baseline(self) -> Baseline | None:
-        """The baseline, if it has learnt from generation batches."""
+        """The baseline, if it has learned from generation batches."""
         return self._baseline if self._baseline.remembers and self.state.global_step > 0 else None
 
     @property
     def prompts_per_batch(self) -> int:
-        """Prompts of a generation batch, on all processes together."""
+        """Prompts per generation batch, over all processes."""
         return self.args.generation_batch_size // self.num_generations
 
     @property
@@ -266,7 +266,7 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
         return {"baseline": self._baseline, **options}
 
     def _measure(self, rollout: Rollout, rows: Rows = EVERY_ROW) -> None:
-        """Record these rows' statistics and, when they were the last ones of the rollout, log them."""
+        """Record these rows' statistics, and log them after the last rows of the rollout."""
         measure(rollout, rows)
         if rollout.unmeasured > 0:
             return
@@ -274,10 +274,10 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
         metrics = summarize(statistics, rollout.num_generations) | self._learn(rollout)
         self.add_metrics({f"otb/{name}": value for name, value in metrics.items()})
         self.replace_logged_advantages(completion_advantages(statistics).tolist())
-        rollout.states = None  # the one thing of a rollout that is large and that nobody looks at later
+        rollout.states = None  # large, and not needed any more
 
     def _learn(self, rollout: Rollout) -> dict[str, float]:
-        """Let a baseline that remembers learn from a rollout that has been credited; what it has to tell."""
+        """Update a baseline with memory from a scored rollout, and return its metrics."""
         rule = self._baseline
         if not rule.remembers or self.mode != "train":
             return {}
@@ -290,5 +290,5 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
     def _log_energy_source_once(self, source: str) -> None:
         if self.energy_source is None and self.model.training:
             self.energy_source = source
-            use = "" if self._baseline.uses_energy else f", for metrics only under {self.args.baseline!r}"
+            use = "" if self._baseline.uses_energy else f", only for metrics with {self.args.baseline!r}"
             logger.info(f"Energies come from {source}{use}.")

@@ -1,23 +1,22 @@
 """
-What a training step takes once energies are known, by baseline and length: time, and memory beyond what it leaves.
+Time and memory of a training step after the energies are known, by baseline and length.
 
-    OMP_NUM_THREADS=1 python -m recipes.benchmarks.advantages         # a minute or two on one core
-    python -m recipes.benchmarks.advantages --device cuda --baselines otb value
+    OMP_NUM_THREADS=1 python -m recipes.benchmarks.advantages         # a minute or two on one core; or --device cuda
 
-Timed are `credit` and `measure`: advantages under the baseline, those under the group mean for the metrics, and the
-metrics' sums; of `value` also what it learns, in steps after the first. Beside it: one read and one write of the
-inputs. Completions have a stretch of tool output in the middle. Medians of several runs, after one that warms up.
+This covers `credit` and `measure` (advantages under the baseline and the group mean, sums for the metrics) and the
+learning of `value`; for comparison, one read and write of the inputs. Completions have tool output in the middle.
+Times are means of several runs after two warm-up runs; memory is the peak beyond what the step keeps.
 """
 
 import argparse
-import statistics
 import sys
-import time
 from functools import partial
 
+import pandas
 import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.benchmark import Timer
 
-from recipes.benchmarks import Table, peak_and_kept, synchronize
 from trl_otb.baselines import BASELINES, Baseline
 from trl_otb.credit import credit, credit_base, measure, set_energies, tokens_of
 from trl_otb.rollout import Rollout
@@ -40,7 +39,7 @@ def inputs_of(rows: int, length: int, device: str, states: bool) -> list[torch.T
 
 
 def training_step(rule: Baseline, rewards, energy, mask, logps, states=None) -> Rollout:
-    """Everything that a step adds once energies are known."""
+    """Everything that a step does after the energies are known."""
     rollout = Rollout(mask, mask, mask, mask, mask, N, rewards, torch.ones_like(rewards))
     set_energies(rollout, energy, logps, states=states)
     options = {"baseline": rule, "alignment": "generated", "zero_tail": True, "leave_one_out": False}
@@ -54,14 +53,28 @@ def training_step(rule: Baseline, rewards, energy, mask, logps, states=None) -> 
 
 
 def seconds(function, *inputs, repeats: int) -> float:
-    times = []
-    for _ in range(repeats + 1):
-        synchronize()
-        began = time.perf_counter()
-        function(*inputs)
-        synchronize()
-        times.append(time.perf_counter() - began)
-    return statistics.median(times[1:])
+    timer = Timer("function(*inputs)", globals=locals(), num_threads=torch.get_num_threads())
+    return timer.timeit(repeats).mean
+
+
+def peak_and_kept(function, *inputs) -> tuple[int, int]:
+    """The peak number of bytes that `function` allocates, and the bytes left while its result is kept."""
+    if any(values.is_cuda for values in inputs):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        result = function(*inputs)
+        kept = torch.cuda.memory_allocated() - before
+        del result
+        return torch.cuda.max_memory_allocated() - before, kept
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
+        result = function(*inputs)
+    del result  # after the profile, so that it counts as kept
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak, live
 
 
 def main(argv):
@@ -70,23 +83,22 @@ def main(argv):
     parser.add_argument("--baselines", nargs="+", default=["otb", "group_mean", "value"], choices=BASELINES)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--longest", type=int, default=8192, help="longest completions, in tokens")
-    parser.add_argument("--output", help="write the table to this JSON file")
     args = parser.parse_args(argv)
 
     name = torch.cuda.get_device_name() if args.device.startswith("cuda") else args.device
     print(f"{name}, {torch.get_num_threads()} threads, torch {torch.__version__}, N = {N}")
-    table = Table("B × T", "baseline", "ms", "ns per token", "read+write, ms", "B beyond kept", width=16, first=14)
     for rows, length in ((rows, length) for rows, length in SIZES if length <= args.longest):
+        columns = ["ms", "ns per token", "read+write, ms", "B per token beyond kept"]
+        table = pandas.DataFrame(columns=columns, dtype=float)
         for baseline in args.baselines:
             rule = BASELINES[baseline].instance()
             inputs = inputs_of(rows, length, args.device, "states" in rule.reads)
             step = seconds(partial(training_step, rule), *inputs, repeats=args.repeats)
             floor = seconds(torch.add, *inputs[1:3], repeats=args.repeats)
             peak, kept = peak_and_kept(partial(training_step, rule), *inputs)
-            cells = [f"{1e3 * step:.1f}", f"{1e9 * step / rows / length:.1f}", f"{1e3 * floor:.1f}"]
-            table.add(f"{rows} × {length}", baseline, *cells, f"{(peak - kept) / rows / length:.1f}")
-    if args.output:
-        table.save(args.output, f"N = {N}, {name}")
+            tokens = rows * length
+            table.loc[baseline] = [1e3 * step, 1e9 * step / tokens, 1e3 * floor, (peak - kept) / tokens]
+        print(f"\n{rows} × {length} tokens\n{table.round(1)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,20 @@
 #!/usr/bin/env bash
-# All that waits for a GPU, in one command: its tests, what a step costs, the main job, and a report to be read.
+# Everything that needs a GPU, in one command: tests, the cost of a step, the main job, and a report.
 #
 #     make gpu                                         # one GPU, no hub; at most 25 minutes
-#     make gpu ARGS="tests step-lora"                  # some parts; the report keeps what is known of the others
+#     make gpu ARGS="tests step-lora"                  # some parts; the report keeps earlier results of the others
 #     make gpu LENGTH=1024                             # for a card of less than 140 GB: the longest completion, in tokens
 #     SMALL=1 recipes/benchmarks/gpu.sh                # every part, tiny, in about 3 minutes on two CPU cores
 #
-# Each part is a command that is logged, and stopped at its limit; where one fails the others go on. runs/gpu/report.md
-# says of each how it ended, on which machine, and what it printed last: the tables for the Cost section of
-# recipes/README.md.
+# Each part is a command with a log and a time limit; if one fails, the others continue. runs/gpu/report.md says how each
+# ended, on which machine, and what it printed last: the tables for the Cost section of recipes/README.md.
 #
-# To a machine without network carry this checkout and, as wheels, what its PyTorch came without: trl, datasets, dill
-# and multiprocess are seldom there (peft, pytest-xdist, matplotlib and psutil often are); for the main job also
-# reasoning-gym, math-verify and their own requirements.
+# To a machine without network, copy this checkout and wheels of the packages it lacks: usually trl, datasets, dill and
+# multiprocess (peft, pytest-xdist, matplotlib and psutil are often installed); for the main job also reasoning-gym,
+# math-verify and their requirements.
 set -uo pipefail
 cd "$(dirname "$0")/../.." || exit
-PYTHON=${PYTHON:-.venv/bin/python} FOLDER=${FOLDER:-runs/gpu} MINUTE=${MINUTE:-60} # seconds of a minute of a limit
+PYTHON=${PYTHON:-.venv/bin/python} FOLDER=${FOLDER:-runs/gpu} MINUTE=${MINUTE:-60} # seconds per minute of a limit
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
 PARTS="tests step-lora step-full advantages meter main"
 CHOSEN=${*:-$PARTS}

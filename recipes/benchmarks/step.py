@@ -1,16 +1,14 @@
 """
-What OTB costs beside GRPOTrainer: step time, peak memory and forwards, for each of the three sources of energies.
+The cost of OTB over GRPOTrainer: step time, peak memory and forwards, for each of the three sources of energies.
 
     python -m recipes.benchmarks.step                     # a small model: about 5 minutes on two cores
     python -m recipes.benchmarks.step --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 --length 1024
     python -m recipes.benchmarks.step --shape qwen2.5-1.5b --lora --length 4096 --gradient_checkpointing  # no hub
-    python -m recipes.benchmarks.step --baseline value    # which never needs an extra forward
-    python -m recipes.benchmarks.step --meter             # what GradientNoiseCallback costs, beside OTB without it
+    python -m recipes.benchmarks.step --meter             # GradientNoiseCallback over OTB without it
 
-The two arms take turns in one process, round by round and in changing order, on the same scripted completions:
-without generation a step is shortest and a cost most visible. Times are per step, medians over a round's rollouts; a
-ratio is taken per round, and its median and range over the rounds are printed. Memory is the round's peak, of the
-GPU's allocator or of the process. The README has what was seen on two CPU cores.
+The two arms alternate in one process on the same scripted completions: without generation the cost is most visible.
+Times are per step, medians over the rollouts of a round; time ratios are per round, with their median and range.
+Memory is the peak of a round, of the GPU's allocator or the process. recipes/README.md has results.
 """
 
 import argparse
@@ -24,25 +22,25 @@ import warnings
 from functools import partial
 from pathlib import Path
 
+import pandas
 import torch
 from datasets import Dataset
 from peft import LoraConfig, PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from recipes.benchmarks import Table, synchronize
 from recipes.toy import QUIET, sums
 from trl_otb import GradientNoiseCallback, OTBGRPOConfig, OTBGRPOTrainer
 
 
-N = 4
-# Micro-batches a step, their rows in groups, and passes over a rollout
+N, PROMPT_LENGTH = 4, 32
+# Micro-batches per step, groups per micro-batch, and passes over a rollout
 REGIMES = {
     "TRL's no-grad forward": {"gradient_accumulation_steps": 1, "groups": 4, "num_iterations": 2},
     "training forward": {"gradient_accumulation_steps": 4, "groups": 1, "num_iterations": 1},
     "one extra forward": {"gradient_accumulation_steps": 8, "groups": 0.5, "num_iterations": 1},
 }
-# Models of random weights: kind, sizes, and the precision of the weights
+# Models with random weights: type, sizes and dtype
 SIZES = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim"
 SHAPES = {
     "small": ("qwen3", (8192, 256, 768, 4, 4, 2, 64), "float32"),
@@ -50,8 +48,13 @@ SHAPES = {
 }
 
 
+def synchronize():
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 class Clock(TrainerCallback):
-    """Takes the time of every step, in seconds."""
+    """Times every step, in seconds."""
 
     def __init__(self):
         self.seconds = []
@@ -71,11 +74,11 @@ def reset_peak(on_gpu: bool):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     else:
-        Path("/proc/self/clear_refs").write_text("5")  # Linux: forget the high-water mark of resident memory
+        Path("/proc/self/clear_refs").write_text("5")  # Linux: reset the peak of resident memory
 
 
 def peak(on_gpu: bool) -> float:
-    """MiB."""
+    """Peak memory in MiB."""
     if on_gpu:
         return torch.cuda.max_memory_allocated() / 2**20
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
@@ -85,24 +88,20 @@ def peak(on_gpu: bool) -> float:
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[1], allow_abbrev=False)
     parser.add_argument("--model", help="hub id or folder")
-    parser.add_argument("--shape", choices=SHAPES, default="small", help="of random weights, without --model")
-    parser.add_argument("--dtype", help="of the weights; by default the shape's own, float32 with --model")
+    parser.add_argument("--shape", choices=SHAPES, default="small", help="a model with random weights")
+    parser.add_argument("--dtype", help="of the weights; by default the shape's, or float32 with --model")
     parser.add_argument("--lora", action="store_true", help="train adapters of rank 16 on all linear layers")
-    parser.add_argument("--device", choices=["cpu", "cuda"], help="by default the GPU where there is one")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=["cpu", "cuda"], default=device)
     parser.add_argument("--length", type=int, default=128, help="longest completion; the shortest is half of it")
-    parser.add_argument("--prompt_length", type=int, default=32)
     parser.add_argument("--gradient_checkpointing", action="store_true")
-    parser.add_argument("--output", help="write the figures to this JSON file")
     parser.add_argument("--steps", type=int, default=4, help="half the optimizer steps of a round")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--baseline", default="otb", help="OTB's")
-    parser.add_argument("--meter", action="store_true", help="OTB with the gradient noise meter, beside OTB without")
+    parser.add_argument("--baseline", default="otb", help="baseline of the OTB arm")
+    parser.add_argument("--meter", action="store_true", help="compare OTB with and without the gradient noise meter")
     args = parser.parse_args(argv)
-    if args.rounds < 1 or args.steps < 2:
-        parser.error("--rounds must be at least 1, --steps at least 2")
-    if args.length < 2:
-        parser.error("--length must be at least 2")
-    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if args.rounds < 1 or args.steps < 2 or args.length < 2:
+        parser.error("--rounds must be at least 1, --steps and --length at least 2")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: there is no GPU")
     args.dtype = args.dtype or ("float32" if args.model else SHAPES[args.shape][-1])
@@ -121,7 +120,7 @@ def model_config(args):
 
 
 def make_model(args):
-    """The same weights every time."""
+    """A model, with the same weights every time."""
     dtype = getattr(torch, args.dtype)
     if args.model:
         return AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
@@ -141,7 +140,7 @@ def describe(args) -> str:
 
 
 def build(arm, regime, args, folder):
-    """The arm's trainer, of scripted completions."""
+    """The arm's trainer, with scripted completions."""
     cls, config, callbacks = arm
     model = make_model(args)
     vocabulary = model.config.get_text_config().vocab_size
@@ -149,7 +148,7 @@ def build(arm, regime, args, folder):
     def rollout(prompts, trainer):
         g = torch.Generator().manual_seed(trainer.state.global_step)
         lengths = torch.randint(args.length // 2, args.length + 1, (len(prompts),), generator=g).tolist()
-        prompt = torch.randint(2, vocabulary, (args.prompt_length,), generator=g).tolist()
+        prompt = torch.randint(2, vocabulary, (PROMPT_LENGTH,), generator=g).tolist()
         ids = [torch.randint(2, vocabulary, (length,), generator=g).tolist() for length in lengths]
         return {"prompt_ids": [prompt] * len(prompts), "completion_ids": ids, "logprobs": None}
 
@@ -196,7 +195,7 @@ def measure(trainer) -> dict[str, float]:
     handle.remove()
     trainer.remove_callback(clock)
     passes = trainer.num_iterations
-    # A rollout's first step pays for scoring it, so whole rollouts are compared; the first one warms up
+    # The first step of a rollout also scores it, so whole rollouts are compared; the first rollout is a warm-up
     rollouts = [sum(clock.seconds[i : i + passes]) for i in range(passes, len(clock.seconds), passes)]
     return {
         "seconds": statistics.median(rollouts) / passes,
@@ -205,8 +204,8 @@ def measure(trainer) -> dict[str, float]:
     }
 
 
-def in_turn(args, regime, arms: dict[str, tuple]) -> dict[str, list[dict[str, float]]]:
-    """What [`measure`] finds in `args.rounds` rounds of both arms, which take turns at being the first."""
+def in_turn(args, regime, arms: dict[str, tuple]) -> list[pandas.DataFrame]:
+    """The results of [`measure`] for each arm, with a row per round; the arms alternate in starting a round."""
     rounds = {arm: [] for arm in arms}
     for turn in range(args.rounds):
         for arm in arms if turn % 2 == 0 else reversed(arms):
@@ -215,7 +214,7 @@ def in_turn(args, regime, arms: dict[str, tuple]) -> dict[str, list[dict[str, fl
                 rounds[arm].append(measure(trainer))
                 del trainer
                 gc.collect()  # one model and one optimizer at a time
-    return rounds
+    return [pandas.DataFrame(found) for found in rounds.values()]
 
 
 def main(argv):
@@ -223,26 +222,20 @@ def main(argv):
     config = partial(OTBGRPOConfig, baseline=args.baseline)
     # A trainer, its arguments and its callbacks
     regimes, arms = REGIMES, {"GRPO": (GRPOTrainer, GRPOConfig, ()), "OTB": (OTBGRPOTrainer, config, ())}
-    if args.meter:  # which needs several micro-batches of whole groups
+    if args.meter:  # it needs several micro-batches of whole groups
         regimes = ["training forward"]
         arms = {"OTB": arms["OTB"], "meter": (OTBGRPOTrainer, config, (GradientNoiseCallback,))}
     first, second = arms
-    note = f"{describe(args)}, {args.rounds} rounds of {2 * args.steps} steps"
-    print(note)
-    columns = [f"{first} s/step", f"{second} s/step", "time ratio", "range", "memory ratio"]
-    table, figures = Table("energies from", *columns, f"{first} forwards", f"{second} forwards", width=16), []
+    print(f"{describe(args)}, {args.rounds} rounds of {2 * args.steps} steps")
+    columns = [f"{first} s/step", f"{second} s/step", "time ratio", "lowest", "highest", "memory ratio"]
+    table = pandas.DataFrame(columns=[*columns, f"{first} forwards", f"{second} forwards"], dtype=float)
     for regime in regimes:
-        rounds = in_turn(args, regime, arms)
-        a, b = ({key: statistics.median(r[key] for r in rounds[arm]) for key in rounds[arm][0]} for arm in arms)
-        ratios = [ours["seconds"] / theirs["seconds"] for theirs, ours in zip(*rounds.values(), strict=True)]
-        time_ratio, memory_ratio, ends = statistics.median(ratios), b["mib"] / a["mib"], [min(ratios), max(ratios)]
-        numbers = a["seconds"], b["seconds"], time_ratio, *ends, memory_ratio, a["forwards"], b["forwards"]
-        table.add(regime, *"{:.3f} {:.3f} {:.3f} {:.3f}–{:.3f} {:.3f} {:.3f} {:.3f}".format(*numbers).split())
-        figure = {f"{arm.lower()}_{key}": value for arm, of in ((first, a), (second, b)) for key, value in of.items()}
-        figure |= {"time_ratio": time_ratio, "time_ratio_range": ends, "memory_ratio": memory_ratio}
-        figures.append({"energies_from": regime, **figure})
-        if args.output:  # after every regime, in case it is stopped
-            table.save(args.output, note, figures=figures)
+        a, b = in_turn(args, regime, arms)
+        ratio = b.seconds / a.seconds
+        numbers = [a.seconds.median(), b.seconds.median(), ratio.median(), ratio.min(), ratio.max()]
+        numbers += [b.mib.median() / a.mib.median(), a.forwards.median(), b.forwards.median()]
+        table.loc[regime] = numbers
+        print(table.to_string(float_format="{:.3f}".format), flush=True)  # after every regime, in case it is stopped
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""From the command line and a YAML file to the options of a run."""
+"""Parses the options of a run from the command line and a YAML file."""
 
 import argparse
 import dataclasses
@@ -23,19 +23,20 @@ from .launching import flag_names, print_once, processes
 
 
 RECIPES = Path(__file__).parents[1]
-# Old names that transformers still takes, with a warning, and ignores beside the new ones.
+# Old names that transformers still accepts, with a warning, but ignores when the new ones are set.
 RENAMED = {
     "gradient_checkpointing": "activation_checkpointing",
     "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
 }
 DATA_OPTIONS = ("dataset_options dataset_config dataset_split prompt_column answer_column num_train_problems").split()
-# In place of their own words.
+# Help texts that replace those of TRL and transformers.
 HELP = {
+    "baseline": f"One of {', '.join(BASELINES)}, or your own as module:function.",
     "output_dir": "Folder of the run.",
-    "model_name_or_path": "A model folder, a hub id, or module:function, which is called and returns a folder.",
-    "resume_from_checkpoint": "`latest`, or the folder of a checkpoint.",
+    "model_name_or_path": "A model folder, a hub id, or module:function, a function that returns a model folder.",
+    "resume_from_checkpoint": "`latest`, or a checkpoint folder.",
 }
-# The options of TRL and transformers that one changes most, for `--help`.
+# The options of TRL and transformers that `--help` shows.
 FREQUENT = (
     "model_name_or_path output_dir seed learning_rate max_steps per_device_train_batch_size "
     "gradient_accumulation_steps num_generations max_completion_length temperature beta loss_type eval_strategy "
@@ -45,7 +46,7 @@ FREQUENT = (
 
 
 def option(default: Any, help: str) -> Any:
-    """A field of a dataclass of options."""
+    """A dataclass field with a default and a help text."""
     given = {"default_factory": lambda: default} if isinstance(default, list) else {"default": default}
     return HfArg(**given, help=help)
 
@@ -53,10 +54,10 @@ def option(default: Any, help: str) -> Any:
 @dataclass
 class RecipeArguments:
     """
-    Options of a recipe, beside those of OTBGRPOConfig and of TRL's ModelConfig.
+    A recipe's own options, in addition to those of OTBGRPOConfig and TRL's ModelConfig.
 
-    A subclass may set `ABOUT`, what `--help` says first; `FOLDER`, the default of `output_dir`; and `WITHOUT_EFFECT`,
-    options that the recipe does not read: `--help` leaves them out, and a flag is an error.
+    A subclass may set `ABOUT`, the first lines of `--help`; `FOLDER`, the default `output_dir`; and `WITHOUT_EFFECT`,
+    options that the recipe does not read: `--help` omits them, and setting one on the command line is an error.
     """
 
     ABOUT: ClassVar[str] = ""
@@ -72,18 +73,18 @@ class RecipeArguments:
     dataset_split: str = option("train", "Split of a hub dataset.")
     prompt_column: str | None = option(None, "Column of the problem; by default prompt, question or problem.")
     answer_column: str | None = option(None, "Column of the answer; by default answer, solution or target.")
-    num_train_problems: int | None = option(None, "Problems to train on; by default 20,000 of a task, all of a file.")
-    num_held_out_problems: int = option(200, "Held-out problems; of a file or hub dataset at most a fifth.")
-    instruction: str = option(r"Put your final answer within \boxed{}.", "Added to every problem.")
+    num_train_problems: int | None = option(None, "Training problems; by default 20,000 for a task, all for a file.")
+    num_held_out_problems: int = option(200, "Held-out problems; at most a fifth of a file or hub dataset.")
+    instruction: str = option(r"Put your final answer within \boxed{}.", "Appended to every problem.")
     reward_funcs: list[str] | None = option(None, "Your own rewards, as `module:function`, after the recipe's own.")
-    eval_only: bool = option(False, "Measure the held-out accuracy of the model and stop; nothing is trained.")
-    overwrite: bool = option(False, "Replace the run that the output folder already holds.")
-    allow_changes: bool = option(False, "Resume although options differ from those that the run began with.")
+    eval_only: bool = option(False, "Measure the model's held-out accuracy and stop, without training.")
+    overwrite: bool = option(False, "Replace the run in the output folder.")
+    allow_changes: bool = option(False, "Resume even if options differ from those the run started with.")
     traceback: bool = option(False, "Print the traceback of an error.")
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Defaults are shown unless they are none, and flags in one spelling."""
+    """Shows defaults other than None and False, and each flag in one spelling."""
 
     def __init__(self, prog: str):
         super().__init__(prog, max_help_position=34, width=110)
@@ -97,7 +98,7 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
 
 
 class RecipeParser(TrlParser):
-    """TRL's parser with exact flag names, errors in one line, and a help that can be read."""
+    """TRL's parser with exact flag names, one-line errors and readable help."""
 
     def __init__(self, name: str, arguments: type):
         super().__init__(
@@ -108,15 +109,14 @@ class RecipeParser(TrlParser):
             add_help=False,
             description=arguments.ABOUT,
         )
-        self._negative_number_matcher = re.compile(r"-(\d+|\d*\.\d+)([eE][-+]?\d+)?$")  # -1e-4 is no flag
-        self.add_argument("--config", metavar="FILE.yaml", help="Defaults, in place of the recipe's own YAML file.")
-        self.add_argument("-h", "--help", action="store_true", help="Show the options one needs most, and exit.")
-        self.add_argument("--help-all", action="store_true", help="Show every option of TRL too, and exit.")
+        self._negative_number_matcher = re.compile(r"-(\d+|\d*\.\d+)([eE][-+]?\d+)?$")  # -1e-4 is a number
+        self.add_argument("--config", metavar="FILE.yaml", help="Defaults that replace the recipe's own YAML file.")
+        self.add_argument("-h", "--help", action="store_true", help="Show the most common options and exit.")
+        self.add_argument("--help-all", action="store_true", help="Show all options, including TRL's, and exit.")
         self.actions = {action.dest: action for action in reversed(self._actions)}  # --x rather than --no_x
         for name, text in HELP.items():
             self.actions[name].help = text
         self.actions["baseline"].metavar = "NAME"
-        self.actions["baseline"].help = f"One of {', '.join(BASELINES)}, or your own as module:function."
         own, otb, grpo = ({f.name for f in dataclasses.fields(c)} for c in (arguments, OTBGRPOConfig, GRPOConfig))
         self._shown = own | (otb - grpo) | {"config", "help", "help_all", "scale_rewards", *FREQUENT}
         self._shown -= {*arguments.WITHOUT_EFFECT}
@@ -125,7 +125,7 @@ class RecipeParser(TrlParser):
         raise InputError(f"{message}. See --help.")
 
     def format_short_help(self) -> str:
-        """The options that one needs most, those of TRL and transformers with the first sentence of their help."""
+        """The most common options; those of TRL and transformers with the first sentence of their help."""
         for action in self._actions:
             if action.dest not in self._shown or action is not self.actions[action.dest]:
                 action.help = argparse.SUPPRESS
@@ -140,7 +140,7 @@ class RecipeParser(TrlParser):
         return f" Did you mean {close[0]}?" if close else " See --help-all for all options."
 
     def read_yaml(self, path: Path) -> set[str]:
-        """Take defaults from a YAML file; its keys, which are returned, and its values are checked as flags are."""
+        """Read defaults from a YAML file, check names and values as for flags, and return the names."""
         with explained(f"`--config` is {str(path)!r}: it cannot be read:"):
             values = yaml.safe_load(path.read_text(encoding="utf-8"))
         if not isinstance(values, dict):
@@ -171,11 +171,11 @@ def parse(
     file: str, arguments: type, default_config: str, argv: list[str]
 ) -> tuple[RecipeArguments, OTBGRPOConfig, ModelConfig]:
     """
-    The options of a recipe: flags, and a YAML file for everything that they leave open.
+    Parse the options of a recipe: flags first, then a YAML file for everything the flags leave open.
 
-    `file` is the recipe's `__file__` or name, after which messages and the run's folder are called. `arguments` is
-    `RecipeArguments` or a subclass. `default_config` is the recipe's own YAML file, beside it or in recipes/; only
-    `--config` replaces it. `argv` is the command line after the program's name. An `InputError` says what is wrong.
+    `file` is the recipe's `__file__` or name; messages and the run folder are named after it. `arguments` is
+    `RecipeArguments` or a subclass. `default_config` is the recipe's YAML file, next to it or in recipes/; `--config`
+    replaces it. `argv` is the command line without the program's name. Raises an `InputError` for wrong options.
     """
     name = Path(file).name
     parser = RecipeParser(name, arguments)
@@ -193,14 +193,14 @@ def parse(
     if unknown:
         word = unknown[0].split("=")[0]
         if not word.startswith("-"):
-            raise InputError(f"{word!r} belongs to no flag.")
+            raise InputError(f"unexpected argument {word!r}: no flag precedes it.")
         raise InputError(f"there is no flag {word}.{parser.closest(word.lstrip('-'))}")
     flags = {name if name in parser.actions else name.removeprefix("no_") for name in flag_names(argv)}
     if "num_train_epochs" in flags and "max_steps" not in flags:
-        parser.set_defaults(max_steps=-1)  # those of the file would decide alone
+        parser.set_defaults(max_steps=-1)  # otherwise the file's max_steps would win
     if "dataset_name" in flags and given.dataset_name != parser.actions["dataset_name"].default:
         for left_out in in_file.intersection(DATA_OPTIONS) - flags:
-            print_once(f"Note: `{left_out}` of the YAML file belongs to its own data and is left out.")
+            print_once(f"Note: `{left_out}` in the YAML file belongs to the file's own dataset and is ignored.")
             parser.set_defaults(**{left_out: getattr(arguments, left_out)})
     values = parser.parse_args(argv)
     check_effects(values, flags, in_file, arguments.WITHOUT_EFFECT)
@@ -222,7 +222,7 @@ def _renamed(word: str) -> str:
 
 
 def default_folder(pattern: str, name: str, args: OTBGRPOConfig) -> Path:
-    """`runs/math/otb-seed42`, or the folder of the checkpoint that is to be resumed."""
+    """A folder such as `runs/math/otb-seed42`, or the one that holds the checkpoint to resume."""
     checkpoint = args.resume_from_checkpoint
     if checkpoint and checkpoint != "latest":
         return Path(checkpoint).parent

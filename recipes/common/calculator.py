@@ -1,11 +1,11 @@
-"""A calculator for text that nobody has looked at: a few operators on numbers, in bounded time, size and depth."""
+"""A calculator for untrusted text: a few operators on numbers, in bounded time, size and depth."""
 
 import ast
 import operator
 
 
 MAX_CHARACTERS = 200
-MAX_DIGITS = 40  # of any number that comes up
+MAX_DIGITS = 40  # of any intermediate result
 
 OPERATORS = {
     ast.Add: operator.add,
@@ -24,10 +24,9 @@ def evaluate(expression: str, max_operations: int = 50) -> int | float:
     """
     The value of an arithmetic expression in Python's syntax: numbers, parentheses, and + - * / // % **.
 
-    The expression is never executed: its syntax tree is walked, and every node that is none of these is refused.
-    It holds at most `MAX_CHARACTERS` characters, so that depth is bounded too, and at most `max_operations` operations
-    with two operands; all else is a `ValueError`. The value is an integer wherever the exact result is one and no
-    operand was a float.
+    The expression is never executed: its syntax tree is walked, and any other node is rejected. It may have at most
+    `MAX_CHARACTERS` characters, which also bounds the depth, and `max_operations` binary operations; anything else
+    raises a `ValueError`. The value is an integer if the exact result is one and no operand is a float.
     """
     if not isinstance(expression, str):
         raise ValueError(f"the expression is a {type(expression).__name__}, not text")
@@ -36,7 +35,7 @@ def evaluate(expression: str, max_operations: int = 50) -> int | float:
     try:
         tree = ast.parse(expression.strip(), mode="eval")
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
-        raise ValueError(f"{expression!r} is no arithmetic expression") from error
+        raise ValueError(f"{expression!r} is not an arithmetic expression") from error
     operations = sum(isinstance(node, ast.BinOp) for node in ast.walk(tree))
     if operations > max_operations:
         raise ValueError(f"the expression has {operations} operations, more than {max_operations}")
@@ -54,7 +53,7 @@ def _value(node: ast.expr) -> int | float:
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
         left, right = _value(node.left), _value(node.right)
         if isinstance(node.op, ast.Pow):
-            # Before it is worked out: a power is the one operation whose result can outgrow its operands without bound
+            # Checked in advance: only a power can grow without bound
             bits = left.bit_length() if isinstance(left, int) else 1
             if max(bits, 1) * abs(right) > 4 * MAX_DIGITS:
                 raise ValueError(f"the power {left} ** {right} is too large")
@@ -66,5 +65,5 @@ def _value(node: ast.expr) -> int | float:
 
 def _bounded(value: int | float | complex) -> int | float:
     if isinstance(value, complex) or value != value or abs(value) >= 10**MAX_DIGITS:
-        raise ValueError(f"a number that is not real or has more than {MAX_DIGITS} digits came up")
+        raise ValueError(f"an intermediate result is not real or has more than {MAX_DIGITS} digits")
     return value

@@ -1,4 +1,4 @@
-"""Checks of option values that take no time, before anything is loaded."""
+"""Instant checks of option values, before anything is loaded."""
 
 import math
 import re
@@ -7,7 +7,7 @@ from argparse import Namespace
 from .errors import InputError
 
 
-# What holds of a good value, by what a message says; and the options
+# By error message: the condition for a valid value, and the options it applies to
 RULES = {
     "must be at least 1": (
         lambda v: v >= 1,
@@ -32,47 +32,47 @@ RULES = {
 REASONING_GYM = "reasoning_gym:"
 KINDS = "(jsonl|json|parquet|csv)"
 FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
-# Options, as a regular expression; what they are for; and the option that decides it, with its values as another one
+# Options (a regular expression), what they are for, the option they depend on, and the values of it (another one)
 DEPENDENT = (
-    ("dataset_config|dataset_split", "datasets of the hub", "dataset_name", rf"(?!{REASONING_GYM}|.*\.{KINDS}$).*"),
-    ("(prompt|answer)_column", "files and the hub", "dataset_name", rf"(?!{REASONING_GYM}).*"),
-    ("num_train_epochs", "runs without a number of steps", "max_steps", "-.*"),
+    ("dataset_config|dataset_split", "hub datasets", "dataset_name", rf"(?!{REASONING_GYM}|.*\.{KINDS}$).*"),
+    ("(prompt|answer)_column", "files and hub datasets", "dataset_name", rf"(?!{REASONING_GYM}).*"),
+    ("num_train_epochs", "runs without `max_steps`", "max_steps", "-.*"),
     ("eval_steps", "the strategy `steps`", "eval_strategy", "steps"),
     ("save_steps", "the strategy `steps`", "save_strategy", "steps|best"),
     ("logging_steps", "the strategy `steps`", "logging_strategy", "steps"),
     ("lora_.*|use_rslora|use_dora", "LoRA", "use_peft", "True"),
-    ("bnb_.*|use_bnb_.*", "weights of 4 bits", "load_in_4bit", "True"),
+    ("bnb_.*|use_bnb_.*", "4-bit weights", "load_in_4bit", "True"),
     ("vllm_.*", "vLLM", "use_vllm", "True"),
     ("hub_.*", "uploads", "push_to_hub", "True"),
-    ("ref_model_.*", "a reference model that follows", "sync_ref_model", "True"),
+    ("ref_model_.*", "a synchronized reference model", "sync_ref_model", "True"),
     ("resume_from_checkpoint|overwrite|allow_changes", "training", "eval_only", "False"),
     ("overwrite", "a new run", "resume_from_checkpoint", "(?!latest$).*"),
     ("allow_changes", "a resumed run", "resume_from_checkpoint", "(?!None$).*"),
 )
-MOST_COMPLETIONS = 1_000_000  # per process and generation batch: beyond it memory ends before the first step
+MOST_COMPLETIONS = 1_000_000  # per process and generation batch: more would run out of memory before the first step
 
 
 def check_effects(values: Namespace, flags: set[str], in_file: set[str], unread: tuple[str, ...]) -> None:
     """
-    Raise an `InputError` if an option is given that changes nothing: a flag that the recipe does not read, or one that
-    counts only under another option. A flag that decides may turn off what the YAML file says.
+    Raise an `InputError` for an option that would change nothing: a flag that the recipe does not read, or an option
+    that needs another one. If the other one is a flag, it may turn off options of the YAML file.
     """
     for name in sorted(flags.intersection(unread)):
-        raise InputError(f"`{name}` is set and has no effect here: this recipe does not read it. Leave it out.")
+        raise InputError(f"`{name}` is set and has no effect here: this recipe does not read it. Drop it.")
     for names, what, decider, values_of_it in DEPENDENT:
         value = getattr(values, decider)
         value = getattr(value, "value", value)  # of an enumeration
         for name in sorted(flags if decider in flags else flags | in_file):
             if re.fullmatch(names, name) and not re.fullmatch(values_of_it, str(value)):
                 problem = f"it is for {what}, and `{decider}` is {value!r}"
-                raise InputError(f"`{name}` is set and has no effect here: {problem}. Leave it out, or change that.")
+                raise InputError(f"`{name}` is set and has no effect here: {problem}. Drop it, or change `{decider}`.")
 
 
 def check_values(values: Namespace, processes: int) -> None:
-    """Raise an `InputError` if a value makes no sense, or batch sizes and group sizes do not fit."""
+    """Raise an `InputError` for an invalid value, or batch sizes that do not fit the group size."""
     for name, value in vars(values).items():
-        if value != value:  # as nan alone
-            raise InputError(f"`{name}` is {value}, which is no number.")
+        if value != value:  # true of NaN only
+            raise InputError(f"`{name}` is {value}, which is not a number.")
     for rule, (is_good, names) in RULES.items():
         for name in names.split():
             value = getattr(values, name, None)
@@ -82,13 +82,13 @@ def check_values(values: Namespace, processes: int) -> None:
     _check_groups(values, processes)
     count, weights = 1 + len(values.reward_funcs or []), values.reward_weights
     if weights is not None and len(weights) != count:
-        each = "one for the recipe's grading, which comes first, and one for each of `reward_funcs`"
+        each = "one for the recipe's grading, then one for each of `reward_funcs`"
         raise InputError(f"`reward_weights` has {len(weights)} numbers for {count} rewards: give {each}.")
     _check_trackers(values.report_to)
 
 
 def _check_groups(values: Namespace, processes: int) -> None:
-    """A generation batch and an evaluation batch hold whole groups."""
+    """Check that generation batches and evaluation batches hold whole groups."""
     N, rows = values.num_generations, values.per_device_train_batch_size
     many = f"{processes} process{'es' * (processes > 1)}"
     name = "steps_per_generation" if values.steps_per_generation else "gradient_accumulation_steps"
@@ -127,9 +127,9 @@ def _check_trackers(report_to: str | list[str] | None) -> None:
 
 
 def check_enough_problems(available: int, generation_batch_size: int, num_generations: int) -> None:
-    """Raise an `InputError` if the problems do not fill one generation batch: nothing would be trained."""
+    """Raise an `InputError` if the problems do not fill one generation batch, so that nothing would be trained."""
     needed = generation_batch_size // num_generations
     if available < needed:
         batch = f"a generation batch of {generation_batch_size} in groups of {num_generations} needs {needed}"
-        fits = f"--per_device_train_batch_size until it holds at most {available * num_generations} completions"
-        raise InputError(f"there are {available} problems to train on, and {batch}: bring more, or lower {fits}.")
+        fits = f"--per_device_train_batch_size until the batch has at most {available * num_generations} completions"
+        raise InputError(f"there are {available} problems to train on, and {batch}: add problems, or lower {fits}.")

@@ -1,4 +1,4 @@
-"""One boundary between a recipe and its user: an error is one line, and the traceback is one flag away."""
+"""How a recipe ends: errors are one line, and `--traceback` prints the rest."""
 
 import errno
 import os
@@ -13,44 +13,43 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
-# What C libraries say where Python has no error number
+# Messages of C libraries for a full disk, which reach Python without an error number
 DISK_FULL = re.compile(r"(?s)No space left on device|os error 28|inline_container.*(unexpected pos|write failed)")
 
 
 class InputError(ValueError):
-    """The user gave a value that cannot be used; the message names the value, the reason and the remedy."""
+    """An invalid value from the user; the message names the value, the reason and the remedy."""
 
 
 class Stopped(KeyboardInterrupt):
-    """A run ended by Ctrl-C or another of [`stopping_signals`]; the message says what is lost and what is kept."""
+    """Ctrl-C or another of [`stopping_signals`] ended the run; the message says what is lost and what is kept."""
 
 
 class HelpShown(SystemExit):
-    """`--help` was asked for and printed; every other `SystemExit` comes from code that has no right to end a run."""
+    """`--help` was printed. Any other `SystemExit` is an error: no other code should end a run."""
 
 
 def rank() -> int:
-    """This process's number among those that were launched together."""
+    """The rank of this process among those launched together."""
     return int(os.environ.get("RANK", "0"))
 
 
 def stopping_signals() -> list[int]:
-    """Those that end a run in good order. What somebody else had ignored, as `nohup` does, stays ignored."""
+    """The signals that end a run cleanly. A signal that was already ignored, as under `nohup`, stays ignored."""
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     return [signum for signum in signals if signal.getsignal(signum) is not signal.SIG_IGN]
 
 
 def launch(file: str, main: Callable[[list[str]], None], argv: list[str]) -> None:
     """
-    Run `main(argv)` as a script does; `file` is its `__file__` or name.
+    Run `main(argv)` as a script; `file` is its `__file__` or name.
 
-    Exit codes: 0 after a good run, 2 for an `InputError`, 130 after Ctrl-C, SIGTERM or SIGHUP, 1 for every other
-    error, whose traceback goes into a file that the error line names. With `--traceback` in `argv` it is printed
-    instead.
+    Exit codes: 0 on success, 2 for an `InputError`, 130 after Ctrl-C, SIGTERM or SIGHUP, and 1 for any other error.
+    The traceback of the latter goes into a file named in the error line; `--traceback` in `argv` prints it instead.
     """
     name = os.path.basename(file)
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")  # a terminal that knows no ± is no reason to end
+        stream.reconfigure(errors="replace")  # for terminals that cannot show ±
     for signum in stopping_signals():
         signal.signal(signum, signal.default_int_handler)
     try:
@@ -60,7 +59,7 @@ def launch(file: str, main: Callable[[list[str]], None], argv: list[str]) -> Non
     except (Exception, SystemExit) as error:
         if "--traceback" in argv:
             traceback.print_exc()
-        if rank() > 0:  # the same error mostly happens in every process: once the first says it, the others are ended
+        if rank() > 0:  # usually all processes fail alike: rank 0 prints, and the launcher ends the others
             time.sleep(5)
         print(f"{name}: error: {line_of(error)}", file=sys.stderr, flush=True)
         _exit(2 if isinstance(error, InputError) else 1)
@@ -72,7 +71,7 @@ def launch(file: str, main: Callable[[list[str]], None], argv: list[str]) -> Non
 
 
 def line_of(error: BaseException) -> str:
-    """The error in one line. The traceback of an error that nobody foresaw is kept, and the line says where."""
+    """The error in one line. For an unexpected error, the line names the file that holds its traceback."""
     text = textwrap.shorten(str(error), 600, placeholder=" …")
     if isinstance(error, InputError):
         return text
@@ -89,8 +88,8 @@ def line_of(error: BaseException) -> str:
 @contextmanager
 def explained(prefix: str, within: tuple[str, ...] | None = None) -> Iterator[None]:
     """
-    Turn an error of another package into an `InputError` that starts with `prefix`, the value and the remedy. With
-    `within`, names of functions, only errors that were raised below one of them are turned.
+    Turn an error of another package into an `InputError` that starts with `prefix`. With `within`, function names,
+    only errors raised inside one of these functions are converted.
     """
     try:
         yield
@@ -105,7 +104,7 @@ def explained(prefix: str, within: tuple[str, ...] | None = None) -> Iterator[No
 
 @contextmanager
 def input_errors(*kinds: type[Exception]) -> Iterator[None]:
-    """Turn errors of these kinds into `InputError`s: what they say names the value and the reason."""
+    """Turn errors of these kinds into `InputError`s; their messages already name the value and the reason."""
     try:
         yield
     except kinds as error:
@@ -114,20 +113,20 @@ def input_errors(*kinds: type[Exception]) -> Iterator[None]:
 
 @contextmanager
 def constructing(model: str) -> Iterator[None]:
-    """Around a trainer's construction: the model cannot be loaded, or the trainer rejects an option."""
+    """Wraps a trainer's construction, which fails if the model cannot be loaded or an option is rejected."""
     unloadable = f"`model_name_or_path` is {model!r}: the model cannot be loaded:"
     with input_errors(ValueError, ImportError), explained(unloadable, within=("from_pretrained",)):
         yield
 
 
 def resuming(checkpoint: str | os.PathLike | None):
-    """Around training: a checkpoint that turns out not to be readable."""
+    """Wraps training, which fails if the checkpoint cannot be read."""
     loaders = ("_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_rng_state", "load_from_json")
     return explained(f"{checkpoint} is damaged; resume from an earlier checkpoint:", within=loaders)
 
 
 def _leave_together() -> None:
-    """A process that is gone early takes the others with it."""
+    """Wait for all processes, since one that exits early takes the others with it."""
     import torch
 
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
@@ -139,7 +138,7 @@ def _leave_together() -> None:
 
 
 def _exit(code: int) -> None:
-    """Without teardown where there are other processes: it could wait for them, or abort."""
+    """Exit; with several processes, without teardown, which could hang or abort."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,17 +1,17 @@
-"""How an answer is found in a completion, and whether it is right."""
+"""Finds the answer in a completion and grades it."""
 
 import re
 import unicodedata
 
 
 WORDS = re.compile(r"[^\W\d_]+([\s.,;:!?'’-]+[^\W\d_]+)*[\s.!?]*")
-# What is shorter than a word of four letters may be variables, of which xy and yx are equal; but not no, two, cat
+# Fewer than four letters may be a product of variables, where xy equals yx, unless they read as a word: no, two, cat
 LONG_WORD = re.compile(r"[^\W\d_]{4}")
 SHORT_WORD = re.compile(r"(?i)(?=[a-z]*[eiou])[a-z]{2,3}|(?=[a-z]*a)(?=[a-z]*[e-w])[a-z]{3}")
 
 
 def final_text(completion: str | list[dict]) -> str:
-    """A completion's text; for a conversation, its last message."""
+    """The text of a completion; of a conversation, its last message."""
     return completion if isinstance(completion, str) else completion[-1].get("content") or ""
 
 
@@ -32,12 +32,11 @@ def find_answer(text: str) -> str:
 
 def grade_mathematics(answer: str, gold: str, entry: int | None = None, seconds: int = 3) -> float:
     """
-    1.0 if two answers of unknown form are equal, to the letter or as mathematics (math-verify), else 0.0.
+    1.0 if the answers are equal, literally or as mathematics (math-verify), else 0.0.
 
-    A `gold` of words is compared word by word, whatever its capitals and its full stop: as mathematics, letters are
-    factors, of which anagrams are equal and a sentence takes seconds. An answer that takes longer than `seconds` to
-    work out, such as 9^9^9^9, is wrong, and so is an empty one. Call it in the main thread: math-verify keeps time by
-    its signals.
+    A `gold` made of words is compared word by word, ignoring case and the full stop: as mathematics, letters would be
+    factors, anagrams would be equal, and a sentence would take seconds. An answer that takes longer than `seconds` to
+    evaluate, such as 9^9^9^9, is wrong, and so is an empty one. Call it in the main thread: math-verify uses signals.
     """
     from math_verify import parse, verify
 
@@ -52,7 +51,7 @@ def grade_mathematics(answer: str, gold: str, entry: int | None = None, seconds:
 
 
 def _latex(text: str) -> str:
-    """What LaTeX would read as something else: ½, x², 1 1/2 and 1e-5, whose e is not Euler's number."""
+    """Rewrite what LaTeX would misread: ½, x², 1 1/2, and 1e-5, whose e is not Euler's number."""
     text = re.sub("[⁰¹²³⁴-⁹⁻]+", lambda power: f"^{{{power[0]}}}", text)
     text = re.sub("[¼-¾⅐-⅞]", lambda fraction: f" {fraction[0]}", text)
     text = unicodedata.normalize("NFKC", text).replace("⁄", "/").strip()

@@ -1,4 +1,4 @@
-"""Held-out accuracy as avg@k with its standard error, measured by the trainer's own evaluation."""
+"""Held-out accuracy as avg@k with its standard error, measured in the trainer's own evaluation."""
 
 import functools
 import json
@@ -18,15 +18,15 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from .run_folder import COUNTS
 
 
-KEPT = 20  # held-out problems whose answers are kept
+KEPT = 20  # number of held-out problems whose answers are saved
 
 
 @dataclass
 class Accuracy:
-    """`mean` over problems of the share of its k samples that are right, and the standard error of that mean."""
+    """The share of a problem's k samples that are right: `mean` over problems, and the standard error of the mean."""
 
     mean: float
-    standard_error: float | None  # of one problem, none
+    standard_error: float | None  # None for a single problem
     problems: int
     samples: int
     step: int = 0
@@ -38,7 +38,7 @@ class Accuracy:
 
 
 def accuracy(scores: dict[int, list[float]], step: int = 0) -> Accuracy:
-    """From the scores of each problem's samples. Problems are the unit: samples of one problem are not independent."""
+    """From each problem's scores. The error is over problems, since samples of one problem are not independent."""
     means = [statistics.fmean(s) for s in scores.values()]
     error = statistics.stdev(means) / len(means) ** 0.5 if len(means) > 1 else None
     return Accuracy(statistics.fmean(means), error, len(means), min(map(len, scores.values())), step)
@@ -46,28 +46,28 @@ def accuracy(scores: dict[int, list[float]], step: int = 0) -> Accuracy:
 
 class HeldOut(TrainerCallback):
     """
-    Counts along with a reward function: the tokens generated in training and, in an evaluation, every held-out
-    problem's scores, which become an [`Accuracy`]. Checkpoints keep the counts. An evaluation during training leaves
-    the random numbers of training as they are, so that evaluating more often does not change a run.
+    Wraps a reward function to count generated tokens in training and, in an evaluation, to collect every held-out
+    problem's scores as an [`Accuracy`]. Checkpoints keep the counts. An evaluation during training leaves the random
+    state of training unchanged, so evaluating more often does not change a run.
     """
 
     def __init__(self):
-        self.dataset: Dataset | None = None  # the held-out problems, once they are numbered
+        self.dataset: Dataset | None = None  # the held-out problems, set by `numbered`
         self.tokens_generated = 0  # by this process
-        self.seconds = 0.0  # of training with its evaluations, in all legs of a resumed run
+        self.seconds = 0.0  # of training and its evaluations, over all parts of a resumed run
         self._began: float | None = None
         self.evaluations: list[Accuracy] = []
-        self.answers: dict[str, list[dict]] = {}  # "before" and "after": of each problem, its first sample
+        self.answers: dict[str, list[dict]] = {}  # "before" and "after": each problem's first sample
         self._samples: list[tuple[int, float, str]] = []
         self._random_state = None
 
     def numbered(self, problems: Dataset) -> Dataset:
-        """The held-out problems with numbers, by which the reward's calls in an evaluation are told from others."""
+        """The held-out problems with a column of numbers, which marks the reward's calls in an evaluation."""
         self.dataset = problems.add_column("held_out", list(range(len(problems))))
         return self.dataset
 
     def counted(self, reward: Callable[..., list[float]]) -> Callable[..., list[float]]:
-        """`reward`, whose scores are counted."""
+        """`reward`, wrapped so that its calls are counted."""
 
         @functools.wraps(reward)
         def count(completions, completion_ids, held_out=None, log_metric=None, **kwargs):
@@ -85,7 +85,7 @@ class HeldOut(TrainerCallback):
         return count
 
     def resume(self, checkpoint: str, is_main_process: bool) -> None:
-        """Take up the counts that were saved with a checkpoint."""
+        """Load the counts saved with a checkpoint."""
         saved = json.loads((Path(checkpoint) / COUNTS).read_text())
         self.evaluations, self.answers = [Accuracy(**e) for e in saved["evaluations"]], saved["answers"]
         self.tokens_generated = saved["tokens_generated"] if is_main_process else 0
@@ -106,7 +106,7 @@ class HeldOut(TrainerCallback):
         self.save(Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}", state.is_world_process_zero)
 
     def save(self, folder: Path, is_main_process: bool) -> None:
-        """Save the counts beside a model. All processes must call it."""
+        """Save the counts next to a model. All processes must call it."""
         saved = {
             "seconds": self.seconds,
             "evaluations": [vars(e) for e in self.evaluations],
@@ -117,7 +117,7 @@ class HeldOut(TrainerCallback):
             (folder / COUNTS).write_text(json.dumps(saved))
 
     def all_tokens_generated(self) -> int:
-        """By all processes, all of which must ask."""
+        """The total over processes. All of them must call it."""
         return sum(gather_object([self.tokens_generated]))
 
     def on_step_end(self, args, state, control, **kwargs):
@@ -134,7 +134,7 @@ class HeldOut(TrainerCallback):
         k = args.num_generations_eval or args.num_generations
         scores, first = defaultdict(list), {}
         for problem, score, text in gather_object(self._samples):
-            # Several processes fill the last batch up with repeated problems; their first k samples are enough
+            # Several processes pad the last batch with repeated problems: only the first k samples count
             if len(scores[problem]) < k:
                 scores[problem].append(score)
                 first.setdefault(problem, {"said": text, "score": score})
@@ -143,7 +143,7 @@ class HeldOut(TrainerCallback):
         self.answers["after" if self.answers else "before"] = [first[p] for p in sorted(first)[:KEPT]]
 
     def examples(self) -> list[dict]:
-        """The first few held-out problems: question, answer, and what the policy said before and after."""
+        """The first few held-out problems: question, answer, and the policy's answers before and after training."""
         rows = self.dataset.select(range(min(KEPT, len(self.dataset))))
         return [
             {"question": row["question"], "answer": row["answer"]}
@@ -153,7 +153,7 @@ class HeldOut(TrainerCallback):
 
 
 def transcript(completion: str | list[dict]) -> str:
-    """A completion as one reads it: text, calls as `name(arguments)`, and results behind an arrow."""
+    """A completion as readable text: calls as `name(arguments)`, results after an arrow."""
     if isinstance(completion, str):
         return completion
     words = []
@@ -169,7 +169,7 @@ def transcript(completion: str | list[dict]) -> str:
 
 
 def _number(score) -> float:
-    """A reward as one number: `None` counts as 0, rewards of turns are added up."""
+    """A reward as one number: `None` counts as 0, and rewards per turn are added up."""
     if score is None:
         return 0.0
     return float(sum(score) if isinstance(score, Sequence) else score)

@@ -1,4 +1,4 @@
-"""Processes and commands: how this process was started, who speaks, and what could be typed to start it again."""
+"""Processes and commands: how this process was launched, which rank prints, and the command that resumes a run."""
 
 import logging
 import os
@@ -14,21 +14,20 @@ from .errors import InputError, rank
 
 
 def processes() -> int:
-    """How many processes were launched together."""
+    """The number of processes launched together."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def print_once(text: str) -> None:
-    """Print once, whatever the number of processes."""
+    """Print in rank 0 only."""
     if rank() == 0:
         print(text, flush=True)
 
 
 def tidy_output() -> None:
     """
-    Let the trainer say where its energies come from, and silence what other packages say about themselves and nobody
-    can act on: that TRL uses an option's old name, that bitsandbytes has no CPU kernel, that DeepSpeed found no GPU.
-    Call it before these packages are imported.
+    Show the trainer's log messages, and silence those of other packages that no user can act on: TRL using an old
+    option name, bitsandbytes without a CPU kernel, DeepSpeed without a GPU. Call it before importing these packages.
     """
     logging.basicConfig(format="%(message)s")
     logging.getLogger("trl_otb").setLevel(logging.INFO)
@@ -41,10 +40,9 @@ def tidy_output() -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
-def command(argv: list[str], environment: dict[str, str] | None = None) -> str:
-    """The command that started this run, with other arguments of the recipe, ready to be pasted into a shell."""
-    environment = os.environ if environment is None else environment
-    if "TRL_OTB_MAKE_RUN" in environment:
+def command(argv: list[str]) -> str:
+    """The command that started this run, with `argv` as the recipe's arguments, ready to paste into a shell."""
+    if "TRL_OTB_MAKE_RUN" in os.environ:
         return f"make run ARGS={shlex.quote(shlex.join(argv))}" if argv else "make run"
     words = sys.orig_argv
     program = ["-m", words[words.index("-m") + 1]] if "-m" in words[:-1] else [sys.argv[0]]
@@ -65,29 +63,28 @@ def _launcher() -> list[str] | None:
 
 
 def _as_found(program: str) -> str:
-    """A program's name if the shell finds it by that, else, as where no environment is active, its whole path."""
+    """A program's name if the shell finds it by name, else (no active environment) its full path."""
     name = Path(program).name
     return name if program in (name, shutil.which(name)) else program
 
 
-def check_launcher(environment: dict[str, str] | None = None) -> None:
-    """Raise an `InputError` if the launcher asks for a GPU where none is: it would fail later, or be ignored."""
+def check_launcher() -> None:
+    """Raise an `InputError` if the launcher asks for a GPU and there is none: it would fail later, or be ignored."""
     import torch
 
-    environment = os.environ if environment is None else environment
     if torch.accelerator.is_available():
         return
-    if environment.get("ACCELERATE_USE_FSDP") == "true":
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true":
         use = "Use --config_file recipes/accelerate/multi_cpu.yaml"
-        raise InputError(f"accelerate asks for FSDP, and no GPU is there: on a CPU it would silently run DDP. {use}.")
-    precision = environment.get("ACCELERATE_MIXED_PRECISION", "no")
-    if environment.get("ACCELERATE_USE_DEEPSPEED") == "true" and precision != "no":
+        raise InputError(f"accelerate asks for FSDP, and there is no GPU: on a CPU it would silently run DDP. {use}.")
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true" and precision != "no":
         add = "Add --mixed_precision no after `accelerate launch`"
-        raise InputError(f"DeepSpeed was asked for {precision}, and no GPU is there, so this is float32. {add}.")
+        raise InputError(f"DeepSpeed was asked for {precision}, but without a GPU the recipe uses float32. {add}.")
 
 
 def flag_names(argv: list[str]) -> list[str]:
-    """The flags in `argv`, spelt with `_`."""
+    """The names of the flags in `argv`, with `_` for `-`."""
     return [word.split("=")[0][2:].replace("-", "_") for word in argv if word.startswith("--")]
 
 
@@ -103,7 +100,7 @@ def without_flags(argv: list[str], *names: str) -> list[str]:
 
 
 def warn_of_missing_processes() -> None:
-    """`accelerate launch --cpu --num_processes 2` starts one process and does not say so; say it."""
+    """Print a note if accelerate started fewer processes than asked for, as with `--cpu --num_processes 2`."""
     words = _launcher() or []
     if "--num_processes" not in words[:-1]:
         return

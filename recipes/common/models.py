@@ -1,4 +1,4 @@
-"""The model that a user names: where it is, whether a GRPO trainer can use it, and its tokenizer."""
+"""The model a user names: its folder, whether a GRPO trainer can use it, and its tokenizer."""
 
 import os
 import re
@@ -19,13 +19,13 @@ from .errors import InputError, constructing, explained, input_errors
 from .run_folder import check_safetensors
 
 
-# What a model's folder must hold, one file of each kind.
+# A model folder must hold one file of each kind.
 MODEL_FILES = {
     "config.json": ["config.json", "adapter_config.json"],
     "weights": ["*.safetensors", "*.bin"],
     "tokenizer": ["tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt"],
 }
-# What the architecture of a model that writes text ends in.
+# Endings of the architecture names of generative text models.
 GENERATIVE = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 load_object = input_errors(ValueError)(import_object)
 
@@ -37,7 +37,7 @@ def trainer_arguments(
     data: list[Dataset],
     tools: list[Callable] | None = None,
 ) -> tuple[dict[str, Any], list[Dataset]]:
-    """The trainer's model, tokenizer and adapter, and `data` with the column `prompt`; all of them checked."""
+    """The trainer's model, tokenizer and adapter, and `data` with a column `prompt`, all checked."""
     path = model_path(model_args.model_name_or_path)
     tokenizer = load_tokenizer(path, args, model_args)
     data = [with_prompts(some, tokenizer, settings.instruction) for some in data]
@@ -50,12 +50,12 @@ def trainer_arguments(
 
 
 def own_rewards(settings: RecipeArguments) -> list[Callable[..., list[float]]]:
-    """Those of `--reward_funcs`."""
+    """The functions named in `--reward_funcs`."""
     return [load_object(name, "reward_funcs") for name in settings.reward_funcs or []]
 
 
 def model_path(name: str | None) -> str:
-    """The folder or hub id to load; `module:function` is called and returns it. An `InputError` if there is none."""
+    """The folder or hub id to load, from a call if `name` is `module:function`. Raises an `InputError` if invalid."""
     if not name:
         raise InputError("`model_name_or_path` is empty: name a model folder, a hub id, or module:function.")
     if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name):
@@ -63,7 +63,7 @@ def model_path(name: str | None) -> str:
         with explained(f"`model_name_or_path` is {name!r}: it fails with"):
             path = function()
         if not isinstance(path, str | os.PathLike) or not Path(path).is_dir():
-            raise InputError(f"`model_name_or_path` is {name!r}: it returned {path!r}, which is no folder.")
+            raise InputError(f"`model_name_or_path` is {name!r}: it returned {path!r}, which is not a folder.")
         name = str(path)
     if os.path.isdir(name):
         _check_folder(Path(name))
@@ -73,12 +73,12 @@ def model_path(name: str | None) -> str:
 
 
 def load_tokenizer(path: str, args: GRPOConfig, model_args: ModelConfig) -> PreTrainedTokenizerBase:
-    """The model's tokenizer; an `InputError` if it cannot be loaded, or the model writes no text with it."""
+    """The model's tokenizer. Raises an `InputError` if it cannot be loaded or the model cannot write text with it."""
     trust = {"trust_remote_code": args.trust_remote_code, "revision": model_args.model_revision}
     with explained(f"`model_name_or_path` is {path!r}: its tokenizer cannot be loaded:"):
         tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left", truncation_side="left", **trust)
     if (Path(path) / "adapter_config.json").is_file() and not (Path(path) / "config.json").is_file():
-        return tokenizer  # the base model's configuration is looked at when it is loaded
+        return tokenizer  # the base model's configuration is read on loading
     with explained(f"`model_name_or_path` is {path!r}: its configuration cannot be loaded:"):
         config = AutoConfig.from_pretrained(path, **trust)
     if config.is_encoder_decoder or not all(a.endswith(GENERATIVE) for a in config.architectures or []):
@@ -88,12 +88,12 @@ def load_tokenizer(path: str, args: GRPOConfig, model_args: ModelConfig) -> PreT
     largest = max(tokenizer.get_vocab().values(), default=0)
     if largest >= vocabulary:
         problem = f"its tokenizer has token ids up to {largest}, and the model only {vocabulary} embeddings"
-        raise InputError(f"`model_name_or_path` is {path!r}: {problem}. Save the model's own tokenizer beside it.")
+        raise InputError(f"`model_name_or_path` is {path!r}: {problem}. Save the model's own tokenizer next to it.")
     return tokenizer
 
 
 def with_adapter(path: str, args: GRPOConfig, model_args: ModelConfig) -> tuple[Any, Any]:
-    """The model for the trainer, and the adapter it is to add: a folder that a LoRA run left holds one already."""
+    """The trainer's model and the adapter to add, which is None for the folder of a LoRA run: it has its own."""
     if (Path(path) / "config.json").is_file() or not (Path(path) / "adapter_config.json").is_file():
         return path, get_peft_config(model_args)
     from peft import AutoPeftModelForCausalLM
@@ -106,7 +106,7 @@ def with_adapter(path: str, args: GRPOConfig, model_args: ModelConfig) -> tuple[
 
 
 def with_prompts(data: Dataset, tokenizer: PreTrainedTokenizerBase, instruction: str) -> Dataset:
-    """Add the column `prompt`: a conversation where the tokenizer has a chat template, else plain text."""
+    """Add a column `prompt`: a conversation if the tokenizer has a chat template, else plain text."""
 
     def prompt(question: str, before: list[dict[str, str]] | None = None, **columns):
         question = {"role": "user", "content": f"{question}\n{instruction}".strip()}
@@ -119,10 +119,10 @@ def with_prompts(data: Dataset, tokenizer: PreTrainedTokenizerBase, instruction:
 def check_prompts(
     data: Dataset, tokenizer: PreTrainedTokenizerBase, path: str, args: GRPOConfig, tools: list | None = None
 ) -> None:
-    """Raise an `InputError` if the chat template refuses a prompt or tools, or a prompt leaves no room to answer."""
+    """Raise an `InputError` if the chat template rejects a prompt or tools, or a prompt leaves no room to answer."""
     if tools and not supports_tool_calling(tokenizer):
-        remedy = "Choose a model that was taught to call tools, such as Qwen/Qwen3-0.6B"
-        problem = "its chat template cannot show tools and their results"
+        remedy = "Choose a model trained to call tools, such as Qwen/Qwen3-0.6B"
+        problem = "its chat template does not support tools"
         raise InputError(f"`model_name_or_path` is {path!r}: {problem}. {remedy}.")
     texts = prompts = list(data["prompt"])
     if tokenizer.chat_template:

@@ -1,4 +1,4 @@
-"""Verifiable problems: where they come from, and which of them are held out."""
+"""Loads verifiable problems and splits off the held-out ones."""
 
 import difflib
 import glob
@@ -24,7 +24,7 @@ from .run_folder import sha256
 
 PROMPT_COLUMNS = ("prompt", "question", "problem")
 ANSWER_COLUMNS = ("answer", "solution", "target")
-# Columns that a recipe or TRL gives a meaning of its own.
+# Columns with a special meaning for the recipes or TRL.
 RESERVED = set(
     "prompt prompts question answer entry before held_out completion completions completion_ids image images tools "
     "chat_template_kwargs environment environments trainer_state log_extra log_metric".split()
@@ -34,17 +34,17 @@ RESERVED = set(
 @dataclass
 class Problems:
     """
-    Problems to train on and held-out ones: datasets with the columns `question` and `answer`, text or numbers, which
-    are made text. They may have further columns: `entry`, by which the grader of a reasoning-gym task finds the
-    problem; `before`, the messages of a conversation before its question; and whatever else a reward reads. An
-    `InputError` says what is missing.
+    Training problems and held-out problems: datasets with columns `question` and `answer`, text or numbers, which are
+    converted to text. Further columns: `entry`, the index by which the grader of a reasoning-gym task finds the
+    problem; `before`, the messages before a conversation's question; and whatever else a reward reads. Raises an
+    `InputError` if a column is missing.
     """
 
     train: Dataset
     held_out: Dataset
     grade: Callable[[str, str, int | None], float] = grade_mathematics  # of an answer found, `answer` and `entry`
     name: str = "data without a name"  # in messages
-    duplicates: int = 0  # rows that were dropped because an earlier row asks the same
+    duplicates: int = 0  # rows dropped because an earlier row asks the same question
 
     def __post_init__(self):
         self.train, self.held_out = (_in_text(data, self.name) for data in (self.train, self.held_out))
@@ -56,28 +56,27 @@ class Problems:
 
 def load_problems(settings: RecipeArguments, seed: int = 0) -> Problems:
     """
-    Load the problems that the options ask for, and hold some out; an `InputError` says why that cannot be.
+    Load the problems named by the options and hold some out, at most a fifth of a file or hub dataset.
 
-    Which ones does not depend on the seed, so that runs can be compared. `seed` decides which problems reasoning-gym
-    generates to train on. Of a file or hub dataset at most a fifth are held out.
+    The held-out problems do not depend on `seed`, so runs can be compared. `seed` chooses the training problems that
+    reasoning-gym generates. Raises an `InputError` if there are no such problems.
     """
-    name, num_held_out = settings.dataset_name, settings.num_held_out_problems
+    name = settings.dataset_name
     if name.startswith(REASONING_GYM):
         return _reasoning_gym(settings, seed)
     if settings.dataset_options:
         raise InputError(f"`dataset_options` is for reasoning-gym tasks, and `dataset_name` is {name!r}.")
     rows = _rows(_load(settings), settings)
-    different = {}  # the first row of every question, whatever its spaces
+    different = {}  # the first row of every question, ignoring whitespace
     for row in rows:
         different.setdefault((" ".join(row["question"].split()), json.dumps(row["before"])), row)
     if len(different) < 2:
         problem = f"{name} has {len(rows)} rows, but only {len(different)} different problem"
         raise InputError(f"{problem}: at least 2 are needed, one to train on and one to hold out.")
-    data = Dataset.from_list(list(different.values())).shuffle(seed=0)
-    held_out = max(1, min(num_held_out, len(data) // 5))
-    end = min(len(data), held_out + (settings.num_train_problems or len(data)))
-    train, held_out = data.select(range(held_out, end)), data.select(range(held_out))
-    return Problems(train, held_out, name=name, duplicates=len(rows) - len(different))
+    held_out = max(1, min(settings.num_held_out_problems, len(different) // 5))
+    train = min(settings.num_train_problems or len(different), len(different) - held_out)
+    data = Dataset.from_list(list(different.values())).train_test_split(train_size=train, test_size=held_out, seed=0)
+    return Problems(data["train"], data["test"], name=name, duplicates=len(rows) - len(different))
 
 
 def _rows(data: Dataset, settings: RecipeArguments) -> list[dict[str, Any]]:
@@ -86,21 +85,21 @@ def _rows(data: Dataset, settings: RecipeArguments) -> list[dict[str, Any]]:
     answers = _column(data, settings.answer_column, ANSWER_COLUMNS, "answer_column")
     others = [column for column in data.column_names if column not in RESERVED | {prompts, answers}]
     if left_out := [column for column in data.column_names if column not in {prompts, answers, *others}]:
-        print_once(f"Note: rewards do not get the columns {', '.join(left_out)}: these names mean something to TRL.")
+        print_once(f"Note: rewards do not get the columns {', '.join(left_out)}: TRL reserves these names.")
     rows = []
     for i, row in enumerate(data):
         before, question = _question(row[prompts], prompts, i, name)
         answer = _text(row[answers], answers, i, name, "--answer_column")
-        answer = _text(answer.split("####")[-1].strip(), answers, i, name)  # GSM8K's mark of the final answer
+        answer = _text(answer.split("####")[-1].strip(), answers, i, name)  # GSM8K marks the final answer so
         own = {"question": question, "answer": answer, "entry": None, "before": before}
         rows.append({column: row[column] for column in others} | own)
     return rows
 
 
 def _question(value: Any, column: str, row: int, name: str) -> tuple[list[dict[str, str]], str]:
-    """The messages before the question, and the question: the text, or a conversation's last message."""
+    """The messages before the question, and the question: plain text or a conversation's last message."""
     if not (isinstance(value, list) and value and all(isinstance(m, dict) and "content" in m for m in value)):
-        return [], _text(value, column, row, name, "--prompt_column", ", or messages that end with a user's")
+        return [], _text(value, column, row, name, "--prompt_column", ", or messages that end with the user's")
     messages = []
     for message in value:
         content = message["content"]
@@ -121,16 +120,16 @@ def _text(value: Any, column: str, row: int, name: str, flag: str = "", other: s
         return value
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         if isinstance(value, float) and abs(value) >= 2**53:
-            raise InputError(f"row {row} of {name}: {column!r} is too large to be kept exactly: write it as text.")
+            raise InputError(f"row {row} of {name}: {column!r} is too large for an exact float: write it as text.")
         return f"{Decimal(repr(value)):f}"
     is_empty = value is None or not str(value).strip()
     held = "nothing" if is_empty else f"a {type(value).__name__}, {str(value)[:60]}"
-    remedy = f"Drop or mend such rows{f', or name another column with {flag}' if flag else ''}."
+    remedy = f"Drop or fix such rows{f', or name another column with {flag}' if flag else ''}."
     raise InputError(f"row {row} of {name}: {column!r} holds {held}, and must hold text or a number{other}. {remedy}")
 
 
 def _in_text(data: Dataset, name: str) -> Dataset:
-    """`data` with questions and answers as text, by which they are shown and compared."""
+    """`data` with questions and answers as text, for display and comparison."""
     for column in ("question", "answer"):
         if column not in data.column_names:
             raise InputError(f"{name} has no column {column!r}, only {', '.join(data.column_names)}.")
@@ -153,7 +152,7 @@ def _reasoning_gym(settings: RecipeArguments, seed: int) -> Problems:
         close = difflib.get_close_matches(task, DATASETS) or sorted(DATASETS)[:5]
         raise InputError(f"reasoning-gym has no task {task!r}. Close to it: {', '.join(close)}.")
 
-    entries = []  # the problems as reasoning-gym made them: some tasks grade by more than the answer
+    entries = []  # reasoning-gym's own problems: some tasks grade with more than the answer
 
     def generate(size, seed):
         with explained(f"reasoning-gym does not take {options} for {task!r}:"):
@@ -169,12 +168,12 @@ def _reasoning_gym(settings: RecipeArguments, seed: int) -> Problems:
     _, train = generate(settings.num_train_problems or 20_000, seed=10**6 * (seed + 1))
     train = [row for row in train if row["question"] not in held_out]
     if not train:
-        raise InputError(f"every problem of {task!r} with {options} is held out: ask for more kinds of problem.")
+        raise InputError(f"every problem of {task!r} with {options} is held out: allow more varied problems.")
 
     def grade(answer: str, gold: str, entry: int | None) -> float:
         try:
-            return float(scorer.score_answer(answer, entries[entry]) > 1 - 1e-6)  # some tasks give part of the score
-        except Exception:  # several tasks trip over an answer that is not of the form they expect
+            return float(scorer.score_answer(answer, entries[entry]) > 1 - 1e-6)  # some tasks give partial scores
+        except Exception:  # several tasks fail on answers of an unexpected form
             return 0.0
 
     return Problems(Dataset.from_list(train), Dataset.from_list(list(held_out.values())), grade, settings.dataset_name)
@@ -191,17 +190,17 @@ def _load(settings: RecipeArguments) -> Dataset:
     try:
         if is_file:
             if path.suffix != ".parquet":
-                path.read_text(encoding="utf-8")  # some readers take other bytes until a row is looked at
-            cache = Path(config.HF_DATASETS_CACHE) / sha256(path)  # by default of path and time
+                path.read_text(encoding="utf-8")  # some readers fail on other bytes only when a row is read
+            cache = Path(config.HF_DATASETS_CACHE) / sha256(path)  # by content; the default is by path and time
             source, options = FILE_FORMATS[path.suffix], {"cache_dir": str(cache), "split": "train"}
             options["data_files"] = glob.escape(name)
-        if path.suffix == ".csv":  # as written: neither 007 nor 1e-5 nor what stands before an unquoted comma is lost
+        if path.suffix == ".csv":  # read as text, so that 007, 1e-5 and text before an unquoted comma survive
             columns = {*PROMPT_COLUMNS, *ANSWER_COLUMNS, settings.prompt_column, settings.answer_column} - {None}
             options |= {"index_col": False, "converters": dict.fromkeys(columns, str)}
         with warnings.catch_warnings():
             warnings.simplefilter("error", ParserWarning)
             data = load_dataset(source, **options)
-    except Exception as error:  # whatever reader the library chose raises its own kind
+    except Exception as error:  # each reader raises its own kind
         cause = error.__cause__ or error
         remedies = {ParserWarning: ". Quote fields that hold a comma.", UnicodeDecodeError: ". Save it as UTF-8."}
         remedy = remedies.get(type(cause), "")

@@ -1,8 +1,7 @@
-"""What a run prints at its end and leaves in its folder."""
+"""What a run prints at the end and writes into its folder."""
 
 import json
 import math
-import statistics
 from pathlib import Path
 
 import pandas
@@ -26,8 +25,8 @@ PANELS = {
 
 def report(run: RunFolder, trainer: GRPOTrainer, held_out: HeldOut, name: str) -> None:
     """
-    Write result.json, held_out.json and training.png, and print the result. All processes must call it. `name`, of the
-    model and the data, is for the picture's title.
+    Write result.json, held_out.json and training.png, and print the result. All processes must call it. `name` (the
+    model and the data) goes into the picture's title.
     """
     args, before, after = trainer.args, held_out.evaluations[0], held_out.evaluations[-1]
     tokens = held_out.all_tokens_generated()
@@ -60,11 +59,11 @@ def report(run: RunFolder, trainer: GRPOTrainer, held_out: HeldOut, name: str) -
 
 
 def report_evaluation(run: RunFolder, held_out: HeldOut) -> None:
-    """Print what `--eval_only` measured."""
+    """Print the result of `--eval_only`."""
     print_once(f"Held-out accuracy: {held_out.evaluations[-1]}")
     _print_examples(held_out)
     if run.path.is_dir() and not any(run.path.iterdir()):
-        run.path.rmdir()  # the trainer made it
+        run.path.rmdir()  # which the trainer created
 
 
 def _print_examples(held_out: HeldOut) -> None:
@@ -92,48 +91,42 @@ def _print_calls(log: list[dict]) -> None:
 
 def plot_training(log: list[dict], evaluations: list[Accuracy], path: Path, title: str) -> None:
     """
-    Held-out accuracy, reward, gradient norm, energy and turns over the steps of a run.
+    Held-out accuracy and the `PANELS` over the steps of a run: every logged value, and the [`smoothed`] curve in bold.
 
-    Where values are logged often, the pale line is every one and the bold one their centred mean over a tenth of
-    the run. A panel whose values are missing is left out, and that of turns if each completion has one.
+    Panels without values are omitted, as are turns if every completion has one.
     """
-    logged = (
-        pandas.DataFrame(log, columns=["step", *PANELS]).set_index("step").replace([math.inf, -math.inf], math.nan)
-    )
+    logged = pandas.DataFrame(log, columns=["step", *PANELS]).groupby("step").first()
+    logged = logged.replace([math.inf, -math.inf], math.nan).dropna(how="all")
     if (logged["turns"].dropna() == 1).all():
         del logged["turns"]
-    curves = {key: logged[key].dropna() for key in logged.dropna(axis="columns", how="all")}
-    rows = 1 + (len(curves) > 3)
-    columns = math.ceil((len(curves) + 1) / rows)
+    logged = logged.dropna(axis="columns", how="all").rename(columns=PANELS)
+    rows = 1 + (len(logged.columns) > 3)
+    columns = math.ceil((1 + len(logged.columns)) / rows)
     figure = Figure(figsize=(4.2 * columns, 3.1 * rows + 0.6), layout="constrained")
     accuracy, *axes = figure.subplots(rows, columns, squeeze=False).flat
-    errors = [100 * (e.standard_error or 0.0) for e in evaluations]
-    means = [100 * e.mean for e in evaluations]
-    accuracy.errorbar([e.step for e in evaluations], means, errors, color="tab:red", marker="o", capsize=3)
+    held_out = pandas.DataFrame([vars(e) for e in evaluations]).set_index("step").fillna(0.0) * 100
+    held_out["mean"].plot(ax=accuracy, yerr=held_out["standard_error"], color="tab:red", marker="o", capsize=3)
     accuracy.set_title("held-out accuracy, % ± standard error", fontsize=10)
-    for axis, (key, curve) in zip(axes, curves.items(), strict=False):
-        smooth = centred_mean(list(curve), len(curve) // 10)
-        axis.plot(curve.index, curve, color="tab:blue", alpha=0.35, linewidth=1, marker="." * (len(curve) < 10))
-        axis.plot(curve.index, smooth, color="tab:blue", linewidth=2)
-        axis.set_title(PANELS[key], fontsize=10)
-    for axis in (accuracy, *axes[: len(curves)]):
-        axis.set_xlabel("step")
-        axis.set_ylim(0, axis.get_ylim()[1] * 1.05)
-        axis.grid(alpha=0.3)
-    for unused in axes[len(curves) :]:
+    for unused in axes[len(logged.columns) :]:
         unused.remove()
-    explained = "pale: every logged value; bold: their centred mean over a tenth of the run"
-    figure.suptitle(f"{title}\n{explained}" if curves else title, fontsize=10)
+    for axis, name in zip(axes, logged, strict=False):
+        logged[name].plot(ax=axis, color="tab:blue", alpha=0.35, linewidth=1, marker="." * (len(logged) < 10))
+        smoothed(logged[name]).plot(ax=axis, color="tab:blue", linewidth=2)
+        axis.set_title(name, fontsize=10)
+    for axis in figure.axes:
+        axis.axhline(0, color="0.8", linewidth=0.8)
+        axis.grid(alpha=0.3)
+    explained = "pale: every logged value; bold: centred mean over a tenth of the run"
+    figure.suptitle(f"{title}\n{explained}" if len(logged) else title, fontsize=10)
     figure.savefig(path, dpi=120)
 
 
+def smoothed(curve: pandas.Series) -> pandas.Series:
+    """The centred mean over a tenth of the curve."""
+    return curve.dropna().rolling(1 + len(curve) // 10, center=True, min_periods=1).mean()
+
+
 def markdown(rows: list[list[str]]) -> str:
-    """A table of these rows, the head first."""
+    """A Markdown table; the first row is the header."""
     head, *body = ("|" + "".join(f" {cell} |" if cell else " |" for cell in row) + "\n" for row in rows)
     return "".join([head, "|---" * len(rows[0]) + "|\n", *body])
-
-
-def centred_mean(values: list[float], width: int) -> list[float]:
-    """The mean over about `width` values around each one; fewer at the ends, as many on the left as on the right."""
-    reaches = [min(width // 2, i, len(values) - 1 - i) for i in range(len(values))]
-    return [statistics.fmean(values[i - reach : i + reach + 1]) for i, reach in enumerate(reaches)]

@@ -1,4 +1,4 @@
-"""The folder of a run: what it may hold before, what the run began with, and what of it is left to do."""
+"""The folder of a run: what it may already hold, the options the run started with, and what is left to do."""
 
 import hashlib
 import json
@@ -26,12 +26,12 @@ from .launching import command, print_once, processes, without_flags
 CONFIGURATION, RESULT, STATE = "configuration.json", "result.json", "trainer_state.json"
 COUNTS = "held_out_counts.json"  # written last, so that a checkpoint that has it is complete
 PACKAGES = ("trl-otb", "trl", "transformers", "torch", "accelerate", "datasets", "peft")
-# What a run leaves behind, and `--overwrite` removes; the tokenizer's files are written anew
+# The files of a run, which `--overwrite` removes; the tokenizer's files are simply replaced
 WRITTEN = re.compile(
     r"checkpoint-\d+|(configuration|result|held_out(_counts)?|trainer_state|config|generation_config|adapter_config)\.json|"
     r"training\.png|training_args\.bin|(model|adapter_model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?"
 )
-# Options that decide what is written where, how often, and how far, but not which experiment this is.
+# Options that decide what is written, where, how often, and when to stop, but do not change the experiment.
 NEUTRAL_STARTS = ("logging", "save", "eval_", "hub", "push_to_hub", "log_", "report", "dataloader_", "tqdm", "trackio")
 NEUTRAL = set(
     "output_dir run_name disable_tqdm resume_from_checkpoint overwrite allow_changes traceback eval_only max_steps "
@@ -42,27 +42,27 @@ NEUTRAL = set(
 
 @dataclass
 class RunFolder:
-    """A run's folder, opened by [`open_run`]."""
+    """The folder of a run, from [`open_run`]."""
 
     path: Path
-    configuration: dict[str, Any]  # everything that was asked for, ready for JSON
-    overwrite: bool  # whether `start` removes what an earlier run left
-    argv: list[str]  # the command line, for the commands that resume
-    checkpoint: Path | None = None  # what the run resumes from
-    trained: Path | None = None  # the weights of a run that lacks only its last evaluation
-    finished: str | None = None  # why there is nothing left to do
+    configuration: dict[str, Any]  # all options, ready for JSON
+    overwrite: bool  # whether `start` removes an earlier run
+    argv: list[str]  # the command line, for the command that resumes
+    checkpoint: Path | None = None  # the checkpoint to resume from
+    trained: Path | None = None  # the weights, if only the last evaluation is missing
+    finished: str | None = None  # the reason, if nothing is left to do
     lock: Any = None
 
     def take(self) -> None:
-        """Keep other processes from writing into the folder as long as this one lives."""
+        """Lock the folder against other processes for the lifetime of this one."""
         if rank() == 0 and self.lock is None:
             with input_errors(ValueError):
                 self.lock = lock(self.path, again=True)
 
     def start(self, is_main_process: bool) -> None:
-        """Write down what the run begins with. Only now may an earlier run's files go."""
-        goes_on = self.checkpoint is not None and self.checkpoint.parent.resolve() == self.path.resolve()
-        if not is_main_process or goes_on:
+        """Write the configuration, and only now remove an earlier run's files."""
+        continues = self.checkpoint is not None and self.checkpoint.parent.resolve() == self.path.resolve()
+        if not is_main_process or continues:
             return
         if self.overwrite:
             for old in (path for path in self.path.iterdir() if WRITTEN.fullmatch(path.name)):
@@ -70,16 +70,13 @@ class RunFolder:
         (self.path / CONFIGURATION).write_text(json.dumps(self.configuration, indent=2, sort_keys=True) + "\n")
 
     def resume_command(self) -> str:
-        """The command that resumes from the newest checkpoint, ready to be pasted."""
+        """The command that resumes from the newest checkpoint."""
         kept = without_flags(self.argv, "resume_from_checkpoint", "overwrite")
         return command([*kept, "--resume_from_checkpoint", "latest"])
 
 
 def open_run(settings: RecipeArguments, args: OTBGRPOConfig, model_args: ModelConfig, argv: list[str]) -> RunFolder:
-    """
-    Look at the folder of a run before anything is loaded, and keep other processes out of it. Nothing is changed there
-    yet. An `InputError` says why it cannot be used.
-    """
+    """Lock and check a run's folder before anything is loaded, without changes; an `InputError` if it is unusable."""
     folder = Path(args.output_dir)
     run = RunFolder(folder, configuration(settings, args, model_args), settings.overwrite, argv)
     if settings.eval_only:
@@ -97,15 +94,15 @@ def open_run(settings: RecipeArguments, args: OTBGRPOConfig, model_args: ModelCo
     run.take()
     model = Path(model_args.model_name_or_path or "absent")
     if run.overwrite and model.is_dir() and model.resolve().is_relative_to(folder.resolve()):
-        raise InputError(f"`model_name_or_path` is {str(model)!r}, which --overwrite would remove: choose another.")
+        raise InputError(f"`model_name_or_path` is {str(model)!r}, which --overwrite would remove: move it first.")
     foreign = {*folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*")} - {*checkpoints(folder)}
     if foreign and args.save_total_limit:
-        raise InputError(f"{min(foreign)} is no checkpoint, and `save_total_limit` would delete it: move it away.")
+        raise InputError(f"{min(foreign)} is not a checkpoint, and `save_total_limit` would delete it: move it away.")
     return run
 
 
 def configuration(settings: RecipeArguments, args: OTBGRPOConfig, model_args: ModelConfig) -> dict[str, Any]:
-    """Every option of a run, and what it ran on, as JSON reads it back."""
+    """Every option of a run, its data, model and versions, as JSON would read them back."""
     data, model = Path(settings.dataset_name), Path(model_args.model_name_or_path or "absent")
     weights = {file.name: sha256(file, last=2**26) for file in model.glob("*.safetensors")}  # training changes all
     found = {package.name: package.version for package in reversed(list(distributions()))}  # the first on the path
@@ -122,14 +119,14 @@ def configuration(settings: RecipeArguments, args: OTBGRPOConfig, model_args: Mo
 
 
 def sha256(file: Path, last: int | None = None) -> str:
-    """Of a file, or of its last bytes."""
+    """The hash of a file, or of its last bytes."""
     with open(file, "rb") as opened:
         opened.seek(max(0, file.stat().st_size - last) if last else 0)
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Options that make another experiment, as `name was 1 and is 2`."""
+    """The options that differ and change the experiment, as `name was 1 and is 2`."""
     parts = ("recipe", "trainer", "model")
     changed = [change for part in parts for change in _changes(then.get(part, {}), now[part])]
     counts = [name for name in ("processes", "steps") if then.get(name) != now.get(name)]
@@ -147,18 +144,18 @@ def _changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Those of a run, the newest last."""
+    """The checkpoints of a run, the newest last."""
     found = [path for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if re.fullmatch(r"\w+-\d+", path.name)]
     return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """The newest complete checkpoint of a run. (`get_last_checkpoint` also takes one that was being written.)"""
+    """The newest complete checkpoint of a run. (`get_last_checkpoint` would also return an unfinished one.)"""
     return next((path for path in reversed(checkpoints(folder)) if (path / COUNTS).is_file()), None)
 
 
 def check_safetensors(folder: Path) -> None:
-    """Raise an `InputError` if a .safetensors file in `folder` is cut short or is none."""
+    """Raise an `InputError` if a .safetensors file in `folder` is truncated or not in that format."""
     for path in folder.glob("*.safetensors"):
         with _readable(path), safe_open(path, framework="pt"):
             pass
@@ -185,18 +182,18 @@ def _find_checkpoint(run: RunFolder, args: OTBGRPOConfig, allow_changes: bool) -
         return
     if checkpoint in (None, source) and not whole:
         held = f"the model of {step} steps and no checkpoint to resume from, as after --save_strategy no"
-        raise InputError(f"{source} holds {held}: begin anew with --overwrite or another --output_dir.")
+        raise InputError(f"{source} holds {held}: start over with --overwrite or another --output_dir.")
     _check_checkpoint(checkpoint, whole, allow_changes)
     run.checkpoint = checkpoint
     if whole:
         is_saved = (source / STATE).is_file() and _progress(source, args)[0] == step
         best = _read(checkpoint / STATE, "best_model_checkpoint")[0] if args.load_best_model_at_end else None
         run.trained = source if is_saved else Path(best or checkpoint)
-        print_once("Nothing left to train: what is missing is the last evaluation.")
+        print_once("Nothing left to train: only the last evaluation is missing.")
 
 
 def _check_checkpoint(checkpoint: Path, whole: bool, allow_changes: bool) -> None:
-    """A damaged file, or one that is missing for training, is better found before anything is loaded."""
+    """Find damaged files, and files that training needs and are missing, before anything is loaded."""
     _read(checkpoint / COUNTS)
     for path in [*checkpoint.glob("*.pt"), *checkpoint.glob("*.pth"), *checkpoint.glob("*.bin")]:
         with _readable(path):
@@ -212,14 +209,14 @@ def _check_checkpoint(checkpoint: Path, whole: bool, allow_changes: bool) -> Non
     if not missing or whole:
         return
     lacks = " and no ".join(missing)
-    problem = f"{checkpoint} has no {lacks}, as after --save_only_model: training would continue with new ones"
+    problem = f"{checkpoint} has no {lacks}, as after --save_only_model: training would start with new ones"
     if not allow_changes:
-        raise InputError(f"{problem}. Say --allow_changes for that, or resume from another checkpoint.")
+        raise InputError(f"{problem}. Accept that with --allow_changes, or resume from another checkpoint.")
     print_once(f"Note: {problem}.")
 
 
 def _progress(checkpoint: Path, args: OTBGRPOConfig) -> tuple[int, bool]:
-    """The step that was reached, and whether it is the last one that is asked for."""
+    """The step reached, and whether it is the last one requested."""
     step, steps, epochs = _read(checkpoint / STATE, "global_step", "max_steps", "num_train_epochs")
     if args.max_steps > 0:
         return step, step >= args.max_steps
@@ -229,13 +226,13 @@ def _progress(checkpoint: Path, args: OTBGRPOConfig) -> tuple[int, bool]:
 def _check_unchanged(folder: Path, now: dict[str, Any], allow_changes: bool) -> None:
     path = folder / CONFIGURATION
     if not path.is_file():
-        return print_once(f"Note: {path} is missing, so nothing says whether the options are those it began with.")
-    with explained(f"{path} cannot be read. Remove it to resume without a comparison:"):
+        return print_once(f"Note: {path} is missing, so options cannot be compared with the original ones.")
+    with explained(f"{path} cannot be read. Remove it to resume without comparing options:"):
         then = json.loads(path.read_text())
     changed = differences(then, now)
     if changed and not allow_changes:
-        remedy = "Resume with the same options, say --allow_changes, or start a new run with another --output_dir"
-        raise InputError(f"{folder} began with other options: {'; '.join(changed)}. {remedy}.")
+        remedy = "Resume with the same options, add --allow_changes, or start a new run with another --output_dir"
+        raise InputError(f"{folder} started with other options: {'; '.join(changed)}. {remedy}.")
     changed += _changes(then["versions"], now["versions"])
     before, after = (options["trainer"].get("max_steps") for options in (then, now))
     if before != after and not str(now["trainer"].get("lr_scheduler_type")).startswith("constant"):
@@ -247,15 +244,15 @@ def _check_unchanged(folder: Path, now: dict[str, Any], allow_changes: bool) -> 
 def _check_free(run: RunFolder) -> None:
     folder = run.path
     weights = [file for pattern in ("*.safetensors", "pytorch_model*.bin") for file in folder.glob(pattern)]
-    # One that was being saved when its run was killed is nothing to keep
+    # A checkpoint that was being saved when its run was killed is not worth keeping
     saved = latest_checkpoint(folder) if (folder / CONFIGURATION).is_file() else checkpoints(folder)
     held = {"the result of a run": (folder / RESULT).is_file(), "checkpoints": saved, "a model": weights}
     what = next((what for what, is_there in held.items() if is_there), None)
     if what and not run.overwrite:
         ways = "--overwrite to replace it, or another --seed or --output_dir to keep it"
-        raise InputError(f"{folder} holds {what}. Say --resume_from_checkpoint latest to continue it, {ways}.")
+        raise InputError(f"{folder} holds {what}. Use --resume_from_checkpoint latest to continue it, {ways}.")
     if what and not (folder / CONFIGURATION).is_file():
-        raise InputError(f"{folder} holds {what} and no {CONFIGURATION}, so no run wrote it: choose another folder.")
+        raise InputError(f"{folder} holds {what} but no {CONFIGURATION}, so no run wrote it: choose another folder.")
 
 
 def _read(path: Path, *keys: str) -> list[Any]:
@@ -265,6 +262,6 @@ def _read(path: Path, *keys: str) -> list[Any]:
 
 
 def _readable(path: Path):
-    """Around reading a file that may be damaged."""
-    remedy = "Resume from an earlier checkpoint, or get the file again"
+    """Wraps reading a file that may be damaged."""
+    remedy = "Resume from an earlier checkpoint, or restore the file"
     return explained(f"{path} is damaged: it cannot be read. {remedy}:")

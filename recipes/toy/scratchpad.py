@@ -1,11 +1,10 @@
 """
-A scratchpad whose length is a dial: a digit is stepped on and on, with free choices at every step that do no harm.
+A scratchpad of a chosen length: the policy counts a digit up, with harmless free choices at every step.
 
-For `7+3*12=` the policy writes twelve steps such as `c11 0` without the space: a letter of its choice, how many steps
-are left, the digit plus 3; and, if it likes, the digit once more as a check, `!0`. The answer is the last digit.
-Letters and checks have much energy and decide nothing. A step's digit is a slip so often that 60 % of the answers are
-right at every length; where lengths are mixed, as often as for 6 steps, so that short answers are mostly right and
-long ones mostly wrong.
+For `7+3*12=` the policy writes twelve steps such as `c110`: any letter, the number of steps left (11), the digit plus
+3 (0) and, optionally, the digit again as a check, `!0`. The answer is the last digit. Letters and checks have high
+energy and do not affect the result. The slip rate makes 60 % of the answers right at every length. With mixed lengths
+it is the rate for 6 steps, so short answers are mostly right and long ones mostly wrong.
 """
 
 import random
@@ -16,7 +15,7 @@ from statistics import fmean
 ALPHABET = "0123456789+*=!abcdefgh"
 LETTERS = "abcdefgh"
 RIGHT = 0.6
-# Steps for about so many tokens of a completion: a letter, two digits of the counter, the digit, half a check of two
+# Steps by the approximate number of tokens: per step a letter, two counter digits, the digit, and half a check of two
 STEPS = {10: 2, 30: 6, 100: 20, 300: 60}
 
 
@@ -29,18 +28,18 @@ def problems(steps: int) -> list[dict[str, str]]:
 
 
 def lucky_letters(rates: list[int]) -> list[dict[str, str]]:
-    """Problems of 6 steps; each answer is some letters of its own, as many as one of `rates`, chosen at random."""
+    """Problems of 6 steps, each answered by its own random letters; their number is drawn from `rates`."""
     rng = random.Random(0)
     return [row | {"answer": "".join(rng.sample(LETTERS, rng.choice(rates)))} for row in problems(6)]
 
 
 def first_letter(completions, answer, **kwargs) -> list[float]:
-    """The reward: 1 where the first letter is one of `answer`, which nothing in a completion tells."""
+    """The reward: 1 if the first letter is one of `answer`, which nothing in a completion predicts."""
     return [float(text[-1]["content"][:1] in set(right)) for text, right in zip(completions, answer, strict=True)]
 
 
 def last_digit(completions, answer, steps=(), log_metric=None, **kwargs) -> list[float]:
-    """The reward: 1 where the digit after the counter's end is `answer`. Logged by the steps that a problem takes."""
+    """The reward: 1 if the digit after the counter reaches 00 is `answer`. Logged by the steps a problem takes."""
     said = [text if isinstance(text, str) else text[-1]["content"] for text in completions]
     scores = [float(bool(re.search(rf"00{right}(!\d)?$", text))) for text, right in zip(said, answer, strict=True)]
     for length in set(steps) if log_metric else ():
@@ -49,7 +48,7 @@ def last_digit(completions, answer, steps=(), log_metric=None, **kwargs) -> list
 
 
 def demonstrations(size: int, tokens: list[int]) -> list[list[tuple[str, bool]]]:
-    """Of answers of about so many tokens, in equal shares."""
+    """Demonstrations with about these numbers of tokens per answer, in equal shares."""
     rng = random.Random(0)
     asked = [row for length in tokens for row in problems(STEPS[length])]
     slip = 1 - RIGHT ** (1 / STEPS[tokens[len(tokens) // 2]])

@@ -1,4 +1,4 @@
-"""Small policies over single characters, warm-started on what a careless pupil writes down."""
+"""Small character-level policies, warm-started on a careless pupil's work."""
 
 import hashlib
 import json
@@ -19,11 +19,11 @@ from . import QUIET, cached, dialogues, lake, scratchpad, worked_sums
 class WarmStart:
     """Supervised training on demonstrations."""
 
-    alphabet: str  # the policy's tokens, beside padding and `<eos>`
-    demonstrations: Callable[[int], list[list[tuple[str, bool]]]]  # n -> n times (text, whether the policy says it) …
-    chat_template: str  # how a conversation is written
+    alphabet: str  # the policy's tokens, in addition to padding and `<eos>`
+    demonstrations: Callable[[int], list[list[tuple[str, bool]]]]  # n -> n lists of (text, is it the policy's)
+    chat_template: str
     learning_rate: float = 4e-3
-    response_template: dict | None = None  # how an answer is read back as a message, by transformers
+    response_template: dict | None = None  # by which transformers parses an answer into a message
     steps: int = 2000
     batch_size: int = 32
     model: tuple[tuple[str, int | bool], ...] = (  # arguments of Qwen3Config
@@ -38,7 +38,7 @@ class WarmStart:
     )
 
     def key(self) -> str:
-        """A hash of everything that decides the weights, by value: a change of wording or layout leaves it alone."""
+        """A hash of everything that determines the weights; changes of wording or layout do not affect it."""
         import torch
 
         values = {**vars(self), "demonstrations": self.demonstrations(500), "torch": torch.__version__}
@@ -47,8 +47,8 @@ class WarmStart:
 
 def _template(said: str, alphabet: str, tool: str = "", argument: str = "") -> str:
     """
-    The chat template of prompt.jinja and `said`: `State the final answer to the following arithmetic problem: 3 + 4 =`
-    is written `3+4`. Only a prompt that is to be answered is checked: TRL probes templates with its own conversations.
+    The chat template from prompt.jinja and `said`. It writes `State the final answer to the following arithmetic
+    problem: 3 + 4 =` as `3+4`. It checks only prompts to be answered: TRL probes templates with other conversations.
     """
     folder = Path(__file__).parent
     text = (folder / "prompt.jinja").read_text() + (folder / said).read_text().rstrip("\n")
@@ -60,7 +60,7 @@ def _answers(task, demonstrations, **training) -> WarmStart:
 
 
 def _calls(task, demonstrations, tool: str, argument: str, **training) -> WarmStart:
-    """Calls of the one tool are written `[…]`, what it shows `{…}`, or `{?}` for an error."""
+    """Calls of the tool are written `[…]`, its results `{…}`, and errors `{?}`."""
     template = _template("calls.jinja", task.ALPHABET, tool, argument)
     call = {"type": "function", "function": {"name": tool, "arguments": {argument: "{content}"}}}
     calls = {"open": "[", "close": "]", "repeats": True, "content": "text", "transform": call}
@@ -70,7 +70,7 @@ def _calls(task, demonstrations, tool: str, argument: str, **training) -> WarmSt
 
 
 def _up_to(tokens: int) -> tuple[tuple[str, int | bool], ...]:
-    """The model for conversations of so many tokens."""
+    """The model for conversations of at most this length."""
     return tuple(dict(WarmStart.model, max_position_embeddings=tokens).items())
 
 
@@ -103,8 +103,8 @@ def policy(kind: str, steps: int | None = None) -> Path:
     def make(folder: Path) -> None:
         takes = "a minute or less" if start.model == WarmStart.model else "minutes, for long games an hour"
         print(f"Warm-starting the toy policy {kind}: {takes}, once; it is cached.", flush=True)
-        # In a process of its own, outside the launched job: a trainer here would wait for the other processes, which
-        # wait for this one. In a session of its own, so that Ctrl-C reaches only this process, which then ends it.
+        # A separate process, outside the launched job: a trainer here would wait for the other processes, which wait
+        # for this one. A separate session, so that Ctrl-C reaches only this process, which then ends the other.
         command = [sys.executable, "-m", __name__, kind, str(folder), str(start.steps), str(os.getpid())]
         where = {"cwd": Path(__file__).parents[2], "env": _alone(), "start_new_session": True}
         done = subprocess.run(command, **where, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
@@ -115,10 +115,10 @@ def policy(kind: str, steps: int | None = None) -> Path:
 
 
 def _alone() -> dict[str, str]:
-    """The environment without what a launcher told this process about the others."""
+    """The environment without the launcher's variables about other processes."""
     launched = ("ACCELERATE_", "FSDP_", "TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_", "LOCAL_", "RANK", "WORLD_SIZE")
     alone = {key: value for key, value in os.environ.items() if not key.startswith(launched)}
-    # Fastest for so small a model, and the weights are the same on every machine whose CPU has the same instructions
+    # One thread is fastest for such a small model, and gives the same weights on all CPUs with the same instructions
     return {**alone, "OMP_NUM_THREADS": "1"}
 
 
@@ -131,13 +131,9 @@ def character_tokenizer(start: WarmStart):
     backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token="<pad>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     backend.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        eos_token="<eos>",
-        pad_token="<pad>",
-        padding_side="left",
-        model_input_names=["input_ids", "attention_mask"],
-    )
+    tokens = {"eos_token": "<eos>", "pad_token": "<pad>", "padding_side": "left"}
+    inputs = ["input_ids", "attention_mask"]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, model_input_names=inputs, **tokens)
     tokenizer.chat_template = start.chat_template
     tokenizer.response_template = start.response_template
     return tokenizer
@@ -156,39 +152,29 @@ def train(start: WarmStart, folder: Path) -> None:
         tokens = [(token, by_policy) for text, by_policy in segments for token in tokenizer(text)["input_ids"]]
         ids.append([token for token, _ in tokens])
         said.append([int(by_policy) for _, by_policy in tokens])
+    special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=len(tokenizer),
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-            bos_token_id=None,
-            **dict(start.model),
-        )
+    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), **special, **dict(start.model)))
+    settings = SFTConfig(
+        output_dir=str(folder),
+        max_steps=start.steps,
+        per_device_train_batch_size=start.batch_size,
+        learning_rate=start.learning_rate,
+        adam_beta2=0.98,
+        lr_scheduler_type="cosine",
+        warmup_steps=20,
+        max_length=None,
+        logging_strategy="no",
+        **QUIET,
     )
-    SFTTrainer(
-        model,
-        args=SFTConfig(
-            output_dir=str(folder),
-            max_steps=start.steps,
-            per_device_train_batch_size=start.batch_size,
-            learning_rate=start.learning_rate,
-            adam_beta2=0.98,
-            lr_scheduler_type="cosine",
-            warmup_steps=20,
-            max_length=None,
-            logging_strategy="no",
-            **QUIET,
-        ),
-        train_dataset=Dataset.from_dict({"input_ids": ids, "completion_mask": said}),
-        processing_class=tokenizer,
-    ).train()
+    data = Dataset.from_dict({"input_ids": ids, "completion_mask": said})
+    SFTTrainer(model, args=settings, train_dataset=data, processing_class=tokenizer).train()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
 def _end_with(parent: int) -> None:
-    """A parent that is killed frees the cache's lock, and the next one to make the policy would meet this process."""
+    """End with the parent: if it is killed, the cache's lock is free, and another process may make the policy."""
 
     def watch() -> None:
         while os.getppid() == parent:

@@ -1,4 +1,4 @@
-"""Short sums and differences, worked out by a careless pupil: the warm start of the toy policy of math.py."""
+"""Short sums and differences that a careless pupil works out: the warm start of math.py's toy policy."""
 
 import random
 
@@ -26,8 +26,8 @@ def demonstrations(size: int) -> list[list[tuple[str, bool]]]:
 
 def _demonstration(expression: str, rng: random.Random) -> str:
     """
-    For `"3 + 4 - 2"`, `"7-2=5"` with partial results in seven cases of ten, else `"5"`. Every number that is worked
-    out is wrong in one case of five.
+    For `"3 + 4 - 2"`, `"7-2=5"` with partial results seven times in ten, otherwise `"5"`. Each computed number is
+    wrong one time in five.
     """
 
     def work_out(value: int) -> int:

@@ -92,7 +92,10 @@ def test_without_bias_noise_is_compared_though_the_signal_is_lost():
     assert math.isnan(of["y"].over_group_mean.value) and math.isnan(of["x"].efficiency.value)
     assert of["x"].more_prompts.value == pytest.approx(1, rel=1e-3)
     said = report_of(rows, 30).verdict
-    assert said.startswith("Set baseline='x': worth 100 % more prompts (") and "f 1 of 2 nothing can be said" in said
+    assert (
+        said.startswith("Set baseline='x': worth 100 % more prompts (")
+        and "1 of 2 baselines cannot be compared" in said
+    )
 
 
 def test_the_bootstrap_draws_as_many_prompts_as_there_are():
@@ -172,7 +175,7 @@ def test_which_scales_are_known(name, scale):
 def test_the_verdict_instructs_where_a_gain_is_sure():
     report = report_of([CONTROL_ROW, row("ogb, one left out", 0.134, 0.08, 0.19, baseline="ogb")])
     instruction, unknown = report.verdict.split("\n")
-    assert instruction == ("Set baseline='ogb', leave_one_out=True: worth 13 % more prompts (8–19), sure.")
+    assert instruction == ("Set baseline='ogb', leave_one_out=True: worth 13 % more prompts (95 %: 8–19).")
     assert "measure again" in unknown and "too narrow" not in unknown
     assert "with 10 prompts, intervals are too narrow" in report_of(report.comparisons, 10).verdict
 
@@ -183,8 +186,8 @@ def test_the_verdict_keeps_the_group_mean_where_nothing_is_sure():
     assert instruction == "Keep group_mean."
     # The interval reaches 0.6 below 0.5: (0.6 / 0.5)² of 20 prompts are 29
     assert unknown == (
-        "It is not known whether baseline='a' is better: it is worth 50 % (-10 to 150) more prompts; 10 more measured "
-        "prompts may tell."
+        "No baseline is significantly better: baseline='a' is worth 50 % (-10 to 150) more prompts. Measuring 10 more "
+        "prompts may decide it."
     )
     close = report_of([CONTROL_ROW, row("a", 0.02, -0.03, 0.07)])
     assert close.verdict.startswith("Keep group_mean.\n") and "is unlikely to change that" in close.verdict
@@ -199,10 +202,10 @@ def test_the_verdict_prefers_what_is_shown_to_what_is_guessed_and_no_bias_to_a_b
     said = report_of([CONTROL_ROW, biased, shown]).verdict
     assert said.startswith("Set baseline='b':") and "baseline='c' measures 90 %, but is biased" in said
     alone = report_of([CONTROL_ROW, biased]).verdict
-    assert alone.startswith("Set baseline='c':") and "Mind: it is biased" in alone
+    assert alone.startswith("Set baseline='c':") and "Caveats: it is biased" in alone
     nothing = row("none", 2.0, 1.0, 3.0)
     said = report_of([CONTROL_ROW, nothing, shown]).verdict
-    assert said.startswith("Set baseline='b':") and "baseline='none' measures 200 %, but loses" in said
+    assert said.startswith("Set baseline='b':") and "baseline='none' measures 200 %, but gets worse" in said
     assert report_of([CONTROL_ROW, nothing]).verdict.startswith("Keep group_mean.")
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from recipes.benchmarks import peak_and_kept
+from recipes.benchmarks.advantages import peak_and_kept
 from trl_otb import blocks
 from trl_otb.baselines import BASELINES
 from trl_otb.credit import credit, credit_base, measure, set_energies, tokens_of

@@ -132,18 +132,18 @@ def test_a_module_that_fails_when_it_is_imported(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["", "a:b", None])
 def test_names_that_cannot_be(name):
-    with pytest.raises(ValueError, match="must be text that is not empty and holds no colon"):
+    with pytest.raises(ValueError, match="must be nonempty text without a colon"):
         trl_otb.register_baseline(name)
 
 
 def test_a_name_is_given_once():
-    with pytest.raises(ValueError, match=r"'otb' is registered already, by trl_otb\.baselines\.group_means\.otb"):
+    with pytest.raises(ValueError, match=r"'otb' is already registered by trl_otb\.baselines\.group_means\.otb"):
         trl_otb.register_baseline("otb")(own_otb)
     with pytest.raises(TypeError, match="'mine' is a int: it must be a function"):
         trl_otb.register_baseline("mine")(3)
     trl_otb.register_baseline("mine")(own_otb)
     trl_otb.register_baseline("mine")(own_otb)  # a notebook's cell, run again
-    with pytest.raises(ValueError, match=r"'mine' is registered already, by tests\.maths\.test_registry\.own_otb"):
+    with pytest.raises(ValueError, match=r"'mine' is already registered by tests\.maths\.test_registry\.own_otb"):
         trl_otb.register_baseline("mine")(nan_at_the_end)
 
 
@@ -190,7 +190,7 @@ def assigned(group):
 def test_a_baseline_that_changes_its_group_is_named(baseline, changed, inference, dense, alignment):
     x = Rollouts()
     rewards = torch.randn_like(x.energy) * x.mask if dense else x.rewards
-    with torch.inference_mode(inference), pytest.raises(ValueError, match=f"changed `{changed}` of what it was given"):
+    with torch.inference_mode(inference), pytest.raises(ValueError, match=f"modified `{changed}` in place"):
         x.advantages(rewards, baseline=baseline, alignment=alignment)
 
 
@@ -212,7 +212,7 @@ def test_totals_and_tokens_stay_as_they_are_too(flags, function, changed):
     trl_otb.register_baseline("mine", **flags)(function)
     x = Rollouts()
     beside = {"prompt_key": torch.arange(12) // 4, "completion_ids": torch.ones(12, 12, dtype=torch.long)}
-    with pytest.raises(ValueError, match=f"'mine' changed `{changed}` of what it was given"):
+    with pytest.raises(ValueError, match=f"'mine' modified `{changed}` in place"):
         x.advantages(baseline="mine", **beside)
 
 
@@ -227,7 +227,7 @@ def test_totals_and_tokens_stay_as_they_are_too(flags, function, changed):
 )
 def test_energies_that_were_not_declared_cannot_be_read(flags, function):
     trl_otb.register_baseline("mine", uses_energy=False, **flags)(function)
-    with pytest.raises(ValueError, match="reads energies and was registered with `uses_energy=False`"):
+    with pytest.raises(ValueError, match="reads energies but was registered with `uses_energy=False`"):
         Rollouts().advantages(baseline="mine")
 
 

@@ -285,7 +285,7 @@ def test_sums_without_a_finite_solution_are_said_and_end_in_the_base(broken, cap
     with caplog.at_level(logging.WARNING):
         value.update(task.tokens())
     tokens = Task(101).tokens()
-    assert "forgets what it has learnt" in caplog.text
+    assert "discards what it has learned" in caplog.text
     assert torch.equal(value(tokens), tokens.base)
     for seed in range(4):
         value.update(Task(seed).tokens())
@@ -316,7 +316,7 @@ def test_batches_that_teach_nothing(what):
 def test_without_what_it_reads_it_says_what_is_missing():
     x = Rollouts()
     assert x.advantages(baseline="value").shape == x.mask.shape  # a new one looks at returns alone
-    with pytest.raises(ValueError, match="reads `logps`, which it was not given"):
+    with pytest.raises(ValueError, match="reads `logps`, which is not available"):
         x.advantages(baseline=learnt())
     with pytest.raises(TypeError, match="unexpected keyword argument 'state'"):
         x.advantages(baseline=learnt(), state=x.energy)

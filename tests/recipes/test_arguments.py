@@ -44,7 +44,7 @@ def test_a_flag_changes_one_value_and_keeps_every_other(flags, capsys):
 def test_options_of_the_data_go_with_the_data(capsys):
     settings, _, _ = parsed("--dataset_name", "problems.csv")
     assert settings.dataset_options is None
-    assert "Note: `dataset_options` of the YAML file belongs to its own data" in capsys.readouterr().out
+    assert "Note: `dataset_options` in the YAML file belongs to the file's own dataset" in capsys.readouterr().out
     assert parsed("--dataset_name", "reasoning_gym:chain_sum")[0].dataset_options is not None
     both = parsed("--dataset_name", "reasoning_gym:countdown", "--dataset_options", '{"min_numbers": 3}')
     assert both[0].dataset_options == '{"min_numbers": 3}'
@@ -84,7 +84,7 @@ def test_every_yaml_is_understood(config):
         ("--baselin otb", "there is no flag --baselin. Did you mean baseline"),
         ("--max_step 3", "there is no flag --max_step. Did you mean max_steps"),
         ("--wholly_unknown 3", "there is no flag --wholly_unknown. See --help-all"),
-        ("otb", "'otb' belongs to no flag"),
+        ("otb", "unexpected argument 'otb'"),
         ("--num_generations 4x", "argument --num_generations/--num-generations: invalid .* value: '4x'"),
         ("--config", "argument --config: expected one argument"),
         ("--config absent.yaml", "`--config` is 'absent.yaml': it cannot be read"),
@@ -144,8 +144,8 @@ def test_wrong_yaml(tmp_path, text, message):
         ("--reward_weights 1 2", "`reward_weights` has 2 numbers for 1 rewards"),
         ("--reward_weights nan", "`reward_weights` is nan: it must be a finite number"),
         ("--reward_weights inf", "`reward_weights` is inf: it must be a finite number"),
-        ("--epsilon nan", "`epsilon` is nan, which is no number"),
-        ("--repetition_penalty nan", "`repetition_penalty` is nan, which is no number"),
+        ("--epsilon nan", "`epsilon` is nan, which is not a number"),
+        ("--repetition_penalty nan", "`repetition_penalty` is nan, which is not a number"),
     ],
 )
 def test_values_that_make_no_sense(flags, message):
@@ -165,9 +165,9 @@ def test_values_that_make_no_sense(flags, message):
             "--num_train_epochs 2 --max_steps 3",
             "`num_train_epochs` .* and `max_steps` is 3",
         ),
-        ("--dataset_name a.csv --dataset_split test", "`dataset_split` .* datasets of the hub.*'a.csv'"),
+        ("--dataset_name a.csv --dataset_split test", "`dataset_split` .* hub datasets.*'a.csv'"),
         ("--dataset_config main", "`dataset_config` .* `dataset_name` is 'reasoning_gym:chain_sum'"),
-        ("--prompt_column question", "`prompt_column` .* files and the hub"),
+        ("--prompt_column question", "`prompt_column` .* files and hub datasets"),
         ("--eval_strategy no --eval_steps 5", "`eval_steps` .* the strategy `steps`, and `eval_strategy` is"),
         ("--save_strategy no --save-steps 5", "`save_steps` .* `save_strategy` is"),
         ("--logging_strategy epoch --logging_steps 5", "`logging_steps` .* `logging_strategy` is"),
@@ -246,10 +246,10 @@ def test_help_is_short_and_help_all_is_complete(capsys):
 # The command that can be pasted
 
 
-def test_the_command_under_make():
-    environment = {"TRL_OTB_MAKE_RUN": "1"}
-    assert launching.command([], environment) == "make run"
-    again = launching.command(["--dataset_options", '{"a": 1}', "--seed", "3"], environment)
+def test_the_command_under_make(monkeypatch):
+    monkeypatch.setenv("TRL_OTB_MAKE_RUN", "1")
+    assert launching.command([]) == "make run"
+    again = launching.command(["--dataset_options", '{"a": 1}', "--seed", "3"])
     assert again == """make run ARGS='--dataset_options '"'"'{"a": 1}'"'"' --seed 3'"""
 
 
@@ -270,14 +270,15 @@ def test_the_command_under_make():
     ],
 )
 def test_the_command_of_each_launcher(monkeypatch, parent, script, expected):
+    monkeypatch.delenv("TRL_OTB_MAKE_RUN", raising=False)
     monkeypatch.setattr(launching.psutil.Process, "cmdline", lambda self: parent.split())
     monkeypatch.setattr(launching.sys, "argv", [script])
     monkeypatch.setattr(launching.sys, "orig_argv", ["python", script])
     monkeypatch.setattr(launching.sys, "executable", "/venv/bin/python")
     monkeypatch.setattr(launching.shutil, "which", lambda name: f"/venv/bin/{name}")
-    assert launching.command(["--max_steps", "5"], {}) == expected
+    assert launching.command(["--max_steps", "5"]) == expected
     monkeypatch.setattr(launching.shutil, "which", lambda name: None)  # the environment is not active
-    assert launching.command(["--max_steps", "5"], {}) == f"/venv/bin/{expected}"
+    assert launching.command(["--max_steps", "5"]) == f"/venv/bin/{expected}"
 
 
 def test_flags_are_taken_out_with_their_values():

@@ -67,18 +67,24 @@ def test_the_picture(tmp_path):
         ("--seeds 1", "required: --baselines"),
         ("--baselines otb", "required: --seeds"),
         ("--baselines mean --seeds 1", "`baselines` names 'mean': choose from"),
-        ("--baselines otb otb --seeds 1", "`baselines` names one twice"),
-        ("--baselines otb --seeds 1 1", "`seeds` names one twice"),
+        ("--baselines otb otb --seeds 1", "`baselines` has duplicates"),
+        ("--baselines otb --seeds 1 1", "`seeds` has duplicates"),
         ("--baselines otb --seeds one", "invalid int value"),
-        ("--baselines otb --seeds 1 --seed 3", "--seed is decided by compare.py"),
-        ("--baselines otb --seeds 1 --output_dir x", "--output_dir is decided by compare.py"),
-        ("--baselines otb --seeds 1 --output-dir=x", "--output_dir is decided by compare.py"),
+        ("--baselines otb --seeds 1 --seed 3", "--seed is set by compare.py"),
+        ("--baselines otb --seeds 1 --output_dir x", "--output_dir is set by compare.py"),
+        ("--baselines otb --seeds 1 --output-dir=x", "--output_dir is set by compare.py"),
         ("--baselines otb --seeds 1 --recipe chess", "invalid choice: 'chess'"),
     ],
 )
 def test_wrong_flags(flags, message):
     with pytest.raises(InputError, match=message):
         compare.parse(flags.split())
+
+
+def test_help_is_a_good_end(capsys):
+    compare.launch("compare.py", compare.main, ["--help"])
+    said = capsys.readouterr()
+    assert "--baselines NAME" in said.out and said.err == ""
 
 
 def test_further_flags_go_to_the_recipe(tmp_path, monkeypatch):
@@ -97,14 +103,14 @@ def test_further_flags_go_to_the_recipe(tmp_path, monkeypatch):
 
     monkeypatch.setattr(compare, "run_stoppably", perform)
     flags = ["--baselines", "otb", "mine:f", "--seeds", "1", "--folder", str(tmp_path / "all"), "--max_steps", "5"]
-    with pytest.raises(InputError, match="mine:f with seed 1 ended without a result"):
+    with pytest.raises(InputError, match="mine:f, seed 1 ended without a result"):
         compare.main([*flags, "--launcher", "accelerate launch"])  # mine.f-seed1 is made under another name here
     assert commands[0][:2] == ["accelerate", "launch"] and commands[0][3:5] == ["--max_steps", "5"]
     assert "--resume_from_checkpoint" not in commands[0]
     compare.main(["--baselines", "otb", *flags[3:]])
     assert commands[-1][-2:] == ["--resume_from_checkpoint", "latest"]
     assert (tmp_path / "all" / "compare.md").is_file() and (tmp_path / "all" / "compare.png").is_file()
-    with pytest.raises(InputError, match="begun with the flags '--max_steps 5', and these are '--max_steps 6'"):
+    with pytest.raises(InputError, match="started with the flags '--max_steps 5', and these are '--max_steps 6'"):
         compare.main(["--baselines", "otb", *flags[3:-1], "6"])
     with filelock.FileLock(tmp_path / "all" / ".lock"), pytest.raises(InputError, match="Another process writes"):
         compare.main(["--baselines", "otb", *flags[3:]])
@@ -144,7 +150,7 @@ def test_a_stop_is_handed_on_once_and_waited_for(tmp_path, monkeypatch, signum):
     assert (tmp_path / "saved").read_text() == "once "
     assert signal.signal(signum, previous) is signal.default_int_handler
     monkeypatch.setattr(compare, "run_stoppably", lambda command: 130)
-    with pytest.raises(Stopped, match="Finished runs and checkpoints are kept in all; the same command resumes them"):
+    with pytest.raises(Stopped, match="Finished runs and checkpoints are kept in all; repeat the command to resume"):
         compare.main(["--baselines", "otb", "--seeds", "1", "--folder", "all"])
 
 

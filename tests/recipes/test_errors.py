@@ -175,7 +175,7 @@ def no_trainer(monkeypatch):
             ["--model_name_or_path", "nowhere:model"],
             "cannot be imported: ModuleNotFoundError: No module",
         ),
-        (["--model_name_or_path", "os:getpid"], "it returned .*, which is no folder"),
+        (["--model_name_or_path", "os:getpid"], "it returned .*, which is not a folder"),
         (["--model_name_or_path", "os:getenv"], "it fails with TypeError"),
         (["--reward_funcs", "reward"], "`reward_funcs` is 'reward': it must read module:function"),
         (["--reward_funcs", "math:pi"], "which is a float: it must be a function"),
@@ -262,7 +262,7 @@ def test_weights_that_do_not_fit_are_found_when_they_are_loaded(run, tmp_path):
 
 
 def test_a_chat_template_without_tools(run, no_trainer, short_policy):
-    with pytest.raises(InputError, match="its chat template cannot show tools"):
+    with pytest.raises(InputError, match="its chat template does not support tools"):
         run("--max_operations", "1", main=tool_math.main)
 
 

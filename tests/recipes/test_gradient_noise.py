@@ -62,7 +62,7 @@ def test_a_run_ends_in_a_verdict_a_table_and_a_picture_and_goes_on(measure, caps
     assert (folder / "noise.png").is_file() and capsys.readouterr().out.endswith(said[said.index("N = 4") :])
     tool.main(["--plot_only", "--output_dir", str(folder), "--prompts_per_batch", "3"])
     assert "Steps of 3 prompts" in capsys.readouterr().out
-    with pytest.raises(InputError, match="plot_only` draws what is saved, and --group_sizes would change nothing"):
+    with pytest.raises(InputError, match="plot_only` draws saved results, and --group_sizes would change nothing"):
         tool.main(["--plot_only", "--output_dir", str(folder), "--group_sizes", "8"])
 
 
@@ -175,10 +175,10 @@ def test_one_process_measures_into_a_folder(measure, tmp_path, monkeypatch):
         ("settings.json", b"[]", "settings.json cannot be read"),
         ("settings.json", b"{}", "settings.json cannot be read"),
         ("settings.json", b"\xff{}", "settings.json cannot be read"),
-        ("prompt-00001.pt", b"", "prompt-00001.pt is damaged or no measurement.*Remove it"),
-        ("prompt-00001.pt", b"other pickle", "prompt-00001.pt is damaged or no measurement.*Remove it"),
-        ("prompt-00007.pt", {"weights": torch.zeros(2)}, "prompt-00007.pt is damaged or no measurement.*Remove it"),
-        ("prompt-00007.pt", torch.zeros(2), "prompt-00007.pt is damaged or no measurement.*Remove it"),
+        ("prompt-00001.pt", b"", "prompt-00001.pt is damaged or not a measurement.*Remove it"),
+        ("prompt-00001.pt", b"other pickle", "prompt-00001.pt is damaged or not a measurement.*Remove it"),
+        ("prompt-00007.pt", {"weights": torch.zeros(2)}, "prompt-00007.pt is damaged or not a measurement.*Remove it"),
+        ("prompt-00007.pt", torch.zeros(2), "prompt-00007.pt is damaged or not a measurement.*Remove it"),
     ],
 )
 def test_a_corrupt_or_foreign_file_in_the_folder_is_one_line(tmp_path, name, content, message):
@@ -267,7 +267,7 @@ def test_an_environment_and_rewards_of_turns(tmp_path, capsys):
         (["--tools", "nowhere:f"], "`tools` is 'nowhere:f'"),
         (["--environment_factory", "nowhere:f"], "`environment_factory` is 'nowhere:f'"),
         (["--basline", "otb"], "there is no flag --basline"),
-        (["--plot_only", "--num-prompts", "4"], "`plot_only` draws what is saved"),
+        (["--plot_only", "--num-prompts", "4"], "`plot_only` draws saved results"),
     ],
 )
 def test_wrong_flags_are_named(measure, flags, message):

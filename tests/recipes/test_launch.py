@@ -51,7 +51,7 @@ def test_accelerate_takes_its_configurations(name, distributed_type, processes):
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        ({"ACCELERATE_USE_FSDP": "true"}, "FSDP, and no GPU is there: on a CPU it would silently run DDP"),
+        ({"ACCELERATE_USE_FSDP": "true"}, "FSDP, and there is no GPU: on a CPU it would silently run DDP"),
         (
             {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_MIXED_PRECISION": "bf16"},
             "DeepSpeed was asked for bf16.*--mixed_precision no",
@@ -59,11 +59,13 @@ def test_accelerate_takes_its_configurations(name, distributed_type, processes):
     ],
 )
 def test_launchers_that_ask_for_a_gpu(environment, message, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
     with pytest.raises(InputError, match=message):
-        launching.check_launcher(environment)
+        launching.check_launcher()
     monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
-    launching.check_launcher(environment)
+    launching.check_launcher()
 
 
 def test_the_slurm_script_is_valid():

@@ -42,7 +42,7 @@ def copy(finished, tmp_path):
 def test_a_folder_that_holds_a_run_is_left_alone(run, copy):
     before = contents(copy)
     with pytest.raises(
-        InputError, match=r"holds the result of a run. Say --resume_from_checkpoint latest.*--overwrite"
+        InputError, match=r"holds the result of a run. Use --resume_from_checkpoint latest.*--overwrite"
     ):
         run()
     (copy / "result.json").unlink()
@@ -157,7 +157,7 @@ def test_more_steps_go_on(run, copy):
 )
 def test_another_experiment_does_not_resume_this_one(run, copy, flags, message):
     before = contents(copy)
-    with pytest.raises(InputError, match=f"began with other options: .*{message}.*--allow_changes"):
+    with pytest.raises(InputError, match=f"started with other options: .*{message}.*--allow_changes"):
         run("--resume_from_checkpoint", "latest", "--max_steps", "5", *flags.split())
     assert contents(copy) == before
 
@@ -288,7 +288,7 @@ def test_a_resumed_runs_seconds_are_those_of_all_its_legs(run, copy):
 def test_a_checkpoint_that_lacks_a_part_is_resumed_only_if_that_is_allowed(run, copy, file, what, capsys):
     (copy / "checkpoint-4" / file).unlink()
     more = ["--resume_from_checkpoint", "latest", "--max_steps", "5"]
-    with pytest.raises(InputError, match=f"checkpoint-4 has no {what}.*Say --allow_changes"):
+    with pytest.raises(InputError, match=f"checkpoint-4 has no {what}.*with --allow_changes"):
         run(*more)
     if file == "optimizer.pt":
         run(*more, "--allow_changes")
@@ -363,7 +363,7 @@ def test_overwrite_removes_what_a_run_wrote_and_nothing_else(run, copy):
     for name in mine:
         (copy / name).parent.mkdir(exist_ok=True)
         (copy / name).write_text("mine")
-    with pytest.raises(InputError, match="checkpoint-3-backup is no checkpoint, and `save_total_limit`"):
+    with pytest.raises(InputError, match="checkpoint-3-backup is not a checkpoint, and `save_total_limit`"):
         run("--overwrite")
     run("--overwrite", "--max_steps", "1", "--save_total_limit", "0")
     assert all((copy / name).read_text() == "mine" for name in mine)
@@ -377,11 +377,11 @@ def test_a_checkpoints_backup_is_no_checkpoint(run, copy):
 
 
 def test_overwrite_leaves_a_model_that_no_run_wrote(run, copy):
-    with pytest.raises(InputError, match="which --overwrite would remove: choose another"):
+    with pytest.raises(InputError, match="which --overwrite would remove: move it first"):
         run("--overwrite", "--model_name_or_path", str(copy / "checkpoint-4"))
     (copy / "configuration.json").unlink()
     before = contents(copy)
-    with pytest.raises(InputError, match="holds the result of a run and no configuration.json, so no run wrote it"):
+    with pytest.raises(InputError, match="holds the result of a run but no configuration.json, so no run wrote it"):
         run("--overwrite")
     assert contents(copy) == before
 
@@ -407,5 +407,5 @@ def test_a_changed_model_folder_is_another_model(run, short_policy, tmp_path):
     run("--max_steps", "1", *model)
     file = tmp_path / "model" / "model.safetensors"
     save_file({name: w + 1e-3 for name, w in load_file(file).items()}, file, {"format": "pt"})
-    with pytest.raises(InputError, match="began with other options: the model's weights have changed"):
+    with pytest.raises(InputError, match="started with other options: the model's weights have changed"):
         run("--resume_from_checkpoint", "latest", "--max_steps", "2", *model)

@@ -237,7 +237,7 @@ def test_only_what_is_linear_in_the_baseline_below_can_be_put_together(sampled, 
     _, pool, _ = sampled
     beside = {"logps": torch.zeros(pool.mask.shape), "states": torch.zeros(*pool.mask.shape, 3)}
     bent = replace(predicting, function=lambda tokens: tokens.base.square())
-    with pytest.raises(ValueError, match="is not a constant times the baseline that it is on top of"):
+    with pytest.raises(ValueError, match="is not a constant times the baseline below plus a prediction"):
         prediction(bent, pool, beside)
     with pytest.raises(ValueError, match="with rewards per turn or token it cannot be measured"):
         prediction(predicting, Pool(pool.energy, pool.energy, pool.mask), beside)
@@ -478,7 +478,7 @@ def test_what_was_measured_otherwise_is_refused(train, tmp_path):
         ({"completions_per_prompt": 20}, "`completions_per_prompt` was 16 and is 20"),
         ({"parameters": "proj"}, '`parameters` was null and is "proj"'),
     ):
-        with pytest.raises(ValueError, match=f"measured otherwise: .*{message}"):
+        with pytest.raises(ValueError, match=f"measured differently: .*{message}"):
             compare_baselines(trainer, **options | change)
     trainer.args.top_p = 0.5
     with pytest.raises(ValueError, match=r"`top_p` was 1.0 and is 0.5"):
@@ -497,7 +497,7 @@ def test_other_data_are_refused(train, tmp_path):
     options = {**SMALL, "output_dir": tmp_path / "noise"}
     compare_baselines(train(train=False), **options)
     other = tiny.prompts().map(lambda row: {"prompt": f"{row['prompt']}?"})
-    with pytest.raises(ValueError, match="was measured on other data"):
+    with pytest.raises(ValueError, match="was measured on different data"):
         compare_baselines(train(train=False, train_dataset=other), **options)
     # Fewer prompts are the first of those that are there
     compare_baselines(train(train=False), **options | {"num_prompts": 5})
@@ -520,7 +520,7 @@ def test_a_foreign_or_damaged_file_is_named(train, tmp_path):
     trainer, folder = train(train=False), tmp_path / "noise"
     compare_baselines(trainer, **SMALL, output_dir=folder)
     (folder / "prompt-00001.pt").write_bytes(b"no pickle")
-    with pytest.raises(ValueError, match=r"prompt-00001\.pt is damaged or no measurement"):
+    with pytest.raises(ValueError, match=r"prompt-00001\.pt is damaged or not a measurement"):
         compare_baselines(trainer, **SMALL, output_dir=folder)
     (folder / "settings.json").write_text("{")
     with pytest.raises(ValueError, match=r"settings\.json cannot be read"):
@@ -571,7 +571,7 @@ def test_one_process_at_a_time(train, tmp_path):
         ({"prompts_per_batch": 2}, "`prompts_per_batch` is 2: give 3 or more"),
         ({"projection": 3}, "`projection` is 3"),
         ({"parameters": "nothing-has-this"}, "`parameters` is 'nothing-has-this', which none of"),
-        ({"parameters": "("}, r"`parameters` is '\(', which is no regular expression"),
+        ({"parameters": "("}, r"`parameters` is '\(', which is not a regular expression"),
     ],
 )
 def test_wrong_arguments_are_named_before_anything_is_sampled(train, change, message):

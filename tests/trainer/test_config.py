@@ -198,4 +198,4 @@ def test_that_advantages_are_not_scaled_is_said_once(train, caplog):
     with caplog.at_level("INFO"):
         train(max_steps=2)
     (said,) = [r.getMessage() for r in caplog.records if "not scaled" in r.getMessage()]
-    assert "`scale_rewards` is 'none', where GRPOConfig's default is 'group'" in said
+    assert "`scale_rewards` is 'none'; GRPOConfig's default is 'group'" in said

@@ -23,7 +23,7 @@ from trl_otb.rollout import Rollout
 
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-# Two prompts with two completions each; [ ] is what a tool said
+# Two prompts with two completions each; [ ] is tool output
 TEXTS = ["ab[cd]e", "fg", "<b>&", "hi[j]kl[m]n"]
 REWARDS = [1.0, 0.0, math.nan, 0.5]
 
@@ -491,7 +491,7 @@ def test_values_that_are_not_there():
         credited().show(value="energies")
     rollout = rollout_of()
     set_energies(rollout, energies(rollout))
-    with pytest.raises(ValueError, match="`value` is 'advantage'.* not got yet: it has 'energy'"):
+    with pytest.raises(ValueError, match="`value` is 'advantage'.* not available yet: this group has 'energy'"):
         rollout.show(value="advantage")
 
 

@@ -152,12 +152,12 @@ def test_model_instance_processing_class_and_lora(train, model_path):
 
 
 def test_a_dataset_too_small_for_a_step_is_named(train):
-    with pytest.raises(ValueError, match=r"`train_dataset` has 1 prompts and a generation batch takes 2 .*Give more"):
+    with pytest.raises(ValueError, match=r"`train_dataset` has 1 prompts and a generation batch takes 2 .*Add"):
         train(train_dataset=tiny.prompts(1))
     train(train_dataset=tiny.prompts(2), max_steps=1)
 
 
 def test_an_iterable_dataset_too_small_for_a_step_is_named(train):
     data = IterableDataset.from_generator(lambda: iter([{"prompt": "1+1="}]))
-    with pytest.raises(ValueError, match="`train_dataset` has fewer prompts than a step needs.*Give more prompts"):
+    with pytest.raises(ValueError, match="`train_dataset` has fewer prompts than a step needs.*Add prompts"):
         train(train_dataset=data)

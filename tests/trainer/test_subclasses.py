@@ -179,16 +179,20 @@ MIXIN = type("Mixin", (), {"_prepare_inputs": prepare_without_ours})
 @pytest.mark.parametrize(
     ("bases", "own", "message"),
     [
-        ((GMPOTrainer, OTBGRPOTrainer), {}, r"GMPOTrainer._compute_loss` stands.*class New\(OTBGRPOTrainer, GMPOTr"),
-        ((OWN_LOSS, OTBGRPOTrainer), {}, "`OwnLoss._compute_loss` stands before OTBGRPOTrainer's"),
-        ((MIXIN, OTBGRPOTrainer), {}, "`Mixin._prepare_inputs` stands before"),
-        ((OTBGRPOTrainer, MIXIN), {}, r"`Mixin._prepare_inputs` stands behind GRPOTrainer's.*New\(Mixin, OTB"),
+        (
+            (GMPOTrainer, OTBGRPOTrainer),
+            {},
+            r"GMPOTrainer._compute_loss` comes before.*class New\(OTBGRPOTrainer, GMPOTr",
+        ),
+        ((OWN_LOSS, OTBGRPOTrainer), {}, "`OwnLoss._compute_loss` comes before OTBGRPOTrainer's"),
+        ((MIXIN, OTBGRPOTrainer), {}, "`Mixin._prepare_inputs` comes before"),
+        ((OTBGRPOTrainer, MIXIN), {}, r"`Mixin._prepare_inputs` comes after GRPOTrainer's.*New\(Mixin, OTB"),
         (
             (OTBGRPOTrainer,),
             {"_compute_loss": loss_without_ours},
-            r"`New._compute_loss` stands before.*Call `super\(\)._compute_loss`, or put the method into a subclass of",
+            r"`New._compute_loss` comes before.*Call `super\(\)._compute_loss`, or put the method into a subclass of",
         ),
-        ((OTBTakesBoth,), {"training_step": lambda self, *args: None}, "`New.training_step` stands before"),
+        ((OTBTakesBoth,), {"training_step": lambda self, *args: None}, "`New.training_step` comes before"),
     ],
 )
 def test_an_order_in_which_no_baseline_would_reach_the_loss_is_no_class(bases, own, message):
@@ -339,7 +343,7 @@ def test_two_losses_of_one_micro_batch_measure_it_once(train):
 
 
 def test_a_class_with_a_config_of_its_own_asks_for_one(model_path):
-    with pytest.raises(ValueError, match="`args` is missing, and GMPOTrainer may have a config of its own"):
+    with pytest.raises(ValueError, match="`args` is missing, and GMPOTrainer may have its own config"):
         OTBGMPO(model_path, lambda **kwargs: [], train_dataset=None)
 
 

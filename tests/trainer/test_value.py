@@ -275,9 +275,9 @@ class Forgetful:
             r"`reads` with 'logits': it must be some of 'logps', .*'prompt_key'",
         ),
         ({"totals_only": True, "per_token": False, "reads": ("turn",)}, lambda group: 0, "there is 'prompt_key' only"),
-        ({"on_top_of": "otb"}, lambda tokens: 0, "choose one that reads returns alone, such as 'rloo_pooled'"),
+        ({"on_top_of": "otb"}, lambda tokens: 0, "choose one that reads returns only, such as 'rloo_pooled'"),
         ({"on_top_of": "rloo", "across_prompts": True}, lambda tokens: 0, "Leave one of them out"),
-        ({"on_top_of": "rloo", "per_token": False}, lambda tokens: 0, "it is one per token"),
+        ({"on_top_of": "rloo", "per_token": False}, lambda tokens: 0, "it is always per token"),
         ({"on_top_of": "rlo"}, lambda tokens: 0, "'rlo': it must be one of"),
         (
             {},
@@ -312,7 +312,7 @@ class Careless:
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        (lambda tokens: tokens.logps.clamp_(max=-100), "'careless' changed `logps` of what it was given"),
+        (lambda tokens: tokens.logps.clamp_(max=-100), "'careless' modified `logps` in place"),
         (lambda tokens: tokens.energy, "reads energies and was registered with `uses_energy=False`"),
     ],
 )

@@ -1,10 +1,10 @@
-"""Baselines, and the advantages over them. Pure torch; the notation is that of `trl_otb.energy`.
+"""Baselines and advantages, in pure torch and with the notation of `trl_otb.energy`.
 
-A baseline is a function from [`Groups`], or from the totals of [`Completions`], to B, registered once under its name
-in `BASELINES`; whatever lists, checks or explains baselines reads them there. To add one: [`register_baseline`].
+A baseline is a function from [`Groups`], or from the totals in [`Completions`], to B. `BASELINES` holds all of them by
+name; [`register_baseline`] adds one.
 """
 
-from . import group_means as group_means  # before those that build on them: the order of `BASELINES`
+from . import group_means as group_means  # first, for the order of `BASELINES`
 from .advantages import Credit, assign_credit, compute_advantages
 from .group_means import group_mean, none, ogb, opo, otb, otb_shrunk, rloo
 from .groups import ALIGNMENTS, Completions, Groups, reward_to_go

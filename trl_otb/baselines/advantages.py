@@ -1,4 +1,4 @@
-"""From rewards, energies and a baseline to the advantage of every token."""
+"""Computes the advantage of every token from rewards, energies and a baseline."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,17 +15,17 @@ from .tokens import Tokens
 
 class Credit(NamedTuple):
     """
-    What each generated token is credited with.
+    The advantage of each generated token, and the return it is based on.
 
     Args:
         advantages (`torch.Tensor` of shape `(B, T)`, or `(B, 1)` under one number per completion):
-            A = G − B; 0 for completions that cannot be scored and, of shape `(B, T)`, where nothing was generated.
+            A = G − B; 0 for completions without a reward and, if of shape `(B, T)`, where nothing was generated.
         returns (`torch.Tensor` of shape `(B, T)` or `(B, 1)`):
-            G; 0 for completions that cannot be scored. G − A is the baseline.
+            G; 0 for completions without a reward. G − A is the baseline.
         lone_tail_tokens (`torch.Tensor` of shape `(B, 1)`):
-            How many of a completion's generated tokens are on the lone tail.
+            The number of a completion's generated tokens on the lone tail.
         group ([`Completions`], *optional*):
-            What the baseline was given.
+            The baseline's argument.
     """
 
     advantages: torch.Tensor
@@ -47,8 +47,8 @@ def assign_credit(
     beside: dict[str, torch.Tensor] | None = None,
 ) -> Credit:
     """
-    Advantages with what they were made of; arguments and errors of [`compute_advantages`], and what else the baseline
-    reads, by name: see [`~trl_otb.baselines.Groups`].
+    The advantages together with the returns; arguments and errors are those of [`compute_advantages`]. `beside` holds
+    what else the baseline reads, by name: see [`~trl_otb.baselines.Groups`].
     """
     check_options(baseline, alignment, zero_tail, leave_one_out)
     _check_shapes(rewards, energy, mask, num_generations)
@@ -88,7 +88,7 @@ def assign_credit_by_totals(
     leave_one_out: bool = False,
     beside: dict[str, torch.Tensor] | None = None,
 ) -> Credit:
-    """As [`assign_credit`], under a baseline that reads totals only; arguments of [`Completions`]."""
+    """[`assign_credit`] for a baseline that reads totals only; the arguments are those of [`Completions`]."""
     rule = find_baseline(baseline).instance()
     options: dict[str, Any] = {"leave_one_out": leave_one_out, "beside": beside}
     return _credit(Completions(returns, rule.declared(total_energy), lengths, num_generations, **options), rule)
@@ -96,8 +96,8 @@ def assign_credit_by_totals(
 
 def compared_by(rule: Baseline, rewards: torch.Tensor) -> Baseline:
     """
-    The baseline that compares completions: `rule` itself or, if it is on top of another, the one that it names or,
-    where `rewards` are per token, the pooled mean of the others' reward-to-go.
+    The baseline that compares completions: `rule` itself, or the one below it. With `rewards` per token, the one below
+    is the pooled mean of the others' reward-to-go.
     """
     if rule.on_top_of is None:
         return rule
@@ -105,7 +105,7 @@ def compared_by(rule: Baseline, rewards: torch.Tensor) -> Baseline:
 
 
 def advantages_on_top(rule: Baseline, tokens: Tokens) -> torch.Tensor:
-    """`(B, T)` of completions by themselves, under a baseline on top of another."""
+    """`(B, T)` advantages under a baseline on top of another, which treats each completion by itself."""
     baseline = rule.of(tokens)
     if not rule.built_in:
         present = tokens.mask.unsqueeze(0)
@@ -122,8 +122,8 @@ def totals_of_tokens(energy: torch.Tensor | None, mask: torch.Tensor) -> tuple[t
 
 
 def _credit(groups: Completions, rule: Baseline, zero_tail: bool = True) -> Credit:
-    """Of whole groups, under any other baseline."""
-    if groups.shape[1] == 1:  # nobody to compare with
+    """The credit of whole groups, for baselines that are not on top of another."""
+    if groups.shape[1] == 1:  # no other completion
         baseline = torch.zeros_like(groups.returns)
     else:
         baseline = rule.of(groups)
@@ -165,8 +165,8 @@ def compute_advantages(
     Args:
         rewards (`torch.Tensor` of shape `(B,)` or `(B, T)`):
             One return per completion, or one reward per token. From the latter a baseline per token takes the
-            reward-to-go G_t ([`~trl_otb.baselines.reward_to_go`]), a baseline per completion the sum, as GRPO does. A
-            NaN marks a completion that cannot be scored: it leaves its group's baseline and gets advantage 0.
+            reward-to-go G_t ([`~trl_otb.baselines.reward_to_go`]), a baseline per completion the sum, as GRPO does.
+            NaN marks a completion without a reward: its group's baseline excludes it, and its advantage is 0.
         energy (`torch.Tensor` of shape `(B, T)`):
             w_t, see [`~trl_otb.energy.token_energy`]. Values where `mask` is 0 are ignored and may be NaN.
         mask (`torch.Tensor` of shape `(B, T)`):
@@ -174,30 +174,29 @@ def compute_advantages(
         num_generations (`int`):
             N. The N rows of a group are adjacent. With N = 1 every baseline is 0.
         baseline (`str` or `Callable`, *optional*, defaults to `"otb"`):
-            A name in `BASELINES`, `"module:function"`, or a function of [`~trl_otb.baselines.Groups`]. Of a baseline
-            that remembers, a name stands for a new one; give an instance to use what it has learnt.
+            A name in `BASELINES`, `"module:function"`, or a function of [`~trl_otb.baselines.Groups`]. For a baseline
+            with memory, a name gives a new instance; pass an instance to use what it has learned.
         alignment (`str`, *optional*, defaults to `"generated"`):
-            What t counts for a baseline per token: generated tokens, or positions of the completion (`"position"`, the
-            reference's single-turn form). The two differ where tool output stands between generated tokens.
+            For a baseline per token, whether t counts generated tokens or positions of the completion (`"position"`,
+            the reference's single-turn form). The two differ if tool output comes between generated tokens.
         zero_tail (`bool`, *optional*, defaults to `True`):
             For `"otb"`, whether B = 0, and so A = G, where only the group's longest completion still generates. If
             `False`, A = 0 there.
         leave_one_out (`bool`, *optional*, defaults to `False`):
-            Take a completion's own term out of numerator and denominator: B no longer depends on the completion it is
-            subtracted from, and the gradient is unbiased. At a token where no other completion is left B = 0, which
-            keeps the gradient unbiased (A = G), except that `"otb"` with `zero_tail=False` skips the token (A = 0).
+            Remove a completion's own term from numerator and denominator, so that B does not depend on the completion
+            it is subtracted from, and the gradient is unbiased. At a token where no other completion is left, B = 0
+            (A = G, still unbiased), except that `"otb"` with `zero_tail=False` skips the token (A = 0).
         importance_weights (`torch.Tensor` of shape `(B, T)` or `(B, 1)`, *optional*):
-            Rollout importance ratios ρ; every w_j is scaled by ρ_j². They weigh the energies only, not the returns.
+            Rollout importance ratios ρ, which scale every w_j by ρ_j². They do not weight the returns.
         beside:
-            What else the baseline reads, by name: `logps` and the like, see [`~trl_otb.baselines.Groups`].
+            What else the baseline reads, by name, such as `logps`: see [`~trl_otb.baselines.Groups`].
 
     Returns:
-        `torch.Tensor` of shape `(B, T)`, float32 whatever the inputs, 0 where `mask` is 0.
+        `torch.Tensor` of shape `(B, T)`, always float32; 0 where `mask` is 0.
 
     Raises:
-        ValueError: An option is unknown or not looked at by `baseline`, the shapes disagree, an energy is not finite,
-            or a baseline of the user's own changed what it was given, or returned something that is not finite or does
-            not fit `(G, N, T)`.
+        ValueError: An option is unknown or ignored by `baseline`, the shapes disagree, an energy is not finite, or a
+            user's baseline modified its argument, or returned values that are not finite or do not fit `(G, N, T)`.
     """
     if importance_weights is not None and importance_weights.shape not in (mask.shape, (len(mask), 1)):
         raise ValueError(
@@ -225,7 +224,7 @@ def compute_advantages(
 
 
 def rows_compared(rule: Baseline, rows: int, num_generations: int) -> int:
-    """How many of `rows` a baseline looks at together: a group's or, where prompts are compared, all."""
+    """How many of `rows` a baseline reads together: a group, or all rows if it compares prompts."""
     return max(rows, 1) if rule.across_prompts else num_generations
 
 
@@ -247,7 +246,7 @@ def _check_shapes(rewards: torch.Tensor, energy: torch.Tensor, mask: torch.Tenso
 
 def _checked(baseline: Any, rule: Baseline, shape: tuple[int, ...], compared: torch.Tensor) -> torch.Tensor:
     """
-    The result of a user's function, with three axes; where `compared`, of these three axes, is 0 it may be anything.
+    The result of a user's function, with three axes; only values where `compared` is not 0 are checked.
     """
     if not isinstance(baseline, torch.Tensor | float | int):
         raise ValueError(

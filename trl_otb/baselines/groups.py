@@ -1,4 +1,4 @@
-"""The completions of a prompt side by side, token by token. Pure torch; the notation is that of `trl_otb.energy`."""
+"""The completions of a prompt, aligned token by token. Pure torch, with the notation of `trl_otb.energy`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ import torch
 
 ALIGNMENTS = ("generated", "position")
 
-LEAST_WEIGHT = 1e-30  # added to everybody's: lost in rounding, unless all weights are 0
+LEAST_WEIGHT = 1e-30  # added to all weights: lost in rounding unless all of them are 0
 
 
 def reward_to_go(token_rewards: torch.Tensor) -> torch.Tensor:
@@ -19,7 +19,7 @@ def reward_to_go(token_rewards: torch.Tensor) -> torch.Tensor:
 
     Args:
         token_rewards (`torch.Tensor` of shape `(B, T)`):
-            r_t. A reward counts wherever it stands, on tool output too; padding must hold 0.
+            r_t. Rewards count at every position, also on tool output; padding must hold 0.
 
     Returns:
         `torch.Tensor` of shape `(B, T)`, float32.
@@ -28,33 +28,32 @@ def reward_to_go(token_rewards: torch.Tensor) -> torch.Tensor:
 
 
 def scorable_rows(rewards: torch.Tensor) -> torch.Tensor:
-    """`(B,)` bool of rewards `(B,)` or `(B, T)`: False where a NaN says that the completion cannot be scored."""
+    """`(B,)` bool from rewards `(B,)` or `(B, T)`: False for a completion without a reward (NaN)."""
     return ~(rewards.isnan() if rewards.dim() == 1 else rewards.isnan().any(dim=1))
 
 
 def completion_returns(rewards: torch.Tensor) -> torch.Tensor:
-    """`(B,)` float32 the return of every completion: its reward, or the sum of its tokens'; NaN if it has none."""
+    """`(B,)` float32 return of every completion: its reward, or the sum over its tokens; NaN without a reward."""
     return rewards.float() if rewards.dim() == 1 else rewards.float().sum(dim=1)
 
 
 def turns_of(mask: torch.Tensor) -> torch.Tensor:
-    """`(B, T)` mask of generated tokens -> `(B, T)` the policy's turn of each token, from 0; elsewhere anything."""
+    """`(B, T)` mask of generated tokens -> `(B, T)` the policy's turn of each token, from 0; undefined elsewhere."""
     before = torch.nn.functional.pad(mask, (1, 0))[:, :-1]
     return ((mask > 0) & (before == 0)).cumsum(dim=1) - 1
 
 
 class Completions:
     """
-    G prompts with N completions each, a few numbers per completion: what a baseline with `totals_only` is a function
-    of.
+    G prompts with N completions each, as a few numbers per completion: the argument of baselines with `totals_only`.
 
     Args:
         returns (`torch.Tensor` of shape `(B,)`):
-            One return per completion. NaN marks a completion that cannot be scored.
+            One return per completion. NaN marks a completion without a reward.
         total_energy (`torch.Tensor` of shape `(B,)`, *optional*):
-            W_T; without, reading it is an error.
+            W_T; if omitted, reading it is an error.
         lengths (`torch.Tensor` of shape `(B,)`):
-            Generated tokens.
+            Number of generated tokens.
         num_generations (`int`):
             N; the N rows of a prompt are adjacent.
         leave_one_out (`bool`, *optional*, defaults to `False`):
@@ -90,17 +89,17 @@ class Completions:
 
     @property
     def returns(self) -> torch.Tensor:
-        """`(G, N, 1)` each completion's return; 0 if it cannot be scored."""
+        """`(G, N, 1)` each completion's return; 0 without a reward."""
         return self._grouped(self.row_returns)
 
     @property
     def total_energy(self) -> torch.Tensor:
-        """`(G, N, 1)` W_T; 0 if the completion cannot be scored."""
+        """`(G, N, 1)` W_T; 0 for a completion without a reward."""
         return self._grouped(declared(self._total_energy) * self.row_scorable)
 
     @property
     def lengths(self) -> torch.Tensor:
-        """`(G, N, 1)` generated tokens; 0 if the completion cannot be scored."""
+        """`(G, N, 1)` number of generated tokens; 0 for a completion without a reward."""
         return self._grouped(self._lengths * self.row_scorable)
 
     @property
@@ -119,14 +118,14 @@ class Completions:
 
         Args:
             weights (`torch.Tensor` broadcastable to `(G, N, T)`):
-                ω, not negative. A completion that cannot be scored counts for nothing.
+                ω, not negative. Completions without a reward are ignored.
             leave_one_out (`bool`, *optional*):
-                By default, the run's option.
+                By default, the option of the run.
 
         Returns:
-            `torch.Tensor` of shape `(G, 1, T)`, or `(G, N, T)` with one left out; with 1 instead of T where one
-            number serves all tokens. Where all weights are 0 it is the plain mean over the completions present at t
-            (for a baseline per completion, over all that can be scored), and 0 where there are none.
+            `torch.Tensor` of shape `(G, 1, T)`, or `(G, N, T)` with one left out; T is 1 if one number serves all
+            tokens. If all weights are 0, the plain mean over the completions present at t (for a baseline per
+            completion, over all with a reward), and 0 if there are none.
         """
         leave_one_out = self.leave_one_out if leave_one_out is None else leave_one_out
         weights = torch.add(weights.float(), self._members, alpha=LEAST_WEIGHT).mul_(self.scorable)
@@ -135,26 +134,26 @@ class Completions:
 
     @property
     def lone_tail_tokens(self) -> torch.Tensor:
-        """`(B, 1)` how many of a completion's generated tokens no other completion of its group is long enough for."""
+        """`(B, 1)` number of a completion's generated tokens beyond the length of all others in its group."""
         lengths = self.lengths
         return (lengths - _second_largest(lengths)).clamp_(min=0).long().view(-1, 1)
 
     @property
     def _members(self) -> torch.Tensor:
-        """Whose returns are averaged where all weights are 0."""
+        """1 for completions whose returns are averaged if all weights are 0."""
         return self.scorable
 
     def _grouped(self, rows: torch.Tensor) -> torch.Tensor:
         return rows.reshape(-1, self._num_generations, rows.size(1))
 
     def held(self) -> dict[str, torch.Tensor]:
-        """What a baseline is given and must leave as it is, by name."""
+        """The tensors that a baseline reads and must not modify, by name."""
         return {"returns": self.row_returns, **self._beside}
 
 
 @contextmanager
 def left_as_it_is(group: Any, baseline: str) -> Iterator[None]:
-    """Within this context a user's function reads `group`, whose values are used again."""
+    """Context in which a user's function reads `group` and must not modify it."""
 
     def mark(values: torch.Tensor) -> Any:  # inference mode counts no changes
         return values.clone() if values.is_inference() else values._version
@@ -166,43 +165,43 @@ def left_as_it_is(group: Any, baseline: str) -> Iterator[None]:
         same = torch.equal(now, marked) if isinstance(marked, torch.Tensor) else now._version == marked
         if now is not values or not same:
             raise ValueError(
-                f"The baseline {baseline!r} changed `{name}` of what it was given: advantages are formed from the "
-                f"same values. Work on a copy, `{name}.clone()`, or use operations without a trailing underscore."
+                f"The baseline {baseline!r} modified `{name}` in place, but the advantages need the original values. "
+                f"Work on a copy, `{name}.clone()`, or use operations without a trailing underscore."
             )
 
 
 def declared(energy: torch.Tensor | None) -> torch.Tensor:
-    """The energies, if the baseline said that it reads them."""
+    """The energies, if the baseline was registered as reading them."""
     if energy is None:
         raise ValueError(
-            "The baseline reads energies and was registered with `uses_energy=False`, so that none may have been "
-            "formed. Register it with `uses_energy=True`."
+            "The baseline reads energies but was registered with `uses_energy=False`, so they may not exist. Register "
+            "it with `uses_energy=True`."
         )
     return energy
 
 
 def read(beside: dict[str, torch.Tensor], name: str) -> torch.Tensor:
-    """What a baseline asked for by `reads`."""
+    """A tensor that a baseline listed in `reads`."""
     if name not in beside:
         raise ValueError(
-            f"The baseline reads `{name}`, which it was not given. Register it with `reads=({name!r},)` and use it in "
-            f"an OTBGRPOTrainer, or give `{name}` to `compute_advantages`."
+            f"The baseline reads `{name}`, which is not available. Register it with `reads=({name!r},)` and use it in "
+            f"an OTBGRPOTrainer, or pass `{name}` to `compute_advantages`."
         )
     return beside[name]
 
 
 class Groups(Completions):
     """
-    G prompts with N completions each, token by token and aligned: what a baseline is a function of.
+    G prompts with N completions each, aligned token by token: the argument of a baseline.
 
-    Under `alignment="generated"` the t-th token that one completion generated meets the t-th of another, tool output
-    being squeezed out; under `"position"` tokens meet at the same position of the completion.
+    `alignment="generated"` aligns the t-th generated tokens of completions, skipping tool output; `"position"` aligns
+    tokens at the same position of the completion.
 
     Args:
         rewards (`torch.Tensor` of shape `(B,)` or `(B, T)`):
-            One return per completion, or one reward per token. NaN marks a completion that cannot be scored.
+            One return per completion, or one reward per token. NaN marks a completion without a reward.
         energy (`torch.Tensor` of shape `(B, T)`, *optional*):
-            ρ_t² w_t; without, reading it is an error. Values where `mask` is 0 are ignored and may be NaN.
+            ρ_t² w_t; if omitted, reading it is an error. Values where `mask` is 0 are ignored and may be NaN.
         mask (`torch.Tensor` of shape `(B, T)`):
             1 on generated tokens.
         num_generations (`int`):
@@ -217,7 +216,7 @@ class Groups(Completions):
             What else a baseline reads, by name: `logps`, `completion_ids` and `turn`, each `(B, T)`, `states`, `(B, T,
             k)`, and `prompt_key`, `(B,)`.
 
-    Every attribute below has three axes, prompt by completion by token, and is formed when it is first asked for.
+    Every attribute below has three axes (prompt, completion, token) and is computed on first use.
     """
 
     def __init__(
@@ -253,9 +252,9 @@ class Groups(Completions):
     @cached_property
     def returns(self) -> torch.Tensor:
         """
-        `(G, N, T)` G_t, or `(G, N, 1)` where one return serves the completion; 0 if it cannot be scored.
+        `(G, N, T)` G_t, or `(G, N, 1)` if there is one return per completion; 0 without a reward.
 
-        After its last token a completion keeps that token's reward-to-go.
+        After its last token a completion keeps the last token's reward-to-go.
         """
         if self.row_returns.size(1) == 1:
             return self._grouped(self.row_returns)
@@ -270,7 +269,7 @@ class Groups(Completions):
 
     @cached_property
     def present(self) -> torch.Tensor:
-        """`(G, N, T)` 1 where the completion can be scored and has a t-th generated token, else 0."""
+        """`(G, N, T)` 1 where the completion has a reward and a t-th generated token, else 0."""
         # Float, here and below: on a CPU, arithmetic between float and bool takes ten times as long
         if self._squeezed:
             return (self._ends - self._positions.float()).clamp_(0, 1)
@@ -284,8 +283,8 @@ class Groups(Completions):
     @property
     def states(self) -> torch.Tensor:
         """
-        `(G, N, T, k)` the policy's hidden state at the position that predicts the token, 0 where `present` is 0: that
-        of a layer at two thirds of the depth, projected at random to k numbers.
+        `(G, N, T, k)` the policy's hidden state at the position that predicts the token, from a layer at two thirds of
+        the depth and randomly projected to k numbers; 0 where `present` is 0.
         """
         return torch.stack([self._in_groups(x) for x in read(self._beside, "states").unbind(dim=-1)], dim=-1)
 
@@ -308,7 +307,7 @@ class Groups(Completions):
     @property
     def total_energy(self) -> torch.Tensor:
         """`(G, N, 1)` W_T."""
-        return self.energy.cumsum(dim=-1)[..., -1:]  # token after token, so that padding changes no rounding
+        return self.energy.cumsum(dim=-1)[..., -1:]  # summed in order, so that padding does not change rounding
 
     @property
     def lengths(self) -> torch.Tensor:
@@ -334,14 +333,14 @@ class Groups(Completions):
 
     @property
     def lone_tail_tokens(self) -> torch.Tensor:
-        """`(B, 1)` how many of a completion's generated tokens are on the lone tail."""
+        """`(B, 1)` number of a completion's generated tokens on the lone tail."""
         if self._squeezed:
             return (self._ends - self._second_end).clamp_(min=0).view(-1, 1)
         return (self.present * self.lone_tail).sum(dim=2).long().view(-1, 1)
 
     @property
     def alone(self) -> torch.Tensor:
-        """`(G, N, T)` bool: where no other completion of the group is present."""
+        """`(G, N, T)` bool, True where no other completion of the group is present."""
         return _sum_of_group(self.present, own_left_out=True) == 0
 
     # Alignment
@@ -355,14 +354,14 @@ class Groups(Completions):
         return values.reshape(self._mask.shape)
 
     def _aligned(self, values: torch.Tensor) -> torch.Tensor:
-        """`(B, T)` -> `(G, N, T)`: generated tokens side by side from the left, 0 after them; or as they stand."""
+        """`(B, T)` -> `(G, N, T)`: generated tokens moved to the left, then 0; or unchanged."""
         if self._squeezed:
             values = values.new_zeros(len(values), values.size(1) + 1).scatter_(1, self._slots, values)[:, 1:]
         return self._grouped(values)
 
     @cached_property
     def _slots(self) -> torch.Tensor:
-        """`(B, T)` 1, 2, … for generated tokens, and 0, a column that is cut off, for others."""
+        """`(B, T)` 1, 2, … for generated tokens; 0, a column that is dropped, for others."""
         return self._mask.cumsum(dim=1) & -self._mask
 
     @cached_property

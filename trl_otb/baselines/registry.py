@@ -1,4 +1,4 @@
-"""The register of baselines: names, flags and where they are looked up."""
+"""The registry of baselines: their names, flags and lookup."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -9,9 +9,9 @@ from ..imports import import_object
 from .groups import ALIGNMENTS, left_as_it_is
 
 
-# What a baseline may ask for beside returns, energies and lengths
+# What a baseline may read in addition to returns, energies and lengths
 READS = ("logps", "states", "completion_ids", "turn", "prompt_key")
-REMEMBERING = ("update", "state_dict", "load_state_dict")  # methods of a class
+REMEMBERING = ("update", "state_dict", "load_state_dict")  # methods of a baseline with memory
 
 
 @dataclass(frozen=True)
@@ -21,40 +21,40 @@ class Baseline:
 
     Args:
         name (`str`):
-            What a config calls it.
+            Its name in a config.
         function (`Callable`):
-            From [`~trl_otb.baselines.Groups`] to B, broadcastable to `(G, N, T)`. Or a class, of which each trainer
-            makes an instance that is called so, and that remembers: see [`register_baseline`].
+            A function from [`~trl_otb.baselines.Groups`] to B, broadcastable to `(G, N, T)`. Or, for a baseline with
+            memory, a class; each trainer makes an instance and calls it in the same way: see [`register_baseline`].
         per_token (`bool`):
-            Whether B is subtracted from the reward-to-go of every token, or is one number per completion, subtracted
-            from its return. Only the former has a use for `alignment`.
+            Whether B is subtracted from the reward-to-go of every token, or is one number per completion that is
+            subtracted from its return. `alignment` applies to the former only.
         uses_energy (`bool`):
-            Whether the function reads energies. Without, the trainer never runs a forward to obtain them.
+            Whether the function reads energies. If not, the trainer never runs a forward to obtain them.
         zero_tail (`bool`):
             Whether the option `zero_tail` applies: B = 0 on the lone tail.
         leaves_one_out (`bool`):
-            Whether it leaves a completion's own return out by itself, so that the option has nothing to say.
+            Whether it always leaves out a completion's own return, so that the option `leave_one_out` does not apply.
         across_prompts (`bool`):
-            Whether it compares prompts: then it is given those of a whole generation batch, of all processes.
+            Whether it compares prompts. If so, it receives the whole generation batch of all processes.
         totals_only (`bool`):
-            Whether the function gets [`~trl_otb.baselines.Completions`], a few numbers per completion, instead of
-            tokens. Then only those travel where the completions that it compares lie on several processes.
+            Whether the function receives [`~trl_otb.baselines.Completions`], a few numbers per completion, instead of
+            tokens. If a group spans processes, only these numbers are sent.
         unbiased (`bool` or `"leave_one_out"`):
             Whether B never depends on the completion it is subtracted from, so that the gradient is unbiased: always
-            (`True`), where the option `leave_one_out` is set (`"leave_one_out"`), or never (`False`). B_t may depend
-            on what stands before token t. It is said of the plain sum of gradients, over completions that are not left
-            out for what they are (masked for their length, or without a reward).
+            (`True`), with the option `leave_one_out` (`"leave_one_out"`), or never (`False`). B_t may depend on what
+            precedes token t. This holds for the plain sum of gradients, if no completion is excluded because of its
+            content (masked for its length, or without a reward).
         reads (`tuple[str, ...]`):
-            What the function reads beside returns, energies and lengths: some of `"logps"`, `"states"`,
+            What the function reads in addition to returns, energies and lengths: some of `"logps"`, `"states"`,
             `"completion_ids"`, `"turn"` and `"prompt_key"`; see [`~trl_otb.baselines.Groups`].
         on_top_of (`str` or [`Baseline`], *optional*):
-            The name of a baseline that reads returns alone; of an instance, its entry. It is formed first, and the
-            function gets [`~trl_otb.baselines.Tokens`], completions one by one with that baseline as `base`, in the
-            place of groups: a completion is credited by itself then, in whichever forward it comes.
+            The name of a baseline that reads returns only; in an instance, its entry. It is computed first, and the
+            function receives [`~trl_otb.baselines.Tokens`], single completions with that baseline as `base`, instead
+            of groups. So each completion is credited by itself, in any micro-batch.
         compares (`bool`):
-            Whether it compares completions at all; of this module's, all but `none` do.
+            Whether it compares completions; all built-in baselines except `none` do.
         built_in (`bool`):
-            Whether it is one of this module's, whose results are not checked.
+            Whether it belongs to this package, so that its results are not checked.
     """
 
     name: str
@@ -78,43 +78,43 @@ class Baseline:
 
     @property
     def needs_forward(self) -> bool:
-        """Whether the function reads what only a forward of the policy yields."""
+        """Whether the function reads anything that only a forward of the policy provides."""
         return self.uses_energy or not {"logps", "states"}.isdisjoint(self.reads)
 
     @property
     def compares_prompts(self) -> bool:
-        """Whether it, or what it is on top of, looks at the prompts of a whole generation batch."""
+        """Whether it, or the baseline below it, compares the prompts of a generation batch."""
         return self.across_prompts or (self.on_top_of is not None and find_baseline(self.on_top_of).across_prompts)
 
     @property
     def cancels_equal_returns(self) -> bool:
-        """Whether A = 0 where all returns of a group are equal, but for a lone tail."""
+        """Whether A = 0 if all returns of a group are equal, except on a lone tail."""
         return self.on_top_of is None and not self.across_prompts and self.compares
 
     def instance(self) -> "Baseline":
-        """The same, with an instance instead of a class: what a name stands for later does not change it."""
+        """The same entry with a class replaced by an instance, and names by entries."""
         function = self.function() if isinstance(self.function, type) else self.function
         below = None if self.on_top_of is None else find_baseline(self.on_top_of)
         return replace(self, function=function, on_top_of=below)
 
     def of(self, group: Any) -> Any:
-        """B, of a group that the function must leave as it is."""
+        """B for a group, which the function must not modify."""
         with nullcontext() if self.built_in else left_as_it_is(group, self.name):
             return self.function(group)
 
     def learn(self, group: Any) -> dict[str, float]:
-        """Let a baseline that remembers learn from what it was given; what it has to tell."""
+        """Update a baseline with memory from the data it was called with, and return its metrics."""
         with nullcontext() if self.built_in else left_as_it_is(group, self.name):
             return self.function.update(group) or {}
 
     def declared(self, energy: Any) -> Any:
-        """`energy`, if the function reads it; else `None`, so that reading it is an error."""
+        """`energy` if the function reads it, else `None`, so that reading it is an error."""
         return energy if self.uses_energy else None
 
     def is_unbiased(self, leave_one_out: bool = False, zero_tail: bool = True) -> bool:
         """Whether the gradient is unbiased under these options."""
         if leave_one_out and self.zero_tail and not zero_tail:
-            return False  # tokens that nobody is compared with are skipped
+            return False  # tokens without another completion are skipped
         return self.unbiased is True or (leave_one_out and self.unbiased == "leave_one_out")
 
     @property
@@ -149,37 +149,37 @@ def register_baseline(
         return group.mean(group.energy)
     ```
 
-    The function gets [`~trl_otb.baselines.Groups`]: `returns`, `energy` and `present`, each `(G, N, T)` or
-    broadcastable to it, `total_energy` and `lengths`, and `mean(weights)`, which knows about leaving one out. It
-    returns B, broadcastable to `(G, N, T)` and finite wherever a completion is present. G counts the prompts,
-    of a rollout or of a micro-batch: do not mix them, unless `across_prompts` asks for all of a generation batch.
+    The function receives [`~trl_otb.baselines.Groups`]: `returns`, `energy` and `present`, each `(G, N, T)` or
+    broadcastable to it, `total_energy` and `lengths`, and `mean(weights)`, which respects `leave_one_out`. It returns
+    B, broadcastable to `(G, N, T)` and finite wherever a completion is present. The G prompts are those of a rollout
+    or a micro-batch: do not mix them, unless `across_prompts` requests the whole generation batch.
 
-    **A baseline that remembers** is a class. Each trainer makes an instance, without arguments, and calls it as it
-    would the function. It has three methods more:
+    **A baseline with memory** is a class. Each trainer makes an instance, without arguments, and calls it like the
+    function. It has three more methods:
 
-    - `update(group)`, called once per generation batch in training, after the baselines of that batch, with what they
-      were formed from. What it learns holds from the next batch on, so that a baseline that is unbiased stays so. It
-      may return a `dict` of numbers, which are logged as `otb/<name>/…`.
-    - `state_dict()`, a `dict` of tensors, numbers and text, and `load_state_dict(state)`: checkpoints hold it.
+    - `update(group)`, called once per generation batch in training, after that batch's baselines and with the same
+      data. What it learns applies from the next batch on, so an unbiased baseline stays unbiased. It may return a
+      `dict` of numbers, which are logged as `otb/<name>/…`.
+    - `state_dict()`, a `dict` of tensors, numbers and text, and `load_state_dict(state)`, for checkpoints.
 
-    It is given the completions of the whole generation batch, of all processes, so that it learns the same on each;
-    on top of another baseline (`on_top_of`), this process's own, and `tokens.gather` brings what others have summed.
-    Evaluation calls it and does not update it.
+    It receives the completions of the whole generation batch from all processes, so it learns the same on each. With
+    `on_top_of` it receives those of its own process, and `tokens.gather` collects sums from the others. Evaluation
+    calls it without updating it.
 
     Args:
         name (`str`):
-            Any name that no other baseline has. The same function may be registered again, as a notebook's cell does;
-            trainers that were made before keep theirs.
+            A name that no other baseline has. The same function may be registered again, as in a notebook's cell;
+            existing trainers keep the old one.
         per_token, uses_energy, zero_tail, leaves_one_out, across_prompts, totals_only, unbiased, reads, on_top_of:
-            See [`~trl_otb.baselines.Baseline`]. Of a class, `across_prompts` is set by itself.
+            See [`~trl_otb.baselines.Baseline`]. `across_prompts` is set automatically for a class.
 
     Returns:
-        `Callable`: a decorator that returns the function or class as it is.
+        `Callable`: a decorator that returns the function or class unchanged.
 
     Raises:
-        ValueError: The name is taken, empty, or holds a colon; a flag is neither True nor False; or flags contradict
-            each other.
-        TypeError: What is decorated is no function and no class with the methods above.
+        ValueError: The name is taken, empty, or contains a colon; a flag is not a bool; or flags contradict each
+            other.
+        TypeError: The decorated object is neither a function nor a class with the methods above.
     """
     return _register(
         name,
@@ -197,14 +197,14 @@ def register_baseline(
 
 def _register(name: str, **flags: Any) -> Callable[[Callable], Callable]:
     if not isinstance(name, str) or not name or ":" in name:
-        raise ValueError(f"`name` is {name!r}: a baseline's name must be text that is not empty and holds no colon.")
+        raise ValueError(f"`name` is {name!r}: a baseline's name must be nonempty text without a colon.")
     for flag in ("per_token", "uses_energy", "zero_tail", "leaves_one_out", "across_prompts", "totals_only"):
         if not isinstance(flags.get(flag, False), bool):
             raise ValueError(f"The baseline {name!r} has `{flag}={flags[flag]!r}`: it must be True or False.")
     if flags.get("totals_only") and flags.get("per_token", True):
         raise ValueError(
             f"The baseline {name!r} has `totals_only=True` and `per_token=True`: totals of completions give no "
-            "baseline per token. Set `per_token=False`, or leave `totals_only` out."
+            "baseline per token. Set `per_token=False`, or drop `totals_only`."
         )
     if flags.get("unbiased", False) not in (True, False, "leave_one_out"):
         raise ValueError(
@@ -216,8 +216,8 @@ def _register(name: str, **flags: Any) -> Callable[[Callable], Callable]:
         )
     if flags.get("totals_only") and set(flags.get("reads", ())) - {"prompt_key"}:
         raise ValueError(
-            f"The baseline {name!r} has `totals_only=True` and reads {', '.join(map(repr, flags['reads']))}: beside "
-            "totals of completions there is 'prompt_key' only. Leave `totals_only` out."
+            f"The baseline {name!r} has `totals_only=True` and reads {', '.join(map(repr, flags['reads']))}: with "
+            "totals of completions only 'prompt_key' is available. Drop `totals_only`."
         )
     if flags.get("on_top_of") is not None:
         _check_on_top_of(name, flags)
@@ -229,7 +229,7 @@ def _register(name: str, **flags: Any) -> Callable[[Callable], Callable]:
         taken = BASELINES.get(name)
         if taken is not None and (taken.built_in or _origin(taken.function) != _origin(function)):
             raise ValueError(
-                f"The baseline {name!r} is registered already, by {'.'.join(_origin(taken.function))}: choose another "
+                f"The baseline {name!r} is already registered by {'.'.join(_origin(taken.function))}: choose another "
                 "name."
             )
         BASELINES[name] = entry
@@ -239,13 +239,13 @@ def _register(name: str, **flags: Any) -> Callable[[Callable], Callable]:
 
 
 def _entry(name: str, function: Callable, **flags: Any) -> Baseline:
-    """A class that remembers is given a whole generation batch, unless it is on top of another baseline."""
+    """A baseline; a class receives the whole generation batch, unless it is on top of another baseline."""
     if isinstance(function, type):
         lacking = [method for method in ("__call__", *REMEMBERING) if not _has(function, method)]
         if lacking:
             raise TypeError(
-                f"The baseline {name!r} is a class without `{'`, `'.join(lacking)}`. A class is for baselines that "
-                "remember, see `trl_otb.register_baseline`; write a function if yours does not."
+                f"The baseline {name!r} is a class without `{'`, `'.join(lacking)}`. Classes are for baselines with "
+                "memory, see `trl_otb.register_baseline`; otherwise write a function."
             )
         flags["across_prompts"] = flags.get("on_top_of") is None
     return Baseline(name, function, **flags)
@@ -260,15 +260,15 @@ def _check_on_top_of(name: str, flags: dict[str, Any]) -> None:
     if not below.totals_only or below.uses_energy or below.remembers:
         raise ValueError(
             f"The baseline {name!r} has `on_top_of={below.name!r}`, which needs more than returns: choose one that "
-            "reads returns alone, such as 'rloo_pooled'."
+            "reads returns only, such as 'rloo_pooled'."
         )
     if contrary := [flag for flag in ("across_prompts", "totals_only", "zero_tail") if flags.get(flag)]:
         raise ValueError(
-            f"The baseline {name!r} has `on_top_of` and `{contrary[0]}=True`: it is given completions one by one, "
-            "token by token. Leave one of them out."
+            f"The baseline {name!r} has `on_top_of` and `{contrary[0]}=True`, but it receives single "
+            "completions, token by token. Drop one of the two."
         )
     if not flags.get("per_token", True):
-        raise ValueError(f"The baseline {name!r} has `on_top_of` and `per_token=False`: it is one per token.")
+        raise ValueError(f"The baseline {name!r} has `on_top_of` and `per_token=False`: it is always per token.")
 
 
 def built_in(name: str = "", **flags: Any) -> Callable[[Callable], Callable]:
@@ -286,16 +286,16 @@ def _origin(function: Callable) -> tuple[str, str]:
 
 def find_baseline(baseline: "str | Callable | Baseline") -> Baseline:
     """
-    The entry that `baseline` stands for.
+    The entry for a baseline.
 
     Args:
         baseline (`str`, `Callable` or [`Baseline`]):
             A name in `BASELINES`; `"module:function"`, which is imported, also from the current folder; a function, a
-            class, or an instance of a registered one; or an entry itself. What is not registered counts as a baseline
-            per token that reads energies.
+            class, or an instance of a registered one; or an entry. An unregistered function counts as a baseline per
+            token that reads energies.
 
     Raises:
-        ValueError: There is no such baseline. The message names those that there are.
+        ValueError: There is no such baseline. The message lists the available ones.
     """
     if isinstance(baseline, Baseline):
         return baseline
@@ -323,7 +323,7 @@ def check_options(
     leave_one_out: bool = False,
 ) -> None:
     """
-    Raise a `ValueError` if an option is unknown or of the wrong type, or is set though `baseline` does not look at it.
+    Raise a `ValueError` if an option is unknown, has the wrong type, or is set although `baseline` ignores it.
     """
     rule = find_baseline(baseline)
     for option, value in (("zero_tail", zero_tail), ("leave_one_out", leave_one_out)):
@@ -333,17 +333,17 @@ def check_options(
         raise ValueError(f"`alignment` is {alignment!r}: it must be one of {', '.join(map(repr, ALIGNMENTS))}.")
     if alignment != "generated" and not rule.per_token:
         raise ValueError(
-            f"`alignment` is {alignment!r} and `baseline` is {rule.name!r}: one number per completion compares no "
-            f"tokens. Leave `alignment` out, or choose a baseline per token: {_names('per_token')}."
+            f"`alignment` is {alignment!r} and `baseline` is {rule.name!r}: a baseline per completion compares no "
+            f"tokens. Drop `alignment`, or choose a baseline per token: {_names('per_token')}."
         )
     if not zero_tail and not rule.zero_tail:
         raise ValueError(
             f"`zero_tail` is False and `baseline` is {rule.name!r}, which has no special rule for the lone tail. "
-            f"Leave `zero_tail` out, or choose {_names('zero_tail')}."
+            f"Drop `zero_tail`, or choose {_names('zero_tail')}."
         )
     if leave_one_out and rule.leaves_one_out:
         raise ValueError(
-            f"`leave_one_out` is True and `baseline` is {rule.name!r}, which leaves one out by itself. Leave it out."
+            f"`leave_one_out` is True and `baseline` is {rule.name!r}, which always leaves one out. Drop the option."
         )
 
 

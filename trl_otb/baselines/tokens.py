@@ -1,4 +1,4 @@
-"""Completions token by token, each by itself. Pure torch; the notation is that of `trl_otb.energy`."""
+"""Completions token by token, each by itself. Pure torch, with the notation of `trl_otb.energy`."""
 
 from collections.abc import Callable, Iterator
 from functools import cached_property
@@ -9,28 +9,28 @@ from ..blocks import blocks_of_rows
 from .groups import completion_returns, declared, read, reward_to_go, scorable_rows
 
 
-FINER = 32  # are blocks for baselines with features, of tens of numbers per token
+FINER = 32  # factor by which blocks are smaller for baselines with tens of features per token
 
 
 class Tokens:
     """
-    Completions token by token, each by itself: what a baseline on top of another is a function of.
+    Completions token by token, each by itself: the argument of a baseline on top of another.
 
     Args:
         rewards (`torch.Tensor` of shape `(B,)` or `(B, T)`):
-            One return per completion, or one reward per token. NaN marks a completion that cannot be scored.
+            One return per completion, or one reward per token. NaN marks a completion without a reward.
         base (`torch.Tensor` of shape `(B, T)` or `(B, 1)`):
             The baseline below.
         energy (`torch.Tensor` of shape `(B, T)`, *optional*):
-            ρ_t² w_t; without, reading it is an error. Values where `mask` is 0 are ignored and may be NaN.
+            ρ_t² w_t; if omitted, reading it is an error. Values where `mask` is 0 are ignored and may be NaN.
         mask (`torch.Tensor` of shape `(B, T)`):
             1 on generated tokens.
         prompt (`torch.Tensor` of shape `(B,)`):
-            The number of each completion's prompt among those of the generation batch, on all processes.
+            The index of each completion's prompt in the generation batch of all processes.
         beside (`dict[str, torch.Tensor]`, *optional*):
             What else the baseline reads, by name, as in [`~trl_otb.baselines.Groups`].
         gather (`Callable`, *optional*):
-            From a tensor to those of all processes, one after another along the first axis; all of them must call.
+            Concatenates the tensors of all processes along the first axis; all of them must call it.
     """
 
     def __init__(
@@ -52,14 +52,14 @@ class Tokens:
 
     @cached_property
     def returns(self) -> torch.Tensor:
-        """`(B, T)` G_t, the reward-to-go, or `(B, 1)` one return per completion; 0 if it cannot be scored."""
+        """`(B, T)` G_t, the reward-to-go, or `(B, 1)` one return per completion; 0 without a reward."""
         per_completion = self._rewards.dim() == 1
         returns = completion_returns(self._rewards).unsqueeze(1) if per_completion else reward_to_go(self._rewards)
         return returns.masked_fill(~self._scorable, 0.0)
 
     @cached_property
     def mask(self) -> torch.Tensor:
-        """`(B, T)` 1.0 on generated tokens of completions that can be scored, else 0.0."""
+        """`(B, T)` 1.0 on generated tokens of completions with a reward, else 0.0."""
         return self._mask.float() * self._scorable
 
     @cached_property
@@ -82,8 +82,8 @@ class Tokens:
     @property
     def states(self) -> torch.Tensor:
         """
-        `(B, T, k)` the policy's hidden state at the position that predicts the token: that of a layer at two thirds of
-        the depth, projected at random to k numbers.
+        `(B, T, k)` the policy's hidden state at the position that predicts the token, from a layer at two thirds of
+        the depth and randomly projected to k numbers.
         """
         return read(self._beside, "states")
 
@@ -94,7 +94,7 @@ class Tokens:
 
     @property
     def turn(self) -> torch.Tensor:
-        """`(B, T)` the policy's turn, from 0, that a generated token is part of."""
+        """`(B, T)` the policy's turn of a generated token, from 0."""
         return read(self._beside, "turn")
 
     @property
@@ -103,7 +103,7 @@ class Tokens:
         return read(self._beside, "prompt_key")
 
     def rows(self, rows: slice) -> "Tokens":
-        """Some of them."""
+        """Some of the completions."""
         return Tokens(
             self._rewards[rows],
             self.base[rows],
@@ -115,11 +115,11 @@ class Tokens:
         )
 
     def held(self) -> dict[str, torch.Tensor]:
-        """What a baseline is given and must leave as it is, by name."""
+        """The tensors that a baseline reads and must not modify, by name."""
         energy = {} if self._energy is None else {"energy": self.energy}
         own = {"base": self.base, "prompt": self.prompt, "returns": self.returns, "mask": self.mask}
         return own | energy | self._beside
 
     def blocks(self) -> Iterator["Tokens"]:
-        """All of them, so many at a time that what is formed of them stays small, with tens of numbers per token."""
+        """All completions, in blocks small enough for tens of features per token."""
         return (self.rows(rows) for rows in blocks_of_rows(self._mask, finer=FINER))

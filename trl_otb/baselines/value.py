@@ -1,4 +1,4 @@
-"""A baseline that looks at the state: linear in prefix sums and hidden states, fitted to earlier batches."""
+"""A baseline that depends on the state: linear in prefix sums and hidden states, fitted to earlier batches."""
 
 import logging
 import math
@@ -12,7 +12,7 @@ from .tokens import Tokens
 
 logger = logging.getLogger(__name__)
 
-BASE = 1  # the place of B0 among the features
+BASE = 1  # the index of B0 among the features
 
 
 @built_in(
@@ -25,40 +25,40 @@ BASE = 1  # the place of B0 among the features
     on_top_of="rloo_pooled",
 )
 class Value:
-    """Per token: `rloo_pooled` and a prediction from what the completion has written so far.
+    """Per token: `rloo_pooled` plus a prediction from what the completion has written so far.
 
         B_{t,i} = B0_i + c θ·φ(x_{t,i}),   θ = argmin Σ w_t (G_t − B0 − θ·φ(x_t))²   over earlier generation batches
 
-    The optimal baseline of a state. The part of the gradient's variance that b_t decides is, to first order, E‖s_t‖²
-    (G_t − b_t)², so the best baseline that may look at the state x_t, prompt and y_<t, is E[‖s_t‖² G_t | x_t] /
-    E[‖s_t‖² | x_t] (Greensmith, Bartlett and Baxter, 2004). With w_t for ‖s_t‖² that is a weighted least-squares
-    problem, and in a linear class it has a closed form. This project's own.
+    Source: this project. To first order, b_t contributes E‖s_t‖² (G_t − b_t)² to the variance of the gradient, so the
+    best baseline that depends on the state x_t (prompt and y_<t) is E[‖s_t‖² G_t | x_t] / E[‖s_t‖² | x_t] (Greensmith,
+    Bartlett and Baxter, 2004). With w_t for ‖s_t‖² this is a weighted least-squares problem, which has a closed form
+    in a linear class.
 
-    φ holds 1, B0 (whose part in B is kept between 0 and 1), the rewards earned before t, sums over the tokens
-    generated before t (energy, surprisal, their number, and the roots of these), and hidden states of a layer at two
-    thirds of the policy's depth, projected at random: that of the position that predicts y_t, and the mean of those up
-    to it. They come from the forward that yields energies anyway. A batch counts less by the factor 0.9 with every
-    further one. c, between 0 and 1, is what such predictions are worth on prompts that θ was not fitted to, and so is
-    the ridge chosen. At most it is a quarter after the first batch; that bound doubles with every batch on which B did
-    better than B0, and halves with every other. So B falls back to B0 where states say nothing, and is B0 in the first
-    batch. It stays within the returns seen.
+    φ holds 1, B0 (its coefficient in B is kept between 0 and 1), the rewards earned before t, sums over the tokens
+    before t (energy, surprisal, their number, and the square roots of these), and the policy's hidden states at two
+    thirds of its depth, randomly projected: at the position that predicts y_t, and the mean up to it. They come from
+    the forward that yields the energies; `value` never needs an extra one. The weight of a batch decays by 0.9 per
+    batch. c, between 0 and 1, and the ridge are chosen by cross-validation over prompts. c is at most 1/4 after the
+    first batch; this limit doubles after a batch on which B beat B0 and halves otherwise. So B falls back to B0, and
+    is B0 in the first batch. B stays within the range of returns seen so far.
 
-    Assumes that what states say about returns carries over from earlier prompts and from the slightly older policy.
-    Unbiased: B_t looks at what stands before y_t, and θ and c at earlier batches. With rewards per turn or token, B0
-    is that of the reward-to-go. Where the system cannot be solved, B is B0, and a warning says so.
+    Assumptions: what states predict about returns carries over from earlier prompts and a slightly older policy.
 
-    On toy policies that write 10 to 100 tokens it has 0.41 to 0.51 of the group mean's noise at N = 4, and 0.53 to
-    0.66 at N = 32, where group baselines gain little; on prompts of mixed lengths 0.55; where no state tells the
-    reward, as much as `rloo_pooled` (recipes/studies/value.md). On a language model it was measured on one task.
+    Bias: unbiased, since B_t depends on what precedes y_t, and θ and c on earlier batches. With rewards per turn or
+    token, B0 pools the reward-to-go. If the linear system has no solution, B is B0, with a warning.
 
-    `otb/value/explained` and `otb/value/weight` (c) tell what it is worth. `scale_rewards="group"` is refused, as for
-    `rloo_pooled`. No extra forward is ever run. Use it for long completions, and for N of 16 or less.
+    Use it for N of 2 to 16 and completions of any length. Do not use it with `scale_rewards="group"`, which is
+    rejected as for `rloo_pooled`. It gains nothing over `rloo_pooled` where `otb/value/explained` stays near 0.
+
+    Evidence: at N = 4 it has 0.41 to 0.51 of the group mean's noise on toy answers of 10 to 100 tokens, 0.53 to 0.66
+    at N = 32, where group baselines gain little, and 0.55 on mixed lengths; where states do not predict the reward it
+    equals `rloo_pooled` (recipes/studies/value.md). On a language model it was measured on one task (language.md).
     """
 
-    decay = 0.9  # of what a batch counts, with every further one
+    decay = 0.9  # of a batch's weight, per further batch
     ridges = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)  # in average batches
     folds = 4  # of prompts
-    bounded = True  # whether B stays within the returns seen
+    bounded = True  # whether B stays within the range of returns seen
     weights = "energy"  # of the least squares; anything else makes it an ordinary value function
 
     def __init__(self) -> None:
@@ -66,12 +66,12 @@ class Value:
         self.weight = 0.0  # c
         self._most_weight = 0.25
         self._sums: dict[str, torch.Tensor] = {}  # over earlier batches; float64, on the CPU
-        self._batches = 0.0  # their number, those of long ago counting less
-        self._prompts = 0  # of all batches
-        self._returns_seen = (math.inf, -math.inf)  # least and most
+        self._batches = 0.0  # the sum of their weights
+        self._prompts = 0  # in all batches
+        self._returns_seen = (math.inf, -math.inf)  # minimum and maximum
 
     def __call__(self, tokens: Tokens) -> torch.Tensor:
-        """`(B, T)`; or B0, `(B, 1)`, while nothing is predicted."""
+        """`(B, T)` B; or B0, `(B, 1)`, before anything is predicted."""
         if self.theta is None or self.weight == 0.0:
             return tokens.base
         return self._baseline(tokens.base, self._predicted(self._features(tokens)))
@@ -81,7 +81,7 @@ class Value:
         Learn from a generation batch.
 
         Returns:
-            `dict[str, float]`: `explained`, 1 − Σ w (G − B)² / Σ w (G − B0)² under the θ and c that were used, and
+            `dict[str, float]`: `explained`, 1 − Σ w (G − B)² / Σ w (G − B0)² for the θ and c that were used, and
             `weight`, c.
         """
         found = self._sums_of(tokens)
@@ -112,7 +112,7 @@ class Value:
         vars(self).update(state)
 
     def _features(self, tokens: Tokens) -> torch.Tensor:
-        """`(B, T, K)` φ: of what stands before each token, never of the token itself."""
+        """`(B, T, K)` φ, from what precedes each token, never from the token itself."""
         mask = tokens.mask
 
         def before(values: torch.Tensor) -> torch.Tensor:
@@ -127,20 +127,20 @@ class Value:
         return torch.cat([torch.stack([x.expand_as(mask) for x in numbers], dim=-1), states, mean], dim=-1)
 
     def _predicted(self, features: torch.Tensor) -> torch.Tensor:
-        """`(B, T)` θ·φ; 0 where a state is not a number."""
+        """`(B, T)` θ·φ; 0 where a state is NaN."""
         if self.theta is None:
             return torch.zeros_like(features[..., 0])
         return (features @ self.theta.to(features)).nan_to_num(nan=0.0)
 
     def _baseline(self, base: torch.Tensor, predicted: torch.Tensor) -> torch.Tensor:
-        """`(B, T)` B0 + c θ·φ, within the returns seen as far as B0 is."""
+        """`(B, T)` B0 + c θ·φ, clamped to the range of returns seen, extended to B0."""
         if not self.bounded:
             return base + self.weight * predicted
         least, most = self._returns_seen
         return (base + self.weight * predicted).clamp(base.clamp(max=least), base.clamp(min=most))
 
     def _sums_of(self, tokens: Tokens) -> dict[str, torch.Tensor]:
-        """Over the tokens of a generation batch; float64, except where the device has none."""
+        """Sums over the tokens of a generation batch, in float64 if the device supports it."""
         precise = torch.float32 if tokens.base.device.type == "mps" else torch.float64
         total: dict[str, torch.Tensor] = {}
         folds = [(prompt + self._prompts) % self.folds for prompt in tokens.prompt.tolist()]
@@ -167,7 +167,7 @@ class Value:
         return total
 
     def _ends_of(self, tokens: Tokens) -> torch.Tensor:
-        """`(2,)` the least of the returns, with its sign changed, and the most."""
+        """`(2,)` minus the minimum of the returns, and their maximum."""
         ends = []
         for block in tokens.blocks():
             returns, present = block.returns.expand_as(block.mask), block.mask > 0
@@ -175,7 +175,7 @@ class Value:
         return torch.stack(ends).amax(dim=0)
 
     def _fit(self) -> None:
-        """θ and c from the sums, with the ridge that predicts prompts best which θ was not fitted to."""
+        """Fit θ and c to the sums, with the ridge that predicts held-out prompts best."""
         squares, products = self._sums["φφ"], self._sums["φ residual"]
         of_others = squares.sum(dim=0) - squares, products.sum(dim=0) - products
         thetas = torch.stack([self._solution(*of_others, ridge) for ridge in self.ridges])  # (ridges, folds, K)
@@ -190,14 +190,14 @@ class Value:
             self._start_anew("its linear system has no finite solution")
 
     def _solution(self, squares: torch.Tensor, products: torch.Tensor, ridge: float) -> torch.Tensor:
-        """`(…, K)` θ; features may be shifted or scaled without changing what is predicted."""
+        """`(…, K)` θ; shifting or scaling features does not change the predictions."""
         diagonal, constant = squares.diagonal(dim1=-2, dim2=-1), squares[..., 0]
         varies = (diagonal - constant.square() / constant[..., :1].clamp(min=1e-30)).clamp(min=0)
         penalty = ridge / self._batches * varies + 1e-9 * diagonal
-        penalty = penalty.where(diagonal > 0, 1.0)  # of a feature that was 0 throughout
+        penalty = penalty.where(diagonal > 0, 1.0)  # for a feature that is always 0
         squares = squares + torch.diag_embed(penalty)
-        # Of B, B0 is a part between 0 and 1. In a few batches it would be another: what the others earned tells there
-        # what a completion itself did, as they sum up to the same
+        # The coefficient of B0 in B lies between 0 and 1. In a few batches the fit would leave that range: the others'
+        # returns predict a completion's own there, since all of them have the same sum
         of_base = torch.linalg.solve_ex(squares, products)[0][..., BASE].clamp(-1, 0).unsqueeze(-1)
         rest = [i for i in range(products.size(-1)) if i != BASE]
         others = products[..., rest] - squares[..., rest, BASE] * of_base
@@ -205,5 +205,5 @@ class Value:
         return torch.cat([theta[..., :BASE], of_base, theta[..., BASE:]], dim=-1)
 
     def _start_anew(self, reason: str) -> None:
-        logger.warning(f"The baseline 'value' forgets what it has learnt, as {reason}; it continues as 'rloo_pooled'.")
+        logger.warning(f"The baseline 'value' discards what it has learned: {reason}. It continues as 'rloo_pooled'.")
         self.theta, self.weight, self._most_weight, self._sums, self._batches = None, 0.0, 0.25, {}, 0.0

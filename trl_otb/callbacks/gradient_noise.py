@@ -1,4 +1,4 @@
-"""How noisy is the gradient that a run uses? The gradient noise scale, measured from micro-batches and processes."""
+"""The gradient noise scale of a run, measured from micro-batches and processes."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -30,15 +30,15 @@ def noise_and_signal(mean_square_of_parts: float, square_of_mean: float, parts: 
             K, at least 2.
 
     Returns:
-        `tuple[float, float]`: S, the trace of the covariance of a part's gradient, and ‖g‖², the square of the true
-        one. A single estimate may be negative.
+        `tuple[float, float]`: S, the trace of the covariance of a part's gradient, and ‖g‖², the squared norm of the
+        true gradient. A single estimate may be negative.
     """
     noise = (mean_square_of_parts - square_of_mean) / (1 - 1 / parts)
     return noise, square_of_mean - noise / parts
 
 
 def norm_of(gradient: torch.Tensor) -> torch.Tensor:
-    """‖gradient‖ in float32, read once and not copied. A long sum is made of parts, so that it keeps its digits."""
+    """‖gradient‖ in float32, read once and not copied. Long sums are split, to keep their precision."""
     if gradient.dim() > 1 and gradient.numel() > 2**18:
         along = min(range(gradient.dim()), key=gradient.stride)  # lines as they lie in memory
         gradient = torch.linalg.vector_norm(gradient, dim=along, dtype=torch.float32)
@@ -47,25 +47,25 @@ def norm_of(gradient: torch.Tensor) -> torch.Tensor:
 
 class GradientNoiseCallback(TrainerCallback):
     """
-    Logs the noise scale of the gradient that a run uses, for [`OTBGRPOTrainer`] and [`~trl.GRPOTrainer`].
+    Logs the gradient noise scale of a run, in [`OTBGRPOTrainer`] and [`~trl.GRPOTrainer`].
 
-    The completions of a prompt share a baseline, so the independent unit is the prompt, and the parts of a batch that
-    are compared must hold whole groups: the micro-batches of an accumulation where rows are shuffled group by group
-    (`keep_groups_together` in [`OTBGRPOConfig`]); else the processes of a data-parallel run. Where there are neither,
-    one warning says why. What is trained stays the same.
+    The completions of a prompt share a baseline, so prompts are the independent units, and the compared parts of a
+    batch must hold whole groups: the micro-batches of an accumulation, if rows are shuffled group by group
+    (`keep_groups_together` in [`OTBGRPOConfig`]); else the processes of a data-parallel run. Without either, one
+    warning says why nothing is measured. Training does not change.
 
-    Logged, from exponential averages of noise and signal, with the gradients before clipping:
+    Logged, from exponential averages of noise and signal, with gradients before clipping:
 
-    - `noise/scale`: prompts per step at which the gradient's noise equals its signal. Far more prompts than that
-      hardly help a step; far fewer make it mostly noise.
-    - `noise/batch_over_scale`: the run's prompts per step over that. Noise to signal of a step is its inverse.
+    - `noise/scale`: the number of prompts per step at which the gradient's noise equals its signal. Far more prompts
+      hardly improve a step; with far fewer it is mostly noise.
+    - `noise/batch_over_scale`: the run's prompts per step over this number, the inverse of a step's noise to signal.
 
-    The measurement reads each gradient once per micro-batch and keeps nothing. Values go to `state.log_history` and to
-    callbacks that come later; in an [`OTBGRPOTrainer`] they are logged like its metrics, also to trackers.
+    The callback reads each gradient once per micro-batch and stores none. Values go to `state.log_history` and to
+    callbacks that follow; in an [`OTBGRPOTrainer`] they are logged like its metrics, also to trackers.
 
     Args:
         decay (`float`, *optional*, defaults to 0.9):
-            Weight per step of the past in the averages, at least 0 and below 1.
+            Decay of the averages per step, at least 0 and below 1.
 
     Raises:
         ValueError: `decay` is out of range.
@@ -75,7 +75,7 @@ class GradientNoiseCallback(TrainerCallback):
         if not 0 <= decay < 1:
             raise ValueError(f"`decay` is {decay}: it must be at least 0 and below 1.")
         self.decay = decay
-        # Both set by OTBGRPOTrainer while it trains, whose log then holds the values
+        # Both set by OTBGRPOTrainer during training, so that its log holds the values
         self.add_metrics: Callable[[dict[str, float]], None] | None = None
         self.keeps_groups_together = False
         self._averages = torch.zeros(3, dtype=torch.float64)  # of noise, signal, and 1, each from 0
@@ -86,7 +86,7 @@ class GradientNoiseCallback(TrainerCallback):
     def connected(
         self, add_metrics: Callable[[dict[str, float]], None], keeps_groups_together: bool
     ) -> Iterator[None]:
-        """Within this context values go to `add_metrics`, and micro-batches may hold whole groups."""
+        """Context in which values go to `add_metrics`, and micro-batches may hold whole groups."""
         self.add_metrics, self.keeps_groups_together = add_metrics, keeps_groups_together
         try:
             yield
@@ -95,14 +95,14 @@ class GradientNoiseCallback(TrainerCallback):
 
     @property
     def scale(self) -> float | None:
-        """The noise scale in prompts; `None` before it is known, or while the signal is lost in noise."""
+        """The noise scale in prompts; `None` if it is not yet known, or the signal is lost in noise."""
         noise, signal, weight = self._averages.tolist()
         return noise / signal if weight > 0 and signal > 0 else None
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
-        self._remove_hooks()  # of a run that broke off
+        self._remove_hooks()  # of an interrupted run
         self._averages, self._step = torch.zeros(3, dtype=torch.float64), None
         processes, accumulated = args.world_size, args.gradient_accumulation_steps
         reason = self._why_not(args, processes, accumulated)
@@ -126,7 +126,7 @@ class GradientNoiseCallback(TrainerCallback):
             self._hooks.pop().remove()
 
     def _why_not(self, args: Any, processes: int, accumulated: int) -> str | None:
-        state = AcceleratorState()  # which knows of `accelerate launch` too
+        state = AcceleratorState()  # also aware of `accelerate launch`
         if state.deepspeed_plugin is not None or getattr(state, "fsdp_plugin", None) is not None:
             return "DeepSpeed and FSDP hold gradients in partitions"
         if args.fp16:
@@ -186,15 +186,15 @@ class GradientNoiseCallback(TrainerCallback):
 
 class _StepGradients:
     """
-    The gradients of one optimizer step as backward passes yield them: sums of squares, nothing else.
+    Sums of squared gradients of one optimizer step, collected during its backward passes.
 
     Args:
         args (`TrainingArguments`):
-            Of the run.
+            The arguments of the run.
         by_micro_batch (`bool`):
             Whether the parts are the micro-batches of each process, or the processes.
         clipped_parameter (`torch.nn.Parameter`):
-            A small one, which tells how far all gradients were clipped.
+            A small parameter, which shows by what factor all gradients were clipped.
     """
 
     def __init__(self, args: Any, by_micro_batch: bool, clipped_parameter: torch.nn.Parameter) -> None:
@@ -213,13 +213,13 @@ class _StepGradients:
         self._before_clipping: torch.Tensor | None = None
 
     def add_micro_batch(self, gradient: torch.Tensor) -> None:
-        """A parameter's gradient of one micro-batch, before it is added to the others'."""
+        """Add a parameter's gradient of one micro-batch, before it is accumulated."""
         if self.by_micro_batch:
             norm = norm_of(gradient)
             self._parts.addcmul_(norm, norm)
 
     def add_accumulated(self, parameter: torch.nn.Parameter) -> None:
-        """A parameter whose `grad` holds the sum of this process's micro-batches so far."""
+        """Add a parameter whose `grad` is the sum over this process's micro-batches so far."""
         if self._micro_batch == self.accumulated - 1 and parameter.grad is not None:
             norm = norm_of(parameter.grad)
             self._total.addcmul_(norm, norm)
@@ -230,9 +230,9 @@ class _StepGradients:
         self._micro_batch += 1
 
     def finish(self, model: torch.nn.Module) -> tuple[float, float] | None:
-        """Σ_k ‖h_k‖² / K and ‖G‖²; `None` for a step that was cut short."""
+        """Σ_k ‖h_k‖² / K and ‖G‖²; `None` for an incomplete step."""
         complete = self._micro_batch == self.accumulated - 1
-        # What is added up to the gradient of a step is 1/k of each part's own
+        # The gradient of a step sums 1/k of each part's own
         parts = self._parts * self.accumulated if self.by_micro_batch else self._total
         total = self._total
         if complete and self.processes > 1:
@@ -244,8 +244,7 @@ class _StepGradients:
 
     def _square_of_mean(self, model: torch.nn.Module) -> torch.Tensor:
         """
-        ‖G‖² over all processes, from the gradients after clipping and the factor that clipping has left on one of
-        them.
+        ‖G‖² over all processes, from the clipped gradients and the clipping factor of one parameter.
         """
         before = self._before_clipping
         before = torch.zeros_like(self.clipped_parameter, dtype=torch.float32) if before is None else before
@@ -254,7 +253,7 @@ class _StepGradients:
         gradients = [(p, p.grad) for p in model.parameters() if p.grad is not None]
         clipped = torch.stack([norm_of(gradient) for _, gradient in gradients]).square().sum()
         if self.clipped_parameter.grad is None or before.count_nonzero() == 0:
-            # This step is lost; the next looks at a better parameter.
+            # This step cannot be measured; the next one uses a better parameter.
             candidates = [p for p, gradient in gradients if gradient.count_nonzero() > 0]  # the same on all processes
             self.clipped_parameter = min(candidates, key=torch.Tensor.numel, default=self.clipped_parameter)
             return torch.full((), torch.nan)

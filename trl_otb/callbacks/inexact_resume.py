@@ -1,4 +1,4 @@
-"""A notice that a run which is resumed from a checkpoint will differ from one that was not interrupted."""
+"""A warning that a resumed run will differ from an uninterrupted one."""
 
 from typing import Any
 
@@ -11,12 +11,12 @@ logger = get_logger(__name__)
 
 class InexactResumeNotice(TrainerCallback):
     """
-    Says when a checkpoint lies inside a generation buffer, or past the first epoch.
+    Warns if a checkpoint lies inside a generation buffer or past the first epoch.
 
     [`~trl.GRPOTrainer`] trains on a buffer of completions for `steps_per_generation × num_iterations` micro-batches
-    and does not keep it in a checkpoint. A run resumed from inside one generates anew and differs from one that was
-    never interrupted; nothing is lost. The order of prompts is drawn by a generator that starts anew when a run is
-    resumed, so that prompts come in the first epoch's order again.
+    and does not save it. A run resumed inside a buffer generates new completions, so it differs from an uninterrupted
+    one; nothing is lost. The generator that shuffles prompts restarts when a run is resumed, so prompts come in the
+    first epoch's order again.
     """
 
     def __init__(self) -> None:
@@ -27,13 +27,13 @@ class InexactResumeNotice(TrainerCallback):
     ) -> None:
         if _inside_buffer(args, state.global_step):
             logger.warning(
-                f"Resuming at step {state.global_step}, inside a generation buffer: new completions take the place of "
-                "those that were left in it, so this run will differ from one that was not interrupted."
+                f"Resuming at step {state.global_step}, inside a generation buffer: new completions replace those "
+                "left in it, so this run will differ from one that was not interrupted."
             )
         elif state.epoch is not None and state.epoch >= 1 and getattr(args, "shuffle_dataset", True):
             logger.warning(
-                f"Resuming at step {state.global_step}, in epoch {int(state.epoch) + 1}: TRL draws the order of "
-                "prompts as in the first epoch, so this run will differ from one that was not interrupted."
+                f"Resuming at step {state.global_step}, in epoch {int(state.epoch) + 1}: TRL repeats the first "
+                "epoch's order of prompts, so this run will differ from one that was not interrupted."
             )
         elif args.save_strategy == "steps" and _inside_buffer(args, state.save_steps):
             self._warn_once(args, f"`save_steps` is {state.save_steps}: some checkpoints will lie")
@@ -49,7 +49,7 @@ class InexactResumeNotice(TrainerCallback):
         steps = args.steps_per_generation * args.num_iterations / args.gradient_accumulation_steps
         logger.warning(
             f"{what} inside a generation buffer, which TRL does not save: a run resumed from there will differ "
-            f"from one that was not interrupted. Exact are checkpoints at multiples of {steps:g} steps."
+            f"from one that was not interrupted. Checkpoints at multiples of {steps:g} steps resume exactly."
         )
 
 

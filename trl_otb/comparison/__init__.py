@@ -1,4 +1,4 @@
-"""Which baseline for my run? The noise of the gradient under each, measured on a trainer that one already has."""
+"""Which baseline for my run? Measures the gradient noise under each baseline, on an existing trainer."""
 
 import hashlib
 import json
@@ -30,8 +30,8 @@ from .storage import Storage, only_writer
 logger = get_logger(__name__)
 __all__ = ["BaselineReport", "Comparison", "Estimate", "compare_baselines"]
 
-LAW_SIZES = (2, 4, 8, 16)  # of groups, at which the group mean is measured for the law of its noise
-# What decides what is sampled and what it earns, beside model and data
+LAW_SIZES = (2, 4, 8, 16)  # group sizes at which the group mean is measured, to fit how its noise depends on N
+# Options that affect sampling and rewards, in addition to model and data
 _SAMPLING = (
     "temperature top_p top_k min_p repetition_penalty max_completion_length generation_kwargs chat_template_kwargs "
     "mask_truncated_completions max_tool_calling_iterations reward_weights multi_objective_aggregation use_vllm "
@@ -54,17 +54,16 @@ def compare_baselines(
     seed: int | None = None,
 ) -> BaselineReport:
     """
-    Measure the noise of the gradient of `trainer`'s run under each baseline.
+    Measure the gradient noise of `trainer`'s run under each baseline.
 
-    For each of some prompts of the training data a pool of completions is sampled and rewarded as the trainer does,
-    split into groups, and the gradient of every group under every baseline is taken, all with the present policy.
-    Nothing is trained, and the trainer is left as it was: training after it equals training without it, to the bit,
-    where the policy samples by itself (vLLM has random numbers of its own).
+    For some prompts of the training data, it samples and rewards a pool of completions as the trainer would, splits it
+    into groups, and computes the gradient of every group under every baseline, with the current policy. Nothing is
+    trained, and the trainer's state is restored: training afterwards gives the same weights, to the bit, unless vLLM
+    samples, which has its own random state.
 
-    On several processes each measures prompts of its own, and the numbers are those of one process. A progress bar
-    counts completions. Returns are taken as they are, without `scale_rewards`; the loss is taken to be the plain sum
-    over tokens. A language model on a GPU takes as long as sampling the completions and about three training steps on
-    them.
+    With several processes, each measures its own prompts, and the results equal those of one process. A progress bar
+    counts completions. Returns are not scaled (`scale_rewards` is ignored), and the loss is the plain sum over tokens.
+    On a GPU, a language model takes as long as sampling the completions and about three training steps on them.
 
     Example:
 
@@ -78,34 +77,34 @@ def compare_baselines(
         trainer ([`OTBGRPOTrainer`]):
             With any data, reward functions, tools, environment, adapter or processor.
         baselines (`Sequence[str]` or `str`, *optional*):
-            Names, or `"module:function"`; by default all that are registered. No baseline and the group mean are
-            always measured, and those that read energies also with one left out.
+            Names, or `"module:function"`; by default all registered ones. `none` and `group_mean` are always measured,
+            and baselines that read energies are also measured with one left out.
         num_prompts (`int`, *optional*, defaults to 16):
-            Different prompts, drawn from the training data; at least 3.
+            Number of different prompts, drawn from the training data; at least 3.
         completions_per_prompt (`int`, *optional*, defaults to 64):
-            At least 16, and four groups of the largest size.
+            At least 16, and at least four groups of the largest size.
         group_sizes (`Sequence[int]` or `int`, *optional*):
-            N; by default the trainer's own, its half and its double, as far as four groups fit into a pool.
+            Values of N; by default the trainer's own, half and double of it, if four groups fit into a pool.
         parameters (`str`, *optional*):
-            Regular expression: only trainable parameters whose name holds it are studied. Backward passes stop at the
+            A regular expression: only trainable parameters whose name matches it are studied. Backward stops at the
             first of them, which saves most of the time.
         prompts_per_batch (`int`, *optional*):
-            Prompts per step that the figures are of, at least 3; by default the trainer's.
+            The number of prompts per step that the figures are for, at least 3; by default the trainer's.
         output_dir (`str` or `Path`, *optional*):
-            A folder that keeps every prompt as it is measured. The same call resumes there; more `num_prompts` add to
-            what is there; another model, data or option is refused.
+            A folder that stores every measured prompt. The same call resumes there; a larger `num_prompts` adds to it;
+            another model, dataset or option is rejected.
         overwrite (`bool`, *optional*, defaults to `False`):
-            Whether what `output_dir` holds makes way for the first prompt that is measured now.
+            Whether to replace the contents of `output_dir`, once the first prompt is measured.
         projection (`int`, *optional*, defaults to 16,384):
             Numbers kept per gradient; inner products are off by √(2 / `projection`), relative to the norms.
         seed (`int`, *optional*):
-            Of prompts and completions; by default the trainer's.
+            The seed of prompts and completions; by default the trainer's.
 
     Returns:
         [`BaselineReport`]
 
     Raises:
-        ValueError: An argument cannot be used, the model is sharded over processes, no reward varies, or `output_dir`
+        ValueError: An argument is invalid, the model is sharded over processes, no reward varies, or `output_dir`
             holds another measurement or is in use.
     """
     _check_trainer(trainer)
@@ -120,7 +119,7 @@ def compare_baselines(
     args = trainer.args
     seed = args.seed if seed is None else seed
     if baselines is None:
-        # What cannot be measured is left out; of rewards per turn, only what has been sampled could tell
+        # Without those that cannot be measured; only a sampled rollout shows whether rewards are per turn
         per_turn = any(rollout.rewards.dim() == 2 for rollout in trainer.rollouts.values())
         names = [name for name, entry in BASELINES.items() if not (per_turn and entry.on_top_of)]
         names = [name for name in names if not (_needs_all_tokens(name) or _only_remembers(name))]
@@ -137,13 +136,12 @@ def compare_baselines(
         if _only_remembers(estimator.baseline):
             raise ValueError(
                 f"`baselines` names {estimator.baseline!r}, which remembers earlier batches. Of those, only ones on "
-                "top of another baseline (`on_top_of`) can be measured: leave it out."
+                "top of another baseline (`on_top_of`) can be measured: drop it."
             )
         if _needs_all_tokens(estimator.baseline):
             raise ValueError(
                 f"`baselines` names {estimator.baseline!r}, which compares prompts token by token. Of those that "
-                "compare prompts, only ones with a number per completion (`per_token=False`) can be measured: leave "
-                "it out."
+                "compare prompts, only ones with a number per completion (`per_token=False`) can be measured: drop it."
             )
     on_top = [estimator.name for estimator in every if estimator.on_top_of is not None]
     studied_here = studied_parameters(trainer, parameters)
@@ -192,7 +190,7 @@ def compare_baselines(
         storage = _by_main_process(trainer, open_storage, lambda prompts: Storage(None, settings, prompts=prompts))
         kept, asked = {prompt["example"] for prompt in storage.prompts()}, {name for name, _ in examples}
         if not (kept <= asked or asked <= kept):
-            raise ValueError(f"{folder} was measured on other data. Choose another folder, or remove this one.")
+            raise ValueError(f"{folder} was measured on different data. Choose another folder, or remove this one.")
         bar = tqdm(
             total=num_prompts * completions_per_prompt,
             initial=len(kept & asked) * completions_per_prompt,
@@ -224,7 +222,7 @@ def compare_baselines(
 def _by_main_process(
     trainer: OTBGRPOTrainer, open_storage: Callable[[], Storage], copy_of: Callable[[list[dict[Any, Any]]], Storage]
 ) -> Storage:
-    """What the main process opens, and copies of it elsewhere; if it raises, so do all."""
+    """The main process's storage, and copies of it in the others; an error is raised in all."""
     storage, error = None, None
     if trainer.accelerator.is_main_process:
         try:
@@ -248,7 +246,7 @@ def _measure(
     seed: int,
     bar: Any,
 ) -> None:
-    """Fill `storage` with the examples that it lacks, one at a time on each process."""
+    """Measure the examples missing in `storage`, one at a time on each process."""
     processes, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
     kept = {prompt["example"] for prompt in storage.prompts()}
     left = [index for index, (name, _) in enumerate(examples) if name not in kept]
@@ -305,8 +303,8 @@ def _check_trainer(trainer: Any) -> None:
     deepspeed = trainer.accelerator.state.deepspeed_plugin
     if trainer.is_fsdp_enabled or (deepspeed is not None and deepspeed.zero_stage == 3):
         raise ValueError(
-            "The model is sharded over processes (ZeRO-3 or FSDP), where no process has whole gradients. Measure in "
-            "one process, with DDP, or with ZeRO-1 or 2; `parameters` bounds what is differentiated."
+            "The model is sharded over processes (ZeRO-3 or FSDP), so no process has whole gradients. Measure in one "
+            "process, with DDP, or with ZeRO-1 or 2; `parameters` limits the gradients to some parameters."
         )
 
 
@@ -338,7 +336,7 @@ def _only_remembers(name: str) -> bool:
 
 
 def _different_examples(trainer: OTBGRPOTrainer, most: int, seed: int) -> list[tuple[str, dict[str, Any]]]:
-    """At most so many different examples of the training data, at random where it has a length, each with its hash."""
+    """At most `most` different training examples with their hashes, drawn at random if the dataset has a length."""
     data = training_examples(trainer)
     if hasattr(data, "__len__"):
         order = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed)).tolist()

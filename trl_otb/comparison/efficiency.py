@@ -4,9 +4,9 @@ An estimator ĝ of the true gradient g of a batch has the efficiency
 
     e = ⟨Eĝ, g⟩² / (‖g‖² E‖ĝ‖²),
 
-the share of the expected squared step that points along g: 1 for g itself, less with noise and with bias, whatever the
-scale. On a smooth objective it bounds what one step can gain at the best learning rate. Gradients of all prompts are
-summed, as training sums them.
+the share of the expected squared step that points along g: 1 for g itself, less with noise or bias, at any scale. On a
+smooth objective it bounds the gain of one step at the best learning rate. Gradients of all prompts are summed, as in
+training.
 """
 
 import math
@@ -18,14 +18,14 @@ import torch
 from .estimators import CONTROL, Estimator
 
 
-DRAWS = 2000  # of the bootstrap over prompts
-LARGEST = 4096  # group sizes beyond this are written as "more than"
+DRAWS = 2000  # bootstrap samples of prompts
+LARGEST = 4096  # larger group sizes are written as "more than"
 
 
 @dataclass
 class Moments:
     """
-    Moments of one estimator at one group size, for P prompts; each estimated without bias.
+    Unbiased estimates of the moments of one estimator at one group size, for P prompts.
 
     Args:
         square (`torch.Tensor` of shape `(P,)`):
@@ -37,8 +37,8 @@ class Moments:
         truth (`torch.Tensor` of shape `(P, P)`):
             ⟨g_p, g_q⟩.
         scale (`float`, *optional*):
-            c where Eĝ = c g is known, as of every estimator without bias. Its noise can then be told although the
-            signal is lost in it, and so can its efficiency over that of another such estimator.
+            c, if Eĝ = c g is known, as for every unbiased estimator. Its noise, and its efficiency relative to another
+            such estimator, can then be measured even if the signal is lost in noise.
     """
 
     square: torch.Tensor
@@ -49,17 +49,17 @@ class Moments:
 
     def of_batch(self, counts: torch.Tensor, size: int | None = None) -> dict[str, torch.Tensor]:
         """
-        Figures of a batch of `size` prompts like these, by default of as many, of which prompt p was drawn
-        `counts[..., p]` times. The larger a batch, the less noise beside its signal.
+        Figures for a batch of `size` similar prompts, by default as many as these, where prompt p was drawn
+        `counts[..., p]` times. Noise relative to signal falls with the size of the batch.
 
-        A prompt that is drawn twice stands for two prompts like it, not for the same one: products of different
-        prompts are averaged over pairs that differ.
+        A prompt drawn twice represents two similar prompts, not the same one: products of different prompts are
+        averaged over pairs that differ.
 
         Returns:
-            `dict`: `signal`, ‖g‖², at least 0; `noise` of ĝ scaled to the length of g; `missed`, noise with what bias
-            adds, so that the efficiency is signal / (signal + missed); `efficiency`, `noise_to_signal`, `cosine` and
-            `length`, ‖Eĝ‖ / ‖g‖; each of shape `counts.shape[:-1]`. NaN where noise leaves a square without a positive
-            estimate: `noise` and `missed` of an estimator whose scale is known are always there.
+            `dict`: `signal`, ‖g‖², at least 0; `noise` of ĝ scaled to the length of g; `missed`, noise plus the effect
+            of bias, so that the efficiency is signal / (signal + missed); `efficiency`, `noise_to_signal`, `cosine`
+            and `length`, ‖Eĝ‖ / ‖g‖; each of shape `counts.shape[:-1]`. NaN if the estimate of a square is not
+            positive; `noise` and `missed` are never NaN for estimators of known scale.
         """
         counts = counts.double()
         prompts = counts.sum(dim=-1)
@@ -97,7 +97,7 @@ class Moments:
 
 
 def bootstrap(prompts: int, draws: int = DRAWS, seed: int = 0) -> torch.Tensor:
-    """`(1 + draws, P)` how often each prompt is drawn; the first row is the sample itself."""
+    """`(1 + draws, P)` how often each prompt is drawn; the first row is the original sample."""
     drawn = torch.randint(prompts, (draws, prompts), generator=torch.Generator().manual_seed(seed))
     counts = torch.zeros(draws, prompts).scatter_add_(1, drawn, torch.ones(draws, prompts))
     return torch.cat([torch.ones(1, prompts), counts])
@@ -107,11 +107,11 @@ def fit_group_mean(noise: dict[int, torch.Tensor]) -> tuple[torch.Tensor, torch.
     """
     a and b of the group mean's law, noise = (a + b / (N − 1)) / N, by least squares over the group sizes.
 
-    a is the noise that a known baseline would leave, b that of estimating it from the other N − 1 completions.
+    a is the noise under a known baseline, b that of estimating it from the other N − 1 completions.
 
     Args:
         noise (`dict[int, torch.Tensor]`):
-            By N, at least two of them, tensors of one shape.
+            Tensors of one shape by N, for at least two values of N.
     """
     sizes = torch.tensor(sorted(noise), dtype=torch.float64)
     values = torch.stack([noise[int(n)] for n in sizes], dim=-1).double()
@@ -123,8 +123,8 @@ def fit_group_mean(noise: dict[int, torch.Tensor]) -> tuple[torch.Tensor, torch.
 
 def group_mean_worth(missed: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """
-    The group size at which the group mean, which has no bias but its scale, misses as much. NaN where it or the law
-    is undefined; at least 1, at most `LARGEST`.
+    The group size at which the group mean, unbiased except for its scale, misses as much; at least 1 and at most
+    `LARGEST`. NaN if it or the law is undefined.
     """
     # m N (N − 1) = a (N − 1) + b, the larger root
     middle = missed + a
@@ -135,7 +135,7 @@ def group_mean_worth(missed: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> 
 
 @dataclass
 class Estimate:
-    """A number with its 95 % interval by bootstrap over prompts."""
+    """A number with a 95 % interval by bootstrap over prompts."""
 
     value: float
     low: float
@@ -144,7 +144,7 @@ class Estimate:
     @classmethod
     def of(cls, values: torch.Tensor) -> "Estimate":
         """
-        From the value of the sample, first, and of the bootstrap's draws; draws without a value count as both ends.
+        From the values of the sample (first) and of the bootstrap; NaN values count as both ends.
         """
         drawn = values[1:].double()
         lows, highs = (torch.where(drawn.isnan(), end, drawn) for end in (-torch.inf, torch.inf))
@@ -154,11 +154,11 @@ class Estimate:
 
     @property
     def lost(self) -> bool:
-        """Whether noise leaves no value, or an interval without ends."""
+        """Whether the value, or an end of its interval, is lost in noise."""
         return math.isnan(self.value) or (self.low == -math.inf and self.high == math.inf)
 
     def text(self, digits: int = 2, factor: float = 1.0) -> str:
-        """`"0.81 (0.77–0.85)"`; `?` for what noise leaves without a value."""
+        """`"0.81 (0.77–0.85)"`; `?` for numbers lost in noise."""
 
         def number(x: float) -> str:
             return f"{round(factor * x, digits) + 0.0:.{digits}f}" if math.isfinite(x) else "?"  # no -0
@@ -169,23 +169,23 @@ class Estimate:
 @dataclass
 class Comparison:
     """
-    An estimator at one group size beside the group mean at the same size.
+    An estimator compared with the group mean at the same group size.
 
     Args:
         name, baseline, leave_one_out:
-            The estimator; `name` is that of the baseline, with ", one left out" where the option is set.
+            The estimator; `name` is the baseline's, with ", one left out" if the option is set.
         n (`int`):
             Group size.
         unbiased (`bool`):
-            Whether the estimator is known to have no bias but a factor.
+            Whether the estimator is known to be unbiased up to a factor.
         more_prompts ([`Estimate`]):
             How many more prompts per step the group mean needs to be as efficient, as a share: 0.13 for 13 % more.
         efficiency, over_group_mean ([`Estimate`]):
-            Of a step, and over the group mean's.
+            The efficiency of a step, and its ratio to the group mean's.
         noise_over_group_mean ([`Estimate`]):
-            Noise to signal over the group mean's.
+            Noise to signal relative to the group mean.
         cosine, length ([`Estimate`]):
-            Of the expected gradient: its cosine to the true one, and its length over that one's.
+            The cosine of the expected gradient to the true one, and the ratio of their lengths.
         worth ([`Estimate`]):
             The group size at which the group mean is as efficient.
     """
@@ -205,7 +205,7 @@ class Comparison:
 
     @property
     def settings(self) -> str:
-        """As a config says it."""
+        """The options of a config."""
         return Estimator(self.name, self.baseline, self.leave_one_out).settings
 
 
@@ -213,20 +213,20 @@ def compare(
     moments: dict[tuple[str, int], Moments], estimators: dict[str, Estimator], prompts_per_batch: int
 ) -> list[Comparison]:
     """
-    Every estimator and group size beside the group mean at the same size, for steps of `prompts_per_batch` prompts.
+    Compare every estimator with the group mean at each group size, for steps of `prompts_per_batch` prompts.
 
     Args:
         moments (`dict`):
-            By name and N; the group mean must be there at every N, and at two of them at least.
+            Moments by name and N, including those of the group mean at every N, and at two values of N at least.
         estimators (`dict[str, Estimator]`):
-            By name.
+            Estimators by name.
         prompts_per_batch (`int`):
-            Prompts per step. Efficiencies depend on it, however many were measured.
+            Prompts per step. Efficiencies depend on it, not on the number of measured prompts.
     """
     sizes = sorted({n for name, n in moments if name == CONTROL})
     squares = moments[CONTROL, sizes[0]].square
     counts = bootstrap(len(squares))
-    # Draws of one prompt alone, or of prompts whose rewards do not vary, say nothing
+    # Samples of a single prompt, or of prompts whose rewards do not vary, are useless
     counts = counts[((counts > 0).sum(dim=1) > 1) & (counts.double() @ squares > 0)]
     figures = {key: m.of_batch(counts, prompts_per_batch) for key, m in moments.items()}
     a, b = fit_group_mean({n: figures[CONTROL, n]["noise"] for n in sizes})
@@ -257,16 +257,16 @@ def moments_of(
     prompts: list[dict[Any, Any]], estimators: dict[str, Estimator], mean_zero: bool = True
 ) -> dict[tuple[str, int], Moments]:
     """
-    The moments of every estimator and group size over these prompts; products come from completions not shared.
+    The moments of every estimator and group size over these prompts; products never share completions.
 
     Args:
         prompts (`list[dict]`):
-            Of [`~trl_otb.comparison.moments.prompt_moments`].
+            Results of [`~trl_otb.comparison.moments.prompt_moments`].
         estimators (`dict[str, Estimator]`):
-            By name.
+            Estimators by name.
         mean_zero (`bool`, *optional*, defaults to `True`):
-            Whether completions come from the very policy that is differentiated, nothing cut off, so that scores have
-            mean 0. Without that no estimator's scale is known.
+            Whether completions are untruncated samples of the differentiated policy, so that scores have mean 0.
+            Otherwise no estimator's scale is known.
     """
     truth = torch.stack([prompt["truth"] for prompt in prompts]).double()  # (P, 2, k)
     found = {}
@@ -279,7 +279,7 @@ def moments_of(
 
 
 def _products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """`(P, 2, k)` twice -> `(P, P)`, symmetric: of unlike halves where the prompt is the same."""
+    """Two `(P, 2, k)` -> symmetric `(P, P)` products, which use different halves for the same prompt."""
     between = a.mean(1) @ b.mean(1).T
     within = ((a[:, 0] * b[:, 1]).sum(1) + (a[:, 1] * b[:, 0]).sum(1)) / 2
     between.diagonal().copy_(within)

@@ -20,7 +20,7 @@ class Pool:
 
     Args:
         rewards (`torch.Tensor` of shape `(M,)` or `(M, T)`):
-            One return per completion, or one reward per token; NaN for completions that cannot be scored.
+            One return per completion, or one reward per token; NaN for completions without a reward.
         energy, mask (`torch.Tensor` of shape `(M, T)`):
             ρ_t² w_t, and 1 on generated tokens.
     """
@@ -34,7 +34,7 @@ class Pool:
 
 
 def stacked(parts: list[Any]) -> torch.Tensor:
-    """`(b, T, …)` or `(b,)` several times -> `(M, T, …)` or `(M,)` on the CPU, padded with 0 to the longest."""
+    """Several `(b, T, …)` or `(b,)` -> `(M, T, …)` or `(M,)` on the CPU, padded with 0 to the longest."""
     if any(part.dim() > 1 for part in parts):
         rows = [row for part in parts for row in part.cpu()]
         return pad_sequence(rows, batch_first=True)
@@ -57,7 +57,7 @@ class Estimator:
 
     @property
     def across_prompts(self) -> bool:
-        """Whether it is put together from what was measured of several prompts, as all on top of another are."""
+        """Whether it combines measurements of several prompts, as all baselines on top of another do."""
         return find_baseline(self.baseline).across_prompts or self.on_top_of is not None
 
     @property
@@ -66,17 +66,17 @@ class Estimator:
 
     @property
     def settings(self) -> str:
-        """As a config says it."""
+        """The options of a config."""
         return f"baseline={self.baseline!r}" + (", leave_one_out=True" if self.leave_one_out else "")
 
     def scale(self, n: int) -> float | None:
-        """c where Eĝ = c g is known, else `None`, if the scores of completions have mean 0."""
+        """c if Eĝ = c g is known, else `None`, given that the scores of completions have mean 0."""
         if self.baseline == CONTROL and not self.leave_one_out:
             return (n - 1) / n
         return 1.0 if find_baseline(self.baseline).is_unbiased(self.leave_one_out, self.zero_tail) else None
 
     def advantages(self, pool: Pool, rows: torch.Tensor, n: int) -> torch.Tensor:
-        """`(b, T)`, or `(b, 1)` for one number per completion, of whole groups of `n`."""
+        """`(b, T)` advantages of whole groups of `n`, or `(b, 1)` for one number per completion."""
         return assign_credit(
             pool.rewards[rows],
             pool.energy[rows],
@@ -91,9 +91,9 @@ class Estimator:
 
 def estimators(baselines: Sequence[str], alignment: str = "generated", zero_tail: bool = True) -> list[Estimator]:
     """
-    No baseline, the group mean, and every one of `baselines`, those that read energies also with one left out.
+    `none`, the group mean, and all `baselines`; those that read energies also with one left out.
 
-    `alignment` and `zero_tail` are given to the baselines that look at them.
+    `alignment` and `zero_tail` are passed to the baselines that use them.
     """
     found = [Estimator("none", "none"), Estimator(CONTROL, CONTROL)]
     for name in baselines:

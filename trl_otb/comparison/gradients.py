@@ -1,4 +1,4 @@
-"""The gradient of one completion's log-probs, weighted token by token, by the forward that training uses."""
+"""The gradient of one completion's log-probs, weighted per token, through the training forward."""
 
 import re
 from typing import Any
@@ -15,16 +15,16 @@ GRADIENTS = 2**26  # numbers of gradients that are projected together, a quarter
 
 def studied_parameters(trainer: EnergyGRPOTrainer, pattern: str | None) -> list[torch.nn.Parameter]:
     """
-    The trainable parameters whose name holds the regular expression `pattern`; by default all.
+    The trainable parameters whose name matches the regular expression `pattern`; by default all.
 
     Raises:
-        ValueError: There is none, or `pattern` is no regular expression.
+        ValueError: There is none, or `pattern` is not a regular expression.
     """
     named = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
     try:
         found = [p for name, p in named.items() if re.search(pattern or "", name)]
     except re.error as error:
-        raise ValueError(f"`parameters` is {pattern!r}, which is no regular expression: {error}.") from error
+        raise ValueError(f"`parameters` is {pattern!r}, which is not a regular expression: {error}.") from error
     if not found:
         example = next(iter(named), "none")
         raise ValueError(
@@ -38,14 +38,14 @@ class Projection:
     """
     A random projection of gradients that keeps inner products: a count sketch, seeded, with nothing stored.
 
-    ⟨Πa, Πb⟩ is unbiased for ⟨a, b⟩, with a standard error of at most ‖a‖ ‖b‖ √(2 / dimension); where there are no more
-    parameters than that, Π is the identity.
+    ⟨Πa, Πb⟩ is unbiased for ⟨a, b⟩, with a standard error of at most ‖a‖ ‖b‖ √(2 / dimension). If there are at most
+    `dimension` parameters, Π is the identity.
 
     Args:
         sizes (`list[int]`):
-            Numbers of elements of the parameters.
+            The number of elements of each parameter.
         dimension (`int`):
-            Of the result.
+            The dimension of the result.
     """
 
     def __init__(self, sizes: list[int], dimension: int, seed: int = 0) -> None:
@@ -54,7 +54,7 @@ class Projection:
         self.seed = seed
 
     def __call__(self, gradients: list[torch.Tensor]) -> torch.Tensor:
-        """`(E, dimension)` float32, on the CPU, of E gradients: one tensor `(E, …)` per parameter."""
+        """`(E, dimension)` float32 projections, on the CPU, of E gradients: one tensor `(E, …)` per parameter."""
         flat = [gradient.flatten(1).float() for gradient in gradients]
         if self.exact:
             return torch.cat(flat, dim=1).cpu()
@@ -70,18 +70,18 @@ class Projection:
 
 class CompletionGradients:
     """
-    Σ_t A_t ∇ log π(y_t) of one completion, for several A at once, in the parameters that are studied.
+    Σ_t A_t ∇ log π(y_t) of one completion, for several A at once, with respect to the studied parameters.
 
-    A token's log-prob depends on the body of the model through the input of the LM head at its own position alone. So
-    the head's backward pass, which never forms (T, V) logits, is taken once, and each A weights what it yields.
+    A token's log-prob depends on the body of the model only through the LM head's input at its own position. So the
+    head's backward pass, which never forms (T, V) logits, runs once, and each A weights its result.
 
     Args:
         trainer ([`~trl_otb.seam.EnergyGRPOTrainer`]):
-            Whose policy is differentiated.
+            The trainer of the policy.
         parameters (`list[torch.nn.Parameter]`):
-            Those that are studied.
+            The studied parameters.
         projection ([`Projection`]):
-            Applied to every gradient.
+            The projection of every gradient.
     """
 
     def __init__(

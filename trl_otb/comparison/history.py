@@ -1,4 +1,4 @@
-"""Baselines on top of another, as they are after some generation batches: what they predict of a pool's tokens."""
+"""Baselines on top of another, after some generation batches, and their predictions for a pool's tokens."""
 
 import copy
 from dataclasses import replace
@@ -19,14 +19,14 @@ from ..trainer import OTBGRPOTrainer
 from .estimators import Pool, stacked
 
 
-BATCHES = 8  # that a baseline which remembers has seen before it is measured
+BATCHES = 8  # generation batches that a baseline with memory sees before it is measured
 
 
 def with_history(
     trainer: OTBGRPOTrainer, names: list[str], examples: list[dict[str, Any]], prompts_per_batch: int, seed: int
 ) -> dict[str, Baseline]:
     """
-    The baselines `names`, ready to predict: as the trainer has trained its own, or after `BATCHES` batches of
+    The baselines `names`, ready to predict: the trainer's own as trained, others after `BATCHES` batches of
     `examples`, sampled with the trainer's N.
     """
     found, fresh = {}, []
@@ -52,19 +52,19 @@ def with_history(
                 rule.learn(Tokens(pool.rewards, base, rule.declared(pool.energy), pool.mask, prompt, beside))
     for rule in found.values():
         if hasattr(rule.function, "bounded"):
-            rule.function.bounded = False  # what is measured must be linear in the baseline below
+            rule.function.bounded = False  # the measurement needs B to be linear in the baseline below
     return found
 
 
 def history_of(trainer: OTBGRPOTrainer, names: list[str]) -> dict[str, Any]:
-    """What the baselines `names` will have seen: batches sampled for them, or the training of the trainer's own."""
+    """What the baselines `names` have seen: sampled batches, or the trainer's own training."""
     return {
         name: BATCHES if _trained(trainer, name) is None else Hasher.hash(trainer.state_to_save()) for name in names
     }
 
 
 def _trained(trainer: OTBGRPOTrainer, name: str) -> Baseline | None:
-    """The trainer's own baseline, if that is its name and it has learnt."""
+    """The trainer's own baseline, if it has this name and has learned."""
     own = trainer.trained_baseline
     return own if own is not None and own.name == find_baseline(name).name else None
 
@@ -72,7 +72,7 @@ def _trained(trainer: OTBGRPOTrainer, name: str) -> Baseline | None:
 def no_turns(name: str) -> str:
     return (
         f"`baselines` names {name!r}, which is on top of another: with rewards per turn or token it cannot be "
-        "measured. Leave it out."
+        "measured. Drop it."
     )
 
 
@@ -86,7 +86,7 @@ def pool_of(parts: list[Rollout]) -> Pool:
 
 
 def beside_of(parts: list[Rollout], examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """What else a baseline may read of them; `examples` has one for each completion."""
+    """What else a baseline may read of these rollouts; `examples` has one per completion."""
     found = {
         name: stacked([getattr(rollout, name) for rollout in parts])
         for name in ("logps", "states", "completion_ids")
@@ -118,14 +118,14 @@ def prediction(rule: Baseline, pool: Pool, beside: dict[str, torch.Tensor]) -> t
     off = max((slopes - slope)[present].abs().amax().item(), (two - one - slopes).abs().amax().item())
     if off > 1e-3 * max(1.0, none.abs().amax().item()):
         raise ValueError(
-            f"`baselines` names {rule.name!r}, which is not a constant times the baseline that it is on top of and a "
-            "prediction beside it, as far as it can be measured. Leave it out."
+            f"`baselines` names {rule.name!r}, which is not a constant times the baseline below plus a prediction: "
+            "only such baselines can be measured. Drop it."
         )
     return slope, none.float()
 
 
 def _alike(parts: list[Rollout]) -> list[torch.Tensor]:
-    """Their rewards, each `(b, T)` if a turn or token was credited in any of them, else `(b,)`."""
+    """The rewards of these rollouts: all `(b, T)` if any has rewards per turn or token, else `(b,)`."""
     if all(part.rewards.dim() == 1 for part in parts):
         return [part.rewards for part in parts]
     return [

@@ -10,8 +10,8 @@ from ..baselines import assign_credit
 from .estimators import Estimator, Pool
 
 
-PARTITIONS = 20  # how often a pool is split into groups at random
-TRUTH = Estimator("truth", "ogb", leave_one_out=True)  # no bias and little noise
+PARTITIONS = 20  # number of random splits of a pool into groups
+TRUTH = Estimator("truth", "ogb", leave_one_out=True)  # unbiased, with little noise
 
 
 def prompt_moments(
@@ -25,21 +25,21 @@ def prompt_moments(
     """
     The moments of a prompt's gradient for the estimators studied at each group size.
 
-    The pool's halves are never mixed in a group, so that what is multiplied later comes from completions that are not
-    shared. Estimators with one number per completion are combinations of the completions' own gradients, and so come
-    for many partitions into groups; those with one per token take a backward pass per completion, for one partition.
-    What that one is off by is estimated by `ogb`, whose moments come for it and for all, and taken away: a control
-    variate, which leaves expectations as they are.
+    Groups never mix the two halves of the pool, so later products never share completions. Estimators with one number
+    per completion are combinations of the completions' gradients, so many partitions into groups cost nothing;
+    estimators per token need a backward pass per completion, for one partition. The error of this single partition is
+    estimated with `ogb`, which is known for it and for all partitions, and subtracted: a control variate, which does
+    not change expectations.
 
     Args:
         pool ([`Pool`]):
             M completions.
         gradient_of (`Callable`):
-            From a row of the pool and weights `(E, T)` to `(E, k)`: Σ_t A_t ∇ log π(y_t).
+            A function from a row of the pool and weights `(E, T)` to `(E, k)`: Σ_t A_t ∇ log π(y_t).
         studied (`dict[int, list[Estimator]]`):
-            By N.
+            Estimators by N.
         predicted (`dict`, *optional*):
-            By name of those on top of another baseline B0, a and p_t where B_t = a B0 + p_t.
+            For baselines on top of another baseline B0, by name: a and p_t in B_t = a B0 + p_t.
 
     Returns:
         `dict`: `truth`, `(2, k)`: the gradient by each half, taken as one group under `ogb` with one left out; and for
@@ -102,7 +102,7 @@ def prompt_moments(
 
 
 def random_groups(rows: torch.Tensor, n: int, rng: torch.Generator) -> torch.Tensor:
-    """`rows` in random order, as many as fill whole groups of `n`."""
+    """`rows` in random order, cut to whole groups of `n`."""
     return rows[torch.randperm(len(rows), generator=rng)[: len(rows) // n * n]]
 
 
@@ -114,17 +114,17 @@ def with_estimators_across_prompts(
     partitions: int = PARTITIONS,
 ) -> list[dict[Any, Any]]:
     """
-    The prompts with the moments of estimators that compare prompts, of the form that [`prompt_moments`] returns.
+    Add the moments of estimators that compare prompts, in the form of [`prompt_moments`].
 
     Args:
         prompts (`list[dict]`):
-            What was measured prompt by prompt; each holds its `pool`.
+            Measurements per prompt, each with its `pool`.
         across (`list[Estimator]`):
-            With one number per completion.
+            Estimators with one number per completion.
         group_sizes (`list[int]`):
-            N.
+            Values of N.
         prompts_per_batch (`int`):
-            About how many prompts are compared: they are split evenly.
+            Approximate number of prompts to compare; they are split evenly.
     """
     pools = [prompt["pool"] for prompt in prompts]
     own = torch.stack([pool["own"] for pool in pools])
@@ -176,7 +176,7 @@ def with_estimators_across_prompts(
 
 
 def batches_of(prompts: int, prompts_per_batch: int) -> int:
-    """Into how many batches so many prompts are split, evenly."""
+    """The number of batches into which the prompts are split evenly."""
     return max(1, round(prompts / prompts_per_batch))
 
 
@@ -195,11 +195,11 @@ def moments_of_batches(
         partitions (`Iterable[torch.Tensor]`):
             Each `(2, P, groups, N)`: rows of every prompt's pool, split into groups, by half.
         gradients (`Callable`):
-            From a batch of prompts `(p,)` and a group of each, `(p, N)`, to ĝ, `(p, k)`, by estimator.
+            A function from a batch of prompts `(p,)` and a group of each, `(p, N)`, to ĝ, `(p, k)`, by estimator.
         prompts_per_batch (`int`):
-            About how many prompts meet.
+            Approximate number of prompts per batch.
         rng (`torch.Generator`):
-            By which groups meet.
+            The generator that assigns groups to batches.
     """
     squares: dict[str, torch.Tensor] = {}
     means: dict[str, torch.Tensor] = {}

@@ -6,11 +6,11 @@ from typing import Any
 from ..optional import require
 
 
-WIDEST = 3.0  # more prompts, as a share, beyond which an interval is cut off
+WIDEST = 3.0  # the share of more prompts at which intervals are cut off
 
 
 def draw(report: Any) -> Any:
-    """One panel per group size, the best of the run's own size above; blue surely better, red surely worse."""
+    """One panel per group size, sorted by the run's own; blue: significantly better, red: significantly worse."""
     require("matplotlib.figure", "A picture")
     from ..shown_figure import ShownFigure  # which imports it
 
@@ -41,8 +41,8 @@ def draw(report: Any) -> Any:
         axis.set(xlabel="more prompts that the group mean needs, %", title=f"N = {n}")
         axis.grid(axis="x", alpha=0.3)
     figure.suptitle(
-        f"{report.subject}\nblue: surely better than the group mean, red: surely worse, grey: not told apart; "
-        f"lines: 95 %, {report.num_prompts} prompts",
+        f"{report.subject}\nblue: significantly better than the group mean, red: worse, grey: neither\n"
+        f"lines: 95 % intervals, {report.num_prompts} prompts",
         fontsize=10,
     )
     return figure

@@ -1,4 +1,4 @@
-"""What a comparison of baselines says: an instruction, a table, a picture."""
+"""The result of a comparison of baselines: a verdict, a table, a picture."""
 
 import html
 import math
@@ -14,33 +14,33 @@ from .storage import load
 
 
 FEW = 30  # prompts below which the bootstrap's intervals are too narrow
-LEAST = 0.005  # of more prompts, as a share, that is called a gain
-CLOSE = 0.15  # where the best is at most so much better, more prompts are not asked for
+LEAST = 0.005  # the smallest share of more prompts that is called a gain
+CLOSE = 0.15  # if the best is better by at most this share, measuring more prompts is not recommended
 
 
 @dataclass
 class BaselineReport:
     """
-    Baselines beside the group mean, of [`~trl_otb.compare_baselines`].
+    Baselines compared with the group mean, from [`~trl_otb.compare_baselines`].
 
-    Its text, in a notebook its HTML, is the verdict and a table: how many more prompts per step the group mean would
-    need to be as efficient, with a 95 % interval by bootstrap over prompts.
+    Its text (HTML in a notebook) is the verdict and a table: how many more prompts per step the group mean would need
+    to be as efficient, with a 95 % interval by bootstrap over prompts.
 
     Args:
         comparisons (`list[Comparison]`):
             Every baseline at every group size.
         group_size (`int`):
-            N of the run that the verdict speaks of.
+            The run's N, which the verdict is for.
         group_sizes (`list[int]`):
-            All of them.
+            All values of N.
         num_prompts, completions_per_prompt, prompts_per_batch (`int`):
-            Prompts that were measured, completions of each, and prompts per step that the figures are of.
+            Number of measured prompts, completions of each, and prompts per step that the figures are for.
         prompts_pooled (`int`):
-            Prompts that baselines across prompts saw together, about `prompts_per_batch`.
+            Number of prompts that baselines across prompts compared together, about `prompts_per_batch`.
         prompts_varying (`int`):
-            Prompts whose completions did not all get the same return.
+            Number of prompts whose completions have different returns.
         mean_reward, mean_length (`float`):
-            Over all completions, in units of the reward and in generated tokens.
+            Means over all completions, in units of the reward and in generated tokens.
         subject (`str`):
             The model, for titles.
     """
@@ -60,13 +60,13 @@ class BaselineReport:
     @classmethod
     def load(cls, output_dir: str | Path, prompts_per_batch: int | None = None) -> "BaselineReport":
         """
-        The report of a folder that [`~trl_otb.compare_baselines`] filled, without measuring.
+        The report of a folder that [`~trl_otb.compare_baselines`] wrote, without measuring.
 
         Args:
             output_dir (`str` or `Path`):
                 The folder.
             prompts_per_batch (`int`, *optional*):
-                Prompts per step, by default those of the measurement.
+                Prompts per step, by default as measured.
 
         Raises:
             ValueError: The folder holds no measurement, or fewer than two prompts.
@@ -81,7 +81,7 @@ class BaselineReport:
         cls, settings: dict[str, Any], prompts: list[dict[Any, Any]], prompts_per_batch: int | None = None
     ) -> "BaselineReport":
         """
-        From what was measured: `settings` and `prompts` of a [`~trl_otb.comparison.storage.Storage`].
+        The report from the `settings` and `prompts` of a [`~trl_otb.comparison.storage.Storage`].
 
         Raises:
             ValueError: No prompt's return varied.
@@ -93,7 +93,7 @@ class BaselineReport:
         if varying == 0:
             raise ValueError(
                 f"No prompt's reward varied: it is {prompts[0]['reward']:.2f} for every completion of the first one. "
-                "Look at the reward, the prompts and the model; no baseline has anything to work with."
+                "Check the reward, the prompts and the model: no baseline can be measured."
             )
         estimators = {of["name"]: Estimator(**of) for of in settings["estimators"]}
         sizes = sorted(settings["group_sizes"])
@@ -117,7 +117,7 @@ class BaselineReport:
         )
 
     def at(self, group_size: int | None = None) -> list[Comparison]:
-        """The comparisons at one group size, by default the run's own, the best first and the lost last."""
+        """The comparisons at one group size, by default the run's own: the best first, those lost in noise last."""
         n = self.group_size if group_size is None else group_size
         rows = [row for row in self.comparisons if row.n == n]
         return sorted(rows, key=lambda row: (row.more_prompts.lost, -row.more_prompts.value))
@@ -128,54 +128,54 @@ class BaselineReport:
         return self.verdict_at(self.group_size)
 
     def verdict_at(self, group_size: int) -> str:
-        """An instruction, and in one more sentence what is not known."""
+        """An instruction, and a sentence on what is not known."""
         rows = [row for row in self.at(group_size) if row.name != CONTROL]
         known = [row for row in rows if not row.more_prompts.lost]
-        # Not `none`, whose noise grows as successes become common
-        sure = [row for row in known if row.more_prompts.low > LEAST and row.baseline != "none"]
-        best = next((row for row in sure if row.unbiased), sure[0] if sure else None)
+        # Without `none`, whose noise grows as successes become common
+        better = [row for row in known if row.more_prompts.low > LEAST and row.baseline != "none"]
+        best = next((row for row in better if row.unbiased), better[0] if better else None)
         if best is None:
             instruction = f"Keep {CONTROL}."
         else:
             worth = best.more_prompts
             interval = f"{_percent(worth.low)}–{_percent(worth.high)}"
-            instruction = f"Set {best.settings}: worth {_percent(worth.value)} % more prompts ({interval}), sure."
+            instruction = f"Set {best.settings}: worth {_percent(worth.value)} % more prompts (95 %: {interval})."
         return f"{instruction}\n{self._unknown(rows, known, best)}"
 
     def _unknown(self, rows: list[Comparison], known: list[Comparison], best: Comparison | None) -> str:
-        """What the instruction leaves open, the most important first."""
+        """The caveats of the instruction, the most important first."""
         lost = len(rows) - len(known)
         if not known:
-            return "Nothing else is known: the signal is lost in noise. Give more prompts or completions."
+            return "No baseline can be compared: the signal is lost in noise. Measure more prompts or completions."
         if best is None:
             first = next((row for row in known if row.baseline != "none"), known[0])
             gain = first.more_prompts
             interval = f"{_percent(gain.value)} % ({_percent(gain.low)} to {_percent(gain.high)})"
-            said = f"It is not known whether {first.settings} is better: it is worth {interval} more prompts"
+            said = f"No baseline is significantly better: {first.settings} is worth {interval} more prompts"
             if gain.value <= 0 or gain.high < CLOSE:
-                return f"{said}, so more measuring is unlikely to change that."
-            return f"{said}; {self._more_prompts_to_measure(gain)} more measured prompts may tell."
+                return f"{said}, and measuring more is unlikely to change that."
+            return f"{said}. Measuring {self._more_prompts_to_measure(gain)} more prompts may decide it."
         unknown = []
         if not best.unbiased:
             unknown.append(
-                "it is biased: improbable successes teach less under it, which this measure does not see where they "
+                "it is biased: improbable successes teach less under it, which this measurement does not show if they "
                 "are rare"
             )
         for row in known[: known.index(best)]:
-            rare, common = "is biased, which costs where successes are rare", "loses as successes become common"
+            rare, common = "is biased, which hurts if successes are rare", "gets worse as successes become common"
             caution = common if row.baseline == "none" else rare
             unknown.append(f"{row.settings} measures {_percent(row.more_prompts.value)} %, but {caution}")
         if lost:
-            unknown.append(f"of {lost} of {len(rows)} nothing can be said, as the signal is lost in noise")
+            unknown.append(f"{lost} of {len(rows)} baselines cannot be compared, as the signal is lost in noise")
         if self.num_prompts < FEW:
             unknown.append(f"with {self.num_prompts} prompts, intervals are too narrow")
-        unknown.append("it is not known whether this holds later in training, so measure again then")
-        return f"Mind: {'; '.join(unknown)}."
+        unknown.append("this may change during training, so measure again later")
+        return f"Caveats: {'; '.join(unknown)}."
 
     def _more_prompts_to_measure(self, gain: Estimate) -> int:
         """
-        After which the interval may leave 0: its width falls with the root of the number. The width is itself
-        uncertain, so at least half as many again are asked for.
+        The number of further prompts after which the interval may exclude 0: its width falls with the square root of
+        their number. The width is itself uncertain, so the answer is at least half of the present number.
         """
         needed = (
             self.num_prompts * ((gain.value - gain.low) / gain.value) ** 2 if math.isfinite(gain.low) else math.inf
@@ -184,8 +184,8 @@ class BaselineReport:
 
     def to_pandas(self, lost: bool = False) -> Any:
         """
-        A `pandas.DataFrame` with a row per baseline and group size, the best first; with `lost`, also those whose
-        signal is lost in noise. Estimates are followed by the ends of their 95 % intervals.
+        A `pandas.DataFrame` with a row per baseline and group size, the best first; with `lost`, including those lost
+        in noise. Each estimate is followed by the ends of its 95 % interval.
         """
         pandas = require("pandas", "A table")
         records = []
@@ -201,7 +201,7 @@ class BaselineReport:
         return pandas.DataFrame.from_records(records)
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as plain data; numbers that noise leaves without a value are `None`."""
+        """The report as plain data; numbers lost in noise are `None`."""
 
         def plain(value: Any) -> Any:
             if isinstance(value, dict):
@@ -214,8 +214,8 @@ class BaselineReport:
 
     def plot(self, path: str | Path | None = None) -> Any:
         """
-        A `matplotlib` figure, one panel per group size: how many more prompts the group mean would need. It is saved
-        under `path`, if that is given.
+        A `matplotlib` figure with one panel per group size: how many more prompts the group mean would need. Saves it
+        to `path`, if given.
         """
         from .picture import draw
 
@@ -225,7 +225,7 @@ class BaselineReport:
         return figure
 
     def to_markdown(self) -> str:
-        """Verdict, and tables with all figures."""
+        """The verdict, and tables with all figures."""
         lines = [f"# {self.subject}", "", self.verdict.replace("\n", "\n\n"), "", self.summary, ""]
         for n in self.group_sizes:
             lines += [
@@ -252,7 +252,7 @@ class BaselineReport:
 
     @property
     def summary(self) -> str:
-        """What was measured, in a sentence."""
+        """A sentence about what was measured."""
         return (
             f"{self.num_prompts} prompts, {self.completions_per_prompt} completions each, {self.mean_length:.0f} "
             f"tokens on average; mean reward {self.mean_reward:.2f}; rewards vary on {self.prompts_varying} of the "

@@ -1,4 +1,4 @@
-"""What has been measured, one file per prompt, so that a measurement can be stopped and resumed."""
+"""Stores measurements, one file per prompt, so that they can be stopped and resumed."""
 
 import json
 import tempfile
@@ -16,21 +16,20 @@ SETTINGS = "settings.json"
 
 class Storage:
     """
-    The prompts that are measured: in memory, or in a folder with one file per prompt.
+    The measured prompts, in memory or in a folder with one file per prompt.
 
     Args:
         folder (`Path`, *optional*):
-            Of [`only_writer`].
+            The folder, locked by [`only_writer`].
         settings (`dict`):
-            What the report needs to know, and `measured`, all that the numbers depend on.
-
+            Settings of the report, and `measured`, everything that the numbers depend on.
         overwrite (`bool`):
-            Whether what the folder holds makes way for what is measured now.
+            Whether to replace the contents of the folder.
         prompts (`list[dict]`, *optional*):
-            What was measured elsewhere; without a folder.
+            Prompts measured elsewhere, if there is no folder.
 
     Raises:
-        ValueError: The folder holds a measurement of something else, or files that are none.
+        ValueError: The folder holds a measurement with other settings, or foreign files.
     """
 
     def __init__(
@@ -44,7 +43,7 @@ class Storage:
         self.folder = folder
         self.settings = json.loads(json.dumps(settings, default=str))
         self._prompts = list(prompts or [])
-        self._overwrite = overwrite  # until there is something to take the place of what is there
+        self._overwrite = overwrite  # until the first prompt is measured
         if folder is None:
             return
         found = None if overwrite else load(folder)
@@ -54,7 +53,7 @@ class Storage:
         other = _differences(before.get("measured", {}), self.settings["measured"])
         if other:
             raise ValueError(
-                f"{folder} was measured otherwise: {'; '.join(other)}. Choose another folder, or remove this one."
+                f"{folder} was measured differently: {'; '.join(other)}. Choose another folder, or remove this one."
             )
 
     def add(self, index: int, found: dict[Any, Any]) -> None:
@@ -73,7 +72,7 @@ class Storage:
 
 def load(folder: Path) -> tuple[dict[str, Any], list[dict[Any, Any]]] | None:
     """
-    The settings of a folder and its prompts; `None` if it holds no prompt.
+    The settings and prompts of a folder; `None` if it holds no prompt.
 
     Raises:
         ValueError: A file is damaged or foreign.
@@ -94,7 +93,7 @@ def load(folder: Path) -> tuple[dict[str, Any], list[dict[Any, Any]]] | None:
             dict(prompts[-1])["example"]
         except Exception as error:  # torch, zip and pickle each raise their own kind
             raise ValueError(
-                f"{file} is damaged or no measurement ({type(error).__name__}). Remove it: its prompt will be "
+                f"{file} is damaged or not a measurement ({type(error).__name__}). Remove it: its prompt will be "
                 "measured again."
             ) from error
     return settings, prompts
@@ -102,11 +101,11 @@ def load(folder: Path) -> tuple[dict[str, Any], list[dict[Any, Any]]] | None:
 
 def lock(folder: Path, doing: str = "writes", *, again: bool = False) -> BaseFileLock:
     """
-    A lock by which nobody else writes into `folder`, which is made. It goes with the object, and with the process,
-    however it ends. `again` lets this process take it a second time; `doing` is for the message.
+    Lock `folder`, which is created, against other writers. The lock ends with the object or the process. `again` lets
+    this process take it a second time; `doing` is for the message.
 
     Raises:
-        ValueError: Somebody else is at it, or the folder cannot be written to.
+        ValueError: Another process holds the lock, or the folder cannot be written to.
     """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"`output_dir` is {str(folder)!r}, which is a file: name a folder.")
@@ -127,7 +126,7 @@ def lock(folder: Path, doing: str = "writes", *, again: bool = False) -> BaseFil
 
 @contextmanager
 def only_writer(folder: Path | None) -> Iterator[None]:
-    """Within this context nobody else measures into `folder`, see [`lock`]."""
+    """Context in which no other process measures into `folder`, see [`lock`]."""
     held = None if folder is None else lock(folder, "measures")
     try:
         yield
@@ -143,7 +142,7 @@ def _replace(path: Path, write: Any) -> None:
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """In words, what is not as it was."""
+    """The settings that differ, in words."""
     return [
         f"`{name}` was {_short(before.get(name))} and is {_short(now.get(name))}"
         for name in sorted(before.keys() | now.keys())

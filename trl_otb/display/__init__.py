@@ -1,4 +1,4 @@
-"""A rollout for the eye: its repr, a table, its completions in colours, a picture."""
+"""Shows a rollout: its repr, a table, coloured completions, a picture."""
 
 from typing import Any
 

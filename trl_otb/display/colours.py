@@ -1,4 +1,4 @@
-"""The completions of a prompt with their tokens coloured: HTML in a notebook, else text."""
+"""The completions of a prompt with coloured tokens: HTML in a notebook, otherwise text."""
 
 import html
 import os
@@ -26,7 +26,7 @@ def show(rollout: "Rollout", prompt: int, tokenizer: Any, value: str | None, max
     group = read_group(rollout, prompt, tokenizer, max_tokens)
     if value is not None and value not in group.values:
         has = ", ".join(map(repr, group.values)) or "no values"
-        raise ValueError(f"`value` is {value!r}, which this group has not got yet: it has {has}.")
+        raise ValueError(f"`value` is {value!r}, which is not available yet: this group has {has}.")
     value = value or next((name for name in ("advantage", "energy") if name in group.values), None)
     if in_notebook():
         display = require("IPython.display", "HTML").display
@@ -42,18 +42,18 @@ def in_notebook() -> bool:
 
 
 def as_text(group: Group, value: str | None, colours: bool) -> str:
-    """Tokens coloured by `value`, or none; improbable ones underlined, without colours in ‹ ›."""
+    """Tokens coloured by `value`, if given; improbable ones are underlined or, without colours, in ‹ ›."""
     lines = [f"Prompt {group.number}: {visible(group.prompt)}"]
     if colours and value is not None:
         high, low = _ends(group, value)
         ends = f"{_painted(f' {low} ', RED, 1.0)} to " if value != "energy" else "0 to "
         of_high = _painted(f" {high} ", ORANGE if value == "energy" else BLUE, 1.0)
-        lines.append(f"coloured by {VALUES[value]}, {ends}{of_high}; underlined: {IMPROBABLE}; grey: what a tool said")
+        lines.append(f"coloured by {VALUES[value]}, {ends}{of_high}; underlined: {IMPROBABLE}; grey: tool output")
         others = [repr(name) for name in group.values if name != value]
         if others:
             lines.append(f"other colours: show(value={' or '.join(others)})")
     elif group.values:
-        lines.append(f"‹ ›: {IMPROBABLE}; [ ]: what a tool said. Colours: in a terminal or a notebook.")
+        lines.append(f"‹ ›: {IMPROBABLE}; [ ]: tool output. Colours: in a terminal or a notebook.")
     for i, completion in enumerate(group.completions):
         head = f"completion {i}, {completion.label}"
         for name in group.values:
@@ -68,7 +68,7 @@ def as_text(group: Group, value: str | None, colours: bool) -> str:
 
 
 def as_html(group: Group, value: str | None) -> str:
-    """One page part with a switch between the group's values; no scripts, nothing from elsewhere."""
+    """An HTML fragment with a switch between the group's values, without scripts or external resources."""
     name = f"otb-{uuid.uuid4().hex[:8]}"
     style = (
         f"#{name} .c{{white-space:pre-wrap;font-family:monospace;line-height:1.6;margin:.2em 0 .8em}}"
@@ -92,7 +92,7 @@ def as_html(group: Group, value: str | None) -> str:
                 f"<span style='background:{_alpha(RED, 1.0)}'>&nbsp;{low}&nbsp;</span> (less of this) to "
                 f"<span style='background:{_alpha(BLUE, 1.0)}'>&nbsp;{high}&nbsp;</span> (more)"
             )
-        keys += f"<div class='k {key}'>{VALUES[key]}: {ends}; framed: {IMPROBABLE}; grey: what a tool said</div>"
+        keys += f"<div class='k {key}'>{VALUES[key]}: {ends}; framed: {IMPROBABLE}; grey: tool output</div>"
     completions = "".join(
         f"<div class='c'><b>completion {i}, {completion.label}</b>\n"
         f"{''.join(_element(token, group) for token in completion.tokens)}{_more(completion)}</div>"
@@ -158,7 +158,7 @@ def _colour(value: str, number: float) -> str:
 
 
 def _alpha(colour: str, share: float) -> str:
-    """Over the page's own colour, light or dark, on which its own letters stay readable."""
+    """A transparent colour, so that text stays readable on light and dark pages."""
     return f"#{colour}{round(170 * min(share, 1.0)):02x}"
 
 

@@ -24,7 +24,7 @@ IMPROBABLE = "energy above 1: another token was more than twice as likely"  # fo
 
 @dataclass
 class Token:
-    """A token as it is shown; `values` by the names of [`VALUES`], empty for what a tool said."""
+    """A token to show; `values` has the names of [`VALUES`], and is empty for tool output."""
 
     text: str
     generated: bool
@@ -50,7 +50,7 @@ class ShownCompletion:
 
 @dataclass
 class Group:
-    """Completions of prompt number `number`; `values` are the names of those that it has."""
+    """The completions of prompt number `number`; `values` are the names of the available values."""
 
     number: int
     prompt: str
@@ -58,7 +58,7 @@ class Group:
     values: list[str]
 
     def largest(self, value: str) -> float:
-        """The greatest size of `value`; of advantages over both kinds, so that they have one scale."""
+        """The largest absolute `value`; both kinds of advantage share one scale."""
         names = ["energy"] if value == "energy" else ["advantage", "group_mean_advantage"]
         tokens = [token for completion in self.completions for token in completion.tokens]
         sizes = [abs(token.values[name]) for token in tokens for name in names if name in token.values]
@@ -99,7 +99,7 @@ def read_group(
 
 
 def places(rollout: "Rollout") -> tuple[torch.Tensor, torch.Tensor]:
-    """`(B,)` the number of each row's prompt in this rollout, and `(B,)` its own number within the group."""
+    """`(B,)` index of each row's prompt in this rollout, and `(B,)` its index in the group."""
     rows = rollout.first_row + torch.arange(len(rollout))
     prompts = rows // rollout.num_generations
     return prompts - prompts[0], rows % rollout.num_generations
@@ -122,7 +122,7 @@ def rows_of_prompt(rollout: "Rollout", prompt: int) -> slice:
 
 
 def token_values(rollout: "Rollout") -> dict[str, torch.Tensor]:
-    """`(B, T)` float32 energies, baselines and advantages on the CPU; NaN where they have not come yet."""
+    """`(B, T)` float32 energies, baselines and advantages on the CPU; NaN until they are computed."""
     found = {
         "energy": rollout.energy,
         "baseline": rollout.baselines,
@@ -138,9 +138,9 @@ def token_values(rollout: "Rollout") -> dict[str, torch.Tensor]:
 
 def token_texts(ids: list[int], tokenizer: Any) -> list[str]:
     """
-    What each token adds to the text, by `tokenizer` or processor; without one, its id.
+    The text that each token adds, from `tokenizer` or processor; without one, its id.
 
-    Tokens that are only a part of a character add nothing, and the last of them all of it.
+    Of several tokens that form one character, the last adds all of it.
     """
     if tokenizer is None:
         return [f"{token} " for token in ids]
@@ -156,7 +156,7 @@ def token_texts(ids: list[int], tokenizer: Any) -> list[str]:
 
 
 def visible(text: str) -> str:
-    """`text` with signs for line breaks and tabs; what else cannot be printed or would steer a terminal is escaped."""
+    """`text` with symbols for line breaks and tabs; other unprintable characters are escaped."""
     signs = {"\n": "↵", "\t": "⇥", "\r": "␍"}
     return "".join(signs.get(c, c if c.isprintable() else ascii(c)[1:-1]) for c in text) or "·"
 
@@ -166,7 +166,7 @@ def _decode(tokenizer: Any, ids: list[int]) -> str:
 
 
 def _prompt_text(ids: list[int], tokenizer: Any) -> str:
-    """Without special tokens, the placeholders of a picture among them."""
+    """The text without special tokens, such as the placeholders of images."""
     if tokenizer is None:
         return f"{len(ids)} tokens"
     return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -32,7 +32,7 @@ LEFT, RIGHT, TOP, BOTTOM = 0.95, 0.95, 0.42, 0.3
 
 @dataclass
 class Place:
-    """Where a token stands: letters from the left, inches from the top, and its width in letters."""
+    """The place of a token: letters from the left, inches from the top, and its width in letters."""
 
     token: Token
     x: int
@@ -73,7 +73,7 @@ def plot(
 
 
 def _layout(completions: list[ShownCompletion]) -> tuple[list[Place], list[float], float]:
-    """Places of all tokens, where each completion begins, and the depth of it all in inches."""
+    """The places of all tokens, the start of each completion, and the total height in inches."""
     places, heads, y = [], [], 0.0
     for completion in completions:
         heads.append(y)
@@ -117,7 +117,7 @@ def _draw(axis: Axes, group: Group, name: str, places: list[Place], heads: list[
 
 
 def _scale(figure: Figure, group: Group, axes: list[Axes], name: str, size: tuple[float, float]) -> None:
-    """One bar of colours beside `axes`, which share it."""
+    """A colour bar that `axes` share."""
     if not axes:
         return
     boxes = [axis.get_position() for axis in axes]
@@ -134,10 +134,10 @@ def _colours(name: str, largest: float) -> ScalarMappable:
 
 
 def _note(group: Group, num_generations: int) -> str:
-    """What frames and grey mean, and what is left out."""
+    """A note on the meaning of frames and grey, and on what is omitted."""
     note = f"framed: {IMPROBABLE}"
     if any(not token.generated for completion in group.completions for token in completion.tokens):
-        note += "; grey: what a tool said"
+        note += "; grey: tool output"
     longest = max(len(completion.tokens) for completion in group.completions)
     if any(completion.left_out for completion in group.completions):
         note += f"; only the first {longest} tokens"

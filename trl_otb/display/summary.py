@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def summary(rollout: "Rollout") -> str:
-    """A few lines: how much there is, what it earned, and which values have come."""
+    """A few lines on sizes, rewards, and which values are available."""
     prompts, completions, n = int(places(rollout)[0][-1]) + 1, len(rollout), rollout.num_generations
     generated, shown = int(rollout.mask.sum()), int(rollout.completion_mask.sum())
     tools = f", and {shown - generated:,} of tools" if shown > generated else ""

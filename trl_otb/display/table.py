@@ -38,7 +38,7 @@ def to_pandas(rollout: "Rollout", tokenizer: Any = None, prompt: int | None = No
 
 
 def _texts(ids: torch.Tensor, completion_mask: torch.Tensor, mask: torch.Tensor, tokenizer: Any) -> list[str]:
-    """Of the tokens of `mask`; what a tool said is read along, as text may depend on what stands before it."""
+    """The text of the tokens in `mask`; tool output is decoded too, since text may depend on what precedes it."""
     found = []
     for of_row, is_token, generated in zip(ids, completion_mask.bool(), mask, strict=True):
         texts = token_texts(of_row[is_token].tolist(), tokenizer)

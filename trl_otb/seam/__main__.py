@@ -1,5 +1,5 @@
 """
-`make drift` and `make hashes`: whether the installed TRL is what the seam expects, and a record of the sources read.
+`make drift` checks the installed TRL against the seam; `make hashes` records the sources that were read.
 """
 
 import json

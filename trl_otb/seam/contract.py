@@ -1,4 +1,4 @@
-"""The private parts of TRL that are relied on, so that a TRL in which they moved fails at construction and says so."""
+"""The private parts of TRL that this package relies on, checked when a trainer is constructed."""
 
 import hashlib
 import inspect
@@ -16,7 +16,7 @@ from trl import GRPOTrainer
 
 logger = get_logger(__name__)
 
-READ = Path(__file__).with_name("trl_sources.json")  # the versions that were tested and read; `make hashes`
+READ = Path(__file__).with_name("trl_sources.json")  # versions and hashes of the sources read; see `make hashes`
 
 
 def incompatible_trl(what: str) -> ImportError:
@@ -34,7 +34,7 @@ try:
 except ImportError as error:
     raise incompatible_trl(str(error)) from error
 
-# The leading parameters of each method that is overridden or called, as the overrides use them.
+# The leading parameters of each method that is overridden or called.
 METHODS = {
     "_calculate_rewards": ("self", "inputs", "prompts", "completions", "completion_ids_list"),
     "_compute_loss": ("self", "model", "inputs"),
@@ -67,7 +67,7 @@ FUNCTIONS = {
     "split_tensor_dict": ("tensor_dict", "num_chunks"),
     "unsplit_pixel_values_by_grid": ("batch",),
 }
-# Names in the module of GRPOTrainer that another function takes the place of
+# Functions in GRPOTrainer's module that are replaced
 REPLACED = {"shuffle_sequence_dict": ("seq_dict",)}
 MODEL_FUNCTIONS = {"disable_gradient_checkpointing": ("model", "gradient_checkpointing_kwargs")}
 ATTRIBUTES = (
@@ -93,7 +93,7 @@ ATTRIBUTES = (
     "vllm_mode",
     "vllm_tensor_parallel_size",
 )
-# What `_compute_loss` passes on to the forward, beside ids and masks.
+# What `_compute_loss` passes to the forward, in addition to ids and masks.
 FORWARD_KWARGS = (
     "pixel_values",
     "image_grid_thw",
@@ -118,14 +118,14 @@ _OWNERS = (
 
 def check_trl(attributes_of: GRPOTrainer | None = None) -> None:
     """
-    Check that what the seam relies on inside TRL is there.
+    Check that the parts of TRL that the seam relies on exist.
 
     Args:
         attributes_of (`GRPOTrainer`, *optional*):
-            A constructed trainer, whose attributes are checked too.
+            A constructed trainer, whose attributes are also checked.
 
     Raises:
-        ImportError: Something moved. The message names it, the installed version and the one that was tested.
+        ImportError: A part has moved. The message names it, the installed version and the tested one.
     """
     found = []
     for owner, expected in _OWNERS:
@@ -150,12 +150,12 @@ def check_trl(attributes_of: GRPOTrainer | None = None) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Of the packages whose private parts are relied on, as installed."""
+    """The installed versions of the packages whose private parts are used."""
     return {package.__name__: package.__version__ for package in (trl, transformers)}
 
 
 def source_hashes() -> dict[str, str]:
-    """A short hash of the source of every part of TRL that is overridden, restated, intercepted or called."""
+    """A short hash of the source of every part of TRL that is overridden, recomputed, intercepted or called."""
     return {
         f"{owner.__name__}.{name}": _hash(getattr(owner, name))
         for owner, expected in _OWNERS
@@ -173,7 +173,7 @@ def _hash(part: Any) -> str:
 
 @cache
 def drift() -> str | None:
-    """In one line, in what the installed TRL differs from the one that was read; `None` where it does not."""
+    """A line on how the installed TRL differs from the one that was read; `None` if it does not."""
     known, seen = json.loads(READ.read_text()), source_hashes()
     changed = sorted(name for name in seen.keys() | known["sources"] if seen.get(name) != known["sources"].get(name))
     if not changed:

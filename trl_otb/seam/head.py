@@ -1,4 +1,4 @@
-"""Σπ² from TRL's own fused LM head, in the forwards that TRL runs anyway; (B, T, V) logits never exist."""
+"""Σπ² from TRL's own fused LM head, in the forwards that TRL runs anyway, without (B, T, V) logits."""
 
 import functools
 import types
@@ -21,11 +21,11 @@ class Forward:
 
     Args:
         logps (`torch.Tensor` of shape `(B, T)`):
-            What TRL made of it.
+            TRL's log-probs.
         log_sum_sq_probs (`list`):
-            log Σπ² of each chunk of rows it was run in, `None` where the head did not compute it.
+            log Σπ² of each chunk of rows, `None` if the head did not compute it.
         state_chunks (`list`):
-            Hidden states of each chunk, if they are recorded.
+            Hidden states of each chunk, if recorded.
     """
 
     logps: torch.Tensor
@@ -33,7 +33,7 @@ class Forward:
     state_chunks: list[torch.Tensor] = field(default_factory=list)
 
     def states(self) -> torch.Tensor | None:
-        """`(B, T, k)` at the positions that predict the completions' tokens; `None` if they are not recorded."""
+        """`(B, T, k)` states at the positions that predict the completions' tokens; `None` if not recorded."""
         if not self.state_chunks:
             return None
         length = self.logps.size(1)
@@ -54,10 +54,10 @@ class Forward:
 
 class EnergyHead:
     """
-    The fused LM head that GRPOTrainer gave the policy, made to compute log Σπ² too while forwards are recorded.
+    A fused LM head that also computes log Σπ² while forwards are recorded.
 
-    GRPOTrainer asked its head for ("log_probs", "entropy"). A second head takes its place while a forward is recorded;
-    elsewhere, and for plain forwards, everything is as GRPOTrainer left it.
+    GRPOTrainer's own head returns ("log_probs", "entropy"). This one replaces it while a forward is recorded; all
+    other forwards use GRPOTrainer's.
 
     Raises:
         ValueError: The LM head is quantized.
@@ -84,7 +84,7 @@ class EnergyHead:
 
     @contextmanager
     def recording_forwards(self, on_forward: Callable[[Forward], None]) -> Iterator[None]:
-        """Within this context `on_forward` gets every forward that scores completions, as soon as it has run."""
+        """Context in which `on_forward` receives every forward that scores completions, right after it has run."""
         self.on_forward = on_forward
         try:
             yield
@@ -93,7 +93,7 @@ class EnergyHead:
 
     @contextmanager
     def energies_of_calls(self, model: torch.nn.Module) -> Iterator[list[torch.Tensor | None]]:
-        """Within this context the calls of `model`, the policy in whatever wraps it, fill the list that is yielded."""
+        """Context in which calls of `model`, the policy with its wrappers, append to the yielded list."""
         log_sum_sq_probs: list[torch.Tensor | None] = []
         hook = model.register_forward_hook(
             lambda module, args, outputs: log_sum_sq_probs.append(getattr(outputs, "log_sum_sq_probs", None))
@@ -108,13 +108,12 @@ class EnergyHead:
 
 def _check_lm_head(model: PreTrainedModel) -> None:
     """
-    The fused head multiplies by the LM head's weight itself, and TRL does not notice if that holds packed numbers.
+    The fused head multiplies by the LM head's weight directly, and TRL does not check for packed numbers.
     """
     head = model.get_output_embeddings()
     if not head.weight.is_floating_point():
         raise ValueError(
             f"The LM head of the policy is quantized (a {type(head).__name__} whose weight is {head.weight.dtype}). "
-            "Its log-probs and energies would be wrong, as TRL's fused LM head reads the weight as it is stored. "
-            "Leave the head out: `BitsAndBytesConfig(..., llm_int8_skip_modules=['lm_head'])`, which holds for 4 bits "
-            "too."
+            "Its log-probs and energies would be wrong, since TRL's fused LM head reads the weight as stored. Do not "
+            "quantize the head: `BitsAndBytesConfig(..., llm_int8_skip_modules=['lm_head'])`, also for 4 bits."
         )

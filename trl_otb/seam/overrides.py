@@ -1,4 +1,4 @@
-"""Overrides of the user's own, before and after ours in the order in which Python looks methods up."""
+"""Checks of a user's overrides, before and after ours in the method resolution order."""
 
 import inspect
 import types
@@ -8,7 +8,7 @@ from typing import Any
 from trl import GRPOTrainer
 
 
-# Without ours of these, no baseline reaches the loss
+# Our overrides of these are needed for a baseline to reach the loss
 DECISIVE = (
     "_compute_loss",
     "_generate_and_score_completions",
@@ -20,10 +20,10 @@ DECISIVE = (
 
 def check_order(cls: type, ours: type) -> None:
     """
-    Check that `cls`, a subclass of `ours`, reaches the methods of `ours` and of all of its bases.
+    Check that `cls`, a subclass of `ours`, calls the methods of `ours` and of all its bases.
 
     Raises:
-        TypeError: It does not. The message names the class and the method that is in the way.
+        TypeError: It does not. The message names the class and the method that hides ours.
     """
     place = cls.__mro__.index(ours)
     for name in DECISIVE:
@@ -36,20 +36,20 @@ def check_order(cls: type, ours: type) -> None:
                 remedy = f"Call `super().{name}`, or put the method into a subclass of GRPOTrainer, say `Theirs`, and "
                 remedy += f"write `class {cls.__name__}(OTBGRPOTrainer, Theirs)`"
             raise TypeError(
-                f"`{method}` stands before OTBGRPOTrainer's `{name}` and does not call it, so that no baseline would "
-                f"reach the loss of `{cls.__name__}`. {remedy}."
+                f"`{method}` comes before OTBGRPOTrainer's `{name}` and does not call it, so no baseline would reach "
+                f"the loss of `{cls.__name__}`. {remedy}."
             )
         behind = cls.__mro__[cls.__mro__.index(GRPOTrainer) + 1 :]
         for base in behind:
             if name in vars(base) and not issubclass(GRPOTrainer, base):
                 raise TypeError(
-                    f"`{base.__name__}.{name}` stands behind GRPOTrainer's, which never calls it. Write "
+                    f"`{base.__name__}.{name}` comes after GRPOTrainer's, which never calls it. Write "
                     f"`class {cls.__name__}({base.__name__}, OTBGRPOTrainer)`."
                 )
 
 
 def between(cls: type, ours: type, name: str) -> Iterator[type]:
-    """The classes between `ours` and GRPOTrainer that are not this package's and define `name`."""
+    """The user's classes between `ours` and GRPOTrainer that define `name`."""
     mro = cls.__mro__
     for base in mro[mro.index(ours) + 1 : mro.index(GRPOTrainer)]:
         if name in vars(base) and base not in ours.__mro__:
@@ -58,10 +58,10 @@ def between(cls: type, ours: type, name: str) -> Iterator[type]:
 
 def check_loss(cls: type, ours: type, baseline: str) -> None:
     """
-    Check that the loss of `cls` is known to take advantages per token.
+    Check that the loss of `cls` is known to support advantages per token.
 
     Raises:
-        TypeError: A class of the user's own has a loss that says nothing of them.
+        TypeError: A user's class has a loss without `takes_token_advantages`.
     """
     if getattr(cls, "takes_token_advantages", False):
         return
@@ -69,16 +69,16 @@ def check_loss(cls: type, ours: type, baseline: str) -> None:
         if not _hands_on(vars(base)["_compute_loss"], "_compute_loss"):
             raise TypeError(
                 f"`baseline` is {baseline!r}, one per token, and `{base.__name__}._compute_loss` is not known to take "
-                "advantages of shape (B, T): one made for (B,) fails, or mixes completions up without a word. If it "
-                f"takes both, say so in the class: `takes_token_advantages = True`. Else choose a baseline per "
-                "completion, such as 'ogb' or 'rloo'."
+                "advantages of shape (B, T): a loss for (B,) fails, or silently mixes up completions. If it supports "
+                "both, set `takes_token_advantages = True` in the class. Otherwise choose a baseline per completion, "
+                "such as 'ogb' or 'rloo'."
             )
 
 
 def overriders(trainer: Any, ours: type, *names: str) -> list[str]:
     """
-    `Class.method` of the overrides of `names` that may be at fault, and of methods set on the trainer: not this
-    package's, nor a loss that only adds to that of its base.
+    `Class.method` for the user's overrides of `names` that may be at fault, also for methods set on the trainer.
+    Excludes losses that only add to the base class's loss.
     """
     cls = type(trainer)
     found = [f"{name}, set on the trainer" for name in names if name in vars(trainer)]
@@ -91,7 +91,7 @@ def overriders(trainer: Any, ours: type, *names: str) -> list[str]:
 
 
 def _hands_on(method: Any, name: str) -> bool:
-    """Whether `method` calls that of `super()`, or of OTBGRPOTrainer by its name, as far as its code tells."""
+    """Whether `method` appears to call the method of `super()` or of OTBGRPOTrainer."""
     code = getattr(inspect.unwrap(getattr(method, "__func__", method)), "__code__", None)
     if code is None:
         return True

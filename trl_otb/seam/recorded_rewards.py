@@ -1,4 +1,4 @@
-"""The rewards that GRPOTrainer uses, per function and as they were credited to turns and tokens."""
+"""Records the rewards that GRPOTrainer uses, per function, turn and token."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,12 +14,12 @@ from .contract import trl_utils
 @contextmanager
 def recorded_rewards(trainer: GRPOTrainer) -> Iterator[list[RewardRecorder]]:
     """
-    Within this context the list that is yielded gets a recorder of the rewards that `trainer` uses: what
-    `_calculate_rewards` returns to it, where a subclass overrides that method too.
+    Context in which a recorder of the rewards that `trainer` uses is appended to the yielded list: those that
+    `_calculate_rewards` returns, even if a subclass overrides it.
     """
     recorders: list[RewardRecorder] = []
     calculate = trainer._calculate_rewards
-    # This trainer's own, if somebody gave it one; as a rule the method is its class's
+    # Set on this trainer by a user; usually the method belongs to the class
     before = {key: value for key, value in vars(trainer).items() if key == "_calculate_rewards"}
 
     def recorded(

@@ -1,4 +1,4 @@
-"""What GRPOTrainer forms its advantages from, restated: returns before a baseline, and the scale after it."""
+"""Recomputes the quantities behind GRPOTrainer's advantages: the returns, and the scale."""
 
 from dataclasses import dataclass
 
@@ -14,14 +14,14 @@ class Returns:
 
     Args:
         returns (`torch.Tensor` of shape `(B_all,)`):
-            Weighted sum of the functions' rewards; NaN where no function could score the completion. Under
-            `multi_objective_aggregation="normalize_then_sum"`, the sum of normalised rewards.
+            Weighted sum of the functions' rewards; NaN if no function scored the completion. With
+            `multi_objective_aggregation="normalize_then_sum"`, the sum of normalized rewards.
         scale (`torch.Tensor` of shape `(B_all,)`):
-            What `scale_rewards` divides advantages by; 1 for `"none"`.
+            The divisor of advantages under `scale_rewards`; 1 for `"none"`.
         level (`torch.Tensor` of shape `(B_all,)`):
-            bool: whether all returns that the scale was formed of are equal, so that it is 0 up to rounding.
+            bool: whether all returns that determine the scale are equal, so that it is 0 up to rounding.
         factors (`torch.Tensor` of shape `(B_all, F)`):
-            What each function's rewards were multiplied by.
+            The factor of each function's rewards.
     """
 
     returns: torch.Tensor
@@ -40,7 +40,7 @@ def weigh_rewards(
     """
     Args:
         rewards_per_func (`torch.Tensor` of shape `(B_all, F)`):
-            What `GRPOTrainer._calculate_rewards` returns.
+            The result of `GRPOTrainer._calculate_rewards`.
         weights (`torch.Tensor` of shape `(F,)`):
             `reward_weights`.
         num_generations (`int`):
@@ -73,10 +73,10 @@ def weigh_rewards(
 
 
 def _level(sets: torch.Tensor) -> torch.Tensor:
-    """`(S, n)` -> `(S,)` bool: whether all that is not NaN is equal."""
+    """`(S, n)` -> `(S,)` bool: whether all values other than NaN are equal."""
     return sets.nan_to_num(nan=-torch.inf).amax(dim=1) <= sets.nan_to_num(nan=torch.inf).amin(dim=1)
 
 
 def _nanstd(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """Standard deviation over what is not NaN; 0 for a single value, as GRPOTrainer has it."""
+    """Standard deviation ignoring NaN; 0 for a single value, as in GRPOTrainer."""
     return trl_utils.nanstd(x, dim=dim) if x.size(dim) > 1 else torch.zeros_like(x.select(dim, 0))

@@ -1,4 +1,4 @@
-"""Pools of completions from a trainer, and the forward that it trains through; the trainer is left as it was."""
+"""Pools of completions from a trainer, and its training forward; the trainer's state is restored."""
 
 import copy
 import random
@@ -17,13 +17,13 @@ from .states import StateRecorder
 from .trainer import EnergyGRPOTrainer
 
 
-# What sampling adds to, beside random numbers and the mode of the model's modules
+# State that sampling changes, in addition to random states and the modes of modules
 _RECORDS = ("_metrics", "_logs", "_pending_extra_logs", "_pending_metrics")
 
 
 @contextmanager
 def left_as_it_was(trainer: EnergyGRPOTrainer) -> Iterator[None]:
-    """Within this context `trainer` samples in its eval mode; afterwards nothing tells that it did."""
+    """Context in which `trainer` samples in eval mode; its state is restored afterwards."""
     records = {name: getattr(trainer, name) for name in _RECORDS}
     generations, tokens_seen = trainer.num_generations_eval, trainer.state.num_input_tokens_seen
     modes = {module: module.training for module in trainer.model.modules()}
@@ -47,7 +47,7 @@ def left_as_it_was(trainer: EnergyGRPOTrainer) -> Iterator[None]:
 
 
 def rows_at_once(trainer: EnergyGRPOTrainer) -> int:
-    """Completions that a process can hold in a forward."""
+    """The number of completions that fit into one forward of a process."""
     return max(trainer.args.per_device_train_batch_size, trainer.args.per_device_eval_batch_size)
 
 
@@ -55,10 +55,10 @@ def sample_pool(
     trainer: EnergyGRPOTrainer, example: dict[str, Any], completions: int, at_once: int, seed: int
 ) -> list[tuple[Rollout, dict[str, Any]]]:
     """
-    So many completions of one example, as in an evaluation, with rewards and energies; `at_once` of them at a time.
+    Sample completions of one example as in an evaluation, with rewards and energies, `at_once` at a time.
 
     Returns:
-        `list`: of every part its rollout and the batch that TRL made of it.
+        `list`: the rollout and TRL's batch of each part.
     """
     set_seed(seed)
     parts = []
@@ -80,7 +80,7 @@ def sample_batch(
 def _sample(
     trainer: EnergyGRPOTrainer, examples: list[dict[str, Any]], completions: int
 ) -> tuple[Rollout, dict[str, Any]]:
-    """So many completions of each example, at once."""
+    """Sample this number of completions for each example, all at once."""
     trainer.num_generations_eval = completions
     rollout, batch = trainer.collect([dict(example) for example in examples for _ in range(completions)])
     if rollout.energy is None:
@@ -90,7 +90,7 @@ def _sample(
 
 @contextmanager
 def recording_states(trainer: EnergyGRPOTrainer) -> Iterator[None]:
-    """Within this context forwards yield hidden states, whatever the trainer's own baseline reads."""
+    """Context in which forwards yield hidden states, even if the trainer's baseline does not read them."""
     before = trainer._state_recorder
     recorder = StateRecorder(trainer.policy) if before is None else before
     trainer._state_recorder = recorder
@@ -103,7 +103,7 @@ def recording_states(trainer: EnergyGRPOTrainer) -> Iterator[None]:
 
 
 def single_rows(batch: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows of TRL's `batch` one by one, each without the padding behind its completion."""
+    """The rows of TRL's `batch` one by one, each without the padding after its completion."""
     rows = trl_utils.split_tensor_dict(trl_utils.split_pixel_values_by_grid(batch), len(batch["completion_ids"]))
     found = []
     for row in map(trl_utils.unsplit_pixel_values_by_grid, rows):
@@ -119,11 +119,11 @@ def logps_and_states(
     trainer: EnergyGRPOTrainer, row: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """
-    One of [`single_rows`] through the forward that training uses, with gradient, cut before the LM head.
+    The training forward with gradient for one of [`single_rows`], cut before the LM head.
 
     Returns:
-        `tuple`: log π(y_t), `(1, T)`, with a graph that ends in the second: the head's input `(1, P + T, d)`, a leaf;
-        and the third, the same values with the graph of the model's body.
+        `tuple`: log π(y_t), `(1, T)`, whose graph ends at the second value; the head's input `(1, P + T, d)`, a leaf;
+        and the same values with the graph of the model's body.
     """
     states: list[torch.Tensor] = []
 
@@ -151,7 +151,7 @@ def logps_and_states(
 
 
 def training_examples(trainer: EnergyGRPOTrainer) -> Any:
-    """The training data as the trainer's dataloader sees it."""
+    """The training data as the trainer's dataloader reads it."""
     data = trainer.train_dataset
     if hasattr(data, "column_names") and trainer.args.remove_unused_columns and data.column_names is not None:
         data = trainer._remove_unused_columns(data, description="training")
@@ -159,7 +159,7 @@ def training_examples(trainer: EnergyGRPOTrainer) -> Any:
 
 
 def _copied(record: Any) -> Any:
-    """Containers are copied, what they hold is not."""
+    """A copy of nested containers that shares their elements."""
     if isinstance(record, dict):
         found = copy.copy(record)  # a defaultdict stays one
         for key, value in record.items():

@@ -1,4 +1,4 @@
-"""Hidden states of the policy, heard in the forwards that TRL runs anyway, and projected to a few numbers."""
+"""Records hidden states of the policy in the forwards that TRL runs anyway, projected to a few numbers."""
 
 import math
 from collections.abc import Iterator
@@ -8,15 +8,15 @@ from typing import Any
 import torch
 
 
-NUMBERS = 32  # per token, of a state
-DEPTH = 2 / 3  # of the layer whose output is taken
+NUMBERS = 32  # per token
+DEPTH = 2 / 3  # of the recorded layer
 
 
 class StateRecorder:
     """
-    The output of a layer at two thirds of the policy's depth, projected at random, always by the same numbers.
+    Records the output of a layer at two thirds of the policy's depth, with a fixed random projection.
 
-    Where the decoder keeps its layers in no list of its own, the decoder's output is taken.
+    If the decoder has no list of layers, its output is recorded instead.
 
     Args:
         policy:
@@ -24,7 +24,7 @@ class StateRecorder:
     """
 
     def __init__(self, policy: Any) -> None:
-        self._chunks: list[torch.Tensor] | None = None  # heard while this is a list
+        self._chunks: list[torch.Tensor] | None = None  # recording while this is a list
         self._projection: torch.Tensor | None = None
         decoder = policy.get_decoder() if hasattr(policy, "get_decoder") else policy.base_model
         layers = _layers_of(decoder)
@@ -33,7 +33,7 @@ class StateRecorder:
 
     @contextmanager
     def recording(self) -> Iterator[list[torch.Tensor]]:
-        """Within this context each call of the layer adds its states, `(b, P + T, k)`, to the list that is yielded."""
+        """Context in which each call of the layer appends its states, `(b, P + T, k)`, to the yielded list."""
         chunks: list[torch.Tensor] = []
         self._chunks = chunks
         try:
@@ -42,7 +42,7 @@ class StateRecorder:
             self._chunks = None
 
     def remove(self) -> None:
-        """Leave the policy as it was."""
+        """Remove the hook from the policy."""
         self._hook.remove()
 
     def _record(self, module: Any, args: Any, output: Any) -> None:

@@ -1,4 +1,4 @@
-"""Turns of a tool loop that all processes take together."""
+"""A tool loop whose turns all processes take together."""
 
 from typing import Any
 
@@ -10,12 +10,12 @@ class CollectiveToolLoop(GRPOTrainer):
     """
     A [`~trl.GRPOTrainer`] whose processes may have unequal numbers of tool turns.
 
-    Where generating a turn involves all processes (ZeRO-3, FSDP2, a vLLM server, tensor-parallel vLLM), TRL 1.16 lets
-    a process that has no call left go ahead. The processes then wait for each other in different places, or vLLM,
-    which deals completions out in slices of equal length, hands one process another's. Here a process without calls
+    If generating a turn involves all processes (ZeRO-3, FSDP2, a vLLM server, tensor-parallel vLLM), TRL 1.16 lets a
+    process without further calls continue. The processes then wait for each other in different places, or vLLM, which
+    distributes completions in slices of equal length, returns those of another process. Here a process without calls
     idles through the turns of the others.
 
-    This class can go once `GRPOTrainer._tool_call_loop` keeps the processes together itself: when the tests
+    This class can be removed once `GRPOTrainer._tool_call_loop` keeps the processes together, that is, when the tests
     `test_unequal_numbers_of_turns` pass without it. `_tool_call_loop` in
     https://github.com/huggingface/trl/blob/v1.16.0/trl/trainer/grpo_trainer.py is where TRL would have to change.
     """
@@ -45,7 +45,7 @@ class CollectiveToolLoop(GRPOTrainer):
     def _generate_together(
         self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int = 1, *args: Any, **kwargs: Any
     ) -> Any:
-        """A turn of all processes, in which those without prompts idle; None, and no turn, if none has any."""
+        """A turn of all processes, in which those without prompts idle; None if no process has prompts."""
         own = len(prompt_ids)
         most = self.accelerator.gather(torch.tensor([own], device=self.accelerator.device)).max().item()
         if most == 0:

@@ -24,17 +24,17 @@ from .states import StateRecorder
 from .tool_loop import CollectiveToolLoop
 
 
-ROWS, ROLLOUT = "rows_of_rollout", "number_of_rollout"  # what micro-batches carry for us
+ROWS, ROLLOUT = "rows_of_rollout", "number_of_rollout"  # our keys in micro-batches
 STATE_FILE = "baseline.pt"  # in a checkpoint
-_MAKING = ("_generate_and_score_completions", "_calculate_rewards")  # what makes a rollout
+_MAKING = ("_generate_and_score_completions", "_calculate_rewards")  # the methods that make a rollout
 
 
 class EnergyGRPOTrainer(CollectiveToolLoop):
     """
-    A [`~trl.GRPOTrainer`] whose policy forwards yield energies and whose advantages a subclass forms.
+    A [`~trl.GRPOTrainer`] whose policy forwards yield energies and whose subclass computes advantages.
 
-    A class between this one and GRPOTrainer may have a loss of its own. If it takes advantages of shape `(B, T)` as
-    well as `(B,)`, it says so: `takes_token_advantages = True`.
+    A class between this one and GRPOTrainer may have its own loss. It sets `takes_token_advantages = True` if the loss
+    supports advantages of shape `(B, T)` as well as `(B,)`.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -43,8 +43,8 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         check_trl()
-        self.rollouts: dict[str, Rollout] = Rollouts()  # the last one of each mode, "train" and "eval"
-        self._losses = 0  # how many our `_compute_loss` has returned
+        self.rollouts: dict[str, Rollout] = Rollouts()  # the latest one of each mode, "train" and "eval"
+        self._losses = 0  # the number of losses that our `_compute_loss` has returned
         super().__init__(*args, **kwargs)
         check_trl(self)
         say_drift()
@@ -53,16 +53,16 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
         self._energy_head = EnergyHead(self.policy, self.temperature, self.args.cast_lm_head_to_fp32)
         self._state_recorder = StateRecorder(self.policy) if "states" in self.reads else None
 
-    # Openings for a subclass
+    # Hooks for a subclass
 
     def score_rollout(self, rollout: Rollout, batch: dict[str, Any]) -> None:
-        """Called with each new rollout and the batch that TRL made of it: give it advantages, or leave them to
-        [`score_rows`], for which groups must be kept together, unless it can take any rows."""
+        """Called with each new rollout and TRL's batch: set its advantages, or leave them to [`score_rows`], which
+        needs groups that are kept together, unless it supports any rows."""
         raise NotImplementedError
 
     def score_rows(self, rollout: Rollout, rows: Rows) -> None:
         """Called in the loss, between the policy's forward and the first use of the advantages, with the rows of a
-        micro-batch that have just got their energies, until all of the rollout's rows are measured."""
+        micro-batch that have just received energies, until all rows of the rollout are measured."""
         raise NotImplementedError
 
     @property
@@ -77,26 +77,26 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
 
     @property
     def credits_rows_alone(self) -> bool:
-        """Whether [`score_rows`] can take any rows, not only those of whole groups."""
+        """Whether [`score_rows`] supports any rows, not only whole groups."""
         return False
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """What rollouts should hold beside energies: some of `READS`."""
+        """What rollouts should contain in addition to energies: some of `READS`."""
         return ()
 
     def state_to_save(self) -> dict[str, Any] | None:
-        """What a checkpoint should hold of how advantages are formed; read by `torch.load(weights_only=True)`."""
+        """The subclass's state for a checkpoint, to be read by `torch.load(weights_only=True)`."""
         return None
 
     def load_saved_state(self, state: dict[str, Any] | None) -> None:
-        """Called when training resumes, with what the checkpoint holds, or `None`."""
+        """Called when training resumes, with the state from the checkpoint, or `None`."""
 
-    # What a subclass may use
+    # For use by a subclass
 
     @property
     def policy(self) -> Any:
-        """The model, without what PEFT wraps it in."""
+        """The model without the PEFT wrapper."""
         return self.model.get_base_model() if is_peft_model(self.model) else self.model
 
     @property
@@ -109,13 +109,13 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
         return self.num_generations if self.model.training else self.num_generations_eval
 
     def micro_batch_holds_groups(self, rollout: Rollout) -> bool:
-        """Whether rows can be dealt to micro-batches such that each micro-batch holds whole groups."""
+        """Whether rows can be split into micro-batches of whole groups."""
         micro_batches = self.args.steps_per_generation if self.model.training else 1
         return len(rollout) // micro_batches % self.generations == 0
 
     @torch.no_grad()
     def extra_forward(self, batch: dict[str, Any]) -> Forward:
-        """A forward over `batch` under the current policy, without gradient."""
+        """A no-grad forward over `batch` under the current policy."""
         forwards: list[Forward] = []
         recording = self._energy_head.recording_forwards(forwards.append)
         checkpointing = self.args.gradient_checkpointing_kwargs
@@ -135,7 +135,7 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
         return forwards[0]
 
     def set_energies_of(self, rollout: Rollout, forward: Forward, rows: Rows = EVERY_ROW) -> None:
-        """Store what `forward` yielded for `rows`."""
+        """Store the results of `forward` for `rows`."""
         set_energies(rollout, forward.energy(), forward.logps, rows, forward.states())
 
     def add_metrics(self, metrics: dict[str, float]) -> None:
@@ -144,7 +144,7 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
             self._metrics[self.mode][name].append(value)
 
     def replace_logged_advantages(self, advantages: list[float]) -> None:
-        """Put a number for each completion of the last rollout, on all processes, into the completions table."""
+        """Put one number per completion of the latest rollout, from all processes, into the completions table."""
         logged = self._logs["advantages"]
         for _ in range(min(len(advantages), len(logged))):
             logged.pop()
@@ -190,8 +190,8 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
 
     def collect(self, inputs: list[dict[str, Any]]) -> tuple[Rollout, dict[str, Any]]:
         """
-        Completions of `inputs`, one per row, with their rewards and, if TRL ran a forward without gradient, their
-        energies; and the batch that TRL made of them.
+        Completions of `inputs`, one per row, with their rewards and, if TRL ran a no-grad forward, their energies; and
+        TRL's batch.
         """
         forwards: list[Forward] = []
         keys = prompt_keys(inputs) if "prompt_key" in self.reads else None
@@ -244,7 +244,7 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         if self.importance_sampling_level == "sequence" and self.credits_tokens:
-            inputs, spread = dict(inputs), True  # a copy: the micro-batch is used again
+            inputs, spread = dict(inputs), True  # a copy, since the micro-batch is reused
         else:
             spread = False
         fresh = self._fresh_rows(inputs)
@@ -274,7 +274,7 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
         return loss
 
     def _fresh_rows(self, inputs: dict[str, Any]) -> torch.Tensor:
-        """`(b,)` bool, on the CPU: which rows of a micro-batch are the last rollout's and have no statistics yet."""
+        """`(b,)` bool, on the CPU: which rows of a micro-batch belong to the latest rollout and lack statistics."""
         rollout = self.rollouts[self.mode]
         if ROWS not in inputs or ROLLOUT not in inputs:
             self._fail(f"a micro-batch comes without `{ROWS}` and `{ROLLOUT}`", "_prepare_inputs", *_MAKING)
@@ -305,7 +305,7 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
         if waiting:
             inputs["advantages"] = advantages_of(rollout, inputs[ROWS])
 
-    # Both judge a whole completion by the sign of its advantage: give them one advantage per completion.
+    # Both use the sign of a completion's advantage, so they get one advantage per completion.
 
     @classmethod
     def get_off_policy_mask(
@@ -326,8 +326,8 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
     def _fail(self, what: str, *methods: str) -> NoReturn:
         """
         Raises:
-            TypeError: A class of the user's own overrides one of `methods`, from which `what` comes then.
-            ImportError: None does, so TRL has moved.
+            TypeError: A user's class overrides one of `methods`, which probably causes `what`.
+            ImportError: None does, so TRL has changed.
         """
         theirs = overriders(self, EnergyGRPOTrainer, *methods)
         if not theirs:
@@ -357,10 +357,10 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
         )
 
     def _check_group_mean(self, advantages: torch.Tensor, returns: Returns) -> None:
-        """Compare `advantages`, TRL's own of this process, with the group mean's formed from what was intercepted."""
+        """Compare TRL's own `advantages` of this process with those of the group mean from the recorded rewards."""
         nothing = torch.zeros_like(returns.returns)
         ours = assign_credit_by_totals(returns.returns, nothing, nothing, self.generations).advantages
-        ours = ours if self.generations > 1 else torch.zeros_like(ours)  # where GRPOTrainer subtracts it from itself
+        ours = ours if self.generations > 1 else torch.zeros_like(ours)  # GRPOTrainer subtracts it from itself
         own = own_rows(self.accelerator, len(advantages))
         expected = (ours.squeeze(1) / returns.scale)[own].nan_to_num(nan=0.0)
         difference = (expected - advantages) * returns.scale[own]
@@ -375,7 +375,7 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
             )
 
     def _check_rows(self, batch: dict[str, Any], recorder: RewardRecorder) -> None:
-        """Compare the rows of the batch with those that were rewarded."""
+        """Check that the rows of the batch are those that were rewarded."""
         ids, rewarded = batch["completion_ids"].cpu(), recorder.completion_ids
         if len(ids) != len(rewarded):
             self._fail(f"{len(rewarded)} completions were rewarded and {len(ids)} are to be trained on", *_MAKING)
@@ -384,7 +384,7 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
                 self._fail(f"completion {row} of a rollout is not the one that was rewarded in its place", *_MAKING)
 
     def _forward_of(self, batch: dict[str, Any], forwards: list[Forward]) -> Forward | None:
-        """The forward that returned the batch's very log-probs: a reference pass can never be mistaken for it."""
+        """The forward that returned the batch's log-probs, by identity, so never that of a reference model."""
         logps = batch.get("old_per_token_logps")
         if logps is None:
             return None
@@ -399,13 +399,13 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
 
 
 def config_model_id(config: Any) -> str:
-    """Hub id or folder that a model was loaded from."""
+    """The hub id or folder that a model was loaded from."""
     return trl_utils.get_config_model_id(config)
 
 
 def prompt_keys(inputs: list[dict[str, Any]]) -> torch.Tensor:
-    """`(B,)` int64 a hash of each example's prompt and pictures, the same in every run."""
-    known: dict[tuple[int, ...], int] = {}  # by identity: the completions of a prompt often share it
+    """`(B,)` int64 hash of each example's prompt and images, the same in every run."""
+    known: dict[tuple[int, ...], int] = {}  # by identity, since the completions of a prompt often share it
     keys = []
     for example in inputs:
         columns = [example.get(name) for name in ("prompt", "image", "images")]
@@ -417,7 +417,7 @@ def prompt_keys(inputs: list[dict[str, Any]]) -> torch.Tensor:
 
 
 def _check_finite(returns: Returns) -> None:
-    """Raise a `ValueError` where rewards, each finite, are not so together."""
+    """Raise a `ValueError` if finite rewards have a sum or standard deviation that is not finite."""
     broken = returns.returns.isinf() | returns.scale.isinf()
     if broken.any():
         row = int(broken.nonzero()[0])
