@@ -186,9 +186,9 @@ def test_what_a_page_refers_to_is_there(page):
     assert [link for link in links if not (folder / link).exists()] == []
     paragraphs = re.split(r"\n(?:\n|(?=- ))", text)
     text = "\n".join(p for p in paragraphs if not re.search(r"(commit|git show) \w{7}", p))  # not what once was
-    modules = re.findall(r"python -m (recipes[\w.]*)", text)
+    modules = re.findall(r"python -m ((?:recipes|tests)[\w.]*)", text)
     assert [m for m in modules if importlib.util.find_spec(m) is None] == []
-    scripts = re.findall(r"\b(recipes/[\w/]+\.(?:py|yaml|ipynb))", text)
+    scripts = re.findall(r"\b((?:recipes|tests)/[\w/]+\.(?:py|yaml|ipynb))", text)
     assert [script for script in scripts if not (ROOT / script).exists()] == []
 
 
