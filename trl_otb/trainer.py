@@ -121,11 +121,6 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
         self._baseline: Baseline = find_baseline(args.baseline).instance()
         names = list(inspect.signature(GRPOTrainer.__init__).parameters)[4:]
         super().__init__(model, reward_funcs, args=args, **dict(zip(names, other_args, strict=False)), **kwargs)
-        if args.scale_rewards == "none":
-            logger.info(
-                "Advantages are not scaled: `scale_rewards` is 'none', where GRPOConfig's default is 'group'. For "
-                "GRPOTrainer's own gradients, set the same in both."
-            )
         if self._baseline.compares_prompts and not self._baseline.remembers and self.prompts_per_batch < 3:
             logger.warning(
                 f"`baseline` is {args.baseline!r}, which pools prompts, and a generation batch has "
@@ -145,12 +140,15 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
         dataset = self.train_dataset
         if hasattr(dataset, "__len__") and len(dataset) < self.prompts_per_batch:
             raise self._too_few_prompts(f"{len(dataset)} prompts")
+        before = self.rollouts.get("train")
         with ExitStack() as stack:
             for callback in self.callback_handler.callbacks:
                 if isinstance(callback, GradientNoiseCallback):
                     stack.enter_context(callback.connected(self.add_metrics, self.keeps_groups_together))
             result = super().train(*args, **kwargs)
-        if self.state.global_step == 0 < self.state.max_steps:
+        # Where data ran out transformers stops training, too, but before the first rollout
+        stopped = self.control.should_training_stop and self.rollouts.get("train") is not before
+        if self.state.global_step == 0 < self.state.max_steps and not stopped:
             raise self._too_few_prompts("fewer prompts than a step needs")
         return result
 
