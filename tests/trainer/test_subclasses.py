@@ -210,6 +210,59 @@ def test_a_loss_set_on_the_trainer_is_noticed_in_its_first_step(train):
         trainer.train()
 
 
+class ReadsFirst:
+    """Scales the loss by the advantages, which it reads before the loss of its base has run."""
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        size = mean_size(inputs)
+        return size * super().compute_loss(model, inputs, *args, **kwargs)
+
+
+class ReadsLast:
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        return super().compute_loss(model, inputs, *args, **kwargs) * mean_size(inputs)
+
+
+def mean_size(inputs):
+    return inputs["advantages"].abs().mean()
+
+
+EARLY = r"`ReadsFirst.compute_loss` reads the advantages before .* once `super\(\)`'s loss has run"
+
+
+@pytest.mark.parametrize("baseline", ["otb", "value"])
+def test_a_mixin_that_reads_advantages_too_early_is_told_when_they_are_there(train, baseline):
+    trainer = train(type("Own", (ReadsFirst, OTBGRPOTrainer), {}), baseline=baseline, train=False)
+    with pytest.raises(TypeError, match=EARLY):
+        trainer.train()
+    with pytest.raises(TypeError, match=EARLY):
+        trainer.evaluate(tiny.prompts())
+
+
+@pytest.mark.parametrize(
+    "options", [{"keep_groups_together": False}, {"baseline": "group_mean"}, {"num_iterations": 2}]
+)
+def test_advantages_that_are_formed_with_the_rollout_may_be_read_at_any_time(train, options):
+    first, last = (train(type("Own", (cls, OTBGRPOTrainer), {}), **options) for cls in (ReadsFirst, ReadsLast))
+    assert_same_weights(first, last)
+
+
+def test_a_key_of_the_users_own_that_is_missing_is_their_error(train):
+    class Own(OTBGRPOTrainer):
+        def compute_loss(self, model, inputs, **kwargs):
+            return inputs["weight_of_mine"]
+
+    with pytest.raises(KeyError, match="^'weight_of_mine'$"):
+        train(Own)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_advantages_are_in_the_micro_batch_after_the_loss_under_ratios_of_sequences_too(train, source):
+    options = {"importance_sampling_level": "sequence", "loss_type": "grpo", "max_steps": 1, **SOURCES[source]}
+    trainer = train(type("Own", (ReadsLast, OTBGRPOTrainer), {}), **options)
+    assert trainer.rollouts["train"].unmeasured == 0
+
+
 class Counts(GRPOTrainer):
     def _prepare_inputs(self, generation_batch):
         self.prepared = getattr(self, "prepared", 0) + 1

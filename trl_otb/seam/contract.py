@@ -51,6 +51,7 @@ METHODS = {
         "mask",
         "off_policy_threshold",
     ),
+    "prediction_step": ("self", "model", "inputs"),
 }
 TRAINER_METHODS = {
     "_load_optimizer_and_scheduler": ("self", "checkpoint"),

@@ -1,6 +1,7 @@
 """Overrides of the user's own, before and after ours in the order in which Python looks methods up."""
 
 import inspect
+import traceback
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -90,13 +91,28 @@ def overriders(trainer: Any, ours: type, *names: str) -> list[str]:
     return found
 
 
+def method_at_fault(trainer: Any, error: Exception) -> str | None:
+    """`Class.method` of the user's own that `error` comes from, be it through functions; `None` if it is TRL's."""
+    methods: dict[types.CodeType | None, str | None] = {}
+    for base in reversed(type(trainer).__mro__):
+        packaged = base.__module__.partition(".")[0] in ("trl", "trl_otb", "transformers")
+        methods.update((_code(m), None if packaged else f"{base.__name__}.{name}") for name, m in vars(base).items())
+    methods.update((_code(m), f"{name}, set on the trainer") for name, m in vars(trainer).items() if callable(m))
+    frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return next((methods[code] for code in reversed(frames) if code in methods), None)
+
+
 def _hands_on(method: Any, name: str) -> bool:
     """Whether `method` calls that of `super()`, or of OTBGRPOTrainer by its name, as far as its code tells."""
-    code = getattr(inspect.unwrap(getattr(method, "__func__", method)), "__code__", None)
+    code = _code(method)
     if code is None:
         return True
     names = set(_names_in(code))
     return name in names and not names.isdisjoint({"super", "OTBGRPOTrainer"})
+
+
+def _code(method: Any) -> types.CodeType | None:
+    return getattr(inspect.unwrap(getattr(method, "__func__", method)), "__code__", None)
 
 
 def _names_in(code: types.CodeType) -> Iterator[str]:

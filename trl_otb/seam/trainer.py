@@ -1,6 +1,7 @@
 """The overrides of GRPOTrainer."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,7 +17,7 @@ from ..rollout import EVERY_ROW, Rollout, Rollouts, Rows, generated_mask
 from .contract import FORWARD_KWARGS, check_trl, incompatible_trl, say_drift, trl_models, trl_utils
 from .gspo_token import ratios_per_token, spread_sequence_ratio
 from .head import EnergyHead, Forward
-from .overrides import check_loss, check_order, overriders
+from .overrides import check_loss, check_order, method_at_fault, overriders
 from .recorded_rewards import recorded_rewards
 from .returns import Returns, weigh_rewards
 from .shuffling import groups_kept_together
@@ -225,10 +226,15 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         before = self._losses
-        loss = super().training_step(*args, **kwargs)
+        with self._advantages_in_time():
+            loss = super().training_step(*args, **kwargs)
         if self._losses == before:
             self._fail("OTBGRPOTrainer's loss is passed by, and with it the baseline", "compute_loss", "_compute_loss")
         return loss
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._advantages_in_time():
+            return super().prediction_step(*args, **kwargs)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
@@ -243,10 +249,7 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
             self.load_saved_state(torch.load(path, weights_only=True, map_location="cpu") if path.exists() else None)
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-        if self.importance_sampling_level == "sequence" and self.credits_tokens:
-            inputs, spread = dict(inputs), True  # a copy: the micro-batch is used again
-        else:
-            spread = False
+        spread = self.importance_sampling_level == "sequence" and self.credits_tokens
         fresh = self._fresh_rows(inputs)
         if "advantages" not in inputs and not fresh.any():
             inputs["advantages"] = advantages_of(self.rollouts[self.mode], inputs[ROWS])
@@ -254,20 +257,17 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
             loss = super()._compute_loss(model, inputs)
             self._losses += 1
             return loss
+        of_loss = dict(inputs) if spread else inputs  # a copy: the micro-batch is used again
 
         def on_forward(forward: Forward) -> None:
             if fresh.any():
                 self._score_micro_batch(inputs, forward, fresh)
+                of_loss["advantages"] = inputs["advantages"]
             if spread:
-                spread_sequence_ratio(inputs, forward.logps)
+                spread_sequence_ratio(of_loss, forward.logps)
 
-        try:
-            with self._energy_head.recording_forwards(on_forward), ratios_per_token(self) if spread else nullcontext():
-                loss = super()._compute_loss(model, inputs)
-        except KeyError as error:
-            if error.args != ("advantages",):
-                raise
-            self._fail("the loss reads the advantages before the policy's forward has run", "_compute_loss")
+        with self._energy_head.recording_forwards(on_forward), ratios_per_token(self) if spread else nullcontext():
+            loss = super()._compute_loss(model, of_loss)
         if self._fresh_rows(inputs).any():
             self._fail("the loss no longer runs the policy's forward, so that it has no energies", "_compute_loss")
         self._losses += 1
@@ -322,6 +322,23 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
         return super().get_gamma_weights(advantages, log_ratio_per_token, mask, *args, **kwargs)
 
     # Internals
+
+    @contextmanager
+    def _advantages_in_time(self) -> Iterator[None]:
+        """Within this context reading advantages that wait for the training forward is an error that says so."""
+        try:
+            yield
+        except KeyError as error:
+            if error.args != ("advantages",):
+                raise
+            what = "reads the advantages before the policy's forward has run"
+            if (method := method_at_fault(self, error)) is None:
+                raise incompatible_trl(f"the loss {what}") from error
+            raise TypeError(
+                f"`{method}` {what}, which yields the energies that they are formed from. They are in `inputs` once "
+                "`super()`'s loss has run. Or set `keep_groups_together=False`, under which a baseline like 'otb' "
+                "forms advantages when completions are sampled; nothing like it is there for 'value'."
+            ) from error
 
     def _fail(self, what: str, *methods: str) -> NoReturn:
         """
