@@ -233,14 +233,16 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
     def reads(self) -> tuple[str, ...]:
         return self._baseline.reads
 
-    def state_to_save(self) -> dict[str, Any] | None:
-        if not self._baseline.remembers:
-            return None
-        return {"baseline": self.args.baseline, "state": self._baseline.function.state_dict()}
+    @property
+    def keeps_state(self) -> bool:
+        return self._baseline.remembers
+
+    def state_to_save(self) -> dict[str, Any]:
+        return {"baseline": self.args.baseline, "state": self._baseline.state()}
 
     def load_saved_state(self, state: dict[str, Any] | None) -> None:
-        if state is None or state["baseline"] != self.args.baseline:
-            found = "nothing" if state is None else f"the state of {state['baseline']!r}"
+        if state is None or state.get("baseline") != self.args.baseline:
+            found = "nothing" if state is None else f"the state of {state.get('baseline')!r}"
             logger.warning(
                 f"The checkpoint holds {found} for `baseline={self.args.baseline!r}`, which remembers earlier "
                 "batches: it starts anew."
@@ -283,7 +285,10 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
         if rule.on_top_of is not None:
             seen = tokens_of(rollout, rule, gather=self.accelerator.gather)
         rollout.compared = None
-        return {f"{rule.name}/{name}": value for name, value in rule.learn(seen).items()}
+        told = rule.learn(seen)
+        if self.state.global_step == 0 and not rule.built_in:
+            rule.state()  # what no checkpoint could keep is an error now
+        return {f"{rule.name}/{name}": value for name, value in told.items()}
 
     def _log_energy_source_once(self, source: str) -> None:
         if self.energy_source is None and self.model.training:

@@ -86,12 +86,18 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
         """What rollouts should hold beside energies: some of `READS`."""
         return ()
 
-    def state_to_save(self) -> dict[str, Any] | None:
-        """What a checkpoint should hold of how advantages are formed; read by `torch.load(weights_only=True)`."""
-        return None
+    @property
+    def keeps_state(self) -> bool:
+        """Whether checkpoints hold something of how advantages are formed."""
+        return False
+
+    def state_to_save(self) -> dict[str, Any]:
+        """What that is; read by `torch.load(weights_only=True)`."""
+        raise NotImplementedError
 
     def load_saved_state(self, state: dict[str, Any] | None) -> None:
         """Called when training resumes, with what the checkpoint holds, or `None`."""
+        raise NotImplementedError
 
     # What a subclass may use
 
@@ -162,7 +168,7 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
             states = self._state_recorder.recording()
         with self._energy_head.energies_of_calls(model) as log_sum_sq_probs, states as state_chunks:
             result = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
-        on_forward(Forward(result[0], log_sum_sq_probs, state_chunks))
+        on_forward(Forward(result[0], log_sum_sq_probs, state_chunks, self._state_recorder))
         return result
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -229,7 +235,8 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
         with self._advantages_in_time():
             loss = super().training_step(*args, **kwargs)
         if self._losses == before:
-            self._fail("OTBGRPOTrainer's loss is passed by, and with it the baseline", "compute_loss", "_compute_loss")
+            what = "OTBGRPOTrainer's loss is passed by, and with it the baseline"
+            self._fail(what, "compute_loss", "_compute_loss", adding=True)  # perhaps not at every step
         return loss
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -238,15 +245,13 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
-        state = self.state_to_save()
-        if state is not None and self.args.should_save:
-            torch.save(state, Path(output_dir) / STATE_FILE)
+        if self.keeps_state and self.args.should_save:
+            torch.save(self.state_to_save(), Path(output_dir) / STATE_FILE)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None and self.state_to_save() is not None:
-            path = Path(checkpoint) / STATE_FILE
-            self.load_saved_state(torch.load(path, weights_only=True, map_location="cpu") if path.exists() else None)
+        if checkpoint is not None and self.keeps_state:
+            self.load_saved_state(_read_state(Path(checkpoint) / STATE_FILE))
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         spread = self.importance_sampling_level == "sequence" and self.credits_tokens
@@ -289,6 +294,11 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
                 "forms advantages when completions are sampled; nothing like it is there for 'value'",
                 "_prepare_inputs",
                 *_MAKING,
+            )
+        ids, named = inputs["completion_ids"][own.to(inputs[ROWS].device)], rows[own].to(rollout.mask.device)
+        if not torch.equal(ids, rollout.completion_ids[named]):
+            self._fail(
+                "a micro-batch holds other completions than its rows of the rollout", "_prepare_inputs", *_MAKING
             )
         return own & ~rollout.measured[rows.clamp(max=len(rollout) - 1)]
 
@@ -340,13 +350,13 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
                 "forms advantages when completions are sampled; nothing like it is there for 'value'."
             ) from error
 
-    def _fail(self, what: str, *methods: str) -> NoReturn:
+    def _fail(self, what: str, *methods: str, **which: bool) -> NoReturn:
         """
         Raises:
             TypeError: A class of the user's own overrides one of `methods`, from which `what` comes then.
             ImportError: None does, so TRL has moved.
         """
-        theirs = overriders(self, EnergyGRPOTrainer, *methods)
+        theirs = overriders(self, EnergyGRPOTrainer, *methods, **which)
         if not theirs:
             raise incompatible_trl(what)
         raise TypeError(
@@ -443,6 +453,18 @@ def _check_finite(returns: Returns) -> None:
             f"Completion {row} of all processes has a {what} that is not finite in float32, which holds up to 3.4e+38 "
             "and squares of up to 1.8e+19. Scale the rewards, or `reward_weights`, down."
         )
+
+
+def _read_state(path: Path) -> dict[str, Any] | None:
+    if not path.exists():
+        return None
+    try:
+        return dict(torch.load(path, weights_only=True, map_location="cpu"))
+    except Exception as error:  # of pickle, of all kinds
+        raise ValueError(
+            f"{path} is damaged, or no file of OTBGRPOTrainer ({type(error).__name__}). Remove it, and the baseline "
+            "starts anew."
+        ) from None
 
 
 def _chosen(values: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor | None:
