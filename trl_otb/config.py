@@ -138,7 +138,7 @@ class OTBGRPOConfig(GRPOConfig):
         if by_default:
             logger.warning_once(
                 "Advantages are not scaled: OTBGRPOConfig's default is `scale_rewards='none'`, as in the paper, where "
-                "GRPOConfig's is 'group'. Set it to either, and this is not said."
+                "GRPOConfig's is 'group'. Set `scale_rewards` to silence this."
             )
 
     @classmethod
