@@ -69,15 +69,15 @@ class RewardRecorder:
     tokens, and hands on the sum, which GRPOTrainer logs and weighs as it does any reward.
 
     Args:
-        completion_ids (`list[list[int]]` of length B):
-            The tokens of each completion, tool output included.
+        completion_ids (`list` of length B):
+            The tokens of each completion, tool output included: a `torch.Tensor` of shape `(T,)`, or a list.
 
     Attributes:
         rewards_per_func (`torch.Tensor` of shape `(B_all, F)`, *optional*):
             What GRPOTrainer made of the functions' rewards, on all processes.
     """
 
-    def __init__(self, completion_ids: list[list[int]]):
+    def __init__(self, completion_ids: Sequence[Sequence[int] | torch.Tensor]):
         self.rewards_per_func: torch.Tensor | None = None
         self.completion_ids = completion_ids
         self._credited: dict[tuple[int, int], tuple[torch.Tensor, bool]] = {}  # by function and row; of tokens?

@@ -111,6 +111,17 @@ def test_rewards_that_are_not_finite_together_are_named(train, weights):
         train(reward_funcs=[large, large], reward_weights=weights, scale_rewards=scale, baseline="group_mean")
 
 
+def test_a_reward_function_may_work_on_the_lists_that_it_gets(train):
+    def first(completion_ids, **kwargs):
+        return [float(ids[0]) for ids in completion_ids]
+
+    def pops(completions, completion_ids, **kwargs):
+        completions.clear()
+        return [float(ids.pop(0)) for ids in completion_ids]
+
+    assert logged(train(reward_funcs=pops), "reward") == logged(train(reward_funcs=first), "reward")
+
+
 def numbers_of_tokens(form, ids=((1, 2, 3), (4, 5)), extra=0.0):
     """What is made of `form` of a few numbers, in each row."""
     recorder = RewardRecorder([list(row) for row in ids])

@@ -407,7 +407,7 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
         if len(ids) != len(rewarded):
             self._fail(f"{len(rewarded)} completions were rewarded and {len(ids)} are to be trained on", *_MAKING)
         for row, of_row in enumerate(rewarded):
-            if not torch.equal(ids[row, : len(of_row)], torch.tensor(of_row, dtype=ids.dtype)):
+            if not torch.equal(ids[row, : len(of_row)], torch.as_tensor(of_row)):
                 self._fail(f"completion {row} of a rollout is not the one that was rewarded in its place", *_MAKING)
 
     def _forward_of(self, batch: dict[str, Any], forwards: list[Forward]) -> Forward | None:
