@@ -32,13 +32,14 @@ picture: $(VENV)/.recipes ## the README's picture, recipes/group.png
 	$(BIN)/python -W ignore -m recipes.studies.picture
 
 # What a newer TRL would break: it is installed beside the environment, and contract, sources and quick tests run with it.
-# That sources differ is printed, and no failure.
-DRIFT := .drift/$(or $(TRL),newest)
+# That sources differ is printed, and no failure; so is what this TRL needs and the environment lacks.
+DRIFT := $(CURDIR)/.drift/$(or $(TRL),newest)
 drift: $(VENV)/.test ## with the newest TRL; or make drift TRL=1.17.0
-	rm -rf $(DRIFT)
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $(DRIFT) "trl$(addprefix ==,$(TRL))"
-	-PYTHONPATH=$(DRIFT) $(TEST_ENV) $(BIN)/python -m trl_otb.seam
-	PYTHONPATH=$(DRIFT) $(TEST_ENV) $(BIN)/python -m pytest -q -p no:warnings -m "not slow" -k "not sources_in_trl" tests/maths tests/trainer
+	rm -rf "$(DRIFT)"
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target "$(DRIFT)" "trl$(addprefix ==,$(TRL))"
+	@PYTHONPATH="$(DRIFT)" $(BIN)/pip check | sed -n 's/^trl /requirements: &/p'
+	-PYTHONPATH="$(DRIFT)" $(TEST_ENV) $(BIN)/python -m trl_otb.seam
+	PYTHONPATH="$(DRIFT)" $(TEST_ENV) $(BIN)/python -m pytest -q -p no:warnings -m "not slow" -k "not sources_in_trl" tests/maths tests/trainer $(ARGS)
 
 hashes: $(VENV)/.test ## after reading what changed in TRL: the sources that were read
 	$(BIN)/python -m trl_otb.seam --hashes

@@ -54,6 +54,7 @@ args = OTBGRPOConfig(
     per_device_train_batch_size=32,  # completions, so 4 prompts per step
     num_generations=8,
     max_completion_length=4,
+    scale_rewards="none",  # as in the paper; GRPOConfig's default is "group"
     logging_steps=50,
     report_to="none",
     **settings,

@@ -18,6 +18,7 @@ import pytest
 import torch
 import yaml
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from trl_otb import OTBGRPOConfig
@@ -186,9 +187,9 @@ def test_what_a_page_refers_to_is_there(page):
     assert [link for link in links if not (folder / link).exists()] == []
     paragraphs = re.split(r"\n(?:\n|(?=- ))", text)
     text = "\n".join(p for p in paragraphs if not re.search(r"(commit|git show) \w{7}", p))  # not what once was
-    modules = re.findall(r"python -m (recipes[\w.]*)", text)
+    modules = re.findall(r"python -m ((?:recipes|tests)[\w.]*)", text)
     assert [m for m in modules if importlib.util.find_spec(m) is None] == []
-    scripts = re.findall(r"\b(recipes/[\w/]+\.(?:py|yaml|ipynb))", text)
+    scripts = re.findall(r"\b((?:recipes|tests)/[\w/]+\.(?:py|yaml|ipynb))", text)
     assert [script for script in scripts if not (ROOT / script).exists()] == []
 
 
@@ -245,7 +246,19 @@ def test_the_tested_versions_lie_in_the_promised_ranges():
 
 def test_the_public_workflow_runs_lint_tests_and_drift():
     text = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
-    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^(\w+):", makefile, flags=re.MULTILINE))
     assert {"lint", "test", "drift"} == set(re.findall(r"run: make (\w+)", text)) <= targets
-    jobs = yaml.safe_load(text)["jobs"]
-    assert "schedule" in jobs["drift"]["if"] and "schedule" in text.partition("jobs:")[0]
+    workflow = yaml.safe_load(text)
+    jobs, events = workflow["jobs"], workflow[True]  # `on`, which is a boolean in YAML 1.1
+    assert {"push", "pull_request", "schedule"} <= events.keys() and "schedule" in jobs["drift"]["if"]
+    supported = SpecifierSet(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"])
+    versions = [str(supported).strip(">="), *jobs["test"]["strategy"]["matrix"]["python"]]
+    steps = [step for job in jobs.values() for step in job["steps"]]
+    versions += [step["with"]["python-version"] for step in steps if "with" in step]
+    assert all(version in supported for version in versions if "matrix" not in version)
+    assert all((ROOT / step["with"]["cache-dependency-path"]).is_file() for step in steps if "with" in step)
+    # What the summary shows is what is printed
+    said = makefile + (ROOT / "trl_otb" / "seam" / "__main__.py").read_text()
+    (words,) = re.findall(r'grep -E "\^\(([\w|]+)\):" (\S+)', text)
+    assert all(f"{word}: " in said for word in words[0].split("|")) and f"| tee {words[1]}" in text

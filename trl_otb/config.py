@@ -4,10 +4,13 @@ from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any
 
+from accelerate.logging import get_logger
 from trl import GRPOConfig
 
 from .baselines import ALIGNMENTS, BASELINES, check_options, find_baseline
 
+
+logger = get_logger(__name__)
 
 # The loss types of TRL 1.16 that multiply each token's score by its own advantage.
 LOSS_TYPES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
@@ -56,11 +59,12 @@ class OTBGRPOConfig(GRPOConfig):
 
     > [!NOTE]
     > These parameters have default values different from [`~trl.GRPOConfig`]:
-    > - `scale_rewards`: Defaults to `"none"` instead of `"group"`.
+    > - `scale_rewards`: Defaults to `"none"` instead of `"group"`. Where it is not set, a warning says so, once per
+    >   process.
     """
 
-    scale_rewards: str = field(
-        default="none",
+    scale_rewards: str | None = field(
+        default=None,  # becomes "none", and is known not to have been asked for
         metadata={
             "help": "Specifies the scaling strategy for rewards. Supported values are: `False` or `'none'` (default): "
             "no scaling is applied. `True` or `'group'`: advantages are divided by the standard deviation of the "
@@ -126,8 +130,16 @@ class OTBGRPOConfig(GRPOConfig):
                 f"`{type(self).__name__}` is a config class whose own or merged options would be ignored: decorate it "
                 "with `@dataclass`, and give each option a type (`baseline: str = 'ogb'`)."
             )
+        by_default = self.scale_rewards is None
+        if by_default:
+            self.scale_rewards = "none"
         self._check_otb_options()
         super().__post_init__()
+        if by_default:
+            logger.warning_once(
+                "Advantages are not scaled: OTBGRPOConfig's default is `scale_rewards='none'`, as in the paper, where "
+                "GRPOConfig's is 'group'. Set `scale_rewards` to silence this."
+            )
 
     @classmethod
     def from_grpo_config(cls, args: GRPOConfig) -> "OTBGRPOConfig":

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,9 @@ class TokenRewards:
         rewards (sequence of numbers, or one-dimensional array):
             A list, or a NumPy or PyTorch array, which is much faster for long completions.
 
+    Raises:
+        TypeError: `rewards` has no order, as a number, a set or a dictionary has none, or is text.
+
     Example:
 
     ```python
@@ -40,6 +43,11 @@ class TokenRewards:
     """
 
     def __init__(self, rewards: Sequence[float] | np.ndarray | torch.Tensor):
+        if not _in_order(rewards):
+            raise TypeError(
+                f"TokenRewards got {_shown(rewards)}: give a list or an array of numbers, one for each id in "
+                "`completion_ids`."
+            )
         self.rewards = rewards if hasattr(rewards, "ndim") else list(rewards)
 
     def __len__(self) -> int:
@@ -61,15 +69,15 @@ class RewardRecorder:
     sum, which GRPOTrainer logs and weights like any reward.
 
     Args:
-        completion_ids (`list[list[int]]` of length B):
-            The tokens of each completion, including tool output.
+        completion_ids (`list` of length B):
+            The tokens of each completion, including tool output: a `torch.Tensor` of shape `(T,)`, or a list.
 
     Attributes:
         rewards_per_func (`torch.Tensor` of shape `(B_all, F)`, *optional*):
             GRPOTrainer's tensor of rewards, from all processes.
     """
 
-    def __init__(self, completion_ids: list[list[int]]):
+    def __init__(self, completion_ids: Sequence[Sequence[int] | torch.Tensor]):
         self.rewards_per_func: torch.Tensor | None = None
         self.completion_ids = completion_ids
         self._credited: dict[tuple[int, int], tuple[torch.Tensor, bool]] = {}  # by function and row; of tokens?
@@ -103,7 +111,7 @@ class RewardRecorder:
 
     def _sums(self, index: int, rewards: Any) -> list[Any]:
         name = self._names[index]
-        if rewards is None or isinstance(rewards, str | bytes | dict) or not hasattr(rewards, "__iter__"):
+        if isinstance(rewards, TokenRewards) or not _in_order(rewards):
             raise ValueError(
                 f"The reward function '{name}' returned {_shown(rewards)}: it must return a list with one reward per "
                 "completion."
@@ -114,7 +122,7 @@ class RewardRecorder:
             several = of_tokens or isinstance(reward, list | tuple)
             if not several and getattr(reward, "ndim", 0) == 1:
                 several = len(reward) != 1
-                reward = reward if several else reward[0]  # one number, as GRPOTrainer reads it
+                reward = reward if several else next(iter(reward))  # one number, as GRPOTrainer reads it
             if not several and getattr(reward, "ndim", 0) == 0:
                 sums.append(_number(reward, name, row))
                 continue
@@ -209,6 +217,12 @@ def _culprit(reward: Any) -> str:
         if not _is_number(number) or not abs(float(number)) <= MOST:
             return f"{_shown(number)} as reward {position}"
     return f"rewards that sum to {sum(map(float, reward)):g}"
+
+
+def _in_order(values: Any) -> bool:
+    """Whether values come one by one, in an order of their own."""
+    several = hasattr(values, "__iter__") and getattr(values, "ndim", 1) > 0
+    return several and not isinstance(values, str | bytes | Mapping | Set)
 
 
 def _is_number(value: Any) -> bool:

@@ -121,11 +121,6 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
         self._baseline: Baseline = find_baseline(args.baseline).instance()
         names = list(inspect.signature(GRPOTrainer.__init__).parameters)[4:]
         super().__init__(model, reward_funcs, args=args, **dict(zip(names, other_args, strict=False)), **kwargs)
-        if args.scale_rewards == "none":
-            logger.info(
-                "Advantages are not scaled: `scale_rewards` is 'none'; GRPOConfig's default is 'group'. To reproduce "
-                "GRPOTrainer's gradients, set the same in both."
-            )
         if self._baseline.compares_prompts and not self._baseline.remembers and self.prompts_per_batch < 3:
             logger.warning(
                 f"`baseline` is {args.baseline!r}, which pools prompts, and a generation batch has "
@@ -145,12 +140,15 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
         dataset = self.train_dataset
         if hasattr(dataset, "__len__") and len(dataset) < self.prompts_per_batch:
             raise self._too_few_prompts(f"{len(dataset)} prompts")
+        before = self.rollouts.get("train")
         with ExitStack() as stack:
             for callback in self.callback_handler.callbacks:
                 if isinstance(callback, GradientNoiseCallback):
                     stack.enter_context(callback.connected(self.add_metrics, self.keeps_groups_together))
             result = super().train(*args, **kwargs)
-        if self.state.global_step == 0 < self.state.max_steps:
+        # Where data ran out transformers stops training, too, but before the first rollout
+        stopped = self.control.should_training_stop and self.rollouts.get("train") is not before
+        if self.state.global_step == 0 < self.state.max_steps and not stopped:
             raise self._too_few_prompts("fewer prompts than a step needs")
         return result
 
@@ -235,14 +233,16 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
     def reads(self) -> tuple[str, ...]:
         return self._baseline.reads
 
-    def state_to_save(self) -> dict[str, Any] | None:
-        if not self._baseline.remembers:
-            return None
-        return {"baseline": self.args.baseline, "state": self._baseline.function.state_dict()}
+    @property
+    def keeps_state(self) -> bool:
+        return self._baseline.remembers
+
+    def state_to_save(self) -> dict[str, Any]:
+        return {"baseline": self.args.baseline, "state": self._baseline.state()}
 
     def load_saved_state(self, state: dict[str, Any] | None) -> None:
-        if state is None or state["baseline"] != self.args.baseline:
-            found = "nothing" if state is None else f"the state of {state['baseline']!r}"
+        if state is None or state.get("baseline") != self.args.baseline:
+            found = "nothing" if state is None else f"the state of {state.get('baseline')!r}"
             logger.warning(
                 f"The checkpoint holds {found} for `baseline={self.args.baseline!r}`, which remembers earlier "
                 "batches: it starts from scratch."
@@ -285,7 +285,10 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
         if rule.on_top_of is not None:
             seen = tokens_of(rollout, rule, gather=self.accelerator.gather)
         rollout.compared = None
-        return {f"{rule.name}/{name}": value for name, value in rule.learn(seen).items()}
+        told = rule.learn(seen)
+        if self.state.global_step == 0 and not rule.built_in:
+            rule.state()  # what no checkpoint could keep is an error now
+        return {f"{rule.name}/{name}": value for name, value in told.items()}
 
     def _log_energy_source_once(self, source: str) -> None:
         if self.energy_source is None and self.model.training:

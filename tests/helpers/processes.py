@@ -218,7 +218,7 @@ def case(model: str, folder: str, part: Part) -> dict:
             if "otb/grad_power" in h
         ],
         "source": trainer.energy_source,
-        "state": trainer.state_to_save(),
+        "state": trainer.state_to_save() if trainer.keeps_state else None,
     }
 
 

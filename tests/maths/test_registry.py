@@ -2,15 +2,17 @@
 
 import sys
 
+import numpy as np
 import pytest
 import torch
 
 import trl_otb
 from tests.helpers.oracles import WEIGHTS, Rollouts
-from trl_otb.baselines import BASELINES, assign_credit, check_options, find_baseline
+from trl_otb.baselines import BASELINES, Completions, assign_credit, check_options, find_baseline
 
 
 pytestmark = pytest.mark.usefixtures("registry")
+GROUP = Completions(*torch.zeros(3, 4), num_generations=2)
 
 
 def own_otb(group):
@@ -91,6 +93,8 @@ def test_values_that_no_token_is_compared_with_may_be_nan():
         (lambda g: "0", "returned a str"),
         (lambda g: g.returns * torch.inf, r"returned -?inf for prompt 0, completion 0, token 0: it must be finite"),
         (lambda g: g.energy.sum(1, keepdim=True) * torch.nan, "returned nan for prompt 0, completion 0, token 0"),
+        (lambda g: g.energy * 1j, "returned a tensor of torch.complex64.*: it must be one of real numbers, and dense"),
+        (lambda g: g.energy.to_sparse(), "with layout torch.sparse_coo: it must be one of real numbers, and dense"),
     ],
 )
 def test_what_a_function_returns_is_checked(baseline, message):
@@ -134,6 +138,74 @@ def test_a_module_that_fails_when_it_is_imported(tmp_path, monkeypatch):
 def test_names_that_cannot_be(name):
     with pytest.raises(ValueError, match="must be nonempty text without a colon"):
         trl_otb.register_baseline(name)
+
+
+class Remembers:
+    """Per completion: nothing."""
+
+    def __init__(self, told=None, state=None):
+        self.told, self.state = told, {} if state is None else state
+
+    def __call__(self, group):
+        return 0.0
+
+    def update(self, group):
+        return self.told
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+class NeedsMore(Remembers):
+    def __init__(self, decay):
+        super().__init__()
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda group, other: 0.0, r"'mine' takes \(group, other\): it is called with one argument, the group"),
+        (lambda: 0.0, r"'mine' takes \(\): it is called with one argument"),
+        (NeedsMore, r"'mine' takes \(decay\): it is called with no arguments"),
+        (
+            Remembers(),
+            "'mine' is an instance of Remembers, and all trainers would share what it remembers. Give the cl",
+        ),
+    ],
+)
+def test_what_cannot_be_called_or_would_be_shared_is_not_registered(function, message):
+    with pytest.raises(TypeError, match=message):
+        trl_otb.register_baseline("mine")(function)
+
+
+def test_an_instance_in_a_module_would_be_shared_too(tmp_path, monkeypatch):
+    (tmp_path / "shared.py").write_text("from tests.maths.test_registry import Remembers\n\nmine = Remembers()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(TypeError, match="'shared:mine' is an instance of Remembers"):
+        find_baseline("shared:mine")
+
+
+@pytest.mark.parametrize("told", [[1, 2], 3.0, {"a": "text"}, {"a": None}, {"a": torch.ones(2)}], ids=str)
+def test_what_a_baseline_tells_is_numbers(told):
+    with pytest.raises(ValueError, match=r"'Remembers' returned .* from `update`: it must return a `dict` of numbers"):
+        find_baseline(Remembers(told)).learn(GROUP)
+
+
+def test_numbers_of_any_kind_may_be_told():
+    told = {"a": torch.tensor(2.0), "b": True, 3: 4}
+    assert find_baseline(Remembers(told)).learn(GROUP) == {"a": 2.0, "b": 1.0, "3": 4.0}
+    assert find_baseline(Remembers()).learn(GROUP) == {}
+
+
+@pytest.mark.parametrize("state", [[1], "text", {"a": Remembers}, {"a": lambda: 0}, {"a": np.ones(2)}], ids=str)
+def test_what_a_baseline_keeps_comes_back_from_a_checkpoint(state):
+    with pytest.raises(ValueError, match="'Remembers' returned a .* from `state_dict`.*: it must return a `dict` of"):
+        find_baseline(Remembers(state=state)).state()
+    kept = {"a": torch.ones(2), "b": {7: (0.5, "text")}}
+    assert str(find_baseline(Remembers(state=kept)).state()) == str(kept)
 
 
 def test_a_name_is_given_once():

@@ -558,7 +558,15 @@ def test_one_process_at_a_time(train, tmp_path):
     [
         ({"group_sizes": [1]}, r"`group_sizes` is \[1\]: give sizes of 2 or more"),
         ({"group_sizes": 1}, r"`group_sizes` is \[1\]: give sizes of 2 or more"),
-        ({"group_sizes": [4.0]}, r"`group_sizes` is \[4.0\]: give whole numbers"),
+        ({"group_sizes": [4.0]}, "`group_sizes` is 4.0: give a whole number"),
+        ({"group_sizes": "4"}, "`group_sizes` is '4': give a whole number"),
+        ({"num_prompts": True}, "`num_prompts` is True: give a whole number"),
+        ({"prompts_per_batch": 3.5}, "`prompts_per_batch` is 3.5: give a whole number"),
+        ({"seed": "1"}, "`seed` is '1': give a whole number"),
+        ({"baselines": [len]}, "`baselines` holds <built-in function len>: give names"),
+        ({"baselines": b"otb"}, "`baselines` holds b'otb': give names"),
+        ({"overwrite": "no"}, "`overwrite` is 'no': it must be True or False"),
+        ({"parameters": 3}, "`parameters` is 3: give a regular expression"),
         ({"num_prompts": 4.0}, "`num_prompts` is 4.0: give a whole number"),
         ({"completions_per_prompt": "16"}, "`completions_per_prompt` is '16': give a whole number"),
         ({"baselines": "absent"}, "'absent': it must be one of"),
@@ -578,6 +586,19 @@ def test_wrong_arguments_are_named_before_anything_is_sampled(train, change, mes
     trainer = train(train=False, reward_funcs=lambda **_: pytest.fail("sampled"))
     with pytest.raises(ValueError, match=message):
         compare_baselines(trainer, **SMALL | change)
+
+
+def test_numbers_and_lists_may_be_of_any_kind(train):
+    trainer = train(train=False)
+    kinds = {"num_prompts": np.int64(3), "group_sizes": np.array([4]), "baselines": iter(SMALL["baselines"])}
+    assert compare_baselines(trainer, **SMALL | kinds).to_json() == compare_baselines(trainer, **SMALL).to_json()
+
+
+def test_a_model_that_trains_nothing_has_no_noise(train):
+    trainer = train(train=False)
+    trainer.model.requires_grad_(False)
+    with pytest.raises(ValueError, match="The model has no trainable parameter"):
+        compare_baselines(trainer, **SMALL)
 
 
 @pytest.mark.usefixtures("registry")

@@ -12,7 +12,7 @@ from trl import GRPOConfig
 from trl.experimental.gmpo import GMPOConfig
 
 from tests.helpers import tiny
-from trl_otb import OTBGRPOConfig, OTBGRPOTrainer, register_baseline
+from trl_otb import OTBGRPOConfig, OTBGRPOTrainer, config, register_baseline
 
 
 def test_plain_grpo_config_is_enough(train, caplog):
@@ -194,8 +194,12 @@ def test_a_subclass_of_grpo_config_keeps_its_class_and_fields(train):
     assert train(OTBGRPOTrainer, Theirs, max_steps=1, save_strategy="steps", save_steps=1).args.alpha == 0.25
 
 
-def test_that_advantages_are_not_scaled_is_said_once(train, caplog):
-    with caplog.at_level("INFO"):
-        train(max_steps=2)
-    (said,) = [r.getMessage() for r in caplog.records if "not scaled" in r.getMessage()]
-    assert "`scale_rewards` is 'none'; GRPOConfig's default is 'group'" in said
+def test_that_advantages_are_not_scaled_is_said_once_to_those_who_have_not_asked_for_it(caplog):
+    type(config.logger).warning_once.cache_clear()
+    for options in ({"scale_rewards": "none"}, {"scale_rewards": False}, {"scale_rewards": "group"}):
+        OTBGRPOConfig(**ON_CPU, **options)
+    assert not caplog.records
+    for _ in range(2):
+        assert OTBGRPOConfig(**ON_CPU).scale_rewards == OTBGRPOConfig(**ON_CPU, scale_rewards=None).scale_rewards
+    (said,) = [r for r in caplog.records if "not scaled" in r.getMessage()]
+    assert said.levelname == "WARNING" and "default is `scale_rewards='none'`" in said.getMessage()

@@ -1,24 +1,42 @@
 """
 What runs otherwise on a GPU: TRL's Triton head, bfloat16 products, peak memory. `pytest -m gpu`, or `make gpu`.
 
-All but memory is tested on the CPU too, where TRL's head is made of torch operations.
+All but memory is tested on the CPU too: with the head that TRL makes of torch operations there, and with the Triton
+head under Triton's interpreter.
 """
 
 import gc
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
-from transformers import Qwen3ForCausalLM
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 from trl.kernels import chunked_logprob
+from trl.trainer import utils as trl_utils
 
 from recipes.benchmarks.step import peak, reset_peak
 from tests.helpers import tiny
 from tests.helpers.energies import energies, trainer_of
-from tests.helpers.settings import LORA, SOURCES, scripted_rollout
+from tests.helpers.settings import LORA, SGD, SOURCES, scripted_rollout, weights
 
 
-GPU = pytest.param("cuda", marks=pytest.mark.gpu)
-DEVICES = ["cpu", GPU]
+# Triton reads it when it is imported, so that a process has its interpreter throughout, or not at all
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICES = ["interpreter"] if INTERPRETED else ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+# Below one block of the kernel; two blocks and one token more; several tiles, one token more; Qwen2.5's
+VOCABULARIES = [265, 2049, *([] if INTERPRETED else [49152, 49153, pytest.param(151936, marks=pytest.mark.slow)])]
 PRECISIONS = {
     "float32": (torch.float32, {}),
     "bf16 model": (torch.bfloat16, {}),
@@ -26,13 +44,41 @@ PRECISIONS = {
     "bf16 autocast": (torch.float32, {"bf16": True}),
     "bf16 model and autocast": (torch.bfloat16, {"bf16": True}),
 }
+HEADS = {
+    "plain": (Qwen3ForCausalLM, Qwen3Config, {}),
+    "soft-capped": (Gemma2ForCausalLM, Gemma2Config, {"final_logit_softcapping": 3.0}),
+    "logits multiplied": (CohereForCausalLM, CohereConfig, {"logit_scale": 0.25}),
+}
 
 
-def wide_model(vocabulary, dtype=torch.float32, seed=0):
-    torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(tiny.config(vocab_size=vocabulary)).to(dtype)
-    torch.nn.init.normal_(model.get_output_embeddings().weight, std=0.5)
-    return model
+@pytest.fixture(params=DEVICES)
+def device(request, monkeypatch):
+    """By torch's name; the interpreter runs Triton's kernels on the CPU."""
+    if request.param != "interpreter":
+        return request.param
+    for module in (chunked_logprob, trl_utils):
+        monkeypatch.setattr(module, "_use_triton", lambda device: True)
+    for tile in ("_forward_tile", "_backward_tile"):
+        monkeypatch.delattr(chunked_logprob, tile)  # which take the kernels' place without Triton
+    monkeypatch.setattr(trl_utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", 1536)  # so that few tokens need several tiles
+    return "cpu"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED, reason="this is the process that it starts")
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton, which there is for Linux on x86-64")
+def test_what_is_below_holds_for_tritons_kernels_under_its_interpreter(tmp_path):
+    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", "-m", "not gpu"]
+    command += ["--deselect", os.environ["PYTEST_CURRENT_TEST"].split(" ")[0], f"--basetemp={tmp_path / 'inner'}"]
+    done = subprocess.run(
+        [*command, __file__],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-5000:]
+    assert re.search(r"^\d+ passed, \d+ deselected", done.stdout, flags=re.MULTILINE), done.stdout[-500:]
 
 
 @pytest.mark.gpu
@@ -40,15 +86,21 @@ def test_energies_come_from_triton():
     assert chunked_logprob._use_triton(torch.device("cuda")) and not chunked_logprob._use_triton(torch.device("cpu"))
 
 
-# Below one block of the kernel, several tiles of it, one token more than a whole number of blocks; Qwen2.5's
-@pytest.mark.parametrize("vocabulary", [265, 49152, 49153, pytest.param(151936, marks=pytest.mark.slow)])
+def model_of(head="plain", vocabulary=265, dtype=torch.float32, seed=0):
+    torch.manual_seed(seed)
+    model_class, config_class, changes = HEADS[head]
+    model = model_class(tiny.config(config_class, vocab_size=vocabulary, **changes)).to(dtype)
+    torch.nn.init.normal_(model.get_output_embeddings().weight, std=0.5)
+    return model
+
+
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("device", DEVICES)
 def test_energies_are_those_of_a_float64_softmax(device, precision, vocabulary, tmp_path):
     if device == "cpu" and vocabulary > 100_000:
         pytest.skip("takes a CPU a minute, and shows what 49,153 shows")
     dtype, options = PRECISIONS[precision]
-    trainer = trainer_of(wide_model(vocabulary, dtype), tmp_path, use_cpu=device == "cpu", **options)
+    trainer = trainer_of(model_of("plain", vocabulary, dtype), tmp_path, use_cpu=device == "cpu", **options)
     assert trainer.accelerator.device.type == device
     actual, expected, mask = energies(trainer, vocabulary)
     assert actual.device.type == device and actual.dtype == torch.float32
@@ -61,8 +113,23 @@ def test_energies_are_those_of_a_float64_softmax(device, precision, vocabulary, 
     assert (actual[mask == 0] == 0).all()
 
 
+@pytest.mark.parametrize("head", [head for head in HEADS if head != "plain"])
+def test_energies_of_heads_that_change_their_logits(device, head, tmp_path):
+    trainer = trainer_of(model_of(head), tmp_path, use_cpu=device == "cpu")
+    actual, expected, mask = energies(trainer)
+    assert ((actual - expected) * mask).abs().max() < (1e-4 if device == "cuda" else 1e-5)
+    assert expected[mask.bool()].std() > 0.005
+
+
+def test_a_batch_whose_labels_are_all_masked_has_no_energy(device, tmp_path):
+    trainer = trainer_of(model_of(), tmp_path, use_cpu=device == "cpu")
+    ids = torch.ones(2, 3, dtype=torch.long, device=trainer.accelerator.device)
+    batch = {"prompt_ids": ids, "prompt_mask": ids, "completion_ids": ids, "completion_mask": ids * 0}
+    energy = trainer.extra_forward(batch).energy()
+    assert energy.shape == (2, 3) and (energy == 0).all()
+
+
 @pytest.mark.parametrize("options", [{}, {"bf16": True}, {"peft_config": LORA}], ids=["float32", "bf16", "lora"])
-@pytest.mark.parametrize("device", DEVICES)
 def test_the_three_sources_agree(train, device, options):
     options = {"max_steps": 1, "rollout_func": scripted_rollout, "use_cpu": device == "cpu", **options}
     trainers = {name: train(**{**options, **source}) for name, source in SOURCES.items()}
@@ -75,6 +142,14 @@ def test_the_three_sources_agree(train, device, options):
         differences = (other.energy - reference.energy) * reference.mask
         assert differences.abs().max() < energy
         assert (other.advantages - reference.advantages).abs().max() < advantages
+
+
+def test_what_is_trained_is_what_torch_operations_train(train, device, monkeypatch):
+    options = {**SGD, "max_steps": 1, "rollout_func": scripted_rollout, "entropy_coef": 0.01}
+    trained = weights(train(use_cpu=device == "cpu", **options))
+    monkeypatch.undo()
+    for name, expected in weights(train(**options)).items():
+        torch.testing.assert_close(trained[name].cpu(), expected, atol=1e-5, rtol=1e-4, msg=name)
 
 
 def long_rollout(prompts, trainer):
@@ -93,7 +168,7 @@ def test_no_logits_by_peak_memory(train, source):
     """
     length, vocabulary = 1024, 151936
     trainer = train(
-        model=wide_model(vocabulary),
+        model=model_of(vocabulary=vocabulary),
         processing_class=tiny.tokenizer(),
         train=False,
         rollout_func=long_rollout,

@@ -161,3 +161,26 @@ def test_an_iterable_dataset_too_small_for_a_step_is_named(train):
     data = IterableDataset.from_generator(lambda: iter([{"prompt": "1+1="}]))
     with pytest.raises(ValueError, match="`train_dataset` has fewer prompts than a step needs.*Add prompts"):
         train(train_dataset=data)
+
+
+class Stops(TrainerCallback):
+    """Stops training when it hears of an event."""
+
+    def __init__(self, event):
+        setattr(self, event, self.stop)
+
+    def stop(self, args, state, control, **kwargs):
+        control.should_training_stop = True
+
+
+@pytest.mark.parametrize("event", ["on_train_begin", "on_step_begin", "on_substep_end"])
+def test_a_callback_may_stop_before_the_first_step(train, event):
+    options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    assert train(callbacks=[Stops(event)], **options).state.global_step == 0
+
+
+@pytest.mark.parametrize("stops", [[], [Stops("on_train_begin")]])
+def test_too_few_prompts_are_named_after_an_evaluation_too(train, stops):
+    data = IterableDataset.from_generator(lambda: iter([{"prompt": "1+1="}]))
+    with pytest.raises(ValueError, match="fewer prompts than a step needs"):
+        train(train_dataset=data, eval_dataset=tiny.prompts(), eval_on_start=True, callbacks=stops)

@@ -1,5 +1,7 @@
 """The gradient noise meter: unbiased, equal to brute force, and silent where it has nothing to measure."""
 
+import math
+
 import pytest
 import torch
 from transformers import TrainerCallback
@@ -158,6 +160,18 @@ def test_where_it_cannot_be_measured_it_says_so_once(train, caplog, trainer, opt
     assert not any(key.startswith("noise/") for entry in done.state.log_history for key in entry)
 
 
-def test_a_decay_out_of_range():
-    with pytest.raises(ValueError, match="`decay` is 1: it must be at least 0 and below 1"):
-        GradientNoiseCallback(decay=1)
+@pytest.mark.parametrize("decay", [1, -0.1, math.nan, "0.9", None])
+def test_a_decay_out_of_range(decay):
+    with pytest.raises(ValueError, match=f"`decay` is {decay!r}: it must be a number, at least 0 and below 1"):
+        GradientNoiseCallback(decay=decay)
+
+
+def test_taken_from_the_trainer_while_it_trains_it_leaves_no_hooks(train):
+    class Takes(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            trainer.remove_callback(meter)
+
+    meter = GradientNoiseCallback()
+    trainer = train(train=False, callbacks=[meter, Takes()], **GROUPS | {"max_steps": 1})
+    trainer.train()
+    assert not any(parameter._backward_hooks for parameter in trainer.model.parameters())

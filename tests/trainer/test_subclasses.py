@@ -200,6 +200,48 @@ def test_an_order_in_which_no_baseline_would_reach_the_loss_is_no_class(bases, o
         type("New", bases, own)
 
 
+def decorated(method):
+    def around(self, *args):
+        return method(self, *args)
+
+    return around
+
+
+class ByHelper(OTBGRPOTrainer):
+    def _compute_loss(self, model, inputs):
+        return self.helper(model, inputs)
+
+    def helper(self, model, inputs):
+        return super()._compute_loss(model, inputs)
+
+
+class ByText(OTBGRPOTrainer):
+    def _compute_loss(self, model, inputs):
+        return getattr(super(), "_compute_loss")(model, inputs)  # noqa: B009
+
+
+class Decorated(OTBGRPOTrainer):
+    @decorated
+    def _compute_loss(self, model, inputs):
+        return super()._compute_loss(model, inputs)
+
+
+@pytest.mark.parametrize("cls", [ByHelper, ByText, Decorated])
+def test_a_base_may_be_called_in_any_way(train, cls):
+    assert_same_weights(train(cls, max_steps=1), train(OTBGRPOTrainer, max_steps=1))
+
+
+def test_a_loss_that_only_seems_to_call_its_base_is_named_in_its_first_step(train):
+    class Seems(OTBGRPOTrainer):
+        def _compute_loss(self, model, inputs):
+            if not self.model.training:
+                return super()._compute_loss(model, inputs)
+            return sum(p.sum() for p in model.parameters())
+
+    with pytest.raises(TypeError, match="OTBGRPOTrainer's loss is passed by.*look at Seems._compute_loss"):
+        train(Seems)
+
+
 def test_a_base_may_be_called_by_its_name(train):
     def by_name(self, model, inputs):
         return OTBGRPOTrainer._compute_loss(self, model, inputs)
@@ -212,6 +254,59 @@ def test_a_loss_set_on_the_trainer_is_noticed_in_its_first_step(train):
     trainer._compute_loss = lambda model, inputs: sum(p.sum() for p in model.parameters())
     with pytest.raises(TypeError, match="OTBGRPOTrainer's loss is passed by.*look at _compute_loss, set on the"):
         trainer.train()
+
+
+class ReadsFirst:
+    """Scales the loss by the advantages, which it reads before the loss of its base has run."""
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        size = mean_size(inputs)
+        return size * super().compute_loss(model, inputs, *args, **kwargs)
+
+
+class ReadsLast:
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        return super().compute_loss(model, inputs, *args, **kwargs) * mean_size(inputs)
+
+
+def mean_size(inputs):
+    return inputs["advantages"].abs().mean()
+
+
+EARLY = r"`ReadsFirst.compute_loss` reads the advantages before .* once `super\(\)`'s loss has run"
+
+
+@pytest.mark.parametrize("baseline", ["otb", "value"])
+def test_a_mixin_that_reads_advantages_too_early_is_told_when_they_are_there(train, baseline):
+    trainer = train(type("Own", (ReadsFirst, OTBGRPOTrainer), {}), baseline=baseline, train=False)
+    with pytest.raises(TypeError, match=EARLY):
+        trainer.train()
+    with pytest.raises(TypeError, match=EARLY):
+        trainer.evaluate(tiny.prompts())
+
+
+@pytest.mark.parametrize(
+    "options", [{"keep_groups_together": False}, {"baseline": "group_mean"}, {"num_iterations": 2}]
+)
+def test_advantages_that_are_formed_with_the_rollout_may_be_read_at_any_time(train, options):
+    first, last = (train(type("Own", (cls, OTBGRPOTrainer), {}), **options) for cls in (ReadsFirst, ReadsLast))
+    assert_same_weights(first, last)
+
+
+def test_a_key_of_the_users_own_that_is_missing_is_their_error(train):
+    class Own(OTBGRPOTrainer):
+        def compute_loss(self, model, inputs, **kwargs):
+            return inputs["weight_of_mine"]
+
+    with pytest.raises(KeyError, match="^'weight_of_mine'$"):
+        train(Own)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_advantages_are_in_the_micro_batch_after_the_loss_under_ratios_of_sequences_too(train, source):
+    options = {"importance_sampling_level": "sequence", "loss_type": "grpo", "max_steps": 1, **SOURCES[source]}
+    trainer = train(type("Own", (ReadsLast, OTBGRPOTrainer), {}), **options)
+    assert trainer.rollouts["train"].unmeasured == 0
 
 
 class Counts(GRPOTrainer):
@@ -279,6 +374,27 @@ def test_every_rollout_is_matched_with_what_was_rewarded(train, theirs, message,
     train(cls, baseline=baseline, max_steps=1)
     with pytest.raises(TypeError, match=f"{message}.*In `Own`, look at Changes._generate_and_score_completions"):
         train(cls, baseline=baseline, max_steps=2)
+
+
+class OtherRows(OTBGRPOTrainer):
+    """The rows of a micro-batch in another order than their numbers."""
+
+    def _prepare_inputs(self, generation_batch):
+        inputs = super()._prepare_inputs(generation_batch)
+        return inputs | {key: inputs[key].flip(0) for key in ("completion_ids", "completion_mask")}
+
+
+class Shorter(OTBGRPOTrainer):
+    def _prepare_inputs(self, generation_batch):
+        inputs = super()._prepare_inputs(generation_batch)
+        return inputs | {key: inputs[key][:, :4] for key in ("completion_ids", "completion_mask")}
+
+
+@pytest.mark.parametrize("baseline", ["otb", "value", "group_mean"])
+@pytest.mark.parametrize("cls", [OtherRows, Shorter])
+def test_a_micro_batch_holds_the_completions_that_its_rows_stand_for(train, cls, baseline):
+    with pytest.raises(TypeError, match=f"A micro-batch holds other completions.*look at {cls.__name__}._prepare_inp"):
+        train(cls, baseline=baseline)
 
 
 class Replays(OTBGRPOTrainer):

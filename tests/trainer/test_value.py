@@ -2,11 +2,13 @@
 
 import importlib
 import math
+import pickle
 import sys
 
+import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
 from tests.helpers import tiny, tiny_vision
 from tests.helpers.settings import LORA, SETTINGS, assert_same_weights, logged, scripted_rollout, weights
@@ -143,6 +145,29 @@ def test_a_checkpoint_without_its_memory_says_so(train_value, train, tmp_path, c
     # Nothing is asked of a baseline that does not remember, and nothing is written for it
     train(save_strategy="steps", save_steps=1, max_steps=1, output_dir=str(tmp_path / "otb"))
     assert not (tmp_path / "otb" / "checkpoint-1" / "baseline.pt").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            b"",
+            r"baseline.pt is damaged, or no file of OTBGRPOTrainer \(EOFError\). Remove it, and the baseline starts",
+        ),
+        (pickle.dumps({"baseline": "value"}), "baseline.pt is damaged, or no file of OTBGRPOTrainer"),
+        ([1, 2], "baseline.pt is damaged, or no file of OTBGRPOTrainer"),
+        ({"baseline": "value", "state": {"theta": None}}, "state of 'value' is damaged or another version's.*'theta'"),
+    ],
+    ids=["empty", "pickle", "foreign", "other state"],
+)
+def test_a_damaged_memory_is_named(train_value, tmp_path, content, message):
+    run = {"output_dir": str(tmp_path), "max_steps": 2}
+    train_value(save_strategy="steps", save_steps=1, **run)
+    file = tmp_path / "checkpoint-1" / "baseline.pt"
+    file.write_bytes(content) if isinstance(content, bytes) else torch.save(content, file)
+    with pytest.raises(ValueError, match=message) as caught:
+        train_value(train=False, **run).train(resume_from_checkpoint=str(file.parent))
+    assert "weights_only" not in str(caught.value)
 
 
 def test_evaluation_uses_and_does_not_change_it(train_value, memory):
@@ -289,6 +314,50 @@ class Forgetful:
 def test_what_cannot_be_registered(flags, function, message):
     with pytest.raises((ValueError, TypeError), match=message):
         register_baseline("mine", **flags)(function)
+
+
+@pytest.mark.usefixtures("registry")
+def test_what_no_checkpoint_could_keep_is_an_error_in_the_first_step(train):
+    register_baseline("mine")(type("Numbers", (Counting,), {"state_dict": lambda self: {"sums": np.ones(3)}}))
+    with pytest.raises(ValueError, match="'mine' returned a dict from `state_dict`"):
+        train(baseline="mine", max_steps=1)
+
+
+class NoDecoder(Qwen3ForCausalLM):
+    def get_decoder(self):
+        return None
+
+
+class OtherDecoder(Qwen3ForCausalLM):
+    def get_decoder(self):
+        return torch.nn.Identity()
+
+
+class Loops(Qwen3ForCausalLM):
+    """Runs its body twice."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.register_forward_pre_hook(self.first, with_kwargs=True)
+
+    def first(self, model, args, kwargs):
+        model.forward(*args, **kwargs | {"use_cache": False})
+
+
+@pytest.mark.parametrize(
+    ("model_class", "heard"),
+    [
+        (OtherDecoder, "a Identity of Identity, which it did 0 times in 1 f"),
+        (Loops, "Qwen3Model, which it did 2 times"),
+    ],
+)
+def test_a_model_whose_states_are_not_heard_once_is_named(train_value, model_class, heard):
+    with pytest.raises(ValueError, match=f"{heard}.*Choose a baseline that reads no states, such as 'rloo_pooled'"):
+        train_value(model=model_class(tiny.config()), processing_class=tiny.tokenizer(), max_steps=1)
+
+
+def test_a_model_without_a_decoder_of_its_own_has_its_body_heard(train_value):
+    assert train_value(model=NoDecoder(tiny.config()), processing_class=tiny.tokenizer(), max_steps=1)
 
 
 class Careless:

@@ -1,7 +1,11 @@
-"""recipes/vllm_on_cpu.py, the only check against a real vLLM, with a server that is a copy of the policy."""
+"""vllm_on_cpu.py beside this file, the only check against a real vLLM, with a server that is a copy of the policy."""
 
 import inspect
+import re
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import requests
@@ -11,9 +15,9 @@ from transformers import AutoModelForCausalLM
 from trl.generation import vllm_client, vllm_generation
 
 from recipes import math as math_recipe
-from recipes import vllm_on_cpu
 from tests.helpers import tiny
 from tests.helpers.settings import logged
+from tests.trainer import vllm_on_cpu
 from trl_otb import OTBGRPOConfig
 
 
@@ -87,6 +91,7 @@ def test_the_check_against_vllm_runs_and_shows_what_it_promises(server, model_pa
         """The recipe's, without its problems."""
         given = dict(zip(argv[::2], argv[1::2], strict=True))
         assert given["--vllm_server_base_url"] == URL and given["--max_steps"] == "2"
+        assert Path(given["--config"]).is_file()
         args = OTBGRPOConfig(
             **tiny.SETTINGS | {"max_steps": 2, "temperature": 0.9, "output_dir": str(tmp_path)},
             use_vllm=given["--use_vllm"] == "true",
@@ -109,6 +114,14 @@ def test_the_check_against_vllm_runs_and_shows_what_it_promises(server, model_pa
     assert any(not torch.equal(p, weights[name]) for name, p in server.model.named_parameters())  # one update later
     for line in ("reward", "otb/energy/token_mean", "sampling/importance_sampling_ratio/max"):
         assert f"\n{line}: " in f"\n{out}"
+
+
+def test_the_commands_that_it_names_are_its_own():
+    commands = re.findall(r"python -m (\S+) (\w+)", vllm_on_cpu.__doc__)
+    assert commands == [(vllm_on_cpu.__name__, verb) for verb in ("prepare", "serve", "train")]
+    command = [sys.executable, "-m", vllm_on_cpu.__name__, "help"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.endswith("vllm_on_cpu.py: error: say prepare, serve or train.\n")
 
 
 def test_what_takes_the_clients_place_takes_its_arguments():

@@ -3,6 +3,7 @@
 import math
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -63,6 +64,8 @@ def tokens_of(form):
         (lambda completion_ids, **kwargs: None, "returned None: it must return a list with one reward per completion"),
         (lambda completion_ids, **kwargs: 1.0, "returned 1.0: it must return a list"),
         (lambda completion_ids, **kwargs: "1" * len(completion_ids), "returned '1+': it must return a list"),
+        (lambda completion_ids, **kwargs: {*map(tuple, completion_ids)}, "returned {.*: it must return a list"),
+        (lambda completion_ids, **kwargs: TokenRewards([1.0] * len(completion_ids)), r"returned TokenRewards\(\[1.0"),
         (infinite_later, "'infinite_later' returned inf for completion 0"),
         (with_first(1e39), r"'function' returned 1e\+39 for completion 1: a reward must be a finite number, or None"),
         (with_first([1e39]), r"'function' returned 1e\+39 as reward 0 of completion 1"),
@@ -108,6 +111,17 @@ def test_rewards_that_are_not_finite_together_are_named(train, weights):
         train(reward_funcs=[large, large], reward_weights=weights, scale_rewards=scale, baseline="group_mean")
 
 
+def test_a_reward_function_may_work_on_the_lists_that_it_gets(train):
+    def first(completion_ids, **kwargs):
+        return [float(ids[0]) for ids in completion_ids]
+
+    def pops(completions, completion_ids, **kwargs):
+        completions.clear()
+        return [float(ids.pop(0)) for ids in completion_ids]
+
+    assert logged(train(reward_funcs=pops), "reward") == logged(train(reward_funcs=first), "reward")
+
+
 def numbers_of_tokens(form, ids=((1, 2, 3), (4, 5)), extra=0.0):
     """What is made of `form` of a few numbers, in each row."""
     recorder = RewardRecorder([list(row) for row in ids])
@@ -138,6 +152,12 @@ def test_rewards_of_tokens_may_be_any_numbers(form):
     assert rewards.tolist() == [[0.0, 0.5, 1.0], [0.0, 0.5, 0.0]]
 
 
+@pytest.mark.parametrize("rewards", [1.0, None, "12", {0: 1.0}, {1.0, 2.0}, torch.tensor(1.0), np.float32(1)], ids=str)
+def test_rewards_of_tokens_stand_in_an_order(rewards):
+    with pytest.raises(TypeError, match="TokenRewards got .*: give a list or an array of numbers, one for each id"):
+        TokenRewards(rewards)
+
+
 class OneByOne(np.ndarray):
     def __iter__(self):
         raise AssertionError("looked at one by one, which takes seconds for a million")
@@ -157,12 +177,15 @@ def test_an_array_of_one_number_is_one_number_with_tools_too(train):
     def arrays(completion_ids, **kwargs):
         return list(logits(completion_ids).numpy())
 
+    def series(completion_ids, **kwargs):
+        return [pd.Series(array, index=[5]) for array in arrays(completion_ids)]
+
     def numbers(completion_ids, **kwargs):
         return logits(completion_ids).flatten().tolist()
 
     options = {"rollout_func": scripted_rollout, "learning_rate": 0.0, "max_steps": 1}
     expected = train(reward_funcs=numbers, **options).rollouts["train"]
     assert (expected.mask.sum(1) < expected.completion_mask.sum(1)).any()  # several turns
-    for form in (logits, arrays):
+    for form in (logits, arrays, series):
         found = train(reward_funcs=form, **options).rollouts["train"]
         assert torch.equal(found.advantages, expected.advantages) and found.rewards.dim() == 1

@@ -253,7 +253,13 @@ def _checked(baseline: Any, rule: Baseline, shape: tuple[int, ...], compared: to
             f"The baseline {rule.name!r} returned a {type(baseline).__name__}: it must return a tensor that can be "
             f"broadcast to {shape}."
         )
-    baseline = torch.as_tensor(baseline, device=compared.device).float()
+    baseline = torch.as_tensor(baseline, device=compared.device)
+    if baseline.is_complex() or baseline.layout != torch.strided:
+        raise ValueError(
+            f"The baseline {rule.name!r} returned a tensor of {baseline.dtype} with layout {baseline.layout}: it must "
+            "be one of real numbers, and dense."
+        )
+    baseline = baseline.float()
     try:
         baseline = baseline.expand(shape)
     except RuntimeError as error:

@@ -1,9 +1,13 @@
 """The registry of baselines: their names, flags and lookup."""
 
+import inspect
+import io
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
+
+import torch
 
 from ..imports import import_object
 from .groups import ALIGNMENTS, left_as_it_is
@@ -103,9 +107,42 @@ class Baseline:
             return self.function(group)
 
     def learn(self, group: Any) -> dict[str, float]:
-        """Update a baseline with memory from the data it was called with, and return its metrics."""
+        """
+        Update a baseline with memory from the data it was called with, and return its metrics.
+
+        Raises:
+            ValueError: `update` returned something other than a `dict` of numbers.
+        """
         with nullcontext() if self.built_in else left_as_it_is(group, self.name):
-            return self.function.update(group) or {}
+            told = self.function.update(group)
+        try:
+            return {str(name): float(value) for name, value in (told or {}).items()}
+        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(
+                f"The baseline {self.name!r} returned {told!r} from `update`: it must return a `dict` of numbers, "
+                "which are logged, or nothing."
+            ) from error
+
+    def state(self) -> dict[str, Any]:
+        """
+        What a baseline that remembers has to keep, as a checkpoint would give it back.
+
+        Raises:
+            ValueError: It is no `dict`, or holds what a checkpoint cannot give back.
+        """
+        state, file = self.function.state_dict(), io.BytesIO()
+        try:
+            torch.save(state, file)
+            kept = torch.load(io.BytesIO(file.getvalue()), weights_only=True, map_location="cpu")
+        except Exception as error:  # of pickle, of all kinds
+            kept = type(error).__name__
+        if not isinstance(kept, dict):
+            raise ValueError(
+                f"The baseline {self.name!r} returned a {type(state).__name__} from `state_dict`, which a checkpoint "
+                f"would give back as {kept!r}: it must return a `dict` of tensors, numbers and text. Arrays of NumPy "
+                "become tensors by `torch.as_tensor`, their numbers by `.item()`."
+            )
+        return kept
 
     def declared(self, energy: Any) -> Any:
         """`energy` if the function reads it, else `None`, so that reading it is an error."""
@@ -225,6 +262,8 @@ def _register(name: str, **flags: Any) -> Callable[[Callable], Callable]:
     def register(function: Callable) -> Callable:
         if not callable(function):
             raise TypeError(f"The baseline {name!r} is a {type(function).__name__}: it must be a function.")
+        _check_not_shared(name, function)
+        _check_arguments(name, function)
         entry = _entry(name, function, **flags)
         taken = BASELINES.get(name)
         if taken is not None and (taken.built_in or _origin(taken.function) != _origin(function)):
@@ -249,6 +288,26 @@ def _entry(name: str, function: Callable, **flags: Any) -> Baseline:
             )
         flags["across_prompts"] = flags.get("on_top_of") is None
     return Baseline(name, function, **flags)
+
+
+def _check_not_shared(name: str, function: Any) -> None:
+    if hasattr(function, "update") and not isinstance(function, type):
+        raise TypeError(
+            f"The baseline {name!r} is an instance of {type(function).__name__}, and all trainers would share what it "
+            "remembers. Give the class, of which each trainer makes an instance."
+        )
+
+
+def _check_arguments(name: str, function: Any) -> None:
+    given, what = ((), "no arguments") if isinstance(function, type) else ((None,), "one argument, the group")
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # of some functions that are not written in Python
+        return
+    try:
+        signature.bind(*given)
+    except TypeError as error:
+        raise TypeError(f"The baseline {name!r} takes {signature}: it is called with {what}.") from error
 
 
 def _has(function: type, method: str) -> bool:
@@ -309,7 +368,9 @@ def find_baseline(baseline: "str | Callable | Baseline") -> Baseline:
     if isinstance(baseline, str) and baseline in BASELINES:
         return BASELINES[baseline]
     if isinstance(baseline, str) and ":" in baseline:
-        return find_baseline(import_object(baseline, "baseline"))
+        found = import_object(baseline, "baseline")
+        _check_not_shared(baseline, found)
+        return find_baseline(found)
     raise ValueError(
         f"`baseline` is {baseline!r}: it must be one of {', '.join(map(repr, BASELINES))}, a name registered with "
         "`trl_otb.register_baseline` before the config is made, or 'module:function'."

@@ -109,6 +109,11 @@ class Value:
         return dict(vars(self))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state.keys() != vars(self).keys():
+            raise ValueError(
+                "The state of 'value' is damaged or another version's: it holds "
+                f"{', '.join(map(repr, state)) or 'nothing'}. Without the checkpoint's `baseline.pt` it starts anew."
+            )
         vars(self).update(state)
 
     def _features(self, tokens: Tokens) -> torch.Tensor:

@@ -68,12 +68,12 @@ class GradientNoiseCallback(TrainerCallback):
             Decay of the averages per step, at least 0 and below 1.
 
     Raises:
-        ValueError: `decay` is out of range.
+        ValueError: `decay` is no number, or out of range.
     """
 
     def __init__(self, decay: float = 0.9) -> None:
-        if not 0 <= decay < 1:
-            raise ValueError(f"`decay` is {decay}: it must be at least 0 and below 1.")
+        if not isinstance(decay, int | float) or not 0 <= decay < 1:
+            raise ValueError(f"`decay` is {decay!r}: it must be a number, at least 0 and below 1.")
         self.decay = decay
         # Both set by OTBGRPOTrainer during training, so that its log holds the values
         self.add_metrics: Callable[[dict[str, float]], None] | None = None
@@ -92,6 +92,7 @@ class GradientNoiseCallback(TrainerCallback):
             yield
         finally:
             self.add_metrics, self.keeps_groups_together = None, False
+            self._remove_hooks()  # also if it was taken from the trainer meanwhile
 
     @property
     def scale(self) -> float | None:

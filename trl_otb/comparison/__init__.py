@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, nullcontext
 from itertools import islice
@@ -108,16 +109,25 @@ def compare_baselines(
             holds another measurement or is in use.
     """
     _check_trainer(trainer)
-    baselines = [baselines] if isinstance(baselines, str) else baselines
-    group_sizes = [group_sizes] if isinstance(group_sizes, int) else group_sizes
-    numbers = {"num_prompts": num_prompts, "completions_per_prompt": completions_per_prompt, "projection": projection}
-    for name, number in numbers.items():
-        if not isinstance(number, int):
-            raise ValueError(f"`{name}` is {number!r}: give a whole number.")
-    if not all(isinstance(size, int) for size in group_sizes or []):
-        raise ValueError(f"`group_sizes` is {list(group_sizes or [])}: give whole numbers.")
     args = trainer.args
-    seed = args.seed if seed is None else seed
+    num_prompts = _whole("num_prompts", num_prompts)
+    completions_per_prompt = _whole("completions_per_prompt", completions_per_prompt)
+    projection = _whole("projection", projection)
+    seed = _whole("seed", args.seed if seed is None else seed)
+    if prompts_per_batch is not None:
+        prompts_per_batch = _whole("prompts_per_batch", prompts_per_batch)
+    if group_sizes is not None:
+        group_sizes = [_whole("group_sizes", size) for size in _several(group_sizes)]
+    if baselines is not None:
+        baselines = _several(baselines)
+        if wrong := [name for name in baselines if not isinstance(name, str)]:
+            raise ValueError(
+                f"`baselines` holds {wrong[0]!r}: give names, of `trl_otb.register_baseline`, or 'module:function'."
+            )
+    if not isinstance(overwrite, bool):
+        raise ValueError(f"`overwrite` is {overwrite!r}: it must be True or False.")
+    if not (parameters is None or isinstance(parameters, str)):
+        raise ValueError(f"`parameters` is {parameters!r}: give a regular expression, as text.")
     if baselines is None:
         # Without those that cannot be measured; only a sampled rollout shows whether rewards are per turn
         per_turn = any(rollout.rewards.dim() == 2 for rollout in trainer.rollouts.values())
@@ -292,6 +302,20 @@ def _measure_prompt(
         "varies": bool((returns[~returns.isnan()].diff() != 0).any()),
         **prompt_moments(pool, gradient_of, studied, seed, predicted=predicted),
     }
+
+
+def _several(values: Any) -> list[Any]:
+    """A list of `values`, which may be a single one."""
+    return list(values) if isinstance(values, Iterable) and not isinstance(values, str | bytes) else [values]
+
+
+def _whole(name: str, number: Any) -> int:
+    try:
+        if not isinstance(number, bool):
+            return operator.index(number)  # of NumPy's, too
+    except TypeError:
+        pass
+    raise ValueError(f"`{name}` is {number!r}: give a whole number.")
 
 
 def _check_trainer(trainer: Any) -> None:

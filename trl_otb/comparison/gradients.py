@@ -25,11 +25,12 @@ def studied_parameters(trainer: EnergyGRPOTrainer, pattern: str | None) -> list[
         found = [p for name, p in named.items() if re.search(pattern or "", name)]
     except re.error as error:
         raise ValueError(f"`parameters` is {pattern!r}, which is not a regular expression: {error}.") from error
+    if not named:
+        raise ValueError("The model has no trainable parameter, so that no gradient could be measured.")
     if not found:
-        example = next(iter(named), "none")
         raise ValueError(
             f"`parameters` is {pattern!r}, which none of {len(named)} trainable parameters holds: their names read "
-            f"like {example!r}."
+            f"like {next(iter(named))!r}."
         )
     return found
 

@@ -55,6 +55,7 @@ METHODS = {
 TRAINER_METHODS = {
     "_load_optimizer_and_scheduler": ("self", "checkpoint"),
     "_save_optimizer_and_scheduler": ("self", "output_dir"),
+    "prediction_step": ("self", "model", "inputs"),
     "training_step": ("self", "model", "inputs"),
 }
 FUNCTIONS = {

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from ..energy import token_energy
 from .contract import trl_utils
+from .states import StateRecorder
 
 
 @dataclass
@@ -26,16 +27,20 @@ class Forward:
             log Σπ² of each chunk of rows, `None` if the head did not compute it.
         state_chunks (`list`):
             Hidden states of each chunk, if recorded.
+        recorder ([`StateRecorder`], *optional*):
+            The recorder of these states.
     """
 
     logps: torch.Tensor
     log_sum_sq_probs: list[torch.Tensor | None]
     state_chunks: list[torch.Tensor] = field(default_factory=list)
+    recorder: StateRecorder | None = None
 
     def states(self) -> torch.Tensor | None:
         """`(B, T, k)` states at the positions that predict the completions' tokens; `None` if not recorded."""
-        if not self.state_chunks:
+        if self.recorder is None:
             return None
+        self.recorder.check(len(self.state_chunks), len(self.log_sum_sq_probs))
         length = self.logps.size(1)
         return torch.cat([chunk[:, -length - 1 : -1] for chunk in self.state_chunks])
 

@@ -1,6 +1,7 @@
 """Checks of a user's overrides, before and after ours in the method resolution order."""
 
 import inspect
+import traceback
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -28,7 +29,7 @@ def check_order(cls: type, ours: type) -> None:
     place = cls.__mro__.index(ours)
     for name in DECISIVE:
         for base in cls.__mro__[:place]:
-            if name not in vars(base) or _hands_on(vars(base)[name], name):
+            if name not in vars(base) or _hands_on(base, name):
                 continue
             method, trainer = f"{base.__name__}.{name}", f"{cls.__name__}(OTBGRPOTrainer, {base.__name__})"
             remedy = f"Put OTBGRPOTrainer first: `class {trainer}`"
@@ -66,7 +67,7 @@ def check_loss(cls: type, ours: type, baseline: str) -> None:
     if getattr(cls, "takes_token_advantages", False):
         return
     for base in between(cls, ours, "_compute_loss"):
-        if not _hands_on(vars(base)["_compute_loss"], "_compute_loss"):
+        if not _hands_on(base, "_compute_loss"):
             raise TypeError(
                 f"`baseline` is {baseline!r}, one per token, and `{base.__name__}._compute_loss` is not known to take "
                 "advantages of shape (B, T): a loss for (B,) fails, or silently mixes up completions. If it supports "
@@ -75,32 +76,55 @@ def check_loss(cls: type, ours: type, baseline: str) -> None:
             )
 
 
-def overriders(trainer: Any, ours: type, *names: str) -> list[str]:
+def overriders(trainer: Any, ours: type, *names: str, adding: bool = False) -> list[str]:
     """
     `Class.method` for the user's overrides of `names` that may be at fault, also for methods set on the trainer.
-    Excludes losses that only add to the base class's loss.
+    Without `adding`, excludes losses that only add to the base class's loss.
     """
     cls = type(trainer)
     found = [f"{name}, set on the trainer" for name in names if name in vars(trainer)]
     before = [base for base in cls.__mro__[: cls.__mro__.index(ours)] if not base.__module__.startswith("trl_otb.")]
     for name in names:
         for base in (*before, *between(cls, ours, name)):
-            if name in vars(base) and not ("loss" in name and _hands_on(vars(base)[name], name)):
+            if name in vars(base) and (adding or not ("loss" in name and _hands_on(base, name))):
                 found.append(f"{base.__name__}.{name}")
     return found
 
 
-def _hands_on(method: Any, name: str) -> bool:
-    """Whether `method` appears to call the method of `super()` or of OTBGRPOTrainer."""
-    code = getattr(inspect.unwrap(getattr(method, "__func__", method)), "__code__", None)
-    if code is None:
+def method_at_fault(trainer: Any, error: Exception) -> str | None:
+    """`Class.method` for the user's method that raised `error`, directly or in a function; `None` if it is TRL's."""
+    methods: dict[types.CodeType | None, str | None] = {}
+    for base in reversed(type(trainer).__mro__):
+        packaged = base.__module__.partition(".")[0] in ("trl", "trl_otb", "transformers")
+        methods.update((_code(m), None if packaged else f"{base.__name__}.{name}") for name, m in vars(base).items())
+    methods.update((_code(m), f"{name}, set on the trainer") for name, m in vars(trainer).items() if callable(m))
+    frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return next((methods[code] for code in reversed(frames) if code in methods), None)
+
+
+def _hands_on(base: type, name: str) -> bool:
+    """Whether `base`'s own method appears to call the method of `super()` or of OTBGRPOTrainer."""
+    if _code(vars(base)[name]) is None:
         return True
-    names = set(_names_in(code))
+    names = set(_names_in(vars(base)[name], base, set()))
     return name in names and not names.isdisjoint({"super", "OTBGRPOTrainer"})
 
 
-def _names_in(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names_in(constant)
+def _names_in(function: Any, base: type, seen: set[types.CodeType]) -> Iterator[str]:
+    """What `function` mentions, as a name or as text: itself, what it was made around, and methods of `base`."""
+    code = _code(function)
+    if code is None or code in seen:
+        return
+    seen.add(code)
+    mentioned = {*code.co_names, *(constant for constant in code.co_consts if isinstance(constant, str))}
+    yield from mentioned
+    within = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    around = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if cell != types.CellType()]
+    for other in (*within, *around, *(vars(base)[name] for name in mentioned & {*vars(base)})):
+        yield from _names_in(other, base, seen)
+
+
+def _code(method: Any) -> types.CodeType | None:
+    if isinstance(method, types.CodeType):
+        return method
+    return getattr(inspect.unwrap(getattr(method, "__func__", method)), "__code__", None)

