@@ -200,7 +200,11 @@ def test_numbers_of_any_kind_may_be_told():
     assert find_baseline(Remembers()).learn(GROUP) == {}
 
 
-@pytest.mark.parametrize("state", [[1], "text", {"a": Remembers}, {"a": lambda: 0}, {"a": np.ones(2)}], ids=str)
+@pytest.mark.parametrize(
+    "state",
+    [[1], "text", {"a": Remembers}, {"a": lambda: 0}, {"a": np.ones(2)}],
+    ids=["list", "text", "class", "function", "array"],
+)
 def test_what_a_baseline_keeps_comes_back_from_a_checkpoint(state):
     with pytest.raises(ValueError, match="'Remembers' returned a .* from `state_dict`.*: it must return a `dict` of"):
         find_baseline(Remembers(state=state)).state()
