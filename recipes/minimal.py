@@ -1,7 +1,7 @@
 """
-GRPO with the Optimal Token Baseline in one file: copy it anywhere and change it.
+GRPO with the Optimal Token Baseline in one file: copy it out of recipes/ and change it.
 
-    pip install .                                   # in a checkout of trl_otb
+    pip install .; cp recipes/minimal.py ~; cd ~    # in a checkout of trl_otb
     python minimal.py                               # a tiny untrained model: no hub, no GPU
     python minimal.py Qwen/Qwen2.5-0.5B-Instruct    # a pretrained model, on a GPU
 

@@ -31,7 +31,7 @@ RENAMED = {
 DATA_OPTIONS = ("dataset_options dataset_config dataset_split prompt_column answer_column num_train_problems").split()
 # Help texts that replace those of TRL and transformers.
 HELP = {
-    "baseline": f"One of {', '.join(BASELINES)}, or your own as module:function.",
+    "baseline": f"`value` is advised; others: {', '.join(BASELINES)}; or your own as module:function.",
     "output_dir": "Folder of the run.",
     "model_name_or_path": "A model folder, a hub id, or module:function, a function that returns a model folder.",
     "resume_from_checkpoint": "`latest`, or a checkpoint folder.",
@@ -135,9 +135,9 @@ class RecipeParser(TrlParser):
         self.formatter_class = _Help
         return self.format_help()
 
-    def closest(self, name: str) -> str:
+    def closest(self, name: str, prefix: str = "") -> str:
         close = difflib.get_close_matches(name, [*self.actions], n=1)
-        return f" Did you mean {close[0]}?" if close else " See --help-all for all options."
+        return f" Did you mean {prefix}{close[0]}?" if close else " See --help-all for all options."
 
     def read_yaml(self, path: Path) -> set[str]:
         """Read defaults from a YAML file, check names and values as for flags, and return the names."""
@@ -194,7 +194,7 @@ def parse(
         word = unknown[0].split("=")[0]
         if not word.startswith("-"):
             raise InputError(f"unexpected argument {word!r}: no flag precedes it.")
-        raise InputError(f"there is no flag {word}.{parser.closest(word.lstrip('-'))}")
+        raise InputError(f"there is no flag {word}.{parser.closest(word.lstrip('-'), '--')}")
     flags = {name if name in parser.actions else name.removeprefix("no_") for name in flag_names(argv)}
     if "num_train_epochs" in flags and "max_steps" not in flags:
         parser.set_defaults(max_steps=-1)  # otherwise the file's max_steps would win

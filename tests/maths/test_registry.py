@@ -111,6 +111,7 @@ def test_one_number_per_completion_must_be_one():
 @pytest.mark.parametrize(
     ("baseline", "message"),
     [
+        ("vlaue", "'vlaue': it must be one of .* Did you mean 'value'"),
         (
             "absent",
             "'absent': it must be one of 'otb', .*'group_mean'.*, a name registered with .* or 'module:function'",

@@ -81,8 +81,8 @@ def test_every_yaml_is_understood(config):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--baselin otb", "there is no flag --baselin. Did you mean baseline"),
-        ("--max_step 3", "there is no flag --max_step. Did you mean max_steps"),
+        ("--baselin otb", "there is no flag --baselin. Did you mean --baseline"),
+        ("--max_step 3", "there is no flag --max_step. Did you mean --max_steps"),
         ("--wholly_unknown 3", "there is no flag --wholly_unknown. See --help-all"),
         ("otb", "unexpected argument 'otb'"),
         ("--num_generations 4x", "argument --num_generations/--num-generations: invalid .* value: '4x'"),

@@ -280,7 +280,7 @@ def test_a_wrong_flag_ends_without_a_traceback_from_any_folder(tmp_path):
     command = [sys.executable, tool_math.__file__, "--baselin", "otb"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr == "tool_math.py: error: there is no flag --baselin. Did you mean baseline?\n"
+    assert done.stderr == "tool_math.py: error: there is no flag --baselin. Did you mean --baseline?\n"
 
 
 def test_a_question_of_a_file_that_the_toy_cannot_read(run, no_trainer, data_file):

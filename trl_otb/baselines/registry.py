@@ -1,5 +1,6 @@
 """The registry of baselines: their names, flags and lookup."""
 
+import difflib
 import inspect
 import io
 from collections.abc import Callable, Sequence
@@ -371,9 +372,11 @@ def find_baseline(baseline: "str | Callable | Baseline") -> Baseline:
         found = import_object(baseline, "baseline")
         _check_not_shared(baseline, found)
         return find_baseline(found)
+    close = difflib.get_close_matches(str(baseline), BASELINES, n=1)
     raise ValueError(
         f"`baseline` is {baseline!r}: it must be one of {', '.join(map(repr, BASELINES))}, a name registered with "
         "`trl_otb.register_baseline` before the config is made, or 'module:function'."
+        + "".join(f" Did you mean {name!r}?" for name in close)
     )
 
 
