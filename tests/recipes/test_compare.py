@@ -134,6 +134,7 @@ def test_only_runs_that_are_alike_are_compared(change, message):
         compare.check_alike([first, last])
 
 
+@pytest.mark.usefixtures("heard")
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_stop_is_handed_on_once_and_waited_for(tmp_path, monkeypatch, signum):
     """A recipe that takes its time to save a checkpoint. Whatever its exit code, nothing else is started."""

@@ -79,7 +79,9 @@ def test_make_run_is_known_to_the_recipe(tmp_path):
     assert "TRL_OTB_MAKE_RUN=1 " in said and " launch --quiet " in said and said.endswith("recipes/math.py --seed 3\n")
 
 
-def test_ctrl_c_in_the_first_and_in_the_last_evaluation(run, monkeypatch, tmp_path):
+@pytest.mark.usefixtures("heard")
+@pytest.mark.parametrize("signum", [signal.SIGINT])
+def test_ctrl_c_in_the_first_and_in_the_last_evaluation(run, monkeypatch, tmp_path, signum):
     """Nothing was trained before the first; the model is saved before the last, and the line says how to go on."""
     original = recipe.accuracy_reward
     evaluations = []
@@ -90,7 +92,7 @@ def test_ctrl_c_in_the_first_and_in_the_last_evaluation(run, monkeypatch, tmp_pa
 
             def accuracy(completions, **kwargs):
                 if len(completions) == 40 and when(tmp_path):
-                    os.kill(os.getpid(), signal.SIGINT)
+                    os.kill(os.getpid(), signum)
                 evaluations.append(len(completions))
                 return inner(completions=completions, **kwargs)
 
