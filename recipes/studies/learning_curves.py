@@ -43,7 +43,6 @@ class Schedule:
 TASKS = {
     "sums": Schedule({4: 400, 8: 400, 32: 300}, (2e-4, 4e-4, 8e-4, 1.6e-3)),
     "calculator": Schedule({4: 100, 8: 80, 32: 40}, (2e-4, 4e-4, 8e-4, 1.6e-3)),
-    "long_calculator": Schedule({4: 60, 8: 50, 32: 40}, (1e-4, 2e-4, 4e-4, 8e-4)),
     "scratchpad_100": Schedule({4: 100}, (1e-4, 2e-4, 4e-4), held_out_samples=16),
     "scratchpad_mixed": Schedule({4: 100}, (2e-4, 4e-4, 8e-4), held_out_samples=8),
     "lake_6": Schedule({4: 100}, (2e-4, 4e-4, 8e-4)),

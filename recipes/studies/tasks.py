@@ -24,7 +24,6 @@ PROMPTS_PER_BATCH = 16  # of a step whose efficiency is published
 CHAIN_SUMS = {
     "sums": (worked_sums.CHAIN_SUM, 24, None),
     "calculator": (dialogues.CHAIN_SUM, 72, 6),
-    "long_calculator": (dialogues.LONG_CHAIN_SUM, 180, 14),
 }
 MIXED = [10, 30, 100]  # tokens
 # In eighths, the chances of a prompt's completions: U-shaped, or even

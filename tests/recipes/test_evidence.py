@@ -478,11 +478,13 @@ INTERVAL = r"-?\d+(?:\.\d+)? \(-?\d+(?:\.\d+)?–-?\d+(?:\.\d+)?\)"
 
 
 def intervals_of(records):
-    """All that are in the data, in the forms in which pages give them."""
+    """All that are in the data, as numbers or in a row of text, in the forms in which pages give them."""
     found = set()
     for record in records:
-        values = record | record.get("tokens", {}) if isinstance(record.get("tokens"), dict) else record
-        ends = [v for v in values.values() if isinstance(v, list) and len(v) == 3]
+        values = record.values() if isinstance(record, dict) else record
+        texts = [v for v in values if isinstance(v, str) and re.fullmatch(INTERVAL, v)]
+        ends = [v for v in values if isinstance(v, list) and len(v) == 3]
+        ends += [[float(x) for x in re.findall(r"-?[\d.]+", text)] for text in texts]
         ends += [[100 * x for x in v] for v in ends if None not in v]
         found |= {render.interval(v, form) for v in ends for form in (".2f", ".3f", ".1f", ".0f", ".3g")}
     return found
