@@ -18,7 +18,8 @@ import torch
 
 import trl_otb
 from recipes.studies import language, tasks
-from trl_otb.baselines import BASELINES, Value
+from recipes.studies.value import FLAGS
+from trl_otb.baselines import Value
 from trl_otb.seam.states import StateRecorder
 
 
@@ -30,20 +31,19 @@ class Layers(StateRecorder):
     """The outputs of several layers, projected, one beside the other."""
 
     def __init__(self, policy) -> None:
-        layers = policy.get_decoder().layers
-        self._chunks, self._heard = None, []
+        super().__init__(policy)
+        self.remove()
         size = policy.config.hidden_size
-        self._random = torch.randn(size, WIDTH, generator=torch.Generator().manual_seed(0)) / math.sqrt(size)
+        self._projection = torch.randn(size, WIDTH, generator=torch.Generator().manual_seed(0)) / math.sqrt(size)
+        layers = policy.get_decoder().layers
         for depth in DEPTHS.values():
             layers[math.ceil(depth * len(layers)) - 1].register_forward_hook(self._record)
 
     def _record(self, module, args, output) -> None:
-        if self._chunks is not None:
-            states = output if isinstance(output, torch.Tensor) else output[0]
-            self._heard.append(states.detach().float() @ self._random)
-            if len(self._heard) == len(DEPTHS):
-                self._chunks.append(torch.cat(self._heard, dim=-1))
-                self._heard = []
+        super()._record(module, args, output)
+        chunks = self._chunks or []
+        if len(chunks) > 1 and chunks[-2].size(-1) < len(DEPTHS) * WIDTH:
+            chunks[-2:] = [torch.cat(chunks[-2:], dim=-1)]
 
 
 class Choice(Value):
@@ -69,10 +69,7 @@ def choices() -> dict[str, Choice]:
     return found
 
 
-_flags = {name: getattr(BASELINES["value"], name) for name in ("leaves_one_out", "unbiased", "reads", "on_top_of")}
-
-
-@trl_otb.register_baseline("value_choices", **_flags)
+@trl_otb.register_baseline("value_choices", **FLAGS)
 class Choices(Value):
     """Per token: pooled RLOO, beside which every choice learns."""
 
@@ -84,6 +81,9 @@ class Choices(Value):
 
     def update(self, tokens):
         return {name: choice.update(tokens)["explained"] for name, choice in self.choices.items()}
+
+    def state_dict(self):
+        return {}  # nothing is saved
 
 
 def main(argv: list[str]) -> None:

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 
 from recipes.common.errors import InputError
 from recipes.common.report import markdown
-from recipes.studies.runs import TUNING_SEEDS, arms
+from recipes.studies.runs import arms
 from recipes.toy import scratchpad
 
 
@@ -179,22 +179,18 @@ def rendered(page: str) -> str:
 # Pictures
 
 
-def _columns(name: str, titles: dict[int, str], n: int) -> dict[int, tuple[str, str, int]]:
-    return {x: (name, title, n) for x, title in titles.items()}
-
-
-# By name its panels: title, what the x-axis counts, and by x the results, their column and N
-Panel = tuple[str, str, dict[int, tuple[str, str, int]]]
+# By name its panels: title, what the x-axis counts, the results, and by x their column and N
+Panel = tuple[str, str, str, dict[int, tuple[str, int]]]
 PICTURES: dict[str, list[Panel]] = {
     "horizon": [
-        ("scratchpads, N = 4", "tokens", _columns("value", {t: f"T = {t}" for t in scratchpad.STEPS}, 4)),
+        ("scratchpads, N = 4", "tokens", "value", {t: (f"T = {t}", 4) for t in scratchpad.STEPS}),
     ],
     "groups": [
-        (f"scratchpads, {task}", "completions per prompt, N", {n: ("value", task, n) for n in (4, 8, 32)})
+        (f"scratchpads, {task}", "completions per prompt, N", "value", {n: (task, n) for n in (4, 8, 32)})
         for task in ("T = 30", "T = 100")
     ],
     "turns": [
-        (f"lakes, {title}, N = 4", "turns", _columns("turns", {t: f"lake_{t}{kind}" for t in (6, 14, 30, 46)}, 4))
+        (f"lakes, {title}, N = 4", "turns", "turns", {t: (f"lake_{t}{kind}", 4) for t in (6, 14, 30, 46)})
         for title, kind in (("one reward at the end", ""), ("rewards per turn", "_turns"))
     ],
 }
@@ -221,12 +217,13 @@ def axes_of(titles: list[str]) -> tuple[Figure, Any]:
 def draw(panels: list[Panel], path: Path) -> None:
     """Noise to signal over the group mean's, of what is there."""
     figure, axes = axes_of([title for title, *_ in panels])
-    for axis, (_, counted, columns) in zip(axes, panels, strict=True):
+    for axis, (_, counted, results, columns) in zip(axes, panels, strict=True):
+        tables = load(results)["tables"]
         for name in ("otb", "otb, one left out", "ogb_pooled", "value"):
             found = {
                 x: cell["noise"]
-                for x, (results, title, n) in columns.items()
-                for cell in load(results)["tables"].get(title, [])
+                for x, (title, n) in columns.items()
+                for cell in tables.get(title, [])
                 if (cell["estimator"], cell["n"]) == (name, n) and None not in cell["noise"]
             }
             if found:
@@ -246,10 +243,9 @@ def learning(tasks: dict[str, list[dict]], path: Path) -> None:
     """The reward in each tenth of a run under each baseline at its tuned rate: mean and range over seeds."""
     figure, axes = axes_of([f"{task}, N = 4" for task in tasks])
     for axis, rows in zip(axes, tasks.values(), strict=True):
-        tuned = {arm["baseline"]: arm["learning_rate"] for arm in arms(rows) if arm["n"] == 4}
-        for name in (name for name in COLORS if tuned.get(name)):
-            of = [row for row in rows if (row["n"], row["baseline"], row["learning_rate"]) == (4, name, tuned[name])]
-            if of := [row for row in of if row["seed"] not in TUNING_SEEDS]:
+        runs = {arm["baseline"]: arm["runs"] for arm in arms(rows) if arm["n"] == 4}
+        for name in COLORS:
+            if of := runs.get(name):
                 curves = numpy.array([row["curve"] for row in of])
                 tenths = (numpy.arange(curves.shape[1]) + 0.5) / curves.shape[1]
                 thousands = numpy.mean([row["tokens"] for row in of]) / 1000 * tenths

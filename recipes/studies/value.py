@@ -21,15 +21,13 @@ import trl_otb
 from recipes.common.launching import tidy_output
 from recipes.studies import language, render
 from recipes.studies.tasks import PROMPTS_PER_BATCH, task_of, trainer_of
+from recipes.toy import scratchpad
 from trl_otb.baselines import BASELINES, Value
 
 
 # By the task, and prompts per step where they are not 16; and the column's title
 TASKS = {
-    "scratchpad_10": "T = 10",
-    "scratchpad_30": "T = 30",
-    "scratchpad_100": "T = 100",
-    "scratchpad_300": "T = 300",
+    **{f"scratchpad_{tokens}": f"T = {tokens}" for tokens in scratchpad.STEPS},
     "sums": "sums",
     "calculator": "calculator",
     "lake_6": "6 turns",
@@ -59,6 +57,10 @@ class Part(Value):
     batches = math.inf  # that it learns from
     whole = False  # whether c = 1 from the first batch on
 
+    def __init__(self):
+        super().__init__()
+        self.left = self.batches
+
     def _features(self, tokens):
         features = super()._features(tokens)
         return torch.cat([features[..., : self.without.start], features[..., self.without.stop :]], dim=-1)
@@ -69,8 +71,8 @@ class Part(Value):
             self.weight = 1.0
 
     def update(self, tokens):
-        self.batches -= 1
-        return super().update(tokens) if self.batches >= 0 else None
+        self.left -= 1
+        return super().update(tokens) if self.left >= 0 else None
 
 
 ABLATIONS = {

@@ -130,7 +130,7 @@ def test_an_interval_covers_as_often_as_it_says(monkeypatch):
 @pytest.mark.slow
 def test_learning_curves(tmp_path, monkeypatch, capsys, registry):
     monkeypatch.setattr(learning_curves, "TASKS", {"calculator": Schedule({4: 4}, (4e-4,))})
-    for module in (learning_curves, runs, render):
+    for module in (learning_curves, runs):
         monkeypatch.setattr(module, "TUNING_SEEDS", (101, 102))
     folder, flags = tmp_path / "runs", ["--baselines", "group_mean", "value", "--seeds", "1"]
     learning_curves.main([*flags, "--output_dir", str(folder)])
