@@ -154,8 +154,7 @@ def transcript(completion: str | list[dict]) -> str:
         return completion
     words = []
     for message in completion:
-        for call in message.get("tool_calls") or []:
-            function = call.get("function", call)
+        for function in (call.get("function", call) for call in message.get("tool_calls") or []):
             arguments = function.get("arguments")
             shown = ", ".join(map(str, arguments.values())) if isinstance(arguments, dict) else arguments
             words.append(f"{function.get('name')}({shown})")

@@ -10,10 +10,10 @@ SmolLM2 is sampled, 16 prompts × 4 completions per batch, and trained at a lear
 import argparse
 import json
 import math
-import statistics
 import sys
 from pathlib import Path
 
+import pandas
 import torch
 
 import trl_otb
@@ -24,6 +24,7 @@ from trl_otb.seam.states import StateRecorder
 
 
 DEPTHS = {"1/3": 1 / 3, "1/2": 1 / 2, "2/3": 2 / 3, "5/6": 5 / 6, "1": 1.0}  # of the layers that are heard
+FOLDER = Path("runs/studies/features")
 SUMS, WIDTH = 9, 128  # numbers per token: those that need no states, and of every layer
 
 
@@ -90,30 +91,20 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="features", description=__doc__.splitlines()[1])
     parser.add_argument("--task", choices=[*language.TASKS, *language.REASONING], default="copy")
     parser.add_argument("--batches", type=int, default=40)
-    parser.add_argument("--output_dir", type=Path, default=Path("runs/studies/features"))
     args = parser.parse_args(argv)
-    trainer = tasks.trainer_of(
-        language.task_of(args.task),
-        baseline="value_choices",
-        gradient_accumulation_steps=4,
-        per_device_train_batch_size=16,
-        keep_groups_together=True,
-        learning_rate=0.0,
-        max_steps=args.batches,
-        logging_steps=1,
-        seed=0,
-    )
+    batches = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 4, "keep_groups_together": True}
+    frozen = {"learning_rate": 0.0, "max_steps": args.batches, "logging_steps": 1, "seed": 0}
+    trainer = tasks.trainer_of(language.task_of(args.task), baseline="value_choices", **batches, **frozen)
     # The projections of several layers in the place of one's
     trainer._state_recorder = Layers(trainer.policy)
     trainer.train()
     log = [entry for entry in trainer.state.log_history if "loss" in entry]
     found = {name: [float(entry[f"otb/value_choices/{name}"]) for entry in log] for name in choices()}
-    args.output_dir.mkdir(parents=True, exist_ok=True)
-    (args.output_dir / f"{args.task}.json").write_text(json.dumps(found))
-    for name, explained in found.items():
-        half = len(explained) // 2
-        left = [1 - statistics.fmean(part) for part in (explained[:half], explained[half:])]
-        print(f"{name:20} {left[0]:.3f} in the first half of the batches, {left[1]:.3f} in the second")
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    (FOLDER / f"{args.task}.json").write_text(json.dumps(found))
+    left = 1 - pandas.DataFrame(found)
+    halves = {"first half of the batches": left[: args.batches // 2], "second": left[args.batches // 2 :]}
+    print(pandas.DataFrame({title: half.mean() for title, half in halves.items()}).round(3).to_string())
 
 
 if __name__ == "__main__":

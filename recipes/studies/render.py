@@ -68,9 +68,8 @@ def publish(name: str, tables: Tables) -> None:
         both = published.get(title, []), measured
         before, now = ({(cell["estimator"], cell["n"]) for cell in cells} for cells in both)
         if lost := ", ".join(sorted({estimator for estimator, _ in before - now})):
-            raise InputError(
-                f"results/{name}.json has {lost} for {title}, which was not measured now: measure it too."
-            )
+            problem = f"results/{name}.json has {lost} for {title}, which was not measured now"
+            raise InputError(f"{problem}: measure it too.")
     save(name, results | {"tables": published | tables})
     render()
 

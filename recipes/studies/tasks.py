@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,9 +82,7 @@ def with_prompts(problems: Dataset) -> Dataset:
     return problems.map(lambda row: {"prompt": [{"role": "user", "content": row["question"]}]})
 
 
-def trainer_of(
-    task: Task, *, callbacks: Sequence = (), eval_dataset: Dataset | None = None, **options
-) -> OTBGRPOTrainer:
+def trainer_of(task: Task, *, callbacks=(), eval_dataset: Dataset | None = None, **options) -> OTBGRPOTrainer:
     """It samples and rewards `task`, by default in groups of 4 and with 16 prompts per batch, and saves nothing."""
     settings = {
         "output_dir": "runs/studies/work",

@@ -21,7 +21,7 @@ import trl_otb
 from recipes.common.launching import tidy_output
 from recipes.studies import language, render
 from recipes.studies.tasks import PROMPTS_PER_BATCH, task_of, trainer_of
-from recipes.toy import scratchpad
+from recipes.toy import lake, scratchpad
 from trl_otb.baselines import BASELINES, Value
 
 
@@ -30,10 +30,8 @@ TASKS = {
     **{f"scratchpad_{tokens}": f"T = {tokens}" for tokens in scratchpad.STEPS},
     "sums": "sums",
     "calculator": "calculator",
-    "lake_6": "6 turns",
-    "lake_14": "14 turns",
-    "lake_6_turns": "6 turns, rewards per turn",
-    "lake_14_turns": "14 turns, rewards per turn",
+    **{f"lake_{turns}": f"{turns} turns" for turns in lake.SIDES},
+    **{f"lake_{turns}_turns": f"{turns} turns, rewards per turn" for turns in lake.SIDES},
     "scratchpad_mixed": "mixed lengths, 16 prompts",
     "scratchpad_mixed/4": "mixed lengths, 4 prompts",
     "lucky_even": "even rates, 16 prompts",

@@ -15,6 +15,12 @@ from pathlib import Path
 from . import QUIET, cached, dialogues, lake, scratchpad, worked_sums
 
 
+# Arguments of Qwen3Config
+LAYERS = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16}
+OTHERS = {"max_position_embeddings": 256, "tie_word_embeddings": True}
+
+
 @dataclass(frozen=True)
 class WarmStart:
     """Supervised training on demonstrations."""
@@ -26,16 +32,7 @@ class WarmStart:
     response_template: dict | None = None  # by which transformers parses an answer into a message
     steps: int = 2000
     batch_size: int = 32
-    model: tuple[tuple[str, int | bool], ...] = (  # arguments of Qwen3Config
-        ("hidden_size", 64),
-        ("intermediate_size", 128),
-        ("num_hidden_layers", 2),
-        ("num_attention_heads", 4),
-        ("num_key_value_heads", 4),
-        ("head_dim", 16),
-        ("max_position_embeddings", 256),
-        ("tie_word_embeddings", True),
-    )
+    model: tuple[tuple[str, int], ...] = tuple((LAYERS | HEADS | OTHERS).items())
 
     def key(self) -> str:
         """A hash of everything that determines the weights; changes of wording or layout do not affect it."""
