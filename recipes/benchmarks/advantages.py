@@ -4,7 +4,7 @@ Time and memory of a training step after the energies are known, by baseline and
     OMP_NUM_THREADS=1 python -m recipes.benchmarks.advantages         # a minute or two on one core; or --device cuda
 
 This covers `credit` and `measure` (advantages under the baseline and the group mean, sums for the metrics) and the
-learning of `value`; for comparison, one read and write of the inputs. Completions have tool output in the middle.
+learning of `value`. Completions have tool output in the middle.
 Times are means of several runs after two warm-up runs; memory is the peak beyond what the step keeps.
 """
 
@@ -52,11 +52,6 @@ def training_step(rule: Baseline, rewards, energy, mask, logps, states=None) -> 
     return rollout
 
 
-def seconds(function, *inputs, repeats: int) -> float:
-    timer = Timer("function(*inputs)", globals=locals(), num_threads=torch.get_num_threads())
-    return timer.timeit(repeats).mean
-
-
 def peak_and_kept(function, *inputs) -> tuple[int, int]:
     """The peak number of bytes that `function` allocates, and the bytes left while its result is kept."""
     if any(values.is_cuda for values in inputs):
@@ -88,16 +83,15 @@ def main(argv):
     name = torch.cuda.get_device_name() if args.device.startswith("cuda") else args.device
     print(f"{name}, {torch.get_num_threads()} threads, torch {torch.__version__}, N = {N}")
     for rows, length in ((rows, length) for rows, length in SIZES if length <= args.longest):
-        columns = ["ms", "ns per token", "read+write, ms", "B per token beyond kept"]
+        columns = ["ms", "ns per token", "B per token beyond kept"]
         table = pandas.DataFrame(columns=columns, dtype=float)
         for baseline in args.baselines:
             rule = BASELINES[baseline].instance()
             inputs = inputs_of(rows, length, args.device, "states" in rule.reads)
-            step = seconds(partial(training_step, rule), *inputs, repeats=args.repeats)
-            floor = seconds(torch.add, *inputs[1:3], repeats=args.repeats)
-            peak, kept = peak_and_kept(partial(training_step, rule), *inputs)
-            tokens = rows * length
-            table.loc[baseline] = [1e3 * step, 1e9 * step / tokens, 1e3 * floor, (peak - kept) / tokens]
+            step = partial(training_step, rule)
+            timer = Timer("step(*inputs)", globals=locals(), num_threads=torch.get_num_threads())
+            seconds, (peak, kept) = timer.timeit(args.repeats).mean, peak_and_kept(step, *inputs)
+            table.loc[baseline] = [1e3 * seconds, *(x / (rows * length) for x in (1e9 * seconds, peak - kept))]
         print(f"\n{rows} × {length} tokens\n{table.round(1)}", flush=True)
 
 

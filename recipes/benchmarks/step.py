@@ -14,7 +14,6 @@ Memory is the peak of a round, of the GPU's allocator or the process. recipes/RE
 import argparse
 import gc
 import os
-import statistics
 import sys
 import tempfile
 import time
@@ -22,6 +21,7 @@ import warnings
 from functools import partial
 from pathlib import Path
 
+import numpy
 import pandas
 import torch
 from datasets import Dataset
@@ -34,11 +34,11 @@ from trl_otb import GradientNoiseCallback, OTBGRPOConfig, OTBGRPOTrainer
 
 
 N, PROMPT_LENGTH = 4, 32
-# Micro-batches per step, groups per micro-batch, and passes over a rollout
+# Of 16 completions per step, in whole groups per micro-batch or not; and passes over a rollout
 REGIMES = {
-    "TRL's no-grad forward": {"gradient_accumulation_steps": 1, "groups": 4, "num_iterations": 2},
-    "training forward": {"gradient_accumulation_steps": 4, "groups": 1, "num_iterations": 1},
-    "one extra forward": {"gradient_accumulation_steps": 8, "groups": 0.5, "num_iterations": 1},
+    "TRL's no-grad forward": {"per_device_train_batch_size": 16, "num_iterations": 2},
+    "training forward": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4},
+    "one extra forward": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8},
 }
 # Models with random weights: type, sizes and dtype
 SIZES = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim"
@@ -48,24 +48,18 @@ SHAPES = {
 }
 
 
-def synchronize():
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
 class Clock(TrainerCallback):
-    """Times every step, in seconds."""
+    """The times at which each step begins and ends, in seconds."""
 
     def __init__(self):
-        self.seconds = []
+        self.times = []
 
     def on_step_begin(self, args, state, control, **kwargs):
-        synchronize()
-        self.began = time.perf_counter()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.times.append(time.perf_counter())
 
-    def on_step_end(self, args, state, control, **kwargs):
-        synchronize()
-        self.seconds.append(time.perf_counter() - self.began)
+    on_step_end = on_step_begin
 
 
 def reset_peak(on_gpu: bool):
@@ -91,8 +85,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--shape", choices=SHAPES, default="small", help="a model with random weights")
     parser.add_argument("--dtype", help="of the weights; by default the shape's, or float32 with --model")
     parser.add_argument("--lora", action="store_true", help="train adapters of rank 16 on all linear layers")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", choices=["cpu", "cuda"], default=device)
+    devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
+    parser.add_argument("--device", choices=devices, default=devices[0])
     parser.add_argument("--length", type=int, default=128, help="longest completion; the shortest is half of it")
     parser.add_argument("--gradient_checkpointing", action="store_true")
     parser.add_argument("--steps", type=int, default=4, help="half the optimizer steps of a round")
@@ -102,8 +96,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.rounds < 1 or args.steps < 2 or args.length < 2:
         parser.error("--rounds must be at least 1, --steps and --length at least 2")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: there is no GPU")
     args.dtype = args.dtype or ("float32" if args.model else SHAPES[args.shape][-1])
     warnings.filterwarnings("ignore")
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
@@ -155,15 +147,13 @@ def build(arm, regime, args, folder):
     def reward(completion_ids, **kwargs):
         return [sum(i % 2 for i in ids) / len(ids) for ids in completion_ids]
 
-    settings = dict(REGIMES[regime])
-    groups, on_gpu = settings.pop("groups"), args.device == "cuda"
+    on_gpu = args.device == "cuda"
     machine = {"use_cpu": not on_gpu, "bf16": on_gpu, "activation_checkpointing": args.gradient_checkpointing}
     trainer = cls(
         model,
         reward,
         args=config(
             output_dir=folder,
-            per_device_train_batch_size=int(groups * N),
             num_generations=N,
             max_completion_length=args.length,
             scale_rewards="none",
@@ -171,7 +161,7 @@ def build(arm, regime, args, folder):
             max_steps=2 * args.steps,
             logging_strategy="no",
             seed=0,
-            **(QUIET | machine | settings),
+            **(QUIET | machine | REGIMES[regime]),
         ),
         train_dataset=Dataset.from_dict({"prompt": ["p"] * 64}),
         processing_class=AutoTokenizer.from_pretrained(args.model or sums(), padding_side="left"),
@@ -194,14 +184,10 @@ def measure(trainer) -> dict[str, float]:
     trainer.train()
     handle.remove()
     trainer.remove_callback(clock)
-    passes = trainer.num_iterations
+    steps = numpy.diff(clock.times)[::2]
     # The first step of a rollout also scores it, so whole rollouts are compared; the first rollout is a warm-up
-    rollouts = [sum(clock.seconds[i : i + passes]) for i in range(passes, len(clock.seconds), passes)]
-    return {
-        "seconds": statistics.median(rollouts) / passes,
-        "mib": peak(on_gpu),
-        "forwards": len(forwards) / len(clock.seconds),
-    }
+    rollouts = steps.reshape(-1, trainer.num_iterations).mean(axis=1)[1:]
+    return {"seconds": numpy.median(rollouts), "mib": peak(on_gpu), "forwards": len(forwards) / len(steps)}
 
 
 def in_turn(args, regime, arms: dict[str, tuple]) -> list[pandas.DataFrame]:

@@ -4,7 +4,7 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-import torch
+from accelerate.utils import gather_object
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerState
 from trl import GRPOTrainer
 
@@ -58,10 +58,9 @@ class Experiment:
             trainer.remove_callback(ProgressCallback)
             trainer.add_callback(CompactProgress())
         print_once(f"{problems.name}: {problems}.")
-        print_once(
-            f"{self.model_name}: {sum(p.numel() for p in trainer.model.parameters()):,} parameters. Baseline "
-            f"{args.baseline}, {args.num_generations} completions per problem, {args.generation_batch_size} per batch."
-        )
+        sizes = f"{args.num_generations} completions per problem, {args.generation_batch_size} per batch"
+        parameters = sum(p.numel() for p in trainer.model.parameters())
+        print_once(f"{self.model_name}: {parameters:,} parameters. Baseline {args.baseline}, {sizes}.")
         with self.interrupt:
             if self.settings.eval_only:
                 trainer.evaluate()
@@ -100,11 +99,9 @@ class CompactProgress(ProgressCallback):
     SHOWN = {"reward": "reward", "grad_norm": "grad norm", "otb/energy/token_mean": "energy"}  # noqa: RUF012
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if state.is_world_process_zero and self.training_bar is not None:
-            logged = {label: logs.get(key) for key, label in self.SHOWN.items()}
-            shown = {label: f"{float(value):.3g}" for label, value in logged.items() if value is not None}
-            if shown:
-                self.training_bar.set_postfix(shown)
+        shown = {label: f"{float(logs[key]):.3g}" for key, label in self.SHOWN.items() if logs.get(key) is not None}
+        if shown and self.training_bar is not None:  # in the main process
+            self.training_bar.set_postfix(shown)
 
 
 class CheckpointOnInterrupt(TrainerCallback):
@@ -140,10 +137,7 @@ class CheckpointOnInterrupt(TrainerCallback):
         self._training = True
 
     def on_step_end(self, args, state, control, **kwargs):
-        interrupted = torch.tensor(float(self.interrupted), device=args.device)
-        if torch.distributed.is_initialized():
-            torch.distributed.all_reduce(interrupted)
-        if interrupted.item() > 0:
+        if any(gather_object([self.interrupted])):
             self.interrupted = True
             args.save_only_model = False  # this checkpoint is for resuming
             control.should_save = control.should_training_stop = True

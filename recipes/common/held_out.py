@@ -55,7 +55,7 @@ class HeldOut(TrainerCallback):
         self.dataset: Dataset | None = None  # the held-out problems, set by `numbered`
         self.tokens_generated = 0  # by this process
         self.seconds = 0.0  # of training and its evaluations, over all parts of a resumed run
-        self._began: float | None = None
+        self._began = 0.0
         self.evaluations: list[Accuracy] = []
         self.answers: dict[str, list[dict]] = {}  # "before" and "after": each problem's first sample
         self._samples: list[tuple[int, float, str]] = []
@@ -92,17 +92,13 @@ class HeldOut(TrainerCallback):
         self.seconds = saved.get("seconds", 0.0)
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self._began = time.perf_counter()
+        self._began = time.perf_counter() - self.seconds
 
     def on_train_end(self, args, state, control, **kwargs):
-        self._count_seconds()
-
-    def _count_seconds(self) -> None:
-        now = time.perf_counter()
-        self.seconds, self._began = self.seconds + now - self._began, now
+        self.seconds = time.perf_counter() - self._began
 
     def on_save(self, args, state, control, **kwargs):
-        self._count_seconds()
+        self.on_train_end(args, state, control)
         self.save(Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}", state.is_world_process_zero)
 
     def save(self, folder: Path, is_main_process: bool) -> None:
@@ -158,8 +154,7 @@ def transcript(completion: str | list[dict]) -> str:
         return completion
     words = []
     for message in completion:
-        for call in message.get("tool_calls") or []:
-            function = call.get("function", call)
+        for function in (call.get("function", call) for call in message.get("tool_calls") or []):
             arguments = function.get("arguments")
             shown = ", ".join(map(str, arguments.values())) if isinstance(arguments, dict) else arguments
             words.append(f"{function.get('name')}({shown})")

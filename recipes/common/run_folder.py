@@ -176,9 +176,8 @@ def _find_checkpoint(run: RunFolder, args: OTBGRPOConfig, allow_changes: bool) -
     _check_unchanged(source, run.configuration, allow_changes)
     step, whole = _progress(checkpoint or source, args)
     if whole and has_result and _read(source / RESULT, "steps") >= [step]:
-        run.finished = (
-            f"Nothing left to do: {source} holds the result of the whole run. Increase --max_steps to continue."
-        )
+        held = f"{source} holds the result of the whole run"
+        run.finished = f"Nothing left to do: {held}. Increase --max_steps to continue."
         return
     if checkpoint in (None, source) and not whole:
         held = f"the model of {step} steps and no checkpoint to resume from, as after --save_strategy no"

@@ -10,19 +10,21 @@ SmolLM2 is sampled, 16 prompts × 4 completions per batch, and trained at a lear
 import argparse
 import json
 import math
-import statistics
 import sys
 from pathlib import Path
 
+import pandas
 import torch
 
 import trl_otb
 from recipes.studies import language, tasks
-from trl_otb.baselines import BASELINES, Value
+from recipes.studies.value import FLAGS
+from trl_otb.baselines import Value
 from trl_otb.seam.states import StateRecorder
 
 
 DEPTHS = {"1/3": 1 / 3, "1/2": 1 / 2, "2/3": 2 / 3, "5/6": 5 / 6, "1": 1.0}  # of the layers that are heard
+FOLDER = Path("runs/studies/features")
 SUMS, WIDTH = 9, 128  # numbers per token: those that need no states, and of every layer
 
 
@@ -30,20 +32,19 @@ class Layers(StateRecorder):
     """The outputs of several layers, projected, one beside the other."""
 
     def __init__(self, policy) -> None:
-        layers = policy.get_decoder().layers
-        self._chunks, self._heard = None, []
+        super().__init__(policy)
+        self.remove()
         size = policy.config.hidden_size
-        self._random = torch.randn(size, WIDTH, generator=torch.Generator().manual_seed(0)) / math.sqrt(size)
+        self._projection = torch.randn(size, WIDTH, generator=torch.Generator().manual_seed(0)) / math.sqrt(size)
+        layers = policy.get_decoder().layers
         for depth in DEPTHS.values():
             layers[math.ceil(depth * len(layers)) - 1].register_forward_hook(self._record)
 
     def _record(self, module, args, output) -> None:
-        if self._chunks is not None:
-            states = output if isinstance(output, torch.Tensor) else output[0]
-            self._heard.append(states.detach().float() @ self._random)
-            if len(self._heard) == len(DEPTHS):
-                self._chunks.append(torch.cat(self._heard, dim=-1))
-                self._heard = []
+        super()._record(module, args, output)
+        chunks = self._chunks or []
+        if len(chunks) > 1 and chunks[-2].size(-1) < len(DEPTHS) * WIDTH:
+            chunks[-2:] = [torch.cat(chunks[-2:], dim=-1)]
 
 
 class Choice(Value):
@@ -69,10 +70,7 @@ def choices() -> dict[str, Choice]:
     return found
 
 
-_flags = {name: getattr(BASELINES["value"], name) for name in ("leaves_one_out", "unbiased", "reads", "on_top_of")}
-
-
-@trl_otb.register_baseline("value_choices", **_flags)
+@trl_otb.register_baseline("value_choices", **FLAGS)
 class Choices(Value):
     """Per token: pooled RLOO, beside which every choice learns."""
 
@@ -85,35 +83,28 @@ class Choices(Value):
     def update(self, tokens):
         return {name: choice.update(tokens)["explained"] for name, choice in self.choices.items()}
 
+    def state_dict(self):
+        return {}  # nothing is saved
+
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="features", description=__doc__.splitlines()[1])
     parser.add_argument("--task", choices=[*language.TASKS, *language.REASONING], default="copy")
     parser.add_argument("--batches", type=int, default=40)
-    parser.add_argument("--output_dir", type=Path, default=Path("runs/studies/features"))
     args = parser.parse_args(argv)
-    trainer = tasks.trainer_of(
-        language.task_of(args.task),
-        baseline="value_choices",
-        gradient_accumulation_steps=4,
-        per_device_train_batch_size=16,
-        keep_groups_together=True,
-        learning_rate=0.0,
-        max_steps=args.batches,
-        logging_steps=1,
-        seed=0,
-    )
+    batches = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 4, "keep_groups_together": True}
+    frozen = {"learning_rate": 0.0, "max_steps": args.batches, "logging_steps": 1, "seed": 0}
+    trainer = tasks.trainer_of(language.task_of(args.task), baseline="value_choices", **batches, **frozen)
     # The projections of several layers in the place of one's
     trainer._state_recorder = Layers(trainer.policy)
     trainer.train()
     log = [entry for entry in trainer.state.log_history if "loss" in entry]
     found = {name: [float(entry[f"otb/value_choices/{name}"]) for entry in log] for name in choices()}
-    args.output_dir.mkdir(parents=True, exist_ok=True)
-    (args.output_dir / f"{args.task}.json").write_text(json.dumps(found))
-    for name, explained in found.items():
-        half = len(explained) // 2
-        left = [1 - statistics.fmean(part) for part in (explained[:half], explained[half:])]
-        print(f"{name:20} {left[0]:.3f} in the first half of the batches, {left[1]:.3f} in the second")
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    (FOLDER / f"{args.task}.json").write_text(json.dumps(found))
+    left = 1 - pandas.DataFrame(found)
+    halves = {"first half of the batches": left[: args.batches // 2], "second": left[args.batches // 2 :]}
+    print(pandas.DataFrame({title: half.mean() for title, half in halves.items()}).round(3).to_string())
 
 
 if __name__ == "__main__":

@@ -102,16 +102,11 @@ def fine_tuned(name: str) -> Path:
     def make(folder: Path) -> None:
         problems = with_prompts(reasoning_problems(name, seed=1000).train)
         answers = [[{"role": "assistant", "content": answer}] for answer in problems["answer"]]
-        options = {
-            "bf16": True,
-            "model_init_kwargs": {"dtype": "bfloat16"},
-            "max_steps": REASONING[name][1],
-            "per_device_train_batch_size": 16,
-            "learning_rate": 5e-4,
-        }
+        dtype = {"bf16": True, "model_init_kwargs": {"dtype": "bfloat16"}}
+        options = {"max_steps": REASONING[name][1], "per_device_train_batch_size": 16, "learning_rate": 5e-4}
         trainer = SFTTrainer(
             str(toy.smollm2()),
-            args=SFTConfig(output_dir=str(folder), **(toy.QUIET | options)),
+            args=SFTConfig(output_dir=str(folder), **(toy.QUIET | dtype | options)),
             train_dataset=problems.select_columns("prompt").add_column("completion", answers),
             peft_config=LoraConfig(**LORA),
         )

@@ -11,7 +11,6 @@ A run that is saved is not run again. Everything lands in runs/studies/learning_
 """
 
 import argparse
-import hashlib
 import itertools
 import json
 import sys
@@ -24,6 +23,7 @@ from statistics import fmean
 from filelock import FileLock, Timeout
 
 from recipes.common.held_out import HeldOut
+from recipes.common.run_folder import sha256
 from recipes.studies import language, render, tasks
 from recipes.studies.runs import TUNING_SEEDS, best_rates, summary
 from trl_otb import GradientNoiseCallback
@@ -43,7 +43,6 @@ class Schedule:
 TASKS = {
     "sums": Schedule({4: 400, 8: 400, 32: 300}, (2e-4, 4e-4, 8e-4, 1.6e-3)),
     "calculator": Schedule({4: 100, 8: 80, 32: 40}, (2e-4, 4e-4, 8e-4, 1.6e-3)),
-    "long_calculator": Schedule({4: 60, 8: 50, 32: 40}, (1e-4, 2e-4, 4e-4, 8e-4)),
     "scratchpad_100": Schedule({4: 100}, (1e-4, 2e-4, 4e-4), held_out_samples=16),
     "scratchpad_mixed": Schedule({4: 100}, (2e-4, 4e-4, 8e-4), held_out_samples=8),
     "lake_6": Schedule({4: 100}, (2e-4, 4e-4, 8e-4)),
@@ -91,7 +90,6 @@ def train(run: Run) -> dict:
     trainer.evaluate()
     log = [entry for entry in trainer.state.log_history if "loss" in entry]
     lengths = [float(entry["completions/mean_length"]) for entry in log]  # tool output left out
-    weights = (task.policy / "model.safetensors").read_bytes()
     kinds = dict.fromkeys(key for entry in log for key in entry if key.endswith("_steps"))
     strata = {key: fmean(float(entry[key]) for entry in log if key in entry) for key in kinds}
     return {
@@ -101,7 +99,7 @@ def train(run: Run) -> dict:
         "noise_scale": [entry.get("noise/scale") for entry in log],
         "tokens": list(itertools.accumulate(schedule.prompts * run.n * length for length in lengths)),
         "held_out": measure.evaluations[-1].mean,
-        "policy": hashlib.sha256(weights).hexdigest()[:8],
+        "policy": sha256(task.policy / "model.safetensors")[:8],
         "seconds": seconds,
     }
 

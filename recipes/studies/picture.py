@@ -17,14 +17,10 @@ TASK, PROBLEM, BATCHES = "scratchpad_30", "7+4*06", 40
 def sample(size: int) -> Rollout:
     """`size` completions of the problem. Nothing is trained but the baseline: the learning rate is 0."""
     task = task_of(TASK)
-    train, asked = (
-        task.train.filter(lambda row, known=known: (row["question"] == PROBLEM) == known) for known in (False, True)
-    )
-    sizes = {"num_generations_eval": size, "per_device_eval_batch_size": size}
-    trainer = trainer_of(
-        task, eval_dataset=asked, baseline="value", learning_rate=0.0, max_steps=BATCHES, seed=3, **sizes
-    )
-    trainer.train_dataset = train
+    asked = task.train.filter(lambda row: row["question"] == PROBLEM)
+    sizes = {"max_steps": BATCHES, "num_generations_eval": size, "per_device_eval_batch_size": size}
+    trainer = trainer_of(task, eval_dataset=asked, baseline="value", learning_rate=0.0, seed=3, **sizes)
+    trainer.train_dataset = task.train.filter(lambda row: row["question"] != PROBLEM)
     trainer.train()
     trainer.evaluate()
     return trainer.rollouts["eval"]

@@ -4,28 +4,31 @@ The studies' results as data, results/*.json, and the pages' tables and pictures
     python -m recipes.studies.render
 
 Below a line such as `<!-- horizon.json: N = 4 -->` stands the table that horizon.json has for `N = 4`. An interval is
-`[value, low, high]`; `null` is what is lost in noise: a value, or an end of an interval.
+`[value, low, high]`; `null` is what is lost in noise: a value, or an end of an interval. The tables of
+learning_curves.json, of runs that were not kept, are rows of text.
 """
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy
+import pandas
 from matplotlib.figure import Figure
 
 from recipes.common.errors import InputError
 from recipes.common.report import markdown
-from recipes.studies.runs import TUNING_SEEDS, arms
-from recipes.toy import lake, scratchpad
+from recipes.studies.runs import arms
+from recipes.toy import scratchpad
 
 
 HERE = Path(__file__).parent
 RUN = ("task", "n", "baseline", "learning_rate", "seed", "policy")  # what tells one run from another
 LEARNING = ("scratchpad_100",)  # tasks in the picture of learning
 PAGES = ("value", "horizon", "turns", "learning_curves", "language")
-Tables = dict[str, list[dict[str, Any]]]  # of cells by task, or of arms by title
+Tables = dict[str, list[dict[str, Any]]]  # of cells, by task
 
 # Results
 
@@ -63,11 +66,10 @@ def publish(name: str, tables: Tables) -> None:
     published = results["tables"]
     for title, measured in tables.items():
         both = published.get(title, []), measured
-        before, now = ({(row.get("estimator") or row["baseline"], row["n"]) for row in rows} for rows in both)
+        before, now = ({(cell["estimator"], cell["n"]) for cell in cells} for cells in both)
         if lost := ", ".join(sorted({estimator for estimator, _ in before - now})):
-            raise InputError(
-                f"results/{name}.json has {lost} for {title}, which was not measured now: measure it too."
-            )
+            problem = f"results/{name}.json has {lost} for {title}, which was not measured now"
+            raise InputError(f"{problem}: measure it too.")
     save(name, results | {"tables": published | tables})
     render()
 
@@ -96,81 +98,64 @@ def interval(values: list[float | None], form: str = ".2f") -> str:
     return f"{value} ({low}–{high})"
 
 
+def _frame(tables: Tables, n: int, text: Callable[[dict], str]) -> pandas.DataFrame:
+    """An estimator per row, a task per column: `text` of each cell at group size `n`."""
+    columns = {
+        task: {f"`{cell['estimator']}`": text(cell) for cell in cells if cell["n"] == n}
+        for task, cells in tables.items()
+    }
+    return pandas.DataFrame({task: column for task, column in columns.items() if column})
+
+
+def _markdown(table: pandas.DataFrame, missing: str) -> str:
+    return markdown([[*table], *table.fillna(missing).values.tolist()])
+
+
 def by_task(tables: Tables, n: int) -> str:
     """An estimator per row, a task per column, at group size `n`."""
-    of = {(task, cell["estimator"]): cell for task, cells in tables.items() for cell in cells if cell["n"] == n}
-    titles = {task: f"{task} (n = {cell['prompts']})" for (task, _), cell in of.items()}
 
-    def text(cell: dict | None) -> str:
-        if cell is None:
-            return "–"
+    def text(cell: dict) -> str:
         return f"{interval(cell['efficiency'])}; {interval(cell['noise'])}; {number(cell['cosine'], '.3f')}"
 
-    names = dict.fromkeys(name for _, name in of)
-    rows = [[f"`{name}`", *(text(of.get((task, name))) for task in titles)] for name in names]
-    return markdown([["estimator", *titles.values()], *rows])
+    found = _frame(tables, n, text).rename(columns=lambda task: f"{task} (n = {tables[task][0]['prompts']})")
+    return _markdown(found.rename_axis("estimator").reset_index(), "–")
 
 
 def noise(tables: Tables, n: int, names: list[str]) -> str:
     """A task per row, one of these estimators per column: noise to signal over the group mean's."""
-    rows = []
-    for task, cells in tables.items():
-        of = {cell["estimator"]: interval(cell["noise"]) for cell in cells if cell["n"] == n}
-        if set(of) & set(names):
-            rows.append([f"{task} ({cells[0]['prompts']})", *(of.get(name, "–") for name in names)])
-    return markdown([["task (prompts)", *(f"`{name}`" for name in names)], *rows])
-
-
-def _tokens(tokens: dict) -> str:
-    """Over the seeds that reach the threshold, and how many never do."""
-    if tokens["thousands"] is None:
-        return "never"
-    return interval(tokens["thousands"], ".3g") + (f", {tokens['never']} never" if tokens["never"] else "")
-
-
-def _tuned(at: dict) -> str:
-    seeds = f" ({at['seeds']})" if "seeds" in at else ""
-    return f"{at['score']:.3f}{seeds}" + (f", {at['collapsed']} collapsed" if at["collapsed"] else "")
+    found = _frame(tables, n, lambda cell: interval(cell["noise"])).reindex([f"`{name}`" for name in names])
+    found = found.dropna(axis="columns", how="all").T
+    found = found.rename(index=lambda task: f"{task} ({tables[task][0]['prompts']})")
+    return _markdown(found.rename_axis("task (prompts)").reset_index(), "–")
 
 
 ARM = {
-    "task": ("task", str),
     "n": ("N", str),
     "baseline": ("baseline", str),
-    "learning_rate": ("learning rate", lambda x: number(x, "g")),
+    "learning_rate": ("learning rate", "{:g}".format),
     "seeds": ("seeds", str),
     "over_the_run": ("over the run", lambda x: interval(x, ".3f")),
     "last_tenth": ("in the last tenth", lambda x: interval(x, ".3f")),
     "minus_group_mean": ("minus the group mean's, over the run", lambda x: interval(x, ".3f")),
-    "probability": ("probability that a run beats one of the group mean's", interval),
-    "tokens": ("tokens to threshold (thousands)", _tokens),
     "held_out": ("held-out at the end (%)", lambda x: interval(x, ".3g")),
-    "grad_norm": ("worst gradient norm", "{:.2f}".format),
-    "entropy": ("entropy, first and last tenth", lambda x: "{:.3f}, {:.3f}".format(*x)),
-    "noise_scale": ("noise scale (prompts)", lambda x: number(x, ".0f")),
     "collapsed": ("collapsed", str),
     "won": ("pairs of seeds won", str),
 }
 
 
-def of_arms(arms: list[dict]) -> str:
-    """An arm of the learning curves per row, with the columns that the arms have, or a column per learning rate."""
-    columns = {key: column for key, column in ARM.items() if any(key in arm for arm in arms)}
-    rates = list(dict.fromkeys(rate for arm in arms for rate in arm.get("rates", {})))
-    strata = list(dict.fromkeys(kind for arm in arms for kind in arm.get("strata", {})))
-    rows = [
-        [text(arm[key]) if key in arm else "" for key, (_, text) in columns.items()]
-        + [interval(arm["strata"][kind], ".3f") if "strata" in arm else "" for kind in strata]
-        + [_tuned(arm["rates"][rate]) if rate in arm["rates"] else "" for rate in rates]
-        for arm in arms
-    ]
-    titles = [title for title, _ in columns.values()] + [kind.replace("_", " ") for kind in strata]
-    return markdown([titles + rates, *rows])
+def _tuned(at: dict) -> str:
+    return f"{at['score']:.3f} ({at['seeds']})" + (f", {at['collapsed']} collapsed" if at["collapsed"] else "")
 
 
 def of_runs(rows: list[dict]) -> str:
-    """The table of a task's runs; the group mean's difference is from itself, of seeds in pairs."""
-    return of_arms(arms(rows))
+    """Of a task's runs, an arm per row; the group mean's difference is from itself, of seeds in pairs."""
+    table = [
+        {title: "" if arm[key] is None else text(arm[key]) for key, (title, text) in ARM.items()}
+        | {kind.replace("_", " "): interval(reward, ".3f") for kind, reward in arm["strata"].items()}
+        | {rate: _tuned(at) for rate, at in arm["rates"].items()}
+        for arm in arms(rows)
+    ]
+    return _markdown(pandas.DataFrame(table), "")
 
 
 def rendered(page: str) -> str:
@@ -184,7 +169,7 @@ def rendered(page: str) -> str:
         if "; " in key:  # N and estimators
             n, *names = key.split("; ")
             return f"{line}\n\n{noise(tables, int(n), names)}"
-        return f"{line}\n\n{of_arms(tables[key]) if key in tables else by_task(tables, int(key))}"
+        return f"{line}\n\n{markdown(tables[key]) if key in tables else by_task(tables, int(key))}"
 
     pattern = r"^(<!-- (\w+)(?:\.json)?: (?:N = )?(.+) -->)\n\n(?:\|.*\n)*"
     return re.sub(pattern, table, page, flags=re.MULTILINE)
@@ -193,22 +178,18 @@ def rendered(page: str) -> str:
 # Pictures
 
 
-def _columns(name: str, titles: dict[int, str], n: int) -> dict[int, tuple[str, str, int]]:
-    return {x: (name, title, n) for x, title in titles.items()}
-
-
-# By name its panels: title, what the x-axis counts, and by x the results, their column and N
-Panel = tuple[str, str, dict[int, tuple[str, str, int]]]
+# By name its panels: title, what the x-axis counts, the results, and by x their column and N
+Panel = tuple[str, str, str, dict[int, tuple[str, int]]]
 PICTURES: dict[str, list[Panel]] = {
     "horizon": [
-        ("scratchpads, N = 4", "tokens", _columns("value", {t: f"T = {t}" for t in scratchpad.STEPS}, 4)),
+        ("scratchpads, N = 4", "tokens", "value", {t: (f"T = {t}", 4) for t in scratchpad.STEPS}),
     ],
     "groups": [
-        (f"scratchpads, {task}", "completions per prompt, N", {n: ("value", task, n) for n in (4, 8, 32)})
+        (f"scratchpads, {task}", "completions per prompt, N", "value", {n: (task, n) for n in (4, 8, 32)})
         for task in ("T = 30", "T = 100")
     ],
     "turns": [
-        (f"lakes, {title}, N = 4", "turns", _columns("turns", {t: f"lake_{t}{kind}" for t in lake.SIDES}, 4))
+        (f"lakes, {title}, N = 4", "turns", "turns", {t: (f"lake_{t}{kind}", 4) for t in (6, 14, 30, 46)})
         for title, kind in (("one reward at the end", ""), ("rewards per turn", "_turns"))
     ],
 }
@@ -235,12 +216,13 @@ def axes_of(titles: list[str]) -> tuple[Figure, Any]:
 def draw(panels: list[Panel], path: Path) -> None:
     """Noise to signal over the group mean's, of what is there."""
     figure, axes = axes_of([title for title, *_ in panels])
-    for axis, (_, counted, columns) in zip(axes, panels, strict=True):
+    for axis, (_, counted, results, columns) in zip(axes, panels, strict=True):
+        tables = load(results)["tables"]
         for name in ("otb", "otb, one left out", "ogb_pooled", "value"):
             found = {
                 x: cell["noise"]
-                for x, (results, title, n) in columns.items()
-                for cell in load(results)["tables"].get(title, [])
+                for x, (title, n) in columns.items()
+                for cell in tables.get(title, [])
                 if (cell["estimator"], cell["n"]) == (name, n) and None not in cell["noise"]
             }
             if found:
@@ -260,10 +242,9 @@ def learning(tasks: dict[str, list[dict]], path: Path) -> None:
     """The reward in each tenth of a run under each baseline at its tuned rate: mean and range over seeds."""
     figure, axes = axes_of([f"{task}, N = 4" for task in tasks])
     for axis, rows in zip(axes, tasks.values(), strict=True):
-        tuned = {arm["baseline"]: arm["learning_rate"] for arm in arms(rows) if arm["n"] == 4}
-        for name in (name for name in COLORS if tuned.get(name)):
-            of = [row for row in rows if (row["n"], row["baseline"], row["learning_rate"]) == (4, name, tuned[name])]
-            if of := [row for row in of if row["seed"] not in TUNING_SEEDS]:
+        runs = {arm["baseline"]: arm["runs"] for arm in arms(rows) if arm["n"] == 4}
+        for name in COLORS:
+            if of := runs.get(name):
                 curves = numpy.array([row["curve"] for row in of])
                 tenths = (numpy.arange(curves.shape[1]) + 0.5) / curves.shape[1]
                 thousands = numpy.mean([row["tokens"] for row in of]) / 1000 * tenths

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy
+import pandas
 from scipy import stats
 
 
@@ -30,25 +31,23 @@ def collapsed(row: dict[str, Any]) -> bool:
     return row["curve"][-1] < 2 / 3 * max(row["curve"])
 
 
-def by_rate(rows: list[dict[str, Any]], seeds: Sequence[int]) -> dict[float, list[dict[str, Any]]]:
-    """Those of one arm with these seeds, by learning rate."""
-    found: dict[float, list[dict[str, Any]]] = {}
-    for row in rows:
-        if row["seed"] in seeds:
-            found.setdefault(row["learning_rate"], []).append(row)
-    return found
+def tried(rows: list[dict[str, Any]], seeds: Sequence[int]) -> pandas.DataFrame:
+    """By learning rate, of one arm's runs with these seeds: their mean score, their number, and how many collapsed."""
+    runs = [(row["learning_rate"], score(row), collapsed(row)) for row in rows if row["seed"] in seeds]
+    by_rate = pandas.DataFrame(runs, columns=["rate", "score", "collapsed"]).groupby("rate")
+    return by_rate.agg(score=("score", "mean"), seeds=("score", "size"), collapsed=("collapsed", "sum"))
 
 
 def best_rates(rows: list[dict[str, Any]], seeds: Sequence[int]) -> list[float]:
     """The learning rates at which an arm ran with all of `seeds`, the best last."""
-    scores = {rate: [score(row) for row in of] for rate, of in by_rate(rows, seeds).items() if len(of) == len(seeds)}
-    return sorted(scores, key=lambda rate: statistics.fmean(scores[rate]))
+    found = tried(rows, seeds)
+    return [*found[found["seeds"] == len(seeds)].sort_values("score", kind="stable").index]
 
 
-def estimate(values: list[float]) -> list[float | None]:
+def estimate(values: list[float]) -> list[float | None] | None:
     """`[mean, low, high]` with a 95 % interval by bootstrap over seeds, which a single seed does not have."""
     if len(values) < 2:
-        return [*values, None, None]
+        return [*values, None, None] if values else None
     drawn = stats.bootstrap((values,), numpy.mean, n_resamples=DRAWS, method="percentile", rng=0)
     return [statistics.fmean(values), *map(float, drawn.confidence_interval)]
 
@@ -56,7 +55,7 @@ def estimate(values: list[float]) -> list[float | None]:
 def arms(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """
     A row per arm of one task, at its tuned learning rate, by seeds that did not tune it; beside the group mean's run
-    of the same seed and from the same policy. The last row is the group mean beside itself: seeds in pairs.
+    of the same seed and from the same policy. The group mean is beside itself: seeds in pairs. None: unknown.
     """
     of_arm: dict[tuple[int, str], list[dict[str, Any]]] = {}
     for row in sorted(rows, key=lambda row: (row["n"], row["baseline"] != "group_mean")):
@@ -66,33 +65,28 @@ def arms(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         untuned = {row["learning_rate"] for row in of if row["seed"] not in TUNING_SEEDS}
         best = (best_rates(of, TUNING_SEEDS) or ([*untuned] if len(untuned) == 1 else [None]))[-1]
         at_best = [row for row in of if row["learning_rate"] == best and row["seed"] not in TUNING_SEEDS]
-        own = {(row["seed"], row["policy"]): row for row in at_best}
-        tuning = {
-            f"{rate:g}": {
-                "score": statistics.fmean(map(score, tried)),
-                "seeds": len(tried),
-                "collapsed": sum(map(collapsed, tried)),
-            }
-            for rate, tried in sorted(by_rate(of, TUNING_SEEDS).items())
-        }
-        arm = {"n": n, "baseline": baseline, "learning_rate": best, "seeds": len(own), "rates": tuning}
+        scores = {(row["seed"], row["policy"]): score(row) for row in at_best}
         if baseline == "group_mean":
-            control[n] = own
-        beside = control.get(n, {})
-        ahead = [score(row) - score(beside[key]) for key, row in own.items() if key in beside]
-        if baseline == "group_mean":
-            in_turn = [score(row) for row in own.values()]
+            control, in_turn = control | {n: scores}, [*scores.values()]
             ahead = [second - first for first, second in zip(in_turn[::2], in_turn[1::2], strict=False)]
-        if own:
-            arm |= {
-                "over_the_run": estimate([score(row) for row in own.values()]),
-                "last_tenth": estimate([row["curve"][-1] for row in own.values()]),
-                "held_out": estimate([100 * row["held_out"] for row in own.values()]),
-                "collapsed": sum(map(collapsed, own.values())),
-            }
-            kinds = [row["strata"] for row in own.values() if "strata" in row]
-            arm |= {"strata": {kind: estimate([of[kind] for of in kinds]) for kind in kinds[0]}} if kinds else {}
-        if ahead:
-            arm |= {"minus_group_mean": estimate(ahead), "won": f"{sum(x > 0 for x in ahead)} of {len(ahead)}"}
+        else:
+            beside = control.get(n, {})
+            ahead = [own - beside[key] for key, own in scores.items() if key in beside]
+        strata = [row["strata"] for row in at_best if "strata" in row]
+        arm: dict[str, Any] = {
+            "n": n,
+            "baseline": baseline,
+            "learning_rate": best,
+            "runs": at_best,
+            "seeds": len(at_best),
+            "over_the_run": estimate([*scores.values()]),
+            "last_tenth": estimate([row["curve"][-1] for row in at_best]),
+            "minus_group_mean": estimate(ahead),
+            "held_out": estimate([100 * row["held_out"] for row in at_best]),
+            "collapsed": sum(map(collapsed, at_best)) if at_best else None,
+            "won": f"{sum(x > 0 for x in ahead)} of {len(ahead)}" if ahead else None,
+            "strata": {kind: estimate([of[kind] for of in strata]) for kind in (strata or [{}])[0]},
+            "rates": {f"{rate:g}": of for rate, of in tried(of, TUNING_SEEDS).to_dict("index").items()},
+        }
         found.append(arm)
     return found

@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +24,6 @@ PROMPTS_PER_BATCH = 16  # of a step whose efficiency is published
 CHAIN_SUMS = {
     "sums": (worked_sums.CHAIN_SUM, 24, None),
     "calculator": (dialogues.CHAIN_SUM, 72, 6),
-    "long_calculator": (dialogues.LONG_CHAIN_SUM, 180, 14),
 }
 MIXED = [10, 30, 100]  # tokens
 # In eighths, the chances of a prompt's completions: U-shaped, or even
@@ -83,9 +82,7 @@ def with_prompts(problems: Dataset) -> Dataset:
     return problems.map(lambda row: {"prompt": [{"role": "user", "content": row["question"]}]})
 
 
-def trainer_of(
-    task: Task, *, callbacks: Sequence = (), eval_dataset: Dataset | None = None, **options
-) -> OTBGRPOTrainer:
+def trainer_of(task: Task, *, callbacks=(), eval_dataset: Dataset | None = None, **options) -> OTBGRPOTrainer:
     """It samples and rewards `task`, by default in groups of 4 and with 16 prompts per batch, and saves nothing."""
     settings = {
         "output_dir": "runs/studies/work",

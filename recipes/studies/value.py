@@ -11,6 +11,7 @@ calculator are improbable tokens. Rewards per turn have no `value`, which the to
 """
 
 import argparse
+import math
 import sys
 from pathlib import Path
 
@@ -20,21 +21,17 @@ import trl_otb
 from recipes.common.launching import tidy_output
 from recipes.studies import language, render
 from recipes.studies.tasks import PROMPTS_PER_BATCH, task_of, trainer_of
+from recipes.toy import lake, scratchpad
 from trl_otb.baselines import BASELINES, Value
 
 
 # By the task, and prompts per step where they are not 16; and the column's title
 TASKS = {
-    "scratchpad_10": "T = 10",
-    "scratchpad_30": "T = 30",
-    "scratchpad_100": "T = 100",
-    "scratchpad_300": "T = 300",
+    **{f"scratchpad_{tokens}": f"T = {tokens}" for tokens in scratchpad.STEPS},
     "sums": "sums",
     "calculator": "calculator",
-    "lake_6": "6 turns",
-    "lake_14": "14 turns",
-    "lake_6_turns": "6 turns, rewards per turn",
-    "lake_14_turns": "14 turns, rewards per turn",
+    **{f"lake_{turns}": f"{turns} turns" for turns in lake.SIDES},
+    **{f"lake_{turns}_turns": f"{turns} turns, rewards per turn" for turns in lake.SIDES},
     "scratchpad_mixed": "mixed lengths, 16 prompts",
     "scratchpad_mixed/4": "mixed lengths, 4 prompts",
     "lucky_even": "even rates, 16 prompts",
@@ -49,66 +46,44 @@ TASKS = {
 TOY = [task for task in TASKS if task.split("_")[0] not in language.TASKS]
 BESIDE = ("otb", "rloo", "rloo_pooled", "ogb_pooled", "ogb_pooled_damped")
 MEASURED = {"completions_per_prompt": 128, "group_sizes": [4, 8, 32], "projection": 4096}
-_flags = {name: getattr(BASELINES["value"], name) for name in ("leaves_one_out", "unbiased", "reads", "on_top_of")}
 
 
-@trl_otb.register_baseline("value_weights_one", **_flags)
-class WeightsOne(Value):
-    """Per token: `value`, an ordinary value function: every token counts alike."""
+class Part(Value):
+    """Per token: `value` without one of its parts."""
 
-    weights = "one"
+    without = slice(0, 0)  # which of the features
+    batches = math.inf  # that it learns from
+    whole = False  # whether c = 1 from the first batch on
 
-
-@trl_otb.register_baseline("value_no_states", **_flags)
-class NoStates(Value):
-    """Per token: `value`, without hidden states."""
-
-    def _features(self, tokens):
-        return super()._features(tokens)[..., :9]
-
-
-@trl_otb.register_baseline("value_no_sums", **_flags)
-class NoSums(Value):
-    """Per token: `value`, without sums over the prefix."""
+    def __init__(self):
+        super().__init__()
+        self.left = self.batches
 
     def _features(self, tokens):
         features = super()._features(tokens)
-        return torch.cat([features[..., :3], features[..., 9:]], dim=-1)
-
-
-@trl_otb.register_baseline("value_whole", **_flags)
-class Whole(Value):
-    """Per token: `value`, c = 1 from the first batch on."""
+        return torch.cat([features[..., : self.without.start], features[..., self.without.stop :]], dim=-1)
 
     def _fit(self):
         super()._fit()
-        self.weight = 1.0
-
-
-class FirstBatches(Value):
-    """`value`, which learns from its first batches alone."""
-
-    learns_from = 1
+        if self.whole:
+            self.weight = 1.0
 
     def update(self, tokens):
-        if self.learns_from > 0:
-            self.learns_from -= 1
-            super().update(tokens)
+        self.left -= 1
+        return super().update(tokens) if self.left >= 0 else None
 
 
-@trl_otb.register_baseline("value_one_batch", **_flags)
-class OneBatch(FirstBatches):
-    """Per token: `value` after one batch."""
-
-
-@trl_otb.register_baseline("value_three_batches", **_flags)
-class ThreeBatches(FirstBatches):
-    """Per token: `value` after three batches."""
-
-    learns_from = 3
-
-
-ABLATIONS = [name for name in BASELINES if name.startswith("value_")]
+ABLATIONS = {
+    "value_weights_one": {"weights": "one"},  # an ordinary value function: every token counts alike
+    "value_no_states": {"without": slice(9, 10**6)},
+    "value_no_sums": {"without": slice(3, 9)},  # over the prefix
+    "value_whole": {"whole": True},
+    "value_one_batch": {"batches": 1},
+    "value_three_batches": {"batches": 3},
+}
+FLAGS = {name: getattr(BASELINES["value"], name) for name in ("leaves_one_out", "unbiased", "reads", "on_top_of")}
+for _name, _options in ABLATIONS.items():
+    trl_otb.register_baseline(_name, **FLAGS)(type(_name, (Part,), _options))
 
 
 def measured(task: str, folder: Path, args: argparse.Namespace) -> trl_otb.BaselineReport:

@@ -33,15 +33,14 @@ def _warm_started(kind: str) -> Callable[[], Path]:
 
 # A 2-layer policy that does short sums carelessly; the default of recipes/math.py
 sums = _warm_started("sums")
-# Policies that use a calculator carelessly, in about three turns (the default of tool_math.py) or ten
-calculator, long_calculator = _warm_started("calculator"), _warm_started("long_calculator")
+# A policy that uses a calculator carelessly, in about three turns; the default of recipes/tool_math.py
+calculator = _warm_started("calculator")
 # Policies that count a digit up; the name gives the approximate number of tokens (mixed: 10, 30 or 100)
 scratchpad_mixed = _warm_started("scratchpad_mixed")
 scratchpad_10, scratchpad_30 = _warm_started("scratchpad_10"), _warm_started("scratchpad_30")
 scratchpad_100, scratchpad_300 = _warm_started("scratchpad_100"), _warm_started("scratchpad_300")
 # Policies that cross a frozen lake; the name gives the approximate number of turns
 lake_6, lake_14 = _warm_started("lake_6"), _warm_started("lake_14")
-lake_30, lake_46 = _warm_started("lake_30"), _warm_started("lake_46")
 
 
 def smollm2() -> Path:

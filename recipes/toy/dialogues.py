@@ -14,12 +14,11 @@ from .worked_sums import expressions
 
 ALPHABET = "0123456789+-=[]{}>?"
 CHAIN_SUM = {"min_terms": 3, "max_terms": 4, "min_digits": 2, "max_digits": 2}
-LONG_CHAIN_SUM = {"min_terms": 8, "max_terms": 10, "min_digits": 1, "max_digits": 1}
 
 
-def demonstrations(size: int, chain_sum: dict[str, int] = CHAIN_SUM) -> list[list[tuple[str, bool]]]:
+def demonstrations(size: int) -> list[list[tuple[str, bool]]]:
     rng = random.Random(0)
-    return [_demonstration(e.replace(" ", ""), rng) for e in expressions(size, **chain_sum)]
+    return [_demonstration(e.replace(" ", ""), rng) for e in expressions(size, **CHAIN_SUM)]
 
 
 def _demonstration(expression: str, rng: random.Random) -> list[tuple[str, bool]]:

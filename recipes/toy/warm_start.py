@@ -15,6 +15,12 @@ from pathlib import Path
 from . import QUIET, cached, dialogues, lake, scratchpad, worked_sums
 
 
+# Arguments of Qwen3Config
+LAYERS = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16}
+OTHERS = {"max_position_embeddings": 256, "tie_word_embeddings": True}
+
+
 @dataclass(frozen=True)
 class WarmStart:
     """Supervised training on demonstrations."""
@@ -26,16 +32,7 @@ class WarmStart:
     response_template: dict | None = None  # by which transformers parses an answer into a message
     steps: int = 2000
     batch_size: int = 32
-    model: tuple[tuple[str, int | bool], ...] = (  # arguments of Qwen3Config
-        ("hidden_size", 64),
-        ("intermediate_size", 128),
-        ("num_hidden_layers", 2),
-        ("num_attention_heads", 4),
-        ("num_key_value_heads", 4),
-        ("head_dim", 16),
-        ("max_position_embeddings", 256),
-        ("tie_word_embeddings", True),
-    )
+    model: tuple[tuple[str, int], ...] = tuple((LAYERS | HEADS | OTHERS).items())
 
     def key(self) -> str:
         """A hash of everything that determines the weights; changes of wording or layout do not affect it."""
@@ -69,16 +66,11 @@ def _calls(task, demonstrations, tool: str, argument: str, **training) -> WarmSt
     return WarmStart(task.ALPHABET, demonstrations, template, response_template=response, **training)
 
 
-def _up_to(tokens: int) -> tuple[tuple[str, int | bool], ...]:
-    """The model for conversations of at most this length."""
-    return tuple(dict(WarmStart.model, max_position_embeddings=tokens).items())
-
-
-_long_dialogues = partial(dialogues.demonstrations, chain_sum=dialogues.LONG_CHAIN_SUM)
+# The model for longer conversations
+LONGER = tuple(dict(WarmStart.model, max_position_embeddings=1024).items())
 WARM_STARTS = {
     "sums": _answers(worked_sums, worked_sums.demonstrations, learning_rate=6e-3),
     "calculator": _calls(dialogues, dialogues.demonstrations, "calculator", "expression"),
-    "long_calculator": _calls(dialogues, _long_dialogues, "calculator", "expression"),
 }
 for _name, _tokens, _steps, _batch in (
     ("10", [10], 2000, 32),
@@ -87,13 +79,12 @@ for _name, _tokens, _steps, _batch in (
     ("300", [300], 3000, 16),
     ("mixed", [10, 30, 100], 2000, 32),
 ):
-    _training = {"steps": _steps, "batch_size": _batch, "model": _up_to(1024)}
+    _training = {"steps": _steps, "batch_size": _batch, "model": LONGER}
     _demonstrations = partial(scratchpad.demonstrations, tokens=_tokens)
     WARM_STARTS[f"scratchpad_{_name}"] = _answers(scratchpad, _demonstrations, **_training)
-for _turns, _steps, _batch in ((6, 1500, 32), (14, 1000, 32), (30, 800, 16), (46, 1000, 16)):
-    _training = {"steps": _steps, "batch_size": _batch, "model": _up_to(1024 if _turns < 46 else 2048)}
+for _turns, _steps in ((6, 1500), (14, 1000)):
     _demonstrations = partial(lake.demonstrations, turns=_turns)
-    WARM_STARTS[f"lake_{_turns}"] = _calls(lake, _demonstrations, "move", "direction", **_training)
+    WARM_STARTS[f"lake_{_turns}"] = _calls(lake, _demonstrations, "move", "direction", steps=_steps, model=LONGER)
 
 
 def policy(kind: str, steps: int | None = None) -> Path:
@@ -101,7 +92,7 @@ def policy(kind: str, steps: int | None = None) -> Path:
     start = replace(WARM_STARTS[kind], steps=steps or WARM_STARTS[kind].steps)
 
     def make(folder: Path) -> None:
-        takes = "a minute or less" if start.model == WarmStart.model else "minutes, for long games an hour"
+        takes = "a minute or less" if start.model == WarmStart.model else "minutes"
         print(f"Warm-starting the toy policy {kind}: {takes}, once; it is cached.", flush=True)
         # A separate process, outside the launched job: a trainer here would wait for the other processes, which wait
         # for this one. A separate session, so that Ctrl-C reaches only this process, which then ends the other.

@@ -478,11 +478,13 @@ INTERVAL = r"-?\d+(?:\.\d+)? \(-?\d+(?:\.\d+)?–-?\d+(?:\.\d+)?\)"
 
 
 def intervals_of(records):
-    """All that are in the data, in the forms in which pages give them."""
+    """All that are in the data, as numbers or in a row of text, in the forms in which pages give them."""
     found = set()
     for record in records:
-        values = record | record.get("tokens", {}) if isinstance(record.get("tokens"), dict) else record
-        ends = [v for v in values.values() if isinstance(v, list) and len(v) == 3]
+        values = record.values() if isinstance(record, dict) else record
+        texts = [v for v in values if isinstance(v, str) and re.fullmatch(INTERVAL, v)]
+        ends = [v for v in values if isinstance(v, list) and len(v) == 3 and not isinstance(v[0], dict)]
+        ends += [[float(x) for x in re.findall(r"-?[\d.]+", text)] for text in texts]
         ends += [[100 * x for x in v] for v in ends if None not in v]
         found |= {render.interval(v, form) for v in ends for form in (".2f", ".3f", ".1f", ".0f", ".3g")}
     return found
@@ -518,5 +520,5 @@ def test_numbers_in_prose_stand_in_the_results(page, results, least):
 def test_pictures_are_drawn_from_the_results(name, tmp_path):
     panels = render.PICTURES[name]
     render.draw(panels, tmp_path / "whole.png")
-    render.draw([(title, counted, {}) for title, counted, _ in panels], tmp_path / "empty.png")
+    render.draw([(*panel[:3], {}) for panel in panels], tmp_path / "empty.png")
     assert (tmp_path / "whole.png").stat().st_size > (tmp_path / "empty.png").stat().st_size + 5_000
