@@ -41,6 +41,7 @@ scratchpad_10, scratchpad_30 = _warm_started("scratchpad_10"), _warm_started("sc
 scratchpad_100, scratchpad_300 = _warm_started("scratchpad_100"), _warm_started("scratchpad_300")
 # Policies that cross a frozen lake; the name gives the approximate number of turns
 lake_6, lake_14 = _warm_started("lake_6"), _warm_started("lake_14")
+lake_30, lake_46 = _warm_started("lake_30"), _warm_started("lake_46")
 
 
 def smollm2() -> Path:

@@ -17,7 +17,7 @@ HOLES = 0.25  # share of the cells
 WANDERS = 0.05  # share of the turns
 RIGHT = 0.6
 # By the approximate number of turns of a won game: the cells along a side of the lake
-SIDES = {6: 4, 14: 8}
+SIDES = {6: 4, 14: 8, 30: 16, 46: 24}
 
 
 def level(side: int, seed: int) -> list[str]:

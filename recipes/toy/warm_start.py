@@ -66,8 +66,11 @@ def _calls(task, demonstrations, tool: str, argument: str, **training) -> WarmSt
     return WarmStart(task.ALPHABET, demonstrations, template, response_template=response, **training)
 
 
-# The model for longer conversations
-LONGER = tuple(dict(WarmStart.model, max_position_embeddings=1024).items())
+def _up_to(tokens: int) -> tuple[tuple[str, int], ...]:
+    """The model for conversations of at most this length."""
+    return tuple(dict(WarmStart.model, max_position_embeddings=tokens).items())
+
+
 WARM_STARTS = {
     "sums": _answers(worked_sums, worked_sums.demonstrations, learning_rate=6e-3),
     "calculator": _calls(dialogues, dialogues.demonstrations, "calculator", "expression"),
@@ -79,12 +82,14 @@ for _name, _tokens, _steps, _batch in (
     ("300", [300], 3000, 16),
     ("mixed", [10, 30, 100], 2000, 32),
 ):
-    _training = {"steps": _steps, "batch_size": _batch, "model": LONGER}
+    _training = {"steps": _steps, "batch_size": _batch, "model": _up_to(1024)}
     _demonstrations = partial(scratchpad.demonstrations, tokens=_tokens)
     WARM_STARTS[f"scratchpad_{_name}"] = _answers(scratchpad, _demonstrations, **_training)
-for _turns, _steps in ((6, 1500), (14, 1000)):
+for _turns, _steps, _batch in ((6, 1500, 32), (14, 1000, 32), (30, 800, 16), (46, 1000, 16)):
+    _length = 1024 if _turns < 46 else 2048
+    _training = {"steps": _steps, "batch_size": _batch, "model": _up_to(_length)}
     _demonstrations = partial(lake.demonstrations, turns=_turns)
-    WARM_STARTS[f"lake_{_turns}"] = _calls(lake, _demonstrations, "move", "direction", steps=_steps, model=LONGER)
+    WARM_STARTS[f"lake_{_turns}"] = _calls(lake, _demonstrations, "move", "direction", **_training)
 
 
 def policy(kind: str, steps: int | None = None) -> Path:
@@ -92,7 +97,7 @@ def policy(kind: str, steps: int | None = None) -> Path:
     start = replace(WARM_STARTS[kind], steps=steps or WARM_STARTS[kind].steps)
 
     def make(folder: Path) -> None:
-        takes = "a minute or less" if start.model == WarmStart.model else "minutes"
+        takes = "a minute or less" if start.model == WarmStart.model else "minutes, for long games an hour"
         print(f"Warm-starting the toy policy {kind}: {takes}, once; it is cached.", flush=True)
         # A separate process, outside the launched job: a trainer here would wait for the other processes, which wait
         # for this one. A separate session, so that Ctrl-C reaches only this process, which then ends the other.
