@@ -26,7 +26,7 @@ from recipes.toy import scratchpad
 
 HERE = Path(__file__).parent
 RUN = ("task", "n", "baseline", "learning_rate", "seed", "policy")  # what tells one run from another
-LEARNING = ("scratchpad_100",)  # tasks in the picture of learning
+LEARNING = {"learning": ("scratchpad_100",), "language": ("word_sequence_reversal",)}  # by picture, its tasks
 PAGES = ("value", "horizon", "turns", "learning_curves", "language")
 Tables = dict[str, list[dict[str, Any]]]  # of cells, by task
 
@@ -272,7 +272,8 @@ def render() -> None:
         page.write_text(rendered(page.read_text()))
     for name, panels in PICTURES.items():
         draw(panels, HERE / f"{name}.png")
-    learning({task: runs_of(task) for task in LEARNING}, HERE / "learning.png")
+    for name, tasks in LEARNING.items():
+        learning({task: runs_of(task) for task in tasks}, HERE / f"{name}.png")
 
 
 if __name__ == "__main__":

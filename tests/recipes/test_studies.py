@@ -92,7 +92,12 @@ def test_an_arm_that_only_tunes_has_no_scores():
 
 def test_runs_are_published_beside_those_that_are_there(tmp_path, monkeypatch, capsys, registry):
     """In the place of the same runs; the page and the picture follow."""
-    for name, value in {"HERE": tmp_path, "PAGES": ("value",), "PICTURES": {}, "LEARNING": ("sums",)}.items():
+    for name, value in {
+        "HERE": tmp_path,
+        "PAGES": ("value",),
+        "PICTURES": {},
+        "LEARNING": {"learning": ("sums",)},
+    }.items():
         monkeypatch.setattr(render, name, value)
     (tmp_path / "results").mkdir()
     other = summary(result(Run("calculator", "otb", 4, 1e-3, 1), [0.5] * 10))
