@@ -299,9 +299,13 @@ class Forgetful:
             lambda group: 0,
             r"`reads` with 'logits': it must be some of 'logps', .*'prompt_key'",
         ),
-        ({"totals_only": True, "per_token": False, "reads": ("turn",)}, lambda group: 0, "there is 'prompt_key' only"),
+        (
+            {"totals_only": True, "per_token": False, "reads": ("turn",)},
+            lambda group: 0,
+            "only 'prompt_key' is available",
+        ),
         ({"on_top_of": "otb"}, lambda tokens: 0, "choose one that reads returns only, such as 'rloo_pooled'"),
-        ({"on_top_of": "rloo", "across_prompts": True}, lambda tokens: 0, "Leave one of them out"),
+        ({"on_top_of": "rloo", "across_prompts": True}, lambda tokens: 0, "Drop one of the two"),
         ({"on_top_of": "rloo", "per_token": False}, lambda tokens: 0, "it is always per token"),
         ({"on_top_of": "rlo"}, lambda tokens: 0, "'rlo': it must be one of"),
         (
@@ -382,7 +386,7 @@ class Careless:
     ("what", "message"),
     [
         (lambda tokens: tokens.logps.clamp_(max=-100), "'careless' modified `logps` in place"),
-        (lambda tokens: tokens.energy, "reads energies and was registered with `uses_energy=False`"),
+        (lambda tokens: tokens.energy, "reads energies but was registered with `uses_energy=False`"),
     ],
 )
 def test_what_a_baseline_learns_from_stays_as_it_is(train, registry, what, message):

@@ -55,7 +55,10 @@ def tokens_of(form):
         (too_many, "'too_many' returned 2 rewards for completion 2, which has 1 turns.*one number for each assistant"),
         (too_few_tokens, "'too_few_tokens' returned 7 rewards for completion 1, which has 8 tokens.*`completion_ids`"),
         (not_finite, "'not_finite' returned nan as reward 0 of completion 0.*must be finite"),
-        (with_first(math.inf), "'function' returned inf for completion 1: a reward must be a finite number, or None"),
+        (
+            with_first(math.inf),
+            "'function' returned inf for completion 1: a reward must be a finite number .*, or None",
+        ),
         (with_first(-math.inf), "'function' returned -inf for completion 1"),
         (with_first(torch.tensor(math.inf)), r"'function' returned tensor\(inf\) for completion 1"),
         (with_first("1.0"), "'function' returned '1.0' for completion 1"),
@@ -67,7 +70,10 @@ def tokens_of(form):
         (lambda completion_ids, **kwargs: {*map(tuple, completion_ids)}, "returned {.*: it must return a list"),
         (lambda completion_ids, **kwargs: TokenRewards([1.0] * len(completion_ids)), r"returned TokenRewards\(\[1.0"),
         (infinite_later, "'infinite_later' returned inf for completion 0"),
-        (with_first(1e39), r"'function' returned 1e\+39 for completion 1: a reward must be a finite number, or None"),
+        (
+            with_first(1e39),
+            r"'function' returned 1e\+39 for completion 1: a reward must be a finite number .*, or None",
+        ),
         (with_first([1e39]), r"'function' returned 1e\+39 as reward 0 of completion 1"),
         (with_first(10**400), "'function' returned 1000+.* for completion 1"),
         (tokens_of(lambda n: [2e38] * n), r"'function' returned rewards that sum to 1.6e\+39 of completion 0"),
@@ -75,7 +81,10 @@ def tokens_of(form):
         (tokens_of(lambda n: torch.zeros(n, 1)), r"an array of shape \(8, 1\) as rewards of completion 0"),
         (tokens_of(lambda n: [[0.0]] * n), r"returned \[0.0\] as reward 0 of completion 0"),
         (tokens_of(lambda n: ["1"] * n), "returned '1' as reward 0 of completion 0"),
-        (nothing_in_a_turn, "'nothing_in_a_turn' returned None as reward 0 of completion 7.*gets None as a whole"),
+        (
+            nothing_in_a_turn,
+            "'nothing_in_a_turn' returned None as reward 0 of completion 7: rewards of turns .* Return None for",
+        ),
     ],
 )
 def test_wrong_rewards_are_named(train, function, message):
