@@ -22,7 +22,7 @@ from recipes import toy
 from recipes.common.arguments import RecipeArguments
 from recipes.common.grading import final_text
 from recipes.common.problems import Problems, load_problems
-from recipes.studies.tasks import Task, trainer_of, with_prompts
+from recipes.studies.tasks import BFLOAT16, Task, trainer_of, with_prompts
 from trl_otb import OTBGRPOTrainer
 
 
@@ -102,11 +102,10 @@ def fine_tuned(name: str) -> Path:
     def make(folder: Path) -> None:
         problems = with_prompts(reasoning_problems(name, seed=1000).train)
         answers = [[{"role": "assistant", "content": answer}] for answer in problems["answer"]]
-        dtype = {"bf16": True, "model_init_kwargs": {"dtype": "bfloat16"}}
         options = {"max_steps": REASONING[name][1], "per_device_train_batch_size": 16, "learning_rate": 5e-4}
         trainer = SFTTrainer(
             str(toy.smollm2()),
-            args=SFTConfig(output_dir=str(folder), **(toy.QUIET | dtype | options)),
+            args=SFTConfig(output_dir=str(folder), **(toy.QUIET | BFLOAT16 | options)),
             train_dataset=problems.select_columns("prompt").add_column("completion", answers),
             peft_config=LoraConfig(**LORA),
         )

@@ -19,6 +19,7 @@ from recipes.toy import dialogues, lake, scratchpad, worked_sums
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 
 
+BFLOAT16 = {"model_init_kwargs": {"dtype": "bfloat16"}, "bf16": True}  # of a language model
 PROMPTS_PER_BATCH = 16  # of a step whose efficiency is published
 # Numbers of the sums, tokens of a completion, calls of the calculator
 CHAIN_SUMS = {
@@ -92,7 +93,7 @@ def trainer_of(task: Task, *, callbacks=(), eval_dataset: Dataset | None = None,
         "max_tool_calling_iterations": task.max_calls,
     }
     if task.peft_config:
-        settings |= {"model_init_kwargs": {"dtype": "bfloat16"}, "bf16": True}
+        settings |= BFLOAT16
     trainer = OTBGRPOTrainer(
         str(task.policy),
         task.reward,
