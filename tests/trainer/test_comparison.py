@@ -233,6 +233,27 @@ def test_gradients_of_a_baseline_on_top_of_another(sampled, predicting):
     assert predicted.abs().max() > 0.1
 
 
+def test_bounds_of_a_baseline_hold_in_the_measurement(sampled, predicting):
+    """About the mean return of the pool's other half, so that no completion's own return is in its baseline."""
+    _, pool, _ = sampled
+    shape = pool.mask.shape
+    beside = {
+        "logps": -torch.rand(shape),
+        "states": torch.randn(*shape, 3, generator=torch.Generator().manual_seed(1)),
+    }
+    slope, free = prediction(predicting, pool, beside)
+    half = len(pool) // 2
+    expected = torch.empty(len(pool), 1)
+    expected[:half], expected[half:] = pool.rewards[half:].mean(), pool.rewards[:half].mean()
+    least, most = expected.min().item() - 0.1, expected.max().item() + 0.1
+    predicting.function.bounded, predicting.function._returns_seen = True, (least, most)
+    same, bounded = prediction(predicting, pool, beside)
+    assert same == slope and predicting.function.bounded
+    at = (slope * expected + free).clamp(least, most)
+    torch.testing.assert_close(bounded, (at - slope * expected) * pool.mask, atol=1e-5, rtol=1e-4)
+    assert (bounded - free).abs().max() > 0.1
+
+
 def test_only_what_is_linear_in_the_baseline_below_can_be_put_together(sampled, predicting):
     _, pool, _ = sampled
     beside = {"logps": torch.zeros(pool.mask.shape), "states": torch.zeros(*pool.mask.shape, 3)}

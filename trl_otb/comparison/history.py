@@ -1,6 +1,8 @@
 """Baselines on top of another, after some generation batches, and their predictions for a pool's tokens."""
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import cycle, islice
 from typing import Any
@@ -50,9 +52,6 @@ def with_history(
             prompt, base = torch.arange(len(pool)) // n, below.returns - below.advantages
             with torch.autocast("cpu", enabled=False):
                 rule.learn(Tokens(pool.rewards, base, rule.declared(pool.energy), pool.mask, prompt, beside))
-    for rule in found.values():
-        if hasattr(rule.function, "bounded"):
-            rule.function.bounded = False  # the measurement needs B to be linear in the baseline below
     return found
 
 
@@ -98,21 +97,22 @@ def beside_of(parts: list[Rollout], examples: list[dict[str, Any]]) -> dict[str,
 @torch.autocast("cpu", enabled=False)
 def prediction(rule: Baseline, pool: Pool, beside: dict[str, torch.Tensor]) -> tuple[float, torch.Tensor]:
     """
-    a, and `(M, T)` p_t, where B_t = a B0 + p_t.
+    a, and `(M, T)` p_t, where B_t = a B0 + p_t. Bounds of B, as `value` has, are those at B0 = the mean return of the
+    pool's other half.
 
     Raises:
-        ValueError: B is not of this form.
+        ValueError: B, without bounds, is not of this form.
     """
     if pool.rewards.dim() == 2:
         raise ValueError(no_turns(rule.name))
 
-    def at(base: float) -> torch.Tensor:
-        below = torch.full((len(pool), 1), base)
+    def at(base: torch.Tensor) -> torch.Tensor:
         energy, prompt = rule.declared(pool.energy), torch.zeros(len(pool)).long()
-        tokens = Tokens(pool.rewards, below, energy, pool.mask, prompt, beside)
+        tokens = Tokens(pool.rewards, base, energy, pool.mask, prompt, beside)
         return (rule.of(tokens) * tokens.mask).double()
 
-    none, one, two = (at(base) for base in (0.0, 1.0, 2.0))
+    with _without_bounds(rule):
+        none, one, two = (at(torch.full((len(pool), 1), base)) for base in (0.0, 1.0, 2.0))
     slopes, present = one - none, pool.mask > 0
     slope = slopes[present].mean().item() if present.any() else 1.0
     off = max((slopes - slope)[present].abs().amax().item(), (two - one - slopes).abs().amax().item())
@@ -121,7 +121,23 @@ def prediction(rule: Baseline, pool: Pool, beside: dict[str, torch.Tensor]) -> t
             f"`baselines` names {rule.name!r}, which is not a constant times the baseline below plus a prediction: "
             "only such baselines can be measured. Drop it."
         )
-    return slope, none.float()
+    first, second = torch.arange(len(pool)).chunk(2)
+    expected = torch.empty(len(pool), 1)
+    for half, other in ((first, second), (second, first)):
+        expected[half] = pool.rewards[other].nanmean().nan_to_num(nan=0.0)
+    return slope, (at(expected) - slope * expected * pool.mask).float()
+
+
+@contextmanager
+def _without_bounds(rule: Baseline) -> Iterator[None]:
+    if not hasattr(rule.function, "bounded"):
+        yield
+        return
+    before, rule.function.bounded = rule.function.bounded, False
+    try:
+        yield
+    finally:
+        rule.function.bounded = before
 
 
 def _alike(parts: list[Rollout]) -> list[torch.Tensor]:
