@@ -1,10 +1,10 @@
 """
-Which features of a language model tell `value` most? Every choice learns beside the others from the same batches.
+Which features tell `value` most? Every choice learns beside the others from the same batches.
 
-    OMP_NUM_THREADS=1 python -m recipes.studies.features --task copy --batches 40   # an hour on one core
+    OMP_NUM_THREADS=1 python -m recipes.studies.features --task copy --batches 40   # a quarter of an hour on one core
 
-SmolLM2 is sampled, 16 prompts × 4 completions per batch, and trained at a learning rate of 0. What is told is
-`explained`, 1 − Σ w (G − B)² / Σ w (G − B0)², on batches that were not learnt from, B0 being pooled RLOO.
+The policy, SmolLM2 or a toy's, is sampled, 16 prompts × 4 completions per batch, and not trained. What is told is the
+share of the noise that is left, Σ w (G − B)² / Σ w (G − B0)², on batches not learnt from yet; B0 is pooled RLOO.
 """
 
 import argparse
@@ -25,6 +25,7 @@ from trl_otb.seam.states import StateRecorder
 
 DEPTHS = {"1/3": 1 / 3, "1/2": 1 / 2, "2/3": 2 / 3, "5/6": 5 / 6, "1": 1.0}  # of the layers that are heard
 FOLDER = Path("runs/studies/features")
+TOYS = ("lake_6", "lake_14", "lake_6_turns", "lake_14_turns")
 SUMS, WIDTH = 9, 128  # numbers per token: those that need no states, and of every layer
 
 
@@ -50,9 +51,9 @@ class Layers(StateRecorder):
 class Choice(Value):
     """`value` that looks at some of the features."""
 
-    def __init__(self, columns: list[int]) -> None:
+    def __init__(self, columns: list[int], decay: float = Value.decay) -> None:
         super().__init__()
-        self.columns = columns
+        self.columns, self.decay = columns, decay
 
     def _features(self, tokens):
         return super()._features(tokens)[..., self.columns]
@@ -67,7 +68,8 @@ def choices() -> dict[str, Choice]:
             mean = range(state.start + len(DEPTHS) * WIDTH, state.stop + len(DEPTHS) * WIDTH)
             for kind, columns in {"state": [*state], "mean": [*mean], "both": [*state, *mean]}.items():
                 found[f"{depth}, {kind}, {numbers}"] = Choice([*range(SUMS), *columns])
-    return found
+    kept = ("no states", "2/3, both, 8", "2/3, both, 32", f"2/3, both, {WIDTH}")
+    return found | {f"{name}, no decay": Choice(found[name].columns, decay=1.0) for name in kept}
 
 
 @trl_otb.register_baseline("value_choices", **FLAGS)
@@ -89,14 +91,14 @@ class Choices(Value):
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="features", description=__doc__.splitlines()[1])
-    parser.add_argument("--task", choices=[*language.TASKS, *language.REASONING], default="copy")
+    parser.add_argument("--task", choices=[*language.TASKS, *language.REASONING, *TOYS], default="copy")
     parser.add_argument("--batches", type=int, default=40)
     args = parser.parse_args(argv)
-    batches = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 4, "keep_groups_together": True}
-    frozen = {"learning_rate": 0.0, "max_steps": args.batches, "logging_steps": 1, "seed": 0}
-    trainer = tasks.trainer_of(language.task_of(args.task), baseline="value_choices", **batches, **frozen)
-    # The projections of several layers in the place of one's
-    trainer._state_recorder = Layers(trainer.policy)
+    size = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 4, "keep_groups_together": True}
+    task = (tasks if args.task in TOYS else language).task_of(args.task)
+    trainer = tasks.trainer_of(task, baseline="value_choices", max_steps=args.batches, logging_steps=1, seed=0, **size)
+    trainer._state_recorder = Layers(trainer.policy)  # in the place of one layer's
+    trainer.accelerator.backward = lambda loss, **options: None  # nothing is trained
     trainer.train()
     log = [entry for entry in trainer.state.log_history if "loss" in entry]
     found = {name: [float(entry[f"otb/value_choices/{name}"]) for entry in log] for name in choices()}

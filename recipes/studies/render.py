@@ -75,8 +75,9 @@ def publish(name: str, tables: Tables) -> None:
 
 
 def runs_of(task: str) -> list[dict]:
-    """The published runs of a task."""
-    return [row for row in load("runs")["runs"] if row["task"] == task]
+    """The published runs of a task, or of `"task, policy hash"`."""
+    name, _, policy = task.partition(", policy ")
+    return [row for row in load("runs")["runs"] if row["task"] == name and row["policy"].startswith(policy)]
 
 
 def publish_runs(rows: list[dict]) -> None:
@@ -201,6 +202,7 @@ COLORS = {
     "value": "tab:green",
     "value_weights_one": "tab:olive",
     "rloo": "tab:purple",
+    "none": "tab:brown",
 }
 
 

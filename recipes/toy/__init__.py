@@ -37,11 +37,11 @@ sums = _warm_started("sums")
 calculator = _warm_started("calculator")
 # Policies that count a digit up; the name gives the approximate number of tokens (mixed: 10, 30 or 100)
 scratchpad_mixed = _warm_started("scratchpad_mixed")
-scratchpad_10, scratchpad_30 = _warm_started("scratchpad_10"), _warm_started("scratchpad_30")
-scratchpad_100, scratchpad_300 = _warm_started("scratchpad_100"), _warm_started("scratchpad_300")
+scratchpad_10, scratchpad_30, scratchpad_100, scratchpad_300, scratchpad_1000 = (
+    _warm_started(f"scratchpad_{tokens}") for tokens in (10, 30, 100, 300, 1000)
+)
 # Policies that cross a frozen lake; the name gives the approximate number of turns
-lake_6, lake_14 = _warm_started("lake_6"), _warm_started("lake_14")
-lake_30, lake_46 = _warm_started("lake_30"), _warm_started("lake_46")
+lake_6, lake_14, lake_30, lake_46 = (_warm_started(f"lake_{turns}") for turns in (6, 14, 30, 46))
 
 
 def smollm2() -> Path:

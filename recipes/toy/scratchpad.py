@@ -15,8 +15,8 @@ from statistics import fmean
 ALPHABET = "0123456789+*=!abcdefgh"
 LETTERS = "abcdefgh"
 RIGHT = 0.6
-# Steps by the approximate number of tokens: per step a letter, two counter digits, the digit, and half a check of two
-STEPS = {10: 2, 30: 6, 100: 20, 300: 60}
+# Steps by the approximate number of tokens: per step a letter, the counter, the digit, and half a check of two
+STEPS = {10: 2, 30: 6, 100: 20, 300: 60, 1000: 167}
 
 
 def problems(steps: int) -> list[dict[str, str]]:
@@ -41,7 +41,9 @@ def first_letter(completions, answer, **kwargs) -> list[float]:
 def last_digit(completions, answer, steps=(), log_metric=None, **kwargs) -> list[float]:
     """The reward: 1 if the digit after the counter reaches 00 is `answer`. Logged by the steps a problem takes."""
     said = [text if isinstance(text, str) else text[-1]["content"] for text in completions]
-    scores = [float(bool(re.search(rf"00{right}(!\d)?$", text))) for text, right in zip(said, answer, strict=True)]
+    scores = [
+        float(bool(re.search(rf"(?<!\d)00+{right}(!\d)?$", text))) for text, right in zip(said, answer, strict=True)
+    ]
     for length in set(steps) if log_metric else ():
         log_metric(f"{length}_steps", fmean(score for score, of in zip(scores, steps, strict=True) if of == length))
     return scores
@@ -60,7 +62,7 @@ def demonstrations(size: int, tokens: list[int]) -> list[list[tuple[str, bool]]]
             if rng.random() < slip:
                 digit = (digit + rng.randrange(1, 10)) % 10
             check = f"!{digit}" if rng.random() < 0.5 else ""
-            written += f"{rng.choice(LETTERS)}{left:02d}{digit}{check}"
+            written += f"{rng.choice(LETTERS)}{left:0{len(question) - 4}d}{digit}{check}"
         return written
 
     questions = [rng.choice(asked)["question"] for _ in range(size)]

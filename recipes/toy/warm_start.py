@@ -80,14 +80,14 @@ for _name, _tokens, _steps, _batch in (
     ("30", [30], 2000, 32),
     ("100", [100], 1200, 32),
     ("300", [300], 3000, 16),
+    ("1000", [1000], 3000, 16),
     ("mixed", [10, 30, 100], 2000, 32),
 ):
-    _training = {"steps": _steps, "batch_size": _batch, "model": _up_to(1024)}
+    _training = {"steps": _steps, "batch_size": _batch, "model": _up_to(2048 if _name == "1000" else 1024)}
     _demonstrations = partial(scratchpad.demonstrations, tokens=_tokens)
     WARM_STARTS[f"scratchpad_{_name}"] = _answers(scratchpad, _demonstrations, **_training)
 for _turns, _steps, _batch in ((6, 1500, 32), (14, 1000, 32), (30, 800, 16), (46, 1000, 16)):
-    _length = 1024 if _turns < 46 else 2048
-    _training = {"steps": _steps, "batch_size": _batch, "model": _up_to(_length)}
+    _training = {"steps": _steps, "batch_size": _batch, "model": _up_to(1024 if _turns < 46 else 2048)}
     _demonstrations = partial(lake.demonstrations, turns=_turns)
     WARM_STARTS[f"lake_{_turns}"] = _calls(lake, _demonstrations, "move", "direction", **_training)
 

@@ -60,6 +60,7 @@ def test_rewards_that_no_state_tells_differ_by_prompt():
 def test_the_scratchpads_answer_is_the_digit_after_the_counters_end():
     said = ["a017b000", "a017b000!0", "a017b001", "a017", "", [{"role": "assistant", "content": "c000"}]]
     assert scratchpad.last_digit(said, ["0"] * 6) == [1, 1, 0, 0, 0, 1]
+    assert scratchpad.last_digit(["a0013b0004", "a1004", "a0014"], ["4"] * 3) == [1, 0, 0]  # three digits count 1,000
     (problem,) = [p for p in scratchpad.problems(2) if p["question"] == "4+3*02"]
     assert problem["answer"] == "0"
 
@@ -401,7 +402,7 @@ def test_features_learn_beside_each_other(features, tiny_smollm2, monkeypatch, c
     monkeypatch.setitem(language.TASKS, "copy", (language.copy_problem, said))
     features.main(["--task", "copy", "--batches", "2"])
     found = json.loads(Path("runs/studies/features/copy.json").read_text())
-    assert set(found) == set(features.choices()) and len(found) == 28
+    assert set(found) == set(features.choices()) and len(found) == 32
     assert all(first == 0.0 for first, _ in found.values())  # nothing was learnt before
     said = capsys.readouterr().out
     assert said.count("\n") >= 28 and "2/3, mean, 32" in said
@@ -411,7 +412,9 @@ def test_what_a_choice_of_features_looks_at(features):
     """Beside the sums, the first numbers of one layer's projection."""
     width = len(features.DEPTHS) * features.WIDTH
     for name, choice in features.choices().items():
-        depth, kind, numbers = name.split(", ") if name != "no states" else (None, None, 0)
+        looks_at = name.removesuffix(", no decay")
+        depth, kind, numbers = looks_at.split(", ") if looks_at != "no states" else (None, None, 0)
+        assert choice.decay == (1 if name.endswith("no decay") else 0.9)
         columns = torch.tensor(choice.columns)
         assert columns[: features.SUMS].tolist() == list(range(features.SUMS))
         rest = columns[features.SUMS :] - features.SUMS
