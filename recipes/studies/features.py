@@ -104,9 +104,8 @@ def main(argv: list[str]) -> None:
     found = {name: [float(entry[f"otb/value_choices/{name}"]) for entry in log] for name in choices()}
     FOLDER.mkdir(parents=True, exist_ok=True)
     (FOLDER / f"{args.task}.json").write_text(json.dumps(found))
-    left = 1 - pandas.DataFrame(found)
-    halves = {"first half of the batches": left[: args.batches // 2], "second": left[args.batches // 2 :]}
-    print(pandas.DataFrame({title: half.mean() for title, half in halves.items()}).round(3).to_string())
+    left = (1 - pandas.DataFrame(found)).groupby(lambda batch: 2 * batch // args.batches).mean().T
+    print(left.rename(columns={0: "first half of the batches", 1: "second"}).round(3).to_string())
 
 
 if __name__ == "__main__":

@@ -220,11 +220,12 @@ def draw(panels: list[Panel], path: Path) -> None:
     figure, axes = axes_of([title for title, *_ in panels])
     for axis, (_, counted, results, columns) in zip(axes, panels, strict=True):
         tables = load(results)["tables"]
+        columns = {x: of for x, of in columns.items() if of[0] in tables}
         for name in ("otb", "otb, one left out", "ogb_pooled", "value"):
             found = {
                 x: cell["noise"]
                 for x, (title, n) in columns.items()
-                for cell in tables.get(title, [])
+                for cell in tables[title]
                 if (cell["estimator"], cell["n"]) == (name, n) and None not in cell["noise"]
             }
             if found:

@@ -91,7 +91,7 @@ def test_an_arm_that_only_tunes_has_no_scores():
 
 
 def test_runs_are_published_beside_those_that_are_there(tmp_path, monkeypatch, capsys, registry):
-    """In the place of the same runs; the page and the picture follow."""
+    """In the place of the same runs; the page and the picture follow. The page has the runs of one policy."""
     for name, value in {
         "HERE": tmp_path,
         "PAGES": ("value",),
@@ -102,8 +102,9 @@ def test_runs_are_published_beside_those_that_are_there(tmp_path, monkeypatch, c
     (tmp_path / "results").mkdir()
     other = summary(result(Run("calculator", "otb", 4, 1e-3, 1), [0.5] * 10))
     before = summary(result(Run("sums", "otb", 4, 1e-3, 1), [0.9] * 10))
-    render.save("runs", {"runs": [other, before]})
-    (tmp_path / "value.md").write_text("Before.\n\n<!-- runs: sums -->\n\nAfter.\n")
+    elsewhere = summary(result(Run("sums", "rloo", 4, 1e-3, 1), [0.7] * 10, policy="bb"))
+    render.save("runs", {"runs": [other, before, elsewhere]})
+    (tmp_path / "value.md").write_text("Before.\n\n<!-- runs: sums, policy aa -->\n\nAfter.\n")
     for name, reward in (("group_mean", 0.5), ("otb", 0.6)):
         for seed in (101, 102, 103, 104, 105, 1, 2):
             save(tmp_path, Run("sums", name, 4, 1e-3, seed), [reward] * 10)
@@ -113,8 +114,9 @@ def test_runs_are_published_beside_those_that_are_there(tmp_path, monkeypatch, c
     assert page.startswith("Before.\n") and page.endswith("After.\n")
     (row,) = [line for line in page.splitlines() if line.startswith("| 4 | otb |")]
     assert "0.100 (0.100–0.100)" in row and "2 of 2" in row and "0.9" not in row
+    assert "rloo" not in page and len(render.runs_of("sums")) == 1 + len(render.runs_of("sums, policy aa"))
     published = render.load("runs")["runs"]
-    assert other in published and len(published) == 1 + 14
+    assert other in published and elsewhere in published and len(published) == 2 + 14
     assert (tmp_path / "learning.png").stat().st_size > 10_000
     with pytest.raises(SystemExit):
         learning_curves.main(["--task", "calculator", *flags[2:]])
