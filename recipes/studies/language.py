@@ -87,8 +87,8 @@ def task_of(name: str, seed: int = 0) -> Task:
         problems = reasoning_problems(name, seed)
         train, held_out = with_prompts(problems.train), with_prompts(problems.held_out)
         return Task(fine_tuned(name), train, held_out, likeness, REASONING[name][-1], peft_config=lora)
-    data = with_prompts(Dataset.from_list(problems_of(name, 500, seed=1)))
-    return Task(toy.smollm2(), data, data, TASKS[name][1], TOKENS, peft_config=lora)
+    data = with_prompts(Dataset.from_list(problems_of(name, 550, seed=1)))
+    return Task(toy.smollm2(), data.take(500), data.skip(500), TASKS[name][1], TOKENS, peft_config=lora)
 
 
 def reasoning_problems(name: str, seed: int) -> Problems:

@@ -46,6 +46,7 @@ TASKS = {
     "scratchpad_100": Schedule({4: 100}, (1e-4, 2e-4, 4e-4, 8e-4), held_out_samples=16),
     "scratchpad_mixed": Schedule({4: 100}, (2e-4, 4e-4, 8e-4), held_out_samples=8),
     "lake_6": Schedule({4: 50}, (2e-4, 4e-4, 8e-4)),
+    "copy": Schedule({4: 20}, (3e-4,), held_out_samples=1, prompts=4),
     **dict.fromkeys(language.REASONING, Schedule({4: 30}, (3e-4,), held_out_samples=2, prompts=4)),
 }
 
@@ -65,7 +66,7 @@ class Run:
 
 def train(run: Run) -> dict:
     schedule = TASKS[run.task]
-    task = (language if run.task in language.REASONING else tasks).task_of(run.task, run.seed)
+    task = (language if run.task in language.TASKS | language.REASONING else tasks).task_of(run.task, run.seed)
     measure = HeldOut()
     trainer = tasks.trainer_of(
         replace(task, reward=measure.counted(task.reward)),
@@ -157,8 +158,7 @@ def main(argv: list[str]) -> None:
         best = tune(task, arms, folder)
         # By seeds, so that what is there when it is stopped compares the arms
         perform([Run(task, b, n, best[n, b], seed) for seed in range(1, args.seeds + 1) for n, b in arms], folder)
-    rows = saved(folder, task)
-    if not rows:
+    if not (rows := saved(folder, task)):
         parser.error(f"Nothing of {task} is saved under {folder}.")
     text = render.of_runs(rows)
     (folder / "tables.md").write_text(text)

@@ -32,7 +32,7 @@ def ogb_pooled(group: Completions) -> torch.Tensor:
     as in long games (`rloo_pooled` does as well), or where hidden states predict the return (`value` has less noise).
 
     Evidence: at N = 4 it has less noise than `ogb` with one left out on all ten toy tasks; relative to the group mean
-    0.69, 0.75 and 0.79 on answers of 10, 30 and 100 tokens, 0.49 on the calculator, 0.91 on mixed lengths
+    0.69, 0.75 and 0.79 on answers of 10, 30 and 100 tokens, 0.45 on the calculator, 0.91 on mixed lengths
     (recipes/studies/value.md); 0.62 with SmolLM2 copying, 0.95 (0.91–1.01) telling stories (language.md).
     """
     return _pooled(group, group.total_energy)
