@@ -6,8 +6,7 @@ Which baseline learns faster? Runs under each, from the same policy and with the
 
 Every run trains the policy of a task with 16 problems per step (SmolLM2: 4). Learning rates are tuned per arm by the
 mean reward over the run, on seeds of their own and the same grid, by halving: two seeds for every rate, three more for
-the best two. The other seeds then run with the best one. SmolLM2 has one rate for all.
-A run that is saved is not run again. Everything lands in runs/studies/learning_curves.
+the best two. The other seeds then run with the best one. SmolLM2 has one rate for all. A saved run is not repeated.
 """
 
 import argparse

@@ -4,8 +4,7 @@ The studies' results as data, results/*.json, and the pages' tables and pictures
     python -m recipes.studies.render
 
 Below a line such as `<!-- horizon.json: N = 4 -->` stands the table that horizon.json has for `N = 4`. An interval is
-`[value, low, high]`; `null` is what is lost in noise: a value, or an end of an interval. The tables of
-learning_curves.json, of runs that were not kept, are rows of text.
+`[value, low, high]`; `null` is lost in noise. The tables of learning_curves.json and features.json are rows of text.
 """
 
 import json
@@ -26,7 +25,10 @@ from recipes.toy import scratchpad
 
 HERE = Path(__file__).parent
 RUN = ("task", "n", "baseline", "learning_rate", "seed", "policy")  # what tells one run from another
-LEARNING = {"learning": ("scratchpad_100",), "language": ("word_sequence_reversal",)}  # by picture, its tasks
+LEARNING = {  # by picture, its tasks
+    "learning": ("scratchpad_100, policy 8d366289", "calculator"),
+    "language": ("word_sequence_reversal", "word_sorting"),
+}
 PAGES = ("value", "horizon", "turns", "learning_curves", "language")
 Tables = dict[str, list[dict[str, Any]]]  # of cells, by task
 
@@ -243,7 +245,7 @@ def draw(panels: list[Panel], path: Path) -> None:
 
 def learning(tasks: dict[str, list[dict]], path: Path) -> None:
     """The reward in each tenth of a run under each baseline at its tuned rate: mean and range over seeds."""
-    figure, axes = axes_of([f"{task}, N = 4" for task in tasks])
+    figure, axes = axes_of([f"{task.partition(',')[0]}, N = 4" for task in tasks])
     for axis, rows in zip(axes, tasks.values(), strict=True):
         runs = {arm["baseline"]: arm["runs"] for arm in arms(rows) if arm["n"] == 4}
         for name in COLORS:
@@ -252,8 +254,7 @@ def learning(tasks: dict[str, list[dict]], path: Path) -> None:
                 tenths = (numpy.arange(curves.shape[1]) + 0.5) / curves.shape[1]
                 thousands = numpy.mean([row["tokens"] for row in of]) / 1000 * tenths
                 axis.plot(thousands, curves.mean(axis=0), color=COLORS[name], label=f"{name} ({len(of)} seeds)")
-                ends = curves.min(axis=0), curves.max(axis=0)
-                axis.fill_between(thousands, *ends, color=COLORS[name], alpha=0.1, linewidth=0)
+                axis.fill_between(thousands, curves.min(0), curves.max(0), color=COLORS[name], alpha=0.1, linewidth=0)
         axis.set(xlabel="generated tokens (thousands)")
         axis.legend(fontsize=8)
     axes[0].set_ylabel("mean reward (bands: range)")

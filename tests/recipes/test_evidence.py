@@ -484,7 +484,7 @@ def intervals_of(records):
     """All that are in the data, as numbers or in a row of text, in the forms in which pages give them."""
     found = set()
     for record in records:
-        values = record.values() if isinstance(record, dict) else record
+        values = [*record.values(), *record.get("strata", {}).values()] if isinstance(record, dict) else record
         texts = [v for v in values if isinstance(v, str) and re.fullmatch(INTERVAL, v)]
         ends = [v for v in values if isinstance(v, list) and len(v) == 3 and not isinstance(v[0], dict)]
         ends += [[float(x) for x in re.findall(r"-?[\d.]+", text)] for text in texts]
