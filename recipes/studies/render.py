@@ -27,7 +27,7 @@ HERE = Path(__file__).parent
 RUN = ("task", "n", "baseline", "learning_rate", "seed", "policy")  # what tells one run from another
 LEARNING = {  # by picture, its tasks
     "learning": ("scratchpad_100, policy 8d366289", "calculator"),
-    "language": ("word_sequence_reversal", "word_sorting"),
+    "language": ("copy", "word_sequence_reversal", "word_sorting"),
 }
 PAGES = ("value", "horizon", "turns", "learning_curves", "language")
 Tables = dict[str, list[dict[str, Any]]]  # of cells, by task
