@@ -7,7 +7,7 @@ What do baselines gain as completions grow longer and groups larger, what `value
 Each task is measured by trl_otb.compare_baselines, with pools of 128 completions (SmolLM2: 16); θ has seen 8 batches
 of other prompts, four completions each. The policies of the scratchpad (recipes/toy/scratchpad.py) make as many
 mistakes at every length; what grows is the number of free choices that do no harm. The mistakes on sums and the
-calculator are improbable tokens. Rewards per turn have no `value`, which the tool cannot measure there.
+calculator are improbable tokens. A lake has one reward at the end, or (`lake_6_turns` and the like) one per turn.
 """
 
 import argparse
@@ -98,7 +98,7 @@ def measured(task: str, folder: Path, args: argparse.Namespace) -> trl_otb.Basel
         trainer, options = language.trainer_at(name, args.seed, folder), language.MEASURED
     return trl_otb.compare_baselines(
         trainer,
-        [*BESIDE, *(() if name.endswith("_turns") else ("value", *ABLATIONS))],
+        [*BESIDE, "value", *ABLATIONS],
         args.num_prompts,
         prompts_per_batch=batch,
         output_dir=here,

@@ -25,9 +25,9 @@ from trl_otb.comparison import gradients as gradients_module
 from trl_otb.comparison.efficiency import moments_of
 from trl_otb.comparison.estimators import Estimator, Pool, estimators
 from trl_otb.comparison.gradients import CompletionGradients, Projection
-from trl_otb.comparison.history import prediction
+from trl_otb.comparison.history import BATCHES, advantages_among, prediction, with_history
 from trl_otb.comparison.moments import prompt_moments, with_estimators_across_prompts
-from trl_otb.seam.sampling import left_as_it_was, sample_pool, single_rows
+from trl_otb.seam.sampling import left_as_it_was, recording_states, sample_pool, single_rows
 
 
 SMALL = {"num_prompts": 3, "completions_per_prompt": 16, "group_sizes": [4], "baselines": ["otb", "ogb_pooled"]}
@@ -260,8 +260,62 @@ def test_only_what_is_linear_in_the_baseline_below_can_be_put_together(sampled, 
     bent = replace(predicting, function=lambda tokens: tokens.base.square())
     with pytest.raises(ValueError, match="is not a constant times the baseline below plus a prediction"):
         prediction(bent, pool, beside)
-    with pytest.raises(ValueError, match="with rewards per turn or token it cannot be measured"):
-        prediction(predicting, Pool(pool.energy, pool.energy, pool.mask), beside)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_advantages_of_groups_among_batches_of_rewards_per_token(sampled, predicting, n):
+    """The batch put together by hand: its last prompt is the group, its others are one after the other's first."""
+    _, pool, _ = sampled
+    g = torch.Generator().manual_seed(1)
+    shape = pool.mask.shape
+    beside = {"logps": -torch.rand(shape, generator=g), "states": torch.randn(*shape, 3, generator=g)}
+    whole = Pool(torch.randn(shape, generator=g) * pool.mask, pool.energy, pool.mask)
+    prompts = [whole.rows(torch.arange(first, first + 4)) for first in (16, 20, 24, 28)]
+    narrow = Pool(*(values[:, : int(prompts[0].mask.sum(1).max())] for values in vars(prompts[0]).values()))
+    batches = [[narrow, prompts[1], prompts[2]], [prompts[3], prompts[2], prompts[1]]]
+    rows = torch.tensor([5, 2, 7, 0, 11, 3, 1, 9])
+    found = advantages_among(predicting, whole, beside, batches, "generated")(rows, n)
+    zeros = {name: torch.zeros(2 * n, *values.shape[1:]) for name, values in beside.items()}
+    for group, at in enumerate(rows.split(n)):
+        others = [(16, 20), (28, 24)][group % 2]
+        batch = torch.cat([at, *(torch.arange(first, first + n) for first in others)])
+        of_batch = {name: torch.cat([values[at], zeros[name]]) for name, values in beside.items()}
+        inputs = whole.rewards[batch], whole.energy[batch], whole.mask[batch]
+        expected = assign_credit(*inputs, n, baseline=predicting, beside=of_batch).advantages[:n]
+        torch.testing.assert_close(found[group * n : group * n + n], expected, atol=1e-6, rtol=1e-5)
+
+
+def rewarded_per_turn(completions, **kwargs):
+    return [[0.1 * len(m["content"]) for m in turns if m["role"] == "assistant"] for turns in completions]
+
+
+def test_other_prompts_of_rewards_per_turn_are_kept_by_batch(train, monkeypatch):
+    script_turns(monkeypatch)
+    trainer = train(train=False, reward_funcs=rewarded_per_turn, tools=TOOLS, train_dataset=CHAT)
+    examples = [dict(CHAT[0]), dict(CHAT[1])]
+    with left_as_it_was(trainer), recording_states(trainer):
+        rules, batches = with_history(trainer, ["value"], examples, 3, 6, seed=0)
+        few = with_history(trainer, ["value"], examples, 3, 2, seed=0)[1]
+    assert rules["value"].function.theta is not None
+    assert [[len(prompt) for prompt in batch] for batch in batches] == [[6] * 3] * BATCHES
+    assert [[len(prompt) for prompt in batch] for batch in few] == [[4] * 3] * BATCHES  # the trainer's N
+    for prompt, same in zip(batches[0], few[0], strict=True):
+        length = min(prompt.mask.size(1), same.mask.size(1))
+        assert torch.equal(prompt.rewards[:4, :length], same.rewards[:, :length])
+
+
+def test_rewards_per_turn_in_some_prompts_only_are_refused(train):
+    """The batches that `value` learns from have none, the measured prompts do."""
+    calls = []
+
+    def reward(completion_ids, **kwargs):
+        calls.append(tiny.even_bytes(completion_ids))
+        return [[share] for share in calls[-1]] if len(completion_ids) == 16 else calls[-1]
+
+    trainer = train(train=False, reward_funcs=reward, per_device_eval_batch_size=16)
+    with pytest.raises(ValueError, match="'value', which is on top of another, and only some prompts have rewards"):
+        compare_baselines(trainer, **SMALL | {"baselines": ["value"]}, prompts_per_batch=3)
+    assert compare_baselines(trainer, **SMALL).num_prompts == 3
 
 
 def test_value_is_measured_after_batches_or_as_it_was_trained(train):
@@ -429,9 +483,7 @@ def test_pictures(train, tmp_path, layout):
         assert (of(other, torch.ones(1, length)) - seen).abs().max() > 1e-3 * seen.abs().max()
 
 
-@pytest.mark.parametrize("rewards", [by_length, lambda completions, **_: [
-    [0.1 * len(m["content"]) for m in turns if m["role"] == "assistant"] for turns in completions
-]], ids=["at the end", "per turn"])  # fmt: skip
+@pytest.mark.parametrize("rewards", [by_length, rewarded_per_turn], ids=["at the end", "per turn"])
 def test_tools(train, monkeypatch, rewards):
     script_turns(monkeypatch)
     trainer = train(
@@ -443,9 +495,11 @@ def test_tools(train, monkeypatch, rewards):
         max_completion_length=400,
         generation_kwargs={"max_new_tokens": 2},
     )
-    report = compare_baselines(trainer, **SMALL)
+    report = compare_baselines(trainer, **SMALL | {"baselines": ["otb", "ogb_pooled", "value"]})
     assert report.group_size == 4 and report.mean_length > 5
     assert "otb, one left out" in repr(report)
+    of = {row.name: row.noise_over_group_mean.value for row in report.at()}
+    assert math.isfinite(of["value"]) and of["value"] != of["ogb_pooled"]
 
 
 @pytest.mark.usefixtures("registry")

@@ -15,14 +15,24 @@ from accelerate.utils import gather_object
 from datasets.fingerprint import Hasher
 from tqdm import tqdm
 
-from ..baselines import BASELINES, Baseline, find_baseline
+from ..baselines import BASELINES, find_baseline
 from ..baselines.groups import completion_returns
 from ..seam.sampling import left_as_it_was, recording_states, rows_at_once, sample_pool, single_rows, training_examples
 from ..trainer import OTBGRPOTrainer
 from .efficiency import Comparison, Estimate
 from .estimators import CONTROL, Estimator, estimators
 from .gradients import CompletionGradients, Projection, studied_parameters
-from .history import BATCHES, beside_of, history_of, pool_of, prediction, with_history
+from .history import (
+    BATCHES,
+    History,
+    advantages_among,
+    beside_of,
+    history_of,
+    pool_of,
+    prediction,
+    rewards_of_tokens,
+    with_history,
+)
 from .moments import prompt_moments
 from .report import BaselineReport
 from .storage import Storage, only_writer
@@ -129,10 +139,7 @@ def compare_baselines(
     if not (parameters is None or isinstance(parameters, str)):
         raise ValueError(f"`parameters` is {parameters!r}: give a regular expression, as text.")
     if baselines is None:
-        # Without those that cannot be measured; only a sampled rollout shows whether rewards are per turn
-        per_turn = any(rollout.rewards.dim() == 2 for rollout in trainer.rollouts.values())
-        names = [name for name, entry in BASELINES.items() if not (per_turn and entry.on_top_of)]
-        names = [name for name in names if not (_needs_all_tokens(name) or _only_remembers(name))]
+        names = [name for name in BASELINES if not (_needs_all_tokens(name) or _only_remembers(name))]
     else:
         names = list(dict.fromkeys(baselines))
     sizes = _check_sizes(trainer.num_generations, group_sizes, completions_per_prompt, num_prompts)
@@ -208,10 +215,10 @@ def compare_baselines(
             disable=args.disable_tqdm or not main,
         )
         with bar, left_as_it_was(trainer), recording_states(trainer) if on_top else nullcontext():
-            remembering = {}
+            remembering: History = {}, []
             if on_top and not asked <= kept:
                 history = [row for _, row in others or examples]
-                remembering = with_history(trainer, on_top, history, batch, seed)
+                remembering = with_history(trainer, on_top, history, batch, max(sizes), seed)
             try:
                 _measure(
                     trainer, storage, examples, gradients, studied, remembering, completions_per_prompt, seed, bar
@@ -251,7 +258,7 @@ def _measure(
     examples: list[tuple[str, dict[str, Any]]],
     gradients: CompletionGradients,
     studied: dict[int, list[Estimator]],
-    remembering: dict[str, Baseline],
+    remembering: History,
     completions: int,
     seed: int,
     bar: Any,
@@ -278,7 +285,7 @@ def _measure_prompt(
     example: dict[str, Any],
     gradients: CompletionGradients,
     studied: dict[int, list[Estimator]],
-    remembering: dict[str, Baseline],
+    remembering: History,
     completions: int,
     seed: int,
     bar: Any,
@@ -286,9 +293,20 @@ def _measure_prompt(
     parts = sample_pool(trainer, example, completions, min(completions, rows_at_once(trainer)), seed % 2**32)
     rows = [row for _, batch in parts for row in single_rows(batch)]
     rollouts = [rollout for rollout, _ in parts]
-    pool = pool_of(rollouts)
-    beside = beside_of(rollouts, [example] * completions) if remembering else {}
-    predicted = {name: prediction(rule, pool, beside) for name, rule in remembering.items()}
+    pool, (rules, batches) = pool_of(rollouts), remembering
+    beside = beside_of(rollouts, [example] * completions) if rules else {}
+    predicted, among = {}, {}
+    if batches:
+        pool.rewards = rewards_of_tokens(pool.rewards, pool.mask)
+        of_run = trainer.args.alignment
+        among = {name: advantages_among(rule, pool, beside, batches, of_run) for name, rule in rules.items()}
+    elif pool.rewards.dim() == 2 and rules:
+        raise ValueError(
+            f"`baselines` names {next(iter(rules))!r}, which is on top of another, and only some prompts have rewards "
+            "per turn or token: it cannot be measured then. Drop it."
+        )
+    else:
+        predicted = {name: prediction(rule, pool, beside) for name, rule in rules.items()}
 
     def gradient_of(row: int, weights: torch.Tensor) -> torch.Tensor:
         found = gradients(rows[row], weights.to(trainer.accelerator.device))
@@ -300,7 +318,7 @@ def _measure_prompt(
         "reward": returns.nanmean().item(),
         "length": pool.mask.sum(dim=1).float().mean().item(),
         "varies": bool((returns[~returns.isnan()].diff() != 0).any()),
-        **prompt_moments(pool, gradient_of, studied, seed, predicted=predicted),
+        **prompt_moments(pool, gradient_of, studied, seed, predicted=predicted, among=among),
     }
 
 

@@ -32,6 +32,10 @@ class Pool:
     def __len__(self) -> int:
         return len(self.mask)
 
+    def rows(self, rows: torch.Tensor) -> "Pool":
+        """Some of the completions."""
+        return Pool(self.rewards[rows], self.energy[rows], self.mask[rows])
+
 
 def stacked(parts: list[Any]) -> torch.Tensor:
     """Several `(b, T, …)` or `(b,)` -> `(M, T, …)` or `(M,)` on the CPU, padded with 0 to the longest."""
@@ -39,6 +43,11 @@ def stacked(parts: list[Any]) -> torch.Tensor:
         rows = [row for part in parts for row in part.cpu()]
         return pad_sequence(rows, batch_first=True)
     return torch.cat(parts).cpu()
+
+
+def joined(pools: list[Pool]) -> Pool:
+    """The completions of several pools."""
+    return Pool(*(stacked([getattr(pool, name) for pool in pools]) for name in ("rewards", "energy", "mask")))
 
 
 @dataclass(frozen=True)

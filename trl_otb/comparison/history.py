@@ -1,7 +1,7 @@
-"""Baselines on top of another, after some generation batches, and their predictions for a pool's tokens."""
+"""Baselines on top of another, after some generation batches, and what they predict for a pool's tokens."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import cycle, islice
@@ -11,27 +11,44 @@ import torch
 from datasets.fingerprint import Hasher
 
 from ..baselines import Baseline, Tokens, find_baseline
-from ..baselines.advantages import assign_credit_by_totals, totals_of_tokens
+from ..baselines.advantages import (
+    advantages_on_top,
+    assign_credit,
+    assign_credit_by_totals,
+    compared_by,
+    totals_of_tokens,
+)
 from ..baselines.groups import turns_of
 from ..rewards import last_tokens
 from ..rollout import Rollout
 from ..seam.sampling import sample_batch
 from ..seam.trainer import prompt_keys
 from ..trainer import OTBGRPOTrainer
-from .estimators import Pool, stacked
+from .estimators import Pool, joined, stacked
 
 
+History = tuple[dict[str, Baseline], list[list[Pool]]]  # see `with_history`
 BATCHES = 8  # generation batches that a baseline with memory sees before it is measured
 
 
 def with_history(
-    trainer: OTBGRPOTrainer, names: list[str], examples: list[dict[str, Any]], prompts_per_batch: int, seed: int
-) -> dict[str, Baseline]:
+    trainer: OTBGRPOTrainer,
+    names: list[str],
+    examples: list[dict[str, Any]],
+    prompts_per_batch: int,
+    completions: int,
+    seed: int,
+) -> History:
     """
     The baselines `names`, ready to predict: the trainer's own as trained, others after `BATCHES` batches of
     `examples`, sampled with the trainer's N.
+
+    Returns:
+        `tuple`: the baselines by name; and, with rewards per turn or token, the prompts of each batch, with at least
+        `completions` each, which a measured prompt is pooled with.
     """
     found, fresh = {}, []
+    batches: list[list[Pool]] = []
     for name in names:
         if (own := _trained(trainer, name)) is not None:
             found[name] = replace(own, function=copy.deepcopy(own.function))
@@ -39,20 +56,67 @@ def with_history(
         found[name] = rule = find_baseline(name).instance()
         if rule.remembers:
             fresh.append(rule)
-    some = cycle(examples)
-    for batch in range(BATCHES if fresh else 0):
-        of_batch = list(islice(some, prompts_per_batch))
-        parts = sample_batch(trainer, of_batch, trainer.num_generations, (seed + 7919 * (batch + 1)) % 2**32)
-        pool, beside = pool_of(parts), beside_of(parts, [e for e in of_batch for _ in range(trainer.num_generations)])
-        if pool.rewards.dim() == 2:
-            raise ValueError(no_turns(fresh[0].name))
-        totals, n = totals_of_tokens(pool.energy, pool.mask), trainer.num_generations
+    some, n = cycle(examples), trainer.num_generations
+    for batch in range(BATCHES):
+        if not (batch == 0 or fresh or batches):
+            break
+        of_batch, of_seed = list(islice(some, prompts_per_batch)), seed + 7919 * (batch + 1)
+        parts = sample_batch(trainer, of_batch, n, of_seed % 2**32)
+        pool, beside = pool_of(parts), beside_of(parts, [e for e in of_batch for _ in range(n)])
+        prompt = torch.arange(len(pool)) // n
         for rule in fresh:
-            below = assign_credit_by_totals(pool.rewards, *totals, n, baseline=rule.on_top_of or "")
-            prompt, base = torch.arange(len(pool)) // n, below.returns - below.advantages
+            below = _below(rule, pool, n, trainer.args.alignment)
             with torch.autocast("cpu", enabled=False):
-                rule.learn(Tokens(pool.rewards, base, rule.declared(pool.energy), pool.mask, prompt, beside))
-    return found
+                rule.learn(Tokens(pool.rewards, below, rule.declared(pool.energy), pool.mask, prompt, beside))
+        if pool.rewards.dim() == 2:
+            more, prompts = max(0, completions - n), len(of_batch)
+            parts += sample_batch(trainer, of_batch, more, (of_seed + 1) % 2**32) if more else []
+            first, further = torch.arange(prompts * (n + more)).split([prompts * n, prompts * more])
+            rows = torch.cat([first.view(prompts, n), further.view(prompts, more)], dim=1)
+            pool = pool_of(parts)
+            batches.append([pool.rows(of_prompt) for of_prompt in rows])
+    return found, batches
+
+
+def _below(rule: Baseline, pool: Pool, n: int, alignment: str) -> torch.Tensor:
+    """`(b, 1)`, or `(b, T)` with rewards per turn or token, B0 of whole groups of `n`."""
+    if pool.rewards.dim() == 1:
+        totals = totals_of_tokens(pool.energy, pool.mask)
+        below = assign_credit_by_totals(pool.rewards, *totals, n, baseline=rule.on_top_of or "")
+    else:
+        compared = compared_by(rule, pool.rewards)
+        below = assign_credit(pool.rewards, pool.energy, pool.mask, n, baseline=compared, alignment=alignment)
+    return below.returns - below.advantages
+
+
+def advantages_among(
+    rule: Baseline, pool: Pool, beside: dict[str, torch.Tensor], batches: list[list[Pool]], alignment: str
+) -> Callable[[torch.Tensor, int], torch.Tensor]:
+    """
+    A function from rows of the pool, whole groups, and their size to `(b, T)` advantages. Each group replaces the last
+    prompt of one of `batches`, in turn.
+    """
+    turns = cycle(batches)
+
+    @torch.autocast("cpu", enabled=False)
+    def of(rows: torch.Tensor, n: int) -> torch.Tensor:
+        found = torch.zeros(len(rows), pool.mask.size(1))
+        for group in range(0, len(rows), n):
+            own, others = rows[group : group + n], next(turns)[:-1]
+            batch = joined([pool.rows(own), *(other.rows(torch.arange(n)) for other in others)])
+            base = _below(rule, batch, n, alignment)[:n, : pool.mask.size(1)]
+            tokens = Tokens(
+                pool.rewards[own],
+                base,
+                rule.declared(pool.energy[own]),
+                pool.mask[own],
+                torch.zeros(n).long(),
+                {name: values[own] for name, values in beside.items()},
+            )
+            found[group : group + n] = advantages_on_top(rule, tokens)
+        return found
+
+    return of
 
 
 def history_of(trainer: OTBGRPOTrainer, names: list[str]) -> dict[str, Any]:
@@ -66,13 +130,6 @@ def _trained(trainer: OTBGRPOTrainer, name: str) -> Baseline | None:
     """The trainer's own baseline, if it has this name and has learned."""
     own = trainer.trained_baseline
     return own if own is not None and own.name == find_baseline(name).name else None
-
-
-def no_turns(name: str) -> str:
-    return (
-        f"`baselines` names {name!r}, which is on top of another: with rewards per turn or token it cannot be "
-        "measured. Drop it."
-    )
 
 
 def pool_of(parts: list[Rollout]) -> Pool:
@@ -103,8 +160,6 @@ def prediction(rule: Baseline, pool: Pool, beside: dict[str, torch.Tensor]) -> t
     Raises:
         ValueError: B, without bounds, is not of this form.
     """
-    if pool.rewards.dim() == 2:
-        raise ValueError(no_turns(rule.name))
 
     def at(base: torch.Tensor) -> torch.Tensor:
         energy, prompt = rule.declared(pool.energy), torch.zeros(len(pool)).long()
@@ -144,7 +199,9 @@ def _alike(parts: list[Rollout]) -> list[torch.Tensor]:
     """The rewards of these rollouts: all `(b, T)` if any has rewards per turn or token, else `(b,)`."""
     if all(part.rewards.dim() == 1 for part in parts):
         return [part.rewards for part in parts]
-    return [
-        part.rewards if part.rewards.dim() == 2 else last_tokens(part.mask) * part.rewards.unsqueeze(1)
-        for part in parts
-    ]
+    return [rewards_of_tokens(part.rewards, part.mask) for part in parts]
+
+
+def rewards_of_tokens(rewards: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """`(b, T)` from `(b, T)`, or from `(b,)`, one reward per completion, at the last token."""
+    return rewards if rewards.dim() == 2 else last_tokens(mask) * rewards.unsqueeze(1)

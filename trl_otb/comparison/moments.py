@@ -21,6 +21,7 @@ def prompt_moments(
     seed: int = 0,
     partitions: int = PARTITIONS,
     predicted: dict[str, tuple[float, torch.Tensor]] | None = None,
+    among: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] | None = None,
 ) -> dict[Any, Any]:
     """
     The moments of a prompt's gradient for the estimators studied at each group size.
@@ -40,6 +41,8 @@ def prompt_moments(
             Estimators by N.
         predicted (`dict`, *optional*):
             For baselines on top of another baseline B0, by name: a and p_t in B_t = a B0 + p_t.
+        among (`dict`, *optional*):
+            The same with rewards per turn or token: a function from rows, whole groups, and N to advantages `(b, T)`.
 
     Returns:
         `dict`: `truth`, `(2, k)`: the gradient by each half, taken as one group under `ogb` with one left out; and for
@@ -47,8 +50,10 @@ def prompt_moments(
         that compare prompts, `pool`: the completions, and the gradient of each, `own`, `(M, k)`; for those on top
         of another, `predicted`: by name a, and Σ_t p_t ∇ log π(y_t), `(M, k)`.
     """
-    compared = any(estimator.across_prompts for of_size in studied.values() for estimator in of_size)
-    studied = {n: [e for e in of_size if not e.across_prompts] for n, of_size in studied.items()}
+    among = among or {}
+    every = {estimator for of_size in studied.values() for estimator in of_size}
+    elsewhere = {estimator for estimator in every if estimator.across_prompts and estimator.name not in among}
+    studied = {n: [e for e in of_size if e not in elsewhere] for n, of_size in studied.items()}
     rng = torch.Generator().manual_seed(seed)
     halves = torch.arange(len(pool)).chunk(2)
     parts = {n: [[random_groups(half, n, rng) for half in halves] for _ in range(partitions)] for n in studied}
@@ -56,7 +61,8 @@ def prompt_moments(
     weights = torch.ones(len(pool), 1 + len(per_token) + len(predicted or {}), pool.mask.size(1))
     for i, (n, estimator) in enumerate(per_token, start=1):
         for rows in parts[n][0]:
-            weights[rows, i] = estimator.advantages(pool, rows, n)
+            of = among.get(estimator.name)
+            weights[rows, i] = estimator.advantages(pool, rows, n) if of is None else of(rows, n)
     for i, (_, values) in enumerate((predicted or {}).values(), start=1 + len(per_token)):
         weights[:, i] = values
     weights *= pool.mask.unsqueeze(1)
@@ -86,7 +92,7 @@ def prompt_moments(
         return squares.mean(), (total / len(at)).to(own) @ own
 
     moments: dict[Any, Any] = {"truth": torch.stack([of_half(TRUTH, len(half), [half])[1] for half in halves])}
-    if compared:
+    if elsewhere:
         # A view would be saved with all that it is a view of
         moments["pool"] = {name: values.clone() for name, values in (vars(pool) | {"own": own}).items()}
         moments["predicted"] = {

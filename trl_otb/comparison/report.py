@@ -97,7 +97,8 @@ class BaselineReport:
             )
         estimators = {of["name"]: Estimator(**of) for of in settings["estimators"]}
         sizes = sorted(settings["group_sizes"])
-        across = [estimators[name] for name in settings["across_prompts"]]
+        # With rewards per turn or token, those on top of another are measured with each prompt
+        across = [estimators[name] for name in settings["across_prompts"] if (name, sizes[0]) not in prompts[0]]
         if across:
             prompts = with_estimators_across_prompts(prompts, across, sizes, batch)
         moments = moments_of(prompts, estimators, settings["scores_have_mean_zero"])
