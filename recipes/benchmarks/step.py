@@ -149,20 +149,12 @@ def build(arm, regime, args, folder):
 
     on_gpu = args.device == "cuda"
     machine = {"use_cpu": not on_gpu, "bf16": on_gpu, "activation_checkpointing": args.gradient_checkpointing}
+    run = {"learning_rate": 1e-6, "max_steps": 2 * args.steps, "logging_strategy": "no", "seed": 0}
+    sizes = {"num_generations": N, "max_completion_length": args.length, "scale_rewards": "none"}
     trainer = cls(
         model,
         reward,
-        args=config(
-            output_dir=folder,
-            num_generations=N,
-            max_completion_length=args.length,
-            scale_rewards="none",
-            learning_rate=1e-6,
-            max_steps=2 * args.steps,
-            logging_strategy="no",
-            seed=0,
-            **(QUIET | machine | REGIMES[regime]),
-        ),
+        args=config(output_dir=folder, **(QUIET | machine | REGIMES[regime] | run | sizes)),
         train_dataset=Dataset.from_dict({"prompt": ["p"] * 64}),
         processing_class=AutoTokenizer.from_pretrained(args.model or sums(), padding_side="left"),
         callbacks=[callback() for callback in callbacks],

@@ -1,10 +1,11 @@
 """
 Which features tell `value` most? Every choice learns beside the others from the same batches.
 
-    OMP_NUM_THREADS=1 python -m recipes.studies.features --task copy --batches 40   # a quarter of an hour on one core
+    OMP_NUM_THREADS=1 python -m recipes.studies.features --task copy --batches 40   # 25 minutes on one core
 
 The policy, SmolLM2 or a toy's, is sampled, 16 prompts × 4 completions per batch, and not trained. What is told is the
 share of the noise that is left, Σ w (G − B)² / Σ w (G − B0)², on batches not learnt from yet; B0 is pooled RLOO.
+What is saved is not repeated; `--publish` puts the second half of the batches into the results and the pages.
 """
 
 import argparse
@@ -17,7 +18,7 @@ import pandas
 import torch
 
 import trl_otb
-from recipes.studies import language, tasks
+from recipes.studies import language, render, tasks
 from recipes.studies.value import FLAGS
 from trl_otb.baselines import Value
 from trl_otb.seam.states import StateRecorder
@@ -25,7 +26,7 @@ from trl_otb.seam.states import StateRecorder
 
 DEPTHS = {"1/3": 1 / 3, "1/2": 1 / 2, "2/3": 2 / 3, "5/6": 5 / 6, "1": 1.0}  # of the layers that are heard
 FOLDER = Path("runs/studies/features")
-TOYS = ("lake_6", "lake_14", "lake_6_turns", "lake_14_turns")
+TOYS = ("scratchpad_30", "scratchpad_100", "sums", "lake_6", "lake_6_turns")
 SUMS, WIDTH = 9, 128  # numbers per token: those that need no states, and of every layer
 
 
@@ -89,23 +90,45 @@ class Choices(Value):
         return {}  # nothing is saved
 
 
-def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="features", description=__doc__.splitlines()[1])
-    parser.add_argument("--task", choices=[*language.TASKS, *language.REASONING, *TOYS], default="copy")
-    parser.add_argument("--batches", type=int, default=40)
-    args = parser.parse_args(argv)
+def publish(task: str, left: pandas.Series, batches: int) -> None:
+    """Replace the task's column in the published table, or add it, and render all pages."""
+    results, kind, column = render.load("features"), "toys" if task in TOYS else "language", f"{task} ({batches})"
+    head, *rows = results["tables"][kind]
+    table = pandas.DataFrame(rows, columns=head).set_index("features")
+    table = table.rename(columns=lambda title: column if title.startswith(f"{task} (") else title)
+    table[column] = left.map("{:.3f}".format)
+    results["tables"][kind] = [["features", *table], *table.reset_index().values.tolist()]
+    render.save("features", results)
+    render.render()
+
+
+def sampled(task: str, batches: int) -> dict[str, list[float]]:
+    """What every choice explained of every batch."""
     size = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 4, "keep_groups_together": True}
-    task = (tasks if args.task in TOYS else language).task_of(args.task)
-    trainer = tasks.trainer_of(task, baseline="value_choices", max_steps=args.batches, logging_steps=1, seed=0, **size)
+    of_task = (tasks if task in TOYS else language).task_of(task)
+    trainer = tasks.trainer_of(of_task, baseline="value_choices", max_steps=batches, logging_steps=1, seed=0, **size)
     trainer._state_recorder = Layers(trainer.policy)  # in the place of one layer's
     trainer.accelerator.backward = lambda loss, **options: None  # nothing is trained
     trainer.train()
     log = [entry for entry in trainer.state.log_history if "loss" in entry]
-    found = {name: [float(entry[f"otb/value_choices/{name}"]) for entry in log] for name in choices()}
+    return {name: [float(entry[f"otb/value_choices/{name}"]) for entry in log] for name in choices()}
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="features", description=__doc__.splitlines()[1])
+    parser.add_argument("--task", choices=[*language.TASKS, *language.REASONING, *TOYS], default="copy")
+    parser.add_argument("--batches", type=int, default=40)
+    parser.add_argument("--publish", action="store_true", help="put the task into the results and the pages")
+    args = parser.parse_args(argv)
+    path = FOLDER / f"{args.task}-{args.batches}.json"
     FOLDER.mkdir(parents=True, exist_ok=True)
-    (FOLDER / f"{args.task}.json").write_text(json.dumps(found))
-    left = (1 - pandas.DataFrame(found)).groupby(lambda batch: 2 * batch // args.batches).mean().T
+    if not path.exists():
+        path.write_text(json.dumps(sampled(args.task, args.batches)))
+    found = pandas.DataFrame(json.loads(path.read_text()))
+    left = (1 - found).groupby(lambda batch: 2 * batch // args.batches).mean().T
     print(left.rename(columns={0: "first half of the batches", 1: "second"}).round(3).to_string())
+    if args.publish:
+        publish(args.task, left[1], args.batches)
 
 
 if __name__ == "__main__":

@@ -120,17 +120,9 @@ def fine_tuned(name: str) -> Path:
 def trainer_at(name: str, seed: int, folder: Path) -> OTBGRPOTrainer:
     """The trainer of a task, which has trained where its name says so; `folder` keeps the adapter then."""
     name, _, trained = name.partition("_")
-    trainer = trainer_of(
-        task_of(name),
-        num_generations=8,
-        per_device_train_batch_size=16,
-        learning_rate=5e-4,
-        lr_scheduler_type="constant_with_warmup",
-        warmup_steps=2,
-        max_steps=STEPS[name],
-        seed=seed,
-        disable_tqdm=False,
-    )
+    rates = {"learning_rate": 5e-4, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 2}
+    sizes = {"num_generations": 8, "per_device_train_batch_size": 16, "max_steps": STEPS[name]}
+    trainer = trainer_of(task_of(name), seed=seed, disable_tqdm=False, **rates, **sizes)
     if trained:
         policy = folder / f"{name}-policy-seed{seed}"
         if not (policy / "adapter_model.safetensors").exists():

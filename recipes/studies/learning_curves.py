@@ -67,23 +67,22 @@ def train(run: Run) -> dict:
     schedule = TASKS[run.task]
     task = (language if run.task in language.TASKS | language.REASONING else tasks).task_of(run.task, run.seed)
     measure = HeldOut()
+    arm = {"baseline": run.baseline, "num_generations": run.n, "learning_rate": run.learning_rate, "seed": run.seed}
+    # Four micro-batches, whose noise the meter measures
+    sizes = {"per_device_train_batch_size": schedule.prompts * run.n // 4, "gradient_accumulation_steps": 4}
     trainer = tasks.trainer_of(
         replace(task, reward=measure.counted(task.reward)),
         eval_dataset=measure.numbered(task.held_out),
         callbacks=[measure, GradientNoiseCallback()],
-        baseline=run.baseline,
-        num_generations=run.n,
-        per_device_train_batch_size=schedule.prompts * run.n // 4,
-        gradient_accumulation_steps=4,  # whose noise the meter measures
         keep_groups_together=True,
-        learning_rate=run.learning_rate,
-        seed=run.seed,
         max_steps=schedule.steps[run.n],
         lr_scheduler_type="constant_with_warmup",
         warmup_steps=10,
         per_device_eval_batch_size=40 if task.peft_config else 400,
         num_generations_eval=schedule.held_out_samples,
         logging_steps=1,
+        **arm,
+        **sizes,
     )
     seconds = trainer.train().metrics["train_runtime"]
     trainer.evaluate()

@@ -16,9 +16,8 @@ from . import QUIET, cached, dialogues, lake, scratchpad, worked_sums
 
 
 # Arguments of Qwen3Config
-LAYERS = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16}
-OTHERS = {"max_position_embeddings": 256, "tie_word_embeddings": True}
+MODEL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+MODEL |= {"num_key_value_heads": 4, "head_dim": 16, "max_position_embeddings": 256, "tie_word_embeddings": True}
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class WarmStart:
     response_template: dict | None = None  # by which transformers parses an answer into a message
     steps: int = 2000
     batch_size: int = 32
-    model: tuple[tuple[str, int], ...] = tuple((LAYERS | HEADS | OTHERS).items())
+    model: tuple[tuple[str, int], ...] = tuple(MODEL.items())
 
     def key(self) -> str:
         """A hash of everything that determines the weights; changes of wording or layout do not affect it."""
@@ -151,18 +150,14 @@ def train(start: WarmStart, folder: Path) -> None:
     special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), **special, **dict(start.model)))
-    settings = SFTConfig(
-        output_dir=str(folder),
-        max_steps=start.steps,
-        per_device_train_batch_size=start.batch_size,
-        learning_rate=start.learning_rate,
-        adam_beta2=0.98,
-        lr_scheduler_type="cosine",
-        warmup_steps=20,
-        max_length=None,
-        logging_strategy="no",
-        **QUIET,
-    )
+    sizes = {"max_steps": start.steps, "per_device_train_batch_size": start.batch_size, "max_length": None}
+    rates = {
+        "learning_rate": start.learning_rate,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 20,
+        "adam_beta2": 0.98,
+    }
+    settings = SFTConfig(output_dir=str(folder), logging_strategy="no", **sizes, **rates, **QUIET)
     data = Dataset.from_dict({"input_ids": ids, "completion_mask": said})
     SFTTrainer(model, args=settings, train_dataset=data, processing_class=tokenizer).train()
     model.save_pretrained(folder)

@@ -276,11 +276,11 @@ def test_the_study_of_value_measures_saves_and_publishes(study, asked, tmp_path,
     assert len(asked) == 2 and published == [("value", ["sums"])] and render.load("value") == before
 
 
-def test_the_study_of_value_takes_it_apart_and_leaves_it_out_where_turns_are_rewarded(study, asked, tmp_path):
+def test_the_study_of_value_takes_it_apart_also_where_turns_are_rewarded(study, asked, tmp_path):
     study.main(["--output_dir", str(tmp_path), "--tasks", "lucky_even/4", "lake_6_turns"])
     (_, of_prompts), ((task, _), of_turns) = asked
     assert {*study.ABLATIONS} <= {*of_prompts["baselines"]} & {*BASELINES} and of_prompts["prompts_per_batch"] == 4
-    assert task == ("lake_6_turns", 0) and of_turns["baselines"] == [*study.BESIDE]
+    assert task == ("lake_6_turns", 0) and of_turns["baselines"] == of_prompts["baselines"]
     assert (tmp_path / "lucky_even-4").is_dir()
 
 
@@ -401,11 +401,35 @@ def test_features_learn_beside_each_other(features, tiny_smollm2, monkeypatch, c
     said = lambda completions, **kwargs: [float(len(c[0]["content"])) for c in completions]  # noqa: E731
     monkeypatch.setitem(language.TASKS, "copy", (language.copy_problem, said))
     features.main(["--task", "copy", "--batches", "2"])
-    found = json.loads(Path("runs/studies/features/copy.json").read_text())
+    saved = Path("runs/studies/features/copy-2.json")
+    found = json.loads(saved.read_text())
     assert set(found) == set(features.choices()) and len(found) == 32
     assert all(first == 0.0 for first, _ in found.values())  # nothing was learnt before
     said = capsys.readouterr().out
     assert said.count("\n") >= 28 and "2/3, mean, 32" in said
+    written = saved.stat().st_mtime_ns
+    features.main(["--task", "copy", "--batches", "2"])  # is not repeated
+    assert capsys.readouterr().out == said and saved.stat().st_mtime_ns == written
+
+
+@pytest.mark.usefixtures("pages")
+def test_features_are_published_as_they_are_saved(features):
+    """In the place of the task's column, whatever its batches, or as a further one."""
+    folder, of_task = Path("runs/studies/features"), {name: [0.9, 0.9, 0.5, 0.3] for name in features.choices()}
+    folder.mkdir(parents=True)
+    for task in ("copy", "sums"):
+        (folder / f"{task}-4.json").write_text(json.dumps(of_task | {"no states": [0.9, 0.9, 0.2, 0.1]}))
+    before = render.load("features")["tables"]
+    for task in ("copy", "sums", "copy"):
+        features.main(["--task", task, "--batches", "4", "--publish"])
+    after = render.load("features")["tables"]
+    (head, first, second, *_), was = after["language"], before["language"]
+    assert head == ["features", "copy (4)", *was[0][2:]]
+    assert first == ["no states", "0.850", *was[1][2:]] and second[1] == "0.600"
+    assert len(after["language"]) == len(was) and len(after["toys"]) == len(before["toys"])
+    column = [title.split(" ")[0] for title in after["toys"][0]].index("sums")
+    assert after["toys"][0][column] == "sums (4)" and after["toys"][1][column] == "0.850"
+    assert "copy (4)" in (render.HERE / "value.md").read_text()
 
 
 def test_what_a_choice_of_features_looks_at(features):
