@@ -66,7 +66,8 @@ class BaselineReport:
             output_dir (`str` or `Path`):
                 The folder.
             prompts_per_batch (`int`, *optional*):
-                Prompts per step, by default as measured.
+                Prompts per step, by default as measured. With rewards per turn or token, baselines on top of another
+                stay pooled as measured.
 
         Raises:
             ValueError: The folder holds no measurement, or fewer than two prompts.
