@@ -44,7 +44,7 @@ TASKS = {
     "calculator": Schedule({4: 100, 8: 80, 32: 40}, (2e-4, 4e-4, 8e-4, 1.6e-3)),
     "scratchpad_100": Schedule({4: 100}, (1e-4, 2e-4, 4e-4, 8e-4), held_out_samples=16),
     "scratchpad_mixed": Schedule({4: 100}, (2e-4, 4e-4, 8e-4), held_out_samples=8),
-    "lake_6": Schedule({4: 50}, (2e-4, 4e-4, 8e-4)),
+    **dict.fromkeys(("lake_6", "lake_14", "lake_14_turns"), Schedule({4: 50}, (2e-4, 4e-4, 8e-4))),
     "copy": Schedule({4: 20}, (3e-4,), held_out_samples=1, prompts=4),
     **dict.fromkeys(language.REASONING, Schedule({4: 30}, (3e-4,), held_out_samples=2, prompts=4)),
 }
