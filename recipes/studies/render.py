@@ -32,8 +32,6 @@ LEARNING = {  # by picture, its tasks
 PAGES = ("value", "horizon", "turns", "learning_curves", "language")
 Tables = dict[str, list[dict[str, Any]]]  # of cells, by task
 
-# Results
-
 
 def load(name: str) -> dict[str, Any]:
     return json.loads((HERE / "results" / f"{name}.json").read_text())
@@ -190,6 +188,10 @@ PICTURES: dict[str, list[Panel]] = {
     "groups": [
         (f"scratchpads, {task}", "completions per prompt, N", "value", {n: (task, n) for n in (4, 8, 32)})
         for task in ("T = 30", "T = 100")
+    ],
+    "lakes": [
+        (f"lakes, {title}, N = 4", "turns", "value", {t: (f"{t} turns{kind}", 4) for t in (6, 14, 30, 46)})
+        for title, kind in (("one reward at the end", ""), ("rewards per turn", ", rewards per turn"))
     ],
     "turns": [
         (f"lakes, {title}, N = 4", "turns", "turns", {t: (f"lake_{t}{kind}", 4) for t in (6, 14, 30, 46)})
