@@ -27,7 +27,7 @@ from trl_otb.comparison.estimators import Estimator, Pool, estimators
 from trl_otb.comparison.gradients import CompletionGradients, Projection
 from trl_otb.comparison.history import BATCHES, advantages_among, prediction, with_history
 from trl_otb.comparison.moments import prompt_moments, with_estimators_across_prompts
-from trl_otb.seam.sampling import left_as_it_was, recording_states, sample_pool, single_rows
+from trl_otb.seam.sampling import left_as_it_was, recording_states, rows_at_once, sample_pool, single_rows
 
 
 SMALL = {"num_prompts": 3, "completions_per_prompt": 16, "group_sizes": [4], "baselines": ["otb", "ogb_pooled"]}
@@ -264,7 +264,7 @@ def test_only_what_is_linear_in_the_baseline_below_can_be_put_together(sampled, 
 
 @pytest.mark.parametrize("n", [2, 4])
 def test_advantages_of_groups_among_batches_of_rewards_per_token(sampled, predicting, n):
-    """The batch put together by hand: its last prompt is the group, its others are one after the other's first."""
+    """The batch put together by hand: the group is in the place of the last prompt, or of its own."""
     _, pool, _ = sampled
     g = torch.Generator().manual_seed(1)
     shape = pool.mask.shape
@@ -272,12 +272,15 @@ def test_advantages_of_groups_among_batches_of_rewards_per_token(sampled, predic
     whole = Pool(torch.randn(shape, generator=g) * pool.mask, pool.energy, pool.mask)
     prompts = [whole.rows(torch.arange(first, first + 4)) for first in (16, 20, 24, 28)]
     narrow = Pool(*(values[:, : int(prompts[0].mask.sum(1).max())] for values in vars(prompts[0]).values()))
-    batches = [[narrow, prompts[1], prompts[2]], [prompts[3], prompts[2], prompts[1]]]
+    batches = [
+        {"a": narrow, "b": prompts[1], "c": prompts[2]},
+        {"d": prompts[3], "own": prompts[0], "b": prompts[1]},
+    ]
     rows = torch.tensor([5, 2, 7, 0, 11, 3, 1, 9])
-    found = advantages_among(predicting, whole, beside, batches, "generated")(rows, n)
+    found = advantages_among(predicting, whole, beside, "own", batches, "generated")(rows, n)
     zeros = {name: torch.zeros(2 * n, *values.shape[1:]) for name, values in beside.items()}
     for group, at in enumerate(rows.split(n)):
-        others = [(16, 20), (28, 24)][group % 2]
+        others = [(16, 20), (28, 20)][group % 2]
         batch = torch.cat([at, *(torch.arange(first, first + n) for first in others)])
         of_batch = {name: torch.cat([values[at], zeros[name]]) for name, values in beside.items()}
         inputs = whole.rewards[batch], whole.energy[batch], whole.mask[batch]
@@ -292,14 +295,20 @@ def rewarded_per_turn(completions, **kwargs):
 def test_other_prompts_of_rewards_per_turn_are_kept_by_batch(train, monkeypatch):
     script_turns(monkeypatch)
     trainer = train(train=False, reward_funcs=rewarded_per_turn, tools=TOOLS, train_dataset=CHAT)
-    examples = [dict(CHAT[0]), dict(CHAT[1])]
+    examples = [(f"example {i}", dict(CHAT[i])) for i in range(4)]
+    at_once = rows_at_once(trainer)
+    assert 4 < at_once < 18
     with left_as_it_was(trainer), recording_states(trainer):
-        rules, batches = with_history(trainer, ["value"], examples, 3, 6, seed=0)
-        few = with_history(trainer, ["value"], examples, 3, 2, seed=0)[1]
+        rules, batches = with_history(trainer, ["value"], examples, 3, 18, seed=0)
+        few = with_history(trainer, ["value"], examples, 5, 2, seed=0)[1]
+        again = with_history(trainer, ["value"], examples, 3, 4, seed=0)[1]
     assert rules["value"].function.theta is not None
-    assert [[len(prompt) for prompt in batch] for batch in batches] == [[6] * 3] * BATCHES
-    assert [[len(prompt) for prompt in batch] for batch in few] == [[4] * 3] * BATCHES  # the trainer's N
-    for prompt, same in zip(batches[0], few[0], strict=True):
+    names = [name for name, _ in examples]
+    assert [[*batch] for batch in batches[:2]] == [names[:3], [names[3], *names[:2]]] and len(batches) == BATCHES
+    assert all(len(pool) == 18 and pool.rewards.shape == pool.mask.shape for of in batches for pool in of.values())
+    # No prompt twice, and the trainer's N
+    assert [{name: len(pool) for name, pool in of.items()} for of in few] == [dict.fromkeys(names, 4)] * BATCHES
+    for prompt, same in zip(batches[0].values(), again[0].values(), strict=True):
         length = min(prompt.mask.size(1), same.mask.size(1))
         assert torch.equal(prompt.rewards[:4, :length], same.rewards[:, :length])
 
@@ -313,9 +322,20 @@ def test_rewards_per_turn_in_some_prompts_only_are_refused(train):
         return [[share] for share in calls[-1]] if len(completion_ids) == 16 else calls[-1]
 
     trainer = train(train=False, reward_funcs=reward, per_device_eval_batch_size=16)
-    with pytest.raises(ValueError, match="'value', which is on top of another, and only some prompts have rewards"):
+    with pytest.raises(ValueError, match="those sampled before, from which 'value' has learned, have none"):
         compare_baselines(trainer, **SMALL | {"baselines": ["value"]}, prompts_per_batch=3)
-    assert compare_baselines(trainer, **SMALL).num_prompts == 3
+
+
+def test_prompts_may_differ_in_whether_turns_are_rewarded(train):
+    """Of baselines that compare prompts; what is summed over turns is as good as one reward at the end."""
+    calls = []
+
+    def reward(completion_ids, **kwargs):
+        calls.append(tiny.even_bytes(completion_ids))
+        return [[share] for share in calls[-1]] if len(calls) in (1, 2) else calls[-1]
+
+    mixed = compare_baselines(train(train=False, reward_funcs=reward), **SMALL)
+    assert len(calls) == 6 and mixed == compare_baselines(train(train=False), **SMALL)
 
 
 def test_value_is_measured_after_batches_or_as_it_was_trained(train):

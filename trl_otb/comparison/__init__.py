@@ -75,6 +75,8 @@ def compare_baselines(
     With several processes, each measures its own prompts, and the results equal those of one process. A progress bar
     counts completions. Returns are not scaled (`scale_rewards` is ignored), and the loss is the plain sum over tokens.
     On a GPU, a language model takes as long as sampling the completions and about three training steps on them.
+    Baselines on top of another, such as `value`, first see 8 batches of other prompts, sampled before the bar moves;
+    with rewards per turn or token, with as many completions per prompt as the largest group.
 
     Example:
 
@@ -186,7 +188,7 @@ def compare_baselines(
             "parameters": parameters,
             "projection": projection,
             "seed": seed,
-            **({"history": history_of(trainer, on_top)} if on_top else {}),
+            **({"history": history_of(trainer, on_top), "prompts_per_batch": batch} if on_top else {}),
             "rewards": trainer.reward_func_names,
             "tools": [getattr(tool, "__name__", str(tool)) for tool in trainer.tools or []],
             **{name: getattr(args, name, None) for name in _SAMPLING},
@@ -217,7 +219,7 @@ def compare_baselines(
         with bar, left_as_it_was(trainer), recording_states(trainer) if on_top else nullcontext():
             remembering: History = {}, []
             if on_top and not asked <= kept:
-                history = [row for _, row in others or examples]
+                history = others if len(others) >= batch else others + examples
                 remembering = with_history(trainer, on_top, history, batch, max(sizes), seed)
             try:
                 _measure(
@@ -272,7 +274,7 @@ def _measure(
         index = round_of[min(rank, len(round_of) - 1)]  # spare processes repeat the last one
         name, example = examples[index]
         of_prompt = seed + 1_000_003 * (index + 1)
-        found = _measure_prompt(trainer, example, gradients, studied, remembering, completions, of_prompt, bar)
+        found = _measure_prompt(trainer, name, example, gradients, studied, remembering, completions, of_prompt, bar)
         every = gather_object([{"example": name, **found}])
         if trainer.accelerator.is_main_process:
             bar.update(completions * (len(round_of) - 1))
@@ -282,6 +284,7 @@ def _measure(
 
 def _measure_prompt(
     trainer: OTBGRPOTrainer,
+    hashed: str,
     example: dict[str, Any],
     gradients: CompletionGradients,
     studied: dict[int, list[Estimator]],
@@ -299,11 +302,11 @@ def _measure_prompt(
     if batches:
         pool.rewards = rewards_of_tokens(pool.rewards, pool.mask)
         of_run = trainer.args.alignment
-        among = {name: advantages_among(rule, pool, beside, batches, of_run) for name, rule in rules.items()}
+        among = {name: advantages_among(rule, pool, beside, hashed, batches, of_run) for name, rule in rules.items()}
     elif pool.rewards.dim() == 2 and rules:
         raise ValueError(
-            f"`baselines` names {next(iter(rules))!r}, which is on top of another, and only some prompts have rewards "
-            "per turn or token: it cannot be measured then. Drop it."
+            f"This prompt has rewards per turn or token, and those sampled before, from which {next(iter(rules))!r} "
+            "has learned, have none: it cannot be measured on such data. Name other `baselines`."
         )
     else:
         predicted = {name: prediction(rule, pool, beside) for name, rule in rules.items()}

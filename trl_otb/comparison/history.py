@@ -21,20 +21,21 @@ from ..baselines.advantages import (
 from ..baselines.groups import turns_of
 from ..rewards import last_tokens
 from ..rollout import Rollout
-from ..seam.sampling import sample_batch
+from ..seam.sampling import rows_at_once, sample_batch
 from ..seam.trainer import prompt_keys
 from ..trainer import OTBGRPOTrainer
 from .estimators import Pool, joined, stacked
 
 
-History = tuple[dict[str, Baseline], list[list[Pool]]]  # see `with_history`
+Example = tuple[str, dict[str, Any]]  # of the training data, with its hash
+History = tuple[dict[str, Baseline], list[dict[str, Pool]]]  # see `with_history`
 BATCHES = 8  # generation batches that a baseline with memory sees before it is measured
 
 
 def with_history(
     trainer: OTBGRPOTrainer,
     names: list[str],
-    examples: list[dict[str, Any]],
+    examples: list[Example],
     prompts_per_batch: int,
     completions: int,
     seed: int,
@@ -44,11 +45,10 @@ def with_history(
     `examples`, sampled with the trainer's N.
 
     Returns:
-        `tuple`: the baselines by name; and, with rewards per turn or token, the prompts of each batch, with at least
-        `completions` each, which a measured prompt is pooled with.
+        `tuple`: the baselines by name; and, with rewards per turn or token, batches of prompts to pool a measured
+        prompt with: for each prompt, by its example's hash, at least `completions` completions.
     """
     found, fresh = {}, []
-    batches: list[list[Pool]] = []
     for name in names:
         if (own := _trained(trainer, name)) is not None:
             found[name] = replace(own, function=copy.deepcopy(own.function))
@@ -57,25 +57,36 @@ def with_history(
         if rule.remembers:
             fresh.append(rule)
     some, n = cycle(examples), trainer.num_generations
+    sampled: list[tuple[list[Example], int, Pool]] = []
+    per_token = False
     for batch in range(BATCHES):
-        if not (batch == 0 or fresh or batches):
+        if batch > 0 and not (fresh or per_token):
             break
-        of_batch, of_seed = list(islice(some, prompts_per_batch)), seed + 7919 * (batch + 1)
-        parts = sample_batch(trainer, of_batch, n, of_seed % 2**32)
-        pool, beside = pool_of(parts), beside_of(parts, [e for e in of_batch for _ in range(n)])
+        of_batch, of_seed = list(islice(some, min(prompts_per_batch, len(examples)))), seed + 7919 * (batch + 1)
+        parts = sample_batch(trainer, [row for _, row in of_batch], n, of_seed % 2**32)
+        pool, beside = pool_of(parts), beside_of(parts, [row for _, row in of_batch for _ in range(n)])
         prompt = torch.arange(len(pool)) // n
         for rule in fresh:
             below = _below(rule, pool, n, trainer.args.alignment)
             with torch.autocast("cpu", enabled=False):
                 rule.learn(Tokens(pool.rewards, below, rule.declared(pool.energy), pool.mask, prompt, beside))
-        if pool.rewards.dim() == 2:
-            more, prompts = max(0, completions - n), len(of_batch)
-            parts += sample_batch(trainer, of_batch, more, (of_seed + 1) % 2**32) if more else []
-            first, further = torch.arange(prompts * (n + more)).split([prompts * n, prompts * more])
-            rows = torch.cat([first.view(prompts, n), further.view(prompts, more)], dim=1)
-            pool = pool_of(parts)
-            batches.append([pool.rows(of_prompt) for of_prompt in rows])
-    return found, batches
+        sampled.append((of_batch, of_seed + 1, pool))
+        per_token = per_token or pool.rewards.dim() == 2
+    return found, [_enlarged(trainer, completions, *of) for of in sampled] if per_token else []
+
+
+def _enlarged(
+    trainer: OTBGRPOTrainer, completions: int, examples: list[Example], seed: int, pool: Pool
+) -> dict[str, Pool]:
+    """The pool of each example, with at least `completions` completions, and rewards per token."""
+    pools, n, at_once = [pool], trainer.num_generations, rows_at_once(trainer)
+    for first in range(n, completions, at_once):
+        more = min(at_once, completions - first)
+        pools.append(pool_of(sample_batch(trainer, [row for _, row in examples], more, (seed + first - n) % 2**32)))
+    for some in pools:
+        some.rewards = rewards_of_tokens(some.rewards, some.mask)
+    by_example = [[some.rows(rows) for rows in torch.arange(len(some)).chunk(len(examples))] for some in pools]
+    return {name: joined([of[i] for of in by_example]) for i, (name, _) in enumerate(examples)}
 
 
 def _below(rule: Baseline, pool: Pool, n: int, alignment: str) -> torch.Tensor:
@@ -90,11 +101,16 @@ def _below(rule: Baseline, pool: Pool, n: int, alignment: str) -> torch.Tensor:
 
 
 def advantages_among(
-    rule: Baseline, pool: Pool, beside: dict[str, torch.Tensor], batches: list[list[Pool]], alignment: str
+    rule: Baseline,
+    pool: Pool,
+    beside: dict[str, torch.Tensor],
+    example: str,
+    batches: list[dict[str, Pool]],
+    alignment: str,
 ) -> Callable[[torch.Tensor, int], torch.Tensor]:
     """
-    A function from rows of the pool, whole groups, and their size to `(b, T)` advantages. Each group replaces the last
-    prompt of one of `batches`, in turn.
+    A function from rows of the example's pool, whole groups, and their size to `(b, T)` advantages. Each group
+    replaces the same example, or else the last one, in one of `batches`, in turn.
     """
     turns = cycle(batches)
 
@@ -102,7 +118,8 @@ def advantages_among(
     def of(rows: torch.Tensor, n: int) -> torch.Tensor:
         found = torch.zeros(len(rows), pool.mask.size(1))
         for group in range(0, len(rows), n):
-            own, others = rows[group : group + n], next(turns)[:-1]
+            own, of_batch = rows[group : group + n], next(turns)
+            others = [other for name, other in of_batch.items() if name != example][: len(of_batch) - 1]
             batch = joined([pool.rows(own), *(other.rows(torch.arange(n)) for other in others)])
             base = _below(rule, batch, n, alignment)[:n, : pool.mask.size(1)]
             tokens = Tokens(

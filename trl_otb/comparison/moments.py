@@ -7,6 +7,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from ..baselines import assign_credit
+from ..baselines.groups import completion_returns
 from .estimators import Estimator, Pool
 
 
@@ -42,7 +43,8 @@ def prompt_moments(
         predicted (`dict`, *optional*):
             For baselines on top of another baseline B0, by name: a and p_t in B_t = a B0 + p_t.
         among (`dict`, *optional*):
-            The same with rewards per turn or token: a function from rows, whole groups, and N to advantages `(b, T)`.
+            With rewards per turn or token, for baselines on top of another in the place of `predicted`: a function
+            from rows, whole groups, and N to advantages `(b, T)`.
 
     Returns:
         `dict`: `truth`, `(2, k)`: the gradient by each half, taken as one group under `ogb` with one left out; and for
@@ -134,9 +136,9 @@ def with_estimators_across_prompts(
     """
     pools = [prompt["pool"] for prompt in prompts]
     own = torch.stack([pool["own"] for pool in pools])
-    rewards, energy, mask = (
-        pad_sequence([pool[name].transpose(0, -1) for pool in pools], batch_first=True).transpose(1, -1)
-        for name in ("rewards", "energy", "mask")
+    rewards = torch.stack([completion_returns(pool["rewards"]) for pool in pools])
+    energy, mask = (
+        pad_sequence([pool[name].T for pool in pools], batch_first=True).transpose(1, 2) for name in ("energy", "mask")
     )
     predicted = {
         e.name: (

@@ -99,7 +99,10 @@ class BaselineReport:
         estimators = {of["name"]: Estimator(**of) for of in settings["estimators"]}
         sizes = sorted(settings["group_sizes"])
         # With rewards per turn or token, those on top of another are measured with each prompt
-        across = [estimators[name] for name in settings["across_prompts"] if (name, sizes[0]) not in prompts[0]]
+        with_each = [{name for name, *_ in filter(lambda key: isinstance(key, tuple), prompt)} for prompt in prompts]
+        if any(names != with_each[0] for names in with_each):
+            raise ValueError("Rewards per turn or token have come or gone since the first prompt: measure anew.")
+        across = [estimators[name] for name in settings["across_prompts"] if name not in with_each[0]]
         if across:
             prompts = with_estimators_across_prompts(prompts, across, sizes, batch)
         moments = moments_of(prompts, estimators, settings["scores_have_mean_zero"])
