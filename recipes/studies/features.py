@@ -125,7 +125,7 @@ def main(argv: list[str]) -> None:
     if not path.exists():
         path.write_text(json.dumps(sampled(args.task, args.batches)))
     found = pandas.DataFrame(json.loads(path.read_text()))
-    left = (1 - found).groupby(lambda batch: 2 * batch // args.batches).mean().T
+    left = (1 - found).groupby(lambda batch: int(batch >= args.batches // 2)).mean().T
     print(left.rename(columns={0: "first half of the batches", 1: "second"}).round(3).to_string())
     if args.publish:
         publish(args.task, left[1], args.batches)
