@@ -4,9 +4,9 @@ Which baseline learns faster? Runs under each, from the same policy and with the
     OMP_NUM_THREADS=1 python -m recipes.studies.learning_curves --task calculator   # again beside it, on another core
     python -m recipes.studies.learning_curves --task calculator --plot_only --publish
 
-Every run trains the policy of a task with 16 problems per step (SmolLM2: 4). Learning rates are tuned per arm by the
-mean reward over the run, on seeds of their own and the same grid, by halving: two seeds for every rate, three more for
-the best two. The other seeds then run with the best one. SmolLM2 has one rate for all. A saved run is not repeated.
+Every run trains the policy of a task with 16 problems per step (SmolLM2 and lake_6_few: 4). Learning rates are tuned
+per arm by the mean reward over the run, on seeds of their own and the same grid, by halving: two seeds for every rate,
+three more for the best two. The other seeds use the best one. SmolLM2 has one rate. A saved run is not repeated.
 """
 
 import argparse
@@ -45,6 +45,7 @@ TASKS = {
     "scratchpad_100": Schedule({4: 100}, (1e-4, 2e-4, 4e-4, 8e-4), held_out_samples=16),
     "scratchpad_mixed": Schedule({4: 100}, (2e-4, 4e-4, 8e-4), held_out_samples=8),
     **dict.fromkeys(("lake_6", "lake_14", "lake_14_turns"), Schedule({4: 50}, (2e-4, 4e-4, 8e-4))),
+    "lake_6_few": Schedule({4: 100}, (1e-4, 2e-4, 4e-4), prompts=4),
     "copy": Schedule({4: 20}, (3e-4,), held_out_samples=1, prompts=4),
     **dict.fromkeys(language.REASONING, Schedule({4: 30}, (3e-4,), held_out_samples=2, prompts=4)),
 }
