@@ -69,8 +69,6 @@ def train(run: Run) -> dict:
     task = (language if run.task in language.TASKS | language.REASONING else tasks).task_of(run.task, run.seed)
     measure = HeldOut()
     arm = {"baseline": run.baseline, "num_generations": run.n, "learning_rate": run.learning_rate, "seed": run.seed}
-    # Four micro-batches, whose noise the meter measures
-    sizes = {"per_device_train_batch_size": schedule.prompts * run.n // 4, "gradient_accumulation_steps": 4}
     trainer = tasks.trainer_of(
         replace(task, reward=measure.counted(task.reward)),
         eval_dataset=measure.numbered(task.held_out),
@@ -82,8 +80,9 @@ def train(run: Run) -> dict:
         per_device_eval_batch_size=40 if task.peft_config else 400,
         num_generations_eval=schedule.held_out_samples,
         logging_steps=1,
+        per_device_train_batch_size=schedule.prompts * run.n // 4,
+        gradient_accumulation_steps=4,  # the meter measures the noise of micro-batches
         **arm,
-        **sizes,
     )
     seconds = trainer.train().metrics["train_runtime"]
     trainer.evaluate()
@@ -141,27 +140,28 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--baselines", nargs="+", choices=BASELINES, default=["group_mean", "otb", "value"])
     parser.add_argument("--sizes", nargs="+", type=int, choices=(4, 8, 32), default=[4])
     parser.add_argument("--seeds", type=int, default=5, help="Seeds per arm, beside those that tune it.")
+    rates = sorted({rate for schedule in TASKS.values() for rate in schedule.learning_rates})
+    parser.add_argument("--learning_rate", type=float, choices=rates, help="Of all arms, instead of tuning them.")
     parser.add_argument("--plot_only", action="store_true", help="make the table and the picture from what is saved")
     parser.add_argument("--publish", action="store_true", help="put the task's runs into the results and the pages")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/studies/learning_curves"))
     args = parser.parse_args(argv)
-    folder, task = args.output_dir, args.task
-    if missing := [n for n in args.sizes if n not in TASKS[task].steps]:
-        parser.error(f"--sizes: {task} has no runs of N = {missing[0]}, only of {list(TASKS[task].steps)}")
+    folder, task, steps = args.output_dir, args.task, TASKS[args.task].steps
+    if missing := [n for n in args.sizes if n not in steps]:
+        parser.error(f"--sizes: {task} has no runs of N = {missing[0]}, only of {list(steps)}")
     if not 1 <= args.seeds < TUNING_SEEDS[0]:
         parser.error(f"--seeds is {args.seeds}: give 1 to {TUNING_SEEDS[0] - 1}")
     warnings.filterwarnings("ignore")
     folder.mkdir(parents=True, exist_ok=True)
     if not args.plot_only:
         arms = [(n, b) for n in args.sizes for b in args.baselines]
-        best = tune(task, arms, folder)
+        best = dict.fromkeys(arms, args.learning_rate) if args.learning_rate else tune(task, arms, folder)
         # By seeds, so that what is there when it is stopped compares the arms
         perform([Run(task, b, n, best[n, b], seed) for seed in range(1, args.seeds + 1) for n, b in arms], folder)
     if not (rows := saved(folder, task)):
         parser.error(f"Nothing of {task} is saved under {folder}.")
-    text = render.of_runs(rows)
+    print(text := render.of_runs(rows))
     (folder / "tables.md").write_text(text)
-    print(text)
     render.learning({task: rows}, folder / "learning.png")
     if args.publish:
         render.publish_runs(rows)

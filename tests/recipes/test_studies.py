@@ -123,6 +123,18 @@ def test_runs_are_published_beside_those_that_are_there(tmp_path, monkeypatch, c
     assert "Nothing of calculator is saved under" in capsys.readouterr().err
 
 
+def test_a_given_learning_rate_is_every_arms_and_nothing_is_tuned(tmp_path, monkeypatch, capsys, registry):
+    ran = []
+    monkeypatch.setattr(learning_curves, "perform", lambda runs, folder: ran.extend(runs))
+    flags = ["--task", "calculator", "--baselines", "none", "rloo", "--seeds", "2", "--output_dir", str(tmp_path)]
+    with pytest.raises(SystemExit):  # nothing was saved
+        learning_curves.main([*flags, "--learning_rate", "8e-4"])
+    assert ran == [Run("calculator", name, 4, 8e-4, seed) for seed in (1, 2) for name in ("none", "rloo")]
+    with pytest.raises(SystemExit):
+        learning_curves.main([*flags, "--learning_rate", "0"])
+    assert "invalid choice: 0.0 (choose from 0.0001, 0.0002" in capsys.readouterr().err
+
+
 def test_an_interval_covers_as_often_as_it_says(monkeypatch):
     monkeypatch.setattr(runs, "DRAWS", 200)
     rng = random.Random(0)
