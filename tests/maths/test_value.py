@@ -160,6 +160,25 @@ def test_theta_is_the_weighted_least_squares_of_earlier_batches():
     assert difference.min() < 1e-3 < difference.sort().values[1]
 
 
+def test_before_a_choice_of_two_the_best_baseline_is_the_chance_to_fail():
+    """Then every sample's gradient is the exact one: (1 − p) (1 − B) after a success, −p (0 − B) after a failure."""
+    value, g = Value(), torch.Generator().manual_seed(0)
+    for _ in range(8):
+        sure = (torch.arange(400) // N % 2 == 0).float()
+        chance = 0.6 + 0.3 * sure
+        won = (torch.rand(400, generator=g) < chance).float()
+        energy = (2 * (won - chance).square()).unsqueeze(1)
+        logps = (won * chance + (1 - won) * (1 - chance)).log().unsqueeze(1)
+        beside = {"logps": logps, "states": torch.stack([sure, 1 - sure], dim=1).unsqueeze(1)}
+        mask = torch.ones(400, 1).long()
+        tokens = Tokens(won, base_of(won, energy, mask), energy, mask, torch.arange(400) // N, beside)
+        baselines = value(tokens)[:, 0]
+        value.update(tokens)
+    torch.testing.assert_close(baselines, 1 - chance, atol=0.05, rtol=0)
+    gradients = (won - chance) * (won - baselines)
+    torch.testing.assert_close(gradients, chance * (1 - chance), atol=0.05, rtol=0)
+
+
 def test_a_batch_in_which_the_others_returns_tell_ones_own_is_not_believed():
     """Within a batch, what the others earned and what a completion earned sum up to the same for all."""
     value, g = Value(), torch.Generator().manual_seed(0)
