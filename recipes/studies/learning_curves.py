@@ -41,7 +41,7 @@ class Schedule:
 
 TASKS = {
     "sums": Schedule({4: 400, 8: 400, 32: 300}, (2e-4, 4e-4, 8e-4, 1.6e-3)),
-    "calculator": Schedule({4: 100, 8: 80, 32: 40}, (2e-4, 4e-4, 8e-4, 1.6e-3)),
+    **dict.fromkeys(("calculator", "calculator_decay"), Schedule({4: 100, 8: 80, 32: 40}, (2e-4, 4e-4, 8e-4, 1.6e-3))),
     "scratchpad_100": Schedule({4: 100}, (1e-4, 2e-4, 4e-4, 8e-4), held_out_samples=16),
     "scratchpad_mixed": Schedule({4: 100}, (2e-4, 4e-4, 8e-4), held_out_samples=8),
     **dict.fromkeys(("lake_6", "lake_14", "lake_14_turns"), Schedule({4: 50}, (2e-4, 4e-4, 8e-4))),
@@ -75,7 +75,7 @@ def train(run: Run) -> dict:
         callbacks=[measure, GradientNoiseCallback()],
         keep_groups_together=True,
         max_steps=schedule.steps[run.n],
-        lr_scheduler_type="constant_with_warmup",
+        lr_scheduler_type="linear" if run.task.endswith("_decay") else "constant_with_warmup",
         warmup_steps=10,
         per_device_eval_batch_size=40 if task.peft_config else 400,
         num_generations_eval=schedule.held_out_samples,
@@ -84,7 +84,7 @@ def train(run: Run) -> dict:
         gradient_accumulation_steps=4,  # the meter measures the noise of micro-batches
         **arm,
     )
-    seconds = trainer.train().metrics["train_runtime"]
+    trainer.train()
     trainer.evaluate()
     log = [entry for entry in trainer.state.log_history if "loss" in entry]
     lengths = [float(entry["completions/mean_length"]) for entry in log]  # tool output left out
@@ -98,7 +98,6 @@ def train(run: Run) -> dict:
         "tokens": list(itertools.accumulate(schedule.prompts * run.n * length for length in lengths)),
         "held_out": measure.evaluations[-1].mean,
         "policy": sha256(task.policy / "model.safetensors")[:8],
-        "seconds": seconds,
     }
 
 
@@ -111,7 +110,7 @@ def perform(runs: list[Run], folder: Path) -> None:
                 result = train(run)
                 path.with_suffix(".unfinished").write_text(json.dumps(result))
                 path.with_suffix(".unfinished").rename(path)
-                print(f"{run.name}: held-out {result['held_out']:.3f}, {result['seconds']:.0f} s", flush=True)
+                print(f"{run.name}: held-out {result['held_out']:.3f}", flush=True)
 
 
 def saved(folder: Path, task: str) -> list[dict]:

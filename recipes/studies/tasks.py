@@ -50,9 +50,10 @@ def task_of(name: str, seed: int = 0) -> Task:
     """
     One of `CHAIN_SUMS`, whose problems to train on `seed` chooses; "scratchpad_100" and the like, "scratchpad_mixed"
     with prompts of three lengths, "lucky_even" or "lucky_unequal" whose rewards no state tells, "lake_6" and the like
-    with one reward at the end, or "lake_6_turns" with a reward per turn. "_few" is about prompts per step.
+    with one reward at the end, or "lake_6_turns" with a reward per turn. "_few" and "_decay" are schedules.
     """
-    policy = getattr(toy, "scratchpad_30" if name in LUCKY else name.removesuffix("_turns").removesuffix("_few"))()
+    name = name.removesuffix("_few").removesuffix("_decay")
+    policy = getattr(toy, "scratchpad_30" if name in LUCKY else name.removesuffix("_turns"))()
     if name in CHAIN_SUMS:
         options, tokens, calls = CHAIN_SUMS[name]
         problems = load_problems(RecipeArguments(dataset_options=json.dumps(options)), seed)
