@@ -37,15 +37,18 @@ class Schedule:
     learning_rates: tuple[float, ...]
     held_out_samples: int = 4
     prompts: int = 16  # per step, in four micro-batches
+    lr_scheduler_type: str = "constant_with_warmup"
+    problems: str = ""  # the task that is sampled, where it has another name
 
 
 TASKS = {
     "sums": Schedule({4: 400, 8: 400, 32: 300}, (2e-4, 4e-4, 8e-4, 1.6e-3)),
-    **dict.fromkeys(("calculator", "calculator_decay"), Schedule({4: 100, 8: 80, 32: 40}, (2e-4, 4e-4, 8e-4, 1.6e-3))),
+    "calculator": Schedule({4: 100, 8: 80, 32: 40}, (2e-4, 4e-4, 8e-4, 1.6e-3)),
+    "calculator_decay": Schedule({4: 100}, (4e-4, 8e-4, 1.6e-3), lr_scheduler_type="linear", problems="calculator"),
     "scratchpad_100": Schedule({4: 100}, (1e-4, 2e-4, 4e-4, 8e-4), held_out_samples=16),
     "scratchpad_mixed": Schedule({4: 100}, (2e-4, 4e-4, 8e-4), held_out_samples=8),
     **dict.fromkeys(("lake_6", "lake_14", "lake_14_turns"), Schedule({4: 50}, (2e-4, 4e-4, 8e-4))),
-    "lake_6_few": Schedule({4: 100}, (1e-4, 2e-4, 4e-4), prompts=4),
+    "lake_6_few": Schedule({4: 100}, (1e-4, 2e-4, 4e-4), prompts=4, problems="lake_6"),
     "copy": Schedule({4: 20}, (3e-4,), held_out_samples=1, prompts=4),
     **dict.fromkeys(language.REASONING, Schedule({4: 30}, (3e-4,), held_out_samples=2, prompts=4)),
 }
@@ -66,7 +69,8 @@ class Run:
 
 def train(run: Run) -> dict:
     schedule = TASKS[run.task]
-    task = (language if run.task in language.TASKS | language.REASONING else tasks).task_of(run.task, run.seed)
+    problems = schedule.problems or run.task
+    task = (language if problems in language.TASKS | language.REASONING else tasks).task_of(problems, run.seed)
     measure = HeldOut()
     arm = {"baseline": run.baseline, "num_generations": run.n, "learning_rate": run.learning_rate, "seed": run.seed}
     trainer = tasks.trainer_of(
@@ -75,7 +79,7 @@ def train(run: Run) -> dict:
         callbacks=[measure, GradientNoiseCallback()],
         keep_groups_together=True,
         max_steps=schedule.steps[run.n],
-        lr_scheduler_type="linear" if run.task.endswith("_decay") else "constant_with_warmup",
+        lr_scheduler_type=schedule.lr_scheduler_type,
         warmup_steps=10,
         per_device_eval_batch_size=40 if task.peft_config else 400,
         num_generations_eval=schedule.held_out_samples,
@@ -84,7 +88,7 @@ def train(run: Run) -> dict:
         gradient_accumulation_steps=4,  # the meter measures the noise of micro-batches
         **arm,
     )
-    trainer.train()
+    seconds = trainer.train().metrics["train_runtime"]
     trainer.evaluate()
     log = [entry for entry in trainer.state.log_history if "loss" in entry]
     lengths = [float(entry["completions/mean_length"]) for entry in log]  # tool output left out
@@ -96,6 +100,7 @@ def train(run: Run) -> dict:
         **{key: [float(entry[key]) for entry in log] for key in ("reward", "grad_norm", "entropy")},
         "noise_scale": [entry.get("noise/scale") for entry in log],
         "tokens": list(itertools.accumulate(schedule.prompts * run.n * length for length in lengths)),
+        "seconds": seconds,
         "held_out": measure.evaluations[-1].mean,
         "policy": sha256(task.policy / "model.safetensors")[:8],
     }
@@ -110,7 +115,7 @@ def perform(runs: list[Run], folder: Path) -> None:
                 result = train(run)
                 path.with_suffix(".unfinished").write_text(json.dumps(result))
                 path.with_suffix(".unfinished").rename(path)
-                print(f"{run.name}: held-out {result['held_out']:.3f}", flush=True)
+                print(f"{run.name}: held-out {result['held_out']:.3f}, {result['seconds']:.0f} s", flush=True)
 
 
 def saved(folder: Path, task: str) -> list[dict]:

@@ -50,9 +50,8 @@ def task_of(name: str, seed: int = 0) -> Task:
     """
     One of `CHAIN_SUMS`, whose problems to train on `seed` chooses; "scratchpad_100" and the like, "scratchpad_mixed"
     with prompts of three lengths, "lucky_even" or "lucky_unequal" whose rewards no state tells, "lake_6" and the like
-    with one reward at the end, or "lake_6_turns" with a reward per turn. "_few" and "_decay" are schedules.
+    with one reward at the end, or "lake_6_turns" with a reward per turn.
     """
-    name = name.removesuffix("_few").removesuffix("_decay")
     policy = getattr(toy, "scratchpad_30" if name in LUCKY else name.removesuffix("_turns"))()
     if name in CHAIN_SUMS:
         options, tokens, calls = CHAIN_SUMS[name]

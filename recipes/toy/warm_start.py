@@ -151,13 +151,8 @@ def train(start: WarmStart, folder: Path) -> None:
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), **special, **dict(start.model)))
     sizes = {"max_steps": start.steps, "per_device_train_batch_size": start.batch_size, "max_length": None}
-    rates = {
-        "learning_rate": start.learning_rate,
-        "lr_scheduler_type": "cosine",
-        "warmup_steps": 20,
-        "adam_beta2": 0.98,
-    }
-    settings = SFTConfig(output_dir=str(folder), logging_strategy="no", **sizes, **rates, **QUIET)
+    rates = {"learning_rate": start.learning_rate, "lr_scheduler_type": "cosine", "warmup_steps": 20}
+    settings = SFTConfig(str(folder), logging_strategy="no", adam_beta2=0.98, **sizes, **rates, **QUIET)
     data = Dataset.from_dict({"input_ids": ids, "completion_mask": said})
     SFTTrainer(model, args=settings, train_dataset=data, processing_class=tokenizer).train()
     model.save_pretrained(folder)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from recipes.studies import learning_curves, picture, render, runs
+from recipes.studies import learning_curves, picture, render, runs, tasks
 from recipes.studies.learning_curves import Run, Schedule
 from recipes.studies.runs import summary
 
@@ -148,10 +148,17 @@ def test_an_interval_covers_as_often_as_it_says(monkeypatch):
 
 @pytest.mark.slow
 def test_learning_curves(tmp_path, monkeypatch, capsys, registry):
-    monkeypatch.setattr(learning_curves, "TASKS", {"calculator": Schedule({4: 4}, (4e-4,))})
-    folder, flags = tmp_path / "runs", ["--baselines", "group_mean", "value", "--seeds", "1"]
+    schedule = Schedule({4: 4}, (4e-4,), prompts=8, lr_scheduler_type="linear", problems="calculator")
+    monkeypatch.setattr(learning_curves, "TASKS", {"calculator_decay": schedule})
+    trainers, make = [], tasks.trainer_of
+    monkeypatch.setattr(tasks, "trainer_of", lambda *args, **of: trainers.append(make(*args, **of)) or trainers[-1])
+    flags = ["--task", "calculator_decay", "--baselines", "group_mean", "value", "--seeds", "1"]
+    folder = tmp_path / "runs"
     learning_curves.main([*flags, "--output_dir", str(folder)])
     assert len(list(folder.glob("*.json"))) == 2  # of a single learning rate nothing is tuned
+    for trainer in trainers:
+        assert trainer.args.lr_scheduler_type == "linear" and trainer.tools
+        assert trainer.args.per_device_train_batch_size * trainer.args.gradient_accumulation_steps == 8 * 4
     table = (folder / "tables.md").read_text()
     assert "| 4 | group_mean | 0.0004 | 1 |" in table and "| 4 | value | 0.0004 | 1 |" in table
     assert (folder / "learning.png").stat().st_size > 10_000
