@@ -31,8 +31,8 @@ class Value:
 
     Source: this project. To first order, b_t contributes E‖s_t‖² (G_t − b_t)² to the variance of the gradient, so the
     best baseline that depends on the state x_t (prompt and y_<t) is E[‖s_t‖² G_t | x_t] / E[‖s_t‖² | x_t] (Greensmith,
-    Bartlett and Baxter, 2004). With w_t for ‖s_t‖² this is a weighted least-squares problem, which has a closed form
-    in a linear class.
+    Bartlett and Baxter, 2004; Keane and Gao, arXiv 2212.13587, who find a value function, E[G_t | x_t], usually about
+    as good). With w_t for ‖s_t‖² this is a weighted least-squares problem, which has a closed form in a linear class.
 
     φ holds 1, B0 (its coefficient in B is kept between 0 and 1), the rewards earned before t, sums over the tokens
     before t (energy, surprisal, their number, and the square roots of these), and the policy's hidden states at two
