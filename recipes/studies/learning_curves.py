@@ -46,6 +46,7 @@ TASKS = {
     "calculator": Schedule({4: 100, 8: 80, 32: 40}, (2e-4, 4e-4, 8e-4, 1.6e-3)),
     "calculator_decay": Schedule({4: 100}, (4e-4, 8e-4, 1.6e-3), lr_scheduler_type="linear", problems="calculator"),
     "scratchpad_100": Schedule({4: 100}, (1e-4, 2e-4, 4e-4, 8e-4), held_out_samples=16),
+    "scratchpad_100_decay": Schedule({4: 100}, (2e-4, 4e-4, 8e-4), 16, 16, "linear", "scratchpad_100"),
     "scratchpad_mixed": Schedule({4: 100}, (2e-4, 4e-4, 8e-4), held_out_samples=8),
     **dict.fromkeys(("lake_6", "lake_14", "lake_14_turns"), Schedule({4: 50}, (2e-4, 4e-4, 8e-4))),
     "lake_6_few": Schedule({4: 100}, (1e-4, 2e-4, 4e-4), prompts=4, problems="lake_6"),
