@@ -47,7 +47,7 @@ class Value:
     Bias: unbiased, since B_t depends on what precedes y_t, and θ and c on earlier batches. With rewards per turn or
     token, B0 pools the reward-to-go. If the linear system has no solution, B is B0, with a warning.
 
-    Use it for N of 2 to 16 and completions of any length. Do not use it with `scale_rewards="group"`, which is
+    Use it for N up to 16 and completions of any length. Do not use it with `scale_rewards="group"`, which is
     rejected as for `rloo_pooled`. It gains nothing over `rloo_pooled` where `otb/value/explained` stays near 0.
 
     Evidence: at N = 4 it has 0.41 to 0.58 of the group mean's noise on toy answers of 10 to 300 tokens, 0.53 to 0.72
