@@ -54,7 +54,8 @@ class Value:
     at N = 32, where group baselines gain little, 0.55 on mixed lengths, and in games of 6 to 30 turns 0.60 to
     0.67, with rewards per turn 0.40 to 0.59; where states do not predict the reward it equals `rloo_pooled`.
     With SmolLM2 it has 0.20 copying a text and 0.87 telling stories. In learning it is ahead of the group mean on
-    three of five toy tasks, in almost all pairs, and of `ogb_pooled` on two of two (recipes/studies/value.md).
+    three of five toy tasks, in almost all pairs, and there of `ogb_pooled`, too; on one of them `none` does as well
+    (recipes/studies/value.md).
     """
 
     decay = 0.9  # of a batch's weight, per further batch
