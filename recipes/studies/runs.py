@@ -84,7 +84,7 @@ def arms(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             "minus_group_mean": estimate(ahead),
             "held_out": estimate([100 * row["held_out"] for row in at_best]),
             "collapsed": sum(map(collapsed, at_best)) if at_best else None,
-            "won": f"{sum(x > 0 for x in ahead)} of {len(ahead)}" if ahead else None,
+            "won": f"{sum(x > 0 for x in ahead)} of {sum(x != 0 for x in ahead)}" if ahead else None,
             "strata": {kind: estimate([of[kind] for of in strata]) for kind in (strata or [{}])[0]},
             "rates": {f"{rate:g}": of for rate, of in tried(of, TUNING_SEEDS).to_dict("index").items()},
         }

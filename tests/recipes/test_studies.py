@@ -81,6 +81,8 @@ def test_runs_from_different_policies_are_no_pairs_and_other_rates_no_part_of_an
     assert set(otb["rates"]) == {"0.001", "0.002"}
     strangers = rows_of({"group_mean": scores["group_mean"]}) + rows_of({"otb": scores["otb"]}, policy="bb")
     assert runs.arms(strangers)[1]["won"] is None
+    equal_once = rows_of(scores | {"otb": lambda seed: 0.5 if seed == 2 else 0.6})
+    assert runs.arms(equal_once)[1]["won"] == "3 of 3"
 
 
 def test_an_arm_that_only_tunes_has_no_scores():
