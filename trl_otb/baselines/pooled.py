@@ -32,7 +32,7 @@ def ogb_pooled(group: Completions) -> torch.Tensor:
     as in long games (`rloo_pooled` does as well), or where hidden states predict the return (`value` has less noise).
 
     Evidence: at N = 4 it has less noise than `ogb` with one left out on all ten toy tasks; relative to the group mean
-    0.69, 0.75 and 0.79 on answers of 10, 30 and 100 tokens, 0.45 on the calculator, 0.91 on mixed lengths
+    0.71, 0.75 and 0.79 on answers of 10, 30 and 100 tokens, 0.45 on the calculator, 0.92 on mixed lengths
     (recipes/studies/value.md); 0.62 with SmolLM2 copying, 0.95 (0.91–1.01) telling stories (language.md).
     """
     return _pooled(group, group.total_energy)
@@ -63,8 +63,8 @@ def ogb_pooled_damped(group: Completions) -> torch.Tensor:
     was less efficient on one task, or for rare successes.
 
     Evidence: at N = 4, cosine 0.993 to 1.000; more efficient than `ogb_pooled` except on the longest tasks, 300 tokens
-    and 46 turns, where they are equal (recipes/studies/shrinkage.md). Noise relative to the group mean: 0.58, 0.67 and
-    0.75 on answers of 10, 30 and 100 tokens (value.md), 0.26 with SmolLM2 copying (language.md). In learning curves
+    and 46 turns, where they are equal (recipes/studies/shrinkage.md). Noise relative to the group mean: 0.59, 0.68 and
+    0.78 on answers of 10, 30 and 100 tokens (value.md), 0.26 with SmolLM2 copying (language.md). In learning curves
     the two do not differ significantly.
     """
     weights = torch.add(group.total_energy, _members(group), alpha=LEAST_WEIGHT)
@@ -93,7 +93,7 @@ def rloo_pooled(group: Completions) -> torch.Tensor:
     Use it if the energies of `ogb_pooled` would cost a forward, or as its control. Do not use it where wrong tokens
     are improbable, as in arithmetic: `ogb_pooled` has less noise there.
 
-    Evidence: at N = 4 it has 0.78, 0.82 and 0.81 of the group mean's noise on answers of 10, 30 and 100 tokens
+    Evidence: at N = 4 it has 0.79, 0.81 and 0.80 of the group mean's noise on answers of 10, 30 and 100 tokens
     (recipes/studies/value.md), and 0.76 to 0.80 in games of 6 to 46 turns (turns.md).
     """
     return _pooled(group, _members(group))

@@ -50,8 +50,8 @@ class Value:
     Use it for N up to 16 and completions of any length. Do not use it with `scale_rewards="group"`, which is
     rejected as for `rloo_pooled`. It gains nothing over `rloo_pooled` where `otb/value/explained` stays near 0.
 
-    Evidence: at N = 4 it has 0.41 to 0.58 of the group mean's noise on toy answers of 10 to 300 tokens, 0.53 to 0.72
-    at N = 32, where group baselines gain little, 0.55 on mixed lengths, and in games of 6 to 46 turns 0.59 to
+    Evidence: at N = 4 it has 0.38 to 0.53 of the group mean's noise on toy answers of 10 to 300 tokens, 0.47 to 0.66
+    at N = 32, where group baselines gain little, 0.61 on mixed lengths, and in games of 6 to 46 turns 0.59 to
     0.67, with rewards per turn 0.40 to 0.59; where states do not predict the reward it equals `rloo_pooled`.
     With SmolLM2 it has 0.20 copying a text and 0.87 telling stories. In learning it is ahead of the group mean on
     three of five toy tasks, in almost all pairs, and there of `ogb_pooled`, too; on one of them `none` does as well
