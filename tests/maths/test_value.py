@@ -193,7 +193,7 @@ def test_a_batch_in_which_the_others_returns_tell_ones_own_is_not_believed():
 def test_how_far_it_is_believed_grows_with_success_and_shrinks_with_failure():
     value = Value()
     weights = [value.update(Task(seed).tokens())["weight"] for seed in range(5)]
-    assert weights[:3] == [0.0, 0.25, 0.5] and weights[4] > 0.9
+    assert weights[:4] == [0.0, 0.25, 0.25, 0.5] and weights[4] > 0.9  # a single batch is no evidence
     for seed in range(5, 12):  # the opposite of all that it has learnt
         task = Task(seed)
         rewards = value(task.tokens()).mean(dim=1)
@@ -214,6 +214,18 @@ def test_it_stands_back_where_states_tell_nothing(prompts):
             of_base += power(tokens.base, tokens).item()
             value.update(tokens)
     assert of_value < 1.05 * of_base
+
+
+@pytest.mark.parametrize("batches", [1, 2, 4])
+def test_on_few_prompts_no_draw_of_them_makes_it_believe_too_early(batches):
+    """In four prompts of unequal rates, states and returns agree by chance."""
+    unseen = [Task(10**6 + seed, told=False).tokens() for seed in range(4)]
+    of_base = sum(power(tokens.base, tokens).item() for tokens in unseen)
+    for draw in range(60):
+        value = Value()
+        for batch in range(batches):
+            value.update(Task(1000 * draw + batch, prompts=4, told=False).tokens())
+        assert sum(power(value(tokens), tokens).item() for tokens in unseen) < 1.05 * of_base
 
 
 def test_it_stays_within_the_returns_seen():

@@ -38,9 +38,10 @@ class Value:
     before t (energy, surprisal, their number, and the square roots of these), and the policy's hidden states at two
     thirds of its depth, randomly projected: at the position that predicts y_t, and the mean up to it. They come from
     the forward that yields the energies; `value` never needs an extra one. The weight of a batch decays by 0.9 per
-    batch. c, between 0 and 1, and the ridge are chosen by cross-validation over prompts. c is at most 1/4 after the
-    first batch; this limit doubles after a batch on which B beat B0 and halves otherwise. So B falls back to B0, and
-    is B0 in the first batch. B stays within the range of returns seen so far.
+    batch. c, between 0 and 1, and the ridge are chosen by cross-validation over four folds of prompts; c is shrunk as
+    the folds disagree (positive-part James–Stein). c is at most 1/4 after the first batch; this limit halves after a
+    batch on which B0 beat B, and doubles after another once the mean gain so far exceeds its standard error. So B
+    falls back to B0, and is B0 in the first batch. B stays within the range of returns seen so far.
 
     Assumptions: what states predict about returns carries over from earlier prompts and a slightly older policy.
 
@@ -69,6 +70,7 @@ class Value:
         self.theta: torch.Tensor | None = None  # (K,)
         self.weight = 0.0  # c
         self._most_weight = 0.25
+        self._gains = (0.0, 0.0)  # over c, of earlier batches: the decayed sum, and that of their squares
         self._sums: dict[str, torch.Tensor] = {}  # over earlier batches; float64, on the CPU
         self._batches = 0.0  # the sum of their weights
         self._prompts = 0  # in all batches
@@ -95,7 +97,7 @@ class Value:
         power, left = new.pop("power").item(), new.pop("left").item()
         metrics = {"explained": 1 - left / power if power > 0 else math.nan, "weight": self.weight}
         if self.weight > 0:
-            self._most_weight = min(2 * self._most_weight, 1.0) if left < power else max(self._most_weight / 2, 1 / 64)
+            self._limit_weight(power - left)
 
         least, most = tokens.gather(self._ends_of(tokens).unsqueeze(0)).amax(dim=0).tolist()
         self._returns_seen = min(self._returns_seen[0], -least), max(self._returns_seen[1], most)
@@ -183,14 +185,26 @@ class Value:
             ends.append(torch.stack([sign * returns for sign in (-1, 1)]).where(present, -math.inf).amax(dim=(1, 2)))
         return torch.stack(ends).amax(dim=0)
 
+    def _limit_weight(self, gain: float) -> None:
+        """Change the limit of c by how much less power B left of a batch than B0."""
+        gains, squares = self._gains
+        gain /= self.weight
+        self._gains = gains, squares = self.decay * gains + gain, self.decay**2 * squares + gain**2
+        if gain <= 0:
+            self._most_weight = max(self._most_weight / 2, 1 / 64)
+        elif gains > math.sqrt(squares):  # never after a single batch
+            self._most_weight = min(2 * self._most_weight, 1.0)
+
     def _fit(self) -> None:
         """Fit θ and c to the sums, with the ridge that predicts held-out prompts best."""
         squares, products = self._sums["φφ"], self._sums["φ residual"]
         of_others = squares.sum(dim=0) - squares, products.sum(dim=0) - products
         thetas = torch.stack([self._solution(*of_others, ridge) for ridge in self.ridges])  # (ridges, folds, K)
-        agreement = torch.einsum("rfk,fk->r", thetas, products)
+        of_folds = torch.einsum("rfk,fk->rf", thetas, products)
+        agreement, error = of_folds.sum(dim=1), self.folds * of_folds.var(dim=1)  # the squared standard error
         size = torch.einsum("rfk,fkl,rfl->r", thetas, squares, thetas)
-        weights = (agreement / size.clamp(min=1e-30)).clamp(0, 1)
+        trust = (1 - error / agreement.square().clamp(min=1e-30)).clamp(min=0)
+        weights = trust * (agreement / size.clamp(min=1e-30)).clamp(0, 1)
         gain = 2 * weights * agreement - weights.square() * size
         best = int(gain.nan_to_num(nan=-math.inf).argmax())
         self.theta = self._solution(squares.sum(dim=0), products.sum(dim=0), self.ridges[best])
@@ -215,4 +229,5 @@ class Value:
 
     def _start_anew(self, reason: str) -> None:
         logger.warning(f"The baseline 'value' discards what it has learned: {reason}. It continues as 'rloo_pooled'.")
-        self.theta, self.weight, self._most_weight, self._sums, self._batches = None, 0.0, 0.25, {}, 0.0
+        self.theta, self.weight, self._most_weight, self._gains = None, 0.0, 0.25, (0.0, 0.0)
+        self._sums, self._batches = {}, 0.0
