@@ -24,12 +24,16 @@ class PromptTracker:
         known = [self.seen.get(key, (0.0, 0.0)) for key in group.prompt_key.flatten().tolist()]
         total, count = group.returns.new_tensor(known).view(-1, 1, 2).split(1, dim=2)
         mean_of_all = self.all[0] / max(self.all[1], 1.0)
-        others = group.returns.sum(dim=1, keepdim=True) - group.returns
-        size = group.scorable.sum(dim=1, keepdim=True) - group.scorable
+        returns, members = self.evidence(group)
+        others, size = (values.sum(dim=1, keepdim=True) - values for values in (returns, members))
         return (others + total + mean_of_all) / (size + count + 1)
 
+    def evidence(self, group):
+        members = group.scorable * (group.lengths > 0)  # one masked for its length says little about its prompt
+        return group.returns * members, members
+
     def update(self, group):
-        totals, sizes = (values.sum(dim=1).flatten().tolist() for values in (group.returns, group.scorable))
+        totals, sizes = (values.sum(dim=1).flatten().tolist() for values in self.evidence(group))
         for key, total, size in zip(group.prompt_key.flatten().tolist(), totals, sizes, strict=True):
             before = self.seen.get(key, (0.0, 0.0))
             self.seen[key] = (before[0] / 2 + total, before[1] / 2 + size)
@@ -37,7 +41,7 @@ class PromptTracker:
         return {"prompts": len(self.seen)}
 
     def state_dict(self):
-        return {"seen": self.seen, "all": self.all}
+        return {"seen": dict(self.seen), "all": list(self.all)}
 
     def load_state_dict(self, state):
-        self.seen, self.all = state["seen"], state["all"]
+        self.seen, self.all = dict(state["seen"]), list(state["all"])

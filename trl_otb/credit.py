@@ -16,7 +16,7 @@ from .baselines.advantages import (
 from .baselines.groups import completion_returns, scorable_rows, turns_of
 from .baselines.tokens import FINER
 from .blocks import by_blocks
-from .energy import check_energies
+from .energy import check_energies, importance_weighted
 from .metrics import completion_statistics
 from .rollout import EVERY_ROW, Rollout, Rows, store
 
@@ -27,16 +27,20 @@ def set_energies(
     logps: torch.Tensor | None = None,
     rows: Rows = EVERY_ROW,
     states: torch.Tensor | None = None,
+    importance_weights: torch.Tensor | None = None,
 ) -> None:
     """
-    Store the results of a forward over `rows`: `energy`, ρ_t² w_t, and `logps`, log π(y_t), each `(b, T)`; and hidden
-    `states`, `(b, T, k)`.
+    Store the results of a forward over `rows`: `energy`, w_t, and `logps`, log π(y_t), each `(b, T)`; hidden `states`,
+    `(b, T, k)`; and importance ratios ρ, `(b, T)` or `(b, 1)`.
 
     Raises:
         ValueError: An energy is not finite.
     """
-    check_energies(energy, rollout.mask[rows], torch.arange(len(rollout), device=energy.device)[rows])
-    store(rollout, "energy", energy, rows)
+    weighted = importance_weighted(energy, importance_weights)
+    check_energies(weighted, rollout.mask[rows], torch.arange(len(rollout), device=energy.device)[rows])
+    store(rollout, "energy", weighted, rows)
+    if importance_weights is not None:
+        store(rollout, "unweighted_energy", energy, rows)
     if logps is not None:
         store(rollout, "logps", logps.detach(), rows)
     if states is not None:
@@ -117,7 +121,8 @@ def tokens_of(rollout: Rollout, rule: Baseline, rows: Rows = EVERY_ROW, **gather
     """The argument of a baseline on top of another, for `rows`, after [`credit_base`]."""
     if rollout.base is None:
         raise ValueError("The rollout has no base yet: call `credit_base` first.")
-    energy = torch.zeros_like(rollout.mask, dtype=torch.float32) if rollout.energy is None else rollout.energy
+    weights = torch.zeros_like(rollout.mask, dtype=torch.float32) if rollout.energy is None else rollout.energy
+    energy = weights if rollout.unweighted_energy is None else rollout.unweighted_energy
     row = torch.arange(rollout.first_row, rollout.first_row + len(rollout), device=energy.device)
     return Tokens(
         rollout.rewards[rows],
@@ -126,6 +131,7 @@ def tokens_of(rollout: Rollout, rule: Baseline, rows: Rows = EVERY_ROW, **gather
         rollout.mask[rows],
         (row // rollout.num_generations)[rows],
         _beside(rollout, rule, rows),
+        weights=rule.declared(weights[rows]),
         **gather,
     )
 

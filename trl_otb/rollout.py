@@ -56,6 +56,8 @@ class Rollout:
     Attributes:
         energy (`torch.Tensor` of shape `(B, T)`):
             ρ_t² w_t; NaN in rows whose forward has not run yet, `None` before the first.
+        unweighted_energy (`torch.Tensor` of shape `(B, T)`):
+            w_t; only if there are importance ratios, and until the rollout is measured.
         logps (`torch.Tensor` of shape `(B, T)`):
             log π(y_t) from the same forward, at the sampling temperature.
         states (`torch.Tensor` of shape `(B, T, k)`):
@@ -93,6 +95,7 @@ class Rollout:
     processing_class: Any = field(default=None, compare=False)
     prompt_key: torch.Tensor | None = None
     energy: torch.Tensor | None = field(default=None, init=False)
+    unweighted_energy: torch.Tensor | None = field(default=None, init=False)
     logps: torch.Tensor | None = field(default=None, init=False)
     states: torch.Tensor | None = field(default=None, init=False)
     base: torch.Tensor | None = field(default=None, init=False)

@@ -247,6 +247,7 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
                 f"The checkpoint holds {found} for `baseline={self.args.baseline!r}`, which remembers earlier "
                 "batches: it starts from scratch."
             )
+            self._baseline = find_baseline(self.args.baseline).instance()
         else:
             self._baseline.function.load_state_dict(state["state"])
 
@@ -274,17 +275,17 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
         metrics = summarize(statistics, rollout.num_generations) | self._learn(rollout)
         self.add_metrics({f"otb/{name}": value for name, value in metrics.items()})
         self.replace_logged_advantages(completion_advantages(statistics).tolist())
-        rollout.states = None  # large, and not needed any more
+        rollout.states = rollout.unweighted_energy = None  # large, and not needed any more
 
     def _learn(self, rollout: Rollout) -> dict[str, float]:
         """Update a baseline with memory from a scored rollout, and return its metrics."""
         rule = self._baseline
+        seen: Tokens | Completions | None = rollout.compared
+        rollout.compared = None
         if not rule.remembers or self.mode != "train":
             return {}
-        seen: Tokens | Completions | None = rollout.compared
         if rule.on_top_of is not None:
             seen = tokens_of(rollout, rule, gather=self.accelerator.gather)
-        rollout.compared = None
         told = rule.learn(seen)
         if self.state.global_step == 0 and not rule.built_in:
             rule.state()  # what no checkpoint could keep is an error now

@@ -97,10 +97,17 @@ def test_it_looks_at_nothing_from_the_token_on(t):
     assert t == 0 or (value(found)[:, t:] - value(tokens)[:, t:]).abs().max() > 1e-3 or t == T - 1
 
 
+@pytest.mark.parametrize("sampler", [None, "other"])
 @pytest.mark.parametrize("n", [2, 3])
-def test_with_what_it_has_learnt_fixed_the_gradient_is_unbiased(n):
-    """By all groups of a policy whose completions are all listed; on `rloo`, which compares no prompts."""
+def test_with_what_it_has_learnt_fixed_the_gradient_is_unbiased(n, sampler):
+    """
+    By all groups of a policy whose completions are all listed; on `rloo`, which compares no prompts. Another sampler's
+    completions are weighted with a ratio of their own, that is with one that depends on all of their tokens.
+    """
     policy = Enumeration()
+    sampled = policy.probability if sampler is None else policy.probability.flip(0).sqrt()
+    sampled = sampled / sampled.sum()
+    ratio = (policy.probability / sampled).unsqueeze(1)
     value = Value()
     value.theta, value.weight = torch.randn(9 + 2 * V, generator=torch.Generator().manual_seed(0)), 0.7
     value._returns_seen = (-10.0, 10.0)
@@ -114,9 +121,10 @@ def test_with_what_it_has_learnt_fixed_the_gradient_is_unbiased(n):
     rows = groups.flatten()
     inputs = policy.rewards[rows].float(), policy.energy[rows].float(), policy.mask[rows]
     beside = {"logps": logps[rows], "states": states[rows]}
-    advantages = assign_credit(*inputs, n, baseline=rule, beside=beside).advantages.double()
-    estimates = (advantages.unsqueeze(2) * policy.scores[rows]).sum(1).view(-1, n, V).mean(1)
-    expected = torch.einsum("g,gv->v", policy.probability[groups].prod(1), estimates)
+    weights = None if sampler is None else ratio[rows].float()
+    advantages = compute_advantages(*inputs, n, baseline=rule, importance_weights=weights, **beside).double()
+    estimates = ((ratio[rows] * advantages).unsqueeze(2) * policy.scores[rows]).sum(1).view(-1, n, V).mean(1)
+    expected = torch.einsum("g,gv->v", sampled[groups].prod(1), estimates)
     assert (expected - policy.gradient).abs().max() < 1e-6
     plain = assign_credit(*inputs, n, baseline="rloo").advantages
     assert (advantages - plain).abs().max() > 0.1
@@ -271,18 +279,33 @@ def test_rewards_along_the_way():
     assert explained > 0.2
 
 
-def test_completions_that_cannot_be_scored_and_tool_output_teach_nothing():
+def test_importance_ratios_weight_what_it_learns_and_are_not_looked_at():
+    value, task = learnt(), Task(100)
+    ratio = 0.5 + torch.rand(len(task.mask), 1, generator=torch.Generator().manual_seed(0))
+    plain, weighted = task.tokens(), task.tokens(weights=ratio.square() * task.energy)
+    assert torch.equal(value(weighted), value(plain))
+    other = learnt()
+    told = value.update(plain), other.update(weighted)
+    assert not torch.equal(value.theta, other.theta)
+    power_left = [(weighted.weights * (weighted.returns - b).square()).sum() for b in (learnt()(plain), plain.base)]
+    assert told[1]["explained"] == pytest.approx((1 - power_left[0] / power_left[1]).item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("broken", [math.nan, -math.inf])
+def test_completions_that_cannot_be_scored_and_tool_output_teach_nothing(broken):
     task, other = Task(3), Task(3)
     rewards = task.rewards.clone()
     rewards[5] = math.nan
     task.mask[7, 2:4] = other.mask[7, 2:4] = 0  # tool output
+    task.states[7, 2:4] = task.logps[7, 2:4] = broken
     for name in ("energy", "logps", "states"):
         getattr(other, name)[5] = 0.3
         getattr(other, name)[7, 2:4] = 0.7
     one, two = Value(), Value()
     one.update(task.tokens(rewards))
     two.update(other.tokens(rewards))
-    assert torch.equal(one.theta, two.theta)
+    assert torch.equal(one.theta, two.theta) and one.theta.isfinite().all()
+    assert torch.equal(learnt()(task.tokens())[7], learnt()(other.tokens())[7])
     found = compute_advantages(
         rewards, task.energy, task.mask, N, baseline=learnt(), logps=task.logps, states=task.states
     )
@@ -309,14 +332,37 @@ def test_what_it_has_learnt_goes_into_a_file_and_back(tmp_path):
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
-def test_sums_without_a_finite_solution_are_said_and_end_in_the_base(broken, caplog):
-    value, task = learnt(), Task(100)
-    task.states[0, 0, 1] = broken
-    assert value(task.tokens()).isfinite().all()
+def test_states_that_are_not_finite_predict_nothing_teach_nothing_and_are_said_once(broken, caplog):
+    value, task, other = learnt(), Task(100), Task(100)
+    task.states[0, 3, 1] = broken
+    tokens = task.tokens()
+    found, least = value(tokens), int(task.mask[0].sum())
+    assert torch.equal(found[0, 3:least], tokens.base[0].expand(least - 3)) and found.isfinite().all()
+    assert torch.equal(found[1:], value(other.tokens())[1:])
+    other.energy[0, 3:] = 0.0
+    expected = learnt()
+    expected.update(other.tokens())
     with caplog.at_level(logging.WARNING):
-        value.update(task.tokens())
-    tokens = Task(101).tokens()
-    assert "discards what it has learned" in caplog.text
+        for _ in range(2):
+            again = learnt()
+            again.update(tokens)
+            value.update(tokens)
+    torch.testing.assert_close(again.theta, expected.theta, atol=1e-6, rtol=1e-3)
+    assert caplog.text.count(f"before {least - 3} tokens of a generation batch are not finite") == 3
+
+    task.states[:] = broken  # in all batches, as of a model that overflows
+    value = Value()
+    for _ in range(3):
+        assert value.update(task.tokens())["weight"] == 0.0
+    assert torch.equal(value(task.tokens()), task.tokens().base)
+
+
+def test_sums_without_a_finite_solution_are_said_and_end_in_the_base(monkeypatch, caplog):
+    value, tokens = learnt(), Task(101).tokens()
+    with monkeypatch.context() as broken, caplog.at_level(logging.WARNING):
+        broken.setattr(value, "_solution", lambda squares, products, ridge: torch.full_like(products, math.nan))
+        value.update(Task(100).tokens())
+    assert "discards what it has learned: its linear system has no finite solution" in caplog.text
     assert torch.equal(value(tokens), tokens.base)
     for seed in range(4):
         value.update(Task(seed).tokens())
@@ -342,6 +388,59 @@ def test_batches_that_teach_nothing(what):
     for seed in range(2, 6):
         value.update(Task(seed).tokens())
     assert value.weight > 0.5 and value(tokens).isfinite().all()
+
+
+@pytest.mark.parametrize("rewards", [math.nan, 0.1])
+def test_batches_without_advantages_say_nothing_about_how_far_it_is_to_be_believed(rewards):
+    value, task = learnt(), Task(100)
+    before = value._most_weight, value._gains
+    for _ in range(8):
+        tokens = task.tokens(torch.full_like(task.rewards, rewards))
+        tokens.base = tokens.base + 1e-8  # rounding
+        assert math.isnan(value.update(tokens)["explained"])
+    assert (value._most_weight, value._gains) == before
+
+
+@pytest.mark.parametrize(("prompts", "slips"), [(2, 0.03), (4, 0.01), (16, 0.003)])
+def test_where_nearly_all_succeed_it_is_believed_all_the_same(prompts, slips):
+    """Most batches have no mistake, and B loses a little on them; it gains much on the others."""
+
+    def tokens(seed, prompts=16):
+        task, g = Task(seed, prompts=prompts), torch.Generator().manual_seed(seed)
+        mistakes = (torch.rand(task.mask.shape, generator=g) < slips * (torch.arange(T) < 3)).float() * task.mask
+        task.energy = (0.2 + 0.2 * mistakes) * (0.5 + torch.rand(task.mask.shape, generator=g))
+        task.states[..., 0] = (torch.nn.functional.pad(mistakes.cumsum(1), (1, 0))[:, :-1] > 0).float()
+        return task.tokens((mistakes.sum(1) == 0).float())
+
+    unseen = [tokens(10**6 + seed) for seed in range(20)]
+    of_value = of_base = 0.0
+    for draw in range(4):
+        value = Value()
+        for batch in range(60):
+            value.update(tokens(1000 * draw + batch, prompts))
+        of_value += sum(power(value(some), some).item() for some in unseen)
+        of_base += sum(power(some.base, some).item() for some in unseen)
+    assert of_value < 0.5 * of_base
+
+
+def test_what_it_has_learnt_is_handed_out_and_taken_as_a_copy():
+    value = learnt()
+    state = value.state_dict()
+    one, two = Value(), Value()
+    one.load_state_dict(state)
+    two.load_state_dict(state)
+    one.update(Task(100).tokens())
+    value.update(Task(101).tokens())
+    assert torch.equal(two.theta, learnt().theta)
+    two.update(Task(100).tokens())
+    assert torch.equal(two.theta, one.theta)
+
+
+def test_a_memory_of_another_model_is_named():
+    value, task = learnt(), Task(100)
+    task.states = torch.randn(*task.mask.shape, K + 1)
+    with pytest.raises(ValueError, match="'value' has learned from 15 numbers per token, and here are 17: its state"):
+        value(task.tokens())
 
 
 def test_without_what_it_reads_it_says_what_is_missing():

@@ -1,5 +1,6 @@
 """vLLM's importance-sampling correction, without vLLM: a sampler that returns log-probs takes its place."""
 
+import copy
 import math
 
 import pytest
@@ -105,3 +106,50 @@ def test_energies_carry_the_squared_ratio(mode, baseline, model_path, tmp_path, 
     power = (ratio.square() * energy * mask * expected.double().square()).sum(1).mean().item()
     (logged,) = (h["otb/grad_power"] for h in trainer.state.log_history if "otb/grad_power" in h)
     assert logged == pytest.approx(power, rel=1e-4)
+
+
+@pytest.mark.parametrize("mode", [None, "token_truncate", "sequence_truncate", "sequence_mask"])
+def test_value_learns_with_ratios_and_does_not_look_at_them(mode, model_path, tmp_path, monkeypatch):
+    """A ratio of a completion depends on all of its tokens, on which no earlier baseline may depend."""
+
+    class Off(Sampler):
+        """The last token's log-prob is off by `by`."""
+
+        by = 0.0
+
+        def generate(self, prompts, images, num_generations, profiler):
+            nothing, completions, logps, extra = super().generate(prompts, images, num_generations, profiler)
+            logps = [[*row[:-1], [(row[-1][0] or 0.0) + self.by]] for row in logps]
+            self.logps = []
+            return nothing, completions, logps, extra
+
+    monkeypatch.setattr(grpo_trainer, "VLLMGeneration", Off)
+
+    def run(steps, memory=None):
+        correction = {} if mode is None else {"vllm_importance_sampling_mode": mode}
+        settings = {**tiny.SETTINGS, "max_steps": steps, "learning_rate": 0.0, "output_dir": str(tmp_path)}
+        trainer = Recording(
+            model_path,
+            tiny.even_bytes,
+            args=OTBGRPOConfig(**settings, baseline="value", use_vllm=True, vllm_mode="colocate", **correction),
+            train_dataset=tiny.prompts(),
+        )
+        if memory is not None:
+            trainer.load_saved_state(copy.deepcopy(memory))
+        trainer.train()
+        return trainer
+
+    memory = run(4).state_to_save()
+    memory["state"]["weight"] = 0.5
+    one = run(1, memory)
+    monkeypatch.setattr(Off, "by", 0.3)
+    two = run(1, memory)
+    rollout, other = one.rollouts["train"], two.rollouts["train"]
+    mask = rollout.mask.bool()
+    assert torch.equal(rollout.completion_ids, other.completion_ids)
+    assert (rollout.energy - other.energy)[mask].abs().max() > 1e-3
+    assert torch.equal(rollout.baselines[mask], other.baselines[mask])
+    assert (rollout.baselines - rollout.base)[mask].abs().max() > 1e-3
+    assert rollout.unweighted_energy is None  # let go
+    sums, others = (trainer.state_to_save()["state"]["_sums"]["φφ"] for trainer in (one, two))
+    assert not torch.equal(sums, others)

@@ -85,11 +85,13 @@ QUANTIZED = {
 }
 
 
+@pytest.mark.parametrize("baseline", ["otb", "value"])
 @pytest.mark.parametrize("bits", QUANTIZED)
-def test_quantized_models_train_adapters(bits, model_path, tmp_path):
+def test_quantized_models_train_adapters(bits, baseline, model_path, tmp_path):
     trainer = trainer_of(
         model_path,
         tmp_path,
+        baseline=baseline,
         peft_config=LoraConfig(target_modules=["q_proj", "v_proj"]),
         quantization_config=BitsAndBytesConfig(**QUANTIZED[bits]),
     )

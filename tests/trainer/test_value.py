@@ -76,6 +76,7 @@ def test_every_layout_gives_the_same_advantages_and_runs_no_forward_of_its_own(t
     torch.testing.assert_close(other.advantages, rollout.advantages, atol=1e-5, rtol=0)
     sums, others = state_of(expected)["_sums"], state_of(found)["_sums"]
     for name in sums:
+        assert not torch.equal(sums[name], memory["state"]["_sums"][name])
         assert (sums[name] - others[name]).abs().max() <= 1e-4 * sums[name].abs().max(), name
 
 
@@ -142,6 +143,10 @@ def test_a_checkpoint_without_its_memory_says_so(train_value, train, tmp_path, c
     (tmp_path / "run" / "checkpoint-1" / "baseline.pt").unlink()
     train_value(train=False, **run).train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
     assert "The checkpoint holds nothing for `baseline='value'`" in caplog.text
+    # Also where the trainer has learned before
+    trainer = train_value(**run, learning_rate=0.0)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
+    assert state_of(trainer)["_batches"] == 1.0
     # Nothing is asked of a baseline that does not remember, and nothing is written for it
     train(save_strategy="steps", save_steps=1, max_steps=1, output_dir=str(tmp_path / "otb"))
     assert not (tmp_path / "otb" / "checkpoint-1" / "baseline.pt").exists()
@@ -348,9 +353,22 @@ class Loops(Qwen3ForCausalLM):
         model.forward(*args, **kwargs | {"use_cache": False})
 
 
+class Stacked(Qwen3ForCausalLM):
+    """Its layers hand on four streams at once, as Gemma3n's do."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        *first, last = self.model.layers
+        for layer in first:
+            layer.register_forward_hook(lambda module, args, output: torch.stack([output] * 4))
+        for layer in (*first[1:], last):
+            layer.register_forward_pre_hook(lambda module, args: (args[0][0], *args[1:]))
+
+
 @pytest.mark.parametrize(
     ("model_class", "heard"),
     [
+        (Stacked, r"Qwen3DecoderLayer of Qwen3Model yields hidden states of shape \(4, 8, \d+, 32\)"),
         (OtherDecoder, "a Identity of Identity, which it did 0 times in 1 f"),
         (Loops, "Qwen3Model, which it did 2 times"),
     ],

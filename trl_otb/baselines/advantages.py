@@ -187,7 +187,8 @@ def compute_advantages(
             it is subtracted from, and the gradient is unbiased. At a token where no other completion is left, B = 0
             (A = G, still unbiased), except that `"otb"` with `zero_tail=False` skips the token (A = 0).
         importance_weights (`torch.Tensor` of shape `(B, T)` or `(B, 1)`, *optional*):
-            Rollout importance ratios ρ, which scale every w_j by ρ_j². They do not weight the returns.
+            Rollout importance ratios ρ, which scale every w_j by ρ_j². They do not weight the returns. A baseline on
+            top of another, such as `"value"`, does not look at them.
         beside:
             What else the baseline reads, by name, such as `logps`: see [`~trl_otb.baselines.Groups`].
 
@@ -209,8 +210,10 @@ def compute_advantages(
     rule = find_baseline(baseline).instance()
     options: dict[str, Any] = {"alignment": alignment, "zero_tail": zero_tail, "leave_one_out": leave_one_out}
 
+    ratios = None if rule.on_top_of is not None else importance_weights  # it learns with them, and looks at none
+
     def advantages_of(rows: slice) -> tuple[torch.Tensor]:
-        weighted = importance_weighted(energy[rows], None if importance_weights is None else importance_weights[rows])
+        weighted = importance_weighted(energy[rows], None if ratios is None else ratios[rows])
         if rule.uses_energy:
             check_energies(weighted, mask[rows], torch.arange(len(mask))[rows])
         also = {name: values[rows] for name, values in beside.items()}

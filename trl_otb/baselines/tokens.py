@@ -22,7 +22,7 @@ class Tokens:
         base (`torch.Tensor` of shape `(B, T)` or `(B, 1)`):
             The baseline below.
         energy (`torch.Tensor` of shape `(B, T)`, *optional*):
-            ρ_t² w_t; if omitted, reading it is an error. Values where `mask` is 0 are ignored and may be NaN.
+            w_t; if omitted, reading it is an error. Values where `mask` is 0 are ignored and may be NaN.
         mask (`torch.Tensor` of shape `(B, T)`):
             1 on generated tokens.
         prompt (`torch.Tensor` of shape `(B,)`):
@@ -31,6 +31,8 @@ class Tokens:
             What else the baseline reads, by name, as in [`~trl_otb.baselines.Groups`].
         gather (`Callable`, *optional*):
             Concatenates the tensors of all processes along the first axis; all of them must call it.
+        weights (`torch.Tensor` of shape `(B, T)`, *optional*):
+            ρ_t² w_t with importance ratios ρ; by default `energy`.
     """
 
     def __init__(
@@ -42,11 +44,13 @@ class Tokens:
         prompt: torch.Tensor,
         beside: dict[str, torch.Tensor] | None = None,
         gather: Callable[[torch.Tensor], torch.Tensor] = lambda values: values,
+        weights: torch.Tensor | None = None,
     ):
         self.base = base
         self.prompt = prompt
         self.gather = gather
         self._rewards, self._energy, self._mask, self._beside = rewards, energy, mask, beside or {}
+        self._weights = energy if weights is None else weights
 
     # Formed when they are first asked for, so that `blocks` takes no memory
 
@@ -64,8 +68,19 @@ class Tokens:
 
     @cached_property
     def energy(self) -> torch.Tensor:
-        """`(B, T)` ρ_t² w_t; 0 where `mask` is 0."""
-        return declared(self._energy).float().masked_fill(self.mask == 0, 0.0)
+        """`(B, T)` w_t; 0 where `mask` is 0. Without importance ratios, so that it says nothing of later tokens."""
+        return self._generated(self._energy)
+
+    @cached_property
+    def weights(self) -> torch.Tensor:
+        """
+        `(B, T)` ρ_t² w_t, each token's squared score in the loss; 0 where `mask` is 0. A ratio per completion depends
+        on all of its tokens: use these to learn from a batch, never to predict.
+        """
+        return self._generated(self._weights)
+
+    def _generated(self, values: torch.Tensor | None) -> torch.Tensor:
+        return declared(values).float().masked_fill(self.mask == 0, 0.0)
 
     @property
     def _scorable(self) -> torch.Tensor:
@@ -112,11 +127,12 @@ class Tokens:
             self.prompt[rows],
             {name: values[rows] for name, values in self._beside.items()},
             self.gather,
+            None if self._weights is None else self._weights[rows],
         )
 
     def held(self) -> dict[str, torch.Tensor]:
         """The tensors that a baseline reads and must not modify, by name."""
-        energy = {} if self._energy is None else {"energy": self.energy}
+        energy = {} if self._energy is None else {"energy": self.energy, "weights": self.weights}
         own = {"base": self.base, "prompt": self.prompt, "returns": self.returns, "mask": self.mask}
         return own | energy | self._beside
 

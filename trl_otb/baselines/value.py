@@ -1,5 +1,6 @@
 """A baseline that depends on the state: linear in prefix sums and hidden states, fitted to earlier batches."""
 
+import copy
 import logging
 import math
 from typing import Any
@@ -39,14 +40,17 @@ class Value:
     thirds of its depth, randomly projected: at the position that predicts y_t, and the mean up to it. They come from
     the forward that yields the energies; `value` never needs an extra one. The weight of a batch decays by 0.9 per
     batch. c, between 0 and 1, and the ridge are chosen by cross-validation over four folds of prompts; c is shrunk as
-    the folds disagree (positive-part James–Stein). c is at most 1/4 after the first batch; this limit halves after a
-    batch on which B0 beat B, and doubles after another once the mean gain so far exceeds its standard error. So B
-    falls back to B0, and is B0 in the first batch. B stays within the range of returns seen so far.
+    the folds disagree (positive-part James–Stein). c is at most 1/4 after the first batch. Each later batch tells how
+    much less power B left than B0: the limit doubles while the mean of these gains exceeds its standard error, and
+    halves while it is negative. So B falls back to B0, and is B0 in the first batch. B stays within the range of
+    returns seen so far.
 
     Assumptions: what states predict about returns carries over from earlier prompts and a slightly older policy.
 
-    Bias: unbiased, since B_t depends on what precedes y_t, and θ and c on earlier batches. With rewards per turn or
-    token, B0 pools the reward-to-go. If the linear system has no solution, B is B0, with a warning.
+    Bias: unbiased, since B_t depends on what precedes y_t, and θ and c on earlier batches; importance ratios, which
+    may depend on later tokens, weight what it learns and not what it looks at. With rewards per turn or token, B0 pools
+    the reward-to-go. Tokens whose states are not finite have B = B0 and teach nothing, with a warning; if the linear
+    system has no solution, B is B0, with another.
 
     Use it for N up to 16 and completions of any length. Do not use it with `scale_rewards="group"`, which is
     rejected as for `rloo_pooled`. It gains nothing over `rloo_pooled` where `otb/value/explained` stays near 0.
@@ -75,6 +79,7 @@ class Value:
         self._batches = 0.0  # the sum of their weights
         self._prompts = 0  # in all batches
         self._returns_seen = (math.inf, -math.inf)  # minimum and maximum
+        self._warned = False  # that something is not finite
 
     def __call__(self, tokens: Tokens) -> torch.Tensor:
         """`(B, T)` B; or B0, `(B, 1)`, before anything is predicted."""
@@ -87,16 +92,21 @@ class Value:
         Learn from a generation batch.
 
         Returns:
-            `dict[str, float]`: `explained`, 1 − Σ w (G − B)² / Σ w (G − B0)² for the θ and c that were used, and
-            `weight`, c.
+            `dict[str, float]`: `explained`, 1 − Σ w (G − B)² / Σ w (G − B0)² for the θ and c that were used, NaN if
+            B0 is each return; and `weight`, c.
         """
         found = self._sums_of(tokens)
         flat = tokens.gather(torch.cat([values.flatten() for values in found.values()]).unsqueeze(0)).sum(dim=0)
         split = flat.cpu().double().split([values.numel() for values in found.values()])
         new = {name: part.view_as(values) for (name, values), part in zip(found.items(), split, strict=True)}
-        power, left = new.pop("power").item(), new.pop("left").item()
-        metrics = {"explained": 1 - left / power if power > 0 else math.nan, "weight": self.weight}
-        if self.weight > 0:
+        power, left, squares, excluded = (new.pop(name).item() for name in ("power", "left", "squares", "excluded"))
+        varies = power > 1e-10 * squares  # otherwise all of it is rounding
+        metrics = {"explained": 1 - left / power if varies else math.nan, "weight": self.weight}
+        if excluded > 0:
+            self._warn_once(int(excluded))
+        if new["φφ"][:, 0, 0].sum() == 0:
+            return metrics  # there is no token to learn from
+        if varies and self.weight > 0:
             self._limit_weight(power - left)
 
         least, most = tokens.gather(self._ends_of(tokens).unsqueeze(0)).amax(dim=0).tolist()
@@ -112,7 +122,7 @@ class Value:
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        return dict(vars(self))
+        return copy.deepcopy(vars(self))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state.keys() != vars(self).keys():
@@ -120,28 +130,34 @@ class Value:
                 "The state of 'value' is damaged or another version's: it holds "
                 f"{', '.join(map(repr, state)) or 'nothing'}. Without the checkpoint's `baseline.pt` it starts anew."
             )
-        vars(self).update(state)
+        vars(self).update(copy.deepcopy(state))
 
     def _features(self, tokens: Tokens) -> torch.Tensor:
         """`(B, T, K)` φ, from what precedes each token, never from the token itself."""
         mask = tokens.mask
 
         def before(values: torch.Tensor) -> torch.Tensor:
-            return torch.nn.functional.pad((values * mask).cumsum(dim=1), (1, 0))[:, :-1]
+            return torch.nn.functional.pad(values.masked_fill(mask == 0, 0.0).cumsum(dim=1), (1, 0))[:, :-1]
 
         count = before(torch.ones_like(mask))
         sums = [before(tokens.energy), before(-tokens.logps.float()).clamp(min=0), count]
         earned = tokens.returns[:, :1] - tokens.returns
         numbers = [torch.ones_like(mask), tokens.base, earned, *sums, *(values.sqrt() for values in sums)]
-        states = tokens.states * mask.unsqueeze(-1)
+        states = tokens.states.masked_fill(mask.unsqueeze(-1) == 0, 0.0)
         mean = states.cumsum(dim=1) / (count + 1).unsqueeze(-1)
         return torch.cat([torch.stack([x.expand_as(mask) for x in numbers], dim=-1), states, mean], dim=-1)
 
     def _predicted(self, features: torch.Tensor) -> torch.Tensor:
-        """`(B, T)` θ·φ; 0 where a state is NaN."""
+        """`(B, T)` θ·φ; 0 where it is not finite."""
         if self.theta is None:
             return torch.zeros_like(features[..., 0])
-        return (features @ self.theta.to(features)).nan_to_num(nan=0.0)
+        if features.size(-1) != len(self.theta):
+            raise ValueError(
+                f"'value' has learned from {len(self.theta)} numbers per token, and here are {features.size(-1)}: its "
+                "state is of another model or version. Without the checkpoint's `baseline.pt` it starts anew."
+            )
+        predicted = features @ self.theta.to(features)
+        return predicted.where(predicted.isfinite(), 0.0)
 
     def _baseline(self, base: torch.Tensor, predicted: torch.Tensor) -> torch.Tensor:
         """`(B, T)` B0 + c θ·φ, clamped to the range of returns seen, extended to B0."""
@@ -160,9 +176,11 @@ class Value:
             features = self._features(block)
             left = (block.returns - self._baseline(block.base, self._predicted(features))).to(precise)
             residual = (block.returns - block.base).expand_as(block.mask).to(precise)
-            energy = block.energy.to(precise)
-            weights = energy if self.weights == "energy" else block.mask.to(precise)
-            products = torch.zeros(self.folds, *[features.size(-1) + 1] * 2, dtype=precise, device=energy.device)
+            power = block.weights.to(precise)
+            finite = features.isfinite().all(dim=-1)
+            features = features.where(finite.unsqueeze(-1), 0.0)
+            weights = (power if self.weights == "energy" else block.mask.to(precise)) * finite
+            products = torch.zeros(self.folds, *[features.size(-1) + 1] * 2, dtype=precise, device=power.device)
             for fold in set(of_block):
                 rows = [row for row, of_row in enumerate(of_block) if of_row == fold]
                 x = torch.cat([features[rows], residual[rows].unsqueeze(-1)], dim=-1).flatten(0, 1)
@@ -170,8 +188,10 @@ class Value:
             found = {
                 "φφ": products[:, :-1, :-1],
                 "φ residual": products[:, :-1, -1],
-                "power": (energy * residual.square()).sum(),
-                "left": (energy * left.square()).sum(),
+                "power": (power * residual.square()).sum(),
+                "left": (power * left.square()).sum(),
+                "squares": (power * (block.returns.square() + block.base.square())).sum(),
+                "excluded": (block.mask * ~finite).sum().to(precise),
             }
             for name, values in found.items():
                 total[name] = total[name] + values if name in total else values
@@ -190,7 +210,7 @@ class Value:
         gains, squares = self._gains
         gain /= self.weight
         self._gains = gains, squares = self.decay * gains + gain, self.decay**2 * squares + gain**2
-        if gain <= 0:
+        if gains < 0:
             self._most_weight = max(self._most_weight / 2, 1 / 64)
         elif gains > math.sqrt(squares):  # never after a single batch
             self._most_weight = min(2 * self._most_weight, 1.0)
@@ -226,6 +246,14 @@ class Value:
         others = products[..., rest] - squares[..., rest, BASE] * of_base
         theta = torch.linalg.solve_ex(squares[..., rest, :][..., rest], others)[0]
         return torch.cat([theta[..., :BASE], of_base, theta[..., BASE:]], dim=-1)
+
+    def _warn_once(self, tokens: int) -> None:
+        if not self._warned:
+            logger.warning(
+                f"Hidden states or log-probs before {tokens} tokens of a generation batch are not finite: there 'value' "
+                "predicts nothing, and it does not learn from them. If the model runs in float16, try bfloat16."
+            )
+        self._warned = True
 
     def _start_anew(self, reason: str) -> None:
         logger.warning(f"The baseline 'value' discards what it has learned: {reason}. It continues as 'rloo_pooled'.")

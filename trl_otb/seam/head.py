@@ -40,9 +40,9 @@ class Forward:
         """`(B, T, k)` states at the positions that predict the completions' tokens; `None` if not recorded."""
         if self.recorder is None:
             return None
-        self.recorder.check(len(self.state_chunks), len(self.log_sum_sq_probs))
+        self.recorder.check(self.state_chunks, len(self.log_sum_sq_probs))
         length = self.logps.size(1)
-        return torch.cat([chunk[:, -length - 1 : -1] for chunk in self.state_chunks])
+        return torch.cat([chunk[:, -length - 1 : -1] for chunk in self.state_chunks]).to(self.logps.device)
 
     def energy(self) -> torch.Tensor:
         """`(B, T)` w_t, without gradient."""

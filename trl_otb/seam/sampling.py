@@ -85,6 +85,8 @@ def _sample(
     rollout, batch = trainer.collect([dict(example) for example in examples for _ in range(completions)])
     if rollout.energy is None:
         trainer.set_energies_of(rollout, trainer.extra_forward(batch))
+    if rollout.unweighted_energy is not None:  # the gradients of a comparison have no importance ratios
+        rollout.energy, rollout.unweighted_energy = rollout.unweighted_energy, None
     return rollout, batch
 
 

@@ -42,16 +42,21 @@ class StateRecorder:
         finally:
             self._chunks = None
 
-    def check(self, heard: int, forwards: int) -> None:
+    def check(self, chunks: list[torch.Tensor], forwards: int) -> None:
         """
         Raises:
-            ValueError: The layer was not heard once in each of the policy's forwards.
+            ValueError: The layer was not heard once in each of the policy's forwards, or yields no `(b, P + T, d)`.
         """
-        if heard != forwards:
+        instead = "Choose a baseline that reads no states, such as 'rloo_pooled'."
+        if len(chunks) != forwards:
             raise ValueError(
-                f"Hidden states are heard where the policy calls a {self._heard}, which it did {heard} times in "
-                f"{forwards} forwards: this model keeps its layers elsewhere, or uses one several times. Choose a "
-                "baseline that reads no states, such as 'rloo_pooled'."
+                f"Hidden states are heard where the policy calls a {self._heard}, which it did {len(chunks)} times in "
+                f"{forwards} forwards: this model keeps its layers elsewhere, or uses one several times. {instead}"
+            )
+        if odd := [tuple(chunk.shape) for chunk in chunks if chunk.dim() != 3]:
+            raise ValueError(
+                f"A {self._heard} yields hidden states of shape {odd[0]}, projected to {odd[0][-1]} numbers, and not "
+                f"one per token: (rows, tokens, numbers). {instead}"
             )
 
     def remove(self) -> None:

@@ -11,7 +11,6 @@ from datasets.fingerprint import Hasher
 
 from ..baselines.advantages import assign_credit_by_totals
 from ..credit import advantages_of, own_rows, set_energies
-from ..energy import importance_weighted
 from ..rewards import RewardRecorder
 from ..rollout import EVERY_ROW, Rollout, Rollouts, Rows, generated_mask
 from .contract import FORWARD_KWARGS, check_trl, incompatible_trl, say_drift, trl_models, trl_utils
@@ -221,8 +220,8 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
         if keys is not None:
             rollout.prompt_key = keys.to(rollout.mask.device)
         if (forward := self._forward_of(batch, forwards)) is not None:
-            energy = importance_weighted(forward.energy(), batch.get("importance_sampling_ratio"))
-            set_energies(rollout, energy, forward.logps, states=forward.states())
+            ratio = batch.get("importance_sampling_ratio")
+            set_energies(rollout, forward.energy(), forward.logps, EVERY_ROW, forward.states(), ratio)
         return rollout, batch
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
