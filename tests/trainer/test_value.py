@@ -357,7 +357,7 @@ class Stacked(Qwen3ForCausalLM):
     """Its layers hand on four streams at once, as Gemma3n's do."""
 
     def __init__(self, config):
-        super().__init__(config)
+        super().__init__(tiny.config(num_hidden_layers=3))
         *first, last = self.model.layers
         for layer in first:
             layer.register_forward_hook(lambda module, args, output: torch.stack([output] * 4))
@@ -450,9 +450,9 @@ def test_the_recipe_that_tracks_prompts(train, prompt_tracker):
 def test_the_recipe_that_tracks_prompts_by_hand(prompt_tracker):
     tracker, keys = prompt_tracker(), torch.tensor([7, 7, 9, 9])
 
-    def group(*returns):
-        nothing = torch.zeros(4)
-        return Completions(torch.tensor(returns), nothing, nothing, 2, beside={"prompt_key": keys})
+    def group(*returns, lengths=(1.0, 1.0, 1.0, 1.0)):
+        lengths = torch.tensor(lengths)
+        return Completions(torch.tensor(returns), torch.zeros(4), lengths, 2, beside={"prompt_key": keys})
 
     first = group(1.0, 0.0, 1.0, 1.0)
     assert tracker(first).flatten().tolist() == [0.0, 0.5, 0.5, 0.5]  # the other's, and 0 as long as nothing is known
@@ -461,6 +461,11 @@ def test_the_recipe_that_tracks_prompts_by_hand(prompt_tracker):
     assert tracker(group(0.0, 0.0, 0.0, 0.0)).flatten().tolist() == pytest.approx(expected)
     tracker.update(group(0.0, 0.0, math.nan, 1.0))
     assert tracker.seen == {7: (0.5, 3.0), 9: (2.0, 2.0)}
+    # A truncated completion, which is masked, is no evidence: for its group, and for later
+    masked = group(1.0, 1.0, 1.0, 0.0, lengths=(1.0, 1.0, 1.0, 0.0))
+    assert tracker(masked)[1, 0].item() == pytest.approx((2.0 + tracker.all[0] / tracker.all[1]) / (2.0 + 1))
+    tracker.update(masked)
+    assert tracker.seen[9] == (2.0, 2.0)
 
 
 def test_the_configuration_names_it():
