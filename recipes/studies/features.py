@@ -12,6 +12,7 @@ import argparse
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pandas
@@ -69,6 +70,8 @@ def choices() -> dict[str, Choice]:
             mean = range(state.start + len(DEPTHS) * WIDTH, state.stop + len(DEPTHS) * WIDTH)
             for kind, columns in {"state": [*state], "mean": [*mean], "both": [*state, *mean]}.items():
                 found[f"{depth}, {kind}, {numbers}"] = Choice([*range(SUMS), *columns])
+    means = {column for depth in DEPTHS for column in found[f"{depth}, mean, 32"].columns}
+    found["all of these, mean, 32"] = Choice(sorted(means))
     kept = ("no states", "2/3, both, 8", "2/3, both, 32", f"2/3, both, {WIDTH}")
     return found | {f"{name}, no decay": Choice(found[name].columns, decay=1.0) for name in kept}
 
@@ -106,6 +109,8 @@ def sampled(task: str, batches: int) -> dict[str, list[float]]:
     """What every choice explained of every batch."""
     size = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 4, "keep_groups_together": True}
     of_task = (tasks if task in TOYS else language).task_of(task)
+    if of_task.peft_config:  # adapters change nothing before training
+        of_task, size = replace(of_task, peft_config=None), size | tasks.BFLOAT16
     trainer = tasks.trainer_of(of_task, baseline="value_choices", max_steps=batches, logging_steps=1, seed=0, **size)
     trainer._state_recorder = Layers(trainer.policy)  # in the place of one layer's
     trainer.accelerator.backward = lambda loss, **options: None  # nothing is trained

@@ -176,6 +176,24 @@ def test_ones_own_weight_forgets_rare_successes(rate, length):
         assert (mean / (rate * (1 - rate))).item() == pytest.approx(expected, abs=6e-4), baseline
 
 
+def test_steps_of_exact_gradient_from_a_success_rate_of_1_to_50_percent():
+    """Of the same policy, one logit: time is ∫ dz / E ĝ(z), in units of that without a bias."""
+    rewards = torch.tensor(list(itertools.product((0.0, 1.0), repeat=4)))
+    ones, start, points = torch.ones(rewards.numel(), 1).long(), math.log(0.01 / 0.99), 200
+
+    def time(baseline):
+        found = 0.0
+        for z in (start * (i + 0.5) / points for i in range(points)):
+            rate = 1 / (1 + math.exp(-z))
+            probability = (rate**rewards * (1 - rate) ** (1 - rewards)).prod(dim=1)
+            energy = torch.where(rewards > 0, 2 * (1 - rate) ** 2, 2 * rate**2).view(-1, 1)
+            advantages = compute_advantages(rewards.flatten(), energy, ones, 4, baseline=baseline).view(-1, 4)
+            found -= start / points / (probability * (advantages * (rewards - rate)).mean(dim=1)).sum().item()
+        return found
+
+    assert time("otb") / time("rloo") == pytest.approx(16.1, abs=0.1)
+
+
 def test_a_masked_completion_says_nothing_of_its_prompt():
     """As `mask_truncated_completions` leaves it: without it, and with any reward, baselines are the same."""
     x = Rollouts(groups=8)

@@ -172,7 +172,8 @@ def compute_advantages(
         mask (`torch.Tensor` of shape `(B, T)`):
             1 on tokens that the policy generated.
         num_generations (`int`):
-            N. The N rows of a group are adjacent. With N = 1 every baseline is 0.
+            N. The N rows of a group are adjacent. With N = 1 there is nothing to compare: B = 0, and under a
+            baseline with memory what it predicts.
         baseline (`str` or `Callable`, *optional*, defaults to `"otb"`):
             A name in `BASELINES`, `"module:function"`, or a function of [`~trl_otb.baselines.Groups`]. For a baseline
             with memory, a name gives a new instance; pass an instance to use what it has learned.

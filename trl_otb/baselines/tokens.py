@@ -98,7 +98,7 @@ class Tokens:
     def states(self) -> torch.Tensor:
         """
         `(B, T, k)` the policy's hidden state at the position that predicts the token, from a layer at two thirds of
-        the depth and randomly projected to k numbers.
+        the depth (or the decoder's output if it has no list of layers), randomly projected to k numbers.
         """
         return read(self._beside, "states")
 

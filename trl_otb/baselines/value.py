@@ -47,10 +47,10 @@ class Value:
 
     Assumptions: what states predict about returns carries over from earlier prompts and a slightly older policy.
 
-    Bias: unbiased, since B_t depends on what precedes y_t, and θ and c on earlier batches; importance ratios, which
-    may depend on later tokens, weight what it learns and not what it looks at. With rewards per turn or token, B0 pools
-    the reward-to-go. Tokens whose states are not finite have B = B0 and teach nothing, with a warning; if the linear
-    system has no solution, B is B0, with another.
+    Bias: unbiased, since B_t depends on what precedes y_t, and θ and c on earlier batches. Importance ratios, which
+    may depend on later tokens, weight what it learns from; it does not look at them. With rewards per turn or token,
+    B0 pools the reward-to-go. Where states are not finite B is B0, and nothing is learned, with a warning; if the
+    linear system has no solution, B is B0, with another.
 
     Use it for N up to 16 and completions of any length. Do not use it with `scale_rewards="group"`, which is
     rejected as for `rloo_pooled`. It gains nothing over `rloo_pooled` where `otb/value/explained` stays near 0.
@@ -250,8 +250,8 @@ class Value:
     def _warn_once(self, tokens: int) -> None:
         if not self._warned:
             logger.warning(
-                f"Hidden states or log-probs before {tokens} tokens of a generation batch are not finite: there 'value' "
-                "predicts nothing, and it does not learn from them. If the model runs in float16, try bfloat16."
+                f"Hidden states or log-probs before {tokens} tokens of a generation batch are not finite: there "
+                "'value' predicts nothing and learns nothing. If the model runs in float16, try bfloat16."
             )
         self._warned = True
 
