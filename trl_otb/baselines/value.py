@@ -177,7 +177,7 @@ class Value:
             left = (block.returns - self._baseline(block.base, self._predicted(features))).to(precise)
             residual = (block.returns - block.base).expand_as(block.mask).to(precise)
             power = block.weights.to(precise)
-            finite = features.isfinite().all(dim=-1)
+            finite = features.sum(dim=-1).isfinite()
             features = features.where(finite.unsqueeze(-1), 0.0)
             weights = (power if self.weights == "energy" else block.mask.to(precise)) * finite
             products = torch.zeros(self.folds, *[features.size(-1) + 1] * 2, dtype=precise, device=power.device)
