@@ -57,7 +57,7 @@ class Rollout:
         energy (`torch.Tensor` of shape `(B, T)`):
             ρ_t² w_t; NaN in rows whose forward has not run yet, `None` before the first.
         unweighted_energy (`torch.Tensor` of shape `(B, T)`):
-            w_t; only if there are importance ratios, and until the rollout is measured.
+            w_t; only if there are importance ratios.
         logps (`torch.Tensor` of shape `(B, T)`):
             log π(y_t) from the same forward, at the sampling temperature.
         states (`torch.Tensor` of shape `(B, T, k)`):

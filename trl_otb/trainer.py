@@ -1,6 +1,7 @@
 import inspect
 import textwrap
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -247,7 +248,7 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
                 f"The checkpoint holds {found} for `baseline={self.args.baseline!r}`, which remembers earlier "
                 "batches: it starts from scratch."
             )
-            self._baseline = find_baseline(self.args.baseline).instance()
+            self._baseline = replace(self._baseline, function=type(self._baseline.function)())
         else:
             self._baseline.function.load_state_dict(state["state"])
 
@@ -275,7 +276,7 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
         metrics = summarize(statistics, rollout.num_generations) | self._learn(rollout)
         self.add_metrics({f"otb/{name}": value for name, value in metrics.items()})
         self.replace_logged_advantages(completion_advantages(statistics).tolist())
-        rollout.states = rollout.unweighted_energy = None  # large, and not needed any more
+        rollout.states = None  # large, and not needed any more
 
     def _learn(self, rollout: Rollout) -> dict[str, float]:
         """Update a baseline with memory from a scored rollout, and return its metrics."""

@@ -74,7 +74,7 @@ class Part(Value):
 
 
 ABLATIONS = {
-    "value_weights_one": {"weights": "one"},  # an ordinary value function: every token counts alike
+    "value_weights_one": {"weighted_by": "one"},  # an ordinary value function: every token counts alike
     "value_no_states": {"without": slice(9, 10**6)},
     "value_no_sums": {"without": slice(3, 9)},  # over the prefix
     "value_whole": {"whole": True},

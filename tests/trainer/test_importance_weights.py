@@ -13,6 +13,7 @@ from tests.helpers.oracles import energies_by_softmax, mask_of
 from tests.helpers.recording import Recording
 from trl_otb import OTBGRPOConfig
 from trl_otb.baselines import compute_advantages
+from trl_otb.seam.sampling import sample_batch
 
 
 class Sampler:
@@ -108,7 +109,7 @@ def test_energies_carry_the_squared_ratio(mode, baseline, model_path, tmp_path, 
     assert logged == pytest.approx(power, rel=1e-4)
 
 
-@pytest.mark.parametrize("mode", [None, "token_truncate", "sequence_truncate", "sequence_mask"])
+@pytest.mark.parametrize("mode", [None, "token_truncate", "token_mask", "sequence_truncate"])
 def test_value_learns_with_ratios_and_does_not_look_at_them(mode, model_path, tmp_path, monkeypatch):
     """A ratio of a completion depends on all of its tokens, on which no earlier baseline may depend."""
 
@@ -120,7 +121,7 @@ def test_value_learns_with_ratios_and_does_not_look_at_them(mode, model_path, tm
         def generate(self, prompts, images, num_generations, profiler):
             nothing, completions, logps, extra = super().generate(prompts, images, num_generations, profiler)
             logps = [[*row[:-1], [(row[-1][0] or 0.0) + self.by]] for row in logps]
-            self.logps = []
+            self.logps = []  # of this call alone, as many as the prompts of the next
             return nothing, completions, logps, extra
 
     monkeypatch.setattr(grpo_trainer, "VLLMGeneration", Off)
@@ -150,6 +151,20 @@ def test_value_learns_with_ratios_and_does_not_look_at_them(mode, model_path, tm
     assert (rollout.energy - other.energy)[mask].abs().max() > 1e-3
     assert torch.equal(rollout.baselines[mask], other.baselines[mask])
     assert (rollout.baselines - rollout.base)[mask].abs().max() > 1e-3
-    assert rollout.unweighted_energy is None  # let go
     sums, others = (trainer.state_to_save()["state"]["_sums"]["φφ"] for trainer in (one, two))
     assert not torch.equal(sums, others)
+
+    if mode == "sequence_truncate":  # the gradients of a comparison have no ratios, and so no energies with them
+        two.model.eval()
+        before = two.num_generations_eval
+        (sampled,) = sample_batch(two, [{"prompt": "abc"}], 4, seed=0)
+        two.num_generations_eval = before
+        energy = energies_by_softmax(
+            two.policy,
+            {
+                name: getattr(sampled, name)
+                for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+            },
+        )
+        assert sampled.unweighted_energy is None
+        torch.testing.assert_close(sampled.energy * sampled.mask, (energy * sampled.mask).float(), atol=1e-5, rtol=0)

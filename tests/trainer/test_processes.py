@@ -75,6 +75,8 @@ def test_two_processes_equal_one(results, backend, part):
         assert learnt["weight"] > 0.01  # so the metrics and weights above are of predictions
         for state in of_both:
             assert state["weight"] == pytest.approx(learnt["weight"], rel=1e-3)
+            assert state["_most_weight"] == learnt["_most_weight"]
+            assert state["_gains"] == pytest.approx(learnt["_gains"], rel=1e-2)
             for key, values in learnt["_sums"].items():
                 assert (state["_sums"][key] - values).abs().max() < 1e-4 * values.abs().max(), key
 

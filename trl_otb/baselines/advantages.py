@@ -189,7 +189,7 @@ def compute_advantages(
             (A = G, still unbiased), except that `"otb"` with `zero_tail=False` skips the token (A = 0).
         importance_weights (`torch.Tensor` of shape `(B, T)` or `(B, 1)`, *optional*):
             Rollout importance ratios ρ, which scale every w_j by ρ_j². They do not weight the returns. A baseline on
-            top of another, such as `"value"`, does not look at them.
+            top of another, such as `"value"`, does not see them.
         beside:
             What else the baseline reads, by name, such as `logps`: see [`~trl_otb.baselines.Groups`].
 
@@ -211,7 +211,8 @@ def compute_advantages(
     rule = find_baseline(baseline).instance()
     options: dict[str, Any] = {"alignment": alignment, "zero_tail": zero_tail, "leave_one_out": leave_one_out}
 
-    ratios = None if rule.on_top_of is not None else importance_weights  # it learns with them, and looks at none
+    # A ratio may depend on the whole completion, of which a baseline on top of another sees no more than the prefix
+    ratios = None if rule.on_top_of is not None else importance_weights
 
     def advantages_of(rows: slice) -> tuple[torch.Tensor]:
         weighted = importance_weighted(energy[rows], None if ratios is None else ratios[rows])

@@ -77,7 +77,7 @@ class Tokens:
         `(B, T)` ρ_t² w_t, each token's squared score in the loss; 0 where `mask` is 0. A ratio per completion depends
         on all of its tokens: use these to learn from a batch, never to predict.
         """
-        return self._generated(self._weights)
+        return self.energy if self._weights is self._energy else self._generated(self._weights)
 
     def _generated(self, values: torch.Tensor | None) -> torch.Tensor:
         return declared(values).float().masked_fill(self.mask == 0, 0.0)
@@ -132,9 +132,12 @@ class Tokens:
 
     def held(self) -> dict[str, torch.Tensor]:
         """The tensors that a baseline reads and must not modify, by name."""
-        energy = {} if self._energy is None else {"energy": self.energy, "weights": self.weights}
-        own = {"base": self.base, "prompt": self.prompt, "returns": self.returns, "mask": self.mask}
-        return own | energy | self._beside
+        found = {"base": self.base, "prompt": self.prompt, "returns": self.returns, "mask": self.mask}
+        if self._energy is not None:
+            found["energy"] = self.energy
+        if self._weights is not self._energy and self._weights is not None:
+            found["weights"] = self.weights
+        return found | self._beside
 
     def blocks(self) -> Iterator["Tokens"]:
         """All completions, in blocks small enough for tens of features per token."""

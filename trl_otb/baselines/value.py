@@ -14,6 +14,7 @@ from .tokens import Tokens
 logger = logging.getLogger(__name__)
 
 BASE = 1  # the index of B0 among the features
+ROUNDING = 1e-12  # of squared float32 numbers, relative
 
 
 @built_in(
@@ -40,17 +41,17 @@ class Value:
     thirds of its depth, randomly projected: at the position that predicts y_t, and the mean up to it. They come from
     the forward that yields the energies; `value` never needs an extra one. The weight of a batch decays by 0.9 per
     batch. c, between 0 and 1, and the ridge are chosen by cross-validation over four folds of prompts; c is shrunk as
-    the folds disagree (positive-part James–Stein). c is at most 1/4 after the first batch. Each later batch tells how
-    much less power B left than B0: the limit doubles while the mean of these gains exceeds its standard error, and
-    halves while it is negative. So B falls back to B0, and is B0 in the first batch. B stays within the range of
-    returns seen so far.
+    the folds disagree (positive-part James–Stein). c is at most 1/4 after the first batch. Each later batch tells what
+    B gained, Σ w (G − B0)² − Σ w (G − B)² per unit of c: this limit doubles while the decayed sum of gains exceeds its
+    standard error, and halves while the sum is negative. So B falls back to B0, and is B0 in the first batch. B stays
+    within the range of returns seen so far.
 
     Assumptions: what states predict about returns carries over from earlier prompts and a slightly older policy.
 
     Bias: unbiased, since B_t depends on what precedes y_t, and θ and c on earlier batches. Importance ratios, which
     may depend on later tokens, weight what it learns from; it does not look at them. With rewards per turn or token,
-    B0 pools the reward-to-go. Where states are not finite B is B0, and nothing is learned, with a warning; if the
-    linear system has no solution, B is B0, with another.
+    B0 pools the reward-to-go. At a token before which something is not finite B is B0, and the token teaches nothing,
+    with a warning; if the linear system has no solution, B is B0, with another.
 
     Use it for N up to 16 and completions of any length. Do not use it with `scale_rewards="group"`, which is
     rejected as for `rloo_pooled`. It gains nothing over `rloo_pooled` where `otb/value/explained` stays near 0.
@@ -68,7 +69,7 @@ class Value:
     ridges = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)  # in average batches
     folds = 4  # of prompts
     bounded = True  # whether B stays within the range of returns seen
-    weights = "energy"  # of the least squares; anything else makes it an ordinary value function
+    weighted_by = "energy"  # anything else makes it an ordinary value function
 
     def __init__(self) -> None:
         self.theta: torch.Tensor | None = None  # (K,)
@@ -100,7 +101,7 @@ class Value:
         split = flat.cpu().double().split([values.numel() for values in found.values()])
         new = {name: part.view_as(values) for (name, values), part in zip(found.items(), split, strict=True)}
         power, left, squares, excluded = (new.pop(name).item() for name in ("power", "left", "squares", "excluded"))
-        varies = power > 1e-10 * squares  # otherwise all of it is rounding
+        varies = power > ROUNDING * squares
         metrics = {"explained": 1 - left / power if varies else math.nan, "weight": self.weight}
         if excluded > 0:
             self._warn_once(int(excluded))
@@ -122,10 +123,10 @@ class Value:
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        return copy.deepcopy(vars(self))
+        return copy.deepcopy({name: value for name, value in vars(self).items() if name != "_warned"})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state.keys() != vars(self).keys():
+        if state.keys() != self.state_dict().keys():
             raise ValueError(
                 "The state of 'value' is damaged or another version's: it holds "
                 f"{', '.join(map(repr, state)) or 'nothing'}. Without the checkpoint's `baseline.pt` it starts anew."
@@ -176,11 +177,11 @@ class Value:
             features = self._features(block)
             left = (block.returns - self._baseline(block.base, self._predicted(features))).to(precise)
             residual = (block.returns - block.base).expand_as(block.mask).to(precise)
-            power = block.weights.to(precise)
+            in_loss = block.weights.to(precise)
             finite = features.sum(dim=-1).isfinite()
             features = features.where(finite.unsqueeze(-1), 0.0)
-            weights = (power if self.weights == "energy" else block.mask.to(precise)) * finite
-            products = torch.zeros(self.folds, *[features.size(-1) + 1] * 2, dtype=precise, device=power.device)
+            weights = (in_loss if self.weighted_by == "energy" else block.mask.to(precise)) * finite
+            products = torch.zeros(self.folds, *[features.size(-1) + 1] * 2, dtype=precise, device=in_loss.device)
             for fold in set(of_block):
                 rows = [row for row, of_row in enumerate(of_block) if of_row == fold]
                 x = torch.cat([features[rows], residual[rows].unsqueeze(-1)], dim=-1).flatten(0, 1)
@@ -188,9 +189,9 @@ class Value:
             found = {
                 "φφ": products[:, :-1, :-1],
                 "φ residual": products[:, :-1, -1],
-                "power": (power * residual.square()).sum(),
-                "left": (power * left.square()).sum(),
-                "squares": (power * (block.returns.square() + block.base.square())).sum(),
+                "power": (in_loss * residual.square()).sum(),
+                "left": (in_loss * left.square()).sum(),
+                "squares": (in_loss * (block.returns.to(precise).square() + block.base.to(precise).square())).sum(),
                 "excluded": (block.mask * ~finite).sum().to(precise),
             }
             for name, values in found.items():
@@ -207,9 +208,10 @@ class Value:
 
     def _limit_weight(self, gain: float) -> None:
         """Change the limit of c by how much less power B left of a batch than B0."""
-        gains, squares = self._gains
         gain /= self.weight
-        self._gains = gains, squares = self.decay * gains + gain, self.decay**2 * squares + gain**2
+        gains = self.decay * self._gains[0] + gain
+        squares = self.decay**2 * self._gains[1] + gain**2
+        self._gains = gains, squares
         if gains < 0:
             self._most_weight = max(self._most_weight / 2, 1 / 64)
         elif gains > math.sqrt(squares):  # never after a single batch

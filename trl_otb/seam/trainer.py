@@ -221,7 +221,7 @@ class EnergyGRPOTrainer(CollectiveToolLoop):
             rollout.prompt_key = keys.to(rollout.mask.device)
         if (forward := self._forward_of(batch, forwards)) is not None:
             ratio = batch.get("importance_sampling_ratio")
-            set_energies(rollout, forward.energy(), forward.logps, EVERY_ROW, forward.states(), ratio)
+            set_energies(rollout, forward.energy(), forward.logps, states=forward.states(), importance_weights=ratio)
         return rollout, batch
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
