@@ -56,10 +56,10 @@ class Value:
     Use it for N up to 16 and completions of any length. Do not use it with `scale_rewards="group"`, which is
     rejected as for `rloo_pooled`. It gains nothing over `rloo_pooled` where `otb/value/explained` stays near 0.
 
-    Evidence: at N = 4 it has 0.38 to 0.53 of the group mean's noise on toy answers of 10 to 300 tokens, 0.47 to 0.66
-    at N = 32, where group baselines gain little, 0.61 on mixed lengths, and in games of 6 to 46 turns 0.59 to
-    0.67, with rewards per turn 0.40 to 0.59; where states do not predict the reward it equals `rloo_pooled`,
-    but in one draw of five it had 1.20 after three batches of 4 prompts, where `rloo_pooled` has 0.91.
+    Evidence: at N = 4 it has 0.36 to 0.55 of the group mean's noise on toy answers of 10 to 300 tokens, 0.46 to 0.68
+    at N = 32, where group baselines gain little, 0.55 on mixed lengths, and in games of 14 to 46 turns 0.52 to
+    0.67, with rewards per turn 0.40 to 0.59; at 6 turns 0.76 and, of another policy, 0.60. Where states do not
+    predict the reward it equals `rloo_pooled`.
     With SmolLM2 it has 0.20 copying a text and 0.87 telling stories. In learning it is ahead of the group mean on
     three of five toy tasks, in almost all pairs, and there of `ogb_pooled`, too; on one of them `none` does as well
     (recipes/studies/value.md). With SmolLM2 it is ahead on copying, in nine of nine (language.md).
