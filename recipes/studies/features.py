@@ -70,8 +70,6 @@ def choices() -> dict[str, Choice]:
             mean = range(state.start + len(DEPTHS) * WIDTH, state.stop + len(DEPTHS) * WIDTH)
             for kind, columns in {"state": [*state], "mean": [*mean], "both": [*state, *mean]}.items():
                 found[f"{depth}, {kind}, {numbers}"] = Choice([*range(SUMS), *columns])
-    means = {column for depth in DEPTHS for column in found[f"{depth}, mean, 32"].columns}
-    found["all of these, mean, 32"] = Choice(sorted(means))
     kept = ("no states", "2/3, both, 8", "2/3, both, 32", f"2/3, both, {WIDTH}")
     return found | {f"{name}, no decay": Choice(found[name].columns, decay=1.0) for name in kept}
 
