@@ -24,8 +24,7 @@ class PromptTracker:
         known = [self.seen.get(key, (0.0, 0.0)) for key in group.prompt_key.flatten().tolist()]
         total, count = group.returns.new_tensor(known).view(-1, 1, 2).split(1, dim=2)
         mean_of_all = self.all[0] / max(self.all[1], 1.0)
-        returns, members = self.evidence(group)
-        others, size = (values.sum(dim=1, keepdim=True) - values for values in (returns, members))
+        others, size = (values.sum(dim=1, keepdim=True) - values for values in self.evidence(group))
         return (others + total + mean_of_all) / (size + count + 1)
 
     def evidence(self, group):

@@ -106,9 +106,8 @@ def publish(task: str, left: pandas.Series, batches: int) -> None:
 def sampled(task: str, batches: int) -> dict[str, list[float]]:
     """What every choice explained of every batch."""
     size = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 4, "keep_groups_together": True}
-    of_task = (tasks if task in TOYS else language).task_of(task)
-    if of_task.peft_config:  # adapters change nothing before training
-        of_task, size = replace(of_task, peft_config=None), size | tasks.BFLOAT16
+    of_task = replace((tasks if task in TOYS else language).task_of(task), peft_config=None)  # untrained adapters
+    size |= {} if task in TOYS else tasks.BFLOAT16
     trainer = tasks.trainer_of(of_task, baseline="value_choices", max_steps=batches, logging_steps=1, seed=0, **size)
     trainer._state_recorder = Layers(trainer.policy)  # in the place of one layer's
     trainer.accelerator.backward = lambda loss, **options: None  # nothing is trained

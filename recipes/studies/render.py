@@ -26,11 +26,7 @@ from recipes.toy import scratchpad
 HERE = Path(__file__).parent
 RUN = ("task", "n", "baseline", "learning_rate", "seed", "policy")  # what tells one run from another
 LEARNING = {  # by picture, its tasks
-    "learning": (
-        "scratchpad_100, policy 71eaec7c",
-        "calculator_decay, policy b3cff127",
-        "scratchpad_mixed, policy e90f",
-    ),
+    "learning": ("scratchpad_100, policy 71ea", "calculator_decay, policy b3cf", "scratchpad_mixed, policy e90f"),
     "language": ("copy", "word_sequence_reversal", "word_sorting"),
 }
 PAGES = ("value", "horizon", "turns", "learning_curves", "language")
