@@ -121,8 +121,10 @@ def tokens_of(rollout: Rollout, rule: Baseline, rows: Rows = EVERY_ROW, **gather
     """The argument of a baseline on top of another, for `rows`, after [`credit_base`]."""
     if rollout.base is None:
         raise ValueError("The rollout has no base yet: call `credit_base` first.")
-    weights = torch.zeros_like(rollout.mask, dtype=torch.float32) if rollout.energy is None else rollout.energy
-    energy = weights if rollout.unweighted_energy is None else rollout.unweighted_energy
+    energy = torch.zeros_like(rollout.mask, dtype=torch.float32) if rollout.energy is None else rollout.energy
+    weights = None
+    if rollout.unweighted_energy is not None:
+        energy, weights = rollout.unweighted_energy, energy[rows]
     row = torch.arange(rollout.first_row, rollout.first_row + len(rollout), device=energy.device)
     return Tokens(
         rollout.rewards[rows],
@@ -131,7 +133,7 @@ def tokens_of(rollout: Rollout, rule: Baseline, rows: Rows = EVERY_ROW, **gather
         rollout.mask[rows],
         (row // rollout.num_generations)[rows],
         _beside(rollout, rule, rows),
-        weights=rule.declared(weights[rows]),
+        weights=None if weights is None else rule.declared(weights),
         **gather,
     )
 

@@ -127,7 +127,7 @@ class Tokens:
             self.prompt[rows],
             {name: values[rows] for name, values in self._beside.items()},
             self.gather,
-            None if self._weights is None else self._weights[rows],
+            None if self._weights is None or self._weights is self._energy else self._weights[rows],
         )
 
     def held(self) -> dict[str, torch.Tensor]:

@@ -225,7 +225,7 @@ class Value:
         of_folds = torch.einsum("rfk,fk->rf", thetas, products)
         agreement, error = of_folds.sum(dim=1), self.folds * of_folds.var(dim=1)  # the squared standard error
         size = torch.einsum("rfk,fkl,rfl->r", thetas, squares, thetas)
-        trust = (1 - error / agreement.square().clamp(min=1e-30)).clamp(min=0)
+        trust = (1 - error / agreement.square().clamp(min=1e-300)).clamp(min=0)
         weights = trust * (agreement / size.clamp(min=1e-30)).clamp(0, 1)
         gain = 2 * weights * agreement - weights.square() * size
         best = int(gain.nan_to_num(nan=-math.inf).argmax())
