@@ -135,7 +135,7 @@ class Tokens:
         found = {"base": self.base, "prompt": self.prompt, "returns": self.returns, "mask": self.mask}
         if self._energy is not None:
             found["energy"] = self.energy
-        if self._weights is not self._energy and self._weights is not None:
+        if self._weights is not self._energy:
             found["weights"] = self.weights
         return found | self._beside
 
