@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from . import baselines as baselines
     from . import energy as energy
     from .baselines import register_baseline as register_baseline
-    from .callbacks import GradientNoiseCallback as GradientNoiseCallback
     from .comparison import BaselineReport as BaselineReport
     from .comparison import compare_baselines as compare_baselines
     from .config import OTBGRPOConfig as OTBGRPOConfig
+    from .noise import GradientNoiseCallback as GradientNoiseCallback
     from .rewards import TokenRewards as TokenRewards
     from .trainer import OTBGRPOTrainer as OTBGRPOTrainer
 
@@ -34,7 +34,7 @@ __version__ = version()
 # Imported on first use, so that `trl_otb.energy` and `trl_otb.baselines` need torch only.
 _MODULES = {
     "BaselineReport": "comparison",
-    "GradientNoiseCallback": "callbacks",
+    "GradientNoiseCallback": "noise",
     "OTBGRPOConfig": "config",
     "OTBGRPOTrainer": "trainer",
     "TokenRewards": "rewards",

@@ -1,19 +1,24 @@
-import copy
 import inspect
 from dataclasses import dataclass, field, fields
-from functools import cache
 from typing import Any
 
 from accelerate.logging import get_logger
 from trl import GRPOConfig
 
-from .baselines import ALIGNMENTS, BASELINES, check_options, find_baseline
+from .baselines import BASELINES, Baseline, find_baseline
 
 
 logger = get_logger(__name__)
 
 # The loss types of TRL 1.16 that multiply each token's score by its own advantage.
 LOSS_TYPES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
+# Options that 0.2 had, and what to write instead
+REMOVED = {
+    "leave_one_out": "Set `baseline='otb_loo'` or 'ogb_loo'; 'rloo' is the group mean with one left out.",
+    "alignment": "Tokens are always aligned by the number of generated tokens before them. Drop the option.",
+    "zero_tail": "`otb` always subtracts nothing on the lone tail. Drop the option, or register a baseline of your own "
+    "that calls `trl_otb.baselines.otb(x, zero_tail=False)`.",
+}
 
 
 def _baseline_help() -> str:
@@ -38,24 +43,9 @@ class OTBGRPOConfig(GRPOConfig):
             The baseline to subtract from returns: a name in `trl_otb.baselines.BASELINES`, whose docstrings say when
             to use each; a name that you registered with [`trl_otb.register_baseline`] before making the config; or
             `"module:function"`.
-        alignment (`str`, *optional*, defaults to `"generated"`):
-            Which tokens of a group a baseline per token compares: those with the same number of generated tokens
-            before them (`"generated"`), or those at the same position in the completion (`"position"`). The two differ
-            only if tool output comes between generated tokens.
-        zero_tail (`bool`, *optional*, defaults to `True`):
-            For `"otb"`, subtract nothing where only the longest completion of a group still generates, as the
-            reference implementation does. The advantage there is the return, even if all returns of the group are
-            equal. If `False`, such tokens get advantage 0.
-        leave_one_out (`bool`, *optional*, defaults to `False`):
-            Leave a completion's own return out of its baseline, which removes the bias at small `num_generations` but
-            adds variance. `"group_mean"` with one left out is `"rloo"`.
-        keep_groups_together (`bool`, *optional*):
-            Whether each micro-batch holds whole groups, if `per_device_train_batch_size` is a multiple of
-            `num_generations`. If so, the training forward can provide the energies of a baseline that compares tokens,
-            and [`GradientNoiseCallback`] can compare micro-batches. `None`, the default, means yes, except for
-            `"group_mean"`, which shuffles rows as [`~trl.GRPOTrainer`] does.
-
-    Setting an option the baseline ignores raises a `ValueError`.
+        keep_groups_together (`bool`, *optional*, defaults to `False`):
+            Whether each micro-batch holds whole groups, so that [`GradientNoiseCallback`] can compare micro-batches.
+            `per_device_train_batch_size` must be a multiple of `num_generations`.
 
     > [!NOTE]
     > These parameters have default values different from [`~trl.GRPOConfig`]:
@@ -72,37 +62,18 @@ class OTBGRPOConfig(GRPOConfig):
         },
     )
     baseline: str = field(default="otb", metadata={"help": _baseline_help()})
-    alignment: str = field(
-        default="generated",
-        metadata={
-            "help": "Which tokens of a group a baseline per token compares: `'generated'` (default), those with the "
-            "same number of generated tokens before them; `'position'`, those at the same position in the completion. "
-            "The two differ only if tool output comes between generated tokens.",
-            "choices": list(ALIGNMENTS),
-        },
-    )
-    zero_tail: bool = field(
-        default=True,
-        metadata={
-            "help": "For `'otb'`, whether to subtract nothing where only the longest completion of a group still "
-            "generates. If `False`, such tokens get advantage 0."
-        },
-    )
-    leave_one_out: bool = field(
+    keep_groups_together: bool = field(
         default=False,
         metadata={
-            "help": "Whether to leave a completion's own return out of its baseline, which removes the bias at small "
-            "`num_generations`."
+            "help": "Whether each micro-batch holds whole groups, so that the noise of the gradient can be measured. "
+            "`per_device_train_batch_size` must be a multiple of `num_generations`."
         },
     )
 
-    keep_groups_together: bool | None = field(
-        default=None,
-        metadata={
-            "help": "Whether each micro-batch holds whole groups, if `per_device_train_batch_size` is a multiple of "
-            "`num_generations`. By default yes, except for 'group_mean', which shuffles rows as GRPOTrainer does."
-        },
-    )
+    def __new__(cls, *args: Any, **kwargs: Any) -> "OTBGRPOConfig":
+        for name in REMOVED.keys() & kwargs:
+            raise TypeError(f"`{name}` is no option any more. {REMOVED[name]}")
+        return super().__new__(cls)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """
@@ -133,7 +104,7 @@ class OTBGRPOConfig(GRPOConfig):
         by_default = self.scale_rewards is None
         if by_default:
             self.scale_rewards = "none"
-        self._check_otb_options()
+        check_options(self)
         super().__post_init__()
         if by_default:
             logger.warning_once(
@@ -141,67 +112,40 @@ class OTBGRPOConfig(GRPOConfig):
                 "GRPOConfig's is 'group'. Set `scale_rewards` to silence this."
             )
 
-    @classmethod
-    def from_grpo_config(cls, args: GRPOConfig) -> "OTBGRPOConfig":
-        """
-        A copy of `args` with the defaults of the options that this class adds. All other options, including
-        `scale_rewards`, keep their values, and the copy is an instance of both classes.
-        """
-        ours: Any = cls
-        theirs: Any = type(args)
-        merged = ours if issubclass(ours, theirs) else _merged(ours, theirs)
-        args = copy.copy(args)  # not re-created, since TrainingArguments would derive fields again
-        args.__class__ = merged
-        for option in fields(merged):
-            if option.name not in vars(args):
-                setattr(args, option.name, option.default)
-        args._check_otb_options()
-        return args
 
-    def _check_otb_options(self) -> None:
-        if not isinstance(self.baseline, str):
-            raise ValueError(
-                f"`baseline` is {self.baseline!r}: a config holds text. Register the function with "
-                "`trl_otb.register_baseline(name)` and set `baseline=name`."
-            )
-        check_options(self.baseline, self.alignment, self.zero_tail, self.leave_one_out)
-        if self.scale_rewards not in (True, False, "group", "batch", "none"):
-            raise ValueError(
-                f"`scale_rewards` is {self.scale_rewards!r}: it must be one of 'none', 'group' and 'batch'."
-            )
-        rule = find_baseline(self.baseline)
-        if self.scale_rewards in (True, "group") and not rule.cancels_equal_returns:
-            why = "compares prompts" if rule.compares_prompts else "does not only compare the completions of a group"
-            raise ValueError(
-                f"`scale_rewards` is {self.scale_rewards!r} and `baseline` is {self.baseline!r}, which {why}: a group "
-                "with nearly equal returns has advantages then, and they would be divided by its standard deviation, "
-                "which is nearly 0. Set `scale_rewards='none'` or 'batch'."
-            )
-        together = self.keep_groups_together
-        if not (together is None or isinstance(together, bool)):
-            raise ValueError(f"`keep_groups_together` is {together!r}: it must be True, False or None.")
-        if together and self.num_generations and self.per_device_train_batch_size % self.num_generations != 0:
-            raise ValueError(
-                "`keep_groups_together` is True and `per_device_train_batch_size` "
-                f"{self.per_device_train_batch_size}: whole groups need a multiple of `num_generations`, "
-                f"{self.num_generations}."
-            )
-        if self.loss_type not in LOSS_TYPES:
-            raise ValueError(
-                f"`loss_type` is {self.loss_type!r}: OTBGRPOTrainer is known to be correct with "
-                f"{', '.join(map(repr, LOSS_TYPES))} only. Set one of these."
-            )
+def check_options(args: GRPOConfig) -> Baseline:
+    """
+    The baseline of an [`OTBGRPOConfig`], or the default one of a plain [`~trl.GRPOConfig`].
 
-
-@cache
-def _merged(ours: Any, theirs: Any) -> Any:
-    """A config class derived from both, whose instances can be pickled for checkpoints."""
-    methods = {"__reduce__": lambda self: (_restored, (ours, theirs, vars(self)))}
-    return dataclass(type(f"{ours.__name__}Of{theirs.__name__}", (ours, theirs), methods))
-
-
-def _restored(ours: Any, theirs: Any, values: dict[str, Any]) -> Any:
-    cls = _merged(ours, theirs)
-    args = cls.__new__(cls)
-    vars(args).update(values)
-    return args
+    Raises:
+        ValueError: An option is unknown, or conflicts with the baseline.
+    """
+    name = getattr(args, "baseline", "otb")
+    if not isinstance(name, str):
+        raise ValueError(
+            f"`baseline` is {name!r}: a config holds text. Register the function with "
+            "`trl_otb.register_baseline(name)` and set `baseline=name`."
+        )
+    rule = find_baseline(name)
+    if args.scale_rewards not in (True, False, "group", "batch", "none"):
+        raise ValueError(f"`scale_rewards` is {args.scale_rewards!r}: it must be one of 'none', 'group' and 'batch'.")
+    if args.scale_rewards not in (False, "none") and not rule.scalable:
+        raise ValueError(
+            f"`scale_rewards` is {args.scale_rewards!r} and `baseline` is {name!r}, under which completions have "
+            "advantages where all returns are nearly equal: these would be divided by their standard deviation, which "
+            "is nearly 0. Set `scale_rewards='none'`, the default of OTBGRPOConfig (GRPOConfig's is 'group'), or "
+            f"choose {', '.join(repr(entry.name) for entry in BASELINES.values() if entry.scalable)}."
+        )
+    together = getattr(args, "keep_groups_together", False)
+    if together and args.num_generations and args.per_device_train_batch_size % args.num_generations != 0:
+        raise ValueError(
+            "`keep_groups_together` is True and `per_device_train_batch_size` "
+            f"{args.per_device_train_batch_size}: whole groups need a multiple of `num_generations`, "
+            f"{args.num_generations}."
+        )
+    if args.loss_type not in LOSS_TYPES:
+        raise ValueError(
+            f"`loss_type` is {args.loss_type!r}: OTBGRPOTrainer is known to be correct with "
+            f"{', '.join(map(repr, LOSS_TYPES))} only. Set one of these."
+        )
+    return rule

@@ -71,13 +71,16 @@ class RewardRecorder:
     Args:
         completion_ids (`list` of length B):
             The tokens of each completion, including tool output: a `torch.Tensor` of shape `(T,)`, or a list.
+        weights (`list` of length F, *optional*):
+            The weight of each function's rewards: those of weight 0 may be infinite, as in GRPOTrainer.
 
     Attributes:
         rewards_per_func (`torch.Tensor` of shape `(B_all, F)`, *optional*):
             GRPOTrainer's tensor of rewards, from all processes.
     """
 
-    def __init__(self, completion_ids: Sequence[Sequence[int] | torch.Tensor]):
+    def __init__(self, completion_ids: Sequence[Sequence[int] | torch.Tensor], weights: Sequence[float] | None = None):
+        self._weights = weights
         self.rewards_per_func: torch.Tensor | None = None
         self.completion_ids = completion_ids
         self._credited: dict[tuple[int, int], tuple[torch.Tensor, bool]] = {}  # by function and row; of tokens?
@@ -124,7 +127,8 @@ class RewardRecorder:
                 several = len(reward) != 1
                 reward = reward if several else next(iter(reward))  # one number, as GRPOTrainer reads it
             if not several and getattr(reward, "ndim", 0) == 0:
-                sums.append(_number(reward, name, row))
+                ignored = self._weights is not None and self._weights[index] == 0 and _is_number(reward)
+                sums.append(reward if ignored else _number(reward, name, row))
                 continue
             numbers = _numbers(reward.rewards if of_tokens else reward)
             total = math.nan if numbers is None else numbers.sum().item()

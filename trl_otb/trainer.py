@@ -1,36 +1,41 @@
+"""The trainer: what is overridden of GRPOTrainer, in the order in which TRL calls it."""
+
 import inspect
-import textwrap
-from contextlib import ExitStack
-from dataclasses import replace
+import math
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from accelerate.logging import get_logger
+from accelerate.utils import is_peft_model
 from trl import GRPOConfig, GRPOTrainer
 
-from .baselines import Baseline, Completions, Tokens, find_baseline
-from .baselines.advantages import compared_by
-from .callbacks import GradientNoiseCallback, InexactResumeNotice
-from .config import OTBGRPOConfig
-from .credit import credit, credit_base, measure, tokens_of
-from .metrics import completion_advantages, summarize
-from .project import version
-from .rollout import EVERY_ROW, Rollout, Rows
-from .seam import EnergyGRPOTrainer, config_model_id
+from .baselines import Baseline, Completions, credit, find_baseline
+from .config import OTBGRPOConfig, check_options
+from .metrics import completion_advantages, completion_statistics, summarize
+from .noise import GradientNoiseCallback
+from .project import PAPER, model_card_section
+from .rollout import Rollout, Rollouts, prompt_keys
+from .seam.contract import check_trl, incompatible_trl, trl_utils
+from .seam.forwards import PolicyRecorder, scores_anyway, values_of_batch
+from .seam.loss import TokenLoss
+from .seam.overrides import check_config, check_loss, overriders
+from .seam.rollouts import groups_kept_together, recorded_rewards, rollout_of
+from .seam.sampled import SampledTurns
+from .seam.tool_loop import CollectiveToolLoop
 
 
 logger = get_logger(__name__)
 
+STATE_FILE = "baseline.pt"  # in a checkpoint
 
-class OTBGRPOTrainer(EnergyGRPOTrainer):
+
+class OTBGRPOTrainer(CollectiveToolLoop, TokenLoss):
     """
-    [`~trl.GRPOTrainer`] with the Optimal Token Baseline. Each token gets its own baseline instead of the group mean:
-    the mean of the group's returns weighted by each completion's realized energy, which is estimated from forward
-    probabilities. The method was introduced in the paper [The Optimal Token Baseline: Variance Reduction for
-    Long-Horizon LLM-RL](https://huggingface.co/papers/2602.07078).
-
-    It takes the arguments of [`~trl.GRPOTrainer`] and, apart from the baseline, behaves like it.
+    [`~trl.GRPOTrainer`] with a baseline of one's choice, for every token if it has one: by default the Optimal Token
+    Baseline (https://huggingface.co/papers/2602.07078). It takes the arguments of [`~trl.GRPOTrainer`] and, apart from
+    the baseline, behaves like it.
 
     With returns G, realized energies W (see [`~trl_otb.energy.realized_energy`]) and the N completions i of a prompt,
 
@@ -39,25 +44,25 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
     This is `baseline="otb"`, the default. `trl_otb.baselines` has others, such as `"value"`, which predicts the return
     from what a completion has written so far.
 
-    Energies need no logits: Σπ² comes from TRL's fused LM head. `energy_source`, logged once, names the forward that
-    yields them: TRL's no-grad forward, if it runs one (reused batches, vLLM's importance-sampling correction); else
-    the training forward, if a micro-batch holds whole groups (`per_device_train_batch_size` is a multiple of
-    `num_generations`) and the baseline does not compare prompts, or for `"value"`; else one extra no-grad forward. All
-    give the same advantages.
+    Advantages are formed when completions have been sampled and rewarded; `inputs["advantages"]` holds them from then
+    on, `(B,)` under a baseline per completion, `(B, T)` under one per token. Energies need no logits of their own.
+    `energy_source` names where they come from: the no-gradient forward that TRL runs anyway (reused batches, vLLM's
+    importance-sampling correction); else the forwards of `generate`; else, or if tokens cannot be found again in these,
+    one more no-gradient forward.
 
-    `rollouts["train"]` and `rollouts["eval"]` are the latest generation batches, token by token: see
-    [`~trl_otb.rollout.Rollout`].
+    `rollouts["train"]` and `rollouts["eval"]` are the latest generation batches: see [`~trl_otb.rollout.Rollout`].
 
     Example:
 
     ```python
     >>> from datasets import load_dataset
     >>> from trl.rewards import accuracy_reward
-    >>> from trl_otb import OTBGRPOTrainer
+    >>> from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 
     >>> trainer = OTBGRPOTrainer(
     ...     model="Qwen/Qwen2.5-0.5B-Instruct",
     ...     reward_funcs=accuracy_reward,
+    ...     args=OTBGRPOConfig(baseline="value"),
     ...     train_dataset=load_dataset("trl-lib/DeepMath-103K", split="train"),
     ... )
     >>> trainer.train()
@@ -67,10 +72,10 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
         model, reward_funcs, train_dataset, ...:
             As for [`~trl.GRPOTrainer`].
         args ([`OTBGRPOConfig`] or [`~trl.GRPOConfig`], *optional*):
-            Configuration. A plain [`~trl.GRPOConfig`] gets the default baseline options and keeps its own values,
-            including the default `scale_rewards="group"`.
+            Configuration. A plain [`~trl.GRPOConfig`] gets the default baseline.
 
-    To combine it with your own subclass of [`~trl.GRPOTrainer`]: `class Mine(OTBGRPOTrainer, Theirs)`.
+    To combine it with your own subclass of [`~trl.GRPOTrainer`]: `class Mine(OTBGRPOTrainer, Theirs)`. A loss of your
+    own sets `takes_token_advantages = True` in its class if it supports advantages of shape `(B, T)`.
 
     Raises:
         ImportError: A part of TRL that this trainer relies on has moved.
@@ -81,71 +86,66 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
 
     _tag_names = ["trl", "grpo", "otb"]  # noqa: RUF012
     _name = "OTB"
-    _paper = {  # noqa: RUF012
-        "title": "The Optimal Token Baseline: Variance Reduction for Long-Horizon LLM-RL",
-        "id": "2602.07078",
-        "citation": textwrap.dedent("""\
-            @article{li2026optimal,
-                title        = {{The Optimal Token Baseline: Variance Reduction for Long-Horizon LLM-RL}},
-                author       = {Li and others},
-                year         = 2026,
-                eprint       = {arXiv:2602.07078},
-            }"""),
-    }
+    _paper = PAPER
 
     def __init__(
         self, model: Any, reward_funcs: Any = None, args: GRPOConfig | None = None, *other_args: Any, **kwargs: Any
     ) -> None:
+        check_trl()
         if args is None:
-            theirs = [base for base in type(self).__mro__ if base not in OTBGRPOTrainer.__mro__]
-            for base in theirs:
-                if issubclass(base, GRPOTrainer) and not issubclass(base, OTBGRPOTrainer) and "__init__" in vars(base):
-                    raise ValueError(
-                        f"`args` is missing, and {base.__name__} may have its own config, whose defaults would be "
-                        "lost. Pass one: `class Config(OTBGRPOConfig, TheirConfig)`, decorated with `@dataclass`."
-                    )
-            name = model if isinstance(model, str) else config_model_id(model.config)
+            check_config(type(self))
+            name = model if isinstance(model, str) else trl_utils.get_config_model_id(model.config)
             args = OTBGRPOConfig(f"{name.rstrip('/').split('/')[-1]}-OTB")
-        elif not isinstance(args, GRPOConfig):
+        if not isinstance(args, GRPOConfig):
             raise TypeError(
                 f"`args` is a {type(args).__name__}: OTBGRPOTrainer takes an OTBGRPOConfig (or a GRPOConfig)."
             )
-        elif not isinstance(args, OTBGRPOConfig):
-            args = OTBGRPOConfig.from_grpo_config(args)
-            if args.scale_rewards != "none":
-                logger.warning(
-                    f"OTBGRPOTrainer got a GRPOConfig and keeps its `scale_rewards={args.scale_rewards!r}`. The paper "
-                    "does not scale rewards: use OTBGRPOConfig, or set `scale_rewards='none'`."
-                )
-        self.energy_source: str | None = None  # the forward that yields the energies in training, once known
-        args._check_otb_options()  # options may have changed since the config was made
-        self._baseline: Baseline = find_baseline(args.baseline).instance()
+        self._baseline: Baseline = check_options(args).instance()
+        self.rollouts: dict[str, Rollout] = Rollouts()  # the latest one of each mode, "train" and "eval"
+        self.energy_source: str | None = None  # of the latest rollout in training
+        self.needs = self._baseline.needs  # what rollouts are to hold; more during a comparison
         names = list(inspect.signature(GRPOTrainer.__init__).parameters)[4:]
         super().__init__(model, reward_funcs, args=args, **dict(zip(names, other_args, strict=False)), **kwargs)
-        if self._baseline.compares_prompts and not self._baseline.remembers and self.prompts_per_batch < 3:
+        check_trl(self)
+        if self._baseline.per_token:
+            check_loss(type(self), self._baseline.name)
+        self.recorder = PolicyRecorder(self.policy, self.temperature, self.args.cast_lm_head_to_fp32)
+        if self._baseline.scope == "batch" and self.prompts_per_batch < 3:
             logger.warning(
-                f"`baseline` is {args.baseline!r}, which pools prompts, and a generation batch has "
-                f"{self.prompts_per_batch}: with fewer than 3 nothing is pooled. Use more prompts, or choose 'rloo', "
-                "or 'ogb' with `leave_one_out`."
+                f"`baseline` is {self._baseline.name!r}, which pools prompts, and a generation batch has "
+                f"{self.prompts_per_batch}: with fewer than 3 nothing is pooled. Use more prompts, or choose 'rloo' or "
+                "'ogb_loo'."
             )
-        self.add_callback(InexactResumeNotice)
+
+    @property
+    def policy(self) -> Any:
+        """The model without the PEFT wrapper."""
+        return self.model.get_base_model() if is_peft_model(self.model) else self.model
+
+    @property
+    def prompts_per_batch(self) -> int:
+        """Prompts per generation batch, over all processes."""
+        return self.args.generation_batch_size // self.num_generations
+
+    @property
+    def trained_baseline(self) -> Baseline | None:
+        """The baseline, if it has learned from generation batches."""
+        return self._baseline if self._baseline.learns and self.state.global_step > 0 else None
+
+    # Training and its state
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """[`~trl.GRPOTrainer`]'s `train`; raises a `ValueError` if the dataset is too small for a single step."""
-        self.args._check_otb_options()
-        if find_baseline(self.args.baseline).name != self._baseline.name:
+        if (now := check_options(self.args)).name != self._baseline.name:
             raise ValueError(
-                f"`args.baseline` was set to {self.args.baseline!r} after the trainer was made with "
-                f"{self._baseline.name!r}, which it keeps. Make a new trainer."
+                f"`args.baseline` was set to {now.name!r} after the trainer was made with {self._baseline.name!r}, "
+                "which it keeps. Make a new trainer."
             )
         dataset = self.train_dataset
         if hasattr(dataset, "__len__") and len(dataset) < self.prompts_per_batch:
             raise self._too_few_prompts(f"{len(dataset)} prompts")
         before = self.rollouts.get("train")
-        with ExitStack() as stack:
-            for callback in self.callback_handler.callbacks:
-                if isinstance(callback, GradientNoiseCallback):
-                    stack.enter_context(callback.connected(self.add_metrics, self.keeps_groups_together))
+        with GradientNoiseCallback.connected(self):
             result = super().train(*args, **kwargs)
         # Where data ran out transformers stops training, too, but before the first rollout
         stopped = self.control.should_training_stop and self.rollouts.get("train") is not before
@@ -161,139 +161,146 @@ class OTBGRPOTrainer(EnergyGRPOTrainer):
             "`gradient_accumulation_steps` or `steps_per_generation`."
         )
 
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None or not self._baseline.learns:
+            return
+        state, name = _read_state(Path(checkpoint) / STATE_FILE), self._baseline.name
+        if state is None or state.get("baseline") != name:
+            found = "nothing" if state is None else f"the state of {state.get('baseline')!r}"
+            logger.warning(
+                f"The checkpoint holds {found} for `baseline={name!r}`, which learns from earlier batches: it now "
+                "starts with empty state."
+            )
+            self._baseline = find_baseline(type(self._baseline.rule)).instance()
+        else:
+            self._baseline.rule.load_state_dict(state["state"])
+            self.recorder.projection = state["projection"]
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        if self._baseline.learns and self.args.should_save:
+            torch.save(self.state_to_save(), Path(output_dir) / STATE_FILE)
+
+    def state_to_save(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the baseline."""
+        projection = self.recorder.projection
+        return {
+            "baseline": self._baseline.name,
+            "state": self._baseline.state(),
+            "projection": None if projection is None else projection.cpu(),
+        }
+
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         super().create_model_card(*args, **kwargs)
         card = Path(self.args.output_dir) / "README.md"
-        if not self.is_world_process_zero() or not card.is_file():
-            return
-        base_model = config_model_id(self.model.config) or type(self.model).__name__
-        with card.open("a", encoding="utf-8") as file:
-            file.write(
-                f"\n## Baseline\n\nTrained from `{base_model}` with trl_otb {version()}: "
-                f"`baseline={self.args.baseline!r}`, `leave_one_out={self.args.leave_one_out}`, `num_generations="
-                f"{self.num_generations}`, `scale_rewards={self.args.scale_rewards!r}`.\n"
-            )
+        if self.is_world_process_zero() and card.is_file():
+            name = trl_utils.get_config_model_id(self.model.config) or type(self.model).__name__
+            with card.open("a", encoding="utf-8") as file:
+                file.write(model_card_section(name, self._baseline.name, self.num_generations, self.scale_rewards))
 
-    def score_rollout(self, rollout: Rollout, batch: dict[str, Any]) -> None:
-        """Compute a rollout's energies, baselines, advantages and statistics."""
-        rule = self._baseline
-        if rollout.level is not None and rule.name != "group_mean":
-            # If all returns are equal, there is nothing to learn under any baseline: GRPOTrainer has A = 0 there too,
-            # up to rounding, which the group mean reproduces
-            rollout.scale = rollout.scale.masked_fill(rollout.level, torch.nan)
-        across_prompts = compared_by(rule, rollout.rewards).across_prompts
-        compared_here = len(rollout) % rollout.num_generations == 0 and not across_prompts
-        processes = None if self.accelerator.num_processes == 1 or compared_here else self.accelerator
+    # A generation batch: sampled, rewarded, credited
 
-        # Energies: TRL's own no-grad forward has stored them in the rollout, or the training forward will, or an extra
-        # one is needed
-        source = "the no-gradient forward that GRPOTrainer runs anyway"
-        if rollout.energy is None:
-            together = self.keeps_groups_together or self.mode == "eval"
-            groups_fit = together and self.micro_batch_holds_groups(rollout) and not rule.across_prompts
-            if groups_fit or self.credits_rows_alone or not rule.needs_forward:
-                source = "the training forward"
-            else:
-                source = "one extra no-gradient forward"
-                self.set_energies_of(rollout, self.extra_forward(batch))
-        self._log_energy_source_once(source)
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        mode = "train" if self.model.training else "eval"  # which a reward function may change
+        rollout, completions, batch = self.collect(inputs)
+        rollout.number = self.rollouts[mode].number + 1 if mode in self.rollouts else 0
+        rule, own, several = self._baseline, rollout.own_rows, self.accelerator.num_processes > 1
+        gather = self.accelerator.gather if several and not rollout.holds_groups else None
+        found = credit(
+            rule, completions, self.accelerator.gather if several and rule.scope == "batch" else gather, own
+        )
+        of_mean = credit(find_baseline("group_mean"), completions, gather, own)
+        of_others = credit(find_baseline("rloo"), completions, gather, own) if rule.unbiased else of_mean
+        rollout.keep(rule, found, of_mean)
+        if rule.name == "group_mean":  # GRPOTrainer's own advantages, to the bit
+            rollout.advantages = batch["advantages"].unsqueeze(1)
+        else:
+            batch["advantages"] = rollout.advantages if rule.per_token else rollout.advantages.squeeze(1)
+        statistics = self.accelerator.gather(completion_statistics(completions, found, of_others, rollout.scale))
+        metrics = summarize(statistics, rollout.num_generations)
+        if rule.learns and mode == "train":
+            metrics |= rule.learn(completions, found.base, self.accelerator.gather)
+            if self.state.global_step == 0 and not rule.built_in:
+                rule.state()  # what no checkpoint could keep is an error now
+        for name, value in metrics.items():
+            if not math.isnan(value):  # what is undefined is left out
+                self._metrics[mode][f"otb/{name}"].append(value)
+        logged = self._logs["advantages"]  # the completions table, to which GRPOTrainer has added its own
+        for _ in range(min(len(statistics), len(logged))):
+            logged.pop()
+        logged.extend(completion_advantages(statistics).tolist())
+        self.rollouts[mode] = rollout
+        return batch
 
-        # Baselines and advantages, if the energies are known: otherwise `score_rows` adds them per micro-batch
-        if rule.on_top_of is not None:
-            credit_base(rollout, processes, **self._credit_options)
-        if rollout.energy is None and rule.needs_forward:
-            return
-        credit(rollout, accelerator=processes, **self._credit_options)
-
-        # Statistics, which need energies for all baselines
-        if rollout.energy is not None:
-            self._measure(rollout)
-
-    def score_rows(self, rollout: Rollout, rows: Rows) -> None:
-        """The same for some rows, after the training forward has yielded their energies."""
-        if self._baseline.needs_forward:
-            credit(rollout, rows, **self._credit_options)
-        self._measure(rollout, rows)
+    def collect(self, inputs: list[dict[str, Any]]) -> tuple[Rollout, Completions, dict[str, Any]]:
+        """Sampled and rewarded completions of `inputs`, one per row: to show, to credit, and as TRL's batch."""
+        n = self.num_generations if self.model.training else self.num_generations_eval
+        keys = prompt_keys(inputs) if "prompt_key" in self.needs else None
+        turns = SampledTurns() if self.needs_forward and not scores_anyway(self) else None
+        with self.recorder.recording(states="states" in self.needs, turns=turns) as recording:
+            with recorded_rewards(self) as recorders:
+                batch = super()._generate_and_score_completions(inputs)
+        rollout = rollout_of(self, batch, recorders, n)
+        values = values_of_batch(self, batch, rollout.mask, recording)
+        return rollout, rollout.completions(values, batch.get("importance_sampling_ratio"), self.needs, keys), batch
 
     @property
-    def credits_tokens(self) -> bool:
-        return self._baseline.per_token
+    def needs_forward(self) -> bool:
+        """Whether rollouts are to hold what only a forward of the policy computes."""
+        return not self.needs.isdisjoint({"energy", "logps", "states"})
 
     @property
     def keeps_groups_together(self) -> bool:
-        together = self.args.keep_groups_together
-        if together is None:
-            together = self._baseline.name != "group_mean"
-        return together and self.args.per_device_train_batch_size % self.num_generations == 0
+        """Whether each micro-batch holds whole groups."""
+        return getattr(self.args, "keep_groups_together", False)
 
-    @property
-    def credits_rows_alone(self) -> bool:
-        return self._baseline.on_top_of is not None
+    def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
+        together = self.model.training and self.keeps_groups_together
+        with groups_kept_together(self.num_generations) if together else nullcontext():
+            return super()._prepare_inputs(generation_batch)
 
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return self._baseline.reads
+    def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        with self.recorder.sampling() as keep:
+            ids, logprobs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+            keep(prompt_ids, ids)
+        return ids, logprobs
 
-    @property
-    def keeps_state(self) -> bool:
-        return self._baseline.remembers
+    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        with self.recorder.scoring(model) as keep:
+            result = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+            keep(result[0])
+        return result
 
-    def state_to_save(self) -> dict[str, Any]:
-        return {"baseline": self.args.baseline, "state": self._baseline.state()}
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = super().training_step(*args, **kwargs)
+        if "train" not in self.rollouts:
+            what = "OTBGRPOTrainer's own `_generate_and_score_completions` is passed by, and with it the baseline"
+            self.fail(what, "_generate_and_score_completions", "_prepare_inputs", "training_step")
+        return loss
 
-    def load_saved_state(self, state: dict[str, Any] | None) -> None:
-        if state is None or state.get("baseline") != self.args.baseline:
-            found = "nothing" if state is None else f"the state of {state.get('baseline')!r}"
-            logger.warning(
-                f"The checkpoint holds {found} for `baseline={self.args.baseline!r}`, which remembers earlier "
-                "batches: it starts from scratch."
-            )
-            self._baseline = replace(self._baseline, function=type(self._baseline.function)())
-        else:
-            self._baseline.function.load_state_dict(state["state"])
+    def fail(self, what: str, *methods: str) -> NoReturn:
+        """
+        Raises:
+            TypeError: A user's class overrides one of `methods`, which probably causes `what`.
+            ImportError: None does, so TRL has changed.
+        """
+        theirs = overriders(self, *methods)
+        if not theirs:
+            raise incompatible_trl(what)
+        raise TypeError(
+            f"{what[:1].upper()}{what[1:]}. In `{type(self).__name__}`, look at {', '.join(theirs)}; "
+            "recipes/reference.md says what OTBGRPOTrainer asks of such a class."
+        )
 
-    @property
-    def trained_baseline(self) -> Baseline | None:
-        """The baseline, if it has learned from generation batches."""
-        return self._baseline if self._baseline.remembers and self.state.global_step > 0 else None
 
-    @property
-    def prompts_per_batch(self) -> int:
-        """Prompts per generation batch, over all processes."""
-        return self.args.generation_batch_size // self.num_generations
-
-    @property
-    def _credit_options(self) -> dict[str, Any]:
-        options = {name: getattr(self.args, name) for name in ("alignment", "zero_tail", "leave_one_out")}
-        return {"baseline": self._baseline, **options}
-
-    def _measure(self, rollout: Rollout, rows: Rows = EVERY_ROW) -> None:
-        """Record these rows' statistics, and log them after the last rows of the rollout."""
-        measure(rollout, rows)
-        if rollout.unmeasured > 0:
-            return
-        statistics = self.accelerator.gather(rollout.statistics)
-        metrics = summarize(statistics, rollout.num_generations) | self._learn(rollout)
-        self.add_metrics({f"otb/{name}": value for name, value in metrics.items()})
-        self.replace_logged_advantages(completion_advantages(statistics).tolist())
-        rollout.states = None  # large, and not needed any more
-
-    def _learn(self, rollout: Rollout) -> dict[str, float]:
-        """Update a baseline with memory from a scored rollout, and return its metrics."""
-        rule = self._baseline
-        seen: Tokens | Completions | None = rollout.compared
-        rollout.compared = None
-        if not rule.remembers or self.mode != "train":
-            return {}
-        if rule.on_top_of is not None:
-            seen = tokens_of(rollout, rule, gather=self.accelerator.gather)
-        told = rule.learn(seen)
-        if self.state.global_step == 0 and not rule.built_in:
-            rule.state()  # what no checkpoint could keep is an error now
-        return {f"{rule.name}/{name}": value for name, value in told.items()}
-
-    def _log_energy_source_once(self, source: str) -> None:
-        if self.energy_source is None and self.model.training:
-            self.energy_source = source
-            use = "" if self._baseline.uses_energy else f", only for metrics with {self.args.baseline!r}"
-            logger.info(f"Energies come from {source}{use}.")
+def _read_state(path: Path) -> dict[str, Any] | None:
+    if not path.exists():
+        return None
+    try:
+        return dict(torch.load(path, weights_only=True, map_location="cpu"))
+    except Exception as error:  # of pickle, of all kinds
+        raise ValueError(
+            f"{path} is damaged, or no file of OTBGRPOTrainer ({type(error).__name__}). Remove it, and the baseline "
+            "starts with empty state."
+        ) from None

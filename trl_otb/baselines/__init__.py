@@ -1,43 +1,43 @@
 """Baselines and advantages, in pure torch and with the notation of `trl_otb.energy`.
 
-A baseline is a function from [`Groups`], or from the totals in [`Completions`], to B. `BASELINES` holds all of them by
-name; [`register_baseline`] adds one.
+A baseline is a function from [`Completions`] to B. `BASELINES` holds all of them by name; [`register_baseline`] adds
+one; [`credit`] subtracts one.
 """
 
-from . import group_means as group_means  # first, for the order of `BASELINES`
-from .advantages import Credit, assign_credit, compute_advantages
-from .group_means import group_mean, none, ogb, opo, otb, otb_shrunk, rloo
-from .groups import ALIGNMENTS, Completions, Groups, reward_to_go
-from .pooled import ogb_pooled, ogb_pooled_damped, partial_pooling, rloo_pooled
-from .registry import BASELINES, Baseline, check_options, find_baseline, register_baseline
-from .tokens import Tokens
+from .means import group_mean, none, ogb, ogb_loo, otb, otb_loo, rloo  # first, for the order of `BASELINES`
+from .pooled import ogb_pooled, partial_pooling, pooled, rloo_pooled
 from .value import Value
 
 
+from .advantages import Credit, compute_advantages, credit  # isort: skip
+from .completions import Completions, completion_returns, put_back, reward_to_go, squeeze, turns_of  # isort: skip
+from .registry import BASELINES, Baseline, find_baseline, register_baseline  # isort: skip
+
+
 __all__ = [
-    "ALIGNMENTS",
     "BASELINES",
     "Baseline",
     "Completions",
     "Credit",
-    "Groups",
-    "Tokens",
     "Value",
-    "assign_credit",
-    "check_options",
+    "completion_returns",
     "compute_advantages",
+    "credit",
     "find_baseline",
     "group_mean",
     "none",
     "ogb",
+    "ogb_loo",
     "ogb_pooled",
-    "ogb_pooled_damped",
-    "opo",
     "otb",
-    "otb_shrunk",
+    "otb_loo",
     "partial_pooling",
+    "pooled",
+    "put_back",
     "register_baseline",
     "reward_to_go",
     "rloo",
     "rloo_pooled",
+    "squeeze",
+    "turns_of",
 ]

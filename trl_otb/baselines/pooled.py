@@ -2,12 +2,12 @@
 
 import torch
 
-from .groups import LEAST_WEIGHT, Completions, Groups
-from .registry import Baseline, built_in
+from .completions import LEAST_WEIGHT, Completions
+from .registry import built_in
 
 
-@built_in(per_token=False, uses_energy=True, leaves_one_out=True, across_prompts=True, totals_only=True, unbiased=True)
-def ogb_pooled(group: Completions) -> torch.Tensor:
+@built_in(needs={"energy"}, scope="batch", unbiased=True)
+def ogb_pooled(x: Completions) -> torch.Tensor:
     """Per completion: the others' mean weighted by total energy W_T, pooled with the other prompts' mean.
 
         B_i = (1 − λ) b_(−i) + λ m,   b_(−i) = Σ_{j≠i} W_{T,j} R_j / Σ_{j≠i} W_{T,j}
@@ -35,49 +35,11 @@ def ogb_pooled(group: Completions) -> torch.Tensor:
     0.71, 0.75 and 0.79 on answers of 10, 30 and 100 tokens, 0.45 on the calculator, 0.92 on mixed lengths
     (recipes/studies/value.md); 0.62 with SmolLM2 copying, 0.95 (0.91–1.01) telling stories (language.md).
     """
-    return _pooled(group, group.total_energy)
+    return pooled(x, x.returns[:, :1], x.total_energy)
 
 
-@built_in(per_token=False, uses_energy=True, leaves_one_out=True, across_prompts=True, totals_only=True)
-def ogb_pooled_damped(group: Completions) -> torch.Tensor:
-    """Per completion: `ogb_pooled`, with advantages damped by the completion's share of its group's energy.
-
-        A_i = d_i² (R_i − B_i),   d_i = (1 − ω_i) N / (N − 1),   ω_i = W_{T,i} / Σ_j W_{T,j}
-
-    B_i is the baseline of [`ogb_pooled`]. The noise of a completion's term is about W_T A², so d² gives noisy terms
-    less weight. `ogb` damps once, by the completion's own return: (1 − ω_i) (R_i − b_(−i)). The factor N / (N − 1)
-    makes d = 1 if all energies are equal.
-
-    Source: this project. The power 2 was chosen among 1/2, 1 and 2, and among other factors, as the most efficient one
-    with a cosine of at least 0.99 to the true gradient.
-
-    Assumptions: those of `ogb_pooled`.
-
-    Bias: biased, since d depends on the completion: improbable completions teach less, and a lone improbable success
-    almost nothing (recipes/reference.md). The bias shrinks with N.
-
-    Special cases: if no energy is above 0, d = 1. The only completion of a prompt with a reward has A = 0.
-    `scale_rewards="group"` is rejected, as for [`ogb_pooled`].
-
-    Use it instead of `ogb_pooled` for N of 4 or more if a small bias is acceptable. Do not use it at N = 2, where it
-    was less efficient on one task, or for rare successes.
-
-    Evidence: at N = 4, cosine 0.993 to 1.000; more efficient than `ogb_pooled` except on the longest tasks, 300 tokens
-    and 46 turns, where they are equal (recipes/studies/shrinkage.md). Noise relative to the group mean: 0.59, 0.68 and
-    0.78 on answers of 10, 30 and 100 tokens (value.md), 0.26 with SmolLM2 copying (language.md). In learning curves
-    the two do not differ significantly.
-    """
-    weights = torch.add(group.total_energy, _members(group), alpha=LEAST_WEIGHT)
-    size = _members(group).sum(dim=1, keepdim=True)
-    of_others = 1 - weights / weights.sum(dim=1, keepdim=True).clamp(min=LEAST_WEIGHT)
-    damping = (of_others * size / (size - 1).clamp(min=1)).square()
-    return group.returns - damping * (group.returns - _pooled(group, group.total_energy))
-
-
-@built_in(
-    per_token=False, uses_energy=False, leaves_one_out=True, across_prompts=True, totals_only=True, unbiased=True
-)
-def rloo_pooled(group: Completions) -> torch.Tensor:
+@built_in(scope="batch", unbiased=True)
+def rloo_pooled(x: Completions) -> torch.Tensor:
     """Per completion: the mean of the others' returns, pooled with the other prompts' mean.
 
         B_i = (1 − λ) b_(−i) + λ m,   b_(−i) = Σ_{j≠i} R_j / (N − 1)
@@ -96,37 +58,27 @@ def rloo_pooled(group: Completions) -> torch.Tensor:
     Evidence: at N = 4 it has 0.79, 0.81 and 0.80 of the group mean's noise on answers of 10, 30 and 100 tokens
     (recipes/studies/value.md), and 0.76 to 0.80 in games of 6 to 46 turns (turns.md).
     """
-    return _pooled(group, _members(group))
+    return pooled(x, x.returns[:, :1], torch.ones_like(x.scored))
 
 
-def _rewards_to_go_pooled(group: Groups) -> torch.Tensor:
-    """Per token: `rloo_pooled` of the reward-to-go; an ended completion keeps that of its last token."""
-    return _pooled(group, _members(group).expand(group.shape))
+def pooled(x: Completions, returns: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """
+    The mean of the others' returns, pooled with the other prompts' mean; each column by itself.
 
-
-# `rloo_pooled` for rewards per token; `rloo_pooled` itself sums them
-REWARDS_TO_GO_POOLED = Baseline(
-    "rewards_to_go_pooled",
-    _rewards_to_go_pooled,
-    uses_energy=False,
-    leaves_one_out=True,
-    across_prompts=True,
-    unbiased=True,
-    built_in=True,
-)
-
-
-def _members(group: Completions) -> torch.Tensor:
-    """`(G, N, 1)` 1 for completions with a reward that are not masked: truncated ones say little about a prompt."""
-    return group.scorable * (group.lengths > 0)
-
-
-def _pooled(group: Completions, weights: torch.Tensor) -> torch.Tensor:
-    members = _members(group)
-    # If all weights are 0: the members' plain mean, or without members that of all completions with a reward
-    left_one_out = group.mean(torch.add(weights, members, alpha=1e10 * LEAST_WEIGHT), leave_one_out=True)
-    share, target = partial_pooling(left_one_out, members)
-    return left_one_out + share * (target - left_one_out)
+    Args:
+        x ([`Completions`]):
+            The whole generation batch.
+        returns (`torch.Tensor` of shape `(B, 1)` or `(B, T)`):
+            The returns, or the rewards-to-go, to average.
+        weights (`torch.Tensor` of shape `(B, 1)`):
+            The weight of each completion; masked completions have none. If all are 0, the plain mean.
+    """
+    members = x.members
+    weights = torch.add(weights * members, members, alpha=1e10 * LEAST_WEIGHT).expand(returns.shape)
+    left_one_out = x.weighted_mean(weights, returns, members, leave_one_out=True)
+    share, target = partial_pooling(x.grouped(left_one_out), x.grouped(members))
+    left_one_out = x.grouped(left_one_out)
+    return (left_one_out + share * (target - left_one_out)).reshape(returns.shape)
 
 
 def partial_pooling(left_one_out: torch.Tensor, members: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -155,6 +107,9 @@ def partial_pooling(left_one_out: torch.Tensor, members: torch.Tensor) -> tuple[
     Returns:
         `tuple[torch.Tensor, torch.Tensor]`: λ, with the shape of `left_one_out`, and m, with 1 instead of N.
     """
+    _, exponent = torch.frexp(left_one_out.abs().amax())
+    unit = torch.ldexp(torch.ones_like(left_one_out[:1, :1, :1]), exponent)  # a power of 2: squares stay finite
+    left_one_out = left_one_out / unit
     size = members.sum(dim=1, keepdim=True)
     known = (size > 1).float()
     others = known.sum() - known  # k
@@ -175,4 +130,4 @@ def partial_pooling(left_one_out: torch.Tensor, members: torch.Tensor) -> tuple[
     of_target = (between + of_mean + 2 * with_own) / others.clamp(min=1)
     share = of_one / (of_one + between + of_target).clamp(min=1e-20)
     share = torch.where(known > 0, share, 1.0)  # a single completion has no baseline of its own
-    return share * (others > 1), target + origin
+    return share * (others > 1), (target + origin) * unit

@@ -3,29 +3,24 @@
 import copy
 import logging
 import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from .completions import Completions
+from .pooled import pooled
 from .registry import built_in
-from .tokens import Tokens
 
 
 logger = logging.getLogger(__name__)
 
 BASE = 1  # the index of B0 among the features
 ROUNDING = 1e-12  # of squared float32 numbers, relative
+BLOCK = 2**13  # tokens whose features, some 75 numbers each, are in memory at once, in small batches
 
 
-@built_in(
-    "value",
-    per_token=True,
-    uses_energy=True,
-    leaves_one_out=True,
-    unbiased=True,
-    reads=("logps", "states"),
-    on_top_of="rloo_pooled",
-)
+@built_in("value", needs={"energy", "logps", "states"}, per_token=True, scope="batch", unbiased=True)
 class Value:
     """Per token: `rloo_pooled` plus a prediction from what the completion has written so far.
 
@@ -82,13 +77,20 @@ class Value:
         self._returns_seen = (math.inf, -math.inf)  # minimum and maximum
         self._warned = False  # that something is not finite
 
-    def __call__(self, tokens: Tokens) -> torch.Tensor:
-        """`(B, T)` B; or B0, `(B, 1)`, before anything is predicted."""
-        if self.theta is None or self.weight == 0.0:
-            return tokens.base
-        return self._baseline(tokens.base, self._predicted(self._features(tokens)))
+    def __call__(self, x: Completions) -> torch.Tensor:
+        """B0 of all processes' completions: `rloo_pooled`, `(B, 1)`; `(B, T)`, of rewards-to-go, if rewards have tokens."""
+        return pooled(x, x.returns, torch.ones_like(x.scored))
 
-    def update(self, tokens: Tokens) -> dict[str, float]:
+    def adjust(self, own: Completions, base: torch.Tensor) -> torch.Tensor:
+        """`(B, T)` B; or `base`, B0, before anything is predicted."""
+        if self.theta is None or self.weight == 0.0:
+            return base
+        blocks = _with_base(own, base)
+        return torch.cat([self._baseline(b, self._predicted(self._features(x, b))) for x, b in blocks])
+
+    def update(
+        self, own: Completions, base: torch.Tensor, gather: Callable[[torch.Tensor], torch.Tensor]
+    ) -> dict[str, float]:
         """
         Learn from a generation batch.
 
@@ -96,8 +98,8 @@ class Value:
             `dict[str, float]`: `explained`, 1 − Σ w (G − B)² / Σ w (G − B0)² for the θ and c that were used, NaN if
             B0 is each return; and `weight`, c.
         """
-        found = self._sums_of(tokens)
-        flat = tokens.gather(torch.cat([values.flatten() for values in found.values()]).unsqueeze(0)).sum(dim=0)
+        found = self._sums_of(own, base)
+        flat = gather(torch.cat([values.flatten() for values in found.values()]).unsqueeze(0)).sum(dim=0)
         split = flat.cpu().double().split([values.numel() for values in found.values()])
         new = {name: part.view_as(values) for (name, values), part in zip(found.items(), split, strict=True)}
         power, left, squares, excluded = (new.pop(name).item() for name in ("power", "left", "squares", "excluded"))
@@ -110,9 +112,11 @@ class Value:
         if varies and self.weight > 0:
             self._limit_weight(power - left)
 
-        least, most = tokens.gather(self._ends_of(tokens).unsqueeze(0)).amax(dim=0).tolist()
+        present, returns = own.mask > 0, own.returns.expand_as(own.mask)
+        ends = torch.stack([-returns.where(present, math.inf).amin(), returns.where(present, -math.inf).amax()])
+        least, most = gather(ends.unsqueeze(0)).amax(dim=0).tolist()
         self._returns_seen = min(self._returns_seen[0], -least), max(self._returns_seen[1], most)
-        self._prompts += int(tokens.gather(tokens.prompt.amax().view(1)).amax()) + 1
+        self._prompts += int(gather(own.prompt.amax().view(1)).amax()) + 1
         if not all(values.isfinite().all() for values in new.values()):
             self._start_anew("a generation batch has sums that are not finite")
             return metrics
@@ -133,18 +137,18 @@ class Value:
             )
         vars(self).update(copy.deepcopy(state))
 
-    def _features(self, tokens: Tokens) -> torch.Tensor:
+    def _features(self, x: Completions, base: torch.Tensor) -> torch.Tensor:
         """`(B, T, K)` φ, from what precedes each token, never from the token itself."""
-        mask = tokens.mask
+        mask = x.mask
 
         def before(values: torch.Tensor) -> torch.Tensor:
-            return torch.nn.functional.pad(values.masked_fill(mask == 0, 0.0).cumsum(dim=1), (1, 0))[:, :-1]
+            return torch.nn.functional.pad(values.cumsum(dim=1), (1, 0))[:, :-1]
 
-        count = before(torch.ones_like(mask))
-        sums = [before(tokens.energy), before(-tokens.logps.float()).clamp(min=0), count]
-        earned = tokens.returns[:, :1] - tokens.returns
-        numbers = [torch.ones_like(mask), tokens.base, earned, *sums, *(values.sqrt() for values in sums)]
-        states = tokens.states.masked_fill(mask.unsqueeze(-1) == 0, 0.0)
+        count = before(mask)
+        sums = [before(x.need("energy")), before(-x.need("logps").float()).clamp(min=0), count]
+        earned = x.returns[:, :1] - x.returns
+        numbers = [torch.ones_like(mask), base, earned, *sums, *(values.sqrt() for values in sums)]
+        states = x.need("states")
         mean = states.cumsum(dim=1) / (count + 1).unsqueeze(-1)
         return torch.cat([torch.stack([x.expand_as(mask) for x in numbers], dim=-1), states, mean], dim=-1)
 
@@ -167,44 +171,35 @@ class Value:
         least, most = self._returns_seen
         return (base + self.weight * predicted).clamp(base.clamp(max=least), base.clamp(min=most))
 
-    def _sums_of(self, tokens: Tokens) -> dict[str, torch.Tensor]:
+    def _sums_of(self, own: Completions, base: torch.Tensor) -> dict[str, torch.Tensor]:
         """Sums over the tokens of a generation batch, in float64 if the device supports it."""
-        precise = torch.float32 if tokens.base.device.type == "mps" else torch.float64
+        precise = torch.float32 if base.device.type == "mps" else torch.float64
         total: dict[str, torch.Tensor] = {}
-        folds = [(prompt + self._prompts) % self.folds for prompt in tokens.prompt.tolist()]
-        for block in tokens.blocks():
-            of_block, folds = folds[: len(block)], folds[len(block) :]
-            features = self._features(block)
-            left = (block.returns - self._baseline(block.base, self._predicted(features))).to(precise)
-            residual = (block.returns - block.base).expand_as(block.mask).to(precise)
-            in_loss = block.weights.to(precise)
+        for x, b in _with_base(own, base):
+            features = self._features(x, b)
+            left = (x.returns - self._baseline(b, self._predicted(features))).to(precise)
+            residual = (x.returns - b).expand_as(x.mask).to(precise)
+            in_loss = x.need("weights").to(precise)
             finite = features.sum(dim=-1).isfinite()
             features = features.where(finite.unsqueeze(-1), 0.0)
-            weights = (in_loss if self.weighted_by == "energy" else block.mask.to(precise)) * finite
+            weights = (in_loss if self.weighted_by == "energy" else x.mask.to(precise)) * finite
             products = torch.zeros(self.folds, *[features.size(-1) + 1] * 2, dtype=precise, device=in_loss.device)
-            for fold in set(of_block):
-                rows = [row for row, of_row in enumerate(of_block) if of_row == fold]
-                x = torch.cat([features[rows], residual[rows].unsqueeze(-1)], dim=-1).flatten(0, 1)
-                products[fold] = (x * weights[rows].flatten().unsqueeze(1)).T @ x
+            fold_of = ((x.prompt + self._prompts) % self.folds).tolist()
+            for fold in set(fold_of):
+                rows = [row for row, of_row in enumerate(fold_of) if of_row == fold]
+                table = torch.cat([features[rows], residual[rows].unsqueeze(-1)], dim=-1).flatten(0, 1)
+                products[fold] = (table * weights[rows].flatten().unsqueeze(1)).T @ table
             found = {
                 "φφ": products[:, :-1, :-1],
                 "φ residual": products[:, :-1, -1],
                 "power": (in_loss * residual.square()).sum(),
                 "left": (in_loss * left.square()).sum(),
-                "squares": (in_loss * (block.returns.to(precise).square() + block.base.to(precise).square())).sum(),
-                "excluded": (block.mask * ~finite).sum().to(precise),
+                "squares": (in_loss * (x.returns.to(precise).square() + b.to(precise).square())).sum(),
+                "excluded": (x.mask * ~finite).sum().to(precise),
             }
             for name, values in found.items():
                 total[name] = total[name] + values if name in total else values
         return total
-
-    def _ends_of(self, tokens: Tokens) -> torch.Tensor:
-        """`(2,)` minus the minimum of the returns, and their maximum."""
-        ends = []
-        for block in tokens.blocks():
-            returns, present = block.returns.expand_as(block.mask), block.mask > 0
-            ends.append(torch.stack([sign * returns for sign in (-1, 1)]).where(present, -math.inf).amax(dim=(1, 2)))
-        return torch.stack(ends).amax(dim=0)
 
     def _limit_weight(self, gain: float) -> None:
         """Change the limit of c by how much less power B left of a batch than B0."""
@@ -261,3 +256,11 @@ class Value:
         logger.warning(f"The baseline 'value' discards what it has learned: {reason}. It continues as 'rloo_pooled'.")
         self.theta, self.weight, self._most_weight, self._gains = None, 0.0, 0.25, (0.0, 0.0)
         self._sums, self._batches = {}, 0.0
+
+
+def _with_base(own: Completions, base: torch.Tensor) -> Iterator[tuple[Completions, torch.Tensor]]:
+    """Blocks of rows with their B0."""
+    first = 0
+    for x in own.blocks(max(BLOCK, own.mask.numel() // 256)):
+        yield x, base[first : first + len(x)]
+        first += len(x)

@@ -3,18 +3,14 @@
 import hashlib
 import inspect
 import json
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import transformers
 import trl
-from accelerate.logging import get_logger
 from transformers import Trainer
 from trl import GRPOTrainer
 
-
-logger = get_logger(__name__)
 
 READ = Path(__file__).with_name("trl_sources.json")  # versions and hashes of the sources read; see `make hashes`
 
@@ -172,7 +168,6 @@ def _hash(part: Any) -> str:
         return "without source"
 
 
-@cache
 def drift() -> str | None:
     """A line on how the installed TRL differs from the one that was read; `None` if it does not."""
     known, seen = json.loads(READ.read_text()), source_hashes()
@@ -186,9 +181,3 @@ def drift() -> str | None:
         f"trl_otb was tested with {tested}, and {installed} is installed, where the source of {', '.join(changed)} is "
         "another. All that is relied on has the expected arguments, and every rollout is compared with TRL's."
     )
-
-
-def say_drift() -> None:
-    """Log [`drift`], once per process."""
-    if (found := drift()) is not None:
-        logger.warning_once(found)

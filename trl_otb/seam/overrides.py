@@ -1,7 +1,6 @@
-"""Checks of a user's overrides, before and after ours in the method resolution order."""
+"""Checks of a user's own subclass."""
 
 import inspect
-import traceback
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -9,55 +8,13 @@ from typing import Any
 from trl import GRPOTrainer
 
 
-# Our overrides of these are needed for a baseline to reach the loss
-DECISIVE = (
-    "_compute_loss",
-    "_generate_and_score_completions",
-    "_get_per_token_logps_and_entropies",
-    "_prepare_inputs",
-    "training_step",
-)
+def users_classes(cls: type) -> list[type]:
+    """The classes of `cls` that override something of GRPOTrainer and belong neither to TRL's core nor to this package."""
+    core = {*GRPOTrainer.__mro__}
+    return [base for base in cls.__mro__ if base not in core and not base.__module__.startswith("trl_otb.")]
 
 
-def check_order(cls: type, ours: type) -> None:
-    """
-    Check that `cls`, a subclass of `ours`, calls the methods of `ours` and of all its bases.
-
-    Raises:
-        TypeError: It does not. The message names the class and the method that hides ours.
-    """
-    place = cls.__mro__.index(ours)
-    for name in DECISIVE:
-        for base in cls.__mro__[:place]:
-            if name not in vars(base) or _hands_on(base, name):
-                continue
-            method, trainer = f"{base.__name__}.{name}", f"{cls.__name__}(OTBGRPOTrainer, {base.__name__})"
-            remedy = f"Put OTBGRPOTrainer first: `class {trainer}`"
-            if issubclass(base, ours):
-                remedy = f"Call `super().{name}`, or put the method into a subclass of GRPOTrainer, say `Theirs`, and "
-                remedy += f"write `class {cls.__name__}(OTBGRPOTrainer, Theirs)`"
-            raise TypeError(
-                f"`{method}` comes before OTBGRPOTrainer's `{name}` and does not call it, so no baseline would reach "
-                f"the loss of `{cls.__name__}`. {remedy}."
-            )
-        behind = cls.__mro__[cls.__mro__.index(GRPOTrainer) + 1 :]
-        for base in behind:
-            if name in vars(base) and not issubclass(GRPOTrainer, base):
-                raise TypeError(
-                    f"`{base.__name__}.{name}` comes after GRPOTrainer's, which never calls it. Write "
-                    f"`class {cls.__name__}({base.__name__}, OTBGRPOTrainer)`."
-                )
-
-
-def between(cls: type, ours: type, name: str) -> Iterator[type]:
-    """The user's classes between `ours` and GRPOTrainer that define `name`."""
-    mro = cls.__mro__
-    for base in mro[mro.index(ours) + 1 : mro.index(GRPOTrainer)]:
-        if name in vars(base) and base not in ours.__mro__:
-            yield base
-
-
-def check_loss(cls: type, ours: type, baseline: str) -> None:
+def check_loss(cls: type, baseline: str) -> None:
     """
     Check that the loss of `cls` is known to support advantages per token.
 
@@ -66,40 +23,33 @@ def check_loss(cls: type, ours: type, baseline: str) -> None:
     """
     if getattr(cls, "takes_token_advantages", False):
         return
-    for base in between(cls, ours, "_compute_loss"):
-        if not _hands_on(base, "_compute_loss"):
+    for base in users_classes(cls):
+        if "_compute_loss" in vars(base) and not _hands_on(base, "_compute_loss"):
             raise TypeError(
                 f"`baseline` is {baseline!r}, one per token, and `{base.__name__}._compute_loss` is not known to take "
                 "advantages of shape (B, T): a loss for (B,) fails, or silently mixes up completions. If it supports "
                 "both, set `takes_token_advantages = True` in the class. Otherwise choose a baseline per completion, "
-                "such as 'ogb' or 'rloo'."
+                "such as 'ogb_pooled' or 'rloo'."
             )
 
 
-def overriders(trainer: Any, ours: type, *names: str, adding: bool = False) -> list[str]:
+def check_config(cls: type) -> None:
     """
-    `Class.method` for the user's overrides of `names` that may be at fault, also for methods set on the trainer.
-    Without `adding`, excludes losses that only add to the base class's loss.
+    Raises:
+        ValueError: `args` is missing, and a class of `cls` may have a config of its own.
     """
-    cls = type(trainer)
+    for base in users_classes(cls):
+        if issubclass(base, GRPOTrainer) and "__init__" in vars(base):
+            raise ValueError(
+                f"`args` is missing, and {base.__name__} may have its own config, whose defaults would be lost. Pass "
+                "one: `class Config(OTBGRPOConfig, TheirConfig)`, decorated with `@dataclass`."
+            )
+
+
+def overriders(trainer: Any, *names: str) -> list[str]:
+    """`Class.method` for the user's overrides of `names`, also for methods set on the trainer."""
     found = [f"{name}, set on the trainer" for name in names if name in vars(trainer)]
-    before = [base for base in cls.__mro__[: cls.__mro__.index(ours)] if not base.__module__.startswith("trl_otb.")]
-    for name in names:
-        for base in (*before, *between(cls, ours, name)):
-            if name in vars(base) and (adding or not ("loss" in name and _hands_on(base, name))):
-                found.append(f"{base.__name__}.{name}")
-    return found
-
-
-def method_at_fault(trainer: Any, error: Exception) -> str | None:
-    """`Class.method` for the user's method that raised `error`, directly or in a function; `None` if it is TRL's."""
-    methods: dict[types.CodeType | None, str | None] = {}
-    for base in reversed(type(trainer).__mro__):
-        packaged = base.__module__.partition(".")[0] in ("trl", "trl_otb", "transformers")
-        methods.update((_code(m), None if packaged else f"{base.__name__}.{name}") for name, m in vars(base).items())
-    methods.update((_code(m), f"{name}, set on the trainer") for name, m in vars(trainer).items() if callable(m))
-    frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return next((methods[code] for code in reversed(frames) if code in methods), None)
+    return found + [f"{b.__name__}.{name}" for name in names for b in users_classes(type(trainer)) if name in vars(b)]
 
 
 def _hands_on(base: type, name: str) -> bool:

@@ -1,7 +1,7 @@
 """The gradient noise scale of a run, measured from micro-batches and processes."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -75,24 +75,42 @@ class GradientNoiseCallback(TrainerCallback):
         if not isinstance(decay, int | float) or not 0 <= decay < 1:
             raise ValueError(f"`decay` is {decay!r}: it must be a number, at least 0 and below 1.")
         self.decay = decay
-        # Both set by OTBGRPOTrainer during training, so that its log holds the values
-        self.add_metrics: Callable[[dict[str, float]], None] | None = None
-        self.keeps_groups_together = False
+        self._trainer: Any = None  # an OTBGRPOTrainer during its training, whose log then holds the values
         self._averages = torch.zeros(3, dtype=torch.float64)  # of noise, signal, and 1, each from 0
         self._hooks: list[Any] = []
         self._step: _StepGradients | None = None
 
+    @staticmethod
     @contextmanager
-    def connected(
-        self, add_metrics: Callable[[dict[str, float]], None], keeps_groups_together: bool
-    ) -> Iterator[None]:
-        """Context in which values go to `add_metrics`, and micro-batches may hold whole groups."""
-        self.add_metrics, self.keeps_groups_together = add_metrics, keeps_groups_together
+    def connected(trainer: Any) -> Iterator[None]:
+        """Context in which `trainer` trains: its meters log like its metrics, and know whether groups stay together."""
+        meters = [cb for cb in trainer.callback_handler.callbacks if isinstance(cb, GradientNoiseCallback)]
+        try:
+            for meter in meters:
+                meter._trainer = trainer
+            yield
+        finally:
+            for meter in meters:
+                meter._trainer = None
+                meter._remove_hooks()  # also if it was taken from the trainer meanwhile
+
+    @staticmethod
+    @contextmanager
+    def all_paused(trainer: Any) -> Iterator[None]:
+        """Context in which the gradients of `trainer`'s model are not those of a step."""
+        meters = [cb for cb in trainer.callback_handler.callbacks if isinstance(cb, GradientNoiseCallback)]
+        hooked = [meter for meter in meters if meter._hooks]
+        for meter in hooked:
+            meter._remove_hooks()
         try:
             yield
         finally:
-            self.add_metrics, self.keeps_groups_together = None, False
-            self._remove_hooks()  # also if it was taken from the trainer meanwhile
+            for meter in hooked:
+                meter._add_hooks(trainer.model)
+
+    @property
+    def _keeps_groups_together(self) -> bool:
+        return self._trainer is not None and self._trainer.keeps_groups_together
 
     @property
     def scale(self) -> float | None:
@@ -112,8 +130,13 @@ class GradientNoiseCallback(TrainerCallback):
             return
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         smallest = min(trained, key=torch.Tensor.numel)
-        self._step = _StepGradients(args, self.keeps_groups_together and accumulated > 1, smallest)
-        for parameter in trained:
+        self._step = _StepGradients(args, self._keeps_groups_together and accumulated > 1, smallest)
+        self._add_hooks(model)
+
+    def _add_hooks(self, model: torch.nn.Module) -> None:
+        if self._step is None:
+            return
+        for parameter in (parameter for parameter in model.parameters() if parameter.requires_grad):
             self._hooks.append(parameter.register_hook(self._step.add_micro_batch))
             self._hooks.append(parameter.register_post_accumulate_grad_hook(self._step.add_accumulated))
 
@@ -135,7 +158,7 @@ class GradientNoiseCallback(TrainerCallback):
         per_process = args.per_device_train_batch_size * accumulated
         if processes > 1 and per_process % args.num_generations == 0:
             return None
-        if self.keeps_groups_together and accumulated > 1:
+        if self._keeps_groups_together and accumulated > 1:
             return None
         if accumulated == 1 and processes == 1:
             return "a step has one micro-batch. Set `gradient_accumulation_steps` to 2 or more, at equal batch size"
@@ -163,8 +186,8 @@ class GradientNoiseCallback(TrainerCallback):
         noise, signal = noise_and_signal(*squares, self._step.parts)
         new = torch.tensor([noise * self._step.prompts_per_part, signal, 1.0], dtype=torch.float64)
         self._averages = self.decay * self._averages + (1 - self.decay) * new
-        if self.add_metrics is not None:
-            self.add_metrics(self._values())
+        for name, value in self._values().items() if self._trainer is not None else ():
+            self._trainer._metrics["train"][name].append(value)
 
     def on_log(
         self,
@@ -174,7 +197,7 @@ class GradientNoiseCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        if self.add_metrics is None and logs is not None and "loss" in logs:
+        if self._trainer is None and logs is not None and "loss" in logs:
             logs.update(self._values())
             state.log_history[-1].update(self._values())
 

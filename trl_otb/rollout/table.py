@@ -1,19 +1,43 @@
-"""A rollout as a table."""
+"""A rollout as a table, and its repr."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from ..baselines.groups import completion_returns, turns_of
-from ..optional import require
+from ..baselines import completion_returns, turns_of
+from ..figure import require
 from .group import places, rows_of_prompt, token_texts, token_values
 
 
-if TYPE_CHECKING:
-    from ..rollout import Rollout
+def summary(rollout: Any) -> str:
+    """A few lines on sizes, rewards, and which values are available."""
+    prompts, completions, n = int(places(rollout)[0][-1]) + 1, len(rollout), rollout.num_generations
+    generated, shown = int(rollout.mask.sum()), int(rollout.completion_mask.sum())
+    tools = f", and {shown - generated:,} of tools" if shown > generated else ""
+    returns = completion_returns(rollout.rewards).cpu()
+    returns = returns[~returns.isnan()]
+    mean = f"mean {returns.mean():.4g}" if len(returns) > 0 else "none"
+    missing = completions - len(returns)
+    without = f"; {missing} completion{_s(missing)} without" if missing > 0 else ""
+    advantages = "not yet"
+    if rollout.advantages is not None:
+        advantages = "per completion" if rollout.advantages.size(1) == 1 else "per token"
+    return "\n".join(
+        [
+            f"Rollout of {prompts} prompt{_s(prompts)}, N = {n}: {completions} completions, {generated:,} tokens{tools}",
+            f"rewards: {mean}, {'one per completion' if rollout.rewards.dim() == 1 else 'one per token'}{without}",
+            f"energies: {'none' if rollout.energy is None else 'of all tokens'}",
+            f"advantages: {advantages}",
+            "see show(prompt=0), plot(path), to_pandas()",
+        ]
+    )
 
 
-def to_pandas(rollout: "Rollout", tokenizer: Any = None, prompt: int | None = None) -> Any:
+def _s(count: int) -> str:
+    return "" if count == 1 else "s"
+
+
+def to_pandas(rollout: Any, tokenizer: Any = None, prompt: int | None = None) -> Any:
     """See [`~trl_otb.rollout.Rollout.to_pandas`]."""
     pandas = require("pandas", "A table of a rollout")
     tokenizer = rollout.processing_class if tokenizer is None else tokenizer

@@ -2,15 +2,11 @@
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from ..baselines.groups import completion_returns
-
-
-if TYPE_CHECKING:
-    from ..rollout import Rollout
+from ..baselines import completion_returns
 
 
 # What tokens can be coloured by, and how it is called
@@ -66,7 +62,7 @@ class Group:
 
 
 def read_group(
-    rollout: "Rollout", prompt: int, tokenizer: Any, max_tokens: int, max_completions: int | None = None
+    rollout: Any, prompt: int, tokenizer: Any, max_tokens: int, max_completions: int | None = None
 ) -> Group:
     """
     The completions of prompt number `prompt`, at most `max_completions` of them with `max_tokens` tokens each.
@@ -98,14 +94,14 @@ def read_group(
     return Group(prompt, _prompt_text(prompt_ids, tokenizer), completions, values)
 
 
-def places(rollout: "Rollout") -> tuple[torch.Tensor, torch.Tensor]:
+def places(rollout: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """`(B,)` index of each row's prompt in this rollout, and `(B,)` its index in the group."""
     rows = rollout.first_row + torch.arange(len(rollout))
     prompts = rows // rollout.num_generations
     return prompts - prompts[0], rows % rollout.num_generations
 
 
-def rows_of_prompt(rollout: "Rollout", prompt: int) -> slice:
+def rows_of_prompt(rollout: Any, prompt: int) -> slice:
     """
     The rows of prompt number `prompt`.
 
@@ -121,7 +117,7 @@ def rows_of_prompt(rollout: "Rollout", prompt: int) -> slice:
     return slice(at[0], at[-1] + 1)
 
 
-def token_values(rollout: "Rollout") -> dict[str, torch.Tensor]:
+def token_values(rollout: Any) -> dict[str, torch.Tensor]:
     """`(B, T)` float32 energies, baselines and advantages on the CPU; NaN until they are computed."""
     found = {
         "energy": rollout.energy,

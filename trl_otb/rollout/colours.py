@@ -4,14 +4,10 @@ import html
 import os
 import sys
 import uuid
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..optional import require
+from ..figure import require
 from .group import IMPROBABLE, VALUES, Group, ShownCompletion, Token, read_group, visible
-
-
-if TYPE_CHECKING:
-    from ..rollout import Rollout
 
 
 ORANGE, BLUE, RED = "e67e00", "2166ac", "c8202f"  # energy, positive and negative advantages
@@ -19,7 +15,7 @@ ORANGE, BLUE, RED = "e67e00", "2166ac", "c8202f"  # energy, positive and negativ
 SHADES = {ORANGE: (230, 223, 222, 215, 208), BLUE: (195, 153, 117, 75, 33), RED: (224, 217, 210, 203, 196)}
 
 
-def show(rollout: "Rollout", prompt: int, tokenizer: Any, value: str | None, max_tokens: int) -> None:
+def show(rollout: Any, prompt: int, tokenizer: Any, value: str | None, max_tokens: int) -> None:
     """See [`~trl_otb.rollout.Rollout.show`]."""
     if value is not None and value not in VALUES:
         raise ValueError(f"`value` is {value!r}: tokens are coloured by {', '.join(map(repr, VALUES))}.")

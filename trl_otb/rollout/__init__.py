@@ -1,20 +1,19 @@
-"""A generation batch, row by row: completions, rewards, energies and advantages."""
+"""A generation batch, row by row: completions, rewards, energies and advantages, as text, table and picture."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from datasets.fingerprint import Hasher
+from torch import Tensor
 
-from . import display
-from .baselines import Completions
+from ..baselines import Baseline, Completions, Credit, put_back, squeeze, turns_of
+from ..energy import check_energies, importance_weighted
+from ..figure import require
 
 
-Rows = slice | torch.Tensor  # some rows of a rollout: a slice, or their indices
-EVERY_ROW = slice(None)
-
-
-def generated_mask(batch: dict[str, Any]) -> torch.Tensor:
+def generated_mask(batch: dict[str, Any]) -> Tensor:
     """`(B, T)` 1 on tokens of TRL's `batch` that the policy generated and the loss includes."""
     mask = batch["completion_mask"]
     return mask * batch["tool_mask"] if "tool_mask" in batch else mask
@@ -40,86 +39,108 @@ class Rollout:
         rewards (`torch.Tensor` of shape `(B,)` or `(B, T)`):
             One return per completion or, if turns or tokens were rewarded, one reward per token. NaN if no reward
             function scored the completion.
-        scale (`torch.Tensor` of shape `(B,)`):
-            The divisor of advantages under `scale_rewards`: 1 for `"none"`, NaN where advantages are 0 instead.
-        level (`torch.Tensor` of shape `(B,)`, *optional*):
-            Whether all returns that determine the completion's `scale` are equal.
+        scale (`torch.Tensor` of shape `(B, 1)`):
+            The divisor of advantages under `scale_rewards`: 1 for `"none"`, infinite where there is no spread.
         number (`int`, *optional*, defaults to 0):
             The number of earlier rollouts in this mode.
         first_row (`int`, *optional*, defaults to 0):
             The index of the first row among the rows of all processes; a group may start on another process.
         processing_class (*optional*):
             The trainer's tokenizer or processor, to show tokens as text.
-        prompt_key (`torch.Tensor` of shape `(B,)`, *optional*):
-            int64, the same for the same prompt in every step and run; only if the baseline reads it.
 
     Attributes:
-        energy (`torch.Tensor` of shape `(B, T)`):
-            ρ_t² w_t; NaN in rows whose forward has not run yet, `None` before the first.
-        unweighted_energy (`torch.Tensor` of shape `(B, T)`):
-            w_t; only if there are importance ratios.
-        logps (`torch.Tensor` of shape `(B, T)`):
+        energy (`torch.Tensor` of shape `(B, T)`, *optional*):
+            ρ_t² w_t; `None` if the baseline needs none, and TRL ran no forward that yields it.
+        logps (`torch.Tensor` of shape `(B, T)`, *optional*):
             log π(y_t) from the same forward, at the sampling temperature.
-        states (`torch.Tensor` of shape `(B, T, k)`):
-            Hidden states from the same forward, see [`~trl_otb.baselines.Groups`]; only if the baseline reads them,
-            and until the rollout is measured.
-        base (`torch.Tensor` of shape `(B, T)` or `(B, 1)`):
-            The baseline below, if the baseline is on top of another.
         advantages (`torch.Tensor` of shape `(B, T)`, or `(B, 1)` under a baseline per completion):
-            (G − B) / scale; `None` before they are first computed, NaN in rows without energies.
+            (G − B) / scale.
         baselines (`torch.Tensor` of the same shape):
             B, in units of the reward.
-        compared (`Completions`, *optional*):
-            The argument of a baseline with memory, until it has learned from it.
         group_mean_advantages (`torch.Tensor` of shape `(B, 1)`):
             Advantages under the group mean, for comparison.
-        lone_tail_tokens (`torch.Tensor` of shape `(B, 1)`):
-            Generated tokens on the lone tail.
-        measured (`torch.Tensor` of shape `(B,)`):
-            bool, on the CPU: whether a row has statistics.
-        statistics (`torch.Tensor` of shape `(B, len(STATISTICS))`):
-            Rows of [`~trl_otb.metrics.completion_statistics`], NaN until they are measured.
     """
 
-    prompt_ids: torch.Tensor
-    prompt_mask: torch.Tensor
-    completion_ids: torch.Tensor
-    completion_mask: torch.Tensor
-    mask: torch.Tensor
+    prompt_ids: Tensor
+    prompt_mask: Tensor
+    completion_ids: Tensor
+    completion_mask: Tensor
+    mask: Tensor
     num_generations: int
-    rewards: torch.Tensor
-    scale: torch.Tensor
-    level: torch.Tensor | None = None
+    rewards: Tensor
+    scale: Tensor
     number: int = 0
     first_row: int = 0
     processing_class: Any = field(default=None, compare=False)
-    prompt_key: torch.Tensor | None = None
-    energy: torch.Tensor | None = field(default=None, init=False)
-    unweighted_energy: torch.Tensor | None = field(default=None, init=False)
-    logps: torch.Tensor | None = field(default=None, init=False)
-    states: torch.Tensor | None = field(default=None, init=False)
-    base: torch.Tensor | None = field(default=None, init=False)
-    advantages: torch.Tensor | None = field(default=None, init=False)
-    baselines: torch.Tensor | None = field(default=None, init=False)
-    compared: Completions | None = field(default=None, init=False, compare=False)
-    group_mean_advantages: torch.Tensor | None = field(default=None, init=False)
-    lone_tail_tokens: torch.Tensor | None = field(default=None, init=False)
-    statistics: torch.Tensor | None = field(default=None, init=False)
-    measured: torch.Tensor = field(init=False, compare=False)
+    energy: Tensor | None = field(default=None, init=False)
+    logps: Tensor | None = field(default=None, init=False)
+    advantages: Tensor | None = field(default=None, init=False)
+    baselines: Tensor | None = field(default=None, init=False)
+    group_mean_advantages: Tensor | None = field(default=None, init=False)
 
-    def __post_init__(self) -> None:
-        self.measured = torch.zeros(len(self.mask), dtype=torch.bool)
+    @classmethod
+    def of_batch(cls, batch: dict[str, Any], num_generations: int, process: int, processing_class: Any) -> "Rollout":
+        """TRL's `batch`, without rewards."""
+        ids = {key: batch[key] for key in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")}
+        mask = generated_mask(batch)
+        none = torch.full((len(mask),), torch.nan, device=mask.device)
+        first = process * len(mask)
+        return cls(**ids, mask=mask, num_generations=num_generations, rewards=none, scale=torch.ones_like(none[:, None]),
+                   first_row=first, processing_class=processing_class)  # fmt: skip
 
     @property
-    def unmeasured(self) -> int:
-        """The number of rows without statistics."""
-        return int((~self.measured).sum())
+    def own_rows(self) -> slice:
+        """The place of these rows among those of all processes."""
+        return slice(self.first_row, self.first_row + len(self))
+
+    @property
+    def holds_groups(self) -> bool:
+        """Whether no group spans processes."""
+        return len(self) % self.num_generations == 0
+
+    def completions(
+        self, values: Any, ratio: Tensor | None, needs: frozenset[str], prompt_key: Tensor | None
+    ) -> Completions:
+        """
+        The argument of a baseline; stores energies and log-probs.
+
+        Args:
+            values ([`~trl_otb.seam.sampled.TokenValues`], *optional*):
+                What a forward says of the tokens.
+            ratio (`torch.Tensor` of shape `(B, T)` or `(B, 1)`, *optional*):
+                Importance ratios ρ.
+            needs (`frozenset[str]`):
+                What else to include: `"completion_ids"` and `"turn"`.
+            prompt_key (`torch.Tensor` of shape `(B, 1)`, *optional*):
+                See [`~trl_otb.baselines.Completions`].
+
+        Raises:
+            ValueError: An energy is not finite.
+        """
+        more: dict[str, Any] = {}
+        if values is not None:
+            weights = None if ratio is None else importance_weighted(values.energy, ratio)
+            self.energy, self.logps = values.energy if weights is None else weights, values.logps
+            check_energies(self.energy, self.mask)
+            more = {"energy": values.energy, "logps": values.logps, "states": values.states, "weights": weights}
+        more["completion_ids"] = self.completion_ids if "completion_ids" in needs else None
+        more["turn"] = turns_of(self.mask) if "turn" in needs else None
+        more["prompt_key"] = None if prompt_key is None else prompt_key.to(self.mask.device)
+        return squeeze(self.rewards, self.mask, self.num_generations, first_row=self.first_row, **more)
+
+    def keep(self, rule: Baseline, found: Credit, of_mean: Credit) -> None:
+        """Store advantages and baselines, at the places of their tokens under a baseline per token."""
+        place = (lambda values: put_back(values, self.mask)) if rule.per_token else (lambda values: values)
+        self.advantages, self.baselines = place(found.advantages / self.scale), place(found.baselines)
+        self.group_mean_advantages = of_mean.advantages / self.scale
 
     def __len__(self) -> int:
         return len(self.mask)
 
     def __repr__(self) -> str:
-        return display.summary(self)
+        from .table import summary
+
+        return summary(self)
 
     def to_pandas(self, tokenizer: Any = None, prompt: int | None = None) -> Any:
         """
@@ -127,8 +148,8 @@ class Rollout:
 
         Its columns: `prompt` (index in this rollout), `completion` (index in the group), `turn` (of the policy, from
         0), `position` (among all tokens of the completion), `token_id`, `text` (`None` without a tokenizer), `reward`
-        (of the completion; NaN if it has none), `energy`, `baseline`, `advantage` and `group_mean_advantage` (NaN
-        until they are computed).
+        (of the completion; NaN if it has none), `energy`, `baseline`, `advantage` and `group_mean_advantage` (NaN if
+        they are not known).
 
         Args:
             tokenizer (*optional*):
@@ -140,7 +161,9 @@ class Rollout:
             ImportError: pandas is not installed.
             IndexError: There is no such prompt.
         """
-        return display.to_pandas(self, tokenizer, prompt)
+        from .table import to_pandas
+
+        return to_pandas(self, tokenizer, prompt)
 
     def show(self, prompt: int = 0, tokenizer: Any = None, value: str | None = None, max_tokens: int = 1000) -> None:
         """
@@ -155,15 +178,17 @@ class Rollout:
                 A tokenizer or processor; by default the trainer's.
             value (`str`, *optional*):
                 `"energy"`, `"advantage"` or `"group_mean_advantage"`: the (initial) colour of tokens. By default the
-                advantage, or the energy if there is no advantage yet.
+                advantage, or the energy if there is no advantage.
             max_tokens (`int`, *optional*, defaults to 1,000):
                 Tokens to show per completion.
 
         Raises:
             IndexError: There is no such prompt.
-            ValueError: There is no such value, or not yet.
+            ValueError: There is no such value.
         """
-        display.show(self, prompt, tokenizer, value, max_tokens)
+        from .colours import show
+
+        show(self, prompt, tokenizer, value, max_tokens)
 
     def plot(
         self,
@@ -192,9 +217,12 @@ class Rollout:
         Raises:
             ImportError: matplotlib is not installed.
             IndexError: There is no such prompt.
-            ValueError: There is nothing to draw yet.
+            ValueError: There is nothing to draw.
         """
-        return display.plot(self, path, prompt, tokenizer, max_tokens, max_completions)
+        require("matplotlib.figure", "A picture of a rollout")
+        from .picture import plot
+
+        return plot(self, path, prompt, tokenizer, max_tokens, max_completions)
 
 
 class Rollouts(dict[str, Rollout]):
@@ -207,12 +235,14 @@ class Rollouts(dict[str, Rollout]):
         raise KeyError(f"{mode!r}: there is no such rollout yet. Call trainer.{how} first.")
 
 
-def store(rollout: Rollout, name: str, values: torch.Tensor, rows: Rows = EVERY_ROW) -> None:
-    """Store `values` of some rows under `name`; rows without values are NaN, or 0 for integers."""
-    if isinstance(rows, slice) and rows == EVERY_ROW:
-        setattr(rollout, name, values)
-        return
-    if getattr(rollout, name) is None:
-        missing = torch.nan if values.is_floating_point() else 0
-        setattr(rollout, name, values.new_full((len(rollout), *values.shape[1:]), missing))
-    getattr(rollout, name)[rows] = values
+def prompt_keys(inputs: list[dict[str, Any]]) -> Tensor:
+    """`(B, 1)` int64 hash of each example's prompt and images, the same in every run."""
+    known: dict[tuple[int, ...], int] = {}  # by identity, since the completions of a prompt often share it
+    keys = []
+    for example in inputs:
+        columns = [example.get(name) for name in ("prompt", "image", "images")]
+        same = tuple(map(id, columns))
+        if same not in known:
+            known[same] = int(Hasher.hash(columns)[:15], 16)
+        keys.append([known[same]])
+    return torch.tensor(keys)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unicodedata import east_asian_width
 
 from matplotlib.axes import Axes
@@ -11,12 +11,8 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from ..shown_figure import ShownFigure
+from ..figure import new_figure
 from .group import IMPROBABLE, Group, ShownCompletion, Token, read_group, visible
-
-
-if TYPE_CHECKING:
-    from ..rollout import Rollout
 
 
 TITLES = {
@@ -41,7 +37,7 @@ class Place:
 
 
 def plot(
-    rollout: "Rollout",
+    rollout: Any,
     path: str | Path | None,
     prompt: int,
     tokenizer: Any,
@@ -51,13 +47,13 @@ def plot(
     """See [`~trl_otb.rollout.Rollout.plot`]."""
     group = read_group(rollout, prompt, tokenizer, max_tokens, max_completions)
     if not group.values:
-        raise ValueError("The rollout has neither energies nor advantages yet: plot it once a step has used it.")
+        raise ValueError("The rollout has neither energies nor advantages: there is nothing to draw.")
     places, heads, depth = _layout(group.completions)
     width = max((place.x + place.width for place in places), default=1)
     panels = len(group.values)
     # Not narrower than its titles
     size = (LEFT + max(width * LETTER, 5.5) + RIGHT, panels * (TOP + depth) + BOTTOM)
-    figure = ShownFigure(figsize=size)
+    figure = new_figure(figsize=size)
     axes = {}
     for i, name in enumerate(group.values):
         bottom = size[1] - (i + 1) * (TOP + depth)

@@ -1,0 +1,71 @@
+"""The parts of GRPOTrainer's loss that are made for one advantage per completion."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from trl import GRPOTrainer
+
+from ..rollout import generated_mask
+
+
+class TokenLoss(GRPOTrainer):
+    """
+    A [`~trl.GRPOTrainer`] whose loss takes one advantage per token, `(B, T)`, with all of its options.
+
+    GSPO (`importance_sampling_level="sequence"`) weights a completion by s = exp(mean_t log π(y_t)/π_old(y_t)), one
+    ratio for all tokens, so every token gets the completion's advantage. GSPO-token (https://arxiv.org/abs/2507.18071,
+    section 4.3) uses sg[s] · π(y_t) / sg[π(y_t)], where sg stops the gradient: its value is s, its gradient the
+    token's own. With one advantage per completion the two have the same gradient. TRL's loss with ratios per token
+    computes this if the old log-probs are sg[log π(y_t)] − log s.
+    """
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        if self.importance_sampling_level != "sequence" or inputs["advantages"].dim() == 1:
+            return super()._compute_loss(model, inputs)
+        inputs = dict(inputs)  # the micro-batch is used again
+        with self.recorder.recording(on_logps=partial(_spread_sequence_ratio, inputs)), _ratios_per_token(self):
+            return super()._compute_loss(model, inputs)
+
+    # Both use the sign of a completion's advantage, so they get one advantage per completion
+
+    @classmethod
+    def get_off_policy_mask(
+        cls, advantages: torch.Tensor, per_token_logps: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        mask = kwargs["mask"] if "mask" in kwargs else args[1]
+        return super().get_off_policy_mask(_completion_advantage(advantages, mask), per_token_logps, *args, **kwargs)
+
+    @classmethod
+    def get_gamma_weights(
+        cls, advantages: torch.Tensor, log_ratio_per_token: torch.Tensor, mask: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        advantages = _completion_advantage(advantages, mask)
+        return super().get_gamma_weights(advantages, log_ratio_per_token, mask, *args, **kwargs)
+
+
+@contextmanager
+def _ratios_per_token(trainer: Any) -> Iterator[None]:
+    """Context in which the loss uses ratios per token."""
+    trainer.importance_sampling_level = "token"
+    try:
+        yield
+    finally:
+        trainer.importance_sampling_level = "sequence"
+
+
+def _spread_sequence_ratio(inputs: dict[str, Any], logps: torch.Tensor) -> None:
+    """Set the micro-batch's old log-probs so that each token's ratio is its sequence's."""
+    old_logps = inputs.get("old_per_token_logps")
+    if old_logps is None:  # on-policy: all ratios are 1
+        return
+    mask, logps = generated_mask(inputs), logps.detach()
+    log_ratio = ((logps - old_logps) * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+    inputs["old_per_token_logps"] = logps - log_ratio
+
+
+def _completion_advantage(advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """(B, 1) mean advantage of a completion's generated tokens."""
+    return (advantages * mask).sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)

@@ -1,0 +1,141 @@
+"""Energies, log-probs and hidden states of what `generate` samples, found again by their ids."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..energy import token_energy
+
+
+class TokenValues(NamedTuple):
+    """
+    What a forward says of completions.
+
+    Args:
+        energy, logps (`torch.Tensor` of shape `(B, T)`):
+            w_t and log π(y_t), at the sampling temperature.
+        states (`torch.Tensor` of shape `(B, T, k)`, *optional*):
+            Projected hidden states at the positions that predict the tokens.
+    """
+
+    energy: Tensor
+    logps: Tensor
+    states: Tensor | None
+
+
+class SampledTurn:
+    """
+    What the forwards of one `generate` computed: of every position its distribution, before any processor of logits.
+
+    Args:
+        temperature (`float`):
+            The sampling temperature.
+        states (`list`, *optional*):
+            Hidden states at the last position of each forward.
+    """
+
+    def __init__(self, temperature: float, states: list[Tensor] | None) -> None:
+        self.temperature, self.states, self.calls = temperature, states, 0
+        self._prompt: Tensor | None = None  # (b, P), what the first forward read
+        self._before: Tensor | None = None  # (b, V) log-probs at the last position
+        self._tokens: list[Tensor] = []
+        self._energy: list[Tensor] = []
+        self._logps: list[Tensor] = []
+
+    def on_forward(self, module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        """A forward hook of the policy."""
+        read, logits = kwargs.get("input_ids"), getattr(output, "logits", None)
+        if read is None or logits is None:
+            self._prompt = None
+            return
+        if self.calls == 0:
+            self._prompt = read
+        else:
+            self._drawn(read[:, -1])
+        self.calls += 1
+        self._before = torch.log_softmax(logits[:, -1].detach().float() / self.temperature, dim=-1)
+
+    def _drawn(self, tokens: Tensor) -> None:
+        if self._before is None or len(tokens) != len(self._before):
+            self._prompt = None  # another kind of generation, such as beam search
+            return
+        logps = self._before.gather(1, tokens.to(self._before.device).unsqueeze(1)).squeeze(1)
+        self._energy.append(token_energy(logps, torch.logsumexp(2 * self._before, dim=-1)))
+        self._logps.append(logps)
+        self._tokens.append(tokens)
+
+    def rows(self, prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> list[TokenValues | None]:
+        """
+        The values of each completion's tokens, `(T,)`; `None` where what was recorded is not of these ids.
+        """
+        if self._prompt is None or len(self._prompt) != len(prompt_ids):
+            return [None] * len(prompt_ids)
+        last = [ids[len(self._tokens)] if len(ids) > len(self._tokens) else 0 for ids in completion_ids]
+        self._drawn(torch.tensor(last, device=self._prompt.device))
+        self._before = None
+        tokens, energy, logps = (torch.stack(of, dim=1) for of in (self._tokens, self._energy, self._logps))
+        states = None if self.states is None else torch.cat(self.states, dim=1)
+        tokens, prompts, found = tokens.cpu(), self._prompt.cpu(), []
+        for row, (prompt, ids) in enumerate(zip(prompt_ids, completion_ids, strict=True)):
+            n, same = len(ids), False
+            if len(prompt) <= prompts.size(1) and n <= tokens.size(1):
+                read = prompts[row, prompts.size(1) - len(prompt) :].tolist()
+                same = read == prompt and tokens[row, :n].tolist() == ids
+            of_row = TokenValues(energy[row, :n], logps[row, :n], None if states is None else states[row, :n])
+            found.append(of_row if same else None)
+        return found
+
+
+class SampledTurns:
+    """The turns of a generation batch, found again by their ids."""
+
+    def __init__(self) -> None:
+        self._turns: dict[tuple[int, ...], list[tuple[list[int], TokenValues]]] = {}
+        self._calls: list[list[TokenValues | None]] = []
+
+    def add(self, turn: SampledTurn, prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> None:
+        """Keep what was recorded in one `generate`."""
+        rows = turn.rows(prompt_ids, completion_ids)
+        self._calls.append(rows)
+        for prompt, ids, values in zip(prompt_ids, completion_ids, rows, strict=True):
+            if values is not None:
+                self._turns.setdefault(tuple(prompt), []).append((ids, values))
+
+    def of_batch(self, batch: dict[str, Any], mask: Tensor) -> TokenValues | None:
+        """
+        The values of TRL's `batch`; `None` unless every token of `mask`, `(B, T)`, was recorded.
+
+        Completions of one call are taken row by row if the batch has images, which ids do not show.
+        """
+        images = any(key in batch for key in ("pixel_values", "num_images"))
+        if images and (len(self._calls) != 1 or len(self._calls[0]) != len(mask)):
+            return None
+        generated, ids = mask.bool().cpu(), batch["completion_ids"].cpu()
+        prompts = [of[m.bool()].tolist() for of, m in zip(batch["prompt_ids"].cpu(), batch["prompt_mask"].cpu())]
+        result: list[Tensor] = []
+        for row in range(len(mask)):
+            completion = ids[row].tolist()
+            for start, end in _stretches(generated[row]):
+                own = completion[start:end]
+                values = self._calls[0][row] if images else self._find((*prompts[row], *completion[:start]), own)
+                if values is None or len(values.energy) < end - start:
+                    return None
+                known = [of for of in values if of is not None]
+                result = result or [of.new_zeros(*mask.shape, *of.shape[1:]) for of in known]
+                for to, of in zip(result, known, strict=True):
+                    to[row, start:end] = of[: end - start]
+        if not result:  # nothing was generated
+            return None
+        energy, logps, *states = (of.to(mask.device) for of in result)
+        return TokenValues(energy, logps, states[0] if states else None)
+
+    def _find(self, before: tuple[int, ...], own: list[int]) -> TokenValues | None:
+        turns = self._turns.get(before, ())
+        return next((values for ids, values in turns if ids[: len(own)] == own), None)
+
+
+def _stretches(generated: Tensor) -> list[tuple[int, int]]:
+    """The ranges of a row in which all is generated."""
+    edges = torch.nn.functional.pad(generated.int(), (1, 1)).diff().nonzero().flatten().tolist()
+    return list(zip(edges[::2], edges[1::2], strict=True))
