@@ -36,8 +36,10 @@ def otb(x: Completions, zero_tail: bool = True) -> Tensor:
     baseline = x.mean(x.need("weights").cumsum(1).mul_(x.mask))
     if not zero_tail:
         return baseline
-    alone = x.grouped(x.mask).sum(dim=1, keepdim=True) <= 1
-    return x.grouped(baseline).masked_fill(alone, 0.0).reshape(baseline.shape)
+    columns = torch.arange(1, x.mask.size(1) + 1, device=x.mask.device)
+    ends = x.grouped((x.mask * columns).amax(dim=1, keepdim=True))  # not lengths: there may be tool output
+    second = ends.sort(dim=1).values[:, -2:-1]
+    return x.grouped(baseline).masked_fill(columns > second, 0.0).reshape(baseline.shape)
 
 
 @built_in(needs={"energy"}, per_token=True, unbiased=True)
