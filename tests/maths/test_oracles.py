@@ -39,7 +39,11 @@ def test_advantages_are_those_of_the_double_loop(baseline, alignment, dense, wei
 def test_advantages_are_those_of_the_reference_implementation(index):
     """Numbers that verl at 1dda039 printed, to 1e-5."""
     case = {key: torch.tensor(value) if isinstance(value, list) else value for key, value in CASES[index].items()}
-    energy, mask, n = token_energy(case["token_logps"], case["sum_sq_probs"].log()), case["mask"], case["num_generations"]
+    energy, mask, n = (
+        token_energy(case["token_logps"], case["sum_sq_probs"].log()),
+        case["mask"],
+        case["num_generations"],
+    )
     checked = 0
     for name, expected in case["expected"].items():
         if name in RULES:
