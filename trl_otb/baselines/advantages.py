@@ -81,7 +81,7 @@ def _checked(baseline: Any, rule: Baseline, x: Completions) -> Tensor:
     shape = (len(x), x.mask.size(1)) if rule.per_token else (len(x), 1)
     try:
         baseline = torch.as_tensor(baseline, dtype=torch.float32, device=x.returns.device)
-        baseline = baseline if baseline.dim() == 2 and baseline.size(1) == 1 else baseline.expand(shape)
+        baseline = baseline if baseline.shape == (len(x), 1) else baseline.expand(shape)
     except (RuntimeError, TypeError, ValueError) as error:
         what = f"shape {tuple(baseline.shape)}" if isinstance(baseline, Tensor) else f"type {type(baseline).__name__}"
         raise ValueError(
