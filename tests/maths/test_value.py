@@ -55,28 +55,31 @@ class Task:
             self.rewards = (torch.rand(prompts, N, generator=g) < rates).float().flatten()
 
     def batch(self, rewards=None, **changes):
-        inputs = {name: getattr(self, name) for name in ("mask", "energy", "logps", "states")} | changes
-        return Batch(self.rewards if rewards is None else rewards, **inputs)
+        own = {name: getattr(self, name) for name in ("mask", "energy", "logps", "states")}
+        return Batch(self.rewards if rewards is None else rewards, **own | changes)
 
-    def advantages(self, value, rewards=None):
-        rewards = self.rewards if rewards is None else rewards
+    def advantages(self, value, rewards):
         more = {"logps": self.logps, "states": self.states}
         return compute_advantages(rewards, self.energy, self.mask, N, baseline=value, **more)
 
 
-def learnt(seeds=range(8)):
-    value = Value()
+def learnt(seeds=range(8), value=None):
+    value = Value() if value is None else value
     for seed in seeds:
         Task(seed).batch().teach(value)
     return value
 
 
+def of_batches(batches, value):
+    """The power that `value` leaves of batches, relative to B0."""
+    return sum(batch.power(value) for batch in batches) / sum(batch.power(batch.base) for batch in batches)
+
+
 def test_it_predicts_what_the_state_tells():
     value, batch = learnt(), Task(100).batch()
-    assert value.weight > 0.9
-    left, of_base = batch.power(value), batch.power(batch.base)
-    assert left < 0.6 * of_base
-    assert batch.teach(value) == pytest.approx({"explained": 1 - left / of_base, "weight": learnt().weight})
+    left = of_batches([batch], value)
+    assert value.weight > 0.9 and left < 0.6
+    assert batch.teach(value) == pytest.approx({"explained": 1 - left, "weight": learnt().weight})
 
 
 def test_a_batch_tells_its_own_baselines_nothing():
@@ -228,11 +231,10 @@ def test_it_stands_back_where_states_tell_nothing(prompts):
 def test_no_draw_of_few_prompts_is_believed_too_early():
     """In four prompts of unequal rates, states and returns agree by chance."""
     unseen = [Task(10**6 + seed, told=False).batch() for seed in range(4)]
-    of_base = sum(batch.power(batch.base) for batch in unseen)
     for draw in range(60):
         value = Value()
         Task(1000 * draw, prompts=4, told=False).batch().teach(value)
-        assert sum(batch.power(value) for batch in unseen) < 1.05 * of_base
+        assert of_batches(unseen, value) < 1.05
 
 
 def test_it_stays_within_the_returns_seen():
@@ -246,11 +248,12 @@ def test_it_stays_within_the_returns_seen():
 
 
 def test_rewards_in_other_units_scale_it():
-    value, scaled = Value(), Value()
-    for seed in range(4):
-        Task(seed).batch().teach(value)
-        Task(seed).batch(100 * Task(seed).rewards).teach(scaled)
-    found, plain = Task(100).batch(100 * Task(100).rewards).baseline(scaled), Task(100).batch().baseline(value)
+    scaled = Value()
+    for seed in (*range(4), 100):
+        batch = Task(seed).batch(100 * Task(seed).rewards)
+        found = batch.baseline(scaled)
+        batch.teach(scaled)
+    plain = Task(100).batch().baseline(learnt(range(4)))
     torch.testing.assert_close(found, 100 * plain, rtol=1e-3, atol=0.05)
 
 
@@ -258,8 +261,8 @@ def test_rewards_along_the_way_are_looked_at():
     """The same returns as rewards of last tokens; and what was earned before a token."""
     task, value = Task(100), learnt()
     last = (task.mask.cumsum(1) == task.mask.sum(1, keepdim=True)) & (task.mask > 0)
-    by_token = task.advantages(value, last * task.rewards.unsqueeze(1))
-    torch.testing.assert_close(by_token, task.advantages(value), atol=1e-5, rtol=0)
+    by_token, plain = (task.advantages(value, of) for of in (last * task.rewards.unsqueeze(1), task.rewards))
+    torch.testing.assert_close(by_token, plain, atol=1e-5, rtol=0)
 
     # A reward for every token that is not told by anything before, and that is known as soon as it is earned
     value, g = Value(), torch.Generator().manual_seed(0)
@@ -275,7 +278,7 @@ def test_importance_ratios_weight_only_what_it_learns():
     ratio = 0.5 + torch.rand(len(task.mask), 1, generator=torch.Generator().manual_seed(0))
     plain, weighted = task.batch(), task.batch(weights=ratio.square() * task.energy)
     assert torch.equal(weighted.baseline(value), plain.baseline(value))
-    explained = 1 - weighted.power(value) / weighted.power(weighted.base)
+    explained = 1 - of_batches([weighted], value)
     plain.teach(value)
     assert weighted.teach(other)["explained"] == pytest.approx(explained, rel=1e-4)
     assert not torch.equal(value.theta, other.theta)
@@ -301,53 +304,41 @@ def test_tool_output_and_completions_without_reward_teach_nothing(broken):
 
 
 def test_blocks_change_nothing_but_rounding(monkeypatch):
-    monkeypatch.setattr(module, "BLOCK", 2 * T * N)
-    batch, value, whole = Task(100).batch(), learnt(), learnt()
-    in_blocks = batch.baseline(value)
-    batch.teach(value)
-    monkeypatch.undo()
-    torch.testing.assert_close(in_blocks, batch.baseline(whole), atol=1e-4, rtol=0)
-    batch.teach(whole)
-    torch.testing.assert_close(Task(101).batch().baseline(value), Task(101).batch().baseline(whole), atol=1e-4, rtol=0)
+    batch, found = Task(100).batch(), []
+    for block in (module.BLOCK, 2 * T * N):
+        monkeypatch.setattr(module, "BLOCK", block)
+        value = learnt()
+        before = batch.baseline(value)
+        batch.teach(value)
+        found.append(torch.stack([before, batch.baseline(value)]))
+    torch.testing.assert_close(*found, atol=1e-4, rtol=0)
 
 
 def test_processes_learn_from_each_others_completions():
     """Two of them, one after the other: sums are added, ends of returns compared, prompts counted."""
-    whole, parts, value = Task(100).batch(), [], learnt()
-    for first in (0, PROMPTS * N // 2):
-        sent = []
-        rows = slice(first, first + PROMPTS * N // 2)
-        learnt().update(whole.x.rows(rows), whole.base[rows], lambda values, sent=sent: sent.append(values) or values)
-        parts.append(sent)
-    together = iter(map(torch.cat, zip(*parts, strict=True)))
-    metrics = value.update(whole.x.rows(slice(PROMPTS * N // 2, None)), whole.base[PROMPTS * N // 2 :],
-                           lambda values: next(together))  # fmt: skip
-    expected = learnt()
+    whole, sent, value, expected = Task(100).batch(), ([], []), learnt(), learnt()
+    half = PROMPTS * N // 2
+    for rows, own in zip((slice(half), slice(half, None)), sent, strict=True):
+        learnt().update(whole.x.rows(rows), whole.base[rows], lambda values, own=own: own.append(values) or values)
+    together = iter(map(torch.cat, zip(*sent, strict=True)))
+    metrics = value.update(whole.x.rows(rows), whole.base[rows], lambda values: next(together))
     assert metrics == pytest.approx(whole.teach(expected))
     torch.testing.assert_close(value.theta, expected.theta, atol=1e-5, rtol=1e-4)
     assert (value._prompts, value._returns_seen) == (expected._prompts, expected._returns_seen)
 
 
 def test_what_it_has_learnt_goes_into_a_file_and_back(tmp_path):
+    """And is handed out and taken as a copy."""
     value, batch = learnt(), Task(100).batch()
-    torch.save(value.state_dict(), tmp_path / "value.pt")
-    again = Value()
-    again.load_state_dict(torch.load(tmp_path / "value.pt", weights_only=True))
-    assert torch.equal(batch.baseline(again), batch.baseline(value))
-    assert batch.teach(again) == batch.teach(value)
-    assert torch.equal(again.theta, value.theta)
-
-
-def test_a_state_is_handed_out_and_taken_as_a_copy():
-    value = learnt()
     state = value.state_dict()
+    torch.save(state, tmp_path / "value.pt")
     one, two = Value(), Value()
-    one.load_state_dict(state)
+    one.load_state_dict(torch.load(tmp_path / "value.pt", weights_only=True))
     two.load_state_dict(state)
-    Task(100).batch().teach(one)
-    Task(101).batch().teach(value)
-    assert torch.equal(two.theta, learnt().theta)
-    Task(100).batch().teach(two)
+    assert torch.equal(batch.baseline(one), batch.baseline(value))
+    assert batch.teach(one) == batch.teach(value)
+    assert torch.equal(one.theta, value.theta) and torch.equal(two.theta, learnt().theta)
+    batch.teach(two)
     assert torch.equal(two.theta, one.theta)
 
 
@@ -394,29 +385,20 @@ def test_sums_without_a_finite_solution_end_in_the_base(monkeypatch, caplog):
         Task(100).batch().teach(value)
     assert "discards what it has learned: its linear system has no finite solution" in caplog.text
     assert torch.equal(batch.baseline(value)[:, :1], batch.base) and value._gains == (0.0, 0.0)
-    for seed in range(4):
-        Task(seed).batch().teach(value)
-    assert value.weight > 0.5  # and it learns again
+    assert learnt(range(4), value).weight > 0.5  # and it learns again
 
 
 @pytest.mark.parametrize("what", ["nothing generated", "no energy", "no reward", "one completion"])
 def test_batches_that_teach_nothing_do_no_harm(what):
     value, task = Value(), Task(0)
-    rewards = task.rewards
-    if what == "nothing generated":
-        task.mask = torch.zeros_like(task.mask)
-    elif what == "no energy":
-        task.energy = torch.zeros_like(task.energy)
-    elif what == "no reward":
-        rewards = torch.full_like(rewards, math.nan)
-    else:
-        rewards = rewards.where(torch.arange(len(rewards)) == 0, math.nan)
-    task.batch(rewards).teach(value)
+    scored = {"no reward": 0, "one completion": 1}.get(what, len(task.rewards))
+    task.rewards[scored:] = math.nan
+    task.mask *= what != "nothing generated"
+    task.energy *= what != "no energy"
+    task.batch().teach(value)
     batch = Task(1).batch()
     assert batch.baseline(value).isfinite().all()
-    for seed in range(2, 6):
-        Task(seed).batch().teach(value)
-    assert value.weight > 0.5 and batch.baseline(value).isfinite().all()
+    assert learnt(range(2, 6), value).weight > 0.5 and batch.baseline(value).isfinite().all()
 
 
 @pytest.mark.parametrize("rewards", [math.nan, 0.1, 1 / 3, 1000.3])
@@ -468,15 +450,13 @@ def test_it_is_believed_where_nearly_all_succeed(prompts, slips):
         task.states[..., 0] = (torch.nn.functional.pad(mistakes.cumsum(1), (1, 0))[:, :-1] > 0).float()
         return task.batch((mistakes.sum(1) == 0).float())
 
-    unseen = [batch(10**6 + seed) for seed in range(20)]
-    of_value = of_base = 0.0
+    unseen, left = [batch(10**6 + seed) for seed in range(20)], 0.0
     for draw in range(4):
         value = Value()
         for number in range(60):
             batch(1000 * draw + number, prompts).teach(value)
-        of_value += sum(some.power(value) for some in unseen)
-        of_base += sum(some.power(some.base) for some in unseen)
-    assert of_value < 0.5 * of_base
+        left += of_batches(unseen, value) / 4
+    assert left < 0.5
 
 
 def test_without_what_it_reads_it_says_what_is_missing():
