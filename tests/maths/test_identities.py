@@ -35,14 +35,15 @@ def test_ogb_is_otb_at_the_last_of_equally_many_tokens(of_completions, of_tokens
     torch.testing.assert_close(ogb, otb, atol=1e-6, rtol=0)
 
 
-def test_the_own_weight_shrinks_the_advantage():
-    """A_i = (1 − W_i/ΣW)(R_i − B^{(−i)})"""
+@pytest.mark.parametrize("baseline", ["otb", "ogb"])
+def test_the_own_weight_shrinks_the_advantage(baseline):
+    """A_i = (1 − W_i/ΣW)(G_i − B_(−i))"""
     x = Rollouts(tools=False)
-    full = torch.ones_like(x.mask)
-    energy = x.energy.cumsum(1)
+    full, energy = torch.ones_like(x.mask), x.energy.cumsum(1)
+    energy = energy if baseline == "otb" else energy[:, -1:].expand(-1, 12)
     share = energy / energy.view(-1, x.n, 12).sum(1).repeat_interleave(x.n, 0)
-    without = x.advantages(mask=full, baseline="otb_loo")
-    torch.testing.assert_close(x.advantages(mask=full), (1 - share) * without, atol=1e-5, rtol=0)
+    with_own, without = (x.advantages(mask=full, baseline=name) for name in (baseline, f"{baseline}_loo"))
+    torch.testing.assert_close(with_own, (1 - share) * without, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("baseline", [name for name, rule in RULES.items() if find_baseline(rule).unbiased])
