@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -17,9 +18,8 @@ def found(x, baseline):
 @pytest.mark.parametrize("n", [2, 3, 8])
 def test_equal_energies_give_the_group_mean(n):
     x = Rollouts(n=n, tools=False)
-    full = torch.ones_like(x.mask)
-    otb = x.advantages(energy=torch.full_like(x.energy, 0.7), mask=full)
-    torch.testing.assert_close(otb, x.advantages(mask=full, baseline="group_mean"), atol=1e-6, rtol=0)
+    x.mask[:], x.energy[:] = 1, 0.7
+    torch.testing.assert_close(x.advantages(), x.advantages(baseline="group_mean"), atol=1e-6, rtol=0)
 
 
 def test_rloo_is_n_over_n_minus_one_of_the_group_mean():
@@ -67,35 +67,29 @@ def test_a_shifted_reward_leaves_advantages_unchanged(baseline, alignment):
     assert same.sum() > 20
 
 
-@pytest.mark.parametrize(("baseline", "alignment"), ALIGNED)
-@pytest.mark.parametrize("scale", [1e-6, 1e6])
-def test_scaling_all_energies_changes_nothing(baseline, alignment, scale):
-    x, options = Rollouts(), {"baseline": baseline, "alignment": alignment}
-    scaled = x.advantages(energy=x.energy * scale, **options)
-    torch.testing.assert_close(scaled, x.advantages(**options), atol=2e-6, rtol=0)
-
-
-@pytest.mark.parametrize("scale", [1e-20, 1e20])
-@pytest.mark.parametrize("baseline", RULES)
-def test_rewards_of_any_unit_scale_advantages(baseline, scale):
-    x = Rollouts(groups=5)
-    scaled = x.advantages(x.rewards * scale, baseline=baseline)
-    torch.testing.assert_close(scaled / scale, x.advantages(baseline=baseline), atol=2e-6, rtol=0)
+PAD, ORDER = partial(torch.nn.functional.pad, pad=(0, 5)), torch.tensor([2, 0, 3, 1, 4, 5, 6, 7, 11, 10, 9, 8])
+AT, LAST = torch.arange(1, 13), torch.eye(12)
+# What is done to rewards, energies and mask, and what becomes of advantages
+SAME = {
+    "energies times 1e-6": (lambda r, w, m: (r, 1e-6 * w, m), lambda a: a),
+    "energies times 1e6": (lambda r, w, m: (r, 1e6 * w, m), lambda a: a),
+    "rewards times 1e-20": (lambda r, w, m: (1e-20 * r, w, m), lambda a: 1e-20 * a),
+    "rewards times 1e20": (lambda r, w, m: (1e20 * r, w, m), lambda a: 1e20 * a),
+    "padding": (lambda r, w, m: (r, PAD(w, value=math.nan), PAD(m)), PAD),
+    "permuted groups": (lambda r, w, m: (r[ORDER], w[ORDER], m[ORDER]), lambda a: a[ORDER]),
+    "a reward of the last token": (lambda r, w, m: (r.unsqueeze(1) * LAST[(m * AT).argmax(1)], w, m), lambda a: a),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("baseline", "alignment"), ALIGNED)
-def test_more_padding_changes_nothing(baseline, alignment):
-    x, options, pad = Rollouts(), {"baseline": baseline, "alignment": alignment}, torch.nn.functional.pad
-    padded = x.advantages(energy=pad(x.energy, (0, 5), value=math.nan), mask=pad(x.mask, (0, 5)), **options)
-    assert torch.equal(padded, pad(x.advantages(**options), (0, 5)))
-
-
-@pytest.mark.parametrize("baseline", RULES)
-def test_permuting_a_group_permutes_its_advantages(baseline):
-    x = Rollouts()
-    order = torch.tensor([2, 0, 3, 1, 4, 5, 6, 7, 11, 10, 9, 8])
-    permuted = x.advantages(x.rewards[order], x.energy[order], x.mask[order], baseline=baseline)
-    torch.testing.assert_close(permuted, x.advantages(baseline=baseline)[order], atol=1e-6, rtol=0)
+@pytest.mark.parametrize("what", SAME)
+def test_advantages_follow_what_is_done_to_inputs(baseline, alignment, what):
+    x, (change, of_advantages) = Rollouts(), SAME[what]
+    plain = x.advantages(baseline=baseline, alignment=alignment)
+    expected, unit = of_advantages(plain), (of_advantages(plain).abs().max() / plain.abs().max()).item()
+    actual = x.advantages(*change(x.rewards, x.energy, x.mask), baseline=baseline, alignment=alignment)
+    exact = what in ("padding", "a reward of the last token")
+    torch.testing.assert_close(actual, expected, atol=0 if exact else 1e-6 * unit, rtol=0)
 
 
 @pytest.mark.parametrize("baseline", RULES)
@@ -103,10 +97,8 @@ def test_only_the_scope_batch_looks_at_other_groups(baseline):
     x = Rollouts()
     alone = compute_advantages(x.rewards[:4], x.energy[:4], x.mask[:4], 4, baseline=RULES[baseline])
     beside = x.advantages(baseline=baseline)[:4]
-    if find_baseline(RULES[baseline]).scope == "batch":
-        assert (beside - alone).abs().max() > 1e-3
-    else:
-        torch.testing.assert_close(beside, alone, atol=1e-6, rtol=0)
+    difference = (beside - alone).abs().max()
+    assert difference > 1e-3 if find_baseline(RULES[baseline]).scope == "batch" else difference < 1e-6
 
 
 @pytest.mark.parametrize(("pooled", "plain"), [("ogb_pooled", "ogb_loo"), ("rloo_pooled", "rloo")])
@@ -186,15 +178,6 @@ def test_blocks_change_nothing(baseline, dense, weighted, monkeypatch):
     monkeypatch.setattr(advantages, "BLOCK", 3 * 4 * 12)  # three groups twice, then two
     in_blocks = x.advantages(rewards, baseline=baseline, importance_weights=ratios)
     torch.testing.assert_close(in_blocks, whole, atol=1e-6, rtol=0)
-
-
-@pytest.mark.parametrize(("baseline", "alignment"), ALIGNED)
-def test_a_terminal_token_reward_is_the_scalar_reward(baseline, alignment):
-    x, options = Rollouts(), {"baseline": baseline, "alignment": alignment}
-    last = (x.mask * torch.arange(1, 13)).argmax(1)
-    dense = torch.zeros_like(x.energy)
-    dense[torch.arange(len(dense)), last] = x.rewards
-    assert torch.equal(x.advantages(dense, **options), x.advantages(**options))
 
 
 def test_reward_to_go_counts_rewards_on_tool_output():
