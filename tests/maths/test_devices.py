@@ -5,7 +5,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from tests.helpers.oracles import ALIGNED, RULES, Rollouts
-from trl_otb.baselines import Value, credit, find_baseline
+from trl_otb.baselines import credit, find_baseline
 from trl_otb.metrics import completion_advantages, completion_statistics, summarize
 from trl_otb.rewards import RewardRecorder, TokenRewards
 from trl_otb.rollout import Rollout
@@ -77,14 +77,6 @@ def test_all_that_a_baseline_can_ask_for(x, mode, tool_output, dense):
     assert all(values.is_meta for values in credit(find_baseline(own), completions))
 
 
-def test_value_learns_and_predicts(x):
-    value, own = Value(), x.completions(**x.more)
-    base = value(own)
-    assert {"explained", "weight"} == set(value.update(own, base, lambda values: values))
-    value.theta, value.weight = torch.ones(9 + 2 * 4), 0.5
-    assert value.adjust(own, base).is_meta
-
-
 @pytest.mark.parametrize("dense", [False, True], ids=["terminal", "dense"])
 @pytest.mark.parametrize("baseline", [name for name, rule in RULES.items() if isinstance(rule, str)])
 def test_a_rollout_from_energies_to_metrics(x, baseline, dense):
@@ -97,6 +89,10 @@ def test_a_rollout_from_energies_to_metrics(x, baseline, dense):
     statistics = completion_statistics(own, found, of_mean, rollout.scale)
     assert rollout.advantages.is_meta and statistics.is_meta and completion_advantages(statistics).is_meta
     assert "grad_power" in summarize(statistics, x.n)
+    if baseline == "value":
+        assert {"value/explained", "value/weight"} == {*rule.learn(own, found.base, lambda values: values)}
+        rule.rule.theta, rule.rule.weight = torch.ones(9 + 2 * 4), 0.5
+        assert all(values.is_meta for values in credit(rule, own))
 
 
 def test_rewards_of_tokens(x):

@@ -188,14 +188,12 @@ def test_each_trainer_has_an_instance_with_the_classs_flags():
     assert find_baseline("value").adjusts and find_baseline("value").instance().adjusts
 
 
-@pytest.mark.parametrize("told", [[1, 2], 3.0, {"a": None}, {"a": torch.ones(2)}], ids=str)
+@pytest.mark.parametrize("told", [[1, 2], {"a": None}, {"a": torch.ones(2)}], ids=str)
 def test_what_an_update_returns_is_numbers(told):
     with pytest.raises(ValueError, match=r"'Learns' returned .* from `update`: it must return a `dict` of numbers"):
         find_baseline(Learns(told)).learn(None, None, None)
-    told = {"a": torch.tensor(2.0), "b": True, 3: 4}
-    expected = {"Learns/a": 2.0, "Learns/b": 1.0, "Learns/3": 4.0}
-    assert find_baseline(Learns(told)).learn(None, None, None) == expected
-    assert find_baseline(Learns()).learn(None, None, None) == {}
+    learnt = find_baseline(Learns({"a": torch.tensor(2.0), 3: True})).learn(None, None, None)
+    assert learnt == {"Learns/a": 2.0, "Learns/3": 1.0} and find_baseline(Learns()).learn(None, None, None) == {}
 
 
 @pytest.mark.parametrize("state", [[1], {"a": Learns}, {"a": np.ones(2)}], ids=["list", "class", "array"])
