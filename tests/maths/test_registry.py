@@ -8,7 +8,7 @@ import torch
 
 import trl_otb
 from tests.helpers.oracles import RULES, WEIGHTS, Rollouts
-from trl_otb.baselines import BASELINES, credit, find_baseline
+from trl_otb.baselines import BASELINES, Value, credit, find_baseline
 from trl_otb.baselines.completions import LEAST_WEIGHT
 
 
@@ -186,6 +186,19 @@ def test_each_trainer_has_an_instance_with_the_classs_flags():
     assert of_instance.rule is one.rule and (of_instance.scope, of_instance.unbiased) == ("batch", True)
     assert of_instance.instance().rule is one.rule
     assert find_baseline("value").adjusts and find_baseline("value").instance().adjusts
+
+
+def test_b0_of_all_processes_may_be_per_token():
+    """Of other processes a class with `adjust` sees returns and lengths alone."""
+    trl_otb.register_baseline("mine", scope="batch")(type("Mine", (Value,), {}))
+    x = Rollouts()
+    x.rewards = torch.randn_like(x.energy) * x.mask
+
+    def twice(own, tokens=None):
+        return torch.cat([own, own]) if tokens is None else own.gathered(twice, tokens)
+
+    found = credit(find_baseline("mine").instance(), x.completions(), twice, slice(12, 24))
+    assert found.base.shape == found.advantages.shape == (12, 12)
 
 
 @pytest.mark.parametrize("told", [[1, 2], {"a": None}, {"a": torch.ones(2)}], ids=str)

@@ -78,7 +78,8 @@ def _checked(baseline: Any, rule: Baseline, x: Completions) -> Tensor:
     """The result of a user's function, broadcast to `(B, T)` or `(B, 1)`; only values at tokens must be finite."""
     if rule.built_in:
         return baseline
-    shape = (len(x), x.mask.size(1)) if rule.per_token else (len(x), 1)
+    length = max(x.mask.size(1), x.returns.size(1))  # of other processes there may be returns per token alone
+    shape = (len(x), length if rule.per_token else 1)
     try:
         baseline = torch.as_tensor(baseline, dtype=torch.float32, device=x.returns.device)
         baseline = baseline if baseline.shape == (len(x), 1) else baseline.expand(shape)
