@@ -41,6 +41,12 @@ def test_metrics_by_hand():
     )
 
 
+def test_a_ratio_to_rounding_errors_is_nan():
+    statistics = rows(torch.ones(2, 3))
+    statistics[:, STATISTICS.index("power_reference")] *= 1e-7
+    assert math.isnan(summarize(statistics, 2)["grad_power_ratio"])
+
+
 def test_without_energies_what_depends_on_them_is_nan():
     known = summarize(rows(torch.ones(2, 3)), 2)
     for name, value in summarize(rows(None), 2).items():

@@ -317,7 +317,7 @@ def test_processes_learn_from_each_others_completions():
     metrics = value.update(whole.x.rows(rows), whole.base[rows], lambda values: next(together))
     assert metrics == pytest.approx(whole.teach(expected))
     torch.testing.assert_close(value.theta, expected.theta, atol=1e-5, rtol=1e-4)
-    assert (value._prompts, value._returns_seen) == (expected._prompts, expected._returns_seen)
+    assert value._prompts == expected._prompts == 9 * PROMPTS and value._returns_seen == expected._returns_seen
 
 
 def test_what_it_has_learnt_goes_into_a_file_and_back(tmp_path):
