@@ -4,7 +4,7 @@ import inspect
 import math
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from accelerate.logging import get_logger
@@ -264,19 +264,15 @@ class OTBGRPOTrainer(CollectiveToolLoop, TokenLoss):
         loss = super().training_step(*args, **kwargs)
         if "train" not in self.rollouts:
             what = "OTBGRPOTrainer's own `_generate_and_score_completions` is passed by, and with it the baseline"
-            self.fail(what, "_generate_and_score_completions", "_prepare_inputs", "training_step")
+            raise self.failure(what, "_generate_and_score_completions", "_prepare_inputs", "training_step")
         return loss
 
-    def fail(self, what: str, *methods: str) -> NoReturn:
-        """
-        Raises:
-            TypeError: A user's class overrides one of `methods`, which probably causes `what`.
-            ImportError: None does, so TRL has changed.
-        """
+    def failure(self, what: str, *methods: str) -> Exception:
+        """A `TypeError` if a user's class overrides one of `methods`; an `ImportError` if TRL has changed."""
         theirs = overriders(self, *methods)
         if not theirs:
-            raise incompatible_trl(what)
-        raise TypeError(
+            return incompatible_trl(what)
+        return TypeError(
             f"{what[:1].upper()}{what[1:]}. In `{type(self).__name__}`, look at {', '.join(theirs)}; "
             "recipes/reference.md says what OTBGRPOTrainer asks of such a class."
         )

@@ -194,7 +194,7 @@ def values_of_batch(trainer: Any, batch: dict[str, Any], mask: Tensor, recording
         values = next((values for of_forward, values in recording.scored if of_forward is logps), None)
         if values is None:
             what = "the old log-probs of the rollout are not those that any forward of the policy returned"
-            trainer.fail(what, "_get_per_token_logps_and_entropies", "_generate_and_score_completions")
+            raise trainer.failure(what, "_get_per_token_logps_and_entropies", "_generate_and_score_completions")
     elif not trainer.needs_forward:
         return None
     elif recording.turns is not None:
@@ -223,5 +223,5 @@ def extra_forward(trainer: Any, batch: dict[str, Any], states: bool) -> TokenVal
             **{key: batch[key] for key in FORWARD_KWARGS if key in batch},
         )
     if not recording.scored:
-        trainer.fail("the forward that yields energies is not taken", "_get_per_token_logps_and_entropies")
+        raise trainer.failure("the forward that yields energies is not taken", "_get_per_token_logps_and_entropies")
     return recording.scored[0][1]

@@ -135,21 +135,25 @@ def rollout_of(trainer: Any, batch: dict[str, Any], recorders: list[RewardRecord
     """The rollout of TRL's `batch`, after a check that it holds what was rewarded, with TRL's advantages."""
     rewards_per_func = recorders[-1].rewards_per_func if recorders else None
     if rewards_per_func is None:
-        trainer.fail("rewards no longer come from `GRPOTrainer._calculate_rewards`", *_MAKING)
+        raise trainer.failure("rewards no longer come from `GRPOTrainer._calculate_rewards`", *_MAKING)
     recorder, options = recorders[-1], (trainer.scale_rewards, trainer.multi_objective_aggregation)
     found = weigh_rewards(rewards_per_func, trainer.reward_weights, num_generations, *options)
     rollout = Rollout.of_batch(batch, num_generations, trainer.accelerator.process_index, trainer.processing_class)
     ids, rewarded, own = batch["completion_ids"].cpu(), recorder.completion_ids, rollout.own_rows
     if len(ids) != len(rewarded):
-        trainer.fail(f"{len(rewarded)} completions were rewarded and {len(ids)} are to be trained on", *_MAKING)
+        raise trainer.failure(
+            f"{len(rewarded)} completions were rewarded and {len(ids)} are to be trained on", *_MAKING
+        )
     for row, of_row in enumerate(rewarded):
         if not torch.equal(ids[row, : len(of_row)], torch.as_tensor(of_row)):
-            trainer.fail(f"completion {row} of a rollout is not the one that was rewarded in its place", *_MAKING)
+            raise trainer.failure(
+                f"completion {row} of a rollout is not the one that was rewarded in its place", *_MAKING
+            )
     expected, actual, scale = found.group_mean_advantages[own], batch["advantages"], found.scale[own]
     difference = ((expected - actual) * scale.nan_to_num(posinf=1.0)).abs()
     if (difference > 1e-5 * (1 + found.returns.abs().nan_to_num(nan=0.0).max())).any():
         row = int(difference.argmax())
-        trainer.fail(
+        raise trainer.failure(
             f"how GRPOTrainer forms its advantages: for completion {row} of a rollout it has {actual[row].item():.6g}, "
             f"and the rewards, weights and scale that trl_otb relies on give {expected[row].item():.6g}",
             *_MAKING,
