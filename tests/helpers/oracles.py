@@ -2,19 +2,22 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 
-from trl_otb.baselines import ALIGNMENTS, BASELINES, compute_advantages
+from trl_otb.baselines import BASELINES, compute_advantages, find_baseline, otb, squeeze
+from trl_otb.baselines.completions import ALIGNMENTS
 
 
-# Every combination of options that a built-in baseline looks at.
-OPTIONS = [
-    {"baseline": name, "alignment": alignment, "zero_tail": zero_tail, "leave_one_out": leave_one_out}
-    for name, entry in BASELINES.items()
-    for alignment in (ALIGNMENTS if entry.per_token else ("generated",))
-    for zero_tail in ((True, False) if entry.zero_tail else (True,))
-    for leave_one_out in ((False,) if entry.leaves_one_out else (False, True))
+# By name, what a test can give to `baseline`: those of this package, and one of them with its option
+RULES: dict[str, Any] = {name: name for name, entry in BASELINES.items() if entry.built_in}
+RULES["otb_no_zero_tail"] = partial(otb, zero_tail=False)
+ALIGNED = [  # with every alignment that a baseline looks at
+    (rule, alignment)
+    for rule in RULES
+    for alignment in (ALIGNMENTS if find_baseline(RULES[rule]).per_token else ALIGNMENTS[:1])
 ]
 
 
@@ -33,12 +36,15 @@ class Rollouts:
             self.mask *= (torch.rand(rows, length, generator=g) > 0.3).long()
         self.ratios = torch.rand(rows, length, generator=g) + 0.5
 
-    def advantages(self, rewards=None, **options):
-        options.setdefault("energy", self.energy)
-        options.setdefault("mask", self.mask)
-        return compute_advantages(
-            self.rewards if rewards is None else rewards, options.pop("energy"), options.pop("mask"), self.n, **options
-        )
+    def advantages(self, rewards=None, energy=None, mask=None, baseline="otb", **options):
+        """`baseline` is one of `RULES`, or anything that `compute_advantages` takes."""
+        given = zip((rewards, energy, mask), (self.rewards, self.energy, self.mask), strict=True)
+        rule = RULES.get(baseline, baseline) if isinstance(baseline, str) else baseline
+        inputs = (own if values is None else values for values, own in given)
+        return compute_advantages(*inputs, self.n, baseline=rule, **options)
+
+    def completions(self, **more):
+        return squeeze(self.rewards, self.mask, self.n, energy=self.energy, **more)
 
 
 class Completion:
@@ -75,8 +81,11 @@ class Completion:
 # ω of a completion at token t, by baseline; None where it takes no part. One line for each.
 WEIGHTS: dict[str, Callable[[Completion, int], float | None]] = {
     "otb": lambda c, t: c.realized_energy(t) if t in c.position else None,
+    "otb_no_zero_tail": lambda c, t: WEIGHTS["otb"](c, t),
+    "otb_loo": lambda c, t: WEIGHTS["otb"](c, t),
     "otb_shrunk": lambda c, t: c.realized_energy() + 2.0 * c.energy.get(t, 0.0),
     "ogb": lambda c, t: c.realized_energy(),
+    "ogb_loo": lambda c, t: c.realized_energy(),
     "opo": lambda c, t: len(c.position),
     "rloo": lambda c, t: 1.0,
     "group_mean": lambda c, t: 1.0,
@@ -84,7 +93,7 @@ WEIGHTS: dict[str, Callable[[Completion, int], float | None]] = {
     "ogb_pooled": lambda c, t: c.realized_energy(),
     "ogb_pooled_damped": lambda c, t: c.realized_energy(),
     "rloo_pooled": lambda c, t: 1.0,
-    "value": lambda c, t: 1.0,  # what it stands on, all that a new one has
+    "value": lambda c, t: 1.0,  # of B0, all that a new one has
 }
 
 
@@ -95,12 +104,9 @@ def weighted_mean(terms):
     return sum(g for _, g in terms) / len(terms) if terms else 0.0
 
 
-def pooled_baseline(groups, prompt, own, weight, reward=lambda c: c.total_reward):
-    """The baseline of completion `own` of group number `prompt`, all groups given as lists of scorable completions."""
-    everybody = groups[prompt]
+def pooled_baseline(groups, prompt, own, weight, reward):
+    """The baseline of completion `own` of group number `prompt`, all groups given as lists of scored completions."""
     groups = [[c for c in group if c.position] for group in groups]  # what is masked says nothing
-    if not [c for c in groups[prompt] if c is not own]:
-        groups[prompt] = everybody
 
     def without(group, left_out):
         return weighted_mean([(weight(c, 0), reward(c)) for c in group if c is not left_out])
@@ -136,20 +142,9 @@ def damping(own, others):
     return ((1 - share) * (len(others) + 1) / len(others)) ** 2
 
 
-def double_loop(
-    rewards,
-    energy,
-    mask,
-    n,
-    *,
-    baseline="otb",
-    alignment="generated",
-    zero_tail=True,
-    leave_one_out=False,
-    ratios=None,
-):
-    """The definitions of the docstrings, one row and one token at a time; of a baseline that remembers, a new one."""
-    entry, weight = BASELINES[baseline], WEIGHTS[baseline]
+def double_loop(rewards, energy, mask, n, *, baseline="otb", alignment="generated", ratios=None):
+    """The definitions of the docstrings, one row and one token at a time; of a baseline that learns, a new one."""
+    weight, per_token = WEIGHTS[baseline], baseline.startswith(("otb", "value"))
     completions = [
         Completion(rewards[i], energy[i], mask[i], ratios[i] if ratios else None, alignment) for i in range(len(mask))
     ]
@@ -157,31 +152,25 @@ def double_loop(
     groups = [completions[first : first + n] for first in range(0, len(completions), n)]
     groups = [[c for c in group if not math.isnan(c.total_reward)] for group in groups]
     for i, own in enumerate(completions):
-        if math.isnan(own.total_reward):
-            continue
-        first = i // n * n
-        others = [
-            c for j, c in enumerate(completions[first : first + n], first) if j != i and not math.isnan(c.total_reward)
-        ]
-        members = others if leave_one_out or baseline in ("rloo", "value") else [*others, own]
-        for t, p in own.position.items():
-            returns = {id(c): c.reward_to_go(t) if entry.per_token else c.total_reward for c in [*others, own]}
-            terms = [(weight(c, t), returns[id(c)]) for c in members if weight(c, t) is not None]
+        group = groups[i // n]
+        others = [c for c in group if c is not own]
+        for t, p in own.position.items() if own in group else ():
+
+            def reward(c, t=t):
+                return c.reward_to_go(t) if per_token else c.total_reward
+
+            damped = 1.0
             if n == 1:
-                terms = []
-            elif entry.zero_tail:
-                on_lone_tail = t > max((c.last for c in others), default=-1)
-                if on_lone_tail or not terms:
-                    terms = [] if zero_tail else [(1.0, returns[id(own)])]
-            if baseline == "value" and n > 1:
-                b = pooled_baseline(groups, i // n, own, weight, reward=lambda c, t=t: c.reward_to_go(t))
-            elif "_pooled" in baseline and n > 1:
-                b = pooled_baseline(groups, i // n, own, weight)
+                b = 0.0
+            elif "_pooled" in baseline or baseline == "value":
+                b = pooled_baseline(groups, i // n, own, weight, reward)
+                damped = damping(own, [c for c in others if c.position]) if baseline.endswith("_damped") else 1.0
+            elif baseline == "otb" and t > max((c.last for c in others), default=-1):
+                b = 0.0  # the lone tail
             else:
-                b = weighted_mean(terms)
-            damped = baseline.endswith("_damped") and n > 1
-            unmasked = [c for c in others if c.position]
-            advantages[i][p] = (returns[id(own)] - b) * (damping(own, unmasked) if damped else 1)
+                members = others if baseline.endswith("loo") else group
+                b = weighted_mean([(weight(c, t), reward(c)) for c in members if weight(c, t) is not None])
+            advantages[i][p] = (reward(own) - b) * damped
     return torch.tensor(advantages)
 
 

@@ -4,24 +4,26 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tests.helpers.oracles import OPTIONS, Rollouts
-from trl_otb.baselines import BASELINES, Tokens, assign_credit, compute_advantages
-from trl_otb.credit import advantages_of, credit, credit_base, measure, tokens_of
-from trl_otb.metrics import completion_statistics, summarize
+from tests.helpers.oracles import ALIGNED, RULES, Rollouts
+from trl_otb.baselines import credit, find_baseline
+from trl_otb.metrics import completion_advantages, completion_statistics, summarize
 from trl_otb.rewards import RewardRecorder, TokenRewards
 from trl_otb.rollout import Rollout
+from trl_otb.seam.sampled import TokenValues
 
 
 READ = [getattr(torch.Tensor, name) for name in ("item", "tolist", "cpu", "__int__", "__float__")]
 
 
 class ReadAsOnes(TorchFunctionMode):
-    """What Python reads of a tensor without values is 1, or False where it decides."""
+    """What Python reads of a tensor without values is 1; what it decides is `self.decides`."""
+
+    decides = False
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         tensor = args[0] if args and isinstance(args[0], torch.Tensor) and args[0].is_meta else None
         if tensor is not None and function is torch.Tensor.__bool__:
-            return False
+            return self.decides
         if tensor is not None and function in READ:
             ones = torch.ones(tensor.shape, dtype=tensor.dtype)
             return ones if function is torch.Tensor.cpu else getattr(ones, function.__name__)()
@@ -29,9 +31,9 @@ class ReadAsOnes(TorchFunctionMode):
 
 
 @pytest.fixture(autouse=True)
-def read_as_ones():
-    with ReadAsOnes():
-        yield
+def mode():
+    with ReadAsOnes() as mode:
+        yield mode
 
 
 @pytest.fixture
@@ -39,18 +41,11 @@ def x():
     x = Rollouts()
     for name in ("rewards", "energy", "mask", "ratios"):
         setattr(x, name, getattr(x, name).to("meta"))
+    x.more = {
+        "logps": x.energy, "states": torch.zeros(*x.mask.shape, 4, device="meta"), "completion_ids": x.mask,
+        "turn": x.mask, "prompt_key": torch.zeros(len(x.mask), 1, dtype=torch.long, device="meta"),
+    }  # fmt: skip
     return x
-
-
-def beside_of(x, names):
-    all_of = {
-        "logps": x.energy,
-        "states": torch.zeros(*x.mask.shape, 4, device="meta"),
-        "completion_ids": x.mask,
-        "prompt_key": torch.zeros(len(x.mask), dtype=torch.long, device="meta"),
-        "turn": x.mask,
-    }
-    return {name: all_of[name] for name in names}
 
 
 def test_a_mix_of_devices_shows():
@@ -59,62 +54,45 @@ def test_a_mix_of_devices_shows():
 
 
 @pytest.mark.parametrize("dense", [False, True], ids=["terminal", "dense"])
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(map(str, options.values())))
-def test_advantages(x, options, dense):
+@pytest.mark.parametrize(("baseline", "alignment"), ALIGNED)
+def test_advantages_stay_on_their_device(x, baseline, alignment, dense):
     rewards = x.energy if dense else x.rewards
-    beside = beside_of(x, BASELINES[options["baseline"]].reads)
     for ratios in (None, x.ratios):
-        found = compute_advantages(rewards, x.energy, x.mask, x.n, importance_weights=ratios, **options, **beside)
+        options = {"alignment": alignment, "importance_weights": ratios}
+        found = x.advantages(rewards, baseline=baseline, **options, **x.more)
         assert found.is_meta and found.shape == x.mask.shape
 
 
-@pytest.mark.parametrize("alignment", ["generated", "position"])
-def test_all_that_a_baseline_can_ask_for(x, alignment):
-    def own(group):
-        read = group.logps + group.turn + group.completion_ids + group.states.sum(-1) + group.prompt_key
-        return group.mean(read + group.energy + group.total_energy + group.lengths + group.lone_tail + group.alone)
+@pytest.mark.parametrize("dense", [False, True], ids=["terminal", "dense"])
+@pytest.mark.parametrize("tool_output", [False, True])
+def test_all_that_a_baseline_can_ask_for(x, mode, tool_output, dense):
+    def own(c):
+        read = c.logps + c.turn + c.completion_ids + c.states.sum(-1) + c.prompt_key + c.prompt.unsqueeze(1)
+        return c.mean(read + c.energy + c.weights + c.total_energy + c.lengths + c.scored + c.members)
 
-    names = ("logps", "states", "completion_ids", "prompt_key", "turn")
-    credit = assign_credit(
-        x.rewards, x.energy, x.mask, x.n, baseline=own, alignment=alignment, beside=beside_of(x, names)
-    )
-    assert all(values.is_meta for values in (credit.advantages, credit.returns, credit.lone_tail_tokens))
-
-
-def test_value_learns_and_predicts(x):
-    rule = BASELINES["value"].instance()
-    prompt = torch.arange(len(x.mask), device="meta") // x.n
-    tokens = Tokens(x.rewards, x.rewards.unsqueeze(1), x.energy, x.mask, prompt, beside_of(x, rule.reads))
-    assert {"explained", "weight"} == set(rule.function.update(tokens))
-    rule.function.theta, rule.function.weight = torch.ones(9 + 2 * 4), 0.5
-    assert rule.function(tokens).is_meta
+    x.rewards = x.energy if dense else x.rewards
+    mode.decides = tool_output
+    completions = x.completions(**x.more)
+    mode.decides = False
+    assert all(values.is_meta for values in credit(find_baseline(own), completions))
 
 
 @pytest.mark.parametrize("dense", [False, True], ids=["terminal", "dense"])
-@pytest.mark.parametrize("baseline", BASELINES)
+@pytest.mark.parametrize("baseline", [name for name, rule in RULES.items() if isinstance(rule, str)])
 def test_a_rollout_from_energies_to_metrics(x, baseline, dense):
-    rule = BASELINES[baseline]
-    rollout = Rollout(
-        x.mask, x.mask, x.mask, x.mask, x.mask, x.n, x.energy if dense else x.rewards, torch.ones_like(x.rewards)
-    )
-    rollout.energy, rollout.logps = x.energy, x.energy
-    rollout.states, rollout.prompt_key = beside_of(x, ("states", "prompt_key")).values()
-    options = {"baseline": rule.instance(), "alignment": "generated", "zero_tail": True, "leave_one_out": False}
-    if rule.on_top_of is not None:
-        credit_base(rollout, **options)
-        assert tokens_of(rollout, options["baseline"]).returns.is_meta
-    credit(rollout, **options)
-    measure(rollout)
-    assert advantages_of(rollout).is_meta and rollout.statistics.is_meta and rollout.unmeasured == 0
-    assert "grad_power" in summarize(rollout.statistics, x.n)
-
-
-def test_statistics_of_scorable_completions(x):
-    of_tokens, of_rows = x.energy, x.rewards.unsqueeze(1)
-    found = completion_statistics(
-        x.energy, x.mask, of_tokens, of_rows, of_tokens, of_rows.long(), scorable=of_rows.squeeze(1) > 0
-    )
-    assert found.is_meta
+    rule = find_baseline(baseline).instance()
+    rollout = Rollout(*[x.mask] * 5, x.n, x.energy if dense else x.rewards, torch.ones_like(x.rewards).unsqueeze(1))
+    values = TokenValues(x.energy, x.energy, x.more["states"])
+    own = rollout.completions(values, x.ratios, frozenset(x.more), x.more["prompt_key"])
+    found, of_mean = credit(rule, own), credit(find_baseline("group_mean"), own)
+    rollout.keep(rule, found, of_mean)
+    statistics = completion_statistics(own, found, of_mean, rollout.scale)
+    assert rollout.advantages.is_meta and statistics.is_meta and completion_advantages(statistics).is_meta
+    assert "grad_power" in summarize(statistics, x.n)
+    if baseline == "value":
+        assert {"value/explained", "value/weight"} == {*rule.learn(own, found.base, lambda values: values)}
+        rule.rule.theta, rule.rule.weight = torch.ones(9 + 2 * 4), 0.5
+        assert all(values.is_meta for values in credit(rule, own))
 
 
 def test_rewards_of_tokens(x):

@@ -24,27 +24,20 @@ def targets(logits):
     return torch.randint(logits.size(-1), logits.shape[:-1], generator=torch.Generator().manual_seed(1))
 
 
-def test_equals_squared_distance_to_one_hot(logits, targets):
+def test_energy_is_the_squared_norm_of_the_score(logits, targets):
+    """‖e_y − π‖², and by autograd."""
     one_hot = torch.nn.functional.one_hot(targets, logits.size(-1))
     expected = (one_hot - logits.double().softmax(-1)).square().sum(-1)
-    torch.testing.assert_close(token_energy(*from_logits(logits, targets)).double(), expected, atol=5e-7, rtol=1e-6)
-
-
-def test_equals_squared_norm_of_the_score_by_autograd(logits, targets):
+    energy = token_energy(*from_logits(logits, targets)).double()
+    torch.testing.assert_close(energy, expected, atol=5e-7, rtol=1e-6)
     logits = logits.double().requires_grad_()
     (score,) = torch.autograd.grad(from_logits(logits, targets)[0].sum(), logits)
-    energy = token_energy(*from_logits(logits.detach(), targets))
-    torch.testing.assert_close(energy.double(), score.square().sum(-1), atol=5e-7, rtol=1e-6)
+    torch.testing.assert_close(energy, score.square().sum(-1), atol=5e-7, rtol=1e-6)
 
 
 def test_range(logits, targets):
     energy = token_energy(*from_logits(logits, targets))
-    assert energy.dtype == torch.float32
-    assert energy.min() >= 0 and energy.max() <= 2
-    assert energy[3].max() > 1.9  # the near-certain policy makes confident mistakes
-
-
-def test_ends_of_the_range():
+    assert energy.min() >= 0 and 1.9 < energy[3].max() <= 2  # the near-certain policy makes confident mistakes
     # certain and right: π(y) = 1, Σπ² = 1; certain and wrong: π(y) = 0, Σπ² = 1; uniform over 4: 1 − 2/4 + 1/4
     logps = torch.tensor([[0.0, -torch.inf, -torch.tensor(4.0).log()]])
     log_sum_sq_probs = torch.tensor([[0.0, 0.0, -torch.tensor(4.0).log()]])

@@ -5,36 +5,60 @@ import math
 import pytest
 import torch
 
-from trl_otb.metrics import STATISTICS, completion_statistics, summarize
+from trl_otb.baselines import Credit, squeeze
+from trl_otb.metrics import STATISTICS, completion_advantages, completion_statistics, summarize
+
+
+def rows(energy):
+    x = squeeze(torch.zeros(2), torch.tensor([[1, 1, 0], [1, 1, 1]]), 2, energy=energy)
+    advantages = 2 * torch.tensor([[0.5, -1.0, 7.0], [1.0, 2.0, 0.0]])
+    baselines = torch.tensor([[1.0, 3.0, 7.0], [2.0, 2.0, 5.0]])
+    reference = Credit(torch.tensor([[1.0], [-1.0]]), *[torch.zeros(2, 1)] * 2)
+    return completion_statistics(x, Credit(advantages, baselines, baselines), reference, torch.full((2, 1), 2.0))
 
 
 def test_metrics_by_hand():
-    rows = completion_statistics(
-        energy=torch.tensor([[1.0, 0.5, 9.0], [2.0, 1.0, 1.0]]),
-        mask=torch.tensor([[1, 1, 0], [1, 1, 1]]),
-        advantages=torch.tensor([[0.5, -1.0, 7.0], [1.0, 2.0, 0.0]]),
-        group_mean_advantages=torch.tensor([[0.5], [-0.5]]),
-        baselines=torch.tensor([[1.0, 3.0, 7.0], [2.0, 2.0, 5.0]]),
-        lone_tail_tokens=torch.tensor([[0], [1]]),
-    )
-    assert dict(zip(STATISTICS, rows[0].tolist(), strict=True)) == {
+    statistics = rows(torch.tensor([[1.0, 0.5, 9.0], [2.0, 1.0, 1.0]]))
+    assert dict(zip(STATISTICS, statistics[0].tolist(), strict=True)) == {
         "tokens": 2, "energy": 1.5, "advantage": -0.5, "abs_advantage": 1.5, "baseline": 4.0,
-        "baseline_std": 1.0, "lone_tail": 0, "power": 0.25 + 0.5, "power_group_mean": 0.25 * 1.5,
+        "baseline_std": 1.0, "power": 0.25 + 0.5, "power_reference": 0.25 * 1.5,
     }  # fmt: skip
-    metrics = summarize(rows, 2)
-    assert metrics["energy/token_mean"] == pytest.approx(5.5 / 5)
-    assert metrics["energy/completion_mean"] == pytest.approx(5.5 / 2)
-    assert metrics["energy/group_std"] == pytest.approx(2.5 / math.sqrt(2))  # of 1.5 and 4
-    assert metrics["energy/effective_completions"] == pytest.approx(5.5**2 / (1.5**2 + 4**2))
-    assert metrics["baseline/mean"] == pytest.approx((4 + 9) / 5)
-    assert metrics["baseline/position_std"] == pytest.approx((1 + math.sqrt(2)) / 2)  # of 1, 3 and of 2, 2, 5
-    assert metrics["advantage/abs_mean"] == pytest.approx(4.5 / 5)
-    assert metrics["lone_tail_ratio"] == pytest.approx(1 / 5)
-    assert metrics["grad_power"] == pytest.approx((0.75 + 2 + 4) / 2)
-    assert metrics["grad_power_group_mean"] == pytest.approx(0.25 * 5.5 / 2)
-    assert metrics["grad_power_ratio"] == pytest.approx(6.75 / (0.25 * 5.5))
+    assert completion_advantages(statistics).tolist() == [-0.25, 1.0]
+    assert summarize(statistics, 2) == pytest.approx(
+        {
+            "energy/token_mean": 5.5 / 5,
+            "energy/completion_mean": 5.5 / 2,
+            "energy/group_std": 2.5 / math.sqrt(2),  # of 1.5 and 4
+            "energy/effective_completions": 5.5**2 / (1.5**2 + 4**2),
+            "baseline/mean": (4 + 9) / 5,
+            "baseline/position_std": (1 + math.sqrt(2)) / 2,  # of 1, 3 and of 2, 2, 5
+            "advantage/abs_mean": 4.5 / 5,
+            "lone_tail_ratio": 1 / 5,
+            "grad_power": (0.75 + 2 + 4) / 2,
+            "grad_power_reference": 0.25 * 5.5 / 2,
+            "grad_power_ratio": 6.75 / (0.25 * 5.5),
+        }
+    )
+
+
+def test_a_ratio_to_rounding_errors_is_nan():
+    statistics = rows(torch.ones(2, 3))
+    statistics[:, STATISTICS.index("power_reference")] *= 1e-7
+    assert math.isnan(summarize(statistics, 2)["grad_power_ratio"])
+
+
+def test_without_energies_what_depends_on_them_is_nan():
+    known = summarize(rows(torch.ones(2, 3)), 2)
+    for name, value in summarize(rows(None), 2).items():
+        assert math.isnan(value) if name.startswith(("energy/", "grad_power")) else value == known[name], name
+
+
+def test_the_lone_tail_is_the_longest_completions():
+    tokens = torch.zeros(8, len(STATISTICS))
+    tokens[:, 0] = torch.tensor([5, 3, 3, 0, 2, 0, 0, 0])
+    assert summarize(tokens, 4)["lone_tail_ratio"] == pytest.approx((2 + 2) / 13)
+    assert summarize(tokens, 1)["lone_tail_ratio"] == 1
 
 
 def test_metrics_of_nothing_are_nan():
-    rows = torch.zeros(4, len(STATISTICS))
-    assert all(math.isnan(v) for v in summarize(rows, 2).values())
+    assert all(math.isnan(v) for v in summarize(torch.zeros(4, len(STATISTICS)), 2).values())

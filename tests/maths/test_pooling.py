@@ -1,9 +1,39 @@
-"""Pooling prompts gains where they are alike and does not lose where they are not."""
+"""Pooling: its share and target by hand, and gains where prompts are alike without losses where they are not."""
 
 import pytest
 import torch
 
-from trl_otb.baselines import compute_advantages
+from trl_otb.baselines import compute_advantages, partial_pooling
+
+
+def pooling_of(returns):
+    """λ, `(P, N)`, and the target, `(P,)`, of the plain mean."""
+    left_out = (returns.sum(1, keepdim=True) - returns) / (returns.size(1) - 1)
+    share, target = partial_pooling(left_out.unsqueeze(2), torch.ones_like(returns).unsqueeze(2))
+    return share.squeeze(2), target.flatten()
+
+
+def test_share_and_target_by_hand():
+    """Of the plain mean: v = σ² / (N − 1), u = σ² / N; the error of τ² is told with the own b_(−i) too."""
+    returns = torch.rand(5, 4, generator=torch.Generator().manual_seed(0)).double()
+    share, target = pooling_of(returns)
+    for p in range(5):
+        others = returns[[q for q in range(5) if q != p]]
+        noise, of_means = others.var(dim=1).mean() / 3, others.var(dim=1).mean() / 4
+        assert target[p].item() == pytest.approx(others.mean().item())
+        between = max(others.mean(dim=1).var() - of_means, 0)
+        for i in range(4):
+            own = (returns[p].sum() - returns[p, i]) / 3
+            with_own = torch.cat([others.mean(dim=1), own.view(1)]).var()
+            expected = noise / (noise + between + (between + of_means + 2 * with_own) / 4)
+            assert share[p, i].item() == pytest.approx(expected.item())
+
+
+def test_prompts_alike_are_pooled_and_prompts_apart_are_not():
+    noise = torch.randn(400, 4, generator=torch.Generator().manual_seed(0)).double()
+    assert pooling_of(noise)[0].min() > 0.8
+    apart = noise + 100 * torch.randn(400, 1, generator=torch.Generator().manual_seed(1))
+    assert pooling_of(apart)[0].max() < 0.01
 
 
 RATES = {  # of success, by kind of prompts; the form of λ was chosen on the first three
@@ -53,5 +83,5 @@ def power_over_rloo(kind: str, n: int, prompts: int, batches: int = 800) -> floa
         ("rare", 4, 16, 0.81),
     ],
 )
-def test_pooling_gains_with_alike_prompts_and_does_not_lose_with_unequal_ones(kind, n, prompts, most):
+def test_pooling_gains_with_alike_prompts_and_loses_little(kind, n, prompts, most):
     assert power_over_rloo(kind, n, prompts) < most

@@ -1,6 +1,5 @@
 """The baseline of a state: what it looks at, what it learns, and when it stands back."""
 
-import itertools
 import logging
 import math
 from dataclasses import replace
@@ -10,11 +9,30 @@ import torch
 
 from tests.helpers.oracles import Rollouts
 from tests.maths.test_derivation import Enumeration, V
-from trl_otb import blocks
-from trl_otb.baselines import BASELINES, Tokens, Value, assign_credit, compute_advantages
+from trl_otb.baselines import BASELINES, Completions, Value, compute_advantages, squeeze
+from trl_otb.baselines import value as module
 
 
 PROMPTS, N, T, K = 16, 4, 12, 3
+
+
+class Batch:
+    """Completions of groups of N, with the B0 of all of them."""
+
+    def __init__(self, rewards, mask, base=None, **more):
+        self.x: Completions = squeeze(rewards, mask, N, **more)
+        self.base = Value()(self.x) if base is None else base
+
+    def baseline(self, value):
+        return value.adjust(self.x, self.base).expand_as(self.x.mask)
+
+    def teach(self, value):
+        return value.update(self.x, self.base, lambda values: values)
+
+    def power(self, baseline):
+        """Of a baseline, or of what `value` says."""
+        baseline = self.baseline(baseline) if isinstance(baseline, Value) else baseline
+        return (self.x.weights * (self.x.returns - baseline).square()).sum().item()
 
 
 class Task:
@@ -36,139 +54,122 @@ class Task:
             rates = torch.rand(prompts, 1, generator=g).round().clamp(0.05, 0.95).expand(prompts, N)
             self.rewards = (torch.rand(prompts, N, generator=g) < rates).float().flatten()
 
-    def tokens(self, rewards=None, **changes):
-        inputs = {name: getattr(self, name) for name in ("energy", "mask", "logps", "states")} | changes
-        rewards = self.rewards if rewards is None else rewards
-        beside = {name: inputs.pop(name) for name in ("logps", "states")}
-        base = base_of(rewards, inputs["energy"], inputs["mask"])
-        return Tokens(rewards, base, prompt=torch.arange(len(rewards)) // N, beside=beside, **inputs)
+    def batch(self, rewards=None, **changes):
+        own = {name: getattr(self, name) for name in ("mask", "energy", "logps", "states")}
+        return Batch(self.rewards if rewards is None else rewards, **own | changes)
+
+    def advantages(self, value, rewards):
+        more = {"logps": self.logps, "states": self.states}
+        return compute_advantages(rewards, self.energy, self.mask, N, baseline=value, **more)
 
 
-def base_of(rewards, energy, mask):
-    found = assign_credit(rewards, energy, mask, N, baseline="rloo_pooled")
-    return found.returns - found.advantages
-
-
-def learnt(seeds=range(8), **options):
-    value = Value()
+def learnt(seeds=range(8), value=None):
+    value = Value() if value is None else value
     for seed in seeds:
-        value.update(Task(seed, **options).tokens())
+        Task(seed).batch().teach(value)
     return value
 
 
-def power(baseline, tokens):
-    return (tokens.energy * (tokens.returns - baseline).square()).sum()
+def of_batches(batches, value):
+    """The power that `value` leaves of batches, relative to B0."""
+    return sum(batch.power(value) for batch in batches) / sum(batch.power(batch.base) for batch in batches)
 
 
 def test_it_predicts_what_the_state_tells():
-    value, tokens = learnt(), Task(100).tokens()
-    assert value.weight > 0.9
-    assert power(value(tokens), tokens) < 0.6 * power(tokens.base, tokens)
-    metrics = value.update(tokens)
-    assert metrics["explained"] == pytest.approx(1 - (power(learnt()(tokens), tokens) / power(tokens.base, tokens)))
-    assert metrics["weight"] == learnt().weight
+    value, batch = learnt(), Task(100).batch()
+    left = of_batches([batch], value)
+    assert value.weight > 0.9 and left < 0.6
+    assert batch.teach(value) == pytest.approx({"explained": 1 - left, "weight": learnt().weight})
 
 
-def test_the_first_batch_has_the_base_alone_and_a_batch_tells_its_own_baselines_nothing():
-    value, tokens = Value(), Task().tokens()
-    assert torch.equal(value(tokens), tokens.base)
-    assert value.update(tokens) == {"explained": 0.0, "weight": 0.0}
-    before, other = value(Task(1).tokens()), Task(1)
-    other.rewards = 1 - other.rewards
-    # With the base held fixed, other rewards of the batch change nothing
-    tokens = other.tokens()
-    tokens.base = Task(1).tokens().base
-    assert torch.equal(value(tokens), before)
+def test_a_batch_tells_its_own_baselines_nothing():
+    value, first = Value(), Task().batch()
+    assert torch.equal(first.baseline(value), first.base.expand_as(first.x.mask))
+    assert first.teach(value) == {"explained": 0.0, "weight": 0.0}
+    batch = Task(1).batch()
+    other = Task(1).batch(1 - Task(1).rewards, base=batch.base)  # with B0 held fixed
+    assert torch.equal(other.baseline(value), batch.baseline(value))
 
 
 @pytest.mark.parametrize("t", range(T))
 def test_it_looks_at_nothing_from_the_token_on(t):
     value, task = learnt(), Task(100)
-    expected = value(task.tokens())[:, t]
-    energy, logps, states = task.energy.clone(), task.logps.clone(), task.states.clone()
+    batch = task.batch()
+    energy, logps, states, mask = (v.clone() for v in (task.energy, task.logps, task.states, task.mask))
     energy[:, t:], logps[:, t:] = 1.7, -9.0
     states[:, t + 1 :] = 5.0  # the state that predicts token t is of the tokens before it
-    mask = task.mask.clone()
+    expected, present = batch.baseline(value), task.mask[:, t] > 0
+    found = task.batch(energy=energy, logps=logps, states=states, base=batch.base).baseline(value)
+    assert t == T - 1 or (found[:, t:] - expected[:, t:]).abs().max() > 1e-3
     mask[:, t + 1 :] = 0
-    tokens = task.tokens()
-    found = Tokens(task.rewards, tokens.base, energy, mask, tokens.prompt, {"logps": logps, "states": states})
-    present = task.mask[:, t] > 0
-    torch.testing.assert_close(value(found)[present, t], expected[present], atol=1e-6, rtol=0)
-    assert t == 0 or (value(found)[:, t:] - value(tokens)[:, t:]).abs().max() > 1e-3 or t == T - 1
+    found = task.batch(mask=mask, energy=energy, logps=logps, states=states, base=batch.base).baseline(value)
+    torch.testing.assert_close(found[present, t], expected[present, t], atol=1e-6, rtol=0)
+
+
+class OnRloo(Value):
+    """On a B0 that compares no prompts."""
+
+    def __call__(self, x):
+        return BASELINES["rloo"].rule(x)
 
 
 @pytest.mark.parametrize("sampler", [None, "other"])
 @pytest.mark.parametrize("n", [2, 3])
-def test_with_what_it_has_learnt_fixed_the_gradient_is_unbiased(n, sampler):
+def test_with_what_it_has_learnt_fixed_it_is_unbiased(n, sampler):
     """
-    By all groups of a policy whose completions are all listed; on `rloo`, which compares no prompts. Another sampler's
-    completions are weighted with a ratio of their own, that is with one that depends on all of their tokens.
+    By all groups of a policy whose completions are all listed. Another sampler's completions are weighted with a ratio
+    of their own, that is with one that depends on all of their tokens.
     """
     policy = Enumeration()
     sampled = policy.probability if sampler is None else policy.probability.flip(0).sqrt()
     sampled = sampled / sampled.sum()
     ratio = (policy.probability / sampled).unsqueeze(1)
-    value = Value()
+    value = OnRloo()
     value.theta, value.weight = torch.randn(9 + 2 * V, generator=torch.Generator().manual_seed(0)), 0.7
     value._returns_seen = (-10.0, 10.0)
-    rule = replace(BASELINES["value"], function=value, on_top_of="rloo")
+    rule = replace(BASELINES["value"], rule=value)
     # A state that predicts token t: the tokens before it
     tokens = torch.tensor([[*history, 0, 0][:3] for history, _, _ in policy.completions])
     before = torch.nn.functional.one_hot(tokens, V).float() * policy.mask.unsqueeze(2)
     states = torch.nn.functional.pad(before.cumsum(1), (0, 0, 1, 0))[:, :-1]
-    logps = -policy.energy.float()
-    groups = torch.tensor(list(itertools.product(range(len(policy.mask)), repeat=n)))
+    groups, inputs = policy.groups(n)
     rows = groups.flatten()
-    inputs = policy.rewards[rows].float(), policy.energy[rows].float(), policy.mask[rows]
-    beside = {"logps": logps[rows], "states": states[rows]}
+    more = {"logps": -inputs[1], "states": states[rows]}
     weights = None if sampler is None else ratio[rows].float()
-    advantages = compute_advantages(*inputs, n, baseline=rule, importance_weights=weights, **beside).double()
-    estimates = ((ratio[rows] * advantages).unsqueeze(2) * policy.scores[rows]).sum(1).view(-1, n, V).mean(1)
-    expected = torch.einsum("g,gv->v", sampled[groups].prod(1), estimates)
-    assert (expected - policy.gradient).abs().max() < 1e-6
-    plain = assign_credit(*inputs, n, baseline="rloo").advantages
-    assert (advantages - plain).abs().max() > 0.1
+    advantages = compute_advantages(*inputs, n, baseline=rule, importance_weights=weights, **more)
+    policy.probability = sampled
+    expected = policy.expectation(groups, ratio[rows] * advantages)
+    assert (expected - Enumeration().gradient).abs().max() < 1e-6
+    assert (advantages - compute_advantages(*inputs, n, baseline="rloo")).abs().max() > 0.1
 
 
-def test_theta_is_the_weighted_least_squares_of_earlier_batches():
+def test_theta_is_the_least_squares_of_earlier_batches():
     """Feature by feature and token by token, with the ridge that was chosen as rows of a plain least squares."""
-    value, tasks = learnt(range(3)), [Task(seed).tokens() for seed in range(3)]
+    value, batches = learnt(range(3)), [Task(seed).batch() for seed in range(3)]
     rows, targets, weights = [], [], []
-    for age, tokens in enumerate(reversed(tasks)):
-        for i in range(len(tokens)):
-            energy = surprise = 0.0
-            mean = torch.zeros(K)
-            for t in range(int(tokens.mask[i].sum())):
-                mean = (mean * t + tokens.states[i, t]) / (t + 1)
-                sums = torch.tensor([energy, surprise, float(t)])
-                row = torch.cat(
-                    [torch.tensor([1.0, tokens.base[i, 0], 0.0]), sums, sums.sqrt(), tokens.states[i, t], mean]
-                )
-                rows.append(row)
-                targets.append(tokens.returns[i, 0] - tokens.base[i, 0])
-                weights.append(0.9**age * tokens.energy[i, t])
-                energy += tokens.energy[i, t].item()
-                surprise -= tokens.logps[i, t].item()
-    x, y, w = torch.stack(rows).double(), torch.stack(targets).double(), torch.stack(weights).double()
+    for age, batch in enumerate(reversed(batches)):
+        x, base = batch.x, batch.base
+        for i, t in x.mask.nonzero().tolist():
+            sums = torch.stack([x.energy[i, :t].sum(), -x.logps[i, :t].sum(), torch.tensor(float(t))])
+            numbers = torch.tensor([1.0, base[i, 0], 0.0])
+            rows.append(torch.cat([numbers, sums, sums.sqrt(), x.states[i, t], x.states[i, : t + 1].mean(0)]))
+            targets.append(x.returns[i, 0] - base[i, 0])
+            weights.append(0.9**age * x.energy[i, t])
+    x, y, w = (torch.stack(values).double() for values in (rows, targets, weights))
     centred = x - (w[:, None] * x).sum(0) / w.sum()
     spread = (w[:, None] * centred.square()).sum(0)
     spread[2] = 1.0  # no rewards along the way
-    solutions = []
+    difference = []
     for ridge in Value.ridges:
         penalty = (ridge / (1 + 0.9 + 0.81) * spread).sqrt().diag()
         penalty[0] = 0
-        solutions.append(
-            torch.linalg.lstsq(
-                torch.cat([x * w.sqrt()[:, None], penalty]),
-                torch.cat([y * w.sqrt(), torch.zeros(len(penalty))]).unsqueeze(1),
-            )[0]
-        )
-    predictions = torch.stack([x @ theta.squeeze(1) for theta in solutions])
-    difference = (predictions - x @ value.theta).abs().amax(dim=1)
-    assert difference.min() < 1e-3 < difference.sort().values[1]
+        right = torch.cat([y * w.sqrt(), torch.zeros(len(penalty))]).unsqueeze(1)
+        theta = torch.linalg.lstsq(torch.cat([x * w.sqrt()[:, None], penalty]), right)[0].squeeze(1)
+        difference.append((x @ (theta - value.theta)).abs().max().item())
+    assert min(difference) < 1e-3 < sorted(difference)[1]
 
 
-def test_before_a_choice_of_two_the_best_baseline_is_the_chance_to_fail():
+def test_of_two_choices_it_is_the_chance_to_fail():
     """Then every sample's gradient is the exact one: (1 − p) (1 − B) after a success, −p (0 − B) after a failure."""
     value, g = Value(), torch.Generator().manual_seed(0)
     for _ in range(8):
@@ -177,36 +178,33 @@ def test_before_a_choice_of_two_the_best_baseline_is_the_chance_to_fail():
         won = (torch.rand(400, generator=g) < chance).float()
         energy = (2 * (won - chance).square()).unsqueeze(1)
         logps = (won * chance + (1 - won) * (1 - chance)).log().unsqueeze(1)
-        beside = {"logps": logps, "states": torch.stack([sure, 1 - sure], dim=1).unsqueeze(1)}
-        mask = torch.ones(400, 1).long()
-        tokens = Tokens(won, base_of(won, energy, mask), energy, mask, torch.arange(400) // N, beside)
-        baselines = value(tokens)[:, 0]
-        value.update(tokens)
+        states = torch.stack([sure, 1 - sure], dim=1).unsqueeze(1)
+        batch = Batch(won, torch.ones(400, 1).long(), energy=energy, logps=logps, states=states)
+        baselines = batch.baseline(value)[:, 0]
+        batch.teach(value)
     torch.testing.assert_close(baselines, 1 - chance, atol=0.05, rtol=0)
     gradients = (won - chance) * (won - baselines)
     torch.testing.assert_close(gradients, chance * (1 - chance), atol=0.05, rtol=0)
 
 
-def test_a_batch_in_which_the_others_returns_tell_ones_own_is_not_believed():
+def test_that_others_returns_tell_ones_own_is_not_believed():
     """Within a batch, what the others earned and what a completion earned sum up to the same for all."""
     value, g = Value(), torch.Generator().manual_seed(0)
-    tokens = Task().tokens((torch.rand(PROMPTS * N, generator=g) < 0.5).float())
-    value.update(tokens)
-    x, y = tokens.base.double(), tokens.returns.double()
+    batch = Task().batch((torch.rand(PROMPTS * N, generator=g) < 0.5).float())
+    batch.teach(value)
+    x, y = batch.base.double(), batch.x.returns.double()
     alone = ((x - x.mean()) * (y - x)).sum() / (x - x.mean()).square().sum()
     assert alone < -2  # what a regression on this batch says of B0
     assert -1 <= value.theta[1] <= 0
 
 
-def test_how_far_it_is_believed_grows_with_success_and_shrinks_with_failure():
+def test_its_weight_grows_with_success_and_shrinks_with_failure():
     value = Value()
-    weights = [value.update(Task(seed).tokens())["weight"] for seed in range(5)]
+    weights = [Task(seed).batch().teach(value)["weight"] for seed in range(5)]
     assert weights[:4] == [0.0, 0.25, 0.25, 0.5] and weights[4] > 0.9  # a single batch is no evidence
     for seed in range(5, 12):  # the opposite of all that it has learnt
-        task = Task(seed)
-        rewards = value(task.tokens()).mean(dim=1)
-        task.rewards = (rewards < rewards.median()).float()
-        value.update(task.tokens())
+        rewards = Task(seed).batch().baseline(value).mean(dim=1)
+        Task(seed).batch((rewards < rewards.median()).float()).teach(value)
     assert value.weight < 0.2
 
 
@@ -214,83 +212,73 @@ def test_how_far_it_is_believed_grows_with_success_and_shrinks_with_failure():
 def test_it_stands_back_where_states_tell_nothing(prompts):
     """Prompts of very unequal rates: what the state says of one says nothing of another."""
     of_value = of_base = 0.0
-    for start in range(0, 100, 20):
-        value = Value()
-        for seed in range(start, start + 20):
-            tokens = Task(seed, prompts=prompts, told=False).tokens()
-            of_value += power(value(tokens), tokens).item()
-            of_base += power(tokens.base, tokens).item()
-            value.update(tokens)
+    for seed in range(100):
+        if seed % 20 == 0:
+            value = Value()
+        batch = Task(seed, prompts=prompts, told=False).batch()
+        of_value += batch.power(value)
+        of_base += batch.power(batch.base)
+        batch.teach(value)
     assert of_value < 1.05 * of_base
 
 
-def test_on_few_prompts_no_draw_of_them_makes_it_believe_too_early():
+def test_no_draw_of_few_prompts_is_believed_too_early():
     """In four prompts of unequal rates, states and returns agree by chance."""
-    unseen = [Task(10**6 + seed, told=False).tokens() for seed in range(4)]
-    of_base = sum(power(tokens.base, tokens).item() for tokens in unseen)
+    unseen = [Task(10**6 + seed, told=False).batch() for seed in range(4)]
     for draw in range(60):
         value = Value()
-        value.update(Task(1000 * draw, prompts=4, told=False).tokens())
-        assert sum(power(value(tokens), tokens).item() for tokens in unseen) < 1.05 * of_base
+        Task(1000 * draw, prompts=4, told=False).batch().teach(value)
+        assert of_batches(unseen, value) < 1.05
 
 
 def test_it_stays_within_the_returns_seen():
     value = learnt()
     value.theta = 100 * value.theta
-    found = value(Task(100).tokens())
-    assert found.min() >= 0 and found.max() <= 1
-    tokens = Task(100).tokens(Task(100).rewards + 5)
-    assert (value(tokens) >= 0).all() and (value(tokens) <= tokens.base).all()  # the base has left them, no further
+    for shift in (0, 5):
+        batch = Task(100).batch(Task(100).rewards + shift)
+        found = batch.baseline(value)
+        assert (found >= 0).all() and (found <= batch.base.clamp(min=1)).all()  # B0 has left them, no further
 
 
-def test_rewards_in_other_units():
-    value, scaled = Value(), Value()
-    for seed in range(4):
-        task = Task(seed)
-        value.update(task.tokens())
-        scaled.update(task.tokens(100 * task.rewards))
-    task = Task(100)
-    torch.testing.assert_close(
-        scaled(task.tokens(100 * task.rewards)), 100 * value(task.tokens()), rtol=1e-3, atol=0.05
-    )
+def test_rewards_in_other_units_scale_it():
+    scaled = Value()
+    for seed in (*range(4), 100):
+        batch = Task(seed).batch(100 * Task(seed).rewards)
+        found = batch.baseline(scaled)
+        batch.teach(scaled)
+    plain = Task(100).batch().baseline(learnt(range(4)))
+    torch.testing.assert_close(found, 100 * plain, rtol=1e-3, atol=0.05)
 
 
-def test_rewards_along_the_way():
-    """The same returns said as rewards of last tokens; and what was earned before a token is looked at."""
-    task = Task(100)
+def test_rewards_along_the_way_are_looked_at():
+    """The same returns as rewards of last tokens; and what was earned before a token."""
+    task, value = Task(100), learnt()
     last = (task.mask.cumsum(1) == task.mask.sum(1, keepdim=True)) & (task.mask > 0)
-    at_the_end = last * task.rewards.unsqueeze(1)
-    beside = {"logps": task.logps, "states": task.states}
-    value = learnt()
-    plain = compute_advantages(task.rewards, task.energy, task.mask, N, baseline=value, **beside)
-    by_token = compute_advantages(at_the_end, task.energy, task.mask, N, baseline=value, **beside)
+    by_token, plain = (task.advantages(value, of) for of in (last * task.rewards.unsqueeze(1), task.rewards))
     torch.testing.assert_close(by_token, plain, atol=1e-5, rtol=0)
 
     # A reward for every token that is not told by anything before, and that is known as soon as it is earned
     value, g = Value(), torch.Generator().manual_seed(0)
     for seed in range(6):
-        task, rewards = Task(seed), 0.5 * torch.randn(PROMPTS * N, 1, generator=g).expand(-1, T)
-        base = base_of(rewards.sum(1), task.energy, task.mask)
-        beside = {"logps": task.logps, "states": task.states}
-        tokens = Tokens(rewards, base.expand(-1, T), task.energy, task.mask, torch.arange(len(rewards)) // N, beside)
-        explained = value.update(tokens)["explained"]
+        rewards = 0.5 * torch.randn(PROMPTS * N, 1, generator=g).expand(-1, T)
+        base = Task(seed).batch(rewards.sum(1)).base
+        explained = Task(seed).batch(rewards, base=base).teach(value)["explained"]
     assert explained > 0.2
 
 
-def test_importance_ratios_weight_what_it_learns_and_are_not_looked_at():
-    value, task = learnt(), Task(100)
+def test_importance_ratios_weight_only_what_it_learns():
+    value, other, task = learnt(), learnt(), Task(100)
     ratio = 0.5 + torch.rand(len(task.mask), 1, generator=torch.Generator().manual_seed(0))
-    plain, weighted = task.tokens(), task.tokens(weights=ratio.square() * task.energy)
-    assert torch.equal(value(weighted), value(plain))
-    other = learnt()
-    told = value.update(plain), other.update(weighted)
+    plain, weighted = task.batch(), task.batch(weights=ratio.square() * task.energy)
+    assert torch.equal(weighted.baseline(value), plain.baseline(value))
+    explained = 1 - of_batches([weighted], value)
+    plain.teach(value)
+    assert weighted.teach(other)["explained"] == pytest.approx(explained, rel=1e-4)
     assert not torch.equal(value.theta, other.theta)
-    power_left = [(weighted.weights * (weighted.returns - b).square()).sum() for b in (learnt()(plain), plain.base)]
-    assert told[1]["explained"] == pytest.approx((1 - power_left[0] / power_left[1]).item(), rel=1e-4)
 
 
 @pytest.mark.parametrize("broken", [math.nan, -math.inf])
-def test_completions_that_cannot_be_scored_and_tool_output_teach_nothing(broken):
+def test_tool_output_and_completions_without_reward_teach_nothing(broken):
     task, other = Task(3), Task(3)
     rewards = task.rewards.clone()
     rewards[5] = math.nan
@@ -300,108 +288,126 @@ def test_completions_that_cannot_be_scored_and_tool_output_teach_nothing(broken)
         getattr(other, name)[5] = 0.3
         getattr(other, name)[7, 2:4] = 0.7
     one, two = Value(), Value()
-    one.update(task.tokens(rewards))
-    two.update(other.tokens(rewards))
+    task.batch(rewards).teach(one)
+    other.batch(rewards).teach(two)
     assert torch.equal(one.theta, two.theta) and one.theta.isfinite().all()
-    assert torch.equal(learnt()(task.tokens())[7], learnt()(other.tokens())[7])
-    found = compute_advantages(
-        rewards, task.energy, task.mask, N, baseline=learnt(), logps=task.logps, states=task.states
-    )
+    assert torch.equal(task.batch().baseline(learnt())[7], other.batch().baseline(learnt())[7])
+    found = task.advantages(learnt(), rewards)
     assert (found[5] == 0).all() and found.isfinite().all()
 
 
 def test_blocks_change_nothing_but_rounding(monkeypatch):
-    value = learnt()
-    monkeypatch.setattr(blocks, "LEAST", 2 * T * 16)
-    found = learnt()
-    tokens = Task(100).tokens()
-    assert len(list(tokens.blocks())) > 5
-    torch.testing.assert_close(found(tokens), value(tokens), atol=1e-4, rtol=0)
+    batch, found = Task(100).batch(), []
+    for block in (module.BLOCK, 2 * T * N):
+        monkeypatch.setattr(module, "BLOCK", block)
+        value = learnt()
+        before = batch.baseline(value)
+        batch.teach(value)
+        found.append(torch.stack([before, batch.baseline(value)]))
+    torch.testing.assert_close(*found, atol=1e-4, rtol=0)
+
+
+def test_processes_learn_from_each_others_completions():
+    """Two of them, one after the other: sums are added, ends of returns compared, prompts counted."""
+    whole, sent, value, expected = Task(100).batch(), ([], []), learnt(), learnt()
+    half = PROMPTS * N // 2
+    for rows, own in zip((slice(half), slice(half, None)), sent, strict=True):
+        learnt().update(whole.x.rows(rows), whole.base[rows], lambda values, own=own: own.append(values) or values)
+    together = iter(map(torch.cat, zip(*sent, strict=True)))
+    metrics = value.update(whole.x.rows(rows), whole.base[rows], lambda values: next(together))
+    assert metrics == pytest.approx(whole.teach(expected))
+    torch.testing.assert_close(value.theta, expected.theta, atol=1e-5, rtol=1e-4)
+    assert value._prompts == expected._prompts == 9 * PROMPTS and value._returns_seen == expected._returns_seen
 
 
 def test_what_it_has_learnt_goes_into_a_file_and_back(tmp_path):
-    value, tokens = learnt(), Task(100).tokens()
-    torch.save(value.state_dict(), tmp_path / "value.pt")
-    again = Value()
-    again.load_state_dict(torch.load(tmp_path / "value.pt", weights_only=True))
-    assert torch.equal(again(tokens), value(tokens))
-    assert again.update(tokens) == value.update(tokens)
-    assert torch.equal(again.theta, value.theta)
+    """And is handed out and taken as a copy."""
+    value, batch = learnt(), Task(100).batch()
+    state = value.state_dict()
+    torch.save(state, tmp_path / "value.pt")
+    one, two = Value(), Value()
+    one.load_state_dict(torch.load(tmp_path / "value.pt", weights_only=True))
+    two.load_state_dict(state)
+    assert torch.equal(batch.baseline(one), batch.baseline(value))
+    assert batch.teach(one) == batch.teach(value)
+    assert torch.equal(one.theta, value.theta) and torch.equal(two.theta, learnt().theta)
+    batch.teach(two)
+    assert torch.equal(two.theta, one.theta)
+
+
+def test_a_state_of_another_model_or_version_is_named():
+    task = Task(100)
+    task.states = torch.randn(*task.mask.shape, K + 1)
+    with pytest.raises(ValueError, match="'value' has learned from 15 numbers per token, and here are 17: its state"):
+        task.batch().baseline(learnt())
+    with pytest.raises(ValueError, match="another version's: it holds 'theta'. Without the checkpoint's"):
+        Value().load_state_dict({"theta": None})
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
-def test_states_that_are_not_finite_predict_nothing_teach_nothing_and_are_said_once(broken, caplog):
+def test_states_that_are_not_finite_teach_nothing(broken, caplog):
+    """And predict nothing, which is said once."""
     value, task, other = learnt(), Task(100), Task(100)
     task.states[0, 3, 1] = broken
-    tokens = task.tokens()
-    found, least = value(tokens), int(task.mask[0].sum())
-    assert torch.equal(found[0, 3:least], tokens.base[0].expand(least - 3)) and found.isfinite().all()
-    assert torch.equal(found[1:], value(other.tokens())[1:])
+    batch, least = task.batch(), int(task.mask[0].sum())
+    found = batch.baseline(value)
+    assert torch.equal(found[0, 3:least], batch.base[0].expand(least - 3)) and found.isfinite().all()
+    assert torch.equal(found[1:], other.batch().baseline(value)[1:])
     other.energy[0, 3:] = 0.0
     expected = learnt()
-    expected.update(other.tokens())
+    other.batch().teach(expected)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             again = learnt()
-            again.update(tokens)
-            value.update(tokens)
+            batch.teach(again)
+            batch.teach(value)
     torch.testing.assert_close(again.theta, expected.theta, atol=1e-6, rtol=1e-3)
     assert caplog.text.count(f"before {least - 3} tokens of a generation batch are not finite") == 3
 
     task.states[:] = broken  # in all batches, as of a model that overflows
-    value = Value()
+    value, batch = Value(), task.batch()
     for _ in range(3):
-        assert value.update(task.tokens())["weight"] == 0.0
-    assert torch.equal(value(task.tokens()), task.tokens().base)
+        assert batch.teach(value)["weight"] == 0.0
+    assert torch.equal(batch.baseline(value), batch.base.expand_as(batch.x.mask))
 
 
-def test_sums_without_a_finite_solution_are_said_and_end_in_the_base(monkeypatch, caplog):
-    value, tokens = learnt(), Task(101).tokens()
+def test_sums_without_a_finite_solution_end_in_the_base(monkeypatch, caplog):
+    value, batch = learnt(), Task(101).batch()
     with monkeypatch.context() as broken, caplog.at_level(logging.WARNING):
-        broken.setattr(value, "_solution", lambda squares, products, ridge: torch.full_like(products, math.nan))
-        value.update(Task(100).tokens())
+        broken.setattr(value, "_solution", lambda squares, products, ridge: math.nan * products)
+        Task(100).batch().teach(value)
     assert "discards what it has learned: its linear system has no finite solution" in caplog.text
-    assert torch.equal(value(tokens), tokens.base) and value._gains == (0.0, 0.0)
-    for seed in range(4):
-        value.update(Task(seed).tokens())
-    assert value.weight > 0.5  # and it learns again
+    assert torch.equal(batch.baseline(value)[:, :1], batch.base) and value._gains == (0.0, 0.0)
+    assert learnt(range(4), value).weight > 0.5  # and it learns again
 
 
 @pytest.mark.parametrize("what", ["nothing generated", "no energy", "no reward", "one completion"])
-def test_batches_that_teach_nothing(what):
-    value = Value()
-    task = Task(0)
-    rewards = task.rewards
-    if what == "nothing generated":
-        task.mask = torch.zeros_like(task.mask)
-    elif what == "no energy":
-        task.energy = torch.zeros_like(task.energy)
-    elif what == "no reward":
-        rewards = torch.full_like(rewards, math.nan)
-    else:
-        rewards = rewards.where(torch.arange(len(rewards)) == 0, math.nan)
-    value.update(task.tokens(rewards))
-    tokens = Task(1).tokens()
-    assert value(tokens).isfinite().all()
-    for seed in range(2, 6):
-        value.update(Task(seed).tokens())
-    assert value.weight > 0.5 and value(tokens).isfinite().all()
+def test_batches_that_teach_nothing_do_no_harm(what):
+    value, task = Value(), Task(0)
+    scored = {"no reward": 0, "one completion": 1}.get(what, len(task.rewards))
+    task.rewards[scored:] = math.nan
+    task.mask *= what != "nothing generated"
+    task.energy *= what != "no energy"
+    task.batch().teach(value)
+    batch = Task(1).batch()
+    assert batch.baseline(value).isfinite().all()
+    assert learnt(range(2, 6), value).weight > 0.5 and batch.baseline(value).isfinite().all()
 
 
 @pytest.mark.parametrize("rewards", [math.nan, 0.1, 1 / 3, 1000.3])
-def test_batches_without_advantages_say_nothing_about_how_far_it_is_to_be_believed(rewards):
+def test_batches_without_advantages_do_not_change_its_weight(rewards):
     value, task = learnt(), Task(100)
     before = value._most_weight, value._gains, value.theta
     for _ in range(8):
-        tokens = task.tokens(torch.full_like(task.rewards, rewards))
-        tokens.base = tokens.base * (1 + 6e-8)  # rounding
-        assert math.isnan(value.update(tokens)["explained"])
+        batch = task.batch(torch.full_like(task.rewards, rewards))
+        batch.base = batch.base * (1 + 6e-8)  # rounding
+        assert math.isnan(batch.teach(value)["explained"])
     assert (value._most_weight, value._gains) == before[:2]
     if math.isnan(rewards):  # no token has a reward: nothing else changes, either
         assert value.theta is before[2] and value._batches == learnt()._batches
 
 
-def test_the_limit_goes_by_the_sum_of_gains_per_unit_of_c():
+def test_its_limit_goes_by_gains_per_unit_of_c():
     def limits(*gains, c=0.25):
         value = Value()
         value.weight = c
@@ -422,56 +428,34 @@ def test_the_limit_goes_by_the_sum_of_gains_per_unit_of_c():
 def test_returns_far_from_0_are_no_rounding(level):
     value = Value()
     for seed in range(6):
-        explained = value.update(Task(seed).tokens(Task(seed).rewards + level))["explained"]
+        explained = Task(seed).batch(Task(seed).rewards + level).teach(value)["explained"]
     assert explained > 0.3 and value.weight > 0.9
 
 
 @pytest.mark.parametrize(("prompts", "slips"), [(2, 0.03), (4, 0.01), (16, 0.003)])
-def test_where_nearly_all_succeed_it_is_believed_all_the_same(prompts, slips):
+def test_it_is_believed_where_nearly_all_succeed(prompts, slips):
     """In many batches all returns are equal, which is no evidence against it."""
 
-    def tokens(seed, prompts=16):
+    def batch(seed, prompts=16):
         task, g = Task(seed, prompts=prompts), torch.Generator().manual_seed(seed)
         mistakes = (torch.rand(task.mask.shape, generator=g) < slips * (torch.arange(T) < 3)).float() * task.mask
         task.energy = (0.2 + 0.2 * mistakes) * (0.5 + torch.rand(task.mask.shape, generator=g))
         task.states[..., 0] = (torch.nn.functional.pad(mistakes.cumsum(1), (1, 0))[:, :-1] > 0).float()
-        return task.tokens((mistakes.sum(1) == 0).float())
+        return task.batch((mistakes.sum(1) == 0).float())
 
-    unseen = [tokens(10**6 + seed) for seed in range(20)]
-    of_value = of_base = 0.0
+    unseen, left = [batch(10**6 + seed) for seed in range(20)], 0.0
     for draw in range(4):
         value = Value()
-        for batch in range(60):
-            value.update(tokens(1000 * draw + batch, prompts))
-        of_value += sum(power(value(some), some).item() for some in unseen)
-        of_base += sum(power(some.base, some).item() for some in unseen)
-    assert of_value < 0.5 * of_base
-
-
-def test_what_it_has_learnt_is_handed_out_and_taken_as_a_copy():
-    value = learnt()
-    state = value.state_dict()
-    one, two = Value(), Value()
-    one.load_state_dict(state)
-    two.load_state_dict(state)
-    one.update(Task(100).tokens())
-    value.update(Task(101).tokens())
-    assert torch.equal(two.theta, learnt().theta)
-    two.update(Task(100).tokens())
-    assert torch.equal(two.theta, one.theta)
-
-
-def test_a_memory_of_another_model_is_named():
-    value, task = learnt(), Task(100)
-    task.states = torch.randn(*task.mask.shape, K + 1)
-    with pytest.raises(ValueError, match="'value' has learned from 15 numbers per token, and here are 17: its state"):
-        value(task.tokens())
+        for number in range(60):
+            batch(1000 * draw + number, prompts).teach(value)
+        left += of_batches(unseen, value) / 4
+    assert left < 0.5
 
 
 def test_without_what_it_reads_it_says_what_is_missing():
     x = Rollouts()
     assert x.advantages(baseline="value").shape == x.mask.shape  # a new one looks at returns alone
-    with pytest.raises(ValueError, match="reads `logps`, which is not available"):
+    with pytest.raises(ValueError, match="reads `logps`, which is not there"):
         x.advantages(baseline=learnt())
     with pytest.raises(TypeError, match="unexpected keyword argument 'state'"):
         x.advantages(baseline=learnt(), state=x.energy)

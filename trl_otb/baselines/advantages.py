@@ -64,10 +64,11 @@ def _checked(baseline: Any, rule: Baseline, x: Completions) -> Tensor:
     """The result of a user's function, broadcast to `(B, T)` or `(B, 1)`; only values at tokens must be finite."""
     if rule.built_in:
         return baseline
-    shape = (len(x), x.mask.size(1)) if rule.per_token else (len(x), 1)
+    length = max(x.mask.size(1), x.returns.size(1))  # of other processes there may be returns per token alone
+    shape = (len(x), length if rule.per_token else 1)
     try:
         baseline = torch.as_tensor(baseline, dtype=torch.float32, device=x.returns.device)
-        baseline = baseline if baseline.dim() == 2 and baseline.size(1) == 1 else baseline.expand(shape)
+        baseline = baseline if baseline.shape == (len(x), 1) else baseline.expand(shape)
     except (RuntimeError, TypeError, ValueError) as error:
         what = f"shape {tuple(baseline.shape)}" if isinstance(baseline, Tensor) else f"type {type(baseline).__name__}"
         raise ValueError(

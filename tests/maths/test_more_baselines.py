@@ -1,0 +1,119 @@
+"""The baselines of recipes/more_baselines.py: as the others are tested, and what is theirs alone."""
+
+import math
+import sys
+from importlib import import_module
+
+import pytest
+import torch
+
+from tests.helpers.oracles import Rollouts
+from tests.maths.test_derivation import Enumeration, gradient_in_batches, size_and_cosine
+from tests.maths.test_oracles import assert_double_loop, assert_reference
+from trl_otb.baselines import BASELINES, compute_advantages, credit, find_baseline
+
+
+NAMES = ["opo", "otb_shrunk", "ogb_pooled_damped"]
+
+
+@pytest.fixture(autouse=True)
+def registered(registry):
+    sys.modules.pop("recipes.more_baselines", None)
+    return import_module("recipes.more_baselines")
+
+
+def baselines_of(rewards, energy, mask, n, baseline):
+    return rewards.unsqueeze(1) - compute_advantages(rewards, energy, mask, n, baseline=baseline)
+
+
+def test_importing_registers_them_with_their_flags():
+    flags = [(False, "group", True, 0), (True, "group", True, 1), (False, "batch", False, 1)]
+    for name, of_name in zip(NAMES, flags, strict=True):
+        entry = find_baseline(f"recipes.more_baselines:{name}")
+        assert entry is BASELINES[name] and entry.summary.startswith("Per ") and not entry.unbiased
+        assert (entry.per_token, entry.scope, entry.scalable, len(entry.needs)) == of_name
+
+
+@pytest.mark.parametrize("baseline", NAMES)
+@pytest.mark.parametrize("dense", [False, True], ids=["terminal", "dense"])
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_advantages_are_those_of_the_double_loop(baseline, dense, n):
+    for alignment in ("generated", "position") if baseline == "otb_shrunk" else ("generated",):
+        for weighted in (False, True):
+            assert_double_loop(baseline, alignment, dense, weighted, n)
+
+
+@pytest.mark.parametrize("baseline", NAMES)
+def test_holes_and_padding_change_nothing(baseline):
+    x = Rollouts()
+    pad = torch.nn.functional.pad
+    padded = x.advantages(energy=pad(x.energy, (0, 5), value=math.nan), mask=pad(x.mask, (0, 5)), baseline=baseline)
+    assert torch.equal(padded, pad(x.advantages(baseline=baseline), (0, 5)))
+    for empty in ({"mask": 0 * x.mask}, {"energy": 0 * x.energy}, {"rewards": math.nan * x.rewards}):
+        assert x.advantages(**empty, baseline=baseline).isfinite().all()
+
+
+def test_opo_is_the_reference_implementations():
+    assert assert_reference({"opo"}) == 4
+
+
+def test_opo_of_equal_lengths_is_the_group_mean():
+    x = Rollouts()
+    full = torch.ones_like(x.mask)
+    torch.testing.assert_close(x.advantages(mask=full, baseline="opo"), x.advantages(mask=full, baseline="group_mean"))
+
+
+def test_shrunk_by_hand_and_ogb_where_tokens_are_alike():
+    """One completion of one token, one of two; W_T = 1 and 2; κ = 2."""
+    rewards, mask = torch.tensor([1.0, 0.0]), torch.tensor([[1, 0], [1, 1]])
+    shrunk = baselines_of(rewards, torch.tensor([[1.0, 0.0], [1.0, 1.0]]), mask, 2, "otb_shrunk")
+    # t = 1: (1 + 2·1)·1 / (3 + (2 + 2·1)) = 3/7; t = 2, where the first has ended: 1·1 / (1 + (2 + 2·1)) = 1/5
+    torch.testing.assert_close(shrunk[1], torch.tensor([3 / 7, 1 / 5]))
+    same = torch.full((2, 2), 0.5)  # equal lengths and energies: no time is unlike another
+    shrunk, ogb = (baselines_of(rewards, same, torch.ones(2, 2), 2, b) for b in ("otb_shrunk", "ogb"))
+    torch.testing.assert_close(shrunk, ogb)
+
+
+def test_shrunk_minimises_the_penalised_power():
+    """By gradient descent on what its docstring minimises."""
+    x = Rollouts()
+    rewards, energy, mask = x.rewards[:4], (x.energy * x.mask)[:4], torch.ones(4, 12)
+    total = energy.sum(1)
+    group = (total * rewards).sum() / total.sum()
+    b = torch.zeros(12, requires_grad=True)
+    optimizer = torch.optim.LBFGS([b], max_iter=200, tolerance_grad=1e-9)
+
+    def power():
+        optimizer.zero_grad()
+        value = (energy * (rewards.unsqueeze(1) - b).square()).sum() + (total.sum() / 2 * (b - group).square()).sum()
+        value.backward()
+        return value
+
+    optimizer.step(power)
+    shrunk = baselines_of(rewards, energy, mask, 4, "otb_shrunk")
+    torch.testing.assert_close(shrunk[0], b.detach(), atol=1e-4, rtol=1e-4)
+
+
+def test_damping_squares_the_others_share_of_energy():
+    x = Rollouts(groups=5, tools=False).completions()
+    damped, plain = (credit(find_baseline(name), x).advantages for name in ("ogb_pooled_damped", "ogb_pooled"))
+    total = x.grouped(x.total_energy)
+    factor = ((1 - total / total.sum(1, keepdim=True)) * 4 / 3).square().view(-1, 1)
+    torch.testing.assert_close(damped, factor * plain, atol=1e-6, rtol=1e-5)
+
+
+BIAS = {"opo": ((0.497, 0.999), (0.330, 1.000)), "otb_shrunk": ((0.591, 0.997), (0.408, 0.998))}
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("baseline", BIAS)
+def test_how_large_the_bias_is(baseline, n):
+    assert size_and_cosine(Enumeration(), n, baseline) == pytest.approx(BIAS[baseline][n - 2], abs=1e-3)
+
+
+@pytest.mark.parametrize(("n", "cosine"), [(2, 0.992), (3, 0.996)])
+def test_damping_turns_the_gradient_a_little(n, cosine):
+    policy = Enumeration()
+    found = gradient_in_batches(policy, n, "ogb_pooled_damped")
+    found = torch.nn.functional.cosine_similarity(found, policy.gradient, dim=0).item()
+    assert found == pytest.approx(cosine, abs=1e-3)
