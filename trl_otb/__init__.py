@@ -12,10 +12,10 @@ Also: `register_baseline` for your own baselines, `GradientNoiseCallback` to log
 `TokenRewards` for rewards per token, and the pure torch functions in `trl_otb.energy` and `trl_otb.baselines`.
 """
 
-from importlib import import_module
+import tomllib
+from importlib import import_module, metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from .project import version
 
 
 if TYPE_CHECKING:
@@ -30,7 +30,14 @@ if TYPE_CHECKING:
     from .trainer import OTBGRPOTrainer as OTBGRPOTrainer
 
 
-__version__ = version()
+def _version() -> str:
+    """From the installed package or, if it is not installed, from pyproject.toml."""
+    pyproject = Path(__file__).parents[1] / "pyproject.toml"
+    project = tomllib.loads(pyproject.read_text()).get("project", {}) if pyproject.is_file() else {}
+    return project["version"] if project.get("name") == "trl-otb" else metadata.version("trl-otb")
+
+
+__version__ = _version()
 # Imported on first use, so that `trl_otb.energy` and `trl_otb.baselines` need torch only.
 _MODULES = {
     "BaselineReport": "comparison",

@@ -39,35 +39,27 @@ class OTBGRPOConfig(GRPOConfig):
     `scale_rewards` is `"none"`, as in the paper of the Optimal Token Baseline (https://arxiv.org/abs/2602.07078).
 
     Parameters:
-        baseline (`str`, *optional*, defaults to `"otb"`):
-            The baseline to subtract from returns: a name in `trl_otb.baselines.BASELINES`, whose docstrings say when
-            to use each; a name that you registered with [`trl_otb.register_baseline`] before making the config; or
-            `"module:function"`.
-        keep_groups_together (`bool`, *optional*, defaults to `False`):
-            Whether each micro-batch holds whole groups, so that [`GradientNoiseCallback`] can compare micro-batches.
-            `per_device_train_batch_size` must be a multiple of `num_generations`.
+        baseline (`str`, *optional*, defaults to `"otb"`): The baseline to subtract from returns: a name in
+            `trl_otb.baselines.BASELINES`, whose docstrings say when to use each; a name that you registered with
+            [`trl_otb.register_baseline`] before making the config; or `"module:function"`.
+        keep_groups_together (`bool`, *optional*, defaults to `False`): Whether each micro-batch holds whole groups, so
+            that [`GradientNoiseCallback`] can compare micro-batches. `per_device_train_batch_size` must be a multiple
+            of `num_generations`.
 
-    > [!NOTE]
-    > These parameters have default values different from [`~trl.GRPOConfig`]:
-    > - `scale_rewards`: Defaults to `"none"` instead of `"group"`. Where it is not set, a warning says so, once per
-    >   process.
+    Where `scale_rewards` is not set, a warning says that it is `"none"`, once per process.
     """
 
     scale_rewards: str | None = field(
         default=None,  # becomes "none", and is known not to have been asked for
         metadata={
-            "help": "Specifies the scaling strategy for rewards. Supported values are: `False` or `'none'` (default): "
-            "no scaling is applied. `True` or `'group'`: advantages are divided by the standard deviation of the "
-            "rewards within each group. `'batch'`: by the standard deviation of the rewards across the entire batch."
+            "help": "What advantages are divided by: `'none'` (default), or the standard deviation of rewards within "
+            "each group (`'group'`) or across the batch (`'batch'`)."
         },
     )
     baseline: str = field(default="otb", metadata={"help": _baseline_help()})
     keep_groups_together: bool = field(
         default=False,
-        metadata={
-            "help": "Whether each micro-batch holds whole groups, so that the noise of the gradient can be measured. "
-            "`per_device_train_batch_size` must be a multiple of `num_generations`."
-        },
+        metadata={"help": "Whether each micro-batch holds whole groups, so that the gradient's noise can be measured."},
     )
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "OTBGRPOConfig":

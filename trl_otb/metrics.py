@@ -11,7 +11,6 @@ STATISTICS = (
     "advantage",  # Σ_t A_t
     "abs_advantage",  # Σ_t |A_t|
     "baseline",  # Σ_t B_t
-    "baseline_std",  # standard deviation of B_t over the completion's tokens
     "power",  # Σ_t w_t A_t²
     "power_reference",  # the same under the reference's advantages
 )
@@ -20,20 +19,17 @@ STATISTICS = (
 def completion_statistics(x: Completions, found: Credit, reference: Credit, scale: torch.Tensor) -> torch.Tensor:
     """
     Args:
-        x ([`Completions`]):
-            Completions; without energies, what depends on them is NaN.
-        found, reference ([`Credit`]):
-            Their credit under the chosen baseline, and under the one that it is compared with.
-        scale (`torch.Tensor` of shape `(B, 1)`):
-            The divisor of both advantages.
+        x ([`Completions`]): Completions; without energies, what depends on them is NaN.
+        found, reference ([`Credit`]): Their credit under the chosen baseline, and under the one that it is compared
+            with.
+        scale (`(B, 1)`): The divisor of both advantages.
 
     Returns:
-        `torch.Tensor` of shape `(B, len(STATISTICS))`, float32.
+        `(B, len(STATISTICS))`, float32.
     """
     mask, energy, tokens = x.mask, x.weights, x.mask.sum(dim=1)
     advantages, others = found.advantages / scale, reference.advantages / scale
     baseline = (found.baselines * mask).sum(dim=1)
-    deviation = (found.baselines - (baseline / tokens.clamp(min=1)).unsqueeze(1)).square()
     unknown = torch.full_like(tokens, torch.nan)
     columns = {
         "tokens": tokens,
@@ -41,7 +37,6 @@ def completion_statistics(x: Completions, found: Credit, reference: Credit, scal
         "advantage": (advantages * mask).sum(dim=1),
         "abs_advantage": (advantages.abs() * mask).sum(dim=1),
         "baseline": baseline,
-        "baseline_std": ((deviation * mask).sum(dim=1) / tokens.clamp(min=1)).sqrt(),
         "power": unknown if energy is None else (energy * advantages.square()).sum(dim=1),
         "power_reference": unknown if energy is None else (energy * others.square()).sum(dim=1),
     }
@@ -57,10 +52,9 @@ def completion_advantages(statistics: torch.Tensor) -> torch.Tensor:
 def summarize(statistics: torch.Tensor, num_generations: int) -> dict[str, float]:
     """
     Args:
-        statistics (`torch.Tensor` of shape `(B, len(STATISTICS))`):
-            Rows of [`completion_statistics`] for whole groups, the N rows of a group adjacent.
-        num_generations (`int`):
-            N.
+        statistics (`(B, len(STATISTICS))`): Rows of [`completion_statistics`] for whole groups, the N rows of a group
+            adjacent.
+        num_generations (`int`): N.
 
     Returns:
         `dict[str, float]`: the metrics in recipes/reference.md, without their `otb/` prefix. Completions without
@@ -68,24 +62,15 @@ def summarize(statistics: torch.Tensor, num_generations: int) -> dict[str, float
     """
     columns = dict(zip(STATISTICS, statistics.unbind(dim=1), strict=True))
     tokens = columns["tokens"]
-    present = tokens > 0
-    completions = present.sum()
+    completions = (tokens > 0).sum()
 
     # Tokens that only the longest completion of their group has
     longest = tokens.view(-1, num_generations).sort(dim=1, descending=True).values
     second = longest[:, 1] if num_generations > 1 else torch.zeros_like(longest[:, 0])
     lone_tail = (longest[:, 0] - second).sum()
 
-    # Standard deviation of W_T within a group, over completions with tokens; groups with fewer than 2 are skipped
-    members = present.view(-1, num_generations)
-    size = members.sum(dim=1)
-    energy = columns["energy"].view(-1, num_generations)
-    mean = energy.sum(dim=1) / size.clamp(min=1)
-    squares = ((energy - mean.unsqueeze(1)).square() * members).sum(dim=1)
-    several = size > 1
-    group_std = ((squares / (size - 1).clamp(min=1)).sqrt() * several).sum() / several.sum()
-
     # The number of completions of equal energy that would determine the baseline equally well
+    energy = columns["energy"].view(-1, num_generations)
     square_of_sum, sum_of_squares = energy.sum(dim=1).square(), energy.square().sum(dim=1)
     energetic = sum_of_squares > 0
     effective = (square_of_sum / sum_of_squares.where(energetic, 1.0) * energetic).sum() / energetic.sum()
@@ -96,10 +81,8 @@ def summarize(statistics: torch.Tensor, num_generations: int) -> dict[str, float
     metrics = {
         "energy/token_mean": columns["energy"].sum() / tokens.sum(),
         "energy/completion_mean": columns["energy"].sum() / completions,
-        "energy/group_std": group_std,
         "energy/effective_completions": effective,
         "baseline/mean": columns["baseline"].sum() / tokens.sum(),
-        "baseline/position_std": columns["baseline_std"].sum() / completions,
         "advantage/abs_mean": columns["abs_advantage"].sum() / tokens.sum(),
         "lone_tail_ratio": lone_tail / tokens.sum(),
         "grad_power": power / completions,

@@ -4,26 +4,25 @@ import inspect
 import math
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
 from trl import GRPOConfig, GRPOTrainer
 
+import trl_otb
+
 from .baselines import Baseline, Completions, credit, find_baseline
 from .config import OTBGRPOConfig, check_options
 from .metrics import completion_advantages, completion_statistics, summarize
 from .noise import GradientNoiseCallback
-from .project import PAPER, model_card_section
 from .rollout import Rollout, Rollouts, prompt_keys
-from .seam.contract import check_trl, incompatible_trl, trl_utils
+from .seam.contract import check_config, check_loss, check_trl, incompatible_trl, overriders, trl_utils
+from .seam.extensions import CollectiveToolLoop, TokenLoss
 from .seam.forwards import PolicyRecorder, scores_anyway, values_of_batch
-from .seam.loss import TokenLoss
-from .seam.overrides import check_config, check_loss, overriders
 from .seam.rollouts import groups_kept_together, recorded_rewards, rollout_of
 from .seam.sampled import SampledTurns
-from .seam.tool_loop import CollectiveToolLoop
 
 
 logger = get_logger(__name__)
@@ -41,18 +40,11 @@ class OTBGRPOTrainer(CollectiveToolLoop, TokenLoss):
 
         A_{t,i} = G_{t,i} − B_t,   B_t = Σ_i W_{t,i} G_{t,i} / Σ_i W_{t,i}.
 
-    This is `baseline="otb"`, the default. `trl_otb.baselines` has others, such as `"value"`, which predicts the return
-    from what a completion has written so far.
-
-    Advantages are formed when completions have been sampled and rewarded; `inputs["advantages"]` holds them from then
-    on, `(B,)` under a baseline per completion, `(B, T)` under one per token. Energies need no logits of their own.
-    `energy_source` names where they come from: the no-gradient forward that TRL runs anyway (reused batches, vLLM's
-    importance-sampling correction); else the forwards of `generate`; else, or if tokens cannot be found again in these,
-    one more no-gradient forward.
-
-    `rollouts["train"]` and `rollouts["eval"]` are the latest generation batches: see [`~trl_otb.rollout.Rollout`].
-
-    Example:
+    This is `baseline="otb"`, the default; `trl_otb.baselines` has others. Advantages are formed when completions have
+    been sampled and rewarded; `inputs["advantages"]` holds them from then on, `(B,)` under a baseline per completion,
+    `(B, T)` under one per token. `energy_source` names where energies come from: the no-gradient forward that TRL runs
+    anyway (reused batches, vLLM's importance-sampling correction); else the forwards of `generate`; else, or if tokens
+    cannot be found again in these, one more no-gradient forward.
 
     ```python
     >>> from datasets import load_dataset
@@ -66,27 +58,29 @@ class OTBGRPOTrainer(CollectiveToolLoop, TokenLoss):
     ...     train_dataset=load_dataset("trl-lib/DeepMath-103K", split="train"),
     ... )
     >>> trainer.train()
+    >>> trainer.rollouts["train"].show()  # the latest batch, token by token; also rollouts["eval"]
     ```
 
     Args:
-        model, reward_funcs, train_dataset, ...:
-            As for [`~trl.GRPOTrainer`].
-        args ([`OTBGRPOConfig`] or [`~trl.GRPOConfig`], *optional*):
-            Configuration. A plain [`~trl.GRPOConfig`] gets the default baseline.
+        model, reward_funcs, train_dataset, ...: As for [`~trl.GRPOTrainer`].
+        args ([`OTBGRPOConfig`] or [`~trl.GRPOConfig`], *optional*): A plain [`~trl.GRPOConfig`] has the default
+            baseline.
 
     To combine it with your own subclass of [`~trl.GRPOTrainer`]: `class Mine(OTBGRPOTrainer, Theirs)`. A loss of your
     own sets `takes_token_advantages = True` in its class if it supports advantages of shape `(B, T)`.
 
-    Raises:
-        ImportError: A part of TRL that this trainer relies on has moved.
-        TypeError: `args` is not a [`~trl.GRPOConfig`]; or a subclass hides the baselines from the loss, or its loss is
-            not known to support advantages per token.
-        ValueError: An option conflicts with the baseline, or [`~trl.GRPOTrainer`] rejects it.
+    Raises an `ImportError` if a part of TRL has moved, a `TypeError` if a subclass's loss is not known to take
+    advantages per token, and a `ValueError` if an option conflicts with the baseline.
     """
 
     _tag_names = ["trl", "grpo", "otb"]  # noqa: RUF012
     _name = "OTB"
-    _paper = PAPER
+    _paper = {  # noqa: RUF012
+        "title": "The Optimal Token Baseline: Variance Reduction for Long-Horizon LLM-RL",
+        "id": "2602.07078",
+        "citation": "@article{li2026optimal,\n    title = {{The Optimal Token Baseline: Variance Reduction for "
+        "Long-Horizon LLM-RL}},\n    author = {Li and others},\n    year = 2026,\n    eprint = {arXiv:2602.07078},\n}",
+    }
 
     def __init__(
         self, model: Any, reward_funcs: Any = None, args: GRPOConfig | None = None, *other_args: Any, **kwargs: Any
@@ -97,9 +91,7 @@ class OTBGRPOTrainer(CollectiveToolLoop, TokenLoss):
             name = model if isinstance(model, str) else trl_utils.get_config_model_id(model.config)
             args = OTBGRPOConfig(f"{name.rstrip('/').split('/')[-1]}-OTB")
         if not isinstance(args, GRPOConfig):
-            raise TypeError(
-                f"`args` is a {type(args).__name__}: OTBGRPOTrainer takes an OTBGRPOConfig (or a GRPOConfig)."
-            )
+            raise TypeError(f"`args` is a {type(args).__name__}: OTBGRPOTrainer takes an OTBGRPOConfig.")
         self._baseline: Baseline = check_options(args).instance()
         self.rollouts: dict[str, Rollout] = Rollouts()  # the latest one of each mode, "train" and "eval"
         self.energy_source: str | None = None  # of the latest rollout in training
@@ -141,21 +133,15 @@ class OTBGRPOTrainer(CollectiveToolLoop, TokenLoss):
                 f"`args.baseline` was set to {now.name!r} after the trainer was made with {self._baseline.name!r}, "
                 "which it keeps. Make a new trainer."
             )
-        dataset = self.train_dataset
-        if hasattr(dataset, "__len__") and len(dataset) < self.prompts_per_batch:
-            raise self._too_few_prompts(f"{len(dataset)} prompts")
         before = self.rollouts.get("train")
-        with GradientNoiseCallback.connected(self):
+        with GradientNoiseCallback.set_in(self, trainer=self):
             result = super().train(*args, **kwargs)
         # Where data ran out transformers stops training, too, but before the first rollout
         stopped = self.control.should_training_stop and self.rollouts.get("train") is not before
-        if self.state.global_step == 0 < self.state.max_steps and not stopped:
-            raise self._too_few_prompts("fewer prompts than a step needs")
-        return result
-
-    def _too_few_prompts(self, what: str) -> ValueError:
-        return ValueError(
-            f"`train_dataset` has {what} and a generation batch takes {self.prompts_per_batch} "
+        if self.state.global_step > 0 or self.state.max_steps == 0 or stopped:
+            return result
+        raise ValueError(
+            f"`train_dataset` has too few prompts: a generation batch takes {self.prompts_per_batch} "
             f"({self.args.generation_batch_size} completions, {self.num_generations} per prompt): not a single "
             "step could be trained. Add prompts, or lower `per_device_train_batch_size`, "
             "`gradient_accumulation_steps` or `steps_per_generation`."
@@ -165,31 +151,31 @@ class OTBGRPOTrainer(CollectiveToolLoop, TokenLoss):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None or not self._baseline.learns:
             return
-        state, name = _read_state(Path(checkpoint) / STATE_FILE), self._baseline.name
-        if state is None or state.get("baseline") != name:
-            found = "nothing" if state is None else f"the state of {state.get('baseline')!r}"
-            logger.warning(
-                f"The checkpoint holds {found} for `baseline={name!r}`, which learns from earlier batches: it now "
-                "starts with empty state."
-            )
-            self._baseline = find_baseline(type(self._baseline.rule)).instance()
-        else:
+        path, name = Path(checkpoint) / STATE_FILE, self._baseline.name
+        try:
+            state = dict(torch.load(path, weights_only=True, map_location="cpu")) if path.exists() else {}
+        except Exception as error:  # of pickle, of all kinds
+            raise ValueError(
+                f"{path} is damaged, or no file of OTBGRPOTrainer ({type(error).__name__}). Remove it, and the "
+                "baseline starts with empty state."
+            ) from None
+        if state.get("baseline") == name:
             self._baseline.rule.load_state_dict(state["state"])
             self.recorder.projection = state["projection"]
+            return
+        found = f"the state of {state['baseline']!r}" if "baseline" in state else "nothing"
+        logger.warning(
+            f"The checkpoint holds {found} for `baseline={name!r}`, which learns from earlier batches: it now starts "
+            "with empty state."
+        )
+        self._baseline = find_baseline(type(self._baseline.rule)).instance()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
         if self._baseline.learns and self.args.should_save:
-            torch.save(self.state_to_save(), Path(output_dir) / STATE_FILE)
-
-    def state_to_save(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the baseline."""
-        projection = self.recorder.projection
-        return {
-            "baseline": self._baseline.name,
-            "state": self._baseline.state(),
-            "projection": None if projection is None else projection.cpu(),
-        }
+            state: dict[str, Any] = {"baseline": self._baseline.name, "state": self._baseline.state()}
+            state["projection"] = None if self.recorder.projection is None else self.recorder.projection.cpu()
+            torch.save(state, Path(output_dir) / STATE_FILE)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         super().create_model_card(*args, **kwargs)
@@ -197,7 +183,11 @@ class OTBGRPOTrainer(CollectiveToolLoop, TokenLoss):
         if self.is_world_process_zero() and card.is_file():
             name = trl_utils.get_config_model_id(self.model.config) or type(self.model).__name__
             with card.open("a", encoding="utf-8") as file:
-                file.write(model_card_section(name, self._baseline.name, self.num_generations, self.scale_rewards))
+                file.write(
+                    f"\n## Baseline\n\nTrained from `{name}` with trl_otb {trl_otb.__version__}: "
+                    f"`baseline={self._baseline.name!r}`, `num_generations={self.num_generations}`, "
+                    f"`scale_rewards={self.scale_rewards!r}`.\n"
+                )
 
     # A generation batch: sampled, rewarded, credited
 
@@ -207,16 +197,14 @@ class OTBGRPOTrainer(CollectiveToolLoop, TokenLoss):
         rollout.number = self.rollouts[mode].number + 1 if mode in self.rollouts else 0
         rule, own, several = self._baseline, rollout.own_rows, self.accelerator.num_processes > 1
         gather = self.accelerator.gather if several and not rollout.holds_groups else None
-        found = credit(
-            rule, completions, self.accelerator.gather if several and rule.scope == "batch" else gather, own
-        )
+        found = credit(rule, completions, self.accelerator.gather if several and rule.scope == "batch" else gather, own)
         of_mean = credit(find_baseline("group_mean"), completions, gather, own)
         of_others = credit(find_baseline("rloo"), completions, gather, own) if rule.unbiased else of_mean
-        rollout.keep(rule, found, of_mean)
+        advantages = rollout.keep(rule, found, of_mean)
         if rule.name == "group_mean":  # GRPOTrainer's own advantages, to the bit
             rollout.advantages = batch["advantages"].unsqueeze(1)
         else:
-            batch["advantages"] = rollout.advantages if rule.per_token else rollout.advantages.squeeze(1)
+            batch["advantages"] = advantages if rule.per_token else advantages.squeeze(1)
         statistics = self.accelerator.gather(completion_statistics(completions, found, of_others, rollout.scale))
         metrics = summarize(statistics, rollout.num_generations)
         if rule.learns and mode == "train":
@@ -243,7 +231,7 @@ class OTBGRPOTrainer(CollectiveToolLoop, TokenLoss):
                 batch = super()._generate_and_score_completions(inputs)
         rollout = rollout_of(self, batch, recorders, n)
         values = values_of_batch(self, batch, rollout.mask, recording)
-        return rollout, rollout.completions(values, batch.get("importance_sampling_ratio"), self.needs, keys), batch
+        return rollout, rollout.completions(values, batch.get("importance_sampling_ratio"), keys), batch
 
     @property
     def needs_forward(self) -> bool:
@@ -276,31 +264,15 @@ class OTBGRPOTrainer(CollectiveToolLoop, TokenLoss):
         loss = super().training_step(*args, **kwargs)
         if "train" not in self.rollouts:
             what = "OTBGRPOTrainer's own `_generate_and_score_completions` is passed by, and with it the baseline"
-            self.fail(what, "_generate_and_score_completions", "_prepare_inputs", "training_step")
+            raise self.failure(what, "_generate_and_score_completions", "_prepare_inputs", "training_step")
         return loss
 
-    def fail(self, what: str, *methods: str) -> NoReturn:
-        """
-        Raises:
-            TypeError: A user's class overrides one of `methods`, which probably causes `what`.
-            ImportError: None does, so TRL has changed.
-        """
+    def failure(self, what: str, *methods: str) -> Exception:
+        """A `TypeError` if a user's class overrides one of `methods`; an `ImportError` if TRL has changed."""
         theirs = overriders(self, *methods)
         if not theirs:
-            raise incompatible_trl(what)
-        raise TypeError(
+            return incompatible_trl(what)
+        return TypeError(
             f"{what[:1].upper()}{what[1:]}. In `{type(self).__name__}`, look at {', '.join(theirs)}; "
             "recipes/reference.md says what OTBGRPOTrainer asks of such a class."
         )
-
-
-def _read_state(path: Path) -> dict[str, Any] | None:
-    if not path.exists():
-        return None
-    try:
-        return dict(torch.load(path, weights_only=True, map_location="cpu"))
-    except Exception as error:  # of pickle, of all kinds
-        raise ValueError(
-            f"{path} is damaged, or no file of OTBGRPOTrainer ({type(error).__name__}). Remove it, and the baseline "
-            "starts with empty state."
-        ) from None

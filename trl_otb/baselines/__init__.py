@@ -10,7 +10,7 @@ from .value import Value
 
 
 from .advantages import Credit, compute_advantages, credit  # isort: skip
-from .completions import Completions, completion_returns, put_back, reward_to_go, squeeze, turns_of  # isort: skip
+from .completions import Completions, completion_returns, joined, put_back, reward_to_go, squeeze  # isort: skip
 from .registry import BASELINES, Baseline, find_baseline, register_baseline  # isort: skip
 
 
@@ -25,6 +25,7 @@ __all__ = [
     "credit",
     "find_baseline",
     "group_mean",
+    "joined",
     "none",
     "ogb",
     "ogb_loo",
@@ -39,5 +40,4 @@ __all__ = [
     "rloo",
     "rloo_pooled",
     "squeeze",
-    "turns_of",
 ]

@@ -19,12 +19,9 @@ class Credit(NamedTuple):
     What [`credit`] returns; T is 1 under a baseline per completion.
 
     Args:
-        advantages (`torch.Tensor` of shape `(B, T)`):
-            A = G − B; 0 for completions without a reward and, if T is not 1, where there is no token.
-        baselines (`torch.Tensor` of shape `(B, T)`):
-            B.
-        base (`torch.Tensor` of shape `(B, T)` or `(B, 1)`):
-            What calling the baseline returned, before its `adjust`.
+        advantages, baselines (`(B, T)`): A = G − B, which is 0 for completions without a reward and where there is no
+            token; and B.
+        base (`(B, T)` or `(B, 1)`): What calling the baseline returned, before its `adjust`.
     """
 
     advantages: Tensor
@@ -35,32 +32,21 @@ class Credit(NamedTuple):
 def credit(
     rule: Baseline,
     own: Completions,
-    gather: Callable[[Tensor], Tensor] | None = None,
+    everyone: Callable[[Completions, bool], Completions] | None = None,
     rows: slice = slice(None),
 ) -> Credit:
     """
-    The advantages of this process's completions.
-
-    Args:
-        rule ([`Baseline`]):
-            The baseline.
-        own ([`Completions`]):
-            This process's completions, with all that `rule.needs`.
-        gather (`Callable`, *optional*):
-            Concatenates the tensors of all processes; needed if the rows that the rule must see together span them.
-        rows (`slice`, *optional*):
-            The place of this process's rows among those of all processes.
-
-    Raises:
-        ValueError: A user's baseline returned values that are not finite or of the wrong shape.
+    The advantages of `own`, this process's completions, with all that `rule.needs`. If rows that the rule must see
+    together are elsewhere, such as on other processes, `everyone` adds them to `own` (its second argument says whether
+    the rule compares tokens), and `rows` is the place of `own` among all. A `ValueError` is raised if a user's
+    baseline returned values that are not finite or of the wrong shape.
     """
     if not rule.per_token:
         own = own.totals()
-    if rule.scope == "group" and gather is None and rule.per_token:
+    if rule.scope == "group" and everyone is None and rule.per_token:
         parts = [_credit(rule, block, block) for block in own.blocks(BLOCK)]
         return parts[0] if len(parts) == 1 else Credit(*map(torch.cat, zip(*parts, strict=True)))
-    everyone = own if gather is None else own.gathered(gather, tokens=not rule.adjusts)
-    return _credit(rule, own, everyone, rows)
+    return _credit(rule, own, own if everyone is None else everyone(own, not rule.adjusts), rows)
 
 
 def _credit(rule: Baseline, own: Completions, everyone: Completions, rows: slice = slice(None)) -> Credit:
@@ -119,30 +105,23 @@ def compute_advantages(
         B_t = Σ_i W_{t,i} G_{t,i} / Σ_i W_{t,i}   over the completions i of the group with a t-th generated token.
 
     Args:
-        rewards (`torch.Tensor` of shape `(B,)` or `(B, T)`):
-            One return per completion, or one reward per token. From the latter a baseline per token takes the
-            reward-to-go G_t ([`~trl_otb.baselines.reward_to_go`]), a baseline per completion the sum, as GRPO does.
-            NaN marks a completion without a reward: its group's baseline excludes it, and its advantage is 0.
-        energy (`torch.Tensor` of shape `(B, T)`):
-            w_t, see [`~trl_otb.energy.token_energy`]. Values where `mask` is 0 are ignored and may be NaN.
-        mask (`torch.Tensor` of shape `(B, T)`):
-            1 on tokens that the policy generated.
-        num_generations (`int`):
-            N. The N rows of a group are adjacent. With N = 1 a baseline that compares a group's completions is 0.
-        baseline (`str` or `Callable`, *optional*, defaults to `"otb"`):
-            A name in `BASELINES`, `"module:function"`, or a function of [`Completions`]. For a baseline that learns, a
-            name gives a new instance; pass an instance to use what it has learned.
-        importance_weights (`torch.Tensor` of shape `(B, T)` or `(B, 1)`, *optional*):
-            Rollout importance ratios ρ, which scale every w_j by ρ_j². They do not weight the returns.
-        alignment (`str`, *optional*, defaults to `"generated"`):
-            Whether t counts generated tokens, or positions of the completion (`"position"`, the reference's
-            single-turn form). The two differ if tool output comes between generated tokens.
-        more:
-            What else the baseline needs, by name, such as `logps`: see [`Completions`], before tool output is squeezed
-            out.
+        rewards (`(B,)` or `(B, T)`): One return per completion, or one reward per token, of which a baseline per token
+            takes the reward-to-go, a baseline per completion the sum, as GRPO does. NaN marks a completion without a
+            reward: its group's baseline excludes it, and its advantage is 0.
+        energy (`(B, T)`): w_t, see [`~trl_otb.energy.token_energy`]; may be NaN where `mask` is 0.
+        mask (`(B, T)`): 1 on tokens that the policy generated.
+        num_generations (`int`): N. The N rows of a group are adjacent.
+        baseline (`str` or `Callable`, *optional*, defaults to `"otb"`): A name in `BASELINES`, `"module:function"`, or
+            a function of [`Completions`]. For a baseline that learns, a name gives a new instance; pass an instance to
+            use what it has learned.
+        importance_weights (`(B, T)` or `(B, 1)`, *optional*): Rollout importance ratios ρ, which scale every w_j by
+            ρ_j². They do not weight the returns.
+        alignment (`str`, *optional*, defaults to `"generated"`): Whether t counts generated tokens, or positions of
+            the completion (`"position"`, the reference's single-turn form), which differs around tool output.
+        more: What else the baseline needs, by name, such as `logps`: see [`Completions`].
 
     Returns:
-        `torch.Tensor` of shape `(B, T)`, always float32; 0 where `mask` is 0.
+        `(B, T)`, always float32; 0 where `mask` is 0.
 
     Raises:
         ValueError: An option is unknown, the shapes disagree, an energy is not finite, or a user's baseline returned
@@ -158,32 +137,24 @@ def compute_advantages(
     if "energy" in rule.needs:
         weights = None if importance_weights is None else importance_weighted(energy, importance_weights)
         check_energies(energy if weights is None else weights, mask)
-    x = squeeze(
-        rewards, mask, num_generations, alignment=alignment, weights=weights, **more,
-        energy=energy if "energy" in rule.needs else None,
-    )  # fmt: skip
+    options: dict[str, Any] = {"alignment": alignment, "weights": weights, **more}
+    x = squeeze(rewards, mask, num_generations, energy=energy if "energy" in rule.needs else None, **options)
     advantages = credit(rule, x).advantages
     return put_back(advantages, mask) if alignment == "generated" else advantages.expand(mask.shape) * mask
 
 
-def _check_shapes(
-    rewards: Tensor, energy: Tensor, mask: Tensor, num_generations: int, importance_weights: Tensor | None
-) -> None:
-    if mask.dim() != 2 or energy.shape != mask.shape:
-        raise ValueError(
-            f"`energy` has shape {tuple(energy.shape)} and `mask` {tuple(mask.shape)}: both must be (B, T)."
-        )
-    if rewards.shape not in (mask.shape, mask.shape[:1]):
-        raise ValueError(
-            f"`rewards` has shape {tuple(rewards.shape)}: it must be (B,) = ({len(mask)},), one return per "
-            f"completion, or (B, T) = {tuple(mask.shape)}, one reward per token."
-        )
-    if num_generations < 1 or len(mask) % num_generations != 0:
-        raise ValueError(
-            f"`num_generations` is {num_generations} and there are {len(mask)} rows: the batch must hold whole groups."
-        )
-    if importance_weights is not None and importance_weights.shape not in (mask.shape, (len(mask), 1)):
-        raise ValueError(
-            f"`importance_weights` has shape {tuple(importance_weights.shape)}: it must be (B, T) = "
-            f"{tuple(mask.shape)} for ratios per token, or (B, 1) for ratios per completion."
-        )
+def _check_shapes(rewards: Tensor, energy: Tensor, mask: Tensor, n: int, ratios: Tensor | None) -> None:
+    shape, one = tuple(mask.shape), (len(mask), 1)
+    found: dict[str, tuple[Tensor, tuple[Any, ...]]] = {
+        "energy": (energy, (shape,)),
+        "rewards": (rewards, (one[:1], shape)),
+    }
+    found |= {} if ratios is None else {"importance_weights": (ratios, (shape, one))}
+    for name, (values, expected) in found.items():
+        if tuple(values.shape) not in expected or mask.dim() != 2:
+            raise ValueError(
+                f"`{name}` has shape {tuple(values.shape)} and `mask` {shape}: they must be "
+                f"{' or '.join(map(str, expected))} and (B, T)."
+            )
+    if n < 1 or len(mask) % n != 0:
+        raise ValueError(f"`num_generations` is {n} and there are {len(mask)} rows: the batch must hold whole groups.")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,7 +10,8 @@ from torch import Tensor
 
 LEAST_WEIGHT = 1e-30  # added to all weights: lost in rounding unless all of them are 0
 # What a baseline may need in addition to returns, mask and lengths
-NEEDS = ("energy", "logps", "states", "completion_ids", "turn", "prompt_key")
+NEEDS = ("energy", "logps", "states", "prompt_key")
+OF_TOKENS = ("mask", "energy", "weights", "logps", "states")
 ALIGNMENTS = ("generated", "position")
 
 
@@ -22,30 +24,20 @@ class Completions:
     the reward-to-go of its last token.
 
     Args:
-        returns (`torch.Tensor` of shape `(B, T)` or `(B, 1)`):
-            G_t, the reward-to-go, or one return per completion; 0 without a reward.
-        mask (`torch.Tensor` of shape `(B, T)`):
-            1.0 where a completion with a reward has a t-th generated token, else 0.0.
-        scored (`torch.Tensor` of shape `(B, 1)`):
-            1.0, or 0.0 if no reward function scored the completion.
-        lengths (`torch.Tensor` of shape `(B, 1)`):
-            Number of generated tokens; 0 without a reward.
-        num_generations (`int`):
-            N.
-        prompt (`torch.Tensor` of shape `(B,)`):
-            The index of each row's prompt among the prompts of all processes.
-        energy (`torch.Tensor` of shape `(B, T)`, *optional*):
-            w_t, 0 where `mask` is 0.
-        weights (`torch.Tensor` of shape `(B, T)`, *optional*):
-            ρ_t² w_t, the squared score of a token in the loss: `energy`, unless there are importance ratios ρ. A ratio
-            may depend on later tokens: compare completions with `weights`, predict from `energy`.
-        logps, completion_ids, turn (`torch.Tensor` of shape `(B, T)`, *optional*):
-            log π(y_t), the token, and the policy's turn that it is part of, from 0; 0 where `mask` is 0.
-        states (`torch.Tensor` of shape `(B, T, k)`, *optional*):
-            The policy's hidden state at the position that predicts the token, from a layer at two thirds of the depth,
-            randomly projected to k numbers.
-        prompt_key (`torch.Tensor` of shape `(B, 1)`, *optional*):
-            int64, the same for the same prompt in every step and run.
+        returns (`(B, T)` or `(B, 1)`): G_t, the reward-to-go, or one return per completion; 0 without a reward.
+        mask (`(B, T)`): 1.0 where a completion with a reward has a t-th generated token, else 0.0.
+        scored (`(B, 1)`): 1.0, or 0.0 if no reward function scored the completion.
+        lengths (`(B, 1)`): Number of generated tokens; 0 without a reward.
+        num_generations (`int`): N.
+        prompt (`(B,)`): The index of each row's prompt among the prompts of all processes.
+        energy (`(B, T)`, *optional*): w_t, 0 where `mask` is 0.
+        weights (`(B, T)`, *optional*): ρ_t² w_t, the squared score of a token in the loss: `energy`, unless there are
+            importance ratios ρ. A ratio may depend on later tokens: compare completions with `weights`, predict from
+            `energy`.
+        logps (`(B, T)`, *optional*): log π(y_t), 0 where `mask` is 0.
+        states (`(B, T, k)`, *optional*): The policy's hidden state at the position that predicts the token, from a
+            layer at two thirds of the depth, randomly projected to k numbers.
+        prompt_key (`(B, 1)`, *optional*): int64, the same for the same prompt in every step and run.
     """
 
     returns: Tensor
@@ -58,8 +50,6 @@ class Completions:
     weights: Tensor | None = None
     logps: Tensor | None = None
     states: Tensor | None = None
-    completion_ids: Tensor | None = None
-    turn: Tensor | None = None
     prompt_key: Tensor | None = None
 
     def __len__(self) -> int:
@@ -76,12 +66,7 @@ class Completions:
         return self.need("weights").cumsum(1)[:, -1:]  # in order, so that padding does not change rounding
 
     def need(self, name: str) -> Tensor:
-        """
-        A field that may be missing.
-
-        Raises:
-            ValueError: It is, because the baseline did not ask for it.
-        """
+        """A field that may be missing; a `ValueError` if it is, because the baseline did not ask for it."""
         value = getattr(self, name)
         if value is None:
             raise ValueError(
@@ -96,17 +81,8 @@ class Completions:
 
     def mean(self, weights: Tensor, leave_one_out: bool = False) -> Tensor:
         """
-        Per token: Σ_i ω_i G_i / Σ_i ω_i over the group, or over the others.
-
-        Args:
-            weights (`torch.Tensor` broadcastable to `(B, T)`):
-                ω, not negative. Completions without a reward are ignored.
-            leave_one_out (`bool`, *optional*, defaults to `False`):
-                Whether to leave a completion out of its own mean.
-
-        Returns:
-            `torch.Tensor` of shape `(B, T)`. If all weights are 0, the plain mean of the completions that have a t-th
-            token, and 0 if there are none.
+        `(B, T)` per token: Σ_i ω_i G_i / Σ_i ω_i over the group, or over the others. `weights`, ω, are not negative;
+        if all are 0, the plain mean of the completions that have a t-th token, or 0.
         """
         return self.weighted_mean(weights, self.returns, self.mask, leave_one_out)
 
@@ -128,12 +104,16 @@ class Completions:
     def totals(self) -> "Completions":
         """The same completions as one number each, T = 1: whole returns, W_T in the place of energies."""
         total = None if self.weights is None else self.total_energy
-        one = dict.fromkeys(("logps", "states", "completion_ids", "turn"))
-        return replace(self, returns=self.returns[:, :1], mask=self.members, energy=total, weights=total, **one)
+        none = dict.fromkeys(("logps", "states"))
+        return self._with(**none, returns=self.returns[:, :1], mask=self.members, energy=total, weights=total)
 
-    def rows(self, rows: slice) -> "Completions":
-        """Some rows: whole groups, unless a baseline looks at each completion by itself."""
-        return self._each(lambda values: values[rows])
+    def rows(self, rows: slice | Tensor, num_generations: int | None = None) -> "Completions":
+        """Some rows, by default in groups of the same size."""
+        return self._each(lambda values: values[rows], num_generations)
+
+    def to(self, device: str | torch.device) -> "Completions":
+        """The same completions on another device."""
+        return self._each(lambda values: values.to(device))
 
     def blocks(self, tokens: int) -> Iterator["Completions"]:
         """All rows, in blocks of whole groups with at most so many tokens, if a group has fewer."""
@@ -143,32 +123,51 @@ class Completions:
 
     def gathered(self, gather: Callable[[Tensor], Tensor], tokens: bool) -> "Completions":
         """
-        The rows of all processes.
-
-        Args:
-            gather (`Callable`):
-                Concatenates the tensors of all processes, which have one shape; all of them must call it.
-            tokens (`bool`):
-                Whether mask and energies are sent; states and log-probs never are.
+        The rows of all processes: `gather` concatenates their tensors, which have one shape; all must call it. Mask
+        and weights are sent if the baseline compares `tokens`; states and log-probs never are.
         """
-        names = ["returns", "scored", "lengths", "prompt"]
-        names += ["mask", "weights"] if tokens else []
-        own = {name: getattr(self, name) for name in (*names, "prompt_key") if getattr(self, name) is not None}
         length = int(gather(torch.tensor([self.mask.size(1)], device=self.mask.device)).max())
-        more = length - self.mask.size(1)
-        for name in ("mask", "weights") if more else ():
-            if name in own:
-                own[name] = torch.nn.functional.pad(own[name], (0, more))
-        if more and self.returns.size(1) > 1:  # the last value is kept
-            own["returns"] = torch.cat([self.returns, self.returns[:, -1:].expand(-1, more)], dim=1)
-        everyone = {name: gather(values) for name, values in own.items()}
+        none = dict.fromkeys(("energy", "logps", "states"))
+        own = self._with(**none, weights=self.weights if tokens else None).padded(length)
+        everyone = {name: gather(x) for name, x in own.tensors().items() if tokens or name != "mask"}
         everyone.setdefault("mask", everyone["scored"] * (everyone["lengths"] > 0))
-        none = dict.fromkeys(name for name in (*NEEDS, "weights") if name not in everyone)
-        return replace(self, **{**none, **everyone, "energy": everyone.get("weights")})
+        return own._with(**everyone, energy=everyone.get("weights"))
 
-    def _each(self, function: Callable[[Tensor], Tensor]) -> "Completions":
-        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{name: function(x) for name, x in tensors.items() if isinstance(x, Tensor)})
+    def padded(self, length: int) -> "Completions":
+        """The same completions with T = `length`; a return keeps its last value."""
+        more = length - self.mask.size(1)
+        if more == 0:
+            return self
+        found = {
+            name: torch.nn.functional.pad(values, (0, 0) * (values.dim() - 2) + (0, more))
+            for name, values in self.tensors().items()
+            if name in OF_TOKENS
+        }
+        if self.returns.size(1) > 1:
+            found["returns"] = torch.cat([self.returns, self.returns[:, -1:].expand(-1, more)], dim=1)
+        return self._with(**found)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that are there, by name."""
+        return {f.name: x for f in fields(self) if isinstance(x := getattr(self, f.name), Tensor)}
+
+    def _with(self, **changes: Any) -> "Completions":
+        return replace(self, **changes)
+
+    def _each(self, function: Callable[[Tensor], Tensor], num_generations: int | None = None) -> "Completions":
+        found = {name: function(values) for name, values in self.tensors().items()}
+        return self._with(**found, num_generations=num_generations or self.num_generations)
+
+
+def joined(parts: list[Completions]) -> Completions:
+    """Completions of several batches, with what all of them hold, padded to the longest."""
+    length = max(x.mask.size(1) for x in parts)
+    tensors = [x.padded(length).tensors() for x in parts]
+    if any(x.returns.size(1) > 1 for x in parts):
+        tensors = [{**of, "returns": of["returns"].expand(-1, length)} for of in tensors]
+    names = set.intersection(*({*of} for of in tensors))
+    none = dict.fromkeys({*parts[0].tensors()} - names)
+    return parts[0]._with(**none, **{name: torch.cat([of[name] for of in tensors]) for name in names})
 
 
 def _sum_of_group(x: Tensor, leave_one_out: bool) -> Tensor:
@@ -182,28 +181,13 @@ def _sum_of_group(x: Tensor, leave_one_out: bool) -> Tensor:
 
 
 def reward_to_go(token_rewards: Tensor) -> Tensor:
-    """
-    G_t = Σ_{k≥t} r_k, undiscounted.
-
-    Args:
-        token_rewards (`torch.Tensor` of shape `(B, T)`):
-            r_t. Rewards count at every position, also on tool output; padding must hold 0.
-
-    Returns:
-        `torch.Tensor` of shape `(B, T)`, float32.
-    """
+    """`(B, T)` r_t -> G_t = Σ_{k≥t} r_k, undiscounted, float32. Rewards count at every position; padding holds 0."""
     return token_rewards.float().flip(1).cumsum(dim=1).flip(1)
 
 
 def completion_returns(rewards: Tensor) -> Tensor:
     """`(B,)` float32 return of every completion: its reward, or the sum over its tokens; NaN without a reward."""
     return rewards.float() if rewards.dim() == 1 else rewards.float().sum(dim=1)
-
-
-def turns_of(mask: Tensor) -> Tensor:
-    """`(B, T)` mask of generated tokens -> `(B, T)` the policy's turn of each token, from 0; undefined elsewhere."""
-    before = torch.nn.functional.pad(mask, (1, 0))[:, :-1]
-    return ((mask > 0) & (before == 0)).cumsum(dim=1) - 1
 
 
 def squeeze(
@@ -213,7 +197,6 @@ def squeeze(
     *,
     alignment: str = "generated",
     first_row: int = 0,
-    energy: Tensor | None = None,
     weights: Tensor | None = None,
     prompt_key: Tensor | None = None,
     **of_tokens: Tensor | None,
@@ -222,58 +205,49 @@ def squeeze(
     Rows with padding and tool output -> [`Completions`].
 
     Args:
-        rewards (`torch.Tensor` of shape `(B,)` or `(B, T)`):
-            One return per completion, or one reward per token; NaN marks a completion without a reward.
-        mask (`torch.Tensor` of shape `(B, T)`):
-            1 on generated tokens.
-        num_generations (`int`):
-            N.
-        alignment (`str`, *optional*, defaults to `"generated"`):
-            `"position"` leaves tool output in its place, with mask 0, as the reference's single-turn form does.
-        first_row (`int`, *optional*, defaults to 0):
-            The index of the first row among those of all processes.
-        energy, weights, prompt_key, and by name in `of_tokens` logps, states, completion_ids and turn:
-            As in [`Completions`], before squeezing. Values where `mask` is 0 are ignored and may be NaN.
+        rewards (`(B,)` or `(B, T)`): One return per completion, or one reward per token; NaN: no reward.
+        mask (`(B, T)`): 1 on generated tokens.
+        alignment (`str`, *optional*): `"position"` leaves tool output in its place, with mask 0, as the reference's
+            single-turn form does.
+        first_row (`int`, *optional*): The index of the first row among those of all processes.
+        weights, prompt_key, and in `of_tokens` energy, logps and states: As in [`Completions`], before squeezing.
+            Values where `mask` is 0 are ignored and may be NaN.
     """
     missing = rewards.isnan() if rewards.dim() == 1 else rewards.isnan().any(1)
     scored = (~missing).float().unsqueeze(1)
     columns = torch.arange(mask.size(1), device=mask.device)
     taken = mask.bool() & ~missing.unsqueeze(1)
     lengths = taken.sum(1, keepdim=True)
-    ends = (taken * (columns + 1)).amax(1, keepdim=True) if mask.size(1) else lengths
+    ends = (taken * (columns + 1)).amax(1, keepdim=True)
     slots = None  # where each token goes, counted from 1; a column 0 for others is dropped
     if alignment == "generated" and bool((ends != lengths).any()):
         slots, ends = taken.cumsum(1) * taken, lengths
-    present = taken.float() if slots is None else (columns < lengths).float()
 
     def place(values: Tensor) -> Tensor:
-        keep = taken if values.dim() == 2 else taken.unsqueeze(-1)
-        values = values.masked_fill(~keep, 0)
+        one_each = values.dim() == 2
+        values = values.masked_fill(~(taken if one_each else taken.unsqueeze(-1)), 0)
         if slots is None:
             return values
-        at = slots if values.dim() == 2 else slots.unsqueeze(-1).expand_as(values)
+        at = slots if one_each else slots.unsqueeze(-1).expand_as(values)
         empty = values.new_zeros(values.size(0), values.size(1) + 1, *values.shape[2:])
         return empty.scatter_(1, at, values)[:, 1:]
 
-    if rewards.dim() == 1:
-        returns = rewards.float().unsqueeze(1)
-    else:
-        togo = reward_to_go(rewards)
-        at_tokens = place(togo) if slots is not None else togo
-        last = at_tokens.gather(1, (ends - 1).clamp(min=0))
-        returns = torch.where(columns < ends, at_tokens, torch.where(lengths > 0, last, togo[:, :1]))
+    returns = rewards.float().unsqueeze(1) if rewards.dim() == 1 else reward_to_go(rewards)
+    if rewards.dim() == 2:
+        at_tokens = returns if slots is None else place(returns)
+        last = torch.where(lengths > 0, at_tokens.gather(1, (ends - 1).clamp(min=0)), returns[:, :1])
+        returns = torch.where(columns < ends, at_tokens, last)
     placed = {name: place(values) for name, values in of_tokens.items() if values is not None}
-    energy = None if energy is None else place(energy.float())
-    prompt = torch.arange(first_row, first_row + len(mask), device=mask.device) // num_generations
+    if "energy" in placed:
+        placed["energy"] = placed["energy"].float()
     return Completions(
         returns=returns.masked_fill(scored == 0, 0.0),
-        mask=present,
+        mask=taken.float() if slots is None else (columns < lengths).float(),
         scored=scored,
         lengths=lengths.float(),
         num_generations=num_generations,
-        prompt=prompt,
-        energy=energy,
-        weights=energy if weights is None else place(weights.float()),
+        prompt=torch.arange(first_row, first_row + len(mask), device=mask.device) // num_generations,
+        weights=placed.get("energy") if weights is None else place(weights.float()),
         prompt_key=prompt_key,
         **placed,
     )

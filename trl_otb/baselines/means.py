@@ -13,25 +13,18 @@ def otb(x: Completions, zero_tail: bool = True) -> Tensor:
 
         B_t = Σ_i W_{t,i} G_{t,i} / Σ_i W_{t,i}   over the completions i that have a t-th generated token.
 
-    Source: the Optimal Token Baseline, Theorem 4.1 of https://arxiv.org/abs/2602.07078.
-
-    Assumptions: scores of different tokens are uncorrelated (true in expectation), and w_t approximates the squared
-    score norm. With known expectations it minimizes the variance of the gradient. Estimated from N completions it need
-    not, since few of them reach a late token.
+    Source: the Optimal Token Baseline, Theorem 4.1 of https://arxiv.org/abs/2602.07078. With known expectations it
+    minimizes the variance of the gradient if scores of different tokens are uncorrelated and w_t is the squared score
+    norm. Estimated from N completions it need not, since few of them reach a late token.
 
     Bias: biased for finite N, because B contains the completion's own return: A_i = (1 − W_i/ΣW) (G_i − B_{(−i)}).
-    This damps completions of high energy, most of all a lone improbable success (recipes/reference.md). `otb_loo` is
-    unbiased and has more variance.
+    This damps completions of high energy, most of all a lone improbable success (recipes/reference.md).
 
-    Special cases: where only the longest completion still generates, B = 0, as in the reference implementation, so
-    A = G, even if all returns of the group are equal. (With `zero_tail=False` B is its own return there, and A = 0.)
-    If all energies are 0, B is the plain mean.
+    Where only the longest completion still generates, B = 0, as in the reference implementation, so A = G, even if all
+    returns of the group are equal. (With `zero_tail=False`, A = 0.) If all energies are 0, B is the plain mean.
 
     Use it to follow the paper. Do not use it for long completions with one reward at the end, for small groups of very
-    unequal lengths (`ogb` is less noisy) or for rare successes.
-
-    Evidence: at N = 4 it has 0.91, 0.95 and 1.04 of the group mean's noise on toy answers of 10, 30 and 100 tokens
-    (recipes/studies/value.md); 0.58 to 0.75 with SmolLM2 copying a text (language.md).
+    unequal lengths or for rare successes. Evidence: recipes/studies/value.md.
     """
     baseline = x.mean(x.need("weights").cumsum(1).mul_(x.mask))
     if not zero_tail:
@@ -48,17 +41,11 @@ def otb_loo(x: Completions) -> Tensor:
 
         B_{t,i} = Σ_{j≠i} W_{t,j} G_{t,j} / Σ_{j≠i} W_{t,j}   over the others that have a t-th generated token.
 
-    Source, assumptions: those of `otb`.
-
     Bias: unbiased, since B does not depend on the completion it is subtracted from. Where no other completion has a
     t-th token B = 0, which is unbiased too.
 
     Use it with rewards per turn or token when a step has few prompts. Do not use it with one reward at the end, where
-    `rloo_pooled` and `value` have less noise.
-
-    Evidence: at N = 4 it has 0.98 to 0.99 of the group mean's noise on toy answers of 10 to 100 tokens
-    (recipes/studies/value.md); with rewards per turn 0.66 to 0.82, with one reward at the end of a game 1.10 to 1.27
-    (turns.md).
+    `rloo_pooled` and `value` have less noise. Evidence: recipes/studies/turns.md.
     """
     return x.mean(x.need("weights").cumsum(1).mul_(x.mask), leave_one_out=True)
 
@@ -70,18 +57,13 @@ def ogb(x: Completions) -> Tensor:
         B = Σ_i W_{T,i} R_i / Σ_i W_{T,i}
 
     Source: the optimal global baseline. Among constants per group it minimizes the variance of the gradient for known
-    expectations.
+    expectations, if E‖S‖² = E W_T, where S is the completion's score.
 
-    Assumptions: E‖S‖² = E W_T, where S is the completion's score.
-
-    Bias: biased for finite N by the completion's own weight, like `otb`, so rare successes teach little; `ogb_loo` is
-    not. If all energies are 0, B is the plain mean.
+    Bias: biased for finite N by the completion's own weight, like `otb`, so rare successes teach little. If all
+    energies are 0, B is the plain mean.
 
     Use it with one reward at the end, when the per-token means of `otb` rest on too few completions. Do not use it for
-    rare successes.
-
-    Evidence: at N = 4, with SmolLM2 copying a text, it has 0.42 to 0.54 of the group mean's noise (language.md). In
-    games of 6, 14, 30 and 46 turns with one reward at the end it has 0.79, 0.87, 0.96 and 1.01 (turns.md).
+    rare successes. Evidence: recipes/studies/value.md.
     """
     return x.completion_mean(x.total_energy)
 
@@ -92,15 +74,9 @@ def ogb_loo(x: Completions) -> Tensor:
 
         B_i = Σ_{j≠i} W_{T,j} R_j / Σ_{j≠i} W_{T,j}
 
-    Source, assumptions: those of `ogb`.
-
     Bias: unbiased. If no other completion has a reward, B = 0.
 
-    Use it if the gradient must be unbiased and a step has one or two prompts. Do not use it with more: `ogb_pooled`
-    had less noise.
-
-    Evidence: at N = 4 it has 0.80 to 0.82 of the group mean's noise with SmolLM2 copying a text (language.md), and
-    1.00 to 1.07 in games (turns.md).
+    Use it if the gradient must be unbiased and a step has one or two prompts; with more, `ogb_pooled` had less noise.
     """
     return x.completion_mean(x.total_energy, leave_one_out=True)
 
@@ -116,8 +92,7 @@ def rloo(x: Completions) -> Tensor:
     Bias: unbiased, since B_i does not depend on the completion's own return. Its advantages are N/(N−1) times those of
     `group_mean`. If no other completion has a reward, B = 0.
 
-    Use it if the gradient must be unbiased and a step has one or two prompts. Do not use it with more prompts:
-    `rloo_pooled` is unbiased too and had less noise on most tasks (recipes/studies/value.md).
+    Use it if the gradient must be unbiased and a step has one or two prompts; with more, `rloo_pooled` had less noise.
     """
     return x.completion_mean(torch.ones_like(x.scored), leave_one_out=True)
 
@@ -130,13 +105,9 @@ def group_mean(x: Completions) -> Tensor:
 
     Source: GRPO, https://arxiv.org/abs/2402.03300.
 
-    Assumptions: all completions and tokens are equally noisy.
-
     Bias: biased by the factor (N−1)/N only.
 
-    Use it as the control: with equal `scale_rewards`, a run has GRPOTrainer's weights to the bit. Do not use it if a
-    step has several prompts and N is small, where `value` and the pooled baselines had less noise on most tasks
-    (recipes/studies/value.md).
+    Use it as the control: with equal `scale_rewards`, a run has GRPOTrainer's weights to the bit.
     """
     return x.completion_mean(torch.ones_like(x.scored))
 
@@ -151,10 +122,6 @@ def none(x: Completions) -> Tensor:
 
     Bias: unbiased.
 
-    Use it as a control, which a baseline must beat if all rewards have one sign and most tokens of a correct
-    completion are certain. Do not use it for training when most completions succeed.
-
-    Evidence: at N = 4 it has 0.78 to 0.98 of the group mean's noise on toy answers of 10 to 100 tokens
-    (recipes/studies/value.md), but 2.19 to 4.63 with SmolLM2 telling stories (language.md).
+    Use it as a control. Do not use it for training when most completions succeed.
     """
     return torch.zeros_like(x.scored)

@@ -15,25 +15,18 @@ def ogb_pooled(x: Completions) -> torch.Tensor:
     m is the mean of the other prompts' b; λ compares the noise of b_(−i) with the differences between prompts, see
     [`partial_pooling`].
 
-    Source: this project, after https://arxiv.org/abs/2511.03710, which pools plain means ([`rloo_pooled`]).
-
-    Assumptions: the prompts of a batch are similar enough to predict each other. If they are not, it gains and loses
-    little: Σ (R − B)² relative to `ogb` with one left out, for 4 completions of equal energy, is 1.00 with 4 and 0.97
-    with 16 prompts of U-shaped success rates, and 0.85 and 0.77 with similar prompts (tests/maths/test_pooling.py).
+    Source: this project, after https://arxiv.org/abs/2511.03710, which pools plain means ([`rloo_pooled`]). It assumes
+    that the prompts of a batch are similar enough to predict each other. If they are not, it gains and loses little
+    (tests/maths/test_pooling.py).
 
     Bias: unbiased, since b_(−i), λ and m do not depend on completion i.
 
     Special cases: with fewer than 3 prompts in a generation batch, λ = 0. The only completion of a prompt with a
-    reward gets m. `scale_rewards="group"` is rejected: groups of equal returns have advantages here, which it would
-    divide by almost nothing. All prompts' energies are needed at once, which costs an extra no-grad forward if TRL
-    runs none before the loss.
+    reward gets m.
 
     Use it for N of 2 to 8 and 4 or more prompts per generation batch. Do not use it where high energy marks success,
     as in long games (`rloo_pooled` does as well), or where hidden states predict the return (`value` has less noise).
-
-    Evidence: at N = 4 it has less noise than `ogb` with one left out on all ten toy tasks; relative to the group mean
-    0.71, 0.75 and 0.79 on answers of 10, 30 and 100 tokens, 0.45 on the calculator, 0.92 on mixed lengths
-    (recipes/studies/value.md); 0.62 with SmolLM2 copying, 0.95 (0.91–1.01) telling stories (language.md).
+    Evidence: recipes/studies/value.md.
     """
     return pooled(x, x.returns[:, :1], x.total_energy)
 
@@ -44,34 +37,23 @@ def rloo_pooled(x: Completions) -> torch.Tensor:
 
         B_i = (1 − λ) b_(−i) + λ m,   b_(−i) = Σ_{j≠i} R_j / (N − 1)
 
-    λ and m are as in [`ogb_pooled`].
+    λ and m are as in [`ogb_pooled`], with its assumptions and special cases. Needs no energies.
 
     Source: a James–Stein estimator, after https://arxiv.org/abs/2511.03710.
-
-    Assumptions and special cases: those of `ogb_pooled`. Needs no energies.
 
     Bias: unbiased.
 
     Use it if the energies of `ogb_pooled` would cost a forward, or as its control. Do not use it where wrong tokens
     are improbable, as in arithmetic: `ogb_pooled` has less noise there.
-
-    Evidence: at N = 4 it has 0.79, 0.81 and 0.80 of the group mean's noise on answers of 10, 30 and 100 tokens
-    (recipes/studies/value.md), and 0.76 to 0.80 in games of 6 to 46 turns (turns.md).
     """
     return pooled(x, x.returns[:, :1], torch.ones_like(x.scored))
 
 
 def pooled(x: Completions, returns: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """
-    The mean of the others' returns, pooled with the other prompts' mean; each column by itself.
+    `(B, 1)` or `(B, T)` the mean of the others' `returns`, pooled with the other prompts' mean; each column by itself.
 
-    Args:
-        x ([`Completions`]):
-            The whole generation batch.
-        returns (`torch.Tensor` of shape `(B, 1)` or `(B, T)`):
-            The returns, or the rewards-to-go, to average.
-        weights (`torch.Tensor` of shape `(B, 1)`):
-            The weight of each completion; masked completions have none. If all are 0, the plain mean.
+    `weights`, `(B, 1)`, are those of completions; masked ones have none. If all are 0, the mean is plain.
     """
     members = x.members
     weights = torch.add(weights * members, members, alpha=1e10 * LEAST_WEIGHT).expand(returns.shape)
@@ -99,13 +81,11 @@ def partial_pooling(left_one_out: torch.Tensor, members: torch.Tensor) -> tuple[
     https://arxiv.org/abs/2511.03710 uses v / (v + s²), the same for all prompts of a batch: about a half at most.
 
     Args:
-        left_one_out (`torch.Tensor` of shape `(G, N, 1)` or `(G, N, T)`):
-            b_(−j), the baseline with completion j left out; tokens are independent of each other.
-        members (`torch.Tensor` of shape `(G, N, 1)`):
-            1 for completions to count, else 0.
+        left_one_out (`(G, N, 1)` or `(G, N, T)`): b_(−j), the baseline with completion j left out.
+        members (`(G, N, 1)`): 1 for completions to count, else 0.
 
     Returns:
-        `tuple[torch.Tensor, torch.Tensor]`: λ, with the shape of `left_one_out`, and m, with 1 instead of N.
+        λ, with the shape of `left_one_out`, and m, with 1 instead of N.
     """
     _, exponent = torch.frexp(left_one_out.abs().amax())
     unit = torch.ldexp(torch.ones_like(left_one_out[:1, :1, :1]), exponent)  # a power of 2: squares stay finite

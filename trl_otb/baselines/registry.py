@@ -26,28 +26,8 @@ MOVED = {
 @dataclass(frozen=True)
 class Baseline:
     """
-    An entry of `BASELINES`.
-
-    Args:
-        name (`str`):
-            Its name in a config.
-        rule (`Callable`):
-            A function from [`Completions`] to B, or a class whose instances are called in the same way: see
-            [`register_baseline`].
-        needs (`frozenset[str]`):
-            What it reads in addition to returns, mask and lengths: some of `NEEDS`. `"energy"` includes `weights`.
-        per_token (`bool`):
-            Whether B is subtracted from the reward-to-go of every token, or is one number per completion.
-        scope (`str`):
-            The rows that it must see together: `"group"` or `"batch"`, the generation batch of all processes.
-        unbiased (`bool`):
-            Whether B never depends on the completion it is subtracted from, so that the gradient is unbiased; B_t may
-            depend on what precedes token t. This holds for the plain sum of gradients, if no completion is excluded
-            because of its content (masked for its length, or without a reward).
-        scalable (`bool`):
-            Whether A vanishes where the group's returns are equal, so that it may be divided by their deviation.
-        built_in (`bool`):
-            Whether it belongs to this package, so that its results are not checked.
+    An entry of `BASELINES`: what [`register_baseline`] was given, and whether the baseline is `built_in`, so that its
+    results are not checked. `rule` is a function, a class, or an instance of one.
     """
 
     name: str
@@ -79,41 +59,26 @@ class Baseline:
         return replace(self, rule=self.rule()) if isinstance(self.rule, type) else self
 
     def learn(self, own: Any, base: torch.Tensor, gather: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
-        """
-        Let it learn from a generation batch, and return its metrics as `name/…`.
-
-        Raises:
-            ValueError: `update` returned something other than a `dict` of numbers.
-        """
+        """Let it learn, and return its metrics as `name/…`; a `ValueError` if they are no numbers."""
         result = self.rule.update(own, base, gather)
         try:
             return {f"{self.name}/{name}": float(value) for name, value in (result or {}).items()}
         except (AttributeError, TypeError, ValueError, RuntimeError) as error:
-            raise ValueError(
-                f"The baseline {self.name!r} returned {result!r} from `update`: it must return a `dict` of numbers, "
-                "which are logged, or nothing."
-            ) from error
+            what = f"The baseline {self.name!r} returned {result!r} from `update`"
+            raise ValueError(f"{what}: it must return a `dict` of numbers, which are logged, or nothing.") from error
 
     def state(self) -> dict[str, Any]:
-        """
-        What a baseline that learns has to keep, as a checkpoint would give it back.
-
-        Raises:
-            ValueError: It is no `dict`, or holds what a checkpoint cannot give back.
-        """
+        """What a checkpoint would give back of what it has learned; a `ValueError` if that is no `dict`."""
         state, file = self.rule.state_dict(), io.BytesIO()
         try:
             torch.save(state, file)
-            kept = torch.load(io.BytesIO(file.getvalue()), weights_only=True, map_location="cpu")
+            file.seek(0)
+            return dict(torch.load(file, weights_only=True, map_location="cpu"))
         except Exception as error:  # of pickle, of all kinds
-            kept = type(error).__name__
-        if not isinstance(kept, dict):
             raise ValueError(
-                f"The baseline {self.name!r} returned a {type(state).__name__} from `state_dict`, which a checkpoint "
-                f"would give back as {kept!r}: it must return a `dict` of tensors, numbers and text. Arrays of NumPy "
-                "become tensors by `torch.as_tensor`, their numbers by `.item()`."
-            )
-        return kept
+                f"The baseline {self.name!r} returned a {type(state).__name__} from `state_dict`, which no checkpoint "
+                f"would give back ({type(error).__name__}): it must return a `dict` of tensors, numbers and text."
+            ) from error
 
 
 BASELINES: dict[str, Baseline] = {}
@@ -138,58 +103,60 @@ def register_baseline(
         return x.mean(x.weights)
     ```
 
-    The function receives [`Completions`] and returns B, broadcastable to `(B, T)`, or to `(B, 1)` if `per_token` is
-    `False`, and finite wherever there is a token. It must not modify its argument.
+    The function receives [`Completions`], which it must not modify, and returns B, broadcastable to `(B, T)`, or to
+    `(B, 1)` if `per_token` is `False`, and finite wherever there is a token.
 
     **A baseline that learns** is a class. Each trainer makes an instance, without arguments, and calls it like the
     function. Its other methods:
 
     - `update(own, base, gather)`, called once per generation batch in training, after its advantages. `own` are the
       completions of this process, `base`, `(B, 1)` or `(B, T)`, is what the call returned for them, and
-      `gather(tensor)` concatenates the tensors of all processes, which must have one shape; all call it. What it learns
-      applies from the next batch on, so an unbiased baseline stays unbiased. It may return a `dict` of numbers, which
-      are logged as `otb/<name>/…`.
+      `gather(tensor)` concatenates the tensors of all processes, which must have one shape; all call it. What it
+      learns applies from the next batch on, so an unbiased baseline stays unbiased. It may return a `dict` of numbers,
+      which are logged as `otb/<name>/…`.
     - `state_dict()`, a `dict` of tensors, numbers and text, and `load_state_dict(state)`, for checkpoints.
     - `adjust(own, base)`, *optional*: B for this process's completions, from what each has written so far. Then the
       call itself receives returns and lengths only; energies, log-probs and states are in `own`.
 
     Args:
-        name (`str`):
-            A name that no other baseline has. The same function may be registered again, as in a notebook's cell;
-            existing trainers keep the old one.
-        needs, per_token, scope, unbiased, scalable:
-            See [`~trl_otb.baselines.Baseline`].
-
-    Returns:
-        `Callable`: a decorator that returns the function or class unchanged.
+        name (`str`): A name that no other baseline has. The same function may be registered again, as in a notebook's
+            cell; existing trainers keep the old one.
+        needs (`Collection[str]`, *optional*): What it reads in addition to returns, mask and lengths: some of `NEEDS`.
+            `"energy"` includes `weights`.
+        per_token (`bool`, *optional*): Whether B is subtracted from the reward-to-go of every token, or is one number
+            per completion.
+        scope (`str`, *optional*): The rows that it must see together: `"group"` or `"batch"`, the generation batch of
+            all processes.
+        unbiased (`bool`, *optional*): Whether B never depends on the completion it is subtracted from, except that B_t
+            may depend on what precedes token t. Then the plain sum of gradients is unbiased, if no completion is
+            excluded because of its content (masked for its length, or without a reward).
+        scalable (`bool`, *optional*): Whether A vanishes where the group's returns are equal, so that it may be
+        divided
+            by their deviation.
 
     Raises:
         ValueError: The name is taken, empty, or contains a colon; or `needs` or `scope` is unknown.
         TypeError: The decorated object is neither a function nor a class with the methods above.
     """
-    needs = (needs,) if isinstance(needs, str) else needs
+    needs = frozenset((needs,) if isinstance(needs, str) else needs)
     if not isinstance(name, str) or not name or ":" in name:
         raise ValueError(f"`name` is {name!r}: a baseline's name must be nonempty text without a colon.")
-    if unknown := [need for need in needs if need not in NEEDS]:
+    if not needs <= {*NEEDS} or scope not in ("group", "batch"):
         raise ValueError(
-            f"The baseline {name!r} has `needs` with {unknown[0]!r}: it must be some of {', '.join(map(repr, NEEDS))}."
+            f"The baseline {name!r} has `needs={sorted(needs)}` and `scope={scope!r}`: they must be some of "
+            f"{', '.join(map(repr, NEEDS))}, and 'group' or 'batch'."
         )
-    if scope not in ("group", "batch"):
-        raise ValueError(f"The baseline {name!r} has `scope={scope!r}`: it must be 'group' or 'batch'.")
-    flags = {"needs": frozenset(needs), "per_token": per_token, "scope": scope}
-    return _register(name, **flags, unbiased=unbiased, scalable=scalable)
+    return _register(name, needs=needs, per_token=per_token, scope=scope, unbiased=unbiased, scalable=scalable)
 
 
-def built_in(name: str = "", **flags: Any) -> Callable[[Callable], Callable]:
+def built_in(name: str = "", needs: Collection[str] = (), **flags: Any) -> Callable[[Callable], Callable]:
     """Register one of this package's own baselines, by default under its function's name."""
-    flags["needs"] = frozenset(flags.get("needs", ()))
-    return lambda rule: _register(name or rule.__name__, built_in=True, **flags)(rule)
+    return lambda rule: _register(name or rule.__name__, needs=frozenset(needs), built_in=True, **flags)(rule)
 
 
 def _register(name: str, **flags: Any) -> Callable[[Callable], Callable]:
     def entered(rule: Callable) -> Callable:
         _check_rule(name, rule)
-        _check_not_shared(name, rule)
         taken = BASELINES.get(name)
         if taken is not None and (taken.built_in or _origin(taken.rule) != _origin(rule)):
             raise ValueError(
@@ -203,19 +170,16 @@ def _register(name: str, **flags: Any) -> Callable[[Callable], Callable]:
 
 def find_baseline(baseline: "str | Callable | Baseline") -> Baseline:
     """
-    The entry for a baseline.
-
-    Args:
-        baseline (`str`, `Callable` or [`Baseline`]):
-            A name in `BASELINES`; `"module:function"`, which is imported, also from the current folder; a function, a
-            class, or an instance of a registered one; or an entry. An unregistered function counts as a baseline per
-            token that needs energies.
-
-    Raises:
-        ValueError: There is no such baseline. The message lists the available ones.
+    The entry for a baseline: a name in `BASELINES`; `"module:function"`, which is imported, also from the current
+    folder; a function, a class, or an instance of a registered one; or an entry. An unregistered function counts as a
+    baseline per token that needs energies. Raises a `ValueError` that lists the available ones if there is none.
     """
     if isinstance(baseline, Baseline):
         return baseline
+    if isinstance(baseline, str) and baseline in BASELINES:
+        return BASELINES[baseline]
+    if isinstance(baseline, str) and ":" in baseline:
+        return find_baseline(_imported(baseline))
     if callable(baseline):
         for entry in BASELINES.values():
             if entry.rule is baseline:
@@ -223,12 +187,8 @@ def find_baseline(baseline: "str | Callable | Baseline") -> Baseline:
             if entry.rule is type(baseline):
                 return replace(entry, rule=baseline)
         name = _origin(baseline)[1]
-        _check_rule(name, baseline)
+        _check_rule(name, baseline, shared=False)
         return Baseline(name, baseline, needs=frozenset({"energy"}), per_token=True)
-    if isinstance(baseline, str) and baseline in BASELINES:
-        return BASELINES[baseline]
-    if isinstance(baseline, str) and ":" in baseline:
-        return find_baseline(import_object(baseline, "baseline"))
     close = difflib.get_close_matches(str(baseline), BASELINES, n=1)
     raise ValueError(
         f"`baseline` is {baseline!r}: it must be one of {', '.join(map(repr, BASELINES))}, a name registered with "
@@ -237,13 +197,8 @@ def find_baseline(baseline: "str | Callable | Baseline") -> Baseline:
     )
 
 
-def import_object(path: str, option: str) -> Any:
-    """
-    Import the function or class `path`, a `"module:name"`. Modules are also searched for in the current folder.
-
-    Raises:
-        ValueError: It cannot be imported or called. The message names `option`, from which `path` comes.
-    """
+def _imported(path: str) -> Any:
+    """The function or class `"module:name"`. Modules are also searched for in the current folder."""
     module_name, _, name = path.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # at the end, so that it hides no other module
@@ -251,42 +206,38 @@ def import_object(path: str, option: str) -> Any:
         found = getattr(importlib.import_module(module_name), name)
     except (Exception, SystemExit) as error:  # a user's module can raise anything
         raise ValueError(
-            f"`{option}` is {path!r}, which cannot be imported: {type(error).__name__}: {error}. Write "
+            f"`baseline` is {path!r}, which cannot be imported: {type(error).__name__}: {error}. Write "
             "'module:function', with the module's file in the current folder or on PYTHONPATH."
         ) from error
-    if not callable(found):
-        raise ValueError(f"`{option}` is {path!r}, which is a {type(found).__name__}: it must be a function.")
-    _check_not_shared(path, found)
+    _check_rule(path, found)
     return found
 
 
-def _check_not_shared(name: str, rule: Any) -> None:
-    if hasattr(rule, "update") and not isinstance(rule, type):
-        raise TypeError(
-            f"The baseline {name!r} is an instance of {type(rule).__name__}, and all trainers would share what it "
-            "learns. Give the class, of which each trainer makes an instance."
-        )
-
-
-def _check_rule(name: str, rule: Any) -> None:
-    """Raise a `TypeError` unless `rule` can be called as it will be."""
+def _check_rule(name: str, rule: Any, shared: bool = True) -> None:
+    """Raise a `TypeError` unless `rule` can be called as it will be, and by several trainers."""
+    problem, arguments = None, list[Any]()
     if not callable(rule):
-        raise TypeError(f"The baseline {name!r} is a {type(rule).__name__}: it must be a function.")
-    expected = "with one argument, the completions"
-    if isinstance(rule, type):
+        problem = "it must be a function"
+    elif isinstance(rule, type):
         lacking = [m for m in ("__call__", *MEMORY) if not any(m in vars(parent) for parent in rule.__mro__)]
         if lacking:
-            raise TypeError(
-                f"The baseline {name!r} is a class without `{'`, `'.join(lacking)}`. Classes are for baselines that "
-                "learn, see `trl_otb.register_baseline`; otherwise write a function."
-            )
-        expected = "with no arguments, to make an instance"
+            problem = f"a baseline that learns lacks `{'`, `'.join(lacking)}`, see `trl_otb.register_baseline`"
+    else:
+        arguments = [None]
+        if shared and hasattr(rule, "update"):
+            problem = "all trainers would share what this instance learns. Give the class"
     try:
-        inspect.signature(rule).bind(*([] if isinstance(rule, type) else [None]))
+        if problem is None:
+            inspect.signature(rule).bind(*arguments)
     except TypeError:
-        raise TypeError(f"The baseline {name!r} takes {inspect.signature(rule)}: it is called {expected}.") from None
+        problem = (
+            f"it takes {inspect.signature(rule)}, and is called with {'the completions' if arguments else 'nothing'}"
+        )
     except ValueError:
         pass  # a signature that cannot be read
+    if problem is not None:
+        kind = "class" if isinstance(rule, type) else type(rule).__name__
+        raise TypeError(f"The baseline {name!r} is a {kind}: {problem}.")
 
 
 def _origin(rule: Callable) -> tuple[str, str]:

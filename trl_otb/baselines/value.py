@@ -26,44 +26,31 @@ class Value:
 
         B_{t,i} = B0_i + c θ·φ(x_{t,i}),   θ = argmin Σ w_t (G_t − B0 − θ·φ(x_t))²   over earlier generation batches
 
-    Source: this project. To first order, b_t contributes E‖s_t‖² (G_t − b_t)² to the variance of the gradient, so the
-    best baseline that depends on the state x_t (prompt and y_<t) is E[‖s_t‖² G_t | x_t] / E[‖s_t‖² | x_t] (Greensmith,
-    Bartlett and Baxter, 2004; Keane and Gao, arXiv 2212.13587, who find a value function, E[G_t | x_t], usually about
-    as good). With w_t for ‖s_t‖² this is a weighted least-squares problem, which has a closed form in a linear class.
+    Source: this project. To first order b_t adds E‖s_t‖² (G_t − b_t)² to the variance of the gradient, so the best
+    baseline of a state x_t (prompt and y_<t) is E[‖s_t‖² G_t | x_t] / E[‖s_t‖² | x_t] (Greensmith, Bartlett and
+    Baxter, 2004). With w_t for ‖s_t‖² this is weighted least squares, which has a closed form in a linear class.
 
     φ holds 1, B0 (its coefficient in B is kept between 0 and 1), the rewards earned before t, sums over the tokens
     before t (energy, surprisal, their number, and the square roots of these), and the policy's hidden states at two
-    thirds of its depth, randomly projected: at the position that predicts y_t, and the mean up to it. They come from
-    the forward that yields the energies; `value` never needs an extra one. The weight of a batch decays by 0.9 per
-    batch. c, between 0 and 1, and the ridge are chosen by cross-validation over four folds of prompts; c is shrunk as
-    the folds disagree (positive-part James–Stein). c is at most 1/4 after the first batch. Each later batch tells what
-    B gained, Σ w (G − B0)² − Σ w (G − B)² per unit of c: this limit doubles while the decayed sum of gains exceeds its
-    standard error, and halves while the sum is negative. So B falls back to B0, and is B0 in the first batch. B stays
-    within the range of returns seen so far.
+    thirds of its depth, randomly projected: at the position that predicts y_t, and the mean up to it. The weight of a
+    batch decays by 0.9 per batch. c, between 0 and 1, and the ridge are chosen by cross-validation over four folds of
+    prompts; c is shrunk as the folds disagree (positive-part James–Stein), and has a limit, 1/4 after the first batch:
+    it doubles while the decayed sum of what B gained, Σ w (G − B0)² − Σ w (G − B)² per unit of c, exceeds its standard
+    error, and halves while the sum is negative. So B falls back to B0, and is B0 in the first batch. B stays within
+    the range of returns seen so far.
 
-    Assumptions: what states predict about returns carries over from earlier prompts and a slightly older policy.
+    Assumption: what states predict about returns carries over from earlier prompts and a slightly older policy.
 
     Bias: unbiased, since B_t depends on what precedes y_t, and θ and c on earlier batches. Importance ratios, which
-    may depend on later tokens, weight what it learns from; it does not look at them. With rewards per turn or token,
-    B0 pools the reward-to-go. At a token before which something is not finite B is B0, and the token teaches nothing,
-    with a warning; if the linear system has no solution, B is B0, with another.
+    may depend on later tokens, weight what it learns from; it does not look at them.
 
-    Use it for N up to 16 and completions of any length. Do not use it with `scale_rewards="group"`, which is
-    rejected as for `rloo_pooled`. It gains nothing over `rloo_pooled` where `otb/value/explained` stays near 0.
-
-    Evidence: at N = 4 it has 0.36 to 0.55 of the group mean's noise on toy answers of 10 to 300 tokens, 0.46 to 0.68
-    at N = 32, where group baselines gain little, 0.55 on mixed lengths, and in games of 14 to 46 turns 0.52 to
-    0.67, with rewards per turn 0.40 to 0.59; at 6 turns 0.76 and, of another policy, 0.60. Where states do not
-    predict the reward it equals `rloo_pooled`.
-    With SmolLM2 it has 0.20 copying a text and 0.87 telling stories. In learning it is ahead of the group mean on
-    three of five toy tasks, in almost all pairs, and there of `ogb_pooled`, too; on one of them `none` does as well
-    (recipes/studies/value.md). With SmolLM2 it is ahead on copying, in nine of nine (language.md).
+    Use it for N up to 16 and completions of any length. It gains nothing over `rloo_pooled` where
+    `otb/value/explained` stays near 0. Evidence: recipes/studies/value.md and language.md.
     """
 
     decay = 0.9  # of a batch's weight, per further batch
     ridges = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)  # in average batches
     folds = 4  # of prompts
-    bounded = True  # whether B stays within the range of returns seen
     weighted_by = "energy"  # anything else makes it an ordinary value function
 
     def __init__(self) -> None:
@@ -78,7 +65,7 @@ class Value:
         self._warned = False  # that something is not finite
 
     def __call__(self, x: Completions) -> torch.Tensor:
-        """B0 of all processes' completions: `rloo_pooled`, `(B, 1)`; `(B, T)`, of rewards-to-go, if rewards have tokens."""
+        """B0, `rloo_pooled`: `(B, 1)` of returns, or `(B, T)` of rewards-to-go."""
         return pooled(x, x.returns, torch.ones_like(x.scored))
 
     def adjust(self, own: Completions, base: torch.Tensor) -> torch.Tensor:
@@ -92,11 +79,8 @@ class Value:
         self, own: Completions, base: torch.Tensor, gather: Callable[[torch.Tensor], torch.Tensor]
     ) -> dict[str, float]:
         """
-        Learn from a generation batch.
-
-        Returns:
-            `dict[str, float]`: `explained`, 1 − Σ w (G − B)² / Σ w (G − B0)² for the θ and c that were used, NaN if
-            B0 is each return; and `weight`, c.
+        Learn from a generation batch. Returns `explained`, 1 − Σ w (G − B)² / Σ w (G − B0)² for the θ and c that were
+        used, NaN if B0 is each return; and `weight`, c.
         """
         found = self._sums_of(own, base)
         flat = gather(torch.cat([values.flatten() for values in found.values()]).unsqueeze(0)).sum(dim=0)
@@ -166,8 +150,6 @@ class Value:
 
     def _baseline(self, base: torch.Tensor, predicted: torch.Tensor) -> torch.Tensor:
         """`(B, T)` B0 + c θ·φ, clamped to the range of returns seen, extended to B0."""
-        if not self.bounded:
-            return base + self.weight * predicted
         least, most = self._returns_seen
         return (base + self.weight * predicted).clamp(base.clamp(max=least), base.clamp(min=most))
 

@@ -15,11 +15,9 @@ from typing import Any
 
 import torch
 
-from .estimators import CONTROL, Estimator
 
-
+CONTROL = "group_mean"  # what every baseline is compared with
 DRAWS = 2000  # bootstrap samples of prompts
-LARGEST = 4096  # larger group sizes are written as "more than"
 
 
 @dataclass
@@ -28,17 +26,12 @@ class Moments:
     Unbiased estimates of the moments of one estimator at one group size, for P prompts.
 
     Args:
-        square (`torch.Tensor` of shape `(P,)`):
-            E‖ĝ_p‖² of a group's gradient.
-        signal (`torch.Tensor` of shape `(P, P)`):
-            ⟨Eĝ_p, Eĝ_q⟩.
-        with_truth (`torch.Tensor` of shape `(P, P)`):
-            ⟨Eĝ_p, g_q⟩.
-        truth (`torch.Tensor` of shape `(P, P)`):
-            ⟨g_p, g_q⟩.
-        scale (`float`, *optional*):
-            c, if Eĝ = c g is known, as for every unbiased estimator. Its noise, and its efficiency relative to another
-            such estimator, can then be measured even if the signal is lost in noise.
+        square (`(P,)`): E‖ĝ_p‖² of a group's gradient.
+        signal (`(P, P)`): ⟨Eĝ_p, Eĝ_q⟩.
+        with_truth (`(P, P)`): ⟨Eĝ_p, g_q⟩.
+        truth (`(P, P)`): ⟨g_p, g_q⟩.
+        scale (`float`, *optional*): c, if Eĝ = c g is known, as for every unbiased estimator. Its noise, and its
+            efficiency relative to another such estimator, can then be measured even if the signal is lost in noise.
     """
 
     square: torch.Tensor
@@ -50,16 +43,14 @@ class Moments:
     def of_batch(self, counts: torch.Tensor, size: int | None = None) -> dict[str, torch.Tensor]:
         """
         Figures for a batch of `size` similar prompts, by default as many as these, where prompt p was drawn
-        `counts[..., p]` times. Noise relative to signal falls with the size of the batch.
-
-        A prompt drawn twice represents two similar prompts, not the same one: products of different prompts are
-        averaged over pairs that differ.
+        `counts[..., p]` times. A prompt drawn twice represents two similar prompts, not the same one: products of
+        different prompts are averaged over pairs that differ.
 
         Returns:
             `dict`: `signal`, ‖g‖², at least 0; `noise` of ĝ scaled to the length of g; `missed`, noise plus the effect
             of bias, so that the efficiency is signal / (signal + missed); `efficiency`, `noise_to_signal`, `cosine`
-            and `length`, ‖Eĝ‖ / ‖g‖; each of shape `counts.shape[:-1]`. NaN if the estimate of a square is not
-            positive; `noise` and `missed` are never NaN for estimators of known scale.
+            and `length`, ‖Eĝ‖ / ‖g‖; each `counts.shape[:-1]`. NaN if the estimate of a square is not positive;
+            `noise` and `missed` are never NaN for estimators of known scale.
         """
         counts = counts.double()
         prompts = counts.sum(dim=-1)
@@ -103,36 +94,6 @@ def bootstrap(prompts: int, draws: int = DRAWS, seed: int = 0) -> torch.Tensor:
     return torch.cat([torch.ones(1, prompts), counts])
 
 
-def fit_group_mean(noise: dict[int, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """
-    a and b of the group mean's law, noise = (a + b / (N − 1)) / N, by least squares over the group sizes.
-
-    a is the noise under a known baseline, b that of estimating it from the other N − 1 completions.
-
-    Args:
-        noise (`dict[int, torch.Tensor]`):
-            Tensors of one shape by N, for at least two values of N.
-    """
-    sizes = torch.tensor(sorted(noise), dtype=torch.float64)
-    values = torch.stack([noise[int(n)] for n in sizes], dim=-1).double()
-    # Each size's error is about proportional to its value, so the equation is divided by 1 / N
-    columns = torch.stack([torch.ones_like(sizes), 1 / (sizes - 1)], dim=1)
-    solution = (values * sizes) @ torch.linalg.pinv(columns).T
-    return solution[..., 0], solution[..., 1]
-
-
-def group_mean_worth(missed: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """
-    The group size at which the group mean, unbiased except for its scale, misses as much; at least 1 and at most
-    `LARGEST`. NaN if it or the law is undefined.
-    """
-    # m N (N − 1) = a (N − 1) + b, the larger root
-    middle = missed + a
-    root = (middle.square() - 4 * missed * (a - b)).clamp(min=0).sqrt()
-    size = ((middle + root) / (2 * missed)).clamp(1, LARGEST)
-    return torch.where(missed > 0, size, torch.full_like(size, LARGEST)).where(~(missed + a + b).isnan(), torch.nan)
-
-
 @dataclass
 class Estimate:
     """A number with a 95 % interval by bootstrap over prompts."""
@@ -143,9 +104,7 @@ class Estimate:
 
     @classmethod
     def of(cls, values: torch.Tensor) -> "Estimate":
-        """
-        From the values of the sample (first) and of the bootstrap; NaN values count as both ends.
-        """
+        """From the values of the sample (first) and of the bootstrap; NaN values count as both ends."""
         drawn = values[1:].double()
         lows, highs = (torch.where(drawn.isnan(), end, drawn) for end in (-torch.inf, torch.inf))
         low = lows.quantile(0.025, interpolation="lower").item()
@@ -169,30 +128,21 @@ class Estimate:
 @dataclass
 class Comparison:
     """
-    An estimator compared with the group mean at the same group size.
+    A baseline compared with the group mean at the same group size.
 
     Args:
-        name, baseline, leave_one_out:
-            The estimator; `name` is the baseline's, with ", one left out" if the option is set.
-        n (`int`):
-            Group size.
-        unbiased (`bool`):
-            Whether the estimator is known to be unbiased up to a factor.
-        more_prompts ([`Estimate`]):
-            How many more prompts per step the group mean needs to be as efficient, as a share: 0.13 for 13 % more.
-        efficiency, over_group_mean ([`Estimate`]):
-            The efficiency of a step, and its ratio to the group mean's.
-        noise_over_group_mean ([`Estimate`]):
-            Noise to signal relative to the group mean.
-        cosine, length ([`Estimate`]):
-            The cosine of the expected gradient to the true one, and the ratio of their lengths.
-        worth ([`Estimate`]):
-            The group size at which the group mean is as efficient.
+        name (`str`): The baseline.
+        n (`int`): Group size.
+        unbiased (`bool`): Whether the estimator is known to be unbiased up to a factor.
+        more_prompts ([`Estimate`]): How many more prompts per step the group mean needs to be as efficient, as a
+            share: 0.13 for 13 % more.
+        efficiency, over_group_mean ([`Estimate`]): The efficiency of a step, and its ratio to the group mean's.
+        noise_over_group_mean ([`Estimate`]): Noise to signal relative to the group mean.
+        cosine, length ([`Estimate`]): The cosine of the expected gradient to the true one, and the ratio of their
+            lengths.
     """
 
     name: str
-    baseline: str
-    leave_one_out: bool
     n: int
     unbiased: bool
     more_prompts: Estimate
@@ -201,43 +151,24 @@ class Comparison:
     noise_over_group_mean: Estimate
     cosine: Estimate
     length: Estimate
-    worth: Estimate
-
-    @property
-    def settings(self) -> str:
-        """The options of a config."""
-        return Estimator(self.name, self.baseline, self.leave_one_out).settings
 
 
-def compare(
-    moments: dict[tuple[str, int], Moments], estimators: dict[str, Estimator], prompts_per_batch: int
-) -> list[Comparison]:
+def compare(moments: dict[tuple[str, int], Moments], prompts_per_batch: int) -> list[Comparison]:
     """
-    Compare every estimator with the group mean at each group size, for steps of `prompts_per_batch` prompts.
-
-    Args:
-        moments (`dict`):
-            Moments by name and N, including those of the group mean at every N, and at two values of N at least.
-        estimators (`dict[str, Estimator]`):
-            Estimators by name.
-        prompts_per_batch (`int`):
-            Prompts per step. Efficiencies depend on it, not on the number of measured prompts.
+    Compare every baseline with the group mean at each group size, for steps of `prompts_per_batch` prompts. `moments`,
+    by name and N, include those of the group mean at every N.
     """
-    sizes = sorted({n for name, n in moments if name == CONTROL})
-    squares = moments[CONTROL, sizes[0]].square
+    squares = next(m.square for (name, _), m in moments.items() if name == CONTROL)
     counts = bootstrap(len(squares))
     # Samples of a single prompt, or of prompts whose rewards do not vary, are useless
     counts = counts[((counts > 0).sum(dim=1) > 1) & (counts.double() @ squares > 0)]
     figures = {key: m.of_batch(counts, prompts_per_batch) for key, m in moments.items()}
-    a, b = fit_group_mean({n: figures[CONTROL, n]["noise"] for n in sizes})
     rows = []
     for (name, n), of in figures.items():
         beside, signal = figures[CONTROL, n], of["signal"]
         rows.append(
             Comparison(
                 name=name,
-                baseline=estimators[name].baseline,
-                leave_one_out=estimators[name].leave_one_out,
                 n=n,
                 unbiased=moments[name, n].scale is not None,
                 more_prompts=Estimate.of(beside["missed"] / of["missed"] - 1),
@@ -247,34 +178,32 @@ def compare(
                 noise_over_group_mean=Estimate.of(of["noise"] / beside["noise"]),
                 cosine=Estimate.of(of["cosine"]),
                 length=Estimate.of(of["length"]),
-                worth=Estimate.of(group_mean_worth(of["missed"], a, b)),
             )
         )
     return rows
 
 
 def moments_of(
-    prompts: list[dict[Any, Any]], estimators: dict[str, Estimator], mean_zero: bool = True
+    prompts: list[dict[Any, Any]], unbiased: set[str], mean_zero: bool = True
 ) -> dict[tuple[str, int], Moments]:
     """
-    The moments of every estimator and group size over these prompts; products never share completions.
-
-    Args:
-        prompts (`list[dict]`):
-            Results of [`~trl_otb.comparison.moments.prompt_moments`].
-        estimators (`dict[str, Estimator]`):
-            Estimators by name.
-        mean_zero (`bool`, *optional*, defaults to `True`):
-            Whether completions are untruncated samples of the differentiated policy, so that scores have mean 0.
-            Otherwise no estimator's scale is known.
+    The moments of every baseline and group size, from results of [`~trl_otb.comparison.moments.prompt_moments`];
+    products never share completions. `unbiased` names baselines whose expected gradient is the true one, if
+    `mean_zero`: completions are untruncated samples of the differentiated policy, so that scores have mean 0.
     """
+
+    def scale(name: str, n: int) -> float | None:
+        if not mean_zero:
+            return None
+        return (n - 1) / n if name == CONTROL else 1.0 if name in unbiased else None
+
     truth = torch.stack([prompt["truth"] for prompt in prompts]).double()  # (P, 2, k)
     found = {}
     for name, n in (key for key in prompts[0] if isinstance(key, tuple)):
         mean = torch.stack([prompt[name, n]["mean"] for prompt in prompts]).double()
         square = torch.tensor([prompt[name, n]["square"] for prompt in prompts], dtype=torch.float64)
         products = _products(mean, mean), _products(mean, truth), _products(truth, truth)
-        found[name, n] = Moments(square, *products, estimators[name].scale(n) if mean_zero else None)
+        found[name, n] = Moments(square, *products, scale(name, n))
     return found
 
 

@@ -5,21 +5,16 @@ from typing import Any
 
 import torch
 
-from ..seam import EnergyGRPOTrainer
-from ..seam.sampling import logps_and_states
+from ..seam.pools import logps_and_states
+from ..trainer import OTBGRPOTrainer
 
 
 SMALL = 2**22  # parameters; backward passes of a smaller model are taken together, as they wait for the calls
 GRADIENTS = 2**26  # numbers of gradients that are projected together, a quarter of a GiB
 
 
-def studied_parameters(trainer: EnergyGRPOTrainer, pattern: str | None) -> list[torch.nn.Parameter]:
-    """
-    The trainable parameters whose name matches the regular expression `pattern`; by default all.
-
-    Raises:
-        ValueError: There is none, or `pattern` is not a regular expression.
-    """
+def studied_parameters(trainer: OTBGRPOTrainer, pattern: str | None) -> list[torch.nn.Parameter]:
+    """The trainable parameters whose name matches `pattern`, by default all; a `ValueError` if there is none."""
     named = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
     try:
         found = [p for name, p in named.items() if re.search(pattern or "", name)]
@@ -40,13 +35,7 @@ class Projection:
     A random projection of gradients that keeps inner products: a count sketch, seeded, with nothing stored.
 
     ⟨Πa, Πb⟩ is unbiased for ⟨a, b⟩, with a standard error of at most ‖a‖ ‖b‖ √(2 / dimension). If there are at most
-    `dimension` parameters, Π is the identity.
-
-    Args:
-        sizes (`list[int]`):
-            The number of elements of each parameter.
-        dimension (`int`):
-            The dimension of the result.
+    `dimension` parameters (`sizes` are their numbers of elements), Π is the identity.
     """
 
     def __init__(self, sizes: list[int], dimension: int, seed: int = 0) -> None:
@@ -76,18 +65,9 @@ class CompletionGradients:
     A token's log-prob depends on the body of the model only through the LM head's input at its own position. So the
     head's backward pass, which never forms (T, V) logits, runs once, and each A weights its result.
 
-    Args:
-        trainer ([`~trl_otb.seam.EnergyGRPOTrainer`]):
-            The trainer of the policy.
-        parameters (`list[torch.nn.Parameter]`):
-            The studied parameters.
-        projection ([`Projection`]):
-            The projection of every gradient.
     """
 
-    def __init__(
-        self, trainer: EnergyGRPOTrainer, parameters: list[torch.nn.Parameter], projection: Projection
-    ) -> None:
+    def __init__(self, trainer: OTBGRPOTrainer, parameters: list[torch.nn.Parameter], projection: Projection) -> None:
         self.trainer, self.parameters, self.projection = trainer, parameters, projection
         of_head = {id(p) for p in trainer.policy.get_output_embeddings().parameters()}
         self.in_head = [i for i, p in enumerate(parameters) if id(p) in of_head]
@@ -96,14 +76,8 @@ class CompletionGradients:
 
     def __call__(self, row: dict[str, Any], weights: torch.Tensor) -> torch.Tensor:
         """
-        Args:
-            row (`dict`):
-                One of [`~trl_otb.seam.sampling.single_rows`].
-            weights (`torch.Tensor` of shape `(E, T)`):
-                A for each of E estimators, 0 outside the completion's mask; T at least as long as the completion.
-
-        Returns:
-            `torch.Tensor` of shape `(E, dimension)`, float32.
+        `(E, dimension)` float32, for one of [`~trl_otb.seam.pools.single_rows`] and `weights`, `(E, T)`: A for each of
+        E estimators, 0 outside the completion's mask; T at least as long as the completion.
         """
         length = row["completion_ids"].size(1)
         if length == 0:  # masked, as `mask_truncated_completions` does

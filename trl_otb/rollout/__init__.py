@@ -8,9 +8,9 @@ import torch
 from datasets.fingerprint import Hasher
 from torch import Tensor
 
-from ..baselines import Baseline, Completions, Credit, put_back, squeeze, turns_of
+from ..baselines import Baseline, Completions, Credit, put_back, squeeze
 from ..energy import check_energies, importance_weighted
-from ..figure import require
+from . import text
 
 
 def generated_mask(batch: dict[str, Any]) -> Tensor:
@@ -28,37 +28,22 @@ class Rollout:
     `trainer.rollouts["eval"]` are the latest ones.
 
     Args:
-        prompt_ids, prompt_mask (`torch.Tensor` of shape `(B, P)`):
-            The prompts, padded on the left.
-        completion_ids, completion_mask (`torch.Tensor` of shape `(B, T)`):
-            The completions, including tool output, padded on the right.
-        mask (`torch.Tensor` of shape `(B, T)`):
-            1 on tokens that the policy generated and the loss includes.
-        num_generations (`int`):
-            N.
-        rewards (`torch.Tensor` of shape `(B,)` or `(B, T)`):
-            One return per completion or, if turns or tokens were rewarded, one reward per token. NaN if no reward
-            function scored the completion.
-        scale (`torch.Tensor` of shape `(B, 1)`):
-            The divisor of advantages under `scale_rewards`: 1 for `"none"`, infinite where there is no spread.
-        number (`int`, *optional*, defaults to 0):
-            The number of earlier rollouts in this mode.
-        first_row (`int`, *optional*, defaults to 0):
-            The index of the first row among the rows of all processes; a group may start on another process.
-        processing_class (*optional*):
-            The trainer's tokenizer or processor, to show tokens as text.
+        prompt_ids, prompt_mask (`(B, P)`): The prompts, padded on the left.
+        completion_ids, completion_mask (`(B, T)`): The completions, including tool output, padded on the right.
+        mask (`(B, T)`): 1 on tokens that the policy generated and the loss includes.
+        num_generations (`int`): N.
+        rewards (`(B,)` or `(B, T)`): One return per completion or, if turns or tokens were rewarded, one reward per
+            token. NaN if no reward function scored the completion.
+        scale (`(B, 1)`): The divisor of advantages under `scale_rewards`: 1 for `"none"`, infinite without spread.
+        number (`int`): The number of earlier rollouts in this mode.
+        first_row (`int`): The index of the first row among those of all processes, on which a group may begin.
+        processing_class: The trainer's tokenizer or processor.
 
     Attributes:
-        energy (`torch.Tensor` of shape `(B, T)`, *optional*):
-            ρ_t² w_t; `None` if the baseline needs none, and TRL ran no forward that yields it.
-        logps (`torch.Tensor` of shape `(B, T)`, *optional*):
-            log π(y_t) from the same forward, at the sampling temperature.
-        advantages (`torch.Tensor` of shape `(B, T)`, or `(B, 1)` under a baseline per completion):
-            (G − B) / scale.
-        baselines (`torch.Tensor` of the same shape):
-            B, in units of the reward.
-        group_mean_advantages (`torch.Tensor` of shape `(B, 1)`):
-            Advantages under the group mean, for comparison.
+        energy, logps (`(B, T)`, *optional*): ρ_t² w_t and log π(y_t), at the sampling temperature; `None` if the
+            baseline needs none, and TRL ran no forward that yields them.
+        advantages, baselines (`(B, T)`, or `(B, 1)` under a baseline per completion): (G − B) / scale, and B.
+        group_mean_advantages (`(B, 1)`): Advantages under the group mean, for comparison.
     """
 
     prompt_ids: Tensor
@@ -83,10 +68,9 @@ class Rollout:
         """TRL's `batch`, without rewards."""
         ids = {key: batch[key] for key in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")}
         mask = generated_mask(batch)
-        none = torch.full((len(mask),), torch.nan, device=mask.device)
-        first = process * len(mask)
-        return cls(**ids, mask=mask, num_generations=num_generations, rewards=none, scale=torch.ones_like(none[:, None]),
-                   first_row=first, processing_class=processing_class)  # fmt: skip
+        none, first = torch.full((len(mask),), torch.nan, device=mask.device), process * len(mask)
+        known: dict[str, Any] = {"mask": mask, "num_generations": num_generations, "first_row": first}
+        return cls(**ids, **known, rewards=none, scale=none[:, None], processing_class=processing_class)
 
     @property
     def own_rows(self) -> slice:
@@ -98,24 +82,10 @@ class Rollout:
         """Whether no group spans processes."""
         return len(self) % self.num_generations == 0
 
-    def completions(
-        self, values: Any, ratio: Tensor | None, needs: frozenset[str], prompt_key: Tensor | None
-    ) -> Completions:
+    def completions(self, values: Any, ratio: Tensor | None, prompt_key: Tensor | None) -> Completions:
         """
-        The argument of a baseline; stores energies and log-probs.
-
-        Args:
-            values ([`~trl_otb.seam.sampled.TokenValues`], *optional*):
-                What a forward says of the tokens.
-            ratio (`torch.Tensor` of shape `(B, T)` or `(B, 1)`, *optional*):
-                Importance ratios ρ.
-            needs (`frozenset[str]`):
-                What else to include: `"completion_ids"` and `"turn"`.
-            prompt_key (`torch.Tensor` of shape `(B, 1)`, *optional*):
-                See [`~trl_otb.baselines.Completions`].
-
-        Raises:
-            ValueError: An energy is not finite.
+        The argument of a baseline, from [`~trl_otb.seam.sampled.TokenValues`], if there are, and importance ratios ρ,
+        `(B, T)` or `(B, 1)`; stores energies and log-probs. A `ValueError` if an energy is not finite.
         """
         more: dict[str, Any] = {}
         if values is not None:
@@ -123,72 +93,32 @@ class Rollout:
             self.energy, self.logps = values.energy if weights is None else weights, values.logps
             check_energies(self.energy, self.mask)
             more = {"energy": values.energy, "logps": values.logps, "states": values.states, "weights": weights}
-        more["completion_ids"] = self.completion_ids if "completion_ids" in needs else None
-        more["turn"] = turns_of(self.mask) if "turn" in needs else None
         more["prompt_key"] = None if prompt_key is None else prompt_key.to(self.mask.device)
         return squeeze(self.rewards, self.mask, self.num_generations, first_row=self.first_row, **more)
 
-    def keep(self, rule: Baseline, found: Credit, of_mean: Credit) -> None:
+    def keep(self, rule: Baseline, found: Credit, of_mean: Credit) -> Tensor:
         """Store advantages and baselines, at the places of their tokens under a baseline per token."""
         place = (lambda values: put_back(values, self.mask)) if rule.per_token else (lambda values: values)
         self.advantages, self.baselines = place(found.advantages / self.scale), place(found.baselines)
         self.group_mean_advantages = of_mean.advantages / self.scale
+        return self.advantages
 
     def __len__(self) -> int:
         return len(self.mask)
 
     def __repr__(self) -> str:
-        from .table import summary
+        return text.summary(self)
 
-        return summary(self)
-
-    def to_pandas(self, tokenizer: Any = None, prompt: int | None = None) -> Any:
+    def show(self, prompt: int = 0, tokenizer: Any = None, max_tokens: int = 1000) -> None:
         """
-        A `pandas.DataFrame` with a row per generated token; tool output is left out.
-
-        Its columns: `prompt` (index in this rollout), `completion` (index in the group), `turn` (of the policy, from
-        0), `position` (among all tokens of the completion), `token_id`, `text` (`None` without a tokenizer), `reward`
-        (of the completion; NaN if it has none), `energy`, `baseline`, `advantage` and `group_mean_advantage` (NaN if
-        they are not known).
+        Print the completions of a prompt; [`plot`] has the number of each token, as its colour.
 
         Args:
-            tokenizer (*optional*):
-                A tokenizer or processor; by default the trainer's.
-            prompt (`int`, *optional*):
-                Only this prompt's completions. Text takes 10 to 30 µs per token.
-
-        Raises:
-            ImportError: pandas is not installed.
-            IndexError: There is no such prompt.
+            prompt (`int`, *optional*, defaults to 0): Its index in this rollout; an `IndexError` if there is none.
+            tokenizer (*optional*): A tokenizer or processor; by default the trainer's.
+            max_tokens (`int`, *optional*, defaults to 1,000): Tokens to show per completion.
         """
-        from .table import to_pandas
-
-        return to_pandas(self, tokenizer, prompt)
-
-    def show(self, prompt: int = 0, tokenizer: Any = None, value: str | None = None, max_tokens: int = 1000) -> None:
-        """
-        Show the completions of a prompt with coloured tokens: in a notebook with a switch between energy, advantage
-        and the group mean's advantage; in a terminal by one of them, without colours if the output is not a terminal
-        or `NO_COLOR` is set.
-
-        Args:
-            prompt (`int`, *optional*, defaults to 0):
-                Its index in this rollout.
-            tokenizer (*optional*):
-                A tokenizer or processor; by default the trainer's.
-            value (`str`, *optional*):
-                `"energy"`, `"advantage"` or `"group_mean_advantage"`: the (initial) colour of tokens. By default the
-                advantage, or the energy if there is no advantage.
-            max_tokens (`int`, *optional*, defaults to 1,000):
-                Tokens to show per completion.
-
-        Raises:
-            IndexError: There is no such prompt.
-            ValueError: There is no such value.
-        """
-        from .colours import show
-
-        show(self, prompt, tokenizer, value, max_tokens)
+        print(text.as_text(text.read_group(self, prompt, tokenizer, max_tokens)))
 
     def plot(
         self,
@@ -200,29 +130,18 @@ class Rollout:
     ) -> Any:
         """
         A `matplotlib` figure of a prompt's completions, with tokens coloured by energy, advantage, and the advantage
-        under the group mean; the latter two share a scale. Saves it to `path`, if given.
+        under the group mean; the latter two share a scale. Saves it to `path`, if given, in any format of matplotlib.
 
         Args:
-            path (`str` or `Path`, *optional*):
-                The file to save to, in any format of matplotlib.
-            prompt (`int`, *optional*, defaults to 0):
-                Its index in this rollout.
-            tokenizer (*optional*):
-                A tokenizer or processor; by default the trainer's.
-            max_tokens (`int`, *optional*, defaults to 100):
-                Tokens to draw per completion; the picture says if there are more.
-            max_completions (`int`, *optional*, defaults to 8):
-                Completions to draw, the first ones of the group.
-
-        Raises:
-            ImportError: matplotlib is not installed.
-            IndexError: There is no such prompt.
-            ValueError: There is nothing to draw.
+            prompt, tokenizer, max_tokens: As in [`show`].
+            max_completions (`int`, *optional*, defaults to 8): Completions to draw, the first ones of the group.
         """
-        require("matplotlib.figure", "A picture of a rollout")
-        from .picture import plot
+        from .picture import draw
 
-        return plot(self, path, prompt, tokenizer, max_tokens, max_completions)
+        figure = draw(text.read_group(self, prompt, tokenizer, max_tokens, max_completions), self.num_generations)
+        if path is not None:
+            figure.savefig(path, dpi=120)
+        return figure
 
 
 class Rollouts(dict[str, Rollout]):

@@ -1,18 +1,10 @@
 """The picture of a group: its tokens coloured by energy, by advantage, and by the group mean's advantage."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from unicodedata import east_asian_width
 
-from matplotlib.axes import Axes
-from matplotlib.cm import ScalarMappable
-from matplotlib.colors import Normalize
-from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
-
-from ..figure import new_figure
-from .group import IMPROBABLE, Group, ShownCompletion, Token, read_group, visible
+from .text import IMPROBABLE, Group, ShownCompletion, Token, new_figure, visible
 
 
 TITLES = {
@@ -36,23 +28,14 @@ class Place:
     width: int
 
 
-def plot(
-    rollout: Any,
-    path: str | Path | None,
-    prompt: int,
-    tokenizer: Any,
-    max_tokens: int,
-    max_completions: int,
-) -> Figure:
+def draw(group: Group, num_generations: int) -> Any:
     """See [`~trl_otb.rollout.Rollout.plot`]."""
-    group = read_group(rollout, prompt, tokenizer, max_tokens, max_completions)
     if not group.values:
         raise ValueError("The rollout has neither energies nor advantages: there is nothing to draw.")
     places, heads, depth = _layout(group.completions)
     width = max((place.x + place.width for place in places), default=1)
-    panels = len(group.values)
     # Not narrower than its titles
-    size = (LEFT + max(width * LETTER, 5.5) + RIGHT, panels * (TOP + depth) + BOTTOM)
+    size = (LEFT + max(width * LETTER, 5.5) + RIGHT, len(group.values) * (TOP + depth) + BOTTOM)
     figure = new_figure(figsize=size)
     axes = {}
     for i, name in enumerate(group.values):
@@ -60,11 +43,13 @@ def plot(
         box = (LEFT / size[0], bottom / size[1], width * LETTER / size[0], depth / size[1])
         axes[name] = figure.add_axes(box, xlim=(0, width), ylim=(depth, 0))
         _draw(axes[name], group, name, places, heads)
-    for names in (["energy"], ["advantage", "group_mean_advantage"]):
-        _scale(figure, group, [axes[name] for name in names if name in axes], names[0], size)
-    figure.text(LEFT / size[0], 0.1 / size[1], _note(group, rollout.num_generations), fontsize=8, color="0.35")
-    if path is not None:
-        figure.savefig(path, dpi=120)
+    for names in (["energy"], ["advantage", "group_mean_advantage"]):  # which share a scale
+        if shown := [axes[name] for name in names if name in axes]:
+            low, high = min(a.get_position().y0 for a in shown), max(a.get_position().y1 for a in shown)
+            bar = figure.add_axes(((size[0] - RIGHT + 0.2) / size[0], low, 0.12 / size[0], high - low))
+            figure.colorbar(_colours(names[0], group.largest(names[0])), cax=bar)
+            bar.tick_params(labelsize=8)
+    figure.text(LEFT / size[0], 0.1 / size[1], _note(group, num_generations), fontsize=8, color="0.35")
     return figure
 
 
@@ -84,8 +69,11 @@ def _layout(completions: list[ShownCompletion]) -> tuple[list[Place], list[float
     return places, heads, y - BETWEEN
 
 
-def _draw(axis: Axes, group: Group, name: str, places: list[Place], heads: list[float]) -> None:
-    colours: Any = _colours(name, group.largest(name))  # whose annotations forget single numbers
+def _draw(axis: Any, group: Group, name: str, places: list[Place], heads: list[float]) -> None:
+    from matplotlib.patches import Rectangle
+
+    colours = _colours(name, group.largest(name))
+    letters: dict[str, Any] = {"ha": "center", "va": "center_baseline", "fontsize": FONT, "family": "monospace"}
     for place in places:
         number = place.token.values.get(name)
         face = "0.88" if not place.token.generated else "white" if number is None else colours.to_rgba(number)
@@ -95,16 +83,7 @@ def _draw(axis: Axes, group: Group, name: str, places: list[Place], heads: list[
             axis.add_patch(Rectangle(*edges, fill=False, edgecolor="black", linewidth=1.4, zorder=2))
         dark = not isinstance(face, str) and 0.3 * face[0] + 0.59 * face[1] + 0.11 * face[2] < 0.5
         at = (place.x + place.width / 2, place.y + LINE / 2)
-        axis.text(
-            *at,
-            visible(place.token.text),
-            ha="center",
-            va="center_baseline",
-            color="white" if dark else "black",
-            fontsize=FONT,
-            family="monospace",
-            parse_math=False,
-        )
+        axis.text(*at, visible(place.token.text), color="white" if dark else "black", parse_math=False, **letters)
     axis.set_yticks([head + LINE / 2 for head in heads], [completion.label for completion in group.completions])
     axis.set_xticks([])
     axis.tick_params(length=0)
@@ -112,21 +91,12 @@ def _draw(axis: Axes, group: Group, name: str, places: list[Place], heads: list[
     axis.set_title(TITLES[name], loc="left", fontsize=11)
 
 
-def _scale(figure: Figure, group: Group, axes: list[Axes], name: str, size: tuple[float, float]) -> None:
-    """A colour bar that `axes` share."""
-    if not axes:
-        return
-    boxes = [axis.get_position() for axis in axes]
-    low, high = min(box.y0 for box in boxes), max(box.y1 for box in boxes)
-    bar = figure.add_axes(((size[0] - RIGHT + 0.2) / size[0], low, 0.12 / size[0], high - low))
-    figure.colorbar(_colours(name, group.largest(name)), cax=bar)
-    bar.tick_params(labelsize=8)
+def _colours(name: str, largest: float) -> Any:
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
 
-
-def _colours(name: str, largest: float) -> ScalarMappable:
-    if name == "energy":
-        return ScalarMappable(Normalize(0.0, largest), "Oranges")
-    return ScalarMappable(Normalize(-largest, largest), "RdBu")
+    ends, name = ((0.0, largest), "Oranges") if name == "energy" else ((-largest, largest), "RdBu")
+    return ScalarMappable(Normalize(*ends), name)
 
 
 def _note(group: Group, num_generations: int) -> str:
@@ -134,9 +104,8 @@ def _note(group: Group, num_generations: int) -> str:
     note = f"framed: {IMPROBABLE}"
     if any(not token.generated for completion in group.completions for token in completion.tokens):
         note += "; grey: tool output"
-    longest = max(len(completion.tokens) for completion in group.completions)
     if any(completion.left_out for completion in group.completions):
-        note += f"; only the first {longest} tokens"
+        note += f"; only the first {max(len(completion.tokens) for completion in group.completions)} tokens"
     if len(group.completions) < num_generations:
         note += f"; {len(group.completions)} of {num_generations} completions"
     return note

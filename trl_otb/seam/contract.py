@@ -30,116 +30,62 @@ try:
 except ImportError as error:
     raise incompatible_trl(str(error)) from error
 
-# The leading parameters of each method that is overridden or called.
-METHODS = {
-    "_calculate_rewards": ("self", "inputs", "prompts", "completions", "completion_ids_list"),
-    "_compute_loss": ("self", "model", "inputs"),
-    "_generate_and_score_completions": ("self", "inputs"),
-    "_generate_single_turn": ("self", "prompt_ids", "images", "multimodal_fields", "num_generations"),
-    "_get_per_token_logps_and_entropies": ("self", "model", "input_ids", "attention_mask", "logits_to_keep"),
-    "_prepare_inputs": ("self", "generation_batch"),
-    "_tool_call_loop": ("self", "prompts", "prompt_ids"),
-    "get_gamma_weights": ("advantages", "log_ratio_per_token", "mask"),
-    "get_off_policy_mask": (
-        "advantages",
-        "per_token_logps",
-        "sampling_per_token_logps",
-        "mask",
-        "off_policy_threshold",
-    ),
+# By owner: what is overridden, called or replaced, with its leading parameters
+PARTS: dict[Any, dict[str, str]] = {
+    GRPOTrainer: {
+        "_calculate_rewards": "self inputs prompts completions completion_ids_list",
+        "_compute_loss": "self model inputs",
+        "_generate_and_score_completions": "self inputs",
+        "_generate_single_turn": "self prompt_ids images multimodal_fields num_generations",
+        "_get_per_token_logps_and_entropies": "self model input_ids attention_mask logits_to_keep batch_size",
+        "_prepare_inputs": "self generation_batch",
+        "_tool_call_loop": "self prompts prompt_ids",
+        "get_gamma_weights": "advantages log_ratio_per_token mask",
+        "get_off_policy_mask": "advantages per_token_logps sampling_per_token_logps mask off_policy_threshold",
+    },
+    Trainer: {
+        "_load_optimizer_and_scheduler": "self checkpoint",
+        "_save_optimizer_and_scheduler": "self output_dir",
+        "training_step": "self model inputs",
+    },
+    trl_utils: {
+        "add_fused_lm_head": "model temperature cast_lm_head_to_fp32 outputs",
+        "FusedCausalLMOutput": "loss log_probs entropy log_sum_sq_probs",
+        "get_config_model_id": "config",
+        "is_async_callable": "func",
+        "nanstd": "tensor dim",
+        "split_pixel_values_by_grid": "batch",
+        "split_tensor_dict": "tensor_dict num_chunks",
+        "unsplit_pixel_values_by_grid": "batch",
+    },
+    trl_grpo_trainer: {"shuffle_sequence_dict": "seq_dict"},
+    trl_models: {"disable_gradient_checkpointing": "model gradient_checkpointing_kwargs"},
 }
-TRAINER_METHODS = {
-    "_load_optimizer_and_scheduler": ("self", "checkpoint"),
-    "_save_optimizer_and_scheduler": ("self", "output_dir"),
-    "prediction_step": ("self", "model", "inputs"),
-    "training_step": ("self", "model", "inputs"),
-}
-FUNCTIONS = {
-    "add_fused_lm_head": ("model", "temperature", "cast_lm_head_to_fp32", "outputs"),
-    "FusedCausalLMOutput": ("loss", "log_probs", "entropy", "log_sum_sq_probs"),
-    "get_config_model_id": ("config",),
-    "is_async_callable": ("func",),
-    "nanstd": ("tensor", "dim"),
-    "split_pixel_values_by_grid": ("batch",),
-    "split_tensor_dict": ("tensor_dict", "num_chunks"),
-    "unsplit_pixel_values_by_grid": ("batch",),
-}
-# Functions in GRPOTrainer's module that are replaced
-REPLACED = {"shuffle_sequence_dict": ("seq_dict",)}
-MODEL_FUNCTIONS = {"disable_gradient_checkpointing": ("model", "gradient_checkpointing_kwargs")}
 ATTRIBUTES = (
-    "_buffered_inputs",
-    "_logs",
-    "_metrics",
-    "_pending_extra_logs",
-    "_pending_metrics",
-    "_step",
-    "_tokenizer",
-    "importance_sampling_level",
-    "multi_objective_aggregation",
-    "num_generations",
-    "num_generations_eval",
-    "num_iterations",
-    "reward_func_names",
-    "reward_funcs",
-    "reward_weights",
-    "scale_rewards",
-    "temperature",
-    "tools",
-    "use_vllm",
-    "vllm_mode",
-    "vllm_tensor_parallel_size",
-)
+    "_logs _metrics _pending_extra_logs _pending_metrics _tokenizer importance_sampling_level "
+    "multi_objective_aggregation num_generations num_generations_eval reward_func_names reward_funcs reward_weights "
+    "scale_rewards temperature tools use_vllm vllm_mode vllm_tensor_parallel_size"
+).split()
 # What `_compute_loss` passes to the forward, in addition to ids and masks.
 FORWARD_KWARGS = (
-    "pixel_values",
-    "image_grid_thw",
-    "num_images",
-    "pixel_attention_mask",
-    "spatial_shapes",
-    "num_tiles",
-    "image_sizes",
-    "token_type_ids",
-    "mm_token_type_ids",
-    "image_position_ids",
-)
-
-_OWNERS = (
-    (GRPOTrainer, METHODS),
-    (Trainer, TRAINER_METHODS),
-    (trl_utils, FUNCTIONS),
-    (trl_grpo_trainer, REPLACED),
-    (trl_models, MODEL_FUNCTIONS),
-)
+    "pixel_values image_grid_thw num_images pixel_attention_mask spatial_shapes num_tiles image_sizes token_type_ids "
+    "mm_token_type_ids image_position_ids"
+).split()
 
 
 def check_trl(attributes_of: GRPOTrainer | None = None) -> None:
-    """
-    Check that the parts of TRL that the seam relies on exist.
-
-    Args:
-        attributes_of (`GRPOTrainer`, *optional*):
-            A constructed trainer, whose attributes are also checked.
-
-    Raises:
-        ImportError: A part has moved. The message names it, the installed version and the tested one.
-    """
+    """Raise an `ImportError` if a part of TRL has moved, or an attribute of a constructed trainer, if given."""
     found = []
-    for owner, expected in _OWNERS:
+    for owner, expected in PARTS.items():
         for name, parameters in expected.items():
-            function = getattr(owner, name, None)
+            function, names = getattr(owner, name, None), tuple(parameters.split())
             if function is None:
                 found.append(f"`{owner.__name__}.{name}` is gone")
-            elif tuple(inspect.signature(function).parameters)[: len(parameters)] != parameters:
-                found.append(f"`{owner.__name__}.{name}` no longer takes ({', '.join(parameters)})")
+            elif tuple(inspect.signature(function).parameters)[: len(names)] != names:
+                found.append(f"`{owner.__name__}.{name}` no longer takes ({', '.join(names)})")
     forward = getattr(GRPOTrainer, "_get_per_token_logps_and_entropies", None)
-    if forward is not None:
-        known = inspect.signature(forward).parameters
-        found += [
-            f"`{forward.__name__}` no longer takes `{name}`"
-            for name in ("batch_size", *FORWARD_KWARGS)
-            if name not in known
-        ]
+    known = inspect.signature(forward).parameters if forward is not None else FORWARD_KWARGS
+    found += [f"`_get_per_token_logps_and_entropies` no longer takes `{n}`" for n in FORWARD_KWARGS if n not in known]
     if attributes_of is not None:
         found += [f"`GRPOTrainer.{name}` is gone" for name in ATTRIBUTES if not hasattr(attributes_of, name)]
     if found:
@@ -153,12 +99,8 @@ def versions() -> dict[str, str]:
 
 def source_hashes() -> dict[str, str]:
     """A short hash of the source of every part of TRL that is overridden, recomputed, intercepted or called."""
-    return {
-        f"{owner.__name__}.{name}": _hash(getattr(owner, name))
-        for owner, expected in _OWNERS
-        for name in expected
-        if hasattr(owner, name)
-    }
+    owned = [(owner, name) for owner, expected in PARTS.items() for name in expected if hasattr(owner, name)]
+    return {f"{owner.__name__}.{name}": _hash(getattr(owner, name)) for owner, name in owned}
 
 
 def _hash(part: Any) -> str:
@@ -181,3 +123,42 @@ def drift() -> str | None:
         f"trl_otb was tested with {tested}, and {installed} is installed, where the source of {', '.join(changed)} is "
         "another. All that is relied on has the expected arguments, and every rollout is compared with TRL's."
     )
+
+
+# A user's own subclass
+
+
+def users_classes(cls: type) -> list[type]:
+    """The classes of `cls` that belong neither to GRPOTrainer and its bases nor to this package."""
+    core = {*GRPOTrainer.__mro__}
+    return [base for base in cls.__mro__ if base not in core and not base.__module__.startswith("trl_otb.")]
+
+
+def check_loss(cls: type, baseline: str) -> None:
+    """Raise a `TypeError` if a user's class has a loss that is not known to support advantages per token."""
+    if getattr(cls, "takes_token_advantages", False):
+        return
+    for base in users_classes(cls):
+        if "_compute_loss" in vars(base):
+            raise TypeError(
+                f"`baseline` is {baseline!r}, one per token, and `{base.__name__}._compute_loss` is not known to take "
+                "advantages of shape (B, T): a loss for (B,) fails, or silently mixes up completions. If it supports "
+                "both, as one that only adds to `super()`'s does, set `takes_token_advantages = True` in the class. "
+                "Otherwise choose a baseline per completion, such as 'ogb_pooled' or 'rloo'."
+            )
+
+
+def check_config(cls: type) -> None:
+    """Raise a `ValueError`, as `args` is missing, if a user's class may have a config of its own."""
+    for base in users_classes(cls):
+        if issubclass(base, GRPOTrainer) and "__init__" in vars(base):
+            raise ValueError(
+                f"`args` is missing, and {base.__name__} may have its own config, whose defaults would be lost. Pass "
+                "one: `class Config(OTBGRPOConfig, TheirConfig)`, decorated with `@dataclass`."
+            )
+
+
+def overriders(trainer: Any, *names: str) -> list[str]:
+    """`Class.method` for the user's overrides of `names`, also for methods set on the trainer."""
+    found = [f"{name}, set on the trainer" for name in names if name in vars(trainer)]
+    return found + [f"{b.__name__}.{name}" for name in names for b in users_classes(type(trainer)) if name in vars(b)]

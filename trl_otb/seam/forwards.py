@@ -25,80 +25,38 @@ DEPTH = 2 / 3  # of the layer whose states are recorded
 
 
 @dataclass
-class Forward:
-    """
-    A forward that scored completions.
-
-    Args:
-        logps (`torch.Tensor` of shape `(B, T)`):
-            TRL's log-probs.
-        log_sum_sq_probs (`list`):
-            log Σπ² of each chunk of rows, `None` if the head did not compute it.
-        states (`list`, *optional*):
-            Hidden states of each chunk.
-    """
-
-    logps: Tensor
-    log_sum_sq_probs: list[Tensor | None]
-    states: list[Tensor] | None = None
-
-    def values(self) -> TokenValues:
-        """Energies, log-probs and states, without gradient."""
-        chunks = [chunk for chunk in self.log_sum_sq_probs if chunk is not None]
-        if not chunks or len(chunks) < len(self.log_sum_sq_probs):
-            raise RuntimeError(
-                "The policy's forward returned no log Σπ²: something replaced the fused LM head of the model after "
-                "OTBGRPOTrainer was constructed. Construct the trainer last."
-            )
-        length, logps, states = self.logps.size(1), self.logps.detach(), None
-        if self.states is not None:
-            states = torch.cat([chunk[:, -length - 1 : -1] for chunk in self.states]).to(logps.device)
-        with torch.no_grad():
-            return TokenValues(token_energy(logps, torch.cat(chunks)[:, -length:]), logps, states)
-
-
-@dataclass
 class Recording:
     """What is recorded: scoring forwards without gradient, turns that are sampled, hidden states in both."""
 
     states: bool = False
     turns: SampledTurns | None = None
-    forwards: list[Forward] = field(default_factory=list)
-    on_logps: Callable[[Tensor], None] | None = None  # called with the log-probs of each scoring forward
+    scored: list[tuple[Tensor, TokenValues]] = field(default_factory=list)  # with the log-probs that TRL got
+    on_logps: Callable[[Tensor], None] | None = None  # called with the log-probs of forwards with gradient
 
 
 class PolicyRecorder:
     """
-    Records what forwards of the policy compute.
+    Records what forwards of the policy, the model without the PEFT wrapper, compute.
 
     GRPOTrainer's fused LM head returns ("log_probs", "entropy"). A second head, which also returns log Σπ², takes its
-    place while a scoring forward is recorded; all other forwards use GRPOTrainer's.
-
-    Args:
-        policy (`PreTrainedModel`):
-            The model without the PEFT wrapper.
-        temperature (`float`):
-            The sampling temperature.
-        cast_lm_head_to_fp32 (`bool`):
-            As in [`~trl.GRPOConfig`].
-
-    Raises:
-        ValueError: The LM head is quantized.
+    place while a scoring forward is recorded; all other forwards use GRPOTrainer's. A `ValueError` is raised if the LM
+    head is quantized.
     """
 
     def __init__(self, policy: PreTrainedModel, temperature: float, cast_lm_head_to_fp32: bool) -> None:
-        _check_lm_head(policy)
+        head = policy.get_output_embeddings()
+        if not head.weight.is_floating_point():  # TRL's fused head multiplies by the weight as it is stored
+            raise ValueError(
+                f"The LM head of the policy is quantized (a {type(head).__name__} whose weight is {head.weight.dtype}), and "
+                "TRL's fused head would read it as stored: log-probs would be wrong. Do not quantize it: "
+                "`BitsAndBytesConfig(..., llm_int8_skip_modules=['lm_head'])`, also for 4 bits."
+            )
         self.policy, self.temperature = policy, temperature
         self.projection: Tensor | None = None  # kept in checkpoints: what a baseline learns depends on it
         self._recording: Recording | None = None
-        self._with_energies = False
-        without = policy.forward
-        trl_utils.add_fused_lm_head(
-            policy,
-            temperature=temperature,
-            cast_lm_head_to_fp32=cast_lm_head_to_fp32,
-            outputs=("log_probs", "entropy", "log_sum_sq_probs"),
-        )
+        self._with_energies, without = False, policy.forward
+        outputs = ("log_probs", "entropy", "log_sum_sq_probs")
+        trl_utils.add_fused_lm_head(policy, temperature, cast_lm_head_to_fp32, outputs)
         with_energies = policy.forward
 
         @functools.wraps(type(policy).forward)  # `generate` validates its arguments against the signature
@@ -108,7 +66,8 @@ class PolicyRecorder:
 
         policy.forward = types.MethodType(forward, policy)
         decoder = (policy.get_decoder() if hasattr(policy, "get_decoder") else None) or policy.base_model
-        layers = _layers_of(decoder)
+        lists = [child for child in decoder.children() if isinstance(child, torch.nn.ModuleList) and len(child)]
+        layers = max(lists, key=len, default=None)
         self._layer = decoder if layers is None else layers[math.ceil(DEPTH * len(layers)) - 1]
         self._layer_name = f"{type(self._layer).__name__} of {type(decoder).__name__}"
 
@@ -122,60 +81,64 @@ class PolicyRecorder:
             self._recording = before
 
     @contextmanager
-    def scoring(self, model: torch.nn.Module) -> Iterator[Callable[[Tensor], None]]:
-        """
-        Context of a scoring forward of `model`, the policy with its wrappers or a reference; the yielded function takes
-        its log-probs.
-        """
+    def scoring(self, model: torch.nn.Module) -> Iterator[Callable[[Tensor], Any]]:
+        """Context of a scoring forward of `model`, policy or reference; the yielded function takes its log-probs."""
         to = self._recording
-        if to is None:
-            yield lambda logps: None
+        if to is None or torch.is_grad_enabled():
+            yield (to and to.on_logps) or (lambda logps: None)
             return
-        if torch.is_grad_enabled():
-            yield to.on_logps or (lambda logps: None)
-            return
-        found: list[Tensor | None] = []
-        layers: list[Tensor] | None = [] if to.states else None
+        chunks: list[Any] = []
+
+        def keep(logps: Tensor) -> None:
+            if not chunks or any(chunk is None for chunk in chunks):
+                raise RuntimeError(
+                    "The policy's forward returned no log Σπ²: something replaced the fused LM head of the model after "
+                    "OTBGRPOTrainer was constructed. Construct the trainer last."
+                )
+            length = logps.size(1)
+            # None of a reference model
+            of_all = self._checked(states, len(chunks)) if states else None
+            of_tokens = None if of_all is None else torch.cat([x[:, -length - 1 : -1] for x in of_all]).to(logps.device)
+            to.scored.append(
+                (logps, TokenValues(token_energy(logps, torch.cat(chunks)[:, -length:]), logps, of_tokens))
+            )
+
         hook = model.register_forward_hook(
-            lambda module, args, outputs: found.append(getattr(outputs, "log_sum_sq_probs", None))
+            lambda module, args, outputs: chunks.append(getattr(outputs, "log_sum_sq_probs", None))
         )
         self._with_energies = True
         try:
-            with self._recording_states(layers):
-                yield lambda logps: to.forwards.append(Forward(logps, found, layers))
+            with self._recording_states(to.states) as states:
+                yield keep
         finally:
             self._with_energies = False
             hook.remove()
-        if layers:  # none of a reference model
-            self._check_states(layers, len(found))
 
     @contextmanager
     def sampling(self) -> Iterator[Callable[[list[list[int]], list[list[int]]], None]]:
         """Context of one `generate` of the policy; the yielded function takes the ids of prompts and completions."""
         to = self._recording
-        if to is None or to.turns is None:
+        turns = None if to is None else to.turns
+        if to is None or turns is None:
             yield lambda prompt_ids, completion_ids: None
             return
-        layers: list[Tensor] | None = [] if to.states else None
-        turn = SampledTurn(self.temperature, layers)
-        hook = self.policy.register_forward_hook(turn.on_forward, with_kwargs=True)
+        turn = SampledTurn(self.temperature)
 
         def keep(prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> None:
-            if layers is not None:
-                self._check_states(layers, turn.calls)
-            to.turns.add(turn, prompt_ids, completion_ids)
+            of_all = self._checked(states, turn.calls) if to.states else None
+            turns.add(turn.rows(prompt_ids, completion_ids, of_all), prompt_ids, completion_ids)
 
+        hook = self.policy.register_forward_hook(turn.on_forward, with_kwargs=True)
         try:
-            with self._recording_states(layers, last_only=True):
+            with self._recording_states(to.states, last_only=True) as states:
                 yield keep
         finally:
             hook.remove()
 
     @contextmanager
-    def _recording_states(self, found: list[Tensor] | None, last_only: bool = False) -> Iterator[None]:
-        if found is None:
-            yield
-            return
+    def _recording_states(self, wanted: bool, last_only: bool = False) -> Iterator[list[Tensor]]:
+        """Context in which calls of the layer append projected states, `(b, P + T, k)`, to the yielded list."""
+        found: list[Tensor] = []
 
         def record(module: Any, args: Any, output: Any) -> None:
             states = (output if isinstance(output, Tensor) else output[0]).detach()
@@ -186,53 +149,37 @@ class PolicyRecorder:
             with torch.autocast(states.device.type, enabled=False):
                 found.append(states @ self.projection)
 
-        hook = self._layer.register_forward_hook(record)
+        hook = self._layer.register_forward_hook(record) if wanted else None
         try:
-            yield
+            yield found
         finally:
-            hook.remove()
+            if hook is not None:
+                hook.remove()
 
-    def _check_states(self, found: list[Tensor], forwards: int) -> None:
-        """
-        Raises:
-            ValueError: The layer was not called once in each forward, or returns no `(rows, tokens, d)`.
-        """
-        instead = "this model is not supported. Choose a baseline that needs no states, such as 'rloo_pooled'."
-        if len(found) != forwards:
+    def _checked(self, states: list[Tensor], forwards: int) -> list[Tensor]:
+        """`states`; a `ValueError` if the layer was not called once in each forward, or returned no `(b, T, d)`."""
+        shapes = [tuple(of.shape) for of in states]
+        if len(states) != forwards or any(len(shape) != 3 for shape in shapes):
+            odd = next((f", of shape {shape[:-1]} and more" for shape in shapes if len(shape) != 3), "")
             raise ValueError(
-                f"The baseline expected one call of {self._layer_name} per forward and saw {len(found)} calls in "
-                f"{forwards} forwards: {instead}"
+                f"The baseline expected one call of {self._layer_name} per forward, with hidden states for rows and "
+                f"tokens, and saw {len(states)} calls in {forwards} forwards{odd}: this model is not supported. "
+                "Choose a baseline that needs no states, such as 'rloo_pooled'."
             )
-        if odd := [tuple(states.shape) for states in found if states.dim() != 3]:
-            raise ValueError(
-                f"{self._layer_name} returned hidden states of shape {odd[0]}, projected to {odd[0][-1]} numbers, "
-                f"instead of (rows, tokens, numbers): {instead}"
-            )
+        return states
 
 
 def projection(size: int) -> Tensor:
     """`(size, k)` a fixed random projection of hidden states, float32."""
-    random = torch.randn(
-        size, min(size, NUMBERS), generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu"
-    )
-    return random / math.sqrt(size)
+    generator, numbers = torch.Generator().manual_seed(0), min(size, NUMBERS)
+    return torch.randn(size, numbers, generator=generator, dtype=torch.float32, device="cpu") / math.sqrt(size)
 
 
-def _layers_of(decoder: Any) -> torch.nn.ModuleList | None:
-    """The longest list of modules among the decoder's own."""
-    lists = [child for child in decoder.children() if isinstance(child, torch.nn.ModuleList) and len(child)]
-    return max(lists, key=len, default=None)
-
-
-def _check_lm_head(model: PreTrainedModel) -> None:
-    """The fused head multiplies by the LM head's weight directly, and TRL does not check for packed numbers."""
-    head = model.get_output_embeddings()
-    if not head.weight.is_floating_point():
-        raise ValueError(
-            f"The LM head of the policy is quantized (a {type(head).__name__} whose weight is {head.weight.dtype}). "
-            "Its log-probs and energies would be wrong, since TRL's fused LM head reads the weight as stored. Do not "
-            "quantize the head: `BitsAndBytesConfig(..., llm_int8_skip_modules=['lm_head'])`, also for 4 bits."
-        )
+def scores_anyway(trainer: Any) -> bool:
+    """Whether GRPOTrainer itself scores a generation batch without gradient."""
+    args = trainer.args
+    reused = args.gradient_accumulation_steps % (args.steps_per_generation * args.num_iterations) != 0
+    return reused or (trainer.use_vllm and args.vllm_importance_sampling_correction)
 
 
 def values_of_batch(trainer: Any, batch: dict[str, Any], mask: Tensor, recording: Recording) -> TokenValues | None:
@@ -242,12 +189,12 @@ def values_of_batch(trainer: Any, batch: dict[str, Any], mask: Tensor, recording
     """
     source = values = None
     if (logps := batch.get("old_per_token_logps")) is not None:
+        source = "the no-gradient forward that GRPOTrainer runs anyway"
         # By identity, so never those of a reference model
-        own = next((forward for forward in recording.forwards if forward.logps is logps), None)
-        if own is None:
+        values = next((values for of_forward, values in recording.scored if of_forward is logps), None)
+        if values is None:
             what = "the old log-probs of the rollout are not those that any forward of the policy returned"
-            trainer.fail(what, "_get_per_token_logps_and_entropies", "_generate_and_score_completions")
-        source, values = "the no-gradient forward that GRPOTrainer runs anyway", own.values()
+            raise trainer.failure(what, "_get_per_token_logps_and_entropies", "_generate_and_score_completions")
     elif not trainer.needs_forward:
         return None
     elif recording.turns is not None:
@@ -259,13 +206,6 @@ def values_of_batch(trainer: Any, batch: dict[str, Any], mask: Tensor, recording
         trainer.energy_source = source
         logger.info(f"Energies come from {source}.")
     return values
-
-
-def scores_anyway(trainer: Any) -> bool:
-    """Whether GRPOTrainer itself scores a generation batch without gradient."""
-    args = trainer.args
-    reused = args.gradient_accumulation_steps % (args.steps_per_generation * args.num_iterations) != 0
-    return reused or (trainer.use_vllm and args.vllm_importance_sampling_correction)
 
 
 @torch.no_grad()
@@ -282,6 +222,6 @@ def extra_forward(trainer: Any, batch: dict[str, Any], states: bool) -> TokenVal
             batch_size=min(args.per_device_train_batch_size, args.per_device_eval_batch_size),
             **{key: batch[key] for key in FORWARD_KWARGS if key in batch},
         )
-    if not recording.forwards:
-        trainer.fail("the forward that yields energies is not taken", "_get_per_token_logps_and_entropies")
-    return recording.forwards[0].values()
+    if not recording.scored:
+        raise trainer.failure("the forward that yields energies is not taken", "_get_per_token_logps_and_entropies")
+    return recording.scored[0][1]

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
+from torch import Tensor
 from trl import GRPOTrainer
 
 from ..rewards import RewardRecorder
@@ -17,47 +17,33 @@ from .contract import trl_grpo_trainer, trl_utils
 _MAKING = ("_generate_and_score_completions", "_calculate_rewards")  # the methods that make a rollout
 
 
-@dataclass
-class Returns:
+class Returns(NamedTuple):
     """
     The weighted rewards of all processes' completions, in order of process.
 
     Args:
-        returns (`torch.Tensor` of shape `(B_all,)`):
-            Weighted sum of the functions' rewards; NaN if no function scored the completion. With
+        returns (`(B_all,)`): Weighted sum of the functions' rewards; NaN if no function scored the completion. With
             `multi_objective_aggregation="normalize_then_sum"`, the sum of normalized rewards.
-        scale (`torch.Tensor` of shape `(B_all,)`):
-            The divisor of advantages under `scale_rewards`; 1 for `"none"`. Infinite where all returns that determine
-            it are equal, so that A = 0 without rounding errors.
-        factors (`torch.Tensor` of shape `(B_all, F)`):
-            The factor of each function's rewards.
-        group_mean_advantages (`torch.Tensor` of shape `(B_all,)`):
-            The advantages that GRPOTrainer forms of them.
+        scale (`(B_all,)`): The divisor of advantages under `scale_rewards`; 1 for `"none"`. Infinite where all returns
+            that determine it are equal, so that A = 0 without rounding errors.
+        factors (`(B_all, F)`): The factor of each function's rewards.
+        group_mean_advantages (`(B_all,)`): The advantages that GRPOTrainer forms of them.
     """
 
-    returns: torch.Tensor
-    scale: torch.Tensor
-    factors: torch.Tensor
-    group_mean_advantages: torch.Tensor
+    returns: Tensor
+    scale: Tensor
+    factors: Tensor
+    group_mean_advantages: Tensor
 
 
 def weigh_rewards(
-    rewards_per_func: torch.Tensor,
-    weights: torch.Tensor,
-    num_generations: int,
-    scale_rewards: str,
-    multi_objective_aggregation: str,
+    rewards_per_func: Tensor, weights: Tensor, num_generations: int, scale_rewards: str, aggregation: str
 ) -> Returns:
     """
     Args:
-        rewards_per_func (`torch.Tensor` of shape `(B_all, F)`):
-            The result of `GRPOTrainer._calculate_rewards`.
-        weights (`torch.Tensor` of shape `(F,)`):
-            `reward_weights`.
-        num_generations (`int`):
-            N.
-        scale_rewards, multi_objective_aggregation (`str`):
-            As in [`~trl.GRPOConfig`].
+        rewards_per_func (`(B_all, F)`): The result of `GRPOTrainer._calculate_rewards`.
+        weights (`(F,)`): `reward_weights`.
+        num_generations, scale_rewards, aggregation: N, and options of [`~trl.GRPOConfig`].
 
     Raises:
         ValueError: Finite rewards have a sum or standard deviation that is not finite.
@@ -65,46 +51,39 @@ def weigh_rewards(
     weights = weights.to(rewards_per_func.device)
     factors = weights.expand_as(rewards_per_func)
     unscored = rewards_per_func.isnan().all(dim=1)
-    normalize_first = multi_objective_aggregation == "normalize_then_sum"
+    normalize_first = aggregation == "normalize_then_sum"
     if normalize_first:
         grouped = rewards_per_func.view(-1, num_generations, rewards_per_func.size(1))
         std = _nanstd(grouped, dim=1)
         grouped = (grouped - grouped.nanmean(dim=1, keepdim=True)) / (std.unsqueeze(1) + 1e-4)
+        # 0 where a function scored one completion of a group, as in GRPOTrainer
         factors = (factors / (std + 1e-4).repeat_interleave(num_generations, dim=0)).nan_to_num(nan=0.0)
         rewards_per_func = grouped.view_as(rewards_per_func)
     returns = (rewards_per_func * weights).nansum(dim=1)
     returns[unscored] = torch.nan
-    of_groups, sets = returns.view(-1, num_generations), None
-    mean = of_groups.nanmean(dim=1).repeat_interleave(num_generations)
+    sets = returns.view(-1, num_generations)  # whose deviation is the scale
+    mean = sets.nanmean(dim=1).repeat_interleave(num_generations)
     if normalize_first or scale_rewards == "batch":
-        sets, scale = returns.view(1, -1), _nanstd(returns, dim=0).expand_as(returns) + 1e-4
-        mean = returns.nanmean() if normalize_first else mean
-    elif scale_rewards == "group":
-        sets, scale = of_groups, _nanstd(of_groups, dim=1).repeat_interleave(num_generations) + 1e-4
-    else:
-        scale = torch.ones_like(returns)
-    _check_finite(returns, scale)
-    advantages = ((returns - mean) / scale).nan_to_num(nan=0.0)
-    if sets is not None:
-        highest, lowest = sets.nan_to_num(nan=-torch.inf).amax(dim=1), sets.nan_to_num(nan=torch.inf).amin(dim=1)
-        scale = scale.masked_fill((highest <= lowest).repeat_interleave(sets.size(1)), torch.inf)
-    return Returns(returns, scale.nan_to_num(nan=torch.inf), factors, advantages)
-
-
-def _nanstd(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """Standard deviation ignoring NaN; 0 for a single value, as in GRPOTrainer."""
-    return trl_utils.nanstd(x, dim=dim) if x.size(dim) > 1 else torch.zeros_like(x.select(dim, 0))
-
-
-def _check_finite(returns: torch.Tensor, scale: torch.Tensor) -> None:
-    broken = returns.isinf() | scale.isinf()
-    if broken.any():
+        sets, mean = returns.view(1, -1), returns.nanmean() if normalize_first else mean
+    scale = _nanstd(sets, dim=1).repeat_interleave(sets.size(1)) + 1e-4
+    highest, lowest = sets.nan_to_num(nan=-torch.inf).amax(dim=1), sets.nan_to_num(nan=torch.inf).amin(dim=1)
+    if scale_rewards == "none" and not normalize_first:
+        scale, lowest = torch.ones_like(returns), lowest - torch.inf
+    if (broken := returns.isinf() | scale.isinf()).any():
         row = int(broken.nonzero()[0])
         what = "weighted sum of rewards" if returns[row].isinf() else "standard deviation of returns"
         raise ValueError(
             f"Completion {row} of all processes has a {what} that is not finite in float32, which holds up to 3.4e+38 "
             "and squares of up to 1.8e+19. Scale the rewards, or `reward_weights`, down."
         )
+    advantages = ((returns - mean) / scale).nan_to_num(nan=0.0)
+    scale = scale.masked_fill((highest <= lowest).repeat_interleave(sets.size(1)), torch.inf)
+    return Returns(returns, scale.nan_to_num(nan=torch.inf), factors, advantages)
+
+
+def _nanstd(x: Tensor, dim: int) -> Tensor:
+    """Standard deviation ignoring NaN; 0 for a single value, as in GRPOTrainer."""
+    return trl_utils.nanstd(x, dim=dim) if x.size(dim) > 1 else torch.zeros_like(x.select(dim, 0))
 
 
 @contextmanager
@@ -130,15 +109,14 @@ def recorded_rewards(trainer: GRPOTrainer) -> Iterator[list[RewardRecorder]]:
         return rewards
 
     def innermost(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self is not trainer or not recorders:
-            return of_trl(self, *args, **kwargs)
         functions, names = self.reward_funcs, self.reward_func_names
-        self.reward_funcs = [
-            function
-            if isinstance(function, torch.nn.Module)
-            else recorders[-1].wrap(i, names[i], function, trl_utils.is_async_callable(function))
-            for i, function in enumerate(functions)
-        ]
+        if self is trainer and recorders:
+            self.reward_funcs = [
+                function
+                if isinstance(function, torch.nn.Module)
+                else recorders[-1].wrap(i, names[i], function, trl_utils.is_async_callable(function))
+                for i, function in enumerate(functions)
+            ]
         try:
             return of_trl(self, *args, **kwargs)
         finally:
@@ -155,59 +133,52 @@ def recorded_rewards(trainer: GRPOTrainer) -> Iterator[list[RewardRecorder]]:
 
 def rollout_of(trainer: Any, batch: dict[str, Any], recorders: list[RewardRecorder], num_generations: int) -> Rollout:
     """The rollout of TRL's `batch`, after a check that it holds what was rewarded, with TRL's advantages."""
-    if not recorders or recorders[-1].rewards_per_func is None:
-        trainer.fail("rewards no longer come from `GRPOTrainer._calculate_rewards`", *_MAKING)
+    rewards_per_func = recorders[-1].rewards_per_func if recorders else None
+    if rewards_per_func is None:
+        raise trainer.failure("rewards no longer come from `GRPOTrainer._calculate_rewards`", *_MAKING)
     recorder, options = recorders[-1], (trainer.scale_rewards, trainer.multi_objective_aggregation)
-    found = weigh_rewards(recorder.rewards_per_func, trainer.reward_weights, num_generations, *options)
+    found = weigh_rewards(rewards_per_func, trainer.reward_weights, num_generations, *options)
     rollout = Rollout.of_batch(batch, num_generations, trainer.accelerator.process_index, trainer.processing_class)
-    own = rollout.own_rows
-    _check_rows(trainer, batch, recorder)
-    _check_advantages(trainer, batch["advantages"], found, own)
-    rollout.rewards, rollout.scale = found.returns[own], found.scale[own].unsqueeze(1)
+    ids, rewarded, own = batch["completion_ids"].cpu(), recorder.completion_ids, rollout.own_rows
+    if len(ids) != len(rewarded):
+        raise trainer.failure(
+            f"{len(rewarded)} completions were rewarded and {len(ids)} are to be trained on", *_MAKING
+        )
+    for row, of_row in enumerate(rewarded):
+        if not torch.equal(ids[row, : len(of_row)], torch.as_tensor(of_row)):
+            raise trainer.failure(
+                f"completion {row} of a rollout is not the one that was rewarded in its place", *_MAKING
+            )
+    expected, actual, scale = found.group_mean_advantages[own], batch["advantages"], found.scale[own]
+    difference = ((expected - actual) * scale.nan_to_num(posinf=1.0)).abs()
+    if (difference > 1e-5 * (1 + found.returns.abs().nan_to_num(nan=0.0).max())).any():
+        row = int(difference.argmax())
+        raise trainer.failure(
+            f"how GRPOTrainer forms its advantages: for completion {row} of a rollout it has {actual[row].item():.6g}, "
+            f"and the rewards, weights and scale that trl_otb relies on give {expected[row].item():.6g}",
+            *_MAKING,
+        )
+    rollout.rewards, rollout.scale = found.returns[own], scale.unsqueeze(1)
     along_the_way = torch.tensor([bool(recorder)], device=rollout.rewards.device)
     if trainer.accelerator.gather(along_the_way).any():
         rollout.rewards = recorder.token_rewards(rollout.mask, rollout.rewards, found.factors[own])
     return rollout
 
 
-def _check_rows(trainer: Any, batch: dict[str, Any], recorder: RewardRecorder) -> None:
-    ids, rewarded = batch["completion_ids"].cpu(), recorder.completion_ids
-    if len(ids) != len(rewarded):
-        trainer.fail(f"{len(rewarded)} completions were rewarded and {len(ids)} are to be trained on", *_MAKING)
-    for row, of_row in enumerate(rewarded):
-        if not torch.equal(ids[row, : len(of_row)], torch.as_tensor(of_row)):
-            trainer.fail(f"completion {row} of a rollout is not the one that was rewarded in its place", *_MAKING)
-
-
-def _check_advantages(trainer: Any, advantages: torch.Tensor, returns: Returns, own: slice) -> None:
-    expected = returns.group_mean_advantages[own]
-    difference = (expected - advantages) * returns.scale[own].nan_to_num(posinf=1.0)
-    rounding = 1e-5 * (1 + returns.returns.abs().nan_to_num(nan=0.0).max())
-    if (difference.abs() > rounding).any():
-        row = int(difference.abs().argmax())
-        trainer.fail(
-            f"how GRPOTrainer forms its advantages: for completion {row} of a rollout it has "
-            f"{advantages[row].item():.6g}, and the rewards, weights and scale that trl_otb relies on give "
-            f"{expected[row].item():.6g}",
-            *_MAKING,
-        )
-
-
 @contextmanager
 def groups_kept_together(num_generations: int) -> Iterator[None]:
     """Context in which GRPOTrainer shuffles a generation batch group by group."""
-    with patch.object(trl_grpo_trainer, "shuffle_sequence_dict", lambda batch: shuffle_groups(batch, num_generations)):
+
+    def shuffle_groups(batch: dict[str, Any]) -> dict[str, Any]:
+        order = torch.randperm(len(batch["completion_ids"]))  # draws as many random numbers as GRPOTrainer
+        rows = (order[order % num_generations == 0].unsqueeze(1) + torch.arange(num_generations)).flatten()
+
+        def permute(value: Any) -> Any:
+            if value is None or (isinstance(value, Tensor) and value.dim() == 0):
+                return value
+            return value[rows] if isinstance(value, Tensor) else [value[i] for i in rows.tolist()]
+
+        return {key: permute(value) for key, value in batch.items()}
+
+    with patch.object(trl_grpo_trainer, "shuffle_sequence_dict", shuffle_groups):
         yield
-
-
-def shuffle_groups(batch: dict[str, Any], num_generations: int) -> dict[str, Any]:
-    """Permute whole groups of adjacent rows, in the same way in all tensors and lists of the batch."""
-    order = torch.randperm(len(batch["completion_ids"]))  # draws as many random numbers as GRPOTrainer
-    rows = (order[order % num_generations == 0].unsqueeze(1) + torch.arange(num_generations)).flatten()
-
-    def permute(value: Any) -> Any:
-        if value is None or (isinstance(value, torch.Tensor) and value.dim() == 0):
-            return value
-        return value[rows] if isinstance(value, torch.Tensor) else [value[i] for i in rows.tolist()]
-
-    return {key: permute(value) for key, value in batch.items()}

@@ -13,10 +13,8 @@ class TokenValues(NamedTuple):
     What a forward says of completions.
 
     Args:
-        energy, logps (`torch.Tensor` of shape `(B, T)`):
-            w_t and log π(y_t), at the sampling temperature.
-        states (`torch.Tensor` of shape `(B, T, k)`, *optional*):
-            Projected hidden states at the positions that predict the tokens.
+        energy, logps (`(B, T)`): w_t and log π(y_t), at the sampling temperature.
+        states (`(B, T, k)`, *optional*): Projected hidden states at the positions that predict the tokens.
     """
 
     energy: Tensor
@@ -25,23 +23,13 @@ class TokenValues(NamedTuple):
 
 
 class SampledTurn:
-    """
-    What the forwards of one `generate` computed: of every position its distribution, before any processor of logits.
+    """What the forwards of one `generate` say of each position's distribution, before any processor of logits."""
 
-    Args:
-        temperature (`float`):
-            The sampling temperature.
-        states (`list`, *optional*):
-            Hidden states at the last position of each forward.
-    """
-
-    def __init__(self, temperature: float, states: list[Tensor] | None) -> None:
-        self.temperature, self.states, self.calls = temperature, states, 0
+    def __init__(self, temperature: float) -> None:
+        self.temperature, self.calls = temperature, 0
         self._prompt: Tensor | None = None  # (b, P), what the first forward read
         self._before: Tensor | None = None  # (b, V) log-probs at the last position
-        self._tokens: list[Tensor] = []
-        self._energy: list[Tensor] = []
-        self._logps: list[Tensor] = []
+        self._found: list[tuple[Tensor, Tensor, Tensor]] = []  # tokens, energies, log-probs, each (b,)
 
     def on_forward(self, module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """A forward hook of the policy."""
@@ -61,28 +49,29 @@ class SampledTurn:
             self._prompt = None  # another kind of generation, such as beam search
             return
         logps = self._before.gather(1, tokens.to(self._before.device).unsqueeze(1)).squeeze(1)
-        self._energy.append(token_energy(logps, torch.logsumexp(2 * self._before, dim=-1)))
-        self._logps.append(logps)
-        self._tokens.append(tokens)
+        self._found.append((tokens, token_energy(logps, torch.logsumexp(2 * self._before, dim=-1)), logps))
 
-    def rows(self, prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> list[TokenValues | None]:
+    def rows(
+        self, prompt_ids: list[list[int]], completion_ids: list[list[int]], states: list[Tensor] | None
+    ) -> list[TokenValues | None]:
         """
-        The values of each completion's tokens, `(T,)`; `None` where what was recorded is not of these ids.
+        The values of each completion's tokens, `(T,)`; `None` where what was recorded is not of these ids. `states`
+        are those at the last position of each forward, `(b, 1, k)`.
         """
         if self._prompt is None or len(self._prompt) != len(prompt_ids):
             return [None] * len(prompt_ids)
-        last = [ids[len(self._tokens)] if len(ids) > len(self._tokens) else 0 for ids in completion_ids]
-        self._drawn(torch.tensor(last, device=self._prompt.device))
+        at = len(self._found)  # of the token that no forward has read
+        self._drawn(
+            torch.tensor([ids[at] if len(ids) > at else 0 for ids in completion_ids], device=self._prompt.device)
+        )
         self._before = None
-        tokens, energy, logps = (torch.stack(of, dim=1) for of in (self._tokens, self._energy, self._logps))
-        states = None if self.states is None else torch.cat(self.states, dim=1)
-        tokens, prompts, found = tokens.cpu(), self._prompt.cpu(), []
+        tokens, energy, logps = (torch.stack(of, dim=1) for of in zip(*self._found, strict=True))
+        of_all = None if states is None else torch.cat(states, dim=1)
+        read, drawn, found = self._prompt.tolist(), tokens.tolist(), []
         for row, (prompt, ids) in enumerate(zip(prompt_ids, completion_ids, strict=True)):
-            n, same = len(ids), False
-            if len(prompt) <= prompts.size(1) and n <= tokens.size(1):
-                read = prompts[row, prompts.size(1) - len(prompt) :].tolist()
-                same = read == prompt and tokens[row, :n].tolist() == ids
-            of_row = TokenValues(energy[row, :n], logps[row, :n], None if states is None else states[row, :n])
+            n = len(ids)
+            same = read[row][-len(prompt) :] == prompt and drawn[row][:n] == ids
+            of_row = TokenValues(energy[row, :n], logps[row, :n], None if of_all is None else of_all[row, :n])
             found.append(of_row if same else None)
         return found
 
@@ -94,9 +83,8 @@ class SampledTurns:
         self._turns: dict[tuple[int, ...], list[tuple[list[int], TokenValues]]] = {}
         self._calls: list[list[TokenValues | None]] = []
 
-    def add(self, turn: SampledTurn, prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> None:
+    def add(self, rows: list[TokenValues | None], prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> None:
         """Keep what was recorded in one `generate`."""
-        rows = turn.rows(prompt_ids, completion_ids)
         self._calls.append(rows)
         for prompt, ids, values in zip(prompt_ids, completion_ids, rows, strict=True):
             if values is not None:
@@ -112,7 +100,9 @@ class SampledTurns:
         if images and (len(self._calls) != 1 or len(self._calls[0]) != len(mask)):
             return None
         generated, ids = mask.bool().cpu(), batch["completion_ids"].cpu()
-        prompts = [of[m.bool()].tolist() for of, m in zip(batch["prompt_ids"].cpu(), batch["prompt_mask"].cpu())]
+        prompts = [
+            of[m.bool()].tolist() for of, m in zip(batch["prompt_ids"].cpu(), batch["prompt_mask"].cpu(), strict=True)
+        ]
         result: list[Tensor] = []
         for row in range(len(mask)):
             completion = ids[row].tolist()

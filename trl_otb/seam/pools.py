@@ -1,0 +1,138 @@
+"""Completions from a trainer whose state is restored, and its training forward, for the comparison of baselines."""
+
+import copy
+import random
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import set_seed
+
+from ..baselines import Completions, joined
+from ..noise import GradientNoiseCallback
+from .contract import FORWARD_KWARGS, trl_utils
+
+
+# State that sampling changes, in addition to random states and the modes of modules
+_RECORDS = ("_metrics", "_logs", "_pending_extra_logs", "_pending_metrics")
+
+
+@contextmanager
+def at_rest(trainer: Any, needs: frozenset[str]) -> Iterator[None]:
+    """Context in which `trainer` samples in eval mode what baselines need; its state is restored afterwards."""
+    records = {name: getattr(trainer, name) for name in _RECORDS}
+    kept = {name: getattr(trainer, name) for name in ("num_generations_eval", "needs", "energy_source")}
+    tokens_seen = trainer.state.num_input_tokens_seen
+    modes = {module: module.training for module in trainer.model.modules()}
+    python, numpy = random.getstate(), np.random.get_state()
+    device = trainer.accelerator.device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        trainer.model.eval()
+        trainer.needs = trainer.needs | needs
+        for name, record in records.items():
+            setattr(trainer, name, _copied(record))
+        try:
+            with trainer.accelerator.autocast(), GradientNoiseCallback.set_in(trainer, paused=True):
+                yield
+        finally:
+            for module, training in modes.items():
+                module.training = training
+            random.setstate(python)
+            np.random.set_state(numpy)
+            trainer.state.num_input_tokens_seen = tokens_seen
+            for name, record in (kept | records).items():
+                setattr(trainer, name, record)
+
+
+Pool = tuple[Completions, list[dict[str, Any]]]  # of one example, with the rows of TRL's batch one by one
+
+
+def sample(trainer: Any, examples: list[dict[str, Any]], completions: int, seed: int) -> list[Pool]:
+    """So many completions of each example, as in an evaluation; the record is on the CPU."""
+    set_seed(seed % 2**32)
+    at_once = max(trainer.args.per_device_train_batch_size, trainer.args.per_device_eval_batch_size)
+    together = max(1, at_once // completions)  # examples
+    parts: list[list[Pool]] = [[] for _ in examples]
+    for first in range(0, completions, at_once):
+        n = trainer.num_generations_eval = min(at_once, completions - first)
+        for start in range(0, len(examples), together):
+            some = examples[start : start + together]
+            _, found, batch = trainer.collect([dict(example) for example in some for _ in range(n)])
+            found, rows = found.to("cpu"), single_rows(batch)
+            for i, part in enumerate(parts[start : start + together]):
+                part.append((found.rows(slice(i * n, i * n + n)), rows[i * n : i * n + n]))
+    pools = []
+    for part in parts:
+        whole = joined([found for found, _ in part])
+        # Gradients of a comparison have no importance ratios
+        whole = replace(whole, weights=whole.energy, num_generations=completions)
+        pools.append((whole, [row for _, rows in part for row in rows]))
+    return pools
+
+
+def single_rows(batch: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of TRL's `batch` one by one, each without the padding after its completion."""
+    rows = trl_utils.split_tensor_dict(trl_utils.split_pixel_values_by_grid(batch), len(batch["completion_ids"]))
+    found = []
+    for row in map(trl_utils.unsplit_pixel_values_by_grid, rows):
+        length, padded = int(row["completion_mask"].sum()), row["completion_ids"].size(1)
+        for key in ("completion_ids", "completion_mask", "tool_mask", "token_type_ids", "mm_token_type_ids"):
+            if row.get(key) is not None:
+                row[key] = row[key][:, : row[key].size(1) - padded + length]
+        found.append(row)
+    return found
+
+
+def logps_and_states(trainer: Any, row: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """
+    The training forward with gradient for one of [`single_rows`], cut before the LM head.
+
+    Returns:
+        `tuple`: log π(y_t), `(1, T)`, whose graph ends at the second value; the head's input `(1, P + T, d)`, a leaf;
+        and the same values with the graph of the model's body.
+    """
+    states: list[torch.Tensor] = []
+
+    def cut(module: Any, args: Any, output: Any) -> Any:
+        body = output.last_hidden_state
+        states.extend([body.detach().requires_grad_(), body])
+        output.last_hidden_state = states[-2]
+        return output
+
+    hook = trainer.policy.base_model.register_forward_hook(cut)
+    try:
+        with torch.enable_grad():
+            logps, *_ = trainer._get_per_token_logps_and_entropies(
+                trainer.model,
+                input_ids=torch.cat([row["prompt_ids"], row["completion_ids"]], dim=1),
+                attention_mask=torch.cat([row["prompt_mask"], row["completion_mask"]], dim=1),
+                logits_to_keep=row["completion_ids"].size(1),
+                batch_size=1,
+                **{key: row[key] for key in FORWARD_KWARGS if key in row},
+            )
+    finally:
+        hook.remove()
+    leaf, body = states
+    return logps, leaf, body
+
+
+def training_examples(trainer: Any) -> Any:
+    """The training data as the trainer's dataloader reads it."""
+    data = trainer.train_dataset
+    if hasattr(data, "column_names") and trainer.args.remove_unused_columns and data.column_names is not None:
+        data = trainer._remove_unused_columns(data, description="training")
+    return data
+
+
+def _copied(record: Any) -> Any:
+    """A copy of nested containers that shares their elements."""
+    if isinstance(record, dict):
+        found = copy.copy(record)  # a defaultdict stays one
+        for key, value in record.items():
+            found[key] = _copied(value)
+        return found
+    return copy.copy(record) if isinstance(record, list | deque) else record
