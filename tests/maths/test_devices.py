@@ -42,8 +42,8 @@ def x():
     for name in ("rewards", "energy", "mask", "ratios"):
         setattr(x, name, getattr(x, name).to("meta"))
     x.more = {
-        "logps": x.energy, "states": torch.zeros(*x.mask.shape, 4, device="meta"), "completion_ids": x.mask,
-        "turn": x.mask, "prompt_key": torch.zeros(len(x.mask), 1, dtype=torch.long, device="meta"),
+        "logps": x.energy, "states": torch.zeros(*x.mask.shape, 4, device="meta"),
+        "prompt_key": torch.zeros(len(x.mask), 1, dtype=torch.long, device="meta"),
     }  # fmt: skip
     return x
 
@@ -67,7 +67,7 @@ def test_advantages_stay_on_their_device(x, baseline, alignment, dense):
 @pytest.mark.parametrize("tool_output", [False, True])
 def test_all_that_a_baseline_can_ask_for(x, mode, tool_output, dense):
     def own(c):
-        read = c.logps + c.turn + c.completion_ids + c.states.sum(-1) + c.prompt_key + c.prompt.unsqueeze(1)
+        read = c.logps + c.states.sum(-1) + c.prompt_key + c.prompt.unsqueeze(1)
         return c.mean(read + c.energy + c.weights + c.total_energy + c.lengths + c.scored + c.members)
 
     x.rewards = x.energy if dense else x.rewards
@@ -83,7 +83,7 @@ def test_a_rollout_from_energies_to_metrics(x, baseline, dense):
     rule = find_baseline(baseline).instance()
     rollout = Rollout(*[x.mask] * 5, x.n, x.energy if dense else x.rewards, torch.ones_like(x.rewards).unsqueeze(1))
     values = TokenValues(x.energy, x.energy, x.more["states"])
-    own = rollout.completions(values, x.ratios, frozenset(x.more), x.more["prompt_key"])
+    own = rollout.completions(values, x.ratios, x.more["prompt_key"])
     found, of_mean = credit(rule, own), credit(find_baseline("group_mean"), own)
     rollout.keep(rule, found, of_mean)
     statistics = completion_statistics(own, found, of_mean, rollout.scale)

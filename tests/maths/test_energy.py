@@ -75,7 +75,5 @@ def test_realized_energy_accumulates_generated_tokens_alone():
 
 @pytest.mark.slow
 def test_the_maths_imports_neither_trl_nor_transformers():
-    code = (
-        "import sys, trl_otb.energy, trl_otb.baselines; sys.exit(bool({'trl', 'transformers'} & sys.modules.keys()))"
-    )
+    code = "import sys, trl_otb.energy, trl_otb.baselines; sys.exit(bool({'trl', 'transformers'} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -21,17 +21,15 @@ def test_metrics_by_hand():
     statistics = rows(torch.tensor([[1.0, 0.5, 9.0], [2.0, 1.0, 1.0]]))
     assert dict(zip(STATISTICS, statistics[0].tolist(), strict=True)) == {
         "tokens": 2, "energy": 1.5, "advantage": -0.5, "abs_advantage": 1.5, "baseline": 4.0,
-        "baseline_std": 1.0, "power": 0.25 + 0.5, "power_reference": 0.25 * 1.5,
+        "power": 0.25 + 0.5, "power_reference": 0.25 * 1.5,
     }  # fmt: skip
     assert completion_advantages(statistics).tolist() == [-0.25, 1.0]
     assert summarize(statistics, 2) == pytest.approx(
         {
             "energy/token_mean": 5.5 / 5,
             "energy/completion_mean": 5.5 / 2,
-            "energy/group_std": 2.5 / math.sqrt(2),  # of 1.5 and 4
             "energy/effective_completions": 5.5**2 / (1.5**2 + 4**2),
             "baseline/mean": (4 + 9) / 5,
-            "baseline/position_std": (1 + math.sqrt(2)) / 2,  # of 1, 3 and of 2, 2, 5
             "advantage/abs_mean": 4.5 / 5,
             "lone_tail_ratio": 1 / 5,
             "grad_power": (0.75 + 2 + 4) / 2,

@@ -48,13 +48,13 @@ def test_registered_imported_or_given_is_the_same(dense, tmp_path, monkeypatch):
 def test_flags_say_what_a_baseline_sees():
     seen = {}
 
-    @trl_otb.register_baseline("mine", needs="turn", per_token=False, scope="batch", scalable=True)
+    @trl_otb.register_baseline("mine", needs="logps", per_token=False, scope="batch", scalable=True)
     def mine(x):
         seen["rows"] = len(x)
         return x.returns.view(-1, x.num_generations).mean(1).repeat_interleave(x.num_generations).unsqueeze(1)
 
     entry, x = find_baseline(mine), Rollouts()
-    assert entry is BASELINES["mine"] and (entry.needs, entry.scalable, entry.unbiased) == ({"turn"}, True, False)
+    assert entry is BASELINES["mine"] and (entry.needs, entry.scalable, entry.unbiased) == ({"logps"}, True, False)
     found = credit(entry, x.completions())
     assert found.advantages.shape == (12, 1) and seen == {"rows": 12}
     torch.testing.assert_close(x.advantages(baseline="mine"), x.advantages(baseline="group_mean"))
@@ -127,7 +127,7 @@ def test_a_name_is_given_once():
         trl_otb.register_baseline("mine")(plain_mean)
 
 
-@pytest.mark.parametrize("name", ["energy", "weights", "logps", "states", "completion_ids", "turn", "prompt_key"])
+@pytest.mark.parametrize("name", ["energy", "weights", "logps", "states", "prompt_key"])
 def test_what_was_not_declared_cannot_be_read(name):
     trl_otb.register_baseline("mine", needs=())(lambda x: x.mean(x.need(name)))
     with pytest.raises(ValueError, match=f"reads `{name}`, which is not there"):
@@ -167,17 +167,17 @@ SHARED = Learns()
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        (3, "'mine' is a int: it must be a function"),
-        (lambda x, other: 0.0, r"'mine' takes \(x, other\): it is called with one argument, the completions"),
-        (NeedsMore, r"'mine' takes \(decay\): it is called with no arguments"),
-        (type("Forgets", (), {"__call__": own_otb}), "'mine' is a class without `update`, `state_dict`, `load_state"),
-        (SHARED, "'mine' is an instance of Learns, and all trainers would share what it learns. Give the class"),
+        (3, "'mine' is a int: "),
+        (lambda x, other: 0.0, r"'mine' is a function: it takes \(x, other\), and is called with the completions"),
+        (NeedsMore, r"'mine' is a class: it takes \(decay\), and is called with nothing"),
+        (type("Forgets", (), {"__call__": own_otb}), "learns lacks `update`, `state_dict`, `load_state_dict`"),
+        (SHARED, "'mine' is a Learns: all trainers would share what this instance learns. Give the class"),
     ],
 )
 def test_what_cannot_be_called_or_is_shared(rule, message):
     with pytest.raises(TypeError, match=message):
         trl_otb.register_baseline("mine")(rule)
-    with pytest.raises(TypeError, match="'tests.maths.test_registry:SHARED' is an instance of Learns"):
+    with pytest.raises(TypeError, match="'tests.maths.test_registry:SHARED' is a Learns: all trainers would"):
         find_baseline("tests.maths.test_registry:SHARED")
 
 
@@ -198,8 +198,8 @@ def test_b0_of_all_processes_may_be_per_token():
     x = Rollouts()
     x.rewards = torch.randn_like(x.energy) * x.mask
 
-    def twice(own, tokens=None):
-        return torch.cat([own, own]) if tokens is None else own.gathered(twice, tokens)
+    def twice(own, tokens):
+        return own.gathered(lambda values: torch.cat([values, values]), tokens)
 
     found = credit(find_baseline("mine").instance(), x.completions(), twice, slice(12, 24))
     assert found.base.shape == found.advantages.shape == (12, 12)
