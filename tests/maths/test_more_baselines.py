@@ -102,6 +102,14 @@ def test_damping_squares_the_others_share_of_energy():
     torch.testing.assert_close(damped, factor * plain, atol=1e-6, rtol=1e-5)
 
 
+def test_a_masked_completion_damps_nobody():
+    x, found = Rollouts(groups=8), []
+    x.mask[:, 0], x.mask[5] = 1, 0
+    for x.rewards[5] in (math.nan, -3.0, 100.0):
+        found.append(x.advantages(baseline="ogb_pooled_damped"))
+        torch.testing.assert_close(found[-1], found[0], atol=1e-5, rtol=0)
+
+
 BIAS = {"opo": ((0.497, 0.999), (0.330, 1.000)), "otb_shrunk": ((0.591, 0.997), (0.408, 0.998))}
 
 
