@@ -26,6 +26,7 @@ import logging
 import re
 import signal
 import time
+import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -292,8 +293,8 @@ def load_object(name: str) -> Any:
 
 def parse(argv: list[str], kind: type = Options, file: str = __file__, config: str = CONFIG) -> tuple:
     """The options, the trainer's arguments, the model's, and the checkpoint to resume from. Wrong ones end the run."""
-    usage = f"{Path(file).name} [--config FILE.yaml] [--option value ...]"
-    parser = TrlParser((kind, OTBGRPOConfig, ModelConfig), usage=usage, allow_abbrev=False)
+    name, usage = Path(file).name, "%(prog)s [--config FILE.yaml] [--option value ...]"
+    parser = TrlParser((kind, OTBGRPOConfig, ModelConfig), prog=name, usage=usage, allow_abbrev=False)
     if not torch.accelerator.is_available():
         parser.set_defaults(use_cpu=True, bf16=False)
     defaults = Path(file).with_name(config)
@@ -362,6 +363,7 @@ def main(argv: list[str]) -> OTBGRPOTrainer:
 
 
 if __name__ == "__main__":
+    warnings.filterwarnings("ignore", category=FutureWarning)  # of libraries, to each other
     logging.basicConfig(format="%(message)s")
     logging.getLogger("trl_otb").setLevel(logging.INFO)
     main(sys.argv[1:])

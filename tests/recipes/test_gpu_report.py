@@ -12,12 +12,11 @@ import recipes.benchmarks
 
 
 SCRIPT = Path(recipes.benchmarks.__file__).with_name("gpu.sh")
-# In the place of Python: the tests fail, the first step hangs, the other parts print a number
+# In the place of Python: the tests fail, the other parts print a number
 STANDS_IN = """#!/bin/sh
 case "$*" in
     "- "*) echo "A machine, torch 2" ;;
     *test_gpu.py) echo "so it goes"; exit 3 ;;
-    *--lora*) echo "a first row"; sleep 60 ;;
     *) echo 7 ;;
 esac
 """
@@ -36,30 +35,17 @@ def test_a_failing_part_does_not_stop_the_others(gpu, tmp_path):
     python, page = tmp_path / "python", tmp_path / "gpu" / "report.md"
     python.write_text(STANDS_IN)
     python.chmod(0o755)
-    done = gpu(PYTHON=str(python), MINUTE="1")
-    assert done.returncode == 1 and done.stdout.endswith("Failed: tests step-lora.\n"), done.stderr
+    done = gpu(PYTHON=str(python))
+    assert done.returncode == 1 and done.stdout.endswith("Failed: tests.\n"), done.stderr
     sections = page.read_text().split("### ")[1:]
-    failed, stopped, *others = sections
+    failed, *others = sections
     assert failed.startswith("tests: failed with exit status 3") and "\nso it goes\n" in failed
-    assert "A machine, torch 2" in failed
-    assert stopped.startswith("step-lora: stopped at its limit of 6 min") and "\na first row\n" in stopped
-    assert [text.split(", ")[0] for text in others] == [
-        f"{p}: done" for p in "step-full advantages meter main".split()
-    ]
-    assert all("\n7\n```" in text for text in others)
+    assert "A machine, torch 2" in failed and all("\n7\n```" in text for text in others)
+    done = [f"{part}: done" for part in "step-lora step-full advantages meter main".split()]
+    assert [text.split(", ")[0] for text in others] == done
     # A part that is run alone keeps what is known of the others
     assert gpu("meter", PYTHON=str(python)).returncode == 0
     assert page.read_text().split("### ")[1:4] == sections[:3]
-
-
-def test_without_a_gpu_it_says_so(gpu, tmp_path):
-    done = gpu(CUDA_VISIBLE_DEVICES="")
-    assert done.returncode == 1 and done.stderr.startswith("No GPU is there.") and not (tmp_path / "gpu").exists()
-
-
-def test_a_part_that_is_unknown(gpu):
-    done = gpu("step-lara")
-    assert done.returncode == 2 and "no part step-lara, only tests step-lora" in done.stdout
 
 
 def test_the_limits_of_all_parts_are_25_minutes():
