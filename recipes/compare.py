@@ -37,7 +37,11 @@ def run(recipe: str, launcher: str, flags: list[str], baseline: str, seed: int, 
         if folder.is_dir() and get_last_checkpoint(folder):
             own += ["--resume_from_checkpoint", "latest"]
         script = str(RECIPES / f"{recipe}.py")
-        if code := subprocess.Popen([*shlex.split(launcher), script, *flags, *own]).wait():
+        process = subprocess.Popen([*shlex.split(launcher), script, *flags, *own])
+        before = signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C reaches the run as well, which saves and ends
+        code = process.wait()
+        signal.signal(signal.SIGINT, before)
+        if code != 0:
             sys.exit(f"compare.py: {baseline} with seed {seed} ended with exit code {code}.")
     return pandas.DataFrame(json.loads(state.read_text())["log_history"])
 
@@ -87,7 +91,6 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--launcher", default=sys.executable, help="the command that starts a run")
     parser.add_argument("--folder", type=Path, help="by default runs/compare/RECIPE")
     own, flags = parser.parse_known_args(argv)
-    signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C reaches the run as well, which saves a checkpoint and ends
     folder = own.folder or Path("runs/compare", own.recipe)
     folder.mkdir(parents=True, exist_ok=True)
     started = folder / "flags.txt"

@@ -250,12 +250,6 @@ def test_features_learn_beside_each_other(features, tiny_smollm2, monkeypatch, c
     assert capsys.readouterr().out == said and saved.stat().st_mtime_ns == written
 
 
-def test_another_seed_is_not_published(study, capsys):
-    with pytest.raises(SystemExit):
-        study.main(["--publish", "--seed", "1"])
-    assert "--publish is for the seed of the page, 0" in capsys.readouterr().err
-
-
 # Results and pages
 
 

@@ -1,7 +1,10 @@
-"""The recipes as programs: copied away, launched in several processes, compared, and their noise measured."""
+"""The recipes as programs: copied away, launched in several processes, compared; `make gpu`."""
 
+import ast
+import itertools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +20,7 @@ from tests.recipes.conftest import SMALL, accuracies, shortly_trained
 
 
 RECIPES = Path(recipe.__file__).parent
+MINIMAL, GPU = RECIPES / "minimal.py", RECIPES / "benchmarks" / "gpu.sh"
 ACCELERATE = [str(Path(sys.executable).with_name("accelerate")), "launch", "--mixed_precision", "no"]
 ACCELERATE += ["--dynamo_backend", "no"]
 
@@ -27,14 +31,42 @@ def started(command, folder, path=RECIPES.parent, **environment):
     return subprocess.run(list(map(str, command)), cwd=folder, env=environment, capture_output=True, text=True)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "policy"), [("math", "sums"), ("tool_math", "calculator")])
-def test_a_copy_runs_in_an_empty_folder(name, policy, data_file, tmp_path):
-    """Where the package is installed and nothing else of this project; it reads the YAML file of its own folder."""
+@pytest.fixture
+def alone(tmp_path):
+    """A folder in which the package can be imported and nothing else of this project, and an empty one."""
     site, folder = tmp_path / "site", tmp_path / "empty"
     site.mkdir()
     folder.mkdir()
     (site / "trl_otb").symlink_to(Path(trl_otb.__file__).parent)
+    return site, folder
+
+
+def test_minimal_is_short_and_needs_nothing_else():
+    written = MINIMAL.read_text()
+    assert len(written.splitlines()) <= 80
+    imports = [node for node in ast.walk(ast.parse(written)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = {alias.name for node in imports if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module.partition(".")[0] for node in imports if isinstance(node, ast.ImportFrom)}
+    assert names - set(sys.stdlib_module_names) <= {"trl", "trl_otb", "datasets", "transformers"}
+
+
+@pytest.mark.slow
+def test_minimal_learns_in_any_folder(alone):
+    """With the package alone on Python's path; the model learns to write numbers."""
+    site, folder = alone
+    done = started([sys.executable, shutil.copy(MINIMAL, folder)], folder, site)
+    assert done.returncode == 0, done.stderr
+    before, after = map(float, re.search(r"is_number/mean: ([\d.]+) before, ([\d.]+) after", done.stdout).groups())
+    assert before < 0.2 and after > 0.6
+    assert len(re.findall(r"^\['What is \d \+ \d\?", done.stdout, flags=re.MULTILINE)) == 3
+    assert (folder / "minimal" / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "policy"), [("math", "sums"), ("tool_math", "calculator")])
+def test_a_copy_runs_in_an_empty_folder(name, policy, data_file, alone, tmp_path):
+    """Where the package is installed and nothing else of this project; it reads the YAML file of its own folder."""
+    site, folder = alone
     program = [sys.executable, shutil.copy(RECIPES / f"{name}.py", folder), *SMALL, "--max_steps", "1"]
     rows = [{"question": f"{10 + i}+{i}", "answer": 10 + 2 * i} for i in range(40)]
     flags = ["--dataset_name", data_file(rows), "--instruction=", "--max_completion_length", "24"]
@@ -95,11 +127,8 @@ def test_accelerate_takes_its_configurations(name, distributed_type, processes):
     assert config.num_machines == (2 if name == "multi_machine" else 1)
 
 
-def test_the_slurm_script_is_valid():
+def test_the_slurm_script_is_valid_and_make_run_passes_flags_on():
     subprocess.run(["bash", "-n", str(RECIPES / "accelerate" / "slurm.sh")], check=True)
-
-
-def test_make_run_passes_flags_on():
     command = ["make", "--no-print-directory", "-n", "run", "ARGS=--seed 3"]
     done = subprocess.run(command, cwd=RECIPES.parent, capture_output=True, text=True, check=True)
     assert " launch --quiet " in done.stdout and done.stdout.endswith("recipes/math.py --seed 3\n")
@@ -108,49 +137,27 @@ def test_make_run_passes_flags_on():
 # Comparisons
 
 
-@pytest.fixture
-def trained(monkeypatch):
-    """In the place of programs: runs that end at once, with a gain of 10 points, or of 20 under `group_mean`."""
-    commands = []
-
-    def popen(command):
-        given = dict(zip(command[2::2], command[3::2], strict=True))
-        commands.append(given)
-        folder, points = Path(given["--output_dir"]), {"group_mean": 0.2}.get(given["--baseline"], 0.1)
-        folder.mkdir(parents=True, exist_ok=True)
-        start = int(given["--seed"]) / 10
-        log = [{"step": step, "held_out/accuracy": start + points * step / 4} for step in (0, 4)]
-        log += [{"step": step, "reward": 0.1 * step} for step in range(1, 5)]
-        (folder / "trainer_state.json").write_text(json.dumps({"log_history": log}))
-        code = 1 if given["--baseline"] == "broken" else 0
-        return type("Process", (), {"wait": lambda self: code})()
-
-    monkeypatch.setattr(compare.subprocess, "Popen", popen)
-    monkeypatch.setattr(compare.signal, "signal", lambda *args: None)
-    return commands
-
-
-def test_runs_are_compared_in_a_table_and_a_picture(trained, tmp_path, capsys):
-    flags = ["--baselines", "otb", "group_mean", "--seeds", "1", "2", "--max_steps", "4"]
-    compare.main(flags)
+def test_finished_runs_become_a_table_and_a_picture(tmp_path, capsys):
+    """Gains of 10 points, and of 20 under `group_mean`. Only what is missing is run."""
     folder = tmp_path / "runs" / "compare" / "math"
-    assert [(of["--baseline"], of["--seed"], of["--max_steps"]) for of in trained] == [
-        (name, seed, "4") for seed in "12" for name in ("otb", "group_mean")
-    ]
+    for name, seed in itertools.product(("otb", "group_mean"), (1, 2)):
+        gain = {"otb": 0.1, "group_mean": 0.2}[name]
+        log = [{"step": step, "held_out/accuracy": seed / 10 + gain * step / 4} for step in (0, 4)]
+        log += [{"step": step, "reward": 0.1 * step} for step in range(1, 5)]
+        (folder / f"{name}-seed{seed}").mkdir(parents=True)
+        (folder / f"{name}-seed{seed}" / "trainer_state.json").write_text(json.dumps({"log_history": log}))
+    flags = ["--baselines", "otb", "group_mean", "--launcher", "false", "--max_steps", "4", "--seeds", "1", "2"]
+    compare.main(flags)
     text = (folder / "compare.md").read_text()
     # Of 10 and 20 the mean is 15, the standard error 5, and t is 12.706 with one degree of freedom
     assert "| otb | 2 | 15.0 ± 63.5 | 25.0 ± 63.5 | 10.0 ± 0.0 |  |" in text
     assert "| group_mean | 2 | 15.0 ± 63.5 | 35.0 ± 63.5 | 20.0 ± 0.0 | 10.0 ± 0.0 |" in text
     assert (folder / "compare.png").stat().st_size > 10_000
-    (folder / "otb-seed1" / "trainer_state.json").unlink()
-    (folder / "otb-seed1" / "checkpoint-2").mkdir()
-    compare.main(flags)  # runs that are complete are kept
-    assert len(trained) == 5 and trained[-1]["--resume_from_checkpoint"] == "latest"
     with pytest.raises(SystemExit):
         compare.main([*flags, "--learning_rate", "1"])
     assert "has runs with the flags '--max_steps 4'" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="broken with seed 1 ended with exit code 1"):
-        compare.main(["--baselines", "broken", "--seeds", "1", "--max_steps", "4"])
+    with pytest.raises(SystemExit, match="otb with seed 3 ended with exit code 1"):
+        compare.main([*flags, "3"])
 
 
 # Gradient noise
@@ -175,3 +182,39 @@ def test_gradient_noise_ends_in_a_verdict_and_resumes(short_policy, capsys):
     written = {path: path.stat().st_mtime_ns for path in folder.glob("prompt-*.pt")}
     assert len(written) == 3 and measure(short_policy) == folder
     assert all(path.stat().st_mtime_ns == at for path, at in written.items())
+
+
+# `make gpu`
+
+
+# In the place of Python: the tests fail, the other parts print a number
+STANDS_IN = """#!/bin/sh
+case "$*" in
+    "- "*) echo "A machine, torch 2" ;;
+    *test_gpu.py) echo "so it goes"; exit 3 ;;
+    *) echo 7 ;;
+esac
+"""
+
+
+def test_a_failing_part_does_not_stop_the_others(tmp_path):
+    python, page = tmp_path / "python", tmp_path / "gpu" / "report.md"
+    python.write_text(STANDS_IN)
+    python.chmod(0o755)
+    environment = {"PYTHON": str(python), "FOLDER": str(tmp_path / "gpu")}
+    done = started([GPU], tmp_path, **environment)
+    assert done.returncode == 1 and done.stdout.endswith("Failed: tests.\n"), done.stderr
+    sections = page.read_text().split("### ")[1:]
+    failed, *others = sections
+    assert failed.startswith("tests: failed with exit status 3") and "\nso it goes\n" in failed
+    assert "A machine, torch 2" in failed and all("\n7\n```" in text for text in others)
+    done = [f"{part}: done" for part in "step-lora step-full advantages meter main".split()]
+    assert [text.split(", ")[0] for text in others] == done
+    # A part that is run alone keeps what is known of the others
+    assert started([GPU, "meter"], tmp_path, **environment).returncode == 0
+    assert page.read_text().split("### ")[1:4] == sections[:3]
+
+
+def test_the_limits_of_all_parts_are_25_minutes():
+    limits = re.findall(r"^part \S+ (\d+) ", GPU.read_text(), flags=re.MULTILINE)
+    assert len(limits) == 6 and sum(map(int, limits)) <= 25

@@ -9,16 +9,10 @@ from tests.recipes.conftest import accuracies, log_of
 @pytest.mark.parametrize(
     ("expression", "value"),
     [
-        ("12+7", "19"),
-        (" (2 + 3) * -4 ", "-20"),
-        ("6/3", "2"),
-        ("1/4", "0.25"),
-        ("7//2 + 7%2", "4"),
-        ("2**10", "1024"),
-        ("12 * (7 - 2.5)", "54"),
-        ("10**39", "1" + 39 * "0"),
+        ("12+7", "19"), (" (2 + 3) * -4 ", "-20"), ("6/3", "2"), ("1/4", "0.25"), ("7//2 + 7%2", "4"),
+        ("2**10", "1024"), ("12 * (7 - 2.5)", "54"), ("10**39", "1" + 39 * "0"),
     ],
-)
+)  # fmt: skip
 def test_the_calculator_works_out_arithmetic(expression, value):
     assert tool_math.calculator_tool(max_operations=50)(expression) == value
 
@@ -26,20 +20,12 @@ def test_the_calculator_works_out_arithmetic(expression, value):
 @pytest.mark.parametrize(
     ("expression", "message"),
     [
-        ("1+2+3", "2 operations, more than 1"),
-        ("__import__('os')", "is not arithmetic"),
-        ("abs(3)", "is not arithmetic"),
-        ("True", "is not arithmetic"),
-        ("'a'*9", "is not arithmetic"),
-        ("9**999", "too large"),
-        ("9**99", "at most 40 digits"),
-        ("(-8)**0.5", "not a real number"),
-        ("1e999", "at most 40 digits"),
-        ("1/0", "zero"),
-        ("12+", "invalid syntax"),
-        ("1" * 201, "201 characters"),
+        ("1+2+3", "2 operations, more than 1"), ("__import__('os')", "is not arithmetic"),
+        ("True", "is not arithmetic"), ("'a'*9", "is not arithmetic"), ("9**999", "too large"),
+        ("9**99", "at most 40 digits"), ("(-8)**0.5", "not a real number"), ("1e999", "at most 40 digits"),
+        ("1/0", "zero"), ("12+", "invalid syntax"), ("1" * 201, "201 characters"),
     ],
-)
+)  # fmt: skip
 def test_the_calculator_refuses_anything_else(expression, message):
     """Quickly, and with an error that the policy can read."""
     with pytest.raises(Exception, match=message):

@@ -103,13 +103,11 @@ def test_conversations_are_written_as_they_were_demonstrated(caller):
 @pytest.mark.parametrize(
     ("said", "calls", "content"),
     [
-        ("[12+7]<eos>", ["12+7"], ""),
-        ("=-16<eos>", None, "=-16"),
+        ("[12+7]<eos>", ["12+7"], ""), ("=-16<eos>", None, "=-16"), ("12+7]<eos>", None, None),
         ("[12+7<eos>", ["12+7<eos>"], ""),  # left open: a call that the calculator refuses
-        ("12+7]<eos>", None, None),
         ("[1+1][2+2]<eos>", ["1+1", "2+2"], ""),
     ],
-)
+)  # fmt: skip
 def test_what_the_pupil_says_is_read(caller, said, calls, content):
     prefix = caller("12+7-35>")["input_ids"]
     message = parse_response(caller, caller(said)["input_ids"], prefix=prefix)
