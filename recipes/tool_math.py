@@ -204,8 +204,8 @@ def final_answer(completion: str | list[dict]) -> str:
 
 def is_right(answer: str, gold: str) -> bool:
     """Whether both are the same words, the same number, or equal as mathematics."""
-    answer, gold = (" ".join(text.casefold().rstrip(". ").split()) for text in (answer, gold))
-    if answer == gold or not answer:
+    answer, gold = (re.sub(r"\\text\{(.*?)\}", r"\1", text).strip().rstrip(".") for text in (answer, gold))
+    if answer.casefold().split() == gold.casefold().split() or not answer:
         return bool(answer)
     if re.fullmatch(r"[^\W\d_]{2,}([\s.,;:!?'’-]+[^\W\d_]+)*", gold):
         return False  # words: as mathematics, letters are factors, and anagrams are equal
@@ -288,9 +288,9 @@ class StopAfterStep(TrainerCallback):
             control.should_evaluate = False
 
     def on_train_end(self, args, state, control, **kwargs):
-        for signum in (signal.SIGINT, signal.SIGTERM):
+        for signum, usual in {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}.items():
             if signal.getsignal(signum) == self.stop:
-                signal.signal(signum, signal.default_int_handler)
+                signal.signal(signum, usual)
 
 
 class ShortProgress(ProgressCallback):
