@@ -263,8 +263,9 @@ class ShortProgress(ProgressCallback):
     """The progress bar with two numbers beside it; the log in trainer_state.json has all."""
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if self.training_bar is not None and "reward" in (logs or {}):
-            self.training_bar.set_postfix({name: f"{float(logs[name]):.3g}" for name in ("reward", "grad_norm")})
+        shown = {name: f"{float(logs[name]):.3g}" for name in ("reward", "grad_norm") if name in (logs or {})}
+        if self.training_bar is not None and shown:
+            self.training_bar.set_postfix(shown)
 
 
 def find_checkpoint(args: OTBGRPOConfig) -> str | None:

@@ -26,7 +26,7 @@ RECIPES = Path(recipe.__file__).parent
 
 
 def test_a_run_prints_the_accuracy_before_and_after(run, capfd):
-    folder = run("--save_steps", "2", "--disable_tqdm", "false")
+    folder = run("--save_steps", "2", "--disable_tqdm", "false", "--logging_steps", "10")
     out = capfd.readouterr().out
     found = re.search(
         r"Held-out accuracy before: ([\d.]+) % ± [\d.]+ \(avg@4, \d+ problems\)\n.* after:  ([\d.]+)", out
