@@ -189,7 +189,7 @@ class HeldOut(TrainerCallback):
     The accuracy on held-out problems with its standard error, from the trainer's own evaluations.
 
     `reward` is the given reward, which also collects the scores of held-out rows. These have the column `held_out`,
-    the number of the problem. Results are printed and added to the trainer's log.
+    the number of the problem. Results are printed and added to the trainer's log, the last one after the last step.
     """
 
     def __init__(self, reward: Callable[..., list[float]]):
@@ -203,6 +203,10 @@ class HeldOut(TrainerCallback):
             return scores
 
         self.reward = collecting
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == state.max_steps:  # before the last checkpoint is saved
+            control.should_evaluate = True
 
     def on_evaluate(self, args, state, control, **kwargs):
         scores = defaultdict(list)
@@ -248,7 +252,8 @@ class StopAfterStep(TrainerCallback):
             raise KeyboardInterrupt
 
     def on_step_end(self, args, state, control, **kwargs):
-        if any(gather_object([self.stopped_at is not None])):  # all processes stop after the same step
+        stopped = any(gather_object([self.stopped_at is not None]))  # all processes stop after the same step
+        if stopped and state.global_step < state.max_steps:
             self.stopped_at = self.stopped_at or time.monotonic()
             control.should_save = control.should_training_stop = True
             control.should_evaluate = False
@@ -344,15 +349,13 @@ def main(argv: list[str]) -> OTBGRPOTrainer:
 
     trainer.train(resume_from_checkpoint=checkpoint)
 
-    if stop.stopped_at:
+    if stop.stopped_at and trainer.state.global_step < trainer.state.max_steps:
         trainer.accelerator.wait_for_everyone()
         if trainer.is_world_process_zero():
             print(f"Stopped after step {trainer.state.global_step}; its checkpoint is in {args.output_dir}.")
             print("To go on, repeat the command with --resume_from_checkpoint latest.", flush=True)
         sys.exit(130)
     trainer.save_model()
-    if measure.found(trainer.state)[-1]["step"] < trainer.state.global_step:
-        trainer.evaluate()
     trainer.save_state()
     if trainer.is_world_process_zero():
         samples = f"avg@{args.num_generations_eval or args.num_generations}, {len(held_out)} problems"

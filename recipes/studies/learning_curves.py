@@ -77,7 +77,7 @@ def train(run: Run) -> dict:
     trainer = tasks.trainer_of(
         replace(task, reward=measure.reward),
         eval_dataset=task.held_out.add_column("held_out", [*range(len(task.held_out))]),
-        callbacks=[measure, GradientNoiseCallback()],
+        callbacks=[measure, GradientNoiseCallback()],  # `measure` evaluates after the last step
         keep_groups_together=True,
         max_steps=schedule.steps[run.n],
         lr_scheduler_type=schedule.lr_scheduler_type,
@@ -90,7 +90,6 @@ def train(run: Run) -> dict:
         **arm,
     )
     seconds = trainer.train().metrics["train_runtime"]
-    trainer.evaluate()
     log = [entry for entry in trainer.state.log_history if "loss" in entry]
     lengths = [float(entry["completions/mean_length"]) for entry in log]  # tool output left out
     kinds = dict.fromkeys(key for entry in log for key in entry if key.endswith("_steps"))
