@@ -281,7 +281,8 @@ class StopAfterStep(TrainerCallback):
     def stop(self, signum, frame):
         if self.stopped_at is None:
             self.stopped_at = time.monotonic()
-            tqdm.write("Finishing this step and saving a checkpoint. Ctrl-C again stops at once.")
+            if os.environ.get("RANK", "0") == "0":
+                tqdm.write("Finishing this step and saving a checkpoint. Ctrl-C again stops at once.")
         elif time.monotonic() > self.stopped_at + 1:  # launchers pass on what the terminal has sent already
             raise KeyboardInterrupt
 

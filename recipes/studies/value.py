@@ -59,8 +59,8 @@ class Part(Value):
         super().__init__()
         self.left = self.batches
 
-    def _features(self, tokens):
-        features = super()._features(tokens)
+    def _features(self, *given):
+        features = super()._features(*given)
         return torch.cat([features[..., : self.without.start], features[..., self.without.stop :]], dim=-1)
 
     def _fit(self):

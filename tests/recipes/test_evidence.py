@@ -22,7 +22,7 @@ from tests.recipes.conftest import shortly_trained
 
 
 @pytest.mark.parametrize("tokens", scratchpad.STEPS)
-def test_demonstrations_are_as_long_and_as_right_as_is_said(tokens):
+def test_demonstrations_are_as_long_and_right_as_stated(tokens):
     shown = scratchpad.demonstrations(800, [tokens])
     answers = {problem["question"]: problem["answer"] for problem in scratchpad.problems(scratchpad.STEPS[tokens])}
     said = [said.removesuffix("<eos>") for (_, _), (said, _) in shown]
@@ -33,7 +33,7 @@ def test_demonstrations_are_as_long_and_as_right_as_is_said(tokens):
     assert set("".join(said)) <= set(scratchpad.ALPHABET)
 
 
-def test_the_scratchpads_answer_is_the_digit_after_the_counters_end():
+def test_the_scratchpads_answer_follows_the_counters_end():
     said = ["a017b000", "a017b000!0", "a017b001", "a017", "", [{"role": "assistant", "content": "c000"}]]
     assert scratchpad.last_digit(said, ["0"] * 6) == [1, 1, 0, 0, 0, 1]
     assert scratchpad.last_digit(["a0013b0004", "a1004", "a0014"], ["4"] * 3) == [1, 0, 0]  # three digits count 1,000
@@ -253,7 +253,7 @@ def test_features_learn_beside_each_other(features, tiny_smollm2, monkeypatch, c
 # Results and pages
 
 
-def test_a_column_that_is_measured_anew_takes_the_place_of_the_published_one(pages):
+def test_a_new_column_replaces_the_published_one(pages):
     """The others stay as they are, to the digit, and what is lost in noise stays lost."""
     before, page = render.load("turns"), (pages / "turns.md").read_text()
     cells = [dict(cell, prompts=65) for cell in before["tables"]["lake_14"]]

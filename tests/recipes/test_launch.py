@@ -80,7 +80,7 @@ def test_a_copy_runs_in_an_empty_folder(name, policy, data_file, alone, tmp_path
 
 
 @pytest.mark.slow
-def test_two_processes_share_the_work_and_one_warm_start(tmp_path):
+def test_two_processes_share_work_and_warm_start(tmp_path):
     """From an empty cache: one process makes the policy, the other waits. Every held-out problem counts as often."""
     (tmp_path / "toys.py").write_text(
         "from recipes.toy.warm_start import policy\n\ndef short():\n    return policy('sums', 20)\n"
@@ -127,7 +127,7 @@ def test_accelerate_takes_its_configurations(name, distributed_type, processes):
     assert config.num_machines == (2 if name == "multi_machine" else 1)
 
 
-def test_the_slurm_script_is_valid_and_make_run_passes_flags_on():
+def test_slurm_and_make_pass_flags_on():
     subprocess.run(["bash", "-n", str(RECIPES / "accelerate" / "slurm.sh")], check=True)
     command = ["make", "--no-print-directory", "-n", "run", "ARGS=--seed 3"]
     done = subprocess.run(command, cwd=RECIPES.parent, capture_output=True, text=True, check=True)

@@ -128,7 +128,7 @@ def test_a_second_ctrl_c_stops_at_once(capsys):
     assert capsys.readouterr().out.count("Finishing this step") == 1
 
 
-def test_a_run_is_neither_overwritten_nor_trained_further_unasked(tmp_path, capsys):
+def test_a_run_is_not_overwritten_unasked(tmp_path, capsys):
     (tmp_path / "run" / "checkpoint-4").mkdir(parents=True)
     flags = ["--output_dir", "run", "--model_name_or_path", "model", "--max_steps"]
     assert refused([*flags, "8"], capsys) == (
@@ -165,7 +165,7 @@ def refused(flags, capsys):
         ("--resume_from_checkpoint latest", "latest"),
     ],
 )
-def test_wrong_options_are_named_before_anything_is_loaded(flags, named, tmp_path, capsys):
+def test_wrong_options_are_named_at_once(flags, named, tmp_path, capsys):
     (tmp_path / "wrong.yaml").write_text("model_name_or_path: model\nlearning_speed: 1\n")
     assert named in refused(flags.split(), capsys)
 
@@ -281,7 +281,7 @@ def test_the_final_answer_of_a_completion(completion, answer):
         ("9^{9^{9^{9}}}", "42", False),  # nobody waits for its value
     ],
 )  # fmt: skip
-def test_answers_are_compared_as_words_numbers_or_mathematics(answer, gold, right):
+def test_answers_are_words_numbers_or_mathematics(answer, gold, right):
     assert recipe.is_right(answer, gold) is right
 
 

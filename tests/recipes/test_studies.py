@@ -59,7 +59,7 @@ def rows_of(scores, seeds=(101, 102, 103, 104, 105, 1, 2, 3, 4), rate=1e-3, **ot
     ]
 
 
-def test_arms_are_compared_by_pairs_of_seeds_and_the_group_mean_with_itself():
+def test_arms_are_compared_by_pairs_of_seeds():
     scores = {"otb": lambda seed: 0.1 * (seed % 10) + 0.02, "group_mean": lambda seed: 0.1 * (seed % 10)}
     mean, otb = runs.arms(rows_of(scores))
     assert (mean["baseline"], otb["baseline"], otb["seeds"], otb["won"]) == ("group_mean", "otb", 4, "4 of 4")
@@ -68,7 +68,7 @@ def test_arms_are_compared_by_pairs_of_seeds_and_the_group_mean_with_itself():
     assert otb["rates"]["0.001"]["seeds"] == 5 and otb["held_out"] == [50.0] * 3 and otb["collapsed"] == 0
 
 
-def test_runs_from_different_policies_are_no_pairs_and_other_rates_no_part_of_an_arm():
+def test_arms_have_one_policy_and_one_rate():
     scores = {"group_mean": lambda seed: 0.5, "otb": lambda seed: 0.6}
     rows = rows_of(scores) + rows_of({"otb": lambda seed: 0.1}, rate=2e-3)
     (_, otb) = runs.arms(rows)

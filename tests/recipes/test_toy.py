@@ -62,7 +62,7 @@ ASKED = "State the final answer to the following arithmetic problem: 3 + 4 - 5 =
 
 @pytest.mark.parametrize(("kind", "end"), [("sums", "="), ("calculator", ">")])
 @pytest.mark.parametrize("question", [ASKED, "3+4-5", " 3 + 4 -\n5 = "])
-def test_the_ids_of_a_prompt_are_those_that_were_demonstrated(kind, end, question):
+def test_prompts_have_the_ids_that_were_demonstrated(kind, end, question):
     tokenizer = warm_start.character_tokenizer(warm_start.WARM_STARTS[kind])
     ids = tokenizer.apply_chat_template(messages(question, ""), add_generation_prompt=True, return_dict=False)
     written = f"3+4-5{end}"
