@@ -5,8 +5,7 @@ Which baseline for my run? Measures the gradient noise under each one, on your o
     python -m recipes.gradient_noise --config recipes/tool_math_cpu.yaml --calculator true
     python -m recipes.gradient_noise --model_name_or_path FOLDER --dataset_name problems.jsonl
 
-A command line for `trl_otb.compare_baselines`, which trains nothing. The other options are those of math.py.
-Repeat the command to go on with a stopped measurement.
+A command for `trl_otb.compare_baselines`; nothing is trained. Options are those of math.py. Repeat it to go on.
 """
 
 import json
@@ -40,9 +39,9 @@ def main(argv: list[str]) -> None:
     options, args, model_args, _ = parse(argv, NoiseOptions, __file__, CONFIG)
     args.eval_strategy, args.eval_on_start, args.report_to, args.scale_rewards = "no", False, [], "none"
     train, _, accuracy = load_problems(options, args.seed)
-    model = model_args.model_name_or_path
+    name = model_args.model_name_or_path
     trainer = trl_otb.OTBGRPOTrainer(
-        model=str(load_object(model)()) if ":" in model else model,
+        model=str(load_object(name)()) if ":" in name else name,
         reward_funcs=[accuracy, *map(load_object, options.reward_funcs or [])],
         args=args,
         train_dataset=train,
@@ -50,8 +49,7 @@ def main(argv: list[str]) -> None:
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
     )
-    folder = Path(args.output_dir)
-    chosen = {name: getattr(options, name) for name in ARGUMENTS}
+    folder, chosen = Path(args.output_dir), {name: getattr(options, name) for name in ARGUMENTS}
     report = trl_otb.compare_baselines(trainer, **chosen, output_dir=folder, seed=args.seed)
     (folder / "table.md").write_text(report.to_markdown(), encoding="utf-8")
     (folder / "report.json").write_text(json.dumps(report.to_json(), indent=2) + "\n")
