@@ -8,7 +8,7 @@ TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 PYTH
 .PHONY: run test quick gpu lint format picture drift hashes wheel constraints clean
 
 run: $(VENV)/.recipes ## train on the embedded task; ARGS="--baseline group_mean" and the like are passed on
-	TRL_OTB_MAKE_RUN=1 $(BIN)/accelerate launch --quiet --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no recipes/math.py $(ARGS)
+	$(BIN)/accelerate launch --quiet --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no recipes/math.py $(ARGS)
 
 test: $(VENV)/.test ## every test that can run here
 	$(TEST_ENV) $(BIN)/python -m pytest -q $(ARGS)

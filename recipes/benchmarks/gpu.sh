@@ -10,7 +10,7 @@
 # ended, on which machine, and what it printed last: the tables for the Cost section of recipes/README.md.
 #
 # To a machine without network, copy this checkout and wheels of the packages it lacks: usually trl, datasets, dill and
-# multiprocess (peft, pytest-xdist, matplotlib and psutil are often installed); for the main job also reasoning-gym,
+# multiprocess (peft, pytest-xdist and matplotlib are often installed); for the main job also reasoning-gym,
 # math-verify and their requirements.
 set -uo pipefail
 cd "$(dirname "$0")/../.." || exit
@@ -69,6 +69,7 @@ part step-lora 6 -m recipes.benchmarks.step --device $device $step --lora
 part step-full 6 -m recipes.benchmarks.step --device $device $step
 part advantages 2 -m recipes.benchmarks.advantages --device $device $advantages
 part meter 3 -m recipes.benchmarks.step --device $device $step --meter
-part main 5 recipes/math.py --output_dir "$FOLDER/main" --overwrite --disable_tqdm true $main
+[[ " $CHOSEN " != *" main "* ]] || rm -rf "$FOLDER/main" # an earlier run's
+part main 5 recipes/math.py --output_dir "$FOLDER/main" --disable_tqdm true $main
 echo "$FOLDER: report.md, and a log of each part. ${FAILED:+Failed:$FAILED.}"
 [ -z "$FAILED" ]

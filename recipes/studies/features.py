@@ -57,8 +57,8 @@ class Choice(Value):
         super().__init__()
         self.columns, self.decay = columns, decay
 
-    def _features(self, tokens):
-        return super()._features(tokens)[..., self.columns]
+    def _features(self, *given):
+        return super()._features(*given)[..., self.columns]
 
 
 def choices() -> dict[str, Choice]:

@@ -19,9 +19,7 @@ from peft import LoraConfig
 from trl import SFTConfig, SFTTrainer
 
 from recipes import toy
-from recipes.common.arguments import RecipeArguments
-from recipes.common.grading import final_text
-from recipes.common.problems import Problems, load_problems
+from recipes.math import Options, load_problems
 from recipes.studies.tasks import BFLOAT16, Task, trainer_of, with_prompts
 from trl_otb import OTBGRPOTrainer
 
@@ -36,6 +34,11 @@ STEPS = {"words": 5, "copy": 4}  # which take rewards from 0.5 to 0.8 and from 0
 TOKENS = 80
 # Of what is measured: small pools, and the gradients of the last four blocks
 MEASURED = {"completions_per_prompt": 16, "group_sizes": [4], "parameters": r"layers\.2[6-9]\."}
+
+
+def final_text(completion: str | list[dict]) -> str:
+    """The text of a completion; of a conversation, its last message."""
+    return completion if isinstance(completion, str) else completion[-1].get("content") or ""
 
 
 def has_word(completions, answer, **kwargs) -> list[float]:
@@ -84,23 +87,23 @@ def task_of(name: str, seed: int = 0) -> Task:
     """One of `TASKS`, or of `REASONING`, whose problems to train on `seed` chooses."""
     lora = LoraConfig(**LORA)
     if name in REASONING:
-        problems = reasoning_problems(name, seed)
-        train, held_out = with_prompts(problems.train), with_prompts(problems.held_out)
+        train, held_out = reasoning_problems(name, seed)
         return Task(fine_tuned(name), train, held_out, likeness, REASONING[name][-1], peft_config=lora)
     data = with_prompts(Dataset.from_list(problems_of(name, 550, seed=1)))
     return Task(toy.smollm2(), data.take(500), data.skip(500), TASKS[name][1], TOKENS, peft_config=lora)
 
 
-def reasoning_problems(name: str, seed: int) -> Problems:
+def reasoning_problems(name: str, seed: int) -> list[Dataset]:
+    """Problems to train on, and held-out ones."""
     data = {"dataset_name": f"reasoning_gym:{name}", "dataset_options": json.dumps(REASONING[name][0])}
-    return load_problems(RecipeArguments(**data, num_train_problems=2000, num_held_out_problems=100), seed)
+    return load_problems(Options(**data, num_train_problems=2000, num_held_out_problems=100, instruction=""), seed)[:2]
 
 
 def fine_tuned(name: str) -> Path:
     """The folder of SmolLM2 after a short supervised training on the answers of a reasoning-gym task; cached."""
 
     def make(folder: Path) -> None:
-        problems = with_prompts(reasoning_problems(name, seed=1000).train)
+        problems, _ = reasoning_problems(name, seed=1000)
         answers = [[{"role": "assistant", "content": answer}] for answer in problems["answer"]]
         options = {"max_steps": REASONING[name][1], "per_device_train_batch_size": 16, "learning_rate": 5e-4}
         trainer = SFTTrainer(

@@ -10,6 +10,7 @@ three more for the best two. The other seeds use the best one. SmolLM2 has one r
 """
 
 import argparse
+import hashlib
 import itertools
 import json
 import sys
@@ -21,8 +22,7 @@ from statistics import fmean
 
 from filelock import FileLock, Timeout
 
-from recipes.common.held_out import HeldOut
-from recipes.common.run_folder import sha256
+from recipes.math import HeldOut
 from recipes.studies import language, render, tasks
 from recipes.studies.runs import TUNING_SEEDS, best_rates, summary
 from trl_otb import GradientNoiseCallback
@@ -72,12 +72,12 @@ def train(run: Run) -> dict:
     schedule = TASKS[run.task]
     problems = schedule.problems or run.task
     task = (language if problems in language.TASKS | language.REASONING else tasks).task_of(problems, run.seed)
-    measure = HeldOut()
+    measure = HeldOut(task.reward)
     arm = {"baseline": run.baseline, "num_generations": run.n, "learning_rate": run.learning_rate, "seed": run.seed}
     trainer = tasks.trainer_of(
-        replace(task, reward=measure.counted(task.reward)),
-        eval_dataset=measure.numbered(task.held_out),
-        callbacks=[measure, GradientNoiseCallback()],
+        replace(task, reward=measure.reward),
+        eval_dataset=task.held_out.add_column("held_out", [*range(len(task.held_out))]),
+        callbacks=[measure, GradientNoiseCallback()],  # `measure` evaluates after the last step
         keep_groups_together=True,
         max_steps=schedule.steps[run.n],
         lr_scheduler_type=schedule.lr_scheduler_type,
@@ -90,7 +90,6 @@ def train(run: Run) -> dict:
         **arm,
     )
     seconds = trainer.train().metrics["train_runtime"]
-    trainer.evaluate()
     log = [entry for entry in trainer.state.log_history if "loss" in entry]
     lengths = [float(entry["completions/mean_length"]) for entry in log]  # tool output left out
     kinds = dict.fromkeys(key for entry in log for key in entry if key.endswith("_steps"))
@@ -102,8 +101,8 @@ def train(run: Run) -> dict:
         "noise_scale": [entry.get("noise/scale") for entry in log],
         "tokens": list(itertools.accumulate(schedule.prompts * run.n * length for length in lengths)),
         "seconds": seconds,
-        "held_out": measure.evaluations[-1].mean,
-        "policy": sha256(task.policy / "model.safetensors")[:8],
+        "held_out": measure.found(trainer.state)[-1]["held_out/accuracy"],
+        "policy": hashlib.sha256((task.policy / "model.safetensors").read_bytes()).hexdigest()[:8],
     }
 
 

@@ -6,7 +6,6 @@ The README's picture: eight attempts of a small policy at one problem, under `va
 
 from pathlib import Path
 
-from recipes.common.launching import tidy_output
 from recipes.studies.tasks import task_of, trainer_of
 from trl_otb.rollout import Rollout
 
@@ -27,5 +26,4 @@ def sample(size: int) -> Rollout:
 
 
 if __name__ == "__main__":
-    tidy_output()
     sample(8).plot(Path(__file__).parents[1] / "group.png")

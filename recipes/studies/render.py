@@ -17,8 +17,6 @@ import numpy
 import pandas
 from matplotlib.figure import Figure
 
-from recipes.common.errors import InputError
-from recipes.common.report import markdown
 from recipes.studies.runs import arms
 from recipes.toy import scratchpad
 
@@ -60,7 +58,7 @@ def publish(name: str, tables: Tables) -> None:
     Replace the published tables of these names, or add to them, and render all pages.
 
     Raises:
-        InputError: A published table has an estimator that was not measured.
+        ValueError: A published table has an estimator that was not measured.
     """
     results = load(name)
     published = results["tables"]
@@ -69,7 +67,7 @@ def publish(name: str, tables: Tables) -> None:
         before, now = ({(cell["estimator"], cell["n"]) for cell in cells} for cells in both)
         if lost := ", ".join(sorted({estimator for estimator, _ in before - now})):
             problem = f"results/{name}.json has {lost} for {title}, which was not measured now"
-            raise InputError(f"{problem}: measure it too.")
+            raise ValueError(f"{problem}: measure it too.")
     save(name, results | {"tables": published | tables})
     render()
 
@@ -97,6 +95,12 @@ def number(value: float | None, form: str) -> str:
 def interval(values: list[float | None], form: str = ".2f") -> str:
     value, low, high = (number(x, form) for x in values)
     return f"{value} ({low}–{high})"
+
+
+def markdown(rows: list[list[str]]) -> str:
+    """A Markdown table; the first row is the header."""
+    head, *body = ("|" + "".join(f" {cell} |" if cell else " |" for cell in row) + "\n" for row in rows)
+    return "".join([head, "|---" * len(rows[0]) + "|\n", *body])
 
 
 def _frame(tables: Tables, n: int, text: Callable[[dict], str]) -> pandas.DataFrame:

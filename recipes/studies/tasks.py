@@ -11,9 +11,7 @@ from peft import LoraConfig
 from transformers import AutoTokenizer, PrinterCallback
 
 from recipes import toy
-from recipes.common.arguments import RecipeArguments
-from recipes.common.problems import load_problems
-from recipes.math import accuracy_reward
+from recipes.math import Options, load_problems
 from recipes.tool_math import calculator_tool
 from recipes.toy import dialogues, lake, scratchpad, worked_sums
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
@@ -55,10 +53,9 @@ def task_of(name: str, seed: int = 0) -> Task:
     policy = getattr(toy, "scratchpad_30" if name in LUCKY else name.removesuffix("_turns"))()
     if name in CHAIN_SUMS:
         options, tokens, calls = CHAIN_SUMS[name]
-        problems = load_problems(RecipeArguments(dataset_options=json.dumps(options)), seed)
+        train, held_out, accuracy = load_problems(Options(dataset_options=json.dumps(options), instruction=""), seed)
         tools = [calculator_tool(max_operations=1)] if calls else None
-        train, held_out = with_prompts(problems.train), with_prompts(problems.held_out)
-        return Task(policy, train, held_out, accuracy_reward(problems), tokens, tools, max_calls=calls)
+        return Task(policy, train, held_out, accuracy, tokens, tools, max_calls=calls)
     kind, dial, *_ = name.split("_")
     if kind == "lake":
         rows = lake.problems(lake.SIDES[int(dial)])

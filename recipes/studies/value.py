@@ -13,12 +13,12 @@ calculator are improbable tokens. A lake has one reward at the end, or (`lake_6_
 import argparse
 import math
 import sys
+import warnings
 from pathlib import Path
 
 import torch
 
 import trl_otb
-from recipes.common.launching import tidy_output
 from recipes.studies import language, render
 from recipes.studies.tasks import PROMPTS_PER_BATCH, task_of, trainer_of
 from recipes.toy import lake, scratchpad
@@ -59,8 +59,8 @@ class Part(Value):
         super().__init__()
         self.left = self.batches
 
-    def _features(self, tokens):
-        features = super()._features(tokens)
+    def _features(self, *given):
+        features = super()._features(*given)
         return torch.cat([features[..., : self.without.start], features[..., self.without.stop :]], dim=-1)
 
     def _fit(self):
@@ -148,5 +148,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    tidy_output()
+    warnings.filterwarnings("ignore")
     main(sys.argv[1:])

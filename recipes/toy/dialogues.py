@@ -6,8 +6,7 @@ another call and its output, and the answer.
 """
 
 import random
-
-from recipes.common.calculator import evaluate
+import re
 
 from .worked_sums import expressions
 
@@ -41,7 +40,7 @@ def _demonstration(expression: str, rng: random.Random) -> list[tuple[str, bool]
             segments += [(f"[{call}<eos>", True), ("{?}>", False)]
             continue
         segments.append((f"[{call}]<eos>", True))
-        shown = str(evaluate(call, max_operations=1))
+        shown = str(sum(map(int, re.findall(r"[+-]?\d+", call))))
         segments.append((f"{{{shown}}}>", False))
         terms.pop(0)
         if terms and rng.random() < 0.06:

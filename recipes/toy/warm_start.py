@@ -5,8 +5,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -100,7 +98,7 @@ def policy(kind: str, steps: int | None = None) -> Path:
         print(f"Warm-starting the toy policy {kind}: {takes}, once; it is cached.", flush=True)
         # A separate process, outside the launched job: a trainer here would wait for the other processes, which wait
         # for this one. A separate session, so that Ctrl-C reaches only this process, which then ends the other.
-        command = [sys.executable, "-m", __name__, kind, str(folder), str(start.steps), str(os.getpid())]
+        command = [sys.executable, "-m", __name__, kind, str(folder), str(start.steps)]
         where = {"cwd": Path(__file__).parents[2], "env": _alone(), "start_new_session": True}
         done = subprocess.run(command, **where, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         if done.returncode != 0:
@@ -159,17 +157,5 @@ def train(start: WarmStart, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _end_with(parent: int) -> None:
-    """End with the parent: if it is killed, the cache's lock is free, and another process may make the policy."""
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
 if __name__ == "__main__":
-    _end_with(parent=int(sys.argv[4]))
     train(replace(WARM_STARTS[sys.argv[1]], steps=int(sys.argv[3])), Path(sys.argv[2]))

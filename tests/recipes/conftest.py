@@ -1,7 +1,6 @@
 """What the tests of the recipes share: a policy after a short warm start, small runs in this process, data files."""
 
 import json
-import signal
 from dataclasses import replace
 
 import pytest
@@ -9,7 +8,6 @@ from datasets import Dataset
 
 from recipes import math as recipe
 from recipes.toy import warm_start
-from trl_otb import register_baseline
 
 
 SMALL = (
@@ -30,30 +28,12 @@ def shortly_trained(kind, steps, folder):
     return folder
 
 
-@pytest.fixture
-def registered(registry):
-    """The names of two baselines of a user's own, one per completion and one per token, for this test alone."""
-
-    @register_baseline("damped_return", per_token=False, leaves_one_out=True)
-    def damped_return(group):
-        """A = (1 − ω_i) G_i, ω_i a completion's share of its group's energy."""
-        total = group.energy.sum(dim=-1, keepdim=True)
-        return group.returns * total / total.sum(dim=1, keepdim=True).clamp(min=1e-20)
-
-    @register_baseline("token_damped", leaves_one_out=True)
-    def token_damped(group):
-        """A_t = (1 − w_t / 2)² (G − B_(−i)), B by energy: improbable tokens count less, w_t being at most 2."""
-        others = group.mean(group.energy.sum(dim=-1, keepdim=True), leave_one_out=True)
-        return group.returns - (1 - group.energy / 2).square() * (group.returns - others)
-
-    return ["damped_return", "token_damped"]
-
-
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path, tmp_path_factory, monkeypatch):
-    """Every test runs in a folder and with caches of its own."""
+    """Every test runs in a folder and with caches of its own; modules in the folder can be imported."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("datasets")))
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
 
 
 @pytest.fixture
@@ -89,13 +69,6 @@ def log_of(folder):
     return json.loads((folder / "trainer_state.json").read_text())["log_history"]
 
 
-def result_of(folder):
-    return json.loads((folder / "result.json").read_text())
-
-
-@pytest.fixture
-def heard(signum):
-    """Whoever started the tests may ignore a signal, as `nohup` does, and then the recipes do so too."""
-    previous = signal.signal(signum, signal.default_int_handler)
-    yield
-    signal.signal(signum, previous)
+def accuracies(folder):
+    """The held-out accuracy by step."""
+    return {entry["step"]: entry["held_out/accuracy"] for entry in log_of(folder) if "held_out/accuracy" in entry}

@@ -1,16 +1,26 @@
 """The variance laboratory: scores and moments against independent computations."""
 
 import itertools
+import json
+from dataclasses import replace
 
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
+from recipes.math import Options, load_problems
+from recipes.toy import worked_sums
 from tests.helpers import tiny
-from tests.helpers.laboratory import SCORABLE, Pool, moments, sample_pools
+from tests.helpers.laboratory import Pool, moments, pool_of, sample_pools
+from trl_otb import GradientNoiseCallback, OTBGRPOConfig, OTBGRPOTrainer
 from trl_otb.baselines import compute_advantages
+from trl_otb.comparison.efficiency import moments_of
+from trl_otb.comparison.estimators import Estimator, estimators
+from trl_otb.comparison.estimators import Pool as EstimatedPool
+from trl_otb.comparison.gradients import CompletionGradients, Projection
+from trl_otb.comparison.moments import prompt_moments
+from trl_otb.seam.sampling import left_as_it_was, sample_pool, single_rows
 
 
 @pytest.fixture(scope="module")
@@ -45,46 +55,6 @@ def test_scores_are_gradients_of_log_probs(pools):
     gradients = torch.stack(gradients)
     torch.testing.assert_close(pool.gram[nodes][:, nodes], gradients @ gradients.T, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(pool.exact_energy[0, 0], gradients[0].square().sum(), atol=1e-4, rtol=1e-4)
-
-
-def test_scores_of_an_adapter_are_those_of_its_last_block(tmp_path):
-    """With every block's, the scores of a pool of a pretrained model would not fit."""
-    base = AutoModelForCausalLM.from_pretrained(tiny.save_model(tmp_path / "base"), **SCORABLE)
-    adapter = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)  # else half of the scores are 0
-    model, tokenizer, kept = get_peft_model(base, adapter), tiny.tokenizer(), []
-    data = Dataset.from_dict({"prompt": ["1+2="]})
-    sample_pools(
-        model, tokenizer, tiny.even_bytes, data, 6, kept.append,
-        trainable=lambda name: ".layers.1." in name, max_completion_length=6,
-    )  # fmt: skip
-    (pool,) = kept
-
-    prompt, completion = tokenizer("1+2=")["input_ids"], pool.completions[0]
-    logps = model(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-    parameters = [p for name, p in model.named_parameters() if "lora" in name and ".layers.1." in name]
-    assert len(parameters) == 2 * 7
-    scores = [
-        torch.cat([g.flatten() for g in torch.autograd.grad(logps[t, token], parameters, retain_graph=True)])
-        for t, token in enumerate(completion)
-    ]
-    nodes = pool.node[0, : len(completion)]
-    scores = torch.stack(scores)
-    largest = scores.square().sum(1).max()
-    torch.testing.assert_close(pool.gram[nodes][:, nodes] / largest, scores @ scores.T / largest, atol=1e-4, rtol=1e-4)
-
-
-def test_the_same_history_is_one_node(pools):
-    _, kept = pools
-    for pool in kept:
-        histories = {}
-        for row, completion in enumerate(pool.completions):
-            for t in range(len(completion)):
-                assert histories.setdefault(tuple(completion[: t + 1]), int(pool.node[row, t])) == pool.node[row, t]
-        assert len(histories) == len(pool.gram) == len(set(histories.values()))
-
-
-def group_mean(r, w, m, n):
-    return compute_advantages(r, w, m, n, baseline="group_mean")
 
 
 def otb(r, w, m, n):
@@ -142,24 +112,79 @@ def test_moments_are_those_of_all_deals():
     torch.testing.assert_close(torch.tensor(list(vars(actual).values())), expected, rtol=0.05, atol=0.02)
 
 
-def test_the_group_mean_is_rloo_scaled(pools):
-    """Identical up to (n − 1)/n, so the same noise to signal and the same cosine."""
-    _, (pool, _) = pools
-    seen = moments(
-        pool,
-        {"group_mean": group_mean, "rloo": lambda r, w, m, n: compute_advantages(r, w, m, n, baseline="rloo")},
-        4,
-        50,
+# The package's own measurements beside it
+
+
+def pool_and_gradients(trainer, example, completions, seed=0):
+    """A pool, the rollout that it is, and its completions' gradients in all parameters."""
+    parameters = list(trainer.model.parameters())
+    of = CompletionGradients(trainer, parameters, Projection([p.numel() for p in parameters], 10**9))
+    ((rollout, batch),) = sample_pool(trainer, example, completions, at_once=completions, seed=seed)
+    rows = single_rows(batch)
+    return (
+        EstimatedPool(rollout.rewards, rollout.energy, rollout.mask),
+        rollout,
+        lambda i, weights: of(rows[i], weights),
     )
-    a, b = seen["group_mean"], seen["rloo"]
-    assert a.square == pytest.approx(b.square * 9 / 16) and a.signal == pytest.approx(b.signal * 9 / 16)
-    assert a.with_truth == pytest.approx(b.with_truth * 3 / 4)
 
 
-def test_pools_survive_the_disk_and_too_small_ones_are_named(pools, tmp_path):
-    _, (pool, _) = pools
-    pool.save(tmp_path / "0.pt")
-    again = Pool.load(tmp_path / "0.pt")
-    assert torch.equal(again.gram, pool.gram) and again.completions == pool.completions
-    with pytest.raises(ValueError, match="pool of 12 has fewer than two groups of 8"):
-        moments(pool, {"otb": otb}, 8, 1)
+@pytest.mark.slow
+def test_compare_baselines_agrees_with_the_laboratory(tmp_path):
+    """Means over many partitions of one pool, by the Gram matrix of all its tokens and by gradients of groups."""
+    args = OTBGRPOConfig(**tiny.SETTINGS, temperature=0.7, output_dir=str(tmp_path / "run"))
+    path = tiny.save_model(tmp_path / "model")
+    trainer = OTBGRPOTrainer(path, tiny.even_bytes, args=args, train_dataset=tiny.prompts())
+    studied = [e for e in estimators(["ogb", "otb"]) if e.name != "none"]
+    with left_as_it_was(trainer):
+        pool, rollout, gradient_of = pool_and_gradients(trainer, trainer.train_dataset[0], 32)
+        found = prompt_moments(pool, gradient_of, {4: studied}, partitions=400)
+
+        def advantages(estimator):
+            options = {"baseline": estimator.baseline, "leave_one_out": estimator.leave_one_out}
+            return lambda r, w, m, n: compute_advantages(r, w, m, n, **options)
+
+        with torch.enable_grad():
+            laboratory = pool_of(trainer.model, rollout, lambda name: True)
+    # The laboratory's scores are at temperature 1: energies are the trainer's, gradients 1 / 0.7 as long
+    of_laboratory = moments(laboratory, {e.name: advantages(e) for e in studied}, 4, deals=400)
+    for name in (estimator.name for estimator in studied):
+        ours = found[name, 4]["square"] / found["group_mean", 4]["square"]
+        theirs = of_laboratory[name].square / of_laboratory["group_mean"].square
+        assert ours == pytest.approx(theirs, rel=0.1), name
+
+
+@pytest.mark.slow
+def test_the_callback_agrees_with_compare_baselines(short_policy, tmp_path):
+    """
+    The same eight prompts, without learning, and a reward for few tokens, whose gradient the prompts share. The
+    callback's signal is ⟨g_p, g_q⟩ for prompts that differ, its noise the rest of E‖ĝ_p‖²: of completions and prompts.
+    """
+    options = Options(dataset_options=json.dumps(worked_sums.CHAIN_SUM), num_train_problems=8, instruction="")
+    prompts, *_ = load_problems(replace(options, num_held_out_problems=1), seed=5)
+    settings = {**tiny.SETTINGS, "max_completion_length": 24, "learning_rate": 0.0, "output_dir": str(tmp_path)}
+
+    def trainer_of(callbacks=(), **more):
+        return OTBGRPOTrainer(
+            str(short_policy),
+            lambda completion_ids, **kwargs: [-len(ids) / 8 for ids in completion_ids],
+            args=OTBGRPOConfig(**(settings | more)),
+            train_dataset=prompts,
+            callbacks=list(callbacks),
+        )
+
+    trainer, ogb = trainer_of(), Estimator("ogb", "ogb")
+    with left_as_it_was(trainer):
+        measured = []
+        for i in range(8):
+            pool, _, gradient_of = pool_and_gradients(trainer, prompts[i], 96, seed=i)
+            measured.append(prompt_moments(pool, gradient_of, {4: [ogb]}))
+    found = moments_of(measured, {"ogb": ogb})["ogb", 4]
+    signal = (found.signal.sum() - found.signal.diagonal().sum()) / (8 * 7)
+    expected = ((found.square.mean() - signal) / signal).item()
+
+    # One prompt per micro-batch, all eight per step; this loss divides all tokens by one number
+    of_run = {"baseline": "ogb", "loss_type": "dr_grpo", "per_device_train_batch_size": 4}
+    callback = GradientNoiseCallback(decay=0.999)
+    trainer_of([callback], **of_run, gradient_accumulation_steps=8, max_steps=150).train()
+    assert callback.scale == pytest.approx(expected, rel=0.3)
+    assert expected > 3  # noise is what is measured

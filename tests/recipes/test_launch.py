@@ -1,127 +1,87 @@
-"""Launch configurations, launchers, several processes, Ctrl-C in programs of their own."""
+"""The recipes as programs: copied away, launched in several processes, compared; `make gpu`."""
 
+import ast
+import itertools
 import json
 import os
-import signal
+import re
+import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 
+import trl_otb
+from recipes import compare, gradient_noise
 from recipes import math as recipe
-from recipes.common import launching
-from recipes.common.errors import InputError, Stopped
-from tests.recipes.conftest import SMALL, log_of, result_of
+from tests.recipes.conftest import SMALL, accuracies, shortly_trained
 
 
 RECIPES = Path(recipe.__file__).parent
+MINIMAL, GPU = RECIPES / "minimal.py", RECIPES / "benchmarks" / "gpu.sh"
 ACCELERATE = [str(Path(sys.executable).with_name("accelerate")), "launch", "--mixed_precision", "no"]
 ACCELERATE += ["--dynamo_backend", "no"]
 
 
-@pytest.mark.parametrize(
-    ("name", "distributed_type", "processes"),
-    [
-        ("cpu", "NO", 1),
-        ("single_gpu", "NO", 1),
-        ("multi_cpu", "MULTI_GPU", 2),
-        ("multi_gpu", "MULTI_GPU", 8),
-        ("multi_machine", "MULTI_GPU", 16),
-        ("zero1", "DEEPSPEED", 8),
-        ("zero2", "DEEPSPEED", 8),
-        ("zero3", "DEEPSPEED", 8),
-        ("fsdp2", "FSDP", 8),
-    ],
-)
-def test_accelerate_takes_its_configurations(name, distributed_type, processes):
-    config = load_config_from_file(str(RECIPES / "accelerate" / f"{name}.yaml"))
-    assert (config.distributed_type, config.num_processes) == (distributed_type, processes)
-    if name.startswith("zero"):
-        assert config.deepspeed_config["zero_stage"] == int(name[-1])
-        assert config.deepspeed_config["zero3_init_flag"] == (name == "zero3")
-    if name == "fsdp2":
-        assert config.fsdp_config["fsdp_version"] == 2
-    if name == "multi_machine":
-        assert config.num_machines == 2
+def started(command, folder, path=RECIPES.parent, **environment):
+    """Run to its end in `folder`, with `path` alone on Python's path."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(path), **environment}
+    return subprocess.run(list(map(str, command)), cwd=folder, env=environment, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize(
-    ("environment", "message"),
-    [
-        ({"ACCELERATE_USE_FSDP": "true"}, "FSDP, and there is no GPU: on a CPU it would silently run DDP"),
-        (
-            {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_MIXED_PRECISION": "bf16"},
-            "DeepSpeed was asked for bf16.*--mixed_precision no",
-        ),
-    ],
-)
-def test_launchers_that_ask_for_a_gpu(environment, message, monkeypatch):
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
-    with pytest.raises(InputError, match=message):
-        launching.check_launcher()
-    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
-    launching.check_launcher()
+@pytest.fixture
+def alone(tmp_path):
+    """A folder in which the package can be imported and nothing else of this project, and an empty one."""
+    site, folder = tmp_path / "site", tmp_path / "empty"
+    site.mkdir()
+    folder.mkdir()
+    (site / "trl_otb").symlink_to(Path(trl_otb.__file__).parent)
+    return site, folder
 
 
-def test_the_slurm_script_is_valid():
-    subprocess.run(["bash", "-n", str(RECIPES / "accelerate" / "slurm.sh")], check=True)
-
-
-def test_make_run_is_known_to_the_recipe(tmp_path):
-    """So that the command that resumes is `make run ARGS=…`; and accelerate adds no traceback to a wrong flag."""
-    command = ["make", "--no-print-directory", "-n", "run", "ARGS=--seed 3"]
-    said = subprocess.run(command, cwd=RECIPES.parent, capture_output=True, text=True, check=True).stdout
-    assert "TRL_OTB_MAKE_RUN=1 " in said and " launch --quiet " in said and said.endswith("recipes/math.py --seed 3\n")
-
-
-@pytest.mark.usefixtures("heard")
-@pytest.mark.parametrize("signum", [signal.SIGINT])
-def test_ctrl_c_in_the_first_and_in_the_last_evaluation(run, monkeypatch, tmp_path, signum):
-    """Nothing was trained before the first; the model is saved before the last, and the line says how to go on."""
-    original = recipe.accuracy_reward
-    evaluations = []
-
-    def interrupting(when):
-        def make(problems):
-            inner = original(problems)
-
-            def accuracy(completions, **kwargs):
-                if len(completions) == 40 and when(tmp_path):
-                    os.kill(os.getpid(), signum)
-                evaluations.append(len(completions))
-                return inner(completions=completions, **kwargs)
-
-            return accuracy
-
-        return make
-
-    monkeypatch.setattr(recipe, "accuracy_reward", interrupting(lambda folder: True))
-    with pytest.raises(Stopped, match="Nothing was trained yet, so there is nothing to resume"):
-        run(output="first")
-    assert not list((tmp_path / "first").glob("*.safetensors"))
-
-    saved = lambda folder: (folder / "last" / "model.safetensors").exists()  # noqa: E731
-    monkeypatch.setattr(recipe, "accuracy_reward", interrupting(saved))
-    again = "--resume_from_checkpoint latest"
-    with pytest.raises(Stopped, match=f"(?s)Training was complete; its last evaluation was not.*{again}"):
-        run(output="last")
-    assert saved(tmp_path) and not (tmp_path / "last" / "result.json").exists()
-    monkeypatch.setattr(recipe, "accuracy_reward", original)
-    run(*again.split(), output="last")
-    assert result_of(tmp_path / "last")["steps"] == 4
+def test_minimal_is_short_and_needs_nothing_else():
+    written = MINIMAL.read_text()
+    assert len(written.splitlines()) <= 80
+    imports = [node for node in ast.walk(ast.parse(written)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = {alias.name for node in imports if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module.partition(".")[0] for node in imports if isinstance(node, ast.ImportFrom)}
+    assert names - set(sys.stdlib_module_names) <= {"trl", "trl_otb", "datasets", "transformers"}
 
 
 @pytest.mark.slow
-def test_two_processes_share_the_work_and_one_warm_start(tmp_path):
-    """
-    From an empty cache and another folder: one process makes the policy while the other waits for it. There are twice
-    the completions per step, and every held-out problem counts as often as with one process.
-    """
+def test_minimal_learns_in_any_folder(alone):
+    """With the package alone on Python's path; the model learns to write numbers."""
+    site, folder = alone
+    done = started([sys.executable, shutil.copy(MINIMAL, folder)], folder, site)
+    assert done.returncode == 0, done.stderr
+    before, after = map(float, re.search(r"is_number/mean: ([\d.]+) before, ([\d.]+) after", done.stdout).groups())
+    assert before < 0.2 and after > 0.6
+    assert len(re.findall(r"^\['What is \d \+ \d\?", done.stdout, flags=re.MULTILINE)) == 3
+    assert (folder / "minimal" / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "policy"), [("math", "sums"), ("tool_math", "calculator")])
+def test_a_copy_runs_in_an_empty_folder(name, policy, data_file, alone, tmp_path):
+    """Where the package is installed and nothing else of this project; it reads the YAML file of its own folder."""
+    site, folder = alone
+    program = [sys.executable, shutil.copy(RECIPES / f"{name}.py", folder), *SMALL, "--max_steps", "1"]
+    rows = [{"question": f"{10 + i}+{i}", "answer": 10 + 2 * i} for i in range(40)]
+    flags = ["--dataset_name", data_file(rows), "--instruction=", "--max_completion_length", "24"]
+    flags += ["--model_name_or_path", shortly_trained(policy, 20, tmp_path / "policy")]
+    done = started([*program, *flags], folder, site)
+    assert done.returncode == 0, done.stderr
+    assert "32 problems to train on, 8 held out" in done.stdout
+    assert list(accuracies(folder / "runs" / name / "otb-seed42")) == [0, 1]
+    (folder / f"{name}_cpu.yaml").write_text("learning_speed: 1\n")
+    assert "learning_speed" in started([*program, *flags], folder, site).stderr
+
+
+@pytest.mark.slow
+def test_two_processes_share_work_and_warm_start(tmp_path):
+    """From an empty cache: one process makes the policy, the other waits. Every held-out problem counts as often."""
     (tmp_path / "toys.py").write_text(
         "from recipes.toy.warm_start import policy\n\ndef short():\n    return policy('sums', 20)\n"
     )
@@ -130,67 +90,131 @@ def test_two_processes_share_the_work_and_one_warm_start(tmp_path):
         "--max_steps 2 --per_device_train_batch_size 12 --num_generations 8 --num_held_out_problems 13 "
         "--per_device_eval_batch_size 20 --gradient_accumulation_steps 2 --num_generations_eval 5"
     )
-    done = subprocess.run(
-        [*launch, recipe.__file__, "--model_name_or_path", "toys:short", *SMALL, *flags.split()],
-        cwd=tmp_path, capture_output=True, text=True, timeout=300,
-        env={**os.environ, "TRL_OTB_CACHE": str(tmp_path / "cache")},
-    )  # fmt: skip
+    command = [*launch, recipe.__file__, "--model_name_or_path", "toys:short", *SMALL, *flags.split()]
+    done = started(command, tmp_path, TRL_OTB_CACHE=str(tmp_path / "cache"))
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("Held-out accuracy after") == 1
-    assert "arning:" not in done.stderr
-    folder = tmp_path / "runs" / "math" / "otb-seed42"
-    result = result_of(folder)
-    # 24 rows per process and step, in groups of 8: 48 completions
-    lengths = sum(h["completions/mean_length"] * 48 for h in log_of(folder) if "completions/mean_length" in h)
-    assert result["tokens_generated"] == pytest.approx(lengths)
-    assert (result["after"]["samples"], result["after"]["problems"]) == (5, 13)
-    assert json.loads((folder / "configuration.json").read_text())["processes"] == 2
+    assert done.stdout.count("Held-out accuracy after") == 1 and "(avg@5, 13 problems)" in done.stdout
+    after = accuracies(tmp_path / "runs" / "math" / "otb-seed42")[2]
+    assert 13 * 5 * after == pytest.approx(round(13 * 5 * after))
     assert len([f for f in (tmp_path / "cache").iterdir() if f.is_dir()]) == 1
 
 
 @pytest.mark.slow
-def test_several_machines_equal_one(short_policy, tmp_path):
-    """Two launchers of one process, as on two machines, give the weights of one launcher with two processes."""
-    program = [recipe.__file__, "--model_name_or_path", str(short_policy), *SMALL, "--max_steps", "2"]
-    of_several = [
-        *ACCELERATE,
-        "--config_file",
-        str(RECIPES / "accelerate" / "multi_machine.yaml"),
-        "--num_processes",
-        "2",
-    ]
-    subprocess.run(
-        [*of_several, "--num_machines", "1", "--main_process_port", "0", *program, "--output_dir", "one"],
-        cwd=tmp_path, check=True, timeout=200,
-    )  # fmt: skip
-    machines = [
-        subprocess.Popen(
-            [*of_several, "--num_machines", "2", "--machine_rank", str(rank), "--main_process_port", "29619",
-             *program, "--output_dir", "two"],
-            cwd=tmp_path,
-        )
-        for rank in (0, 1)
-    ]  # fmt: skip
-    assert [machine.wait(timeout=200) for machine in machines] == [0, 0]
-    one, two = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two"))
-    assert one == two
+def test_the_main_job_learns(tmp_path):
+    """`accelerate launch recipes/math.py` from elsewhere, an eighth of it: accuracy rises by at least 10 points."""
+    launch = [*ACCELERATE, "--num_processes", "1", "--num_machines", "1", recipe.__file__]
+    done = started([*launch, *"--output_dir run --seed 1 --max_steps 100 --eval_strategy no".split()], tmp_path)
+    assert done.returncode == 0, done.stderr
+    before, after = accuracies(tmp_path / "run").values()
+    assert after - before >= 0.1
+
+
+@pytest.mark.parametrize(
+    ("name", "distributed_type", "processes"),
+    [
+        ("cpu", "NO", 1), ("single_gpu", "NO", 1), ("multi_cpu", "MULTI_GPU", 2), ("multi_gpu", "MULTI_GPU", 8),
+        ("multi_machine", "MULTI_GPU", 16), ("zero1", "DEEPSPEED", 8), ("zero2", "DEEPSPEED", 8),
+        ("zero3", "DEEPSPEED", 8), ("fsdp2", "FSDP", 8),
+    ],
+)  # fmt: skip
+def test_accelerate_takes_its_configurations(name, distributed_type, processes):
+    config = load_config_from_file(str(RECIPES / "accelerate" / f"{name}.yaml"))
+    assert (config.distributed_type, config.num_processes) == (distributed_type, processes)
+    if name.startswith("zero"):
+        assert config.deepspeed_config["zero_stage"] == int(name[-1])
+        assert config.deepspeed_config["zero3_init_flag"] == (name == "zero3")
+    assert name != "fsdp2" or config.fsdp_config["fsdp_version"] == 2
+    assert config.num_machines == (2 if name == "multi_machine" else 1)
+
+
+def test_slurm_and_make_pass_flags_on():
+    subprocess.run(["bash", "-n", str(RECIPES / "accelerate" / "slurm.sh")], check=True)
+    command = ["make", "--no-print-directory", "-n", "run", "ARGS=--seed 3"]
+    done = subprocess.run(command, cwd=RECIPES.parent, capture_output=True, text=True, check=True)
+    assert " launch --quiet " in done.stdout and done.stdout.endswith("recipes/math.py --seed 3\n")
+
+
+# Comparisons
+
+
+def test_finished_runs_become_a_table_and_a_picture(tmp_path, capsys):
+    """Gains of 10 points, and of 20 under `group_mean`. Only what is missing is run."""
+    folder = tmp_path / "runs" / "compare" / "math"
+    for name, seed in itertools.product(("otb", "group_mean"), (1, 2)):
+        gain = {"otb": 0.1, "group_mean": 0.2}[name]
+        log = [{"step": step, "held_out/accuracy": seed / 10 + gain * step / 4} for step in (0, 4)]
+        log += [{"step": step, "reward": 0.1 * step} for step in range(1, 5)]
+        (folder / f"{name}-seed{seed}").mkdir(parents=True)
+        (folder / f"{name}-seed{seed}" / "trainer_state.json").write_text(json.dumps({"log_history": log}))
+    flags = ["--baselines", "otb", "group_mean", "--launcher", "false", "--max_steps", "4", "--seeds", "1", "2"]
+    compare.main(flags)
+    text = (folder / "compare.md").read_text()
+    # Of 10 and 20 the mean is 15, the standard error 5, and t is 12.706 with one degree of freedom
+    assert "| otb | 2 | 15.0 ± 63.5 | 25.0 ± 63.5 | 10.0 ± 0.0 |  |" in text
+    assert "| group_mean | 2 | 15.0 ± 63.5 | 35.0 ± 63.5 | 20.0 ± 0.0 | 10.0 ± 0.0 |" in text
+    assert (folder / "compare.png").stat().st_size > 10_000
+    with pytest.raises(SystemExit):
+        compare.main([*flags, "--learning_rate", "1"])
+    assert "has runs with the flags '--max_steps 4'" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="otb with seed 3 ended with exit code 1"):
+        compare.main([*flags, "3"])
+
+
+# Gradient noise
+
+
+SHORT = "--num_prompts 3 --completions_per_prompt 32 --group_sizes 4 --baselines ogb --num_train_problems 60 --seed 1"
+
+
+def measure(short_policy, *flags):
+    gradient_noise.main(["--model_name_or_path", str(short_policy), "--disable_tqdm", "true", *SHORT.split(), *flags])
+    return Path("runs/gradient_noise/otb-seed1")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_in_the_warm_start_is_one_line(tmp_path, signum):
-    """Also for the process that trains the toy, which is ended with it."""
-    environment = {**os.environ, "TRL_OTB_CACHE": str(tmp_path / "cache")}
-    with open(tmp_path / "said", "w") as said:
-        program = subprocess.Popen(
-            [sys.executable, recipe.__file__], cwd=tmp_path, env=environment, stdout=said, stderr=said,
-            start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-        )  # fmt: skip
-        while "Warm-starting" not in (tmp_path / "said").read_text() and program.poll() is None:
-            time.sleep(0.1)
-        time.sleep(1)
-        os.killpg(program.pid, signum)
-        assert program.wait(timeout=60) == 130
-    last = (tmp_path / "said").read_text().splitlines()[-1]
-    assert last == "math.py: stopped. Nothing was trained."
-    assert not [f for f in (tmp_path / "cache").iterdir() if f.is_dir()]
+def test_gradient_noise_ends_in_a_verdict_and_resumes(short_policy, capsys):
+    folder = measure(short_policy)
+    report = json.loads((folder / "report.json").read_text())
+    assert {row["n"] for row in report["comparisons"]} >= {4}
+    assert "ogb" in (folder / "table.md").read_text() and (folder / "noise.png").stat().st_size > 10_000
+    first = capsys.readouterr().out
+    assert "group_mean" in first and f"{folder}: table.md" in first
+    written = {path: path.stat().st_mtime_ns for path in folder.glob("prompt-*.pt")}
+    assert len(written) == 3 and measure(short_policy) == folder
+    assert all(path.stat().st_mtime_ns == at for path, at in written.items())
+
+
+# `make gpu`
+
+
+# In the place of Python: the tests fail, the other parts print a number
+STANDS_IN = """#!/bin/sh
+case "$*" in
+    "- "*) echo "A machine, torch 2" ;;
+    *test_gpu.py) echo "so it goes"; exit 3 ;;
+    *) echo 7 ;;
+esac
+"""
+
+
+def test_a_failing_part_does_not_stop_the_others(tmp_path):
+    python, page = tmp_path / "python", tmp_path / "gpu" / "report.md"
+    python.write_text(STANDS_IN)
+    python.chmod(0o755)
+    environment = {"PYTHON": str(python), "FOLDER": str(tmp_path / "gpu")}
+    done = started([GPU], tmp_path, **environment)
+    assert done.returncode == 1 and done.stdout.endswith("Failed: tests.\n"), done.stderr
+    sections = page.read_text().split("### ")[1:]
+    failed, *others = sections
+    assert failed.startswith("tests: failed with exit status 3") and "\nso it goes\n" in failed
+    assert "A machine, torch 2" in failed and all("\n7\n```" in text for text in others)
+    done = [f"{part}: done" for part in "step-lora step-full advantages meter main".split()]
+    assert [text.split(", ")[0] for text in others] == done
+    # A part that is run alone keeps what is known of the others
+    assert started([GPU, "meter"], tmp_path, **environment).returncode == 0
+    assert page.read_text().split("### ")[1:4] == sections[:3]
+
+
+def test_the_limits_of_all_parts_are_25_minutes():
+    limits = re.findall(r"^part \S+ (\d+) ", GPU.read_text(), flags=re.MULTILINE)
+    assert len(limits) == 6 and sum(map(int, limits)) <= 25

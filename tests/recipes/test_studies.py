@@ -1,15 +1,16 @@
 """The studies and benchmarks from end to end, small; and what their tables are made of."""
 
 import json
-import random
 import runpy
 import sys
 
 import pytest
 
+from recipes import toy
 from recipes.studies import learning_curves, picture, render, runs, tasks
 from recipes.studies.learning_curves import Run, Schedule
 from recipes.studies.runs import summary
+from tests.recipes.conftest import shortly_trained
 
 
 RATES = learning_curves.TASKS["sums"].learning_rates
@@ -49,12 +50,6 @@ def test_learning_rates_are_halved_on_seeds_of_their_own(tmp_path, monkeypatch):
     assert {seed for rate, seed in tried if rate in RATES[1:3]} == {101, 102, 103, 104, 105}
 
 
-def test_the_seeds_that_tune_are_not_those_that_are_compared(capsys, registry):
-    with pytest.raises(SystemExit):
-        learning_curves.main(["--seeds", "101"])
-    assert "--seeds is 101: give 1 to 100" in capsys.readouterr().err
-
-
 def rows_of(scores, seeds=(101, 102, 103, 104, 105, 1, 2, 3, 4), rate=1e-3, **others):
     """Summaries of runs of each baseline; `scores` by seed."""
     return [
@@ -64,7 +59,7 @@ def rows_of(scores, seeds=(101, 102, 103, 104, 105, 1, 2, 3, 4), rate=1e-3, **ot
     ]
 
 
-def test_arms_are_compared_by_pairs_of_seeds_and_the_group_mean_with_itself():
+def test_arms_are_compared_by_pairs_of_seeds():
     scores = {"otb": lambda seed: 0.1 * (seed % 10) + 0.02, "group_mean": lambda seed: 0.1 * (seed % 10)}
     mean, otb = runs.arms(rows_of(scores))
     assert (mean["baseline"], otb["baseline"], otb["seeds"], otb["won"]) == ("group_mean", "otb", 4, "4 of 4")
@@ -73,7 +68,7 @@ def test_arms_are_compared_by_pairs_of_seeds_and_the_group_mean_with_itself():
     assert otb["rates"]["0.001"]["seeds"] == 5 and otb["held_out"] == [50.0] * 3 and otb["collapsed"] == 0
 
 
-def test_runs_from_different_policies_are_no_pairs_and_other_rates_no_part_of_an_arm():
+def test_arms_have_one_policy_and_one_rate():
     scores = {"group_mean": lambda seed: 0.5, "otb": lambda seed: 0.6}
     rows = rows_of(scores) + rows_of({"otb": lambda seed: 0.1}, rate=2e-3)
     (_, otb) = runs.arms(rows)
@@ -85,22 +80,11 @@ def test_runs_from_different_policies_are_no_pairs_and_other_rates_no_part_of_an
     assert runs.arms(equal_once)[1]["won"] == "3 of 3"
 
 
-def test_an_arm_that_only_tunes_has_no_scores():
-    rows = rows_of({"otb": lambda seed: 0.5}, seeds=(101, 102))
-    (arm,) = runs.arms(rows)
-    assert arm["learning_rate"] is None and arm["seeds"] == 0 and arm["over_the_run"] is None
-    assert "| 4 | otb | | 0 | |" in render.of_runs(rows)
-
-
-def test_runs_are_published_beside_those_that_are_there(tmp_path, monkeypatch, capsys, registry):
+def test_runs_are_published_beside_earlier_ones(tmp_path, monkeypatch, registry):
     """In the place of the same runs; the page and the picture follow. The page has the runs of one policy."""
-    for name, value in {
-        "HERE": tmp_path,
-        "PAGES": ("value",),
-        "PICTURES": {},
-        "LEARNING": {"learning": ("sums",)},
-    }.items():
+    for name, value in {"PAGES": ("value",), "PICTURES": {}, "LEARNING": {"learning": ("sums",)}}.items():
         monkeypatch.setattr(render, name, value)
+    monkeypatch.setattr(render, "HERE", tmp_path)
     (tmp_path / "results").mkdir()
     other = summary(result(Run("calculator", "otb", 4, 1e-3, 1), [0.5] * 10))
     before = summary(result(Run("sums", "otb", 4, 1e-3, 1), [0.9] * 10))
@@ -120,32 +104,6 @@ def test_runs_are_published_beside_those_that_are_there(tmp_path, monkeypatch, c
     published = render.load("runs")["runs"]
     assert other in published and elsewhere in published and len(published) == 2 + 14
     assert (tmp_path / "learning.png").stat().st_size > 10_000
-    with pytest.raises(SystemExit):
-        learning_curves.main(["--task", "calculator", *flags[2:]])
-    assert "Nothing of calculator is saved under" in capsys.readouterr().err
-
-
-def test_a_given_learning_rate_is_every_arms_and_nothing_is_tuned(tmp_path, monkeypatch, capsys, registry):
-    ran = []
-    monkeypatch.setattr(learning_curves, "perform", lambda runs, folder: ran.extend(runs))
-    flags = ["--task", "calculator", "--baselines", "none", "rloo", "--seeds", "2", "--output_dir", str(tmp_path)]
-    with pytest.raises(SystemExit):  # nothing was saved
-        learning_curves.main([*flags, "--learning_rate", "8e-4"])
-    assert ran == [Run("calculator", name, 4, 8e-4, seed) for seed in (1, 2) for name in ("none", "rloo")]
-    with pytest.raises(SystemExit):
-        learning_curves.main([*flags, "--learning_rate", "0"])
-    assert "invalid choice: 0.0 (choose from 0.0001, 0.0002" in capsys.readouterr().err
-
-
-def test_an_interval_covers_as_often_as_it_says(monkeypatch):
-    monkeypatch.setattr(runs, "DRAWS", 200)
-    rng = random.Random(0)
-    covered = 0
-    for _ in range(60):
-        _, low, high = runs.estimate([rng.gauss(1, 1) for _ in range(20)])
-        covered += low <= 1 <= high
-    assert covered >= 50
-    assert runs.estimate([0.75]) == [0.75, None, None]
 
 
 @pytest.mark.slow
@@ -172,6 +130,8 @@ def test_learning_curves(tmp_path, monkeypatch, capsys, registry):
 @pytest.mark.slow
 def test_the_picture_of_the_readme(tmp_path, monkeypatch):
     """On a shorter task: what is drawn is under `value`, which has learnt from other problems than the one drawn."""
+    policy = shortly_trained("scratchpad_10", 100, tmp_path / "policy")
+    monkeypatch.setattr(toy, "scratchpad_10", lambda: policy)
     for name, value in {"TASK": "scratchpad_10", "PROBLEM": "7+4*02", "BATCHES": 3}.items():
         monkeypatch.setattr(picture, name, value)
     rollout = picture.sample(4)

@@ -1,32 +1,43 @@
-"""recipes/tool_math.py: its tool, and the policy that learns to call it."""
-
-import re
+"""recipes/tool_math.py: its calculator, and the policy that learns to call it."""
 
 import pytest
 
 from recipes import tool_math
-from tests.recipes.conftest import result_of
+from tests.recipes.conftest import accuracies, log_of
 
 
-def test_the_tool_is_held_to_what_the_arguments_say():
-    tool = tool_math.calculator_tool(max_operations=1)
-    assert tool.__name__ == "calculator" and tool("12+7") == "19"
-    with pytest.raises(ValueError, match="more than 1"):
-        tool("1+2+3")
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("12+7", "19"), (" (2 + 3) * -4 ", "-20"), ("6/3", "2"), ("1/4", "0.25"), ("7//2 + 7%2", "4"),
+        ("2**10", "1024"), ("12 * (7 - 2.5)", "54"), ("10**39", "1" + 39 * "0"),
+    ],
+)  # fmt: skip
+def test_the_calculator_works_out_arithmetic(expression, value):
+    assert tool_math.calculator_tool(max_operations=50)(expression) == value
+
+
+@pytest.mark.parametrize(
+    ("expression", "message"),
+    [
+        ("1+2+3", "2 operations, more than 1"), ("__import__('os')", "is not arithmetic"),
+        ("True", "is not arithmetic"), ("'a'*9", "is not arithmetic"), ("9**999", "too large"),
+        ("9**99", "at most 40 digits"), ("(-8)**0.5", "not a real number"), ("1e999", "at most 40 digits"),
+        ("1/0", "zero"), ("12+", "invalid syntax"), ("1" * 201, "201 characters"),
+    ],
+)  # fmt: skip
+def test_the_calculator_refuses_anything_else(expression, message):
+    """Quickly, and with an error that the policy can read."""
+    with pytest.raises(Exception, match=message):
+        tool_math.calculator_tool(max_operations=1)(expression)
 
 
 @pytest.mark.slow
-def test_the_recipe_teaches_the_policy(tmp_path, capsys):
+def test_the_recipe_teaches_the_policy(tmp_path):
     """A fifth of `accelerate launch recipes/tool_math.py`: held-out accuracy rises by at least 15 points."""
-    flags = "--output_dir run --max_steps 20 --eval_strategy no --num_held_out_problems 100"
-    tool_math.main([*flags.split(), "--disable_tqdm", "true", "--seed", "3", "--num_train_problems", "1000"])
-    said = capsys.readouterr().out
-    result = result_of(tmp_path / "run")
-    assert result["after"]["mean"] - result["before"]["mean"] > 0.15
-    calls = said.split("Held-out calls per completion, failed calls, turns:\n")[1].splitlines()[:2]
-    (calls_before, failed_before, turns_before), (calls_after, failed_after, turns_after) = (
-        [float(number) for number in line.split(":")[1].replace("%", "").split()] for line in calls
-    )
-    assert calls_after > calls_before and failed_after < failed_before and turns_after > turns_before
-    assert re.search(r"before: '.*'; after: 'calculator\(", said.replace(" (wrong)", "").replace(" (right)", ""))
-    assert (tmp_path / "run" / "training.png").stat().st_size > 10_000
+    flags = "--output_dir run --max_steps 20 --eval_strategy no --num_held_out_problems 100 --disable_tqdm true"
+    tool_math.main([*flags.split(), "--seed", "3", "--num_train_problems", "1000"])
+    before, after = accuracies(tmp_path / "run").values()
+    assert after - before > 0.15
+    first, *_, last = [e["eval_tools/call_frequency"] for e in log_of(tmp_path / "run") if "eval_loss" in e]
+    assert last > first

