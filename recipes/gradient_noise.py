@@ -5,7 +5,7 @@ Which baseline for my run? Measures the gradient noise under each one, on your o
     python -m recipes.gradient_noise --config recipes/tool_math_cpu.yaml --calculator true
     python -m recipes.gradient_noise --model_name_or_path FOLDER --dataset_name problems.jsonl
 
-A command for `trl_otb.compare_baselines`; nothing is trained. Options are those of math.py. Repeat it to go on.
+A command for `trl_otb.compare_baselines`; nothing is trained. Options are those of math.py.
 """
 
 import json
@@ -50,11 +50,11 @@ def main(argv: list[str]) -> None:
         peft_config=get_peft_config(model_args),
     )
     folder, chosen = Path(args.output_dir), {name: getattr(options, name) for name in ARGUMENTS}
-    report = trl_otb.compare_baselines(trainer, **chosen, output_dir=folder, seed=args.seed)
-    (folder / "table.md").write_text(report.to_markdown(), encoding="utf-8")
+    report = trl_otb.compare_baselines(trainer, **chosen, seed=args.seed)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "report.json").write_text(json.dumps(report.to_json(), indent=2) + "\n")
     report.plot(folder / "noise.png")
-    print(f"{report}\n\n{folder}: table.md with all figures, report.json, noise.png, and one file per prompt.")
+    print(f"{report}\n\n{folder}: report.json with all figures, and noise.png.")
 
 
 if __name__ == "__main__":

@@ -8,35 +8,33 @@ recurs), and the mean over all prompts as one observation. None of these depends
 unbiased. After SPO (arXiv 2509.13232), which tracks prompts and samples one completion for each.
 """
 
+import torch
+
 import trl_otb
 
 
-@trl_otb.register_baseline(
-    "prompt_tracker", per_token=False, uses_energy=False, totals_only=True, leaves_one_out=True, unbiased=True,
-    reads=("prompt_key",),
-)  # fmt: skip
+@trl_otb.register_baseline("prompt_tracker", needs={"prompt_key"}, per_token=False, unbiased=True)
 class PromptTracker:
     def __init__(self):
         self.seen = {}  # by prompt: the weighted sum of its returns, and the sum of the weights
         self.all = [0.0, 0.0]
 
-    def __call__(self, group):
-        known = [self.seen.get(key, (0.0, 0.0)) for key in group.prompt_key.flatten().tolist()]
-        total, count = group.returns.new_tensor(known).view(-1, 1, 2).split(1, dim=2)
+    def __call__(self, x):
+        known = [self.seen.get(key, (0.0, 0.0)) for key in x.prompt_key.flatten().tolist()]
+        total, count = x.returns.new_tensor(known).split(1, dim=1)
         mean_of_all = self.all[0] / max(self.all[1], 1.0)
-        others, size = (values.sum(dim=1, keepdim=True) - values for values in self.evidence(group))
+        own = x.returns * x.members, x.members  # one masked for its length says little about its prompt
+        others, size = ((x.grouped(of).sum(dim=1, keepdim=True) - x.grouped(of)).view(-1, 1) for of in own)
         return (others + total + mean_of_all) / (size + count + 1)
 
-    def evidence(self, group):
-        members = group.scorable * (group.lengths > 0)  # one masked for its length says little about its prompt
-        return group.returns * members, members
-
-    def update(self, group):
-        totals, sizes = (values.sum(dim=1).flatten().tolist() for values in self.evidence(group))
-        for key, total, size in zip(group.prompt_key.flatten().tolist(), totals, sizes, strict=True):
+    def update(self, own, base, gather):
+        keys, returns, members = map(gather, (own.prompt_key, own.returns[:, :1], own.members))
+        keys, where = keys.flatten().unique(return_inverse=True)
+        sums = torch.zeros(len(keys), 2).index_add_(0, where.cpu(), torch.cat([returns * members, members], 1).cpu())
+        for key, (total, size) in zip(keys.tolist(), sums.tolist(), strict=True):
             before = self.seen.get(key, (0.0, 0.0))
             self.seen[key] = (before[0] / 2 + total, before[1] / 2 + size)
-        self.all = [0.9 * self.all[0] + sum(totals), 0.9 * self.all[1] + sum(sizes)]
+        self.all = [0.9 * of + float(new) for of, new in zip(self.all, sums.sum(dim=0), strict=True)]
         return {"prompts": len(self.seen)}
 
     def state_dict(self):

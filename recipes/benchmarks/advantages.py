@@ -1,11 +1,12 @@
 """
-Time and memory of a training step after the energies are known, by baseline and length.
+The cost of advantages and metrics once energies are known: time and memory by size of the generation batch.
 
-    OMP_NUM_THREADS=1 python -m recipes.benchmarks.advantages         # a minute or two on one core; or --device cuda
+    python -m recipes.benchmarks.advantages                     # on a CPU: a minute
+    python -m recipes.benchmarks.advantages --device cuda --longest 32768
 
-This covers `credit` and `measure` (advantages under the baseline and the group mean, sums for the metrics) and the
-learning of `value`. Completions have tool output in the middle.
-Times are means of several runs after two warm-up runs; memory is the peak beyond what the step keeps.
+A run is all that a step does with known energies and, for `value`, hidden states: squeezing, advantages, those of the
+group mean beside them, metrics, and the learning of `value`. Completions have tool output in the middle. Times are
+means of several runs after two warm-up runs; memory is the peak beyond what the step keeps.
 """
 
 import argparse
@@ -17,10 +18,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.benchmark import Timer
 
-from trl_otb.baselines import BASELINES, Baseline
-from trl_otb.credit import credit, credit_base, measure, set_energies, tokens_of
+from trl_otb.baselines import BASELINES, Baseline, credit
+from trl_otb.metrics import completion_statistics, summarize
 from trl_otb.rollout import Rollout
-from trl_otb.seam.states import NUMBERS
+from trl_otb.seam.forwards import NUMBERS
+from trl_otb.seam.sampled import TokenValues
 
 
 SIZES = [(64, 2048), (1024, 2048), (1024, 8192), (1024, 32768)]
@@ -40,15 +42,14 @@ def inputs_of(rows: int, length: int, device: str, states: bool) -> list[torch.T
 
 def training_step(rule: Baseline, rewards, energy, mask, logps, states=None) -> Rollout:
     """Everything that a step does after the energies are known."""
-    rollout = Rollout(mask, mask, mask, mask, mask, N, rewards, torch.ones_like(rewards))
-    set_energies(rollout, energy, logps, states=states)
-    options = {"baseline": rule, "alignment": "generated", "zero_tail": True, "leave_one_out": False}
-    if rule.on_top_of is not None:
-        credit_base(rollout, **options)
-    credit(rollout, **options)
-    measure(rollout)
-    if rule.remembers:
-        rule.function.update(tokens_of(rollout, rule))
+    rollout = Rollout(mask, mask, mask, mask, mask, N, rewards, torch.ones_like(rewards)[:, None])
+    x = rollout.completions(TokenValues(energy, logps, states), None, None)
+    found, of_mean = credit(rule, x), credit(BASELINES["group_mean"], x)
+    of_others = credit(BASELINES["rloo"], x) if rule.unbiased else of_mean
+    rollout.keep(rule, found, of_mean)
+    summarize(completion_statistics(x, found, of_others, rollout.scale), N)
+    if rule.learns:
+        rule.learn(x, found.base, lambda values: values)
     return rollout
 
 
@@ -87,7 +88,7 @@ def main(argv):
         table = pandas.DataFrame(columns=columns, dtype=float)
         for baseline in args.baselines:
             rule = BASELINES[baseline].instance()
-            inputs = inputs_of(rows, length, args.device, "states" in rule.reads)
+            inputs = inputs_of(rows, length, args.device, "states" in rule.needs)
             step = partial(training_step, rule)
             timer = Timer("step(*inputs)", globals=locals(), num_threads=torch.get_num_threads())
             seconds, (peak, kept) = timer.timeit(args.repeats).mean, peak_and_kept(step, *inputs)

@@ -1,44 +1,53 @@
 """
-The cost of OTB over GRPOTrainer: step time, peak memory and forwards, for each of the three sources of energies.
+The cost of OTBGRPOTrainer over GRPOTrainer: a training step's time and peak memory, by baseline and source of energies.
 
-    python -m recipes.benchmarks.step                     # a small model: about 5 minutes on two cores
-    python -m recipes.benchmarks.step --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 --length 1024
-    python -m recipes.benchmarks.step --shape qwen2.5-1.5b --lora --length 4096 --gradient_checkpointing  # no hub
-    python -m recipes.benchmarks.step --meter             # GradientNoiseCallback over OTB without it
+    OMP_NUM_THREADS=1 python -m recipes.benchmarks.step               # a small model: four minutes on one core
+    OMP_NUM_THREADS=1 python -m recipes.benchmarks.step --steps 2 --rounds 2 --length 32                # half a minute
+    python -m recipes.benchmarks.step --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 --length 1024        # a GPU
+    python -m recipes.benchmarks.step --shape qwen2.5-1.5b --lora --length 4096 --gradient_checkpointing       # no hub
 
-The two arms alternate in one process on the same scripted completions: without generation the cost is most visible.
-Times are per step, medians over the rollouts of a round; time ratios are per round, with their median and range.
-Memory is the peak of a round, of the GPU's allocator or the process. recipes/README.md has results.
+A round trains every arm once, from the same weights and seed, and begins with another arm each time. Steps are with
+generation by `generate`, or without: then a `rollout_func` returns stored completions of half to full length, which
+shows the cost at its largest. Ratios are to GRPOTrainer's in the same round: their median, lowest and highest.
+
+On a CPU each training is a forked process and time is its CPU time. Memory is the peak of torch's allocations, of model
+and optimizer too: on a CPU of two batches under the profiler, which are not timed. recipes/README.md has results.
 """
 
 import argparse
 import gc
+import multiprocessing
 import os
 import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import numpy
 import pandas
 import torch
 from datasets import Dataset
-from peft import LoraConfig, PeftModel
+from peft import LoraConfig
+from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from recipes.toy import QUIET, sums
-from trl_otb import GradientNoiseCallback, OTBGRPOConfig, OTBGRPOTrainer
+from recipes.toy import QUIET
+from recipes.toy.warm_start import WARM_STARTS, character_tokenizer
+from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 
 
-N, PROMPT_LENGTH = 4, 32
-# Of 16 completions per step, in whole groups per micro-batch or not; and passes over a rollout
+N, PROMPT_LENGTH, CONTROL = 4, 32, "GRPOTrainer"
+# 16 completions per generation batch; and whether it is trained on twice, for which GRPOTrainer scores it
+TWICE = {"per_device_train_batch_size": 16, "num_iterations": 2}
+ONCE = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
 REGIMES = {
-    "TRL's no-grad forward": {"per_device_train_batch_size": 16, "num_iterations": 2},
-    "training forward": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4},
-    "one extra forward": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8},
+    "generated, trained on twice": (True, TWICE),
+    "generated": (True, ONCE),
+    "stored, trained on twice": (False, TWICE),
+    "stored": (False, ONCE),
 }
 # Models with random weights: type, sizes and dtype
 SIZES = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim"
@@ -51,32 +60,15 @@ SHAPES = {
 class Clock(TrainerCallback):
     """The times at which each step begins and ends, in seconds."""
 
-    def __init__(self):
-        self.times = []
+    def __init__(self, now: Callable[[], float]):
+        self.now, self.times = now, []
 
     def on_step_begin(self, args, state, control, **kwargs):
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        self.times.append(time.perf_counter())
+        self.times.append(self.now())
 
     on_step_end = on_step_begin
-
-
-def reset_peak(on_gpu: bool):
-    gc.collect()
-    if on_gpu:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    else:
-        Path("/proc/self/clear_refs").write_text("5")  # Linux: reset the peak of resident memory
-
-
-def peak(on_gpu: bool) -> float:
-    """Peak memory in MiB."""
-    if on_gpu:
-        return torch.cuda.max_memory_allocated() / 2**20
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(status["VmHWM"].split()[0]) / 2**10
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -87,18 +79,17 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--lora", action="store_true", help="train adapters of rank 16 on all linear layers")
     devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
     parser.add_argument("--device", choices=devices, default=devices[0])
-    parser.add_argument("--length", type=int, default=128, help="longest completion; the shortest is half of it")
+    parser.add_argument("--length", type=int, default=64, help="longest completion, in tokens")
     parser.add_argument("--gradient_checkpointing", action="store_true")
-    parser.add_argument("--steps", type=int, default=4, help="half the optimizer steps of a round")
+    parser.add_argument("--steps", type=int, default=3, help="generation batches per training, after the first")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--baseline", default="otb", help="baseline of the OTB arm")
-    parser.add_argument("--meter", action="store_true", help="compare OTB with and without the gradient noise meter")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--baselines", nargs="+", default=["group_mean", "otb", "value"])
+    parser.add_argument("--regimes", nargs="+", choices=REGIMES, default=[*REGIMES])
     args = parser.parse_args(argv)
-    if args.rounds < 1 or args.steps < 2 or args.length < 2:
-        parser.error("--rounds must be at least 1, --steps and --length at least 2")
+    if args.rounds < 1 or args.steps < 1 or args.length < 2:
+        parser.error("--rounds and --steps must be at least 1, --length at least 2")
     args.dtype = args.dtype or ("float32" if args.model else SHAPES[args.shape][-1])
-    warnings.filterwarnings("ignore")
-    os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
     return args
 
 
@@ -116,7 +107,7 @@ def make_model(args):
     dtype = getattr(torch, args.dtype)
     if args.model:
         return AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
-    torch.manual_seed(0)
+    torch.manual_seed(args.seed)
     with torch.device(args.device):
         return AutoModelForCausalLM.from_config(model_config(args), dtype=dtype)
 
@@ -127,17 +118,19 @@ def describe(args) -> str:
     device = torch.cuda.get_device_name() if args.device == "cuda" else f"{torch.get_num_threads()} CPU threads"
     return (
         f"{args.model or args.shape}: {parameters:,} parameters, {'LoRA' if args.lora else 'full'}, {args.dtype}, on "
-        f"{device}, torch {torch.__version__}; 16 completions of {args.length // 2} to {args.length} tokens per step"
+        f"{device}, torch {torch.__version__}; generation batches of 16 completions of up to {args.length} tokens; "
+        f"{args.rounds} rounds of {args.steps} batches, seed {args.seed}"
     )
 
 
-def build(arm, regime, args, folder):
-    """The arm's trainer, with scripted completions."""
-    cls, config, callbacks = arm
+def trainer_of(arm: str, regime: str, args: argparse.Namespace, folder: str) -> GRPOTrainer:
+    """A trainer under a baseline, or TRL's own."""
+    generate, sizes = REGIMES[regime]
     model = make_model(args)
     vocabulary = model.config.get_text_config().vocab_size
+    tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left") if args.model else None
 
-    def rollout(prompts, trainer):
+    def stored(prompts, trainer):
         g = torch.Generator().manual_seed(trainer.state.global_step)
         lengths = torch.randint(args.length // 2, args.length + 1, (len(prompts),), generator=g).tolist()
         prompt = torch.randint(2, vocabulary, (PROMPT_LENGTH,), generator=g).tolist()
@@ -147,73 +140,86 @@ def build(arm, regime, args, folder):
     def reward(completion_ids, **kwargs):
         return [sum(i % 2 for i in ids) / len(ids) for ids in completion_ids]
 
+    ours = (OTBGRPOTrainer, partial(OTBGRPOConfig, baseline=arm))
+    cls, config = (GRPOTrainer, GRPOConfig) if arm == CONTROL else ours
     on_gpu = args.device == "cuda"
     machine = {"use_cpu": not on_gpu, "bf16": on_gpu, "activation_checkpointing": args.gradient_checkpointing}
-    run = {"learning_rate": 1e-6, "max_steps": 2 * args.steps, "logging_strategy": "no", "seed": 0}
-    sizes = {"num_generations": N, "max_completion_length": args.length, "scale_rewards": "none"}
+    steps = (1 + args.steps) * sizes.get("num_iterations", 1)
+    run = {"learning_rate": 1e-6, "max_steps": steps, "logging_strategy": "no", "seed": args.seed}
+    group = {"num_generations": N, "max_completion_length": args.length, "scale_rewards": "none"}
     trainer = cls(
         model,
         reward,
-        args=config(output_dir=folder, **(QUIET | machine | REGIMES[regime] | run | sizes)),
-        train_dataset=Dataset.from_dict({"prompt": ["p"] * 64}),
-        processing_class=AutoTokenizer.from_pretrained(args.model or sums(), padding_side="left"),
-        callbacks=[callback() for callback in callbacks],
-        rollout_func=rollout,
+        args=config(output_dir=folder, **(QUIET | machine | sizes | run | group)),
+        train_dataset=Dataset.from_dict({"prompt": ["1+2" * (PROMPT_LENGTH // 3)] * 64}),
+        processing_class=tokenizer or character_tokenizer(WARM_STARTS["sums"]),
+        rollout_func=None if generate else stored,
         peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear") if args.lora else None,
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
 
 
-def measure(trainer) -> dict[str, float]:
-    clock, forwards = Clock(), []
-    on_gpu = trainer.accelerator.device.type == "cuda"
-    trainer.add_callback(clock)
-    # The backbone: gradient checkpointing repeats its layers, not itself
-    policy = trainer.model.get_base_model() if isinstance(trainer.model, PeftModel) else trainer.model
-    handle = policy.base_model.register_forward_pre_hook(lambda *_: forwards.append(1))
-    reset_peak(on_gpu)
-    trainer.train()
-    handle.remove()
-    trainer.remove_callback(clock)
-    steps = numpy.diff(clock.times)[::2]
-    # The first step of a rollout also scores it, so whole rollouts are compared; the first rollout is a warm-up
-    rollouts = steps.reshape(-1, trainer.num_iterations).mean(axis=1)[1:]
-    return {"seconds": numpy.median(rollouts), "mib": peak(on_gpu), "forwards": len(forwards) / len(steps)}
+def timed(arm: str, regime: str, args: argparse.Namespace) -> tuple[float, str]:
+    """Seconds per step of a training, and where its energies came from."""
+    clock = Clock(time.perf_counter if args.device == "cuda" else time.process_time)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = trainer_of(arm, regime, args, folder)
+        trainer.add_callback(clock)
+        trainer.train()
+    # The first step on a batch also samples it, so whole batches are compared; the first batch is a warm-up
+    batches = numpy.diff(clock.times)[::2].reshape(-1, trainer.num_iterations).mean(axis=1)[1:]
+    return float(numpy.median(batches)), getattr(trainer, "energy_source", None) or "none"
 
 
-def in_turn(args, regime, arms: dict[str, tuple]) -> list[pandas.DataFrame]:
-    """The results of [`measure`] for each arm, with a row per round; the arms alternate in starting a round."""
-    rounds = {arm: [] for arm in arms}
-    for turn in range(args.rounds):
-        for arm in arms if turn % 2 == 0 else reversed(arms):
-            with tempfile.TemporaryDirectory() as folder:
-                trainer = build(arms[arm], regime, args, folder)
-                rounds[arm].append(measure(trainer))
-                del trainer
-                gc.collect()  # one model and one optimizer at a time
-    return [pandas.DataFrame(found) for found in rounds.values()]
+def peak_memory(arm: str, regime: str, args: argparse.Namespace) -> float:
+    """MiB that torch has allocated at most in a training of two batches."""
+    args = argparse.Namespace(**(vars(args) | {"steps": 1}))
+    if args.device == "cuda":
+        gc.collect()
+        torch.cuda.reset_peak_memory_stats()
+        timed(arm, regime, args)
+        return torch.cuda.max_memory_allocated() / 2**20
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
+        timed(arm, regime, args)
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    live = numpy.cumsum([event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())])
+    return float(live.max()) / 2**20
 
 
-def main(argv):
+def apart(function: Callable, *args):
+    """The result of a call in a forked process, so that each begins with the same memory."""
+    context = multiprocessing.get_context("fork")
+    results = context.SimpleQueue()
+    (process := context.Process(target=lambda: results.put(function(*args)))).start()
+    process.join()
+    if process.exitcode != 0:
+        sys.exit(f"A training ended with exit code {process.exitcode}.")
+    return results.get()
+
+
+def main(argv: list[str]) -> None:
     args = parse(argv)
-    config = partial(OTBGRPOConfig, baseline=args.baseline)
-    # A trainer, its arguments and its callbacks
-    regimes, arms = REGIMES, {"GRPO": (GRPOTrainer, GRPOConfig, ()), "OTB": (OTBGRPOTrainer, config, ())}
-    if args.meter:  # it needs several micro-batches of whole groups
-        regimes = ["training forward"]
-        arms = {"OTB": arms["OTB"], "meter": (OTBGRPOTrainer, config, (GradientNoiseCallback,))}
-    first, second = arms
-    print(f"{describe(args)}, {args.rounds} rounds of {2 * args.steps} steps")
-    columns = [f"{first} s/step", f"{second} s/step", "time ratio", "lowest", "highest", "memory ratio"]
-    table = pandas.DataFrame(columns=[*columns, f"{first} forwards", f"{second} forwards"], dtype=float)
-    for regime in regimes:
-        a, b = in_turn(args, regime, arms)
-        ratio = b.seconds / a.seconds
-        numbers = [a.seconds.median(), b.seconds.median(), ratio.median(), ratio.min(), ratio.max()]
-        numbers += [b.mib.median() / a.mib.median(), a.forwards.median(), b.forwards.median()]
-        table.loc[regime] = numbers
-        print(table.to_string(float_format="{:.3f}".format), flush=True)  # after every regime, in case it is stopped
+    warnings.filterwarnings("ignore")
+    os.environ |= {"TRL_EXPERIMENTAL_SILENCE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    call = (lambda function, *of: function(*of)) if args.device == "cuda" else apart
+    arms, rows = [CONTROL, *args.baselines], []
+    print(describe(args), flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer_of(CONTROL, args.regimes[0], args, folder)  # imports what forked processes need
+    for regime in args.regimes:
+        seconds, sources = pandas.DataFrame(columns=arms, index=range(args.rounds), dtype=float), {}
+        for turn in range(args.rounds):
+            for arm in arms[turn % len(arms) :] + arms[: turn % len(arms)]:
+                seconds.loc[turn, arm], sources[arm] = call(timed, arm, regime, args)
+        mib = {arm: call(peak_memory, arm, regime, args) for arm in arms}
+        for arm in args.baselines:
+            ratio = seconds[arm] / seconds[CONTROL]
+            numbers = [seconds[CONTROL].median(), ratio.median(), ratio.min(), ratio.max(), mib[arm] / mib[CONTROL]]
+            rows.append([regime, sources[arm], arm, *numbers])
+        titles = ["batch", "energies", "baseline", "GRPO s/step", "time ratio", "lowest", "highest", "memory ratio"]
+        table = pandas.DataFrame(rows, columns=titles)
+        print(table.to_string(index=False, float_format="{:.3f}".format), flush=True)  # in case it is stopped
 
 
 if __name__ == "__main__":

@@ -186,9 +186,7 @@ def rendered(page: str) -> str:
 # By name its panels: title, what the x-axis counts, the results, and by x their column and N
 Panel = tuple[str, str, str, dict[int, tuple[str, int]]]
 PICTURES: dict[str, list[Panel]] = {
-    "horizon": [
-        ("scratchpads, N = 4", "tokens", "value", {t: (f"T = {t}", 4) for t in scratchpad.STEPS}),
-    ],
+    "horizon": [("scratchpads, N = 4", "tokens", "value", {t: (f"T = {t}", 4) for t in scratchpad.STEPS})],
     "groups": [
         (f"scratchpads, {task}", "completions per prompt, N", "value", {n: (task, n) for n in (4, 8, 32)})
         for task in ("T = 30", "T = 100")

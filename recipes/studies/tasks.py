@@ -20,10 +20,7 @@ from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 BFLOAT16 = {"model_init_kwargs": {"dtype": "bfloat16"}, "bf16": True}  # of a language model
 PROMPTS_PER_BATCH = 16  # of a step whose efficiency is published
 # Numbers of the sums, tokens of a completion, calls of the calculator
-CHAIN_SUMS = {
-    "sums": (worked_sums.CHAIN_SUM, 24, None),
-    "calculator": (dialogues.CHAIN_SUM, 72, 6),
-}
+CHAIN_SUMS = {"sums": (worked_sums.CHAIN_SUM, 24, None), "calculator": (dialogues.CHAIN_SUM, 72, 6)}
 MIXED = [10, 30, 100]  # tokens
 # In eighths, the chances of a prompt's completions: U-shaped, or even
 LUCKY = {"lucky_unequal": [1, 1, 1, 4, 7, 7, 7], "lucky_even": [1, 2, 3, 4, 5, 6, 7]}

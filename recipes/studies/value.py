@@ -11,6 +11,7 @@ calculator are improbable tokens. A lake has one reward at the end, or (`lake_6_
 """
 
 import argparse
+import json
 import math
 import sys
 import warnings
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+import recipes.more_baselines  # noqa: F401 - registers `ogb_pooled_damped`
 import trl_otb
 from recipes.studies import language, render
 from recipes.studies.tasks import PROMPTS_PER_BATCH, task_of, trainer_of
@@ -43,8 +45,9 @@ TASKS = {
     "words": "SmolLM2 stories",
     "words_trained": "SmolLM2 stories, after 5 steps",
 }
+TITLES = {"otb_loo": "otb, one left out"}  # of estimators, as they are published
 TOY = [task for task in TASKS if task.split("_")[0] not in language.TASKS]
-BESIDE = ("otb", "rloo", "rloo_pooled", "ogb_pooled", "ogb_pooled_damped")
+BESIDE = ("otb", "otb_loo", "rloo", "rloo_pooled", "ogb_pooled", "ogb_pooled_damped")
 MEASURED = {"completions_per_prompt": 128, "group_sizes": [4, 8, 32], "projection": 4096}
 
 
@@ -68,9 +71,9 @@ class Part(Value):
         if self.whole:
             self.weight = 1.0
 
-    def update(self, tokens):
+    def update(self, *given):
         self.left -= 1
-        return super().update(tokens) if self.left >= 0 else None
+        return super().update(*given) if self.left >= 0 else None
 
 
 ABLATIONS = {
@@ -81,30 +84,27 @@ ABLATIONS = {
     "value_one_batch": {"batches": 1},
     "value_three_batches": {"batches": 3},
 }
-FLAGS = {name: getattr(BASELINES["value"], name) for name in ("leaves_one_out", "unbiased", "reads", "on_top_of")}
+FLAGS = {name: getattr(BASELINES["value"], name) for name in ("needs", "per_token", "scope", "unbiased")}
 for _name, _options in ABLATIONS.items():
     trl_otb.register_baseline(_name, **FLAGS)(type(_name, (Part,), _options))
 
 
-def measured(task: str, folder: Path, args: argparse.Namespace) -> trl_otb.BaselineReport:
-    """What [`~trl_otb.compare_baselines`] finds, kept in `folder`; with `--plot_only`, what is there."""
+def measured(task: str, folder: Path, args: argparse.Namespace) -> list[dict]:
+    """What [`~trl_otb.compare_baselines`] finds, kept in `folder`: a task that is there is not measured again."""
     name, _, prompts = task.partition("/")
-    here, batch = folder / task.replace("/", "-"), int(prompts or PROMPTS_PER_BATCH)
-    if args.plot_only:
-        return trl_otb.BaselineReport.load(here, prompts_per_batch=batch)
-    if task in TOY:
-        trainer, options = trainer_of(task_of(name, args.seed), seed=args.seed, disable_tqdm=False), MEASURED
-    else:
-        trainer, options = language.trainer_at(name, args.seed, folder), language.MEASURED
-    return trl_otb.compare_baselines(
-        trainer,
-        [*BESIDE, "value", *ABLATIONS],
-        args.num_prompts,
-        prompts_per_batch=batch,
-        output_dir=here,
-        seed=args.seed,
-        **options,
-    )
+    here = folder / f"{task.replace('/', '-')}-seed{args.seed}"
+    saved = here / f"{args.num_prompts}-prompts.json"
+    if not args.plot_only and not saved.exists():
+        if task in TOY:
+            trainer, options = trainer_of(task_of(name, args.seed), seed=args.seed, disable_tqdm=False), MEASURED
+        else:
+            trainer, options = language.trainer_at(name, args.seed, folder), language.MEASURED
+        options = options | {"prompts_per_batch": int(prompts or PROMPTS_PER_BATCH), "seed": args.seed}
+        report = trl_otb.compare_baselines(trainer, [*BESIDE, "value", *ABLATIONS], args.num_prompts, **options)
+        here.mkdir(parents=True, exist_ok=True)
+        report.plot(here / "noise.png")
+        saved.write_text(json.dumps(cells_of(report)))
+    return json.loads(saved.read_text())
 
 
 def cells_of(report: trl_otb.BaselineReport) -> list[dict]:
@@ -113,13 +113,12 @@ def cells_of(report: trl_otb.BaselineReport) -> list[dict]:
         {
             "prompts": report.num_prompts,
             "n": row["n"],
-            "estimator": row["name"],
+            "estimator": TITLES.get(row["name"], row["name"]),
             "efficiency": [row["over_group_mean"][end] for end in ("value", "low", "high")],
             "noise": [row["noise_over_group_mean"][end] for end in ("value", "low", "high")],
             "cosine": row["cosine"]["value"],
         }
         for row in report.to_json()["comparisons"]
-        if row["n"] in report.group_sizes
     ]
 
 
@@ -127,7 +126,7 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="value", description=__doc__.splitlines()[1])
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TOY, help="by default all but SmolLM2's")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--num_prompts", type=int, default=24, help="more add to what is there")
+    parser.add_argument("--num_prompts", type=int, default=24)
     parser.add_argument("--plot_only", action="store_true", help="tables and pictures from what is saved")
     parser.add_argument("--publish", action="store_true", help="put the columns into the results and the pages")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/studies/value"))
@@ -137,13 +136,11 @@ def main(argv: list[str]) -> None:
     columns = {}
     try:
         for task in args.tasks:
-            report = measured(task, args.output_dir, args)
-            report.plot(args.output_dir / task.replace("/", "-") / "noise.png")
-            columns[TASKS[task]] = cells_of(report)
+            columns[TASKS[task]] = measured(task, args.output_dir, args)
         render.report(columns, args.output_dir)
         if args.publish:
             render.publish("value", columns)
-    except ValueError as error:
+    except (FileNotFoundError, ValueError) as error:
         parser.error(str(error))
 
 

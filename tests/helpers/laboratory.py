@@ -219,7 +219,7 @@ def moments(
     (rewards, energy, mask, n) -> advantages `(M, T)`.
 
     The true gradient is estimated, for the groups of one half of the pool, from the other half taken as one group,
-    with the baseline "ogb" of the others: it has no bias, and little noise.
+    with the baseline "ogb_loo": it has no bias, and little noise.
     """
     rng = torch.Generator().manual_seed(seed)
     size = len(pool.rewards) // n * n
@@ -246,7 +246,7 @@ def moments(
         truth = of_nodes(
             torch.cat(
                 [
-                    compute_advantages(rewards[h], w[h], m[h], h.stop - h.start, baseline="ogb", leave_one_out=True)
+                    compute_advantages(rewards[h], w[h], m[h], h.stop - h.start, baseline="ogb_loo")
                     for h in halves
                 ]
             ),

