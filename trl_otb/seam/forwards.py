@@ -84,7 +84,7 @@ class PolicyRecorder:
     def scoring(self, model: torch.nn.Module) -> Iterator[Callable[[Tensor], Any]]:
         """Context of a scoring forward of `model`, policy or reference; the yielded function takes its log-probs."""
         to = self._recording
-        if to is None or torch.is_grad_enabled():
+        if to is None or to.on_logps or torch.is_grad_enabled() or all(m is not self.policy for m in model.modules()):
             yield (to and to.on_logps) or (lambda logps: None)
             return
         chunks: list[Any] = []
@@ -96,7 +96,6 @@ class PolicyRecorder:
                     "OTBGRPOTrainer was constructed. Construct the trainer last."
                 )
             length = logps.size(1)
-            # None of a reference model
             of_all = self._checked(states, len(chunks)) if states else None
             of_tokens = None if of_all is None else torch.cat([x[:, -length - 1 : -1] for x in of_all]).to(logps.device)
             energy = token_energy(logps, torch.cat(chunks)[:, -length:])
