@@ -16,19 +16,19 @@ set -uo pipefail
 cd "$(dirname "$0")/../.." || exit
 PYTHON=${PYTHON:-.venv/bin/python} FOLDER=${FOLDER:-runs/gpu} MINUTE=${MINUTE:-60} # seconds per minute of a limit
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
-PARTS="tests step-lora step-full advantages meter main"
+PARTS="tests step-lora step-full step-generated advantages main"
 CHOSEN=${*:-$PARTS}
 FAILED=""
 
 if [ -n "${SMALL:-}" ]; then
     export CUDA_VISIBLE_DEVICES=""
     marks="not gpu and not slow" device=cpu advantages="--longest 2048"
-    step="--shape small --length ${LENGTH:-16} --rounds 1 --steps 2"
+    step="--shape small --length ${LENGTH:-16} --rounds 1 --steps 1"
     main="--use_cpu true --max_steps 2 --per_device_train_batch_size 16 --per_device_eval_batch_size 40 \
         --num_train_problems 200 --num_held_out_problems 20 --eval_strategy no"
 else
     marks=gpu device=cuda advantages="" main="--use_cpu false"
-    step="--shape qwen2.5-1.5b --length ${LENGTH:-4096} --gradient_checkpointing --rounds 3 --steps 2"
+    step="--shape qwen2.5-1.5b --length ${LENGTH:-4096} --gradient_checkpointing --rounds 3 --steps 1"
 fi
 
 for name in $CHOSEN; do
@@ -65,10 +65,10 @@ part() { # name, limit in minutes, what Python is called with
 }
 
 part tests 3 -m pytest -q -n 0 -m "$marks" tests/trainer/test_gpu.py
-part step-lora 6 -m recipes.benchmarks.step --device $device $step --lora
-part step-full 6 -m recipes.benchmarks.step --device $device $step
+part step-lora 6 -m recipes.benchmarks.step --device $device $step --lora --regimes stored stored-twice
+part step-full 6 -m recipes.benchmarks.step --device $device $step --regimes stored stored-twice
+part step-generated 3 -m recipes.benchmarks.step --device $device $step --length 128 --regimes generated
 part advantages 2 -m recipes.benchmarks.advantages --device $device $advantages
-part meter 3 -m recipes.benchmarks.step --device $device $step --meter
 [[ " $CHOSEN " != *" main "* ]] || rm -rf "$FOLDER/main" # an earlier run's
 part main 5 recipes/math.py --output_dir "$FOLDER/main" --disable_tqdm true $main
 echo "$FOLDER: report.md, and a log of each part. ${FAILED:+Failed:$FAILED.}"

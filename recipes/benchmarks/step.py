@@ -44,10 +44,10 @@ N, PROMPT_LENGTH, CONTROL = 4, 32, "GRPOTrainer"
 TWICE = {"per_device_train_batch_size": 16, "num_iterations": 2}
 ONCE = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
 REGIMES = {
-    "generated, trained on twice": (True, TWICE),
     "generated": (True, ONCE),
-    "stored, trained on twice": (False, TWICE),
+    "generated-twice": (True, TWICE),
     "stored": (False, ONCE),
+    "stored-twice": (False, TWICE),
 }
 # Models with random weights: type, sizes and dtype
 SIZES = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim"

@@ -205,10 +205,10 @@ def test_a_failing_part_does_not_stop_the_others(tmp_path):
     failed, *others = sections
     assert failed.startswith("tests: failed with exit status 3") and "\nso it goes\n" in failed
     assert "A machine, torch 2" in failed and all("\n7\n```" in text for text in others)
-    done = [f"{part}: done" for part in "step-lora step-full advantages meter main".split()]
+    done = [f"{part}: done" for part in "step-lora step-full step-generated advantages main".split()]
     assert [text.split(", ")[0] for text in others] == done
     # A part that is run alone keeps what is known of the others
-    assert started([GPU, "meter"], tmp_path, **environment).returncode == 0
+    assert started([GPU, "advantages"], tmp_path, **environment).returncode == 0
     assert page.read_text().split("### ")[1:4] == sections[:3]
 
 

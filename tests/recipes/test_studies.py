@@ -145,8 +145,8 @@ def test_the_picture_of_the_readme(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("script", "flags", "said"),
     [
-        ("step", "--rounds 1 --steps 2 --length 8 --lora", "16.000"),  # forwards are counted under an adapter too
-        ("step", "--meter --rounds 1 --steps 2 --length 8", "meter forwards"),
+        ("step", "--rounds 1 --steps 1 --length 8 --lora --baselines otb --regimes stored", "one extra no-gradient"),
+        ("step", "--rounds 1 --steps 1 --length 8 --baselines value --regimes generated", "the forwards that sampled"),
         ("advantages", "--repeats 1 --longest 2048", "1024 × 2048"),
     ],
 )
