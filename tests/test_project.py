@@ -59,7 +59,7 @@ def test_the_notebook_runs_and_says_what_is_stored(tmp_path, folder):
     compared = 0
     for stored, cell in zip(NOTEBOOK.cells, notebook.cells, strict=False):
         if cell.cell_type == "code":
-            assert [output for output in cell.outputs if output.output_type == "stream"] == []
+            assert [output for output in cell.outputs if output.get("name") == "stderr"] == []
             assert len(cell.outputs) == len(stored.outputs)
             if "deterministic" in cell.metadata.get("tags", []):
                 assert texts(cell) == texts(stored), cell["source"]
@@ -71,9 +71,9 @@ def test_the_notebook_is_stored_with_its_outputs():
     cells = [cell for cell in NOTEBOOK.cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))  # run once, top to bottom
     outputs = [output for cell in cells for output in cell.outputs]
-    assert {output.output_type for output in outputs} == {"execute_result", "display_data"}  # no warnings, no errors
-    assert sum("image/png" in output.data for output in outputs) == 2
-    assert sum("type='radio'" in output.data.get("text/html", "") for output in outputs) == 1
+    printed = [output for output in outputs if output.output_type == "stream"]  # by `show`: no warnings, no errors
+    assert [output.name for output in printed] == ["stdout"] and printed[0].text.startswith("Prompt ")
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 2
     assert (ROOT / "recipes" / "quickstart.ipynb").stat().st_size < 400_000
 
 
@@ -148,7 +148,7 @@ def test_nothing_lies_beside_the_project():
 
 def test_every_metric_is_explained_and_no_other():
     logged = {f"otb/{name}" for name in summarize(torch.zeros(2, len(STATISTICS)), 2)}
-    logged |= {f"otb/value/{name}" for name in ("explained", "weight")}  # of a baseline that remembers
+    logged |= {f"otb/value/{name}" for name in ("explained", "weight")}  # of a baseline that learns
     assert set(re.findall(r"^\| `(otb/[\w/]+)`", REFERENCE, flags=re.MULTILINE)) == logged
 
 
@@ -202,7 +202,7 @@ def test_the_python_examples_of_the_readme(registry):
     assert (args.baseline, args.epsilon, args.scale_rewards) == ("ogb", 0.4, "none")
     exec(baseline.split("args =")[0], names)
     compile(baseline, "reference.md", "exec")
-    assert find_baseline("newest").function is names["newest"]
+    assert find_baseline("newest").rule is names["newest"]
     compile(trainer, "README.md", "exec")
     exec(reward, names)
     call = {"role": "assistant", "content": "", "tool_calls": [{}]}
