@@ -80,9 +80,7 @@ def test_the_notebook_is_stored_with_its_outputs():
 def test_the_notebook_needs_nothing_of_the_repository():
     source = "\n".join(cell["source"] for cell in NOTEBOOK.cells if cell.cell_type == "code")
     assert "sys" not in re.findall(r"\w+", source)
-    imported = {
-        name.partition(".")[0] for name in re.findall(r"^(?:from|import) ([\w.]+)", source, flags=re.MULTILINE)
-    }
+    imported = {name.partition(".")[0] for name in re.findall(r"^(?:from|import) ([\w.]+)", source, flags=re.MULTILINE)}
     assert imported - set(sys.stdlib_module_names) == {"datasets", "pandas", "torch", "transformers", "trl", "trl_otb"}
 
 
@@ -178,8 +176,7 @@ def test_the_readme_is_short():
 
 
 @pytest.mark.parametrize(
-    "page",
-    ["README.md", *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "recipes").rglob("*.md")))],
+    "page", ["README.md", *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "recipes").rglob("*.md")))]
 )
 def test_what_a_page_refers_to_is_there(page):
     text, folder = (ROOT / page).read_text(), (ROOT / page).parent

@@ -4,7 +4,7 @@
 #     make gpu                                         # one GPU, no hub; at most 25 minutes
 #     make gpu ARGS="tests step-lora"                  # some parts; the report keeps earlier results of the others
 #     make gpu LENGTH=1024                             # for a card of less than 140 GB: the longest completion, in tokens
-#     SMALL=1 recipes/benchmarks/gpu.sh                # every part, tiny, in about 3 minutes on two CPU cores
+#     SMALL=1 recipes/benchmarks/gpu.sh                # every part, tiny, on two CPU cores
 #
 # Each part is a command with a log and a time limit; if one fails, the others continue. runs/gpu/report.md says how each
 # ended, on which machine, and what it printed last: the tables for the Cost section of recipes/README.md.

@@ -1,8 +1,8 @@
 """
 The cost of OTBGRPOTrainer over GRPOTrainer: a training step's time and peak memory, by baseline and source of energies.
 
-    OMP_NUM_THREADS=1 python -m recipes.benchmarks.step               # a small model: four minutes on one core
-    OMP_NUM_THREADS=1 python -m recipes.benchmarks.step --steps 2 --rounds 2 --length 32                # half a minute
+    OMP_NUM_THREADS=1 python -m recipes.benchmarks.step               # a small model: twenty minutes on one core
+    OMP_NUM_THREADS=1 python -m recipes.benchmarks.step --steps 1 --rounds 1 --length 16              # three minutes
     python -m recipes.benchmarks.step --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 --length 1024        # a GPU
     python -m recipes.benchmarks.step --shape qwen2.5-1.5b --lora --length 4096 --gradient_checkpointing       # no hub
 
@@ -40,6 +40,7 @@ from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 
 
 N, PROMPT_LENGTH, CONTROL = 4, 32, "GRPOTrainer"
+TITLES = ["batch", "energies", "baseline", "GRPO s/step", "time ratio", "lowest", "highest", "memory ratio"]
 # 16 completions per generation batch; and whether it is trained on twice, for which GRPOTrainer scores it
 TWICE = {"per_device_train_batch_size": 16, "num_iterations": 2}
 ONCE = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
@@ -77,8 +78,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--shape", choices=SHAPES, default="small", help="a model with random weights")
     parser.add_argument("--dtype", help="of the weights; by default the shape's, or float32 with --model")
     parser.add_argument("--lora", action="store_true", help="train adapters of rank 16 on all linear layers")
-    devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
-    parser.add_argument("--device", choices=devices, default=devices[0])
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--length", type=int, default=64, help="longest completion, in tokens")
     parser.add_argument("--gradient_checkpointing", action="store_true")
     parser.add_argument("--steps", type=int, default=3, help="generation batches per training, after the first")
@@ -87,8 +87,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--baselines", nargs="+", default=["group_mean", "otb", "value"])
     parser.add_argument("--regimes", nargs="+", choices=REGIMES, default=[*REGIMES])
     args = parser.parse_args(argv)
-    if args.rounds < 1 or args.steps < 1 or args.length < 2:
-        parser.error("--rounds and --steps must be at least 1, --length at least 2")
     args.dtype = args.dtype or ("float32" if args.model else SHAPES[args.shape][-1])
     return args
 
@@ -193,9 +191,7 @@ def apart(function: Callable, *args):
     results = context.SimpleQueue()
     (process := context.Process(target=lambda: results.put(function(*args)))).start()
     process.join()
-    if process.exitcode != 0:
-        sys.exit(f"A training ended with exit code {process.exitcode}.")
-    return results.get()
+    return results.get() if process.exitcode == 0 else sys.exit(f"A training ended with code {process.exitcode}.")
 
 
 def main(argv: list[str]) -> None:
@@ -217,8 +213,7 @@ def main(argv: list[str]) -> None:
             ratio = seconds[arm] / seconds[CONTROL]
             numbers = [seconds[CONTROL].median(), ratio.median(), ratio.min(), ratio.max(), mib[arm] / mib[CONTROL]]
             rows.append([regime, sources[arm], arm, *numbers])
-        titles = ["batch", "energies", "baseline", "GRPO s/step", "time ratio", "lowest", "highest", "memory ratio"]
-        table = pandas.DataFrame(rows, columns=titles)
+        table = pandas.DataFrame(rows, columns=TITLES)
         print(table.to_string(index=False, float_format="{:.3f}".format), flush=True)  # in case it is stopped
 
 

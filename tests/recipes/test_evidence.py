@@ -1,7 +1,6 @@
 """The studies of noise: scratchpad, lake, the language model's tasks; their results and the pages made of them."""
 
 import importlib
-import json
 import random
 import re
 import sys
