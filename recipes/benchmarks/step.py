@@ -21,7 +21,6 @@ import os
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable
 from functools import partial
 
@@ -138,8 +137,8 @@ def trainer_of(arm: str, regime: str, args: argparse.Namespace, folder: str) -> 
     def reward(completion_ids, **kwargs):
         return [sum(i % 2 for i in ids) / len(ids) for ids in completion_ids]
 
-    ours = (OTBGRPOTrainer, partial(OTBGRPOConfig, baseline=arm))
-    cls, config = (GRPOTrainer, GRPOConfig) if arm == CONTROL else ours
+    cls = GRPOTrainer if arm == CONTROL else OTBGRPOTrainer
+    config = GRPOConfig if arm == CONTROL else partial(OTBGRPOConfig, baseline=arm)
     on_gpu = args.device == "cuda"
     machine = {"use_cpu": not on_gpu, "bf16": on_gpu, "activation_checkpointing": args.gradient_checkpointing}
     steps = (1 + args.steps) * sizes.get("num_iterations", 1)
@@ -196,7 +195,6 @@ def apart(function: Callable, *args):
 
 def main(argv: list[str]) -> None:
     args = parse(argv)
-    warnings.filterwarnings("ignore")
     os.environ |= {"TRL_EXPERIMENTAL_SILENCE": "1", "TOKENIZERS_PARALLELISM": "false"}
     call = (lambda function, *of: function(*of)) if args.device == "cuda" else apart
     arms, rows = [CONTROL, *args.baselines], []
