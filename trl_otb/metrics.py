@@ -5,15 +5,7 @@ import torch
 from .baselines import Completions, Credit
 
 
-STATISTICS = (
-    "tokens",  # generated tokens
-    "energy",  # W_T
-    "advantage",  # Σ_t A_t
-    "abs_advantage",  # Σ_t |A_t|
-    "baseline",  # Σ_t B_t
-    "power",  # Σ_t w_t A_t²
-    "power_reference",  # the same under the reference's advantages
-)
+STATISTICS = ("tokens", "energy", "advantage", "abs_advantage", "baseline", "power", "power_reference")
 
 
 def completion_statistics(x: Completions, found: Credit, reference: Credit, scale: torch.Tensor) -> torch.Tensor:
@@ -25,20 +17,18 @@ def completion_statistics(x: Completions, found: Credit, reference: Credit, scal
         scale (`(B, 1)`): The divisor of both advantages.
 
     Returns:
-        `(B, len(STATISTICS))`, float32.
+        `(B, len(STATISTICS))`, float32: sums over tokens, of w_t A_t² for `power`.
     """
-    mask, energy, tokens = x.mask, x.weights, x.mask.sum(dim=1)
+    energy = x.mask.new_full((1, 1), torch.nan).expand_as(x.mask) if x.weights is None else x.weights
     advantages, others = found.advantages / scale, reference.advantages / scale
-    baseline = (found.baselines * mask).sum(dim=1)
-    unknown = torch.full_like(tokens, torch.nan)
     columns = {
-        "tokens": tokens,
-        "energy": unknown if energy is None else energy.sum(dim=1),
-        "advantage": (advantages * mask).sum(dim=1),
-        "abs_advantage": (advantages.abs() * mask).sum(dim=1),
-        "baseline": baseline,
-        "power": unknown if energy is None else (energy * advantages.square()).sum(dim=1),
-        "power_reference": unknown if energy is None else (energy * others.square()).sum(dim=1),
+        "tokens": x.mask.sum(dim=1),
+        "energy": energy.sum(dim=1),
+        "advantage": (advantages * x.mask).sum(dim=1),
+        "abs_advantage": (advantages.abs() * x.mask).sum(dim=1),
+        "baseline": (found.baselines * x.mask).sum(dim=1),
+        "power": (energy * advantages.square()).sum(dim=1),
+        "power_reference": (energy * others.square()).sum(dim=1),
     }
     return torch.stack([columns[name] for name in STATISTICS], dim=1)
 

@@ -57,7 +57,7 @@ class RewardRecorder:
         weights (`list` of length F, *optional*): The weight of each function: of weight 0, rewards may be infinite.
     """
 
-    def __init__(self, completion_ids: Sequence[Sequence[int] | torch.Tensor], weights: Sequence[float] | None = None):
+    def __init__(self, completion_ids: Sequence[torch.Tensor], weights: Sequence[float] | None = None):
         self.rewards_per_func: torch.Tensor | None = None
         self.completion_ids = completion_ids
         self._weights = weights
@@ -98,10 +98,8 @@ class RewardRecorder:
             several = len(reward) != 1
             reward = reward if several else reward[0]  # one number, as GRPOTrainer reads it
         if not several and getattr(reward, "ndim", 0) == 0:
-            number = _float(reward)
-            if self._weights is not None and self._weights[index] == 0 and number is not None:
-                return reward
-            if reward is None or (number is not None and not abs(number) > MOST):
+            number, unused = _float(reward), self._weights is not None and self._weights[index] == 0
+            if reward is None or (number is not None and (unused or not abs(number) > MOST)):
                 return reward
             raise ValueError(
                 f"The reward function '{name}' returned {_shown(reward)} for completion {row}: a reward must be a "
@@ -111,11 +109,8 @@ class RewardRecorder:
         culprit = next((i for i, x in enumerate(numbers) if x is None or not abs(x) <= MOST), None)
         total = math.fsum(x for x in numbers if x is not None) if culprit is None else math.nan
         if not abs(total) <= MOST:
-            what = (
-                f"rewards that sum to {total:g}"
-                if culprit is None
-                else f"{_shown(reward[culprit])} as reward {culprit}"
-            )
+            what = f"rewards that sum to {total:g}"
+            what = what if culprit is None else f"{_shown(reward[culprit])} as reward {culprit}"
             raise ValueError(
                 f"The reward function '{name}' returned {what} of completion {row}: rewards of turns or tokens, and "
                 "their sum, must be finite in float32. Return None for a completion that cannot be scored."

@@ -4,6 +4,7 @@ import torch
 
 from tests.helpers import tiny
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
+from trl_otb.seam.forwards import extra_forward
 
 
 def trainer_of(model, tmp_path, peft_config=None, quantization_config=None, **options):
@@ -31,7 +32,7 @@ def energies(trainer, vocabulary=256):
         "completion_mask": (torch.arange(20) < torch.tensor([[20], [1], [7], [20], [0], [13]])).long(),
     }
     batch = {key: value.to(trainer.accelerator.device) for key, value in batch.items()}
-    actual = trainer.extra_forward(batch).energy()
+    actual = extra_forward(trainer, batch, False).energy
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
     attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
     with torch.no_grad():

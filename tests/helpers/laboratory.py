@@ -207,12 +207,7 @@ class Moments:
 
 
 def moments(
-    pool: Pool,
-    estimators: dict[str, Callable],
-    n: int,
-    deals: int,
-    seed: int = 0,
-    exact: bool = False,
+    pool: Pool, estimators: dict[str, Callable], n: int, deals: int, seed: int = 0, exact: bool = False
 ) -> dict[str, Moments]:
     """
     Moments of the gradient ĝ = 1/N Σ_i Σ_t A_{t,i} s_{t,i} of a group of `n`, for each of `estimators`, functions

@@ -133,11 +133,7 @@ def rollout(prompts, trainer):
         prompt_ids = trainer.processing_class.apply_chat_template(
             prompts, add_generation_prompt=True, tokenize=True, return_dict=True
         )["input_ids"]
-    return {
-        "prompt_ids": prompt_ids,
-        "completion_ids": ids,
-        "logprobs": None,
-    }
+    return {"prompt_ids": prompt_ids, "completion_ids": ids, "logprobs": None}
 
 
 def fsdp_on_cpu() -> bool:
@@ -230,10 +226,10 @@ AGENT_TURNS = [scripted.TURNS[i] for i in (7, 0, 1, 3, 6, 2, 1, 2, 6, 1, 1, 2)]
 def agent_case(model: str, folder: str) -> dict:
     import pytest
     from datasets import Dataset
+    from trl_otb.display.group import places
 
     from tests.helpers import tiny
     from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
-    from trl_otb.display.group import places
 
     fsdp = fsdp_on_cpu()
 

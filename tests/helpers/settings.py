@@ -4,6 +4,7 @@ import itertools
 
 import torch
 from peft import LoraConfig
+from trl import GRPOTrainer
 
 from trl_otb.config import LOSS_TYPES
 
@@ -35,10 +36,19 @@ SETTINGS = {
     **{f"loss {name}": {"loss_type": name, "num_iterations": 2} for name in LOSS_TYPES},
 }
 
+
+def sampled_elsewhere(prompts, trainer):
+    """What GRPOTrainer itself would generate, where OTBGRPOTrainer does not listen."""
+    n = trainer.num_generations if trainer.model.training else trainer.num_generations_eval
+    ids, images, fields = trainer._tokenize_prompts(prompts)
+    found, logprobs = GRPOTrainer._generate_single_turn(trainer, ids, images, fields, n)
+    return {"prompt_ids": ids, "completion_ids": found, "logprobs": logprobs}
+
+
 # By the forward that energies come from
 SOURCES = {
-    "the training forward": {},
-    "one extra no-gradient forward": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
+    "the forwards that sampled": {},
+    "one extra no-gradient forward": {"rollout_func": sampled_elsewhere},
     "the no-gradient forward that GRPOTrainer runs anyway": {"num_iterations": 2},
 }
 

@@ -3,13 +3,14 @@
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from trl.trainer import grpo_trainer
 
 from tests.helpers import tiny
 from tests.helpers.oracles import energies_by_softmax, mask_of
 from tests.helpers.recording import Recording, first_rollout
 from tests.helpers.settings import LORA, SGD, SOURCES, assert_same_weights
 from trl_otb.baselines import BASELINES, compute_advantages
-from trl_otb.seam.shuffling import shuffle_groups
+from trl_otb.seam.rollouts import groups_kept_together
 
 
 @pytest.mark.parametrize("baseline", BASELINES)
@@ -30,7 +31,7 @@ def test_advantages_are_those_of_a_float64_softmax(train, model_path, source, ba
     assert expected.abs().max() > 0.01
 
 
-@pytest.mark.parametrize("baseline", [name for name, entry in BASELINES.items() if entry.across_prompts])
+@pytest.mark.parametrize("baseline", ["ogb_pooled", "rloo_pooled", "value"])
 def test_prompts_of_a_whole_generation_batch_are_pooled(train, model_path, baseline, caplog):
     """Four prompts in micro-batches of two; with two prompts nothing is pooled, which is said."""
     trainer = train(baseline=baseline, learning_rate=0.0, max_steps=1, gradient_accumulation_steps=2)
@@ -47,7 +48,6 @@ def test_prompts_of_a_whole_generation_batch_are_pooled(train, model_path, basel
 
 
 def test_all_sources_give_the_same_advantages_and_weights(train):
-    """One generation batch of the same completions, dealt to one micro-batch, to four, and used twice."""
     trainers = {name: train(max_steps=1, **SGD, **options) for name, options in SOURCES.items()}
     assert [t.energy_source for t in trainers.values()] == list(SOURCES)
     reference, *others = trainers.values()
@@ -61,12 +61,11 @@ def test_all_sources_give_the_same_advantages_and_weights(train):
 @pytest.mark.parametrize(
     ("source", "baseline", "forwards"),
     [
-        ("the training forward", "otb", {"grad": 2, "no_grad": 0}),
-        ("the training forward", "group_mean", {"grad": 2, "no_grad": 0}),
-        ("one extra no-gradient forward", "otb", {"grad": 8, "no_grad": 2}),
-        ("one extra no-gradient forward", "rloo", {"grad": 8, "no_grad": 0}),
-        ("the training forward", "ogb_pooled", {"grad": 2, "no_grad": 2}),  # all prompts are needed before the loss
-        ("the training forward", "rloo_pooled", {"grad": 2, "no_grad": 0}),
+        ("the forwards that sampled", "otb", {"grad": 2, "no_grad": 0}),
+        ("the forwards that sampled", "value", {"grad": 2, "no_grad": 0}),
+        ("the forwards that sampled", "group_mean", {"grad": 2, "no_grad": 0}),
+        ("one extra no-gradient forward", "otb", {"grad": 2, "no_grad": 2}),
+        ("one extra no-gradient forward", "rloo_pooled", {"grad": 2, "no_grad": 0}),
         ("the no-gradient forward that GRPOTrainer runs anyway", "otb", {"grad": 2, "no_grad": 1}),
     ],
 )
@@ -77,8 +76,7 @@ def test_forwards_are_counted(train, source, baseline, forwards):
 @pytest.mark.parametrize(
     ("source", "baseline", "computed"),
     [
-        ("the training forward", "otb", 2),
-        ("the training forward", "group_mean", 2),
+        ("the forwards that sampled", "otb", 0),
         ("one extra no-gradient forward", "otb", 2),
         ("the no-gradient forward that GRPOTrainer runs anyway", "otb", 1),
         ("the no-gradient forward that GRPOTrainer runs anyway", "group_mean", 1),
@@ -103,7 +101,7 @@ def test_energies_are_computed_once_a_rollout(train, monkeypatch, source, baseli
     monkeypatch.setattr(Recording, "_get_per_token_logps_and_entropies", watched)
     train(baseline=baseline, **SOURCES[source])
     assert sum(rows for with_energy, rows in forwards if with_energy) == 8 * computed
-    assert sum(rows for _, rows in forwards) > 8 * computed or source == "the training forward"
+    assert sum(rows for _, rows in forwards) > 8 * computed
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -127,12 +125,18 @@ def test_logits_are_never_materialised(train, monkeypatch, source):
     assert scored == sum(trainer.forwards.values()) > 0
 
 
-def test_whole_groups_are_shuffled(train):
-    trainer = train(per_device_train_batch_size=4, gradient_accumulation_steps=4, max_steps=8, learning_rate=0.0)
-    rows = [b["rows_of_rollout"].tolist() for b in trainer.micro_batches]
-    assert all(r == list(range(r[0], r[0] + 4)) and r[0] % 4 == 0 for r in rows)
-    assert {r[0] for r in rows[:4]} == {0, 4, 8, 12}
-    assert len({tuple(r[0] for r in rows[i : i + 4]) for i in range(0, 32, 4)}) > 1
+@pytest.mark.parametrize("together", [True, False])
+def test_whole_groups_are_shuffled_if_asked_for(train, together):
+    options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "learning_rate": 0.0}
+    trainer = train(keep_groups_together=together, max_steps=8, **options)
+    orders = []
+    for step, batch in enumerate(trainer.batches):
+        ids = batch["completion_ids"].tolist()
+        dealt = [micro["completion_ids"].tolist() for micro in trainer.micro_batches[4 * step : 4 * step + 4]]
+        orders.append([[ids.index(row) for row in micro] for micro in dealt])
+    whole = [all(r == list(range(r[0], r[0] + 4)) and r[0] % 4 == 0 for r in order) for order in orders]
+    assert all(whole) if together else not any(whole)
+    assert len({str(order) for order in orders}) > 1
 
 
 @pytest.mark.parametrize("peft", [{}, {"peft_config": LORA}], ids=["full", "lora"])
@@ -144,6 +148,7 @@ def test_the_reference_pass_is_not_taken_for_the_policy(train, peft):
     assert (batch["old_per_token_logps"] - batch["ref_per_token_logps"]).abs().max() > 0.01  # a mistake would show
     expected = energies_by_softmax(trainer.model.eval(), batch)
     actual = trainer.rollouts["train"].energy.double() * mask_of(batch)
+    assert trainer.energy_source == "the no-gradient forward that GRPOTrainer runs anyway"
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
 
 
@@ -157,7 +162,8 @@ def test_shuffling_groups_moves_every_kind_of_value_alike():
         "num_items_in_batch": torch.tensor(5.0),
     }
     torch.manual_seed(0)
-    shuffled = shuffle_groups(batch, 3)
+    with groups_kept_together(3):
+        shuffled = grpo_trainer.shuffle_sequence_dict(batch)
     order = shuffled["completion_ids"].flatten().tolist()
     assert order != rows.tolist() and sorted(order) == rows.tolist()
     assert all(order[i : i + 3] == list(range(order[i], order[i] + 3)) and order[i] % 3 == 0 for i in range(0, 12, 3))

@@ -145,10 +145,8 @@ def compute_advantages(
 
 def _check_shapes(rewards: Tensor, energy: Tensor, mask: Tensor, n: int, ratios: Tensor | None) -> None:
     shape, one = tuple(mask.shape), (len(mask), 1)
-    found: dict[str, tuple[Tensor, tuple[Any, ...]]] = {
-        "energy": (energy, (shape,)),
-        "rewards": (rewards, (one[:1], shape)),
-    }
+    found: dict[str, tuple[Tensor, tuple[Any, ...]]]
+    found = {"energy": (energy, (shape,)), "rewards": (rewards, (one[:1], shape))}
     found |= {} if ratios is None else {"importance_weights": (ratios, (shape, one))}
     for name, (values, expected) in found.items():
         if tuple(values.shape) not in expected or mask.dim() != 2:

@@ -25,6 +25,7 @@ class Completions:
 
     Args:
         returns (`(B, T)` or `(B, 1)`): G_t, the reward-to-go, or one return per completion; 0 without a reward.
+        whole_returns (`(B, 1)`): R, which includes rewards before the first generated token.
         mask (`(B, T)`): 1.0 where a completion with a reward has a t-th generated token, else 0.0.
         scored (`(B, 1)`): 1.0, or 0.0 if no reward function scored the completion.
         lengths (`(B, 1)`): Number of generated tokens; 0 without a reward.
@@ -41,6 +42,7 @@ class Completions:
     """
 
     returns: Tensor
+    whole_returns: Tensor
     mask: Tensor
     scored: Tensor
     lengths: Tensor
@@ -88,7 +90,7 @@ class Completions:
 
     def completion_mean(self, weights: Tensor, leave_one_out: bool = False) -> Tensor:
         """`(B, 1)` the same per completion, of whole returns; if all weights are 0, the plain mean of all returns."""
-        return self.weighted_mean(weights, self.returns[:, :1], self.scored, leave_one_out)
+        return self.weighted_mean(weights, self.whole_returns, self.scored, leave_one_out)
 
     def weighted_mean(self, weights: Tensor, returns: Tensor, members: Tensor, leave_one_out: bool) -> Tensor:
         """The mean of `returns`; that of `members`, unweighted, if all weights are 0."""
@@ -99,13 +101,11 @@ class Completions:
         mean = total / mass.clamp_(min=LEAST_WEIGHT)
         return mean.expand(of_groups.shape).reshape(weights.shape)
 
-    # For crediting
-
     def totals(self) -> "Completions":
         """The same completions as one number each, T = 1: whole returns, W_T in the place of energies."""
         total = None if self.weights is None else self.total_energy
         none = dict.fromkeys(("logps", "states"))
-        return self._with(**none, returns=self.returns[:, :1], mask=self.members, energy=total, weights=total)
+        return self._with(**none, returns=self.whole_returns, mask=self.members, energy=total, weights=total)
 
     def rows(self, rows: slice | Tensor, num_generations: int | None = None) -> "Completions":
         """Some rows, by default in groups of the same size."""
@@ -233,15 +233,17 @@ def squeeze(
         return empty.scatter_(1, at, values)[:, 1:]
 
     returns = rewards.float().unsqueeze(1) if rewards.dim() == 1 else reward_to_go(rewards)
+    whole = returns[:, :1].masked_fill(scored == 0, 0.0)
     if rewards.dim() == 2:
         at_tokens = returns if slots is None else place(returns)
-        last = torch.where(lengths > 0, at_tokens.gather(1, (ends - 1).clamp(min=0)), returns[:, :1])
+        last = torch.where(lengths > 0, at_tokens.gather(1, (ends - 1).clamp(min=0)), whole)
         returns = torch.where(columns < ends, at_tokens, last)
     placed = {name: place(values) for name, values in of_tokens.items() if values is not None}
     if "energy" in placed:
         placed["energy"] = placed["energy"].float()
     return Completions(
         returns=returns.masked_fill(scored == 0, 0.0),
+        whole_returns=whole,
         mask=taken.float() if slots is None else (columns < lengths).float(),
         scored=scored,
         lengths=lengths.float(),

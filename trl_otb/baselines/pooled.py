@@ -2,7 +2,7 @@
 
 import torch
 
-from .completions import LEAST_WEIGHT, Completions
+from .completions import Completions
 from .registry import built_in
 
 
@@ -28,7 +28,7 @@ def ogb_pooled(x: Completions) -> torch.Tensor:
     as in long games (`rloo_pooled` does as well), or where hidden states predict the return (`value` has less noise).
     Evidence: recipes/studies/value.md.
     """
-    return pooled(x, x.returns[:, :1], x.total_energy)
+    return pooled(x, x.whole_returns, x.total_energy)
 
 
 @built_in(scope="batch", unbiased=True)
@@ -46,7 +46,7 @@ def rloo_pooled(x: Completions) -> torch.Tensor:
     Use it if the energies of `ogb_pooled` would cost a forward, or as its control. Do not use it where wrong tokens
     are improbable, as in arithmetic: `ogb_pooled` has less noise there.
     """
-    return pooled(x, x.returns[:, :1], torch.ones_like(x.scored))
+    return pooled(x, x.whole_returns, torch.ones_like(x.scored))
 
 
 def pooled(x: Completions, returns: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -55,11 +55,9 @@ def pooled(x: Completions, returns: torch.Tensor, weights: torch.Tensor) -> torc
 
     `weights`, `(B, 1)`, are those of completions; masked ones have none. If all are 0, the mean is plain.
     """
-    members = x.members
-    weights = torch.add(weights * members, members, alpha=1e10 * LEAST_WEIGHT).expand(returns.shape)
-    left_one_out = x.weighted_mean(weights, returns, members, leave_one_out=True)
-    share, target = partial_pooling(x.grouped(left_one_out), x.grouped(members))
-    left_one_out = x.grouped(left_one_out)
+    weights = (weights * x.members).expand(returns.shape)
+    left_one_out = x.grouped(x.weighted_mean(weights, returns, x.members, leave_one_out=True))
+    share, target = partial_pooling(left_one_out, x.grouped(x.members))
     return (left_one_out + share * (target - left_one_out)).reshape(returns.shape)
 
 

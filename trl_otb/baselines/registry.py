@@ -130,9 +130,8 @@ def register_baseline(
         unbiased (`bool`, *optional*): Whether B never depends on the completion it is subtracted from, except that B_t
             may depend on what precedes token t. Then the plain sum of gradients is unbiased, if no completion is
             excluded because of its content (masked for its length, or without a reward).
-        scalable (`bool`, *optional*): Whether A vanishes where the group's returns are equal, so that it may be
-        divided
-            by their deviation.
+        scalable (`bool`, *optional*): Whether A is 0 if the group's returns are equal, so that `scale_rewards` may
+            divide it by their deviation.
 
     Raises:
         ValueError: The name is taken, empty, or contains a colon; or `needs` or `scope` is unknown.
@@ -221,7 +220,7 @@ def _check_rule(name: str, rule: Any, shared: bool = True) -> None:
     elif isinstance(rule, type):
         lacking = [m for m in ("__call__", *MEMORY) if not any(m in vars(parent) for parent in rule.__mro__)]
         if lacking:
-            problem = f"a baseline that learns lacks `{'`, `'.join(lacking)}`, see `trl_otb.register_baseline`"
+            problem = f"a baseline that learns lacks {', '.join(lacking)}, see `trl_otb.register_baseline`"
     else:
         arguments = [None]
         if shared and hasattr(rule, "update"):
@@ -230,9 +229,8 @@ def _check_rule(name: str, rule: Any, shared: bool = True) -> None:
         if problem is None:
             inspect.signature(rule).bind(*arguments)
     except TypeError:
-        problem = (
-            f"it takes {inspect.signature(rule)}, and is called with {'the completions' if arguments else 'nothing'}"
-        )
+        given = "the completions" if arguments else "nothing"
+        problem = f"it takes {inspect.signature(rule)}, and is called with {given}"
     except ValueError:
         pass  # a signature that cannot be read
     if problem is not None:

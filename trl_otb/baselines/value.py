@@ -89,8 +89,12 @@ class Value:
         power, left, squares, excluded = (new.pop(name).item() for name in ("power", "left", "squares", "excluded"))
         varies = power > ROUNDING * squares
         metrics = {"explained": 1 - left / power if varies else math.nan, "weight": self.weight}
-        if excluded > 0:
-            self._warn_once(int(excluded))
+        if excluded > 0 and not self._warned:
+            self._warned = True
+            logger.warning(
+                f"Hidden states or log-probs before {int(excluded)} tokens of a generation batch are not finite: there "
+                "'value' predicts nothing and learns nothing. If the model runs in float16, try bfloat16."
+            )
         if new["φφ"][:, 0, 0].sum() == 0:
             return metrics  # there is no token to learn from
         if varies and self.weight > 0:
@@ -225,14 +229,6 @@ class Value:
         others = products[..., rest] - squares[..., rest, BASE] * of_base
         theta = torch.linalg.solve_ex(squares[..., rest, :][..., rest], others)[0]
         return torch.cat([theta[..., :BASE], of_base, theta[..., BASE:]], dim=-1)
-
-    def _warn_once(self, tokens: int) -> None:
-        if not self._warned:
-            logger.warning(
-                f"Hidden states or log-probs before {tokens} tokens of a generation batch are not finite: there "
-                "'value' predicts nothing and learns nothing. If the model runs in float16, try bfloat16."
-            )
-        self._warned = True
 
     def _start_anew(self, reason: str) -> None:
         logger.warning(f"The baseline 'value' discards what it has learned: {reason}. It continues as 'rloo_pooled'.")

@@ -124,7 +124,7 @@ def compare_baselines(
                 moments = prompt_moments(
                     pool, masks, gradient_of, rules, dict.fromkeys(sizes, names), beside, seed + index
                 )
-            returns = pool.returns[:, 0][pool.scored[:, 0] > 0]
+            returns = pool.whole_returns[pool.scored > 0]
             moments |= {"reward": returns.mean().item(), "length": pool.lengths.mean().item()}
             moments["varies"] = bool((returns.diff() != 0).any())
             measured += gather_object([moments])[: num_prompts - first]

@@ -192,18 +192,14 @@ def moments_of(
     `mean_zero`: completions are untruncated samples of the differentiated policy, so that scores have mean 0.
     """
 
-    def scale(name: str, n: int) -> float | None:
-        if not mean_zero:
-            return None
-        return (n - 1) / n if name == CONTROL else 1.0 if name in unbiased else None
-
     truth = torch.stack([prompt["truth"] for prompt in prompts]).double()  # (P, 2, k)
     found = {}
     for name, n in (key for key in prompts[0] if isinstance(key, tuple)):
         mean = torch.stack([prompt[name, n]["mean"] for prompt in prompts]).double()
         square = torch.tensor([prompt[name, n]["square"] for prompt in prompts], dtype=torch.float64)
         products = _products(mean, mean), _products(mean, truth), _products(truth, truth)
-        found[name, n] = Moments(square, *products, scale(name, n))
+        scale = (n - 1) / n if name == CONTROL else 1.0 if name in unbiased else None
+        found[name, n] = Moments(square, *products, scale if mean_zero else None)
     return found
 
 

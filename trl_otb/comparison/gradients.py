@@ -64,7 +64,6 @@ class CompletionGradients:
 
     A token's log-prob depends on the body of the model only through the LM head's input at its own position. So the
     head's backward pass, which never forms (T, V) logits, runs once, and each A weights its result.
-
     """
 
     def __init__(self, trainer: OTBGRPOTrainer, parameters: list[torch.nn.Parameter], projection: Projection) -> None:
@@ -95,23 +94,16 @@ class CompletionGradients:
         return torch.cat(found)
 
     def _of_body(self, body: torch.Tensor, pulls: torch.Tensor) -> list[torch.Tensor]:
-        if not body.requires_grad:  # the head alone is trained
-            return [p.new_zeros(len(pulls), *p.shape) for p in self.parameters]
-        how: dict[str, Any] = {"retain_graph": True, "allow_unused": True}
-        pulls = pulls.to(body.dtype)
-        if self.small:
-            batched = torch.autograd.grad(body, self.parameters, pulls, is_grads_batched=True, **how)
-            return [
-                p.new_zeros(len(pulls), *p.shape) if gradient is None else gradient
-                for p, gradient in zip(self.parameters, batched, strict=True)
-            ]
         found = [p.new_zeros(len(pulls), *p.shape) for p in self.parameters]
-        for i, pull in enumerate(pulls):
-            for of_parameter, gradient in zip(
-                found, torch.autograd.grad(body, self.parameters, pull, **how), strict=True
-            ):
+        if not body.requires_grad:  # the head alone is trained
+            return found
+        pulls = pulls.to(body.dtype)
+        how: dict[str, Any] = {"retain_graph": True, "allow_unused": True, "is_grads_batched": self.small}
+        for at, pull in [(slice(None), pulls)] if self.small else enumerate(pulls):
+            gradients = torch.autograd.grad(body, self.parameters, pull, **how)
+            for of_parameter, gradient in zip(found, gradients, strict=True):
                 if gradient is not None:
-                    of_parameter[i] = gradient
+                    of_parameter[at] = gradient
         return found
 
     def _of_head(self, logps: torch.Tensor, weights: torch.Tensor) -> list[torch.Tensor]:

@@ -88,14 +88,11 @@ def prompt_moments(
         (square_of_one, mean_of_one), (square, mean) = (
             of_completions(controlled[name], n, some) for some in (partitions[:1], many)
         )
-        return (
-            gradients.double().square().sum(dim=1).mean() + square - square_of_one,
-            gradients.mean(dim=0) + mean - mean_of_one,
-        )
+        measured = gradients.double().square().sum(dim=1).mean()
+        return measured + square - square_of_one, gradients.mean(dim=0) + mean - mean_of_one
 
-    moments: dict[Any, Any] = {
-        "truth": torch.stack([of_completions(of_truth, len(half), [half])[1] for half in halves])
-    }
+    truth = [of_completions(of_truth, len(half), [half])[1] for half in halves]
+    moments: dict[Any, Any] = {"truth": torch.stack(truth)}
     for n, names in studied.items():
         for name in names:
             of_halves = [of_half(name, n, list(of)) for of in zip(*parts[n], strict=True)]

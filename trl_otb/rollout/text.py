@@ -149,28 +149,19 @@ def as_text(group: Group) -> str:
 
 def summary(rollout: Any) -> str:
     """A few lines on sizes, rewards, and which values are available."""
-    prompts, generated, shown = (
-        -(-(len(rollout) + rollout.first_row % rollout.num_generations) // rollout.num_generations),
-        int(rollout.mask.sum()),
-        rollout.completion_mask.sum(),
-    )
+    n, generated, shown = rollout.num_generations, int(rollout.mask.sum()), int(rollout.completion_mask.sum())
+    prompts = -(-(len(rollout) + rollout.first_row % n) // n)
     returns = completion_returns(rollout.rewards).cpu()
     scored = returns[~returns.isnan()]
     mean = f"mean {scored.mean():.4g}" if len(scored) > 0 else "none"
     missing = f"; {len(returns) - len(scored)} completions without" if len(scored) < len(returns) else ""
     kind = "one per completion" if rollout.rewards.dim() == 1 else "one per token"
-    of = (
-        "not known"
-        if rollout.advantages is None
-        else "per token"
-        if rollout.advantages.size(1) > 1
-        else "per completion"
-    )
-    tools = f", and {int(shown) - generated:,} of tools" if shown > generated else ""
+    of = "per completion" if rollout.advantages is None or rollout.advantages.size(1) == 1 else "per token"
+    tools = f", and {shown - generated:,} of tools" if shown > generated else ""
+    energies = "none" if rollout.energy is None else "of all tokens"
     return (
-        f"Rollout of {prompts} prompts, N = {rollout.num_generations}: {len(rollout)} completions, {generated:,} tokens"
-        f"{tools}\nrewards: {mean}, {kind}{missing}\nenergies: "
-        f"{'none' if rollout.energy is None else 'of all tokens'}\nadvantages: {of}\nsee show(prompt=0), plot(path)"
+        f"Rollout of {prompts} prompts, N = {n}: {len(rollout)} completions, {generated:,} tokens{tools}\n"
+        f"rewards: {mean}, {kind}{missing}\nenergies: {energies}\nadvantages: {of}\nsee show(prompt=0), plot(path)"
     )
 
 

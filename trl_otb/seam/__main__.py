@@ -1,6 +1,4 @@
-"""
-`make drift` checks the installed TRL against the seam; `make hashes` records the sources that were read.
-"""
+"""`make drift` checks the installed TRL against the seam; `make hashes` records the sources that were read."""
 
 import json
 import sys

@@ -116,9 +116,7 @@ def drift() -> str | None:
     changed = sorted(name for name in seen.keys() | known["sources"] if seen.get(name) != known["sources"].get(name))
     if not changed:
         return None
-    installed, tested = (
-        " and ".join(f"{name} {number}" for name, number in of.items()) for of in (versions(), known["versions"])
-    )
+    installed, tested = (" and ".join(map(" ".join, of.items())) for of in (versions(), known["versions"]))
     return (
         f"trl_otb was tested with {tested}, and {installed} is installed, where the source of {', '.join(changed)} is "
         "another. All that is relied on has the expected arguments, and every rollout is compared with TRL's."

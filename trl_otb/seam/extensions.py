@@ -1,9 +1,8 @@
 """What GRPOTrainer lacks: a loss for advantages per token, and tool turns that all processes take together."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from trl import GRPOTrainer
@@ -26,7 +25,8 @@ class TokenLoss(GRPOTrainer):
         if self.importance_sampling_level != "sequence" or inputs["advantages"].dim() == 1:
             return super()._compute_loss(model, inputs)
         inputs = dict(inputs)  # the micro-batch is used again
-        with self.recorder.recording(on_logps=partial(_spread_sequence_ratio, inputs)), _ratios_per_token(self):
+        spread = partial(_spread_sequence_ratio, inputs)
+        with self.recorder.recording(on_logps=spread), patch.object(self, "importance_sampling_level", "token"):
             return super()._compute_loss(model, inputs)
 
     # Both use the sign of a completion's advantage, so they get one advantage per completion
@@ -93,20 +93,9 @@ class CollectiveToolLoop(GRPOTrainer):
         idle = most - own if self.use_vllm else int(own == 0)  # vLLM's slices are of equal length on every process
         prompt_ids = prompt_ids + [[self._tokenizer.eos_token_id]] * idle
         images = None if images is None else images + [None] * idle
-        ids, logprobs = super()._generate_single_turn(
-            prompt_ids, images, multimodal_fields, num_generations, *args, **kwargs
-        )
+        rows = (prompt_ids, images, multimodal_fields, num_generations)
+        ids, logprobs = super()._generate_single_turn(*rows, *args, **kwargs)
         return ids[:own], None if logprobs is None else logprobs[:own]
-
-
-@contextmanager
-def _ratios_per_token(trainer: Any) -> Iterator[None]:
-    """Context in which the loss uses ratios per token."""
-    trainer.importance_sampling_level = "token"
-    try:
-        yield
-    finally:
-        trainer.importance_sampling_level = "sequence"
 
 
 def _spread_sequence_ratio(inputs: dict[str, Any], logps: torch.Tensor) -> None:

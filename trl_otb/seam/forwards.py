@@ -47,8 +47,8 @@ class PolicyRecorder:
         head = policy.get_output_embeddings()
         if not head.weight.is_floating_point():  # TRL's fused head multiplies by the weight as it is stored
             raise ValueError(
-                f"The LM head of the policy is quantized (a {type(head).__name__} whose weight is {head.weight.dtype}), and "
-                "TRL's fused head would read it as stored: log-probs would be wrong. Do not quantize it: "
+                f"The LM head of the policy is quantized (a {type(head).__name__} of {head.weight.dtype}), "
+                "and TRL's fused head would read it as stored: log-probs would be wrong. Do not quantize it: "
                 "`BitsAndBytesConfig(..., llm_int8_skip_modules=['lm_head'])`, also for 4 bits."
             )
         self.policy, self.temperature = policy, temperature
@@ -84,7 +84,7 @@ class PolicyRecorder:
     def scoring(self, model: torch.nn.Module) -> Iterator[Callable[[Tensor], Any]]:
         """Context of a scoring forward of `model`, policy or reference; the yielded function takes its log-probs."""
         to = self._recording
-        if to is None or torch.is_grad_enabled():
+        if to is None or to.on_logps or torch.is_grad_enabled() or all(m is not self.policy for m in model.modules()):
             yield (to and to.on_logps) or (lambda logps: None)
             return
         chunks: list[Any] = []
@@ -96,12 +96,10 @@ class PolicyRecorder:
                     "OTBGRPOTrainer was constructed. Construct the trainer last."
                 )
             length = logps.size(1)
-            # None of a reference model
             of_all = self._checked(states, len(chunks)) if states else None
             of_tokens = None if of_all is None else torch.cat([x[:, -length - 1 : -1] for x in of_all]).to(logps.device)
-            to.scored.append(
-                (logps, TokenValues(token_energy(logps, torch.cat(chunks)[:, -length:]), logps, of_tokens))
-            )
+            energy = token_energy(logps, torch.cat(chunks)[:, -length:])
+            to.scored.append((logps, TokenValues(energy, logps, of_tokens)))
 
         hook = model.register_forward_hook(
             lambda module, args, outputs: chunks.append(getattr(outputs, "log_sum_sq_probs", None))

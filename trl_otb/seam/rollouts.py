@@ -141,14 +141,12 @@ def rollout_of(trainer: Any, batch: dict[str, Any], recorders: list[RewardRecord
     rollout = Rollout.of_batch(batch, num_generations, trainer.accelerator.process_index, trainer.processing_class)
     ids, rewarded, own = batch["completion_ids"].cpu(), recorder.completion_ids, rollout.own_rows
     if len(ids) != len(rewarded):
-        raise trainer.failure(
-            f"{len(rewarded)} completions were rewarded and {len(ids)} are to be trained on", *_MAKING
-        )
+        what = f"{len(rewarded)} completions were rewarded and {len(ids)} are to be trained on"
+        raise trainer.failure(what, *_MAKING)
     for row, of_row in enumerate(rewarded):
-        if not torch.equal(ids[row, : len(of_row)], torch.as_tensor(of_row)):
-            raise trainer.failure(
-                f"completion {row} of a rollout is not the one that was rewarded in its place", *_MAKING
-            )
+        if not torch.equal(ids[row, : len(of_row)], of_row):
+            what = f"completion {row} of a rollout is not the one that was rewarded in its place"
+            raise trainer.failure(what, *_MAKING)
     expected, actual, scale = found.group_mean_advantages[own], batch["advantages"], found.scale[own]
     difference = ((expected - actual) * scale.nan_to_num(posinf=1.0)).abs()
     if (difference > 1e-5 * (1 + found.returns.abs().nan_to_num(nan=0.0).max())).any():
