@@ -96,7 +96,7 @@ class RewardRecorder:
         name, several = self._names[index], isinstance(reward, list | tuple)
         if not several and getattr(reward, "ndim", 0) == 1:
             several = len(reward) != 1
-            reward = reward if several else reward[0]  # one number, as GRPOTrainer reads it
+            reward = reward if several else next(iter(reward))  # one number, as GRPOTrainer reads it
         if not several and getattr(reward, "ndim", 0) == 0:
             number, unused = _float(reward), self._weights is not None and self._weights[index] == 0
             if reward is None or (number is not None and (unused or not abs(number) > MOST)):

@@ -6,6 +6,7 @@ import torch
 from peft import LoraConfig
 from trl import GRPOTrainer
 
+from trl_otb.baselines import compute_advantages
 from trl_otb.config import LOSS_TYPES
 
 
@@ -77,6 +78,13 @@ def assert_same_weights(a, b, **tolerance):
             torch.testing.assert_close(a[name], b[name], msg=name, **tolerance)
         else:
             assert torch.equal(a[name], b[name]), name
+
+
+def predicted(rollout):
+    """`value`'s B − B0 of every generated token, from the rollout of one process."""
+    inputs = rollout.rewards, rollout.mask.float(), rollout.mask, rollout.num_generations
+    of_base = compute_advantages(*inputs, baseline="rloo_pooled")
+    return (of_base - rollout.advantages)[rollout.mask.bool()]
 
 
 def logged(trainer, key):

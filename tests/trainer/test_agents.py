@@ -9,7 +9,6 @@ from tests.helpers.oracles import mask_of
 from tests.helpers.recording import first_rollout
 from tests.helpers.scripted import TOOLS, TURNS, script_turns
 from tests.helpers.settings import logged
-from trl_otb.baselines import ALIGNMENTS
 from trl_otb.rewards import turn_ends
 
 
@@ -60,18 +59,13 @@ def test_the_mask_is_what_the_policy_said(train, monkeypatch):
     assert turns == [3, 1, 1, 3, 1, 2, 2, 5]  # a turn is an assistant message
 
 
-@pytest.mark.parametrize("alignment", ALIGNMENTS)
-@pytest.mark.parametrize("options", [{"zero_tail": True}, {"zero_tail": False}, {"baseline": "otb_shrunk"}], ids=str)
-def test_tools(train, monkeypatch, model_path, alignment, options):
+@pytest.mark.parametrize("baseline", ["otb", "otb_loo", "ogb"])
+def test_tools(train, monkeypatch, model_path, baseline):
     script_turns(monkeypatch)
-    trainer = train(reward_funcs=by_length, tools=TOOLS, alignment=alignment, **options, **AGENT)
+    trainer = train(reward_funcs=by_length, tools=TOOLS, baseline=baseline, **AGENT)
     batch = first_rollout(trainer)
     assert (mask_of(batch).sum(1) < batch["completion_mask"].sum(1)).sum() == 5
-    assert_is_double_loop(batch, rewards_of(batch), model_path, alignment=alignment, **options)
-
-
-def test_the_default_alignment_counts_generated_tokens(train):
-    assert train(train=False).args.alignment == "generated"
+    assert_is_double_loop(batch, rewards_of(batch), model_path, baseline=baseline)
 
 
 @pytest.mark.slow
@@ -151,19 +145,7 @@ def test_environments_mixed_in_a_batch(train, monkeypatch, model_path):
         "environment_factory": {"adder": Adder, "repeater": Repeater},
     }
     trainer = train(reward_funcs=None, **options)
-    batch = {
-        k: torch.cat([b[k] for b in trainer.micro_batches])
-        for k in (
-            "prompt_ids",
-            "prompt_mask",
-            "completion_ids",
-            "completion_mask",
-            "tool_mask",
-            "advantages",
-            "rows_of_rollout",
-        )
-    }
-    batch = {k: v[batch["rows_of_rollout"].argsort()] for k, v in batch.items()}
+    batch = first_rollout(trainer)
     mask = mask_of(batch)
     rewards = torch.zeros(16, mask.size(1))
     ends = turn_ends(mask)

@@ -1,6 +1,5 @@
 """vLLM's importance-sampling correction, without vLLM: a sampler that returns log-probs takes its place."""
 
-import copy
 import math
 
 import pytest
@@ -10,10 +9,11 @@ from trl.trainer import grpo_trainer
 
 from tests.helpers import tiny
 from tests.helpers.oracles import energies_by_softmax, mask_of
-from tests.helpers.recording import Recording
+from tests.helpers.recording import Recording, first_rollout
+from tests.helpers.settings import predicted
 from trl_otb import OTBGRPOConfig
 from trl_otb.baselines import compute_advantages
-from trl_otb.seam.sampling import sample_batch
+from trl_otb.seam.pools import at_rest, sample
 
 
 class Sampler:
@@ -55,18 +55,13 @@ def test_energies_carry_the_squared_ratio(mode, baseline, model_path, tmp_path, 
     correction = {"use_vllm": True, "vllm_mode": "colocate", "vllm_importance_sampling_mode": mode}
     clip = {"vllm_importance_sampling_clip_min": low, "vllm_importance_sampling_clip_max": high}
     trainer = Recording(
-        model_path,
-        tiny.even_bytes,
-        args=OTBGRPOConfig(**settings, **correction, **clip),
-        train_dataset=tiny.prompts(),
+        model_path, tiny.even_bytes, args=OTBGRPOConfig(**settings, **correction, **clip), train_dataset=tiny.prompts()
     )
     trainer.train()
     assert trainer.energy_source == "the no-gradient forward that GRPOTrainer runs anyway"
     assert trainer.forwards == {"grad": 1, "no_grad": 1}  # the one that TRL runs for the correction itself
 
-    (batch,) = trainer.micro_batches
-    order = batch["rows_of_rollout"].argsort()
-    batch = {k: v[order] for k, v in batch.items() if torch.is_tensor(v) and v.dim()}
+    batch = first_rollout(trainer)
     mask = mask_of(batch).double()
 
     # ρ from the definitions: the policy's log-probs in float64 against the sampler's
@@ -136,12 +131,12 @@ def test_value_learns_with_ratios_and_does_not_look_at_them(mode, model_path, tm
             train_dataset=tiny.prompts(),
         )
         if memory is not None:
-            trainer.load_saved_state(copy.deepcopy(memory))
+            trainer._baseline.rule.load_state_dict(memory)
         trainer.train()
         return trainer
 
-    memory = run(4).state_to_save()
-    memory["state"]["weight"] = 0.5
+    memory = run(4)._baseline.state()
+    memory["weight"] = 0.5
     one = run(1, memory)
     monkeypatch.setattr(Off, "by", 0.3)
     two = run(1, memory)
@@ -150,21 +145,13 @@ def test_value_learns_with_ratios_and_does_not_look_at_them(mode, model_path, tm
     assert torch.equal(rollout.completion_ids, other.completion_ids)
     assert (rollout.energy - other.energy)[mask].abs().max() > 1e-3
     assert torch.equal(rollout.baselines[mask], other.baselines[mask])
-    assert (rollout.baselines - rollout.base)[mask].abs().max() > 1e-3
-    sums, others = (trainer.state_to_save()["state"]["_sums"]["φφ"] for trainer in (one, two))
+    assert predicted(rollout).abs().max() > 1e-3
+    sums, others = (trainer._baseline.state()["_sums"]["φφ"] for trainer in (one, two))
     assert not torch.equal(sums, others)
 
     if mode == "sequence_truncate":  # the gradients of a comparison have no ratios, and so no energies with them
-        two.model.eval()
-        before = two.num_generations_eval
-        (sampled,) = sample_batch(two, [{"prompt": "abc"}], 4, seed=0)
-        two.num_generations_eval = before
-        energy = energies_by_softmax(
-            two.policy,
-            {
-                name: getattr(sampled, name)
-                for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
-            },
-        )
-        assert sampled.unweighted_energy is None
-        torch.testing.assert_close(sampled.energy * sampled.mask, (energy * sampled.mask).float(), atol=1e-5, rtol=0)
+        with at_rest(two, frozenset({"energy"})):
+            ((sampled, rows),) = sample(two, [{"prompt": "abc"}], 4, seed=0)
+        for row, weights, mask in zip(rows, sampled.weights, sampled.mask.bool(), strict=True):
+            expected = energies_by_softmax(two.policy, row)[0].float()
+            torch.testing.assert_close(weights[mask], expected, atol=1e-5, rtol=0)

@@ -85,7 +85,7 @@ def test_continuous_batching_under_the_group_mean(train):
     assert_group_mean_is_grpo_trainer(train, **CONTINUOUS_BATCHING)
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", list(SOURCES)[1:])  # its forwards are of tokens of several completions at once
 def test_energies_under_continuous_batching(train, model_path, source):
     trainer, snapshots = second_rollout(train, model_path, source, **CONTINUOUS_BATCHING)
     assert_energies_are_those_of_the_last_weights(trainer, snapshots, model_path)

@@ -9,7 +9,7 @@ from tests.helpers.agents import AGENT, assert_is_double_loop, by_length, reward
 from tests.helpers.oracles import energies_by_softmax, mask_of
 from tests.helpers.recording import first_rollout
 from tests.helpers.scripted import TOOLS, TURNS, script_turns
-from tests.helpers.settings import in_turn, logged
+from tests.helpers.settings import SOURCES, in_turn, logged
 from trl_otb import TokenRewards
 from trl_otb.baselines import BASELINES
 from trl_otb.rewards import turn_ends
@@ -28,11 +28,6 @@ def once(reward_func, of_each):
     return function
 
 
-SOURCES = {
-    "extra forward": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
-    "training forward": {},
-    "GRPOTrainer's forward": {"num_iterations": 2, "max_steps": 4},
-}
 AT_THE_END = {
     "a turn": lambda r, ids: [r],
     "a tuple": lambda r, ids: (r,),
@@ -131,11 +126,19 @@ def test_none_and_numbers_and_turns_mix(train):
     assert logged(trainer, "rewards/mixed/mean") == [pytest.approx(1.75 / 7)]
 
 
-@pytest.mark.parametrize("scale", ["group", "batch"])
-@pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
-def test_scaling_and_aggregation_reach_the_tokens(train, aggregation, scale):
+@pytest.mark.parametrize(
+    ("baseline", "scale", "aggregation"),
+    [
+        ("ogb", "group", "sum_then_normalize"),
+        ("ogb", "batch", "sum_then_normalize"),
+        ("ogb", "group", "normalize_then_sum"),
+        ("otb", "none", "normalize_then_sum"),
+    ],
+)
+def test_scaling_and_aggregation_reach_the_tokens(train, baseline, scale, aggregation):
     """Each way of GRPOTrainer's, applied to turns; with the reward at the end it is the scalar path's."""
-    options = {"multi_objective_aggregation": aggregation, "scale_rewards": scale, "reward_weights": [1.0, 0.3]}
+    options = {"multi_objective_aggregation": aggregation, "scale_rewards": scale, "baseline": baseline}
+    options["reward_weights"] = [1.0, 0.3]
     plain = train(reward_funcs=[tiny.even_bytes, by_length], **GROUPS, **options)
     first = once(tiny.even_bytes, AT_THE_END["tokens"])
     credited = train(reward_funcs=[first, by_length], **GROUPS, **options)

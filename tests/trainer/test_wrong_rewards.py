@@ -77,9 +77,8 @@ def tokens_of(form):
         (with_first([1e39]), r"'function' returned 1e\+39 as reward 0 of completion 1"),
         (with_first(10**400), "'function' returned 1000+.* for completion 1"),
         (tokens_of(lambda n: [2e38] * n), r"'function' returned rewards that sum to 1.6e\+39 of completion 0"),
-        (tokens_of(lambda n: torch.full((n,), math.nan)), r"returned tensor\(nan\) as reward 0 of completion 0"),
-        (tokens_of(lambda n: torch.zeros(n, 1)), r"an array of shape \(8, 1\) as rewards of completion 0"),
-        (tokens_of(lambda n: [[0.0]] * n), r"returned \[0.0\] as reward 0 of completion 0"),
+        (tokens_of(lambda n: torch.full((n,), math.nan)), r"returned nan as reward 0 of completion 0"),
+        (tokens_of(lambda n: torch.zeros(n, 1)), r"returned \[0.0\] as reward 0 of completion 0"),
         (tokens_of(lambda n: ["1"] * n), "returned '1' as reward 0 of completion 0"),
         (
             nothing_in_a_turn,

@@ -132,8 +132,7 @@ def compute_advantages(
         raise ValueError(f"`alignment` is {alignment!r}: it must be one of {', '.join(map(repr, ALIGNMENTS))}.")
     if unknown := [name for name in more if name not in NEEDS]:
         raise TypeError(f"compute_advantages() got an unexpected keyword argument {unknown[0]!r}")
-    rule = find_baseline(baseline).instance()
-    weights = None
+    rule, mask, weights = find_baseline(baseline).instance(), mask.bool(), None
     if "energy" in rule.needs:
         weights = None if importance_weights is None else importance_weighted(energy, importance_weights)
         check_energies(energy if weights is None else weights, mask)

@@ -96,7 +96,7 @@ class PolicyRecorder:
                     "OTBGRPOTrainer was constructed. Construct the trainer last."
                 )
             length = logps.size(1)
-            of_all = self._checked(states, len(chunks)) if states else None
+            of_all = self._checked(states, len(chunks)) if to.states else None
             of_tokens = None if of_all is None else torch.cat([x[:, -length - 1 : -1] for x in of_all]).to(logps.device)
             energy = token_energy(logps, torch.cat(chunks)[:, -length:])
             to.scored.append((logps, TokenValues(energy, logps, of_tokens)))

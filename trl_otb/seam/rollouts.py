@@ -78,7 +78,7 @@ def weigh_rewards(
         )
     advantages = ((returns - mean) / scale).nan_to_num(nan=0.0)
     scale = scale.masked_fill((highest <= lowest).repeat_interleave(sets.size(1)), torch.inf)
-    return Returns(returns, scale.nan_to_num(nan=torch.inf), factors, advantages)
+    return Returns(returns, scale.nan_to_num(nan=torch.inf, posinf=torch.inf), factors, advantages)
 
 
 def _nanstd(x: Tensor, dim: int) -> Tensor:
@@ -96,7 +96,7 @@ def recorded_rewards(trainer: GRPOTrainer) -> Iterator[list[RewardRecorder]]:
     that return their sums.
     """
     recorders: list[RewardRecorder] = []
-    calculate, of_trl = trainer._calculate_rewards, GRPOTrainer._calculate_rewards
+    of_trl = GRPOTrainer._calculate_rewards
     # Set on this trainer by a user; usually the method belongs to the class
     before = {key: value for key, value in vars(trainer).items() if key == "_calculate_rewards"}
 
@@ -122,13 +122,13 @@ def recorded_rewards(trainer: GRPOTrainer) -> Iterator[list[RewardRecorder]]:
         finally:
             self.reward_funcs = functions
 
-    trainer._calculate_rewards = outermost
-    try:
-        with patch.object(GRPOTrainer, "_calculate_rewards", innermost):
+    with patch.object(GRPOTrainer, "_calculate_rewards", innermost):
+        calculate, trainer._calculate_rewards = trainer._calculate_rewards, outermost
+        try:
             yield recorders
-    finally:
-        del trainer._calculate_rewards
-        vars(trainer).update(before)
+        finally:
+            del trainer._calculate_rewards
+            vars(trainer).update(before)
 
 
 def rollout_of(trainer: Any, batch: dict[str, Any], recorders: list[RewardRecorder], num_generations: int) -> Rollout:
