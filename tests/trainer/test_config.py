@@ -1,7 +1,6 @@
 """Configuration: accepted, converted, or rejected with value, reason and remedy."""
 
 import json
-import pickle
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,13 +14,17 @@ from tests.helpers import tiny
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer, config, register_baseline
 
 
-def test_plain_grpo_config_is_enough(train, caplog):
-    args = GRPOConfig(**tiny.SETTINGS, output_dir="unused")
-    trainer = train(OTBGRPOTrainer, GRPOConfig, max_steps=1)
-    assert isinstance(trainer.args, OTBGRPOConfig) and trainer.args.baseline == "otb"
-    assert trainer.args.scale_rewards == "group"
-    assert "scale_rewards='group'" in caplog.text
-    assert type(args) is GRPOConfig and not hasattr(args, "baseline")
+def test_a_plain_grpo_config_is_enough_and_stays_as_it_is(train):
+    trainer = train(OTBGRPOTrainer, GRPOConfig, scale_rewards="none", max_steps=1, save_strategy="steps", save_steps=1)
+    assert type(trainer.args) is GRPOConfig and not hasattr(trainer.args, "baseline")
+    assert trainer.rollouts["train"].advantages.size(1) > 1  # the default baseline's, per token
+    with pytest.raises(
+        ValueError, match=r"`scale_rewards` is 'group' and `baseline` is 'otb'.*Set `scale_rewards='none"
+    ):
+        train(OTBGRPOTrainer, GRPOConfig, train=False)
+
+
+ON_CPU = {"output_dir": "unused", "use_cpu": True, "bf16": False}
 
 
 @dataclass
@@ -44,74 +47,49 @@ def test_wrong_kind_of_args(model_path):
         OTBGRPOTrainer(model_path, tiny.even_bytes, args={"output_dir": "x"}, train_dataset=tiny.prompts())
 
 
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ({"baseline": "mean"}, "`baseline` is 'mean'.*'otb', 'otb_shrunk', 'ogb', 'opo', 'rloo', 'group_mean'"),
-        ({"alignment": "turn"}, "`alignment` is 'turn'.*'generated', 'position'"),
-        ({"scale_rewards": "std"}, "`scale_rewards` is 'std'.*'none', 'group'"),
-        ({"loss_type": "ppo"}, "`loss_type` is 'ppo'.*'dapo'"),
-        ({"baseline": "otb_shrunk", "zero_tail": False}, "`zero_tail` is False and `baseline` is 'otb_shrunk'"),
-        ({"baseline": "ogb", "alignment": "position"}, "`alignment` is 'position' and `baseline` is 'ogb'.*'otb'"),
-        (
-            {"baseline": "rloo_pooled", "scale_rewards": "group"},
-            "`scale_rewards` is 'group' and `baseline` is 'rloo_pooled', which compares prompts.*'none'` or 'batch'",
-        ),
-        ({"baseline": "value", "scale_rewards": "group"}, "`baseline` is 'value', which compares prompts"),
-        (
-            {"baseline": "none", "scale_rewards": "group"},
-            "`baseline` is 'none', which does not only compare the completions of a group.*'none'` or 'batch'",
-        ),
-        ({"leave_one_out": "False"}, "`leave_one_out` is 'False', a str: it must be True or False"),
-        ({"zero_tail": 0}, "`zero_tail` is 0, a int: it must be True or False"),
-        ({"keep_groups_together": "no"}, "`keep_groups_together` is 'no': it must be True, False or None"),
-        (
-            {"keep_groups_together": True, "num_generations": 8, "per_device_train_batch_size": 4},
-            "`keep_groups_together` is True and `per_device_train_batch_size` 4: whole groups need a multiple of .* 8",
-        ),
-        ({"baseline": len}, "`baseline` is <built-in function len>: a config holds text. Register the function"),
-        ({"baseline": "nowhere:mine"}, "`baseline` is 'nowhere:mine', which cannot be imported"),
-    ],
-)
-def test_what_cannot_be_honoured_is_rejected(option, message, tmp_path):
+SCALED = "under which completions have advantages where all returns are nearly equal"
+WRONG = [
+    ({"baseline": "mean"}, "`baseline` is 'mean'.*'otb', 'otb_loo', 'ogb', 'ogb_loo', 'rloo', 'group_mean'"),
+    ({"baseline": "opo"}, "`baseline` is 'opo'.* Set `baseline='recipes.more_baselines:opo'`"),
+    ({"scale_rewards": "std"}, "`scale_rewards` is 'std'.*'none', 'group'"),
+    ({"loss_type": "ppo"}, "`loss_type` is 'ppo'.*'dapo'"),
+    ({"baseline": "rloo_pooled", "scale_rewards": "group"}, f"'group' and `baseline` is 'rloo_pooled', {SCALED}"),
+    ({"baseline": "otb", "scale_rewards": "batch"}, f"'batch' and `baseline` is 'otb', {SCALED}.*'ogb', 'ogb_loo'"),
+    (
+        {"keep_groups_together": True, "num_generations": 8, "per_device_train_batch_size": 4},
+        "`keep_groups_together` is True and `per_device_train_batch_size` 4: whole groups need a multiple of .* 8",
+    ),
+    ({"baseline": len}, "`baseline` is <built-in function len>: a config holds text. Register the function"),
+    ({"baseline": "nowhere:mine"}, "`baseline` is 'nowhere:mine', which cannot be imported"),
+]
+
+
+@pytest.mark.parametrize(("option", "message"), WRONG)
+def test_what_cannot_be_honoured_is_rejected(option, message):
     with pytest.raises(ValueError, match=message):
-        OTBGRPOConfig(output_dir=str(tmp_path), **option)
-    plain = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
-    for key, value in option.items():
-        setattr(plain, key, value)
-    with pytest.raises(ValueError, match=message):
-        OTBGRPOConfig.from_grpo_config(plain)
+        OTBGRPOConfig(**ON_CPU, **option)
+
+
+@pytest.mark.parametrize("option", ["leave_one_out", "alignment", "zero_tail"])
+def test_an_option_that_is_gone_says_what_to_write_instead(option):
+    with pytest.raises(TypeError, match=f"`{option}` is no option any more. (Set|Tokens|`otb`)"):
+        OTBGRPOConfig(**ON_CPU, **{option: True})
 
 
 def test_command_line_and_yaml(tmp_path):
     from trl import TrlParser
 
-    (tmp_path / "config.yaml").write_text("baseline: ogb\nleave_one_out: true\nlearning_rate: 1.0e-5\n")
+    (tmp_path / "config.yaml").write_text("baseline: ogb\nkeep_groups_together: true\nlearning_rate: 1.0e-5\n")
     parser = TrlParser(OTBGRPOConfig)
     common = ["--config", str(tmp_path / "config.yaml"), "--output_dir", str(tmp_path), "--use_cpu", "--bf16", "false"]
     (args,) = parser.parse_args_and_config(common)
-    assert (args.baseline, args.leave_one_out, args.zero_tail, args.scale_rewards) == ("ogb", True, True, "none")
-    (args,) = parser.parse_args_and_config(
-        [*common, "--baseline", "otb", "--zero_tail", "false", "--alignment", "position"]
-    )
-    assert (args.baseline, args.zero_tail, args.alignment) == ("otb", False, "position")
+    assert (args.baseline, args.keep_groups_together, args.scale_rewards) == ("ogb", True, "none")
+    (args,) = parser.parse_args_and_config([*common, "--baseline", "otb", "--keep_groups_together", "false"])
+    assert (args.baseline, args.keep_groups_together) == ("otb", False)
     assert json.loads(args.to_json_string())["baseline"] == "otb"
 
 
-def test_a_baseline_on_top_of_one_within_groups_is_not_scaled_by_a_group_either(registry):
-    register_baseline("plus", on_top_of="rloo")(lambda tokens: tokens.base + 0.25)
-    with pytest.raises(ValueError, match="`scale_rewards` is 'group' and `baseline` is 'plus'"):
-        OTBGRPOConfig(output_dir="unused", baseline="plus", scale_rewards="group", use_cpu=True, bf16=False)
-
-
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ({"baseline": "rloo_pooled", "scale_rewards": "group"}, "`scale_rewards` is 'group'"),
-        ({"leave_one_out": "False"}, "`leave_one_out` is 'False'"),
-        ({"loss_type": "ppo"}, "`loss_type` is 'ppo'"),
-    ],
-)
+@pytest.mark.parametrize(("option", "message"), [WRONG[3], WRONG[4]])
 @pytest.mark.parametrize("when", ["before the trainer", "before training"])
 def test_options_set_on_a_config_that_was_made_are_checked(train, when, option, message):
     args = OTBGRPOConfig(**tiny.SETTINGS, output_dir="unused")
@@ -131,11 +109,11 @@ def test_a_trainer_keeps_its_baseline_and_says_so(train):
 
 def test_each_trainer_keeps_the_function_that_a_name_stood_for(train, registry):
     def constant(value):
-        return lambda group: group.returns * 0 + value
+        return lambda x: x.returns * 0 + value
 
     trainers = []
     for value in (0.25, 0.75):
-        register_baseline("mine", uses_energy=False)(constant(value))
+        register_baseline("mine", needs=())(constant(value))
         trainers.append(train(OTBGRPOTrainer, baseline="mine", train=False, max_steps=1))
     for trainer, value in zip(trainers, (0.25, 0.75), strict=True):
         trainer.train()
@@ -150,7 +128,7 @@ class Theirs(GMPOConfig):
 
 @dataclass
 class OursFirst(OTBGRPOConfig, Theirs):
-    zero_tail: bool = False
+    keep_groups_together: bool = True
 
 
 @dataclass
@@ -158,15 +136,12 @@ class TheirsFirst(Theirs, OTBGRPOConfig):
     beta: float = 0.5
 
 
-ON_CPU = {"output_dir": "unused", "use_cpu": True, "bf16": False}
-
-
 def test_a_merged_config_keeps_the_defaults_of_both():
     for cls in (OursFirst, TheirsFirst):
         args = cls(**ON_CPU)
         assert (args.alpha, args.epsilon, args.scale_rewards, args.baseline) == (0.25, 0.4, "none", "otb")
-        assert cls(**ON_CPU, epsilon=0.3, scale_rewards="batch").epsilon == 0.3
-    assert not OursFirst(**ON_CPU).zero_tail and TheirsFirst(**ON_CPU).beta == 0.5
+        assert cls(**ON_CPU, epsilon=0.3, scale_rewards="none").epsilon == 0.3
+    assert OursFirst(**ON_CPU).keep_groups_together and TheirsFirst(**ON_CPU).beta == 0.5
     assert OnCPU(output_dir="unused").epsilon == OTBGRPOConfig(**ON_CPU).epsilon == 0.2
 
 
@@ -184,20 +159,14 @@ def test_options_of_a_config_class_that_are_not_looked_at_are_an_error(bases, ow
 
 
 def test_a_subclass_of_grpo_config_keeps_its_class_and_fields(train):
-    plain = Theirs(**ON_CPU, alpha=0.5)
-    args = OTBGRPOConfig.from_grpo_config(plain)
-    assert isinstance(args, Theirs) and isinstance(args, OTBGRPOConfig) and type(plain) is Theirs
-    assert (args.alpha, args.epsilon, args.scale_rewards, args.baseline) == (0.5, 0.4, "group", "otb")
-    assert args.to_dict()["alpha"] == 0.5 and args.to_dict()["baseline"] == "otb"
-    again = pickle.loads(pickle.dumps(args))  # as a checkpoint does
-    assert type(again) is type(args) and again.to_dict() == args.to_dict()
-    assert train(OTBGRPOTrainer, Theirs, max_steps=1, save_strategy="steps", save_steps=1).args.alpha == 0.25
+    trainer = train(OTBGRPOTrainer, Theirs, scale_rewards="none", max_steps=1, save_strategy="steps", save_steps=1)
+    assert type(trainer.args) is Theirs and (trainer.args.alpha, trainer.args.epsilon) == (0.25, 0.4)
 
 
 def test_that_advantages_are_not_scaled_is_said_once_to_those_who_have_not_asked_for_it(caplog):
     type(config.logger).warning_once.cache_clear()
     for options in ({"scale_rewards": "none"}, {"scale_rewards": False}, {"scale_rewards": "group"}):
-        OTBGRPOConfig(**ON_CPU, **options)
+        OTBGRPOConfig(**ON_CPU, baseline="ogb", **options)
     assert not caplog.records
     for _ in range(2):
         assert OTBGRPOConfig(**ON_CPU).scale_rewards == OTBGRPOConfig(**ON_CPU, scale_rewards=None).scale_rewards

@@ -1,10 +1,11 @@
-"""Resuming, exact or announced as not."""
+"""Resuming, and training again after an error."""
 
 import pytest
 import torch
-from transformers import TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
 
 from tests.helpers.settings import LORA, assert_same_weights, logged
+from trl_otb import OTBGRPOTrainer
 
 
 @pytest.mark.parametrize(
@@ -18,51 +19,51 @@ def test_resume_is_bit_exact(train, tmp_path, options):
     assert logged(whole, "otb/grad_power") == logged(resumed, "otb/grad_power")
 
 
-BUFFERED = {"num_iterations": 2, "steps_per_generation": 2, "gradient_accumulation_steps": 1}  # 4 steps a buffer
+PLACES = {  # of a forward, by the number of tokens read and whether there is a gradient
+    "generation": lambda length, grad: length == 1,
+    "a scoring forward": lambda length, grad: length > 4 and not grad,
+    "the loss": lambda length, grad: grad,
+}
 
 
-def warnings_of(caplog):
-    return [r.getMessage() for r in caplog.records if r.name == "trl_otb.callbacks.inexact_resume"]
+def train_with_an_error(trainer, place, error, monkeypatch):
+    """The error comes once, the first time that training gets to this place; then it trains again."""
+
+    def fails(*args, **kwargs):
+        raise error
+
+    def in_forward(module, args, kwargs):
+        if PLACES[place](kwargs["input_ids"].size(1), torch.is_grad_enabled()):
+            raise error
+
+    with monkeypatch.context() as patch:
+        if place == "a reward":
+            patch.setattr(trainer, "reward_funcs", [fails])
+        if place == "backward":
+            patch.setattr(trainer.accelerator, "backward", fails)
+        hook = trainer.model.register_forward_pre_hook(
+            in_forward if place in PLACES else lambda *args: None, with_kwargs=place in PLACES
+        )
+        with pytest.raises(type(error)):
+            trainer.train()
+        hook.remove()
+    trainer.train()
+    return trainer
 
 
-def test_checkpoints_inside_a_generation_buffer_are_announced_once(train, tmp_path, caplog):
-    train(max_steps=5, save_strategy="steps", save_steps=2, output_dir=str(tmp_path), **BUFFERED)
-    (said,) = warnings_of(caplog)
-    assert "`save_steps` is 2" in said and "multiples of 4 steps" in said
-
-    caplog.clear()
-    resumed = train(train=False, max_steps=5, output_dir=str(tmp_path), **BUFFERED)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    (said,) = warnings_of(caplog)
-    assert "Resuming at step 2, inside a generation buffer" in said
-
-
-def test_resuming_past_the_first_epoch_is_announced_and_does_differ(train, tmp_path, caplog):
-    """Two prompts a step, of eight; a run without shuffling resumes exactly there."""
-    for shuffle in (True, False):
-        run = {"output_dir": str(tmp_path / str(shuffle)), "shuffle_dataset": shuffle, "max_steps": 6}
-        whole = train(save_strategy="steps", save_steps=5, **run)
-        caplog.clear()
-        resumed = train(train=False, **run)
-        resumed.train(resume_from_checkpoint=f"{run['output_dir']}/checkpoint-5")
-        said, ids = warnings_of(caplog), [t.rollouts["train"].prompt_ids for t in (whole, resumed)]
-        assert torch.equal(*ids) != shuffle
-        assert ["step 5, in epoch 2" in text for text in said] == [True] * shuffle
-
-
+@pytest.mark.parametrize("place", [*PLACES, "a reward", "backward"])
 @pytest.mark.parametrize(
-    "options", [{"save_strategy": "steps", "save_steps": 4, **BUFFERED}, {"save_strategy": "steps", "save_steps": 1}]
+    ("baseline", "error"),
+    [("group_mean", RuntimeError("out of memory")), ("otb", RuntimeError("no")), ("value", KeyboardInterrupt())],
 )
-def test_checkpoints_that_resume_exactly_go_unmentioned(train, tmp_path, caplog, options):
-    train(max_steps=5, output_dir=str(tmp_path), **options)
-    assert (tmp_path / "checkpoint-4").is_dir() and not warnings_of(caplog)
-
-
-def test_a_checkpoint_asked_for_inside_a_generation_buffer_is_announced(train, tmp_path, caplog):
-    class SaveNow(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            control.should_save = state.global_step == 3
-
-    train(max_steps=5, output_dir=str(tmp_path), callbacks=[SaveNow()], **BUFFERED)
-    (said,) = warnings_of(caplog)
-    assert "The checkpoint of step 3 lies inside a generation buffer" in said
+def test_after_an_error_in_a_step_training_goes_on_as_grpo_trainers(train, monkeypatch, place, baseline, error):
+    """To the bit under the group mean; the others at a learning rate of 0, where all have the same completions."""
+    options = {"num_iterations": 2, "max_steps": 4, "train": False}
+    options |= {} if baseline == "group_mean" else {"learning_rate": 0.0}
+    grpo = train(GRPOTrainer, GRPOConfig, scale_rewards="none", **options)
+    train_with_an_error(grpo, place, error, monkeypatch)
+    ours = train(OTBGRPOTrainer, baseline=baseline, **options)
+    train_with_an_error(ours, place, error, monkeypatch)
+    assert_same_weights(ours, grpo)
+    assert logged(ours, "reward") == logged(grpo, "reward")
+    assert len(logged(ours, "otb/grad_power")) == len(logged(grpo, "reward")) > 0
