@@ -60,10 +60,10 @@ def test_two_processes_equal_one(results, backend, part):
         assert lengths == [1, 1]
     else:
         assert lengths[0] < lengths[1] == one["advantages"].size(1)  # lengths differ between the processes
-    for name in ("energy", "advantages") if part.energies_from else ("advantages",):
-        both = [torch.nn.functional.pad(x[name], (0, one[name].size(1) - x[name].size(1))) for x in two]
-        torch.testing.assert_close(torch.cat(both), one[name], atol=1e-6, rtol=0)
-        assert one[name].abs().max() > 0.05
+    for key in ("energy", "advantages") if part.energies_from else ("advantages",):
+        both = [torch.nn.functional.pad(x[key], (0, one[key].size(1) - x[key].size(1))) for x in two]
+        torch.testing.assert_close(torch.cat(both), one[key], atol=1e-6, rtol=0)
+        assert one[key].abs().max() > 0.05
     if part.energies_from == SAMPLED:  # which says the same as a forward of the whole text, in every step
         for x in (one, *two):
             assert len(x["differences"]) >= 3 and max(x["differences"]) < 1e-5
@@ -75,7 +75,7 @@ def test_two_processes_equal_one(results, backend, part):
     for key in of_one:
         torch.testing.assert_close(of_two[key], of_one[key], atol=1e-6, rtol=1e-5, msg=key)
     if part.baseline == "value":
-        learned, *of_both = (x["state"]["state"] for x in (one, *two))
+        learned, *of_both = (x["state"] for x in (one, *two))
         assert learned["weight"] > 0.01  # so the metrics and weights above are of predictions
         for state in of_both:
             assert state["weight"] == pytest.approx(learned["weight"], rel=1e-3)
