@@ -172,8 +172,7 @@ def case(model: str, folder: str, part: Part) -> dict:
     from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
     from trl_otb.seam.forwards import extra_forward
 
-    fsdp, differences = fsdp_on_cpu(), []
-    first: dict = {}
+    fsdp, differences, first = fsdp_on_cpu(), [], {}
 
     class Recording(OTBGRPOTrainer):
         def _generate_single_turn(self, *args, **kwargs):
@@ -233,8 +232,7 @@ def case(model: str, folder: str, part: Part) -> dict:
     }
 
 
-# Turns of 12 completions: those of the first of two processes have up to five, of the second none but one a second
-# one.
+# Of 12 completions: those of the first of two processes take up to five turns, of the second one or two
 AGENT_TURNS = [scripted.TURNS[i] for i in (7, 0, 1, 3, 6, 2, 1, 2, 6, 1, 1, 2)]
 
 

@@ -1,6 +1,7 @@
 """The gradient noise meter: unbiased, equal to brute force, and silent where it has nothing to measure."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -145,6 +146,16 @@ def test_where_it_cannot_be_measured_it_says_so_once(train, caplog, options, rea
     (said,) = [r.getMessage() for r in caplog.records if r.name == "trl_otb.noise"]
     assert "cannot be measured" in said and reason in said
     assert not any(key.startswith("noise/") for entry in done.state.log_history for key in entry)
+
+
+@pytest.mark.parametrize("option", [{"world_size": 2}, {"fp16": True}])
+def test_several_processes_and_fp16_are_not_measured(train, caplog, option):
+    trainer, meter = train(train=False, **GROUPS), GradientNoiseCallback()
+    meter.trainer = trainer
+    args = SimpleNamespace(**{"gradient_accumulation_steps": 2, "world_size": 1, "fp16": False} | option)
+    meter.on_train_begin(args, trainer.state, trainer.control, model=trainer.model)
+    assert "it measures one process, without fp16" in caplog.text
+    assert not any(parameter._backward_hooks for parameter in trainer.model.parameters())
 
 
 @pytest.mark.parametrize("decay", [1, -0.1, math.nan, "0.9"])
