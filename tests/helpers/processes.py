@@ -12,8 +12,10 @@ import os
 import socket
 import sys
 import traceback
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 from tests.helpers import scripted
 
@@ -55,19 +57,19 @@ BACKENDS = {
     },
 }
 AGENT_BACKENDS = ("ddp", "zero3", "fsdp2")
-TRAINING, EXTRA = "the training forward", "one extra no-gradient forward"
+SAMPLED, EXTRA = "the forwards that sampled", "one extra no-gradient forward"
 # 12 rows a rollout on all processes together. Of 3 groups of 4, the middle one straddles two processes.
 SOURCES = {
     EXTRA: {"num_generations": 4},
-    TRAINING: {"num_generations": 3},
+    SAMPLED: {"num_generations": 3},
     "the no-gradient forward that GRPOTrainer runs anyway": {"num_generations": 4, "num_iterations": 2},
 }
 OWN_BASELINE = "tests.helpers.processes:own_baseline"
 
 
-def own_baseline(group):
+def own_baseline(x):
     """A user's: weights of a token's own energy."""
-    return group.mean(group.energy + 0.1 * group.present)
+    return x.mean(x.energy + 0.1 * x.mask, leave_one_out=True)
 
 
 @dataclass(frozen=True)
@@ -81,9 +83,9 @@ class Part:
     pictures: bool = False
 
     @property
-    def energies_from(self) -> str:
-        """`value` credits rows by themselves: where others need an extra forward, it needs none."""
-        return TRAINING if self.baseline == "value" and self.source == EXTRA else self.source
+    def energies_from(self) -> str | None:
+        """`rloo_pooled` needs none, and has those that cost nothing."""
+        return None if self.baseline == "rloo_pooled" and self.source in (SAMPLED, EXTRA) else self.source
 
     @property
     def name(self) -> str:
@@ -96,7 +98,7 @@ class Part:
 def pairwise() -> list[tuple[str, Part]]:
     """
     (backend, part): every two of backend, source of energies, adapter and checkpointing meet in some case. Then a
-    user's own baseline, those that compare prompts, one that remembers, and a vision-language model.
+    user's own baseline, those that compare prompts, one that learns, and a vision-language model.
     """
     cases = []
     for b, backend in enumerate(BACKENDS):
@@ -104,36 +106,53 @@ def pairwise() -> list[tuple[str, Part]]:
             lora = (b + (i == 2)) % 2 == 1
             cases.append((backend, Part(source, lora, checkpointing=(i + lora) % 2 == 1)))
     cases += [("ddp", Part(source, False, False, OWN_BASELINE)) for source in SOURCES]
-    cases += [("ddp", Part(source, False, False, "ogb_pooled")) for source in SOURCES if source != TRAINING]
-    cases += [("ddp", Part(TRAINING, False, False, "rloo_pooled"))]  # whole groups on every process
+    cases += [("ddp", Part(source, False, False, "ogb_pooled")) for source in SOURCES]
+    cases += [("ddp", Part(SAMPLED, False, False, "rloo_pooled"))]
     for i, backend in enumerate(BACKENDS):
         cases += [(backend, Part(list(SOURCES)[i % 3], i % 2 == 1, i % 2 == 0, "value"))]
-    cases += [("ddp", Part(TRAINING, False, False, "value")), ("zero3", Part(EXTRA, False, False, "value"))]
+    cases += [(backend, Part(SAMPLED, False, False, "value")) for backend in ("ddp", "zero3")]
     # Where rows are shuffled with their pictures
-    pictures = Part(TRAINING, lora=False, checkpointing=False, pictures=True)
+    pictures = Part(SAMPLED, lora=False, checkpointing=False, pictures=True)
     return cases + [(backend, pictures) for backend in ("ddp", "zero3")]
 
 
 CASES = pairwise()
 
 
-def rollout(prompts, trainer):
-    """Completions that depend only on the row among all processes; the later half is three times as long."""
+def script(step: int, row: int) -> list[int]:
+    """The completion of a row among all processes; those of the later half are three times as long."""
     import torch
 
+    g = torch.Generator().manual_seed(100 * step + row)
+    length = int(torch.randint(2, 6, (1,), generator=g)) * (3 if row >= 6 else 1)
+    return torch.randint(0, 256, (length,), generator=g).tolist()
+
+
+def rollout(prompts, trainer):
+    """The script, sampled elsewhere."""
     first = trainer.accelerator.process_index * len(prompts)
-    ids = []
-    for row in range(first, first + len(prompts)):
-        g = torch.Generator().manual_seed(100 * trainer.state.global_step + row)
-        length = int(torch.randint(2, 6, (1,), generator=g)) * (3 if row >= 6 else 1)
-        ids.append(torch.randint(0, 256, (length,), generator=g).tolist())
-    if isinstance(prompts[0], str):
-        prompt_ids = [trainer.processing_class(p)["input_ids"] for p in prompts]
-    else:
-        prompt_ids = trainer.processing_class.apply_chat_template(
-            prompts, add_generation_prompt=True, tokenize=True, return_dict=True
-        )["input_ids"]
-    return {"prompt_ids": prompt_ids, "completion_ids": ids, "logprobs": None}
+    ids = [script(trainer.state.global_step, first + i) for i in range(len(prompts))]
+    return {"prompt_ids": trainer.processing_class(prompts)["input_ids"], "completion_ids": ids, "logprobs": None}
+
+
+@contextmanager
+def sampling_the_script(trainer):
+    """Lets `generate` draw the script's tokens, then the one that ends a completion."""
+    import torch
+
+    drawn = 0
+
+    def draw(probs, num_samples):
+        nonlocal drawn
+        first, end, tokens = trainer.accelerator.process_index * len(probs), trainer._tokenizer.eos_token_id, []
+        for row in range(first, first + len(probs)):
+            ids = script(trainer.state.global_step, row)
+            tokens.append([ids[drawn] if drawn < len(ids) else end])
+        drawn += 1
+        return torch.tensor(tokens)
+
+    with patch.object(torch, "multinomial", draw):
+        yield
 
 
 def fsdp_on_cpu() -> bool:
@@ -147,100 +166,85 @@ def fsdp_on_cpu() -> bool:
 
 
 def case(model: str, folder: str, part: Part) -> dict:
-    import torch
-    from peft import LoraConfig
 
     from tests.helpers import tiny, tiny_vision
+    from tests.helpers.settings import LORA
     from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
+    from trl_otb.seam.forwards import extra_forward
 
-    fsdp = fsdp_on_cpu()
-    micro_batches = []
+    fsdp, differences, first = fsdp_on_cpu(), [], {}
 
     class Recording(OTBGRPOTrainer):
-        def _compute_loss(self, model, inputs):
-            loss = super()._compute_loss(model, inputs)
-            micro_batches.append({key: inputs[key] for key in ("rows_of_rollout", "advantages")})
-            return loss
+        def _generate_single_turn(self, *args, **kwargs):
+            with sampling_the_script(self):
+                return super()._generate_single_turn(*args, **kwargs)
 
-    processes = int(os.environ.get("WORLD_SIZE", 1))
+        def _generate_and_score_completions(self, inputs):
+            batch = super()._generate_and_score_completions(inputs)
+            if part.energies_from == SAMPLED:
+                mine = self.rollouts["train"]
+                difference = (mine.energy - extra_forward(self, batch, False).energy) * mine.mask
+                differences.append(difference.abs().max().item())
+            first.setdefault("advantages", batch["advantages"].view(len(batch["advantages"]), -1))
+            first.setdefault("energy", self.rollouts["train"].energy)
+            return batch
+
+    processes, reused = int(os.environ.get("WORLD_SIZE", 1)), "num_iterations" in SOURCES[part.source]
     settings = {
         **tiny.SETTINGS,
         **SOURCES[part.source],
         "output_dir": folder,
         "use_cpu": not fsdp,
-        "per_device_train_batch_size": 6 // processes,
-        "gradient_accumulation_steps": 2,
-        "max_steps": 5 if part.baseline == "value" else 3,  # which has learnt something after a few
+        "per_device_train_batch_size": (12 if reused else 6) // processes,
+        "gradient_accumulation_steps": 1 if reused else 2,
+        "max_steps": 5 if part.baseline == "value" else 3,  # which has learned something after a few
         "beta": 0.1,
         "optim": "sgd",
         "learning_rate": 0.3,
         "gradient_checkpointing": part.checkpointing,
         "baseline": part.baseline,
-        "leave_one_out": part.baseline == OWN_BASELINE,
         "max_completion_length": 32,
     }
-    if "num_iterations" in SOURCES[part.source]:
-        settings["gradient_accumulation_steps"] = 1
-        settings["per_device_train_batch_size"] = 12 // processes
     trainer = Recording(
         model,
         tiny.even_bytes,
         args=OTBGRPOConfig(**settings),
         train_dataset=tiny_vision.prompts_with_several() if part.pictures else tiny.prompts(),
         processing_class=tiny_vision.processor("patches") if part.pictures else None,
-        rollout_func=rollout,
-        peft_config=LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-        if part.lora
-        else None,
+        rollout_func=None if part.source == SAMPLED else rollout,
+        peft_config=LORA if part.lora else None,
     )
     trainer.train()
     trainer.save_model(os.path.join(folder, "saved"))  # collective under sharding
     weight = next(p for name, p in trainer.model.named_parameters() if "q_proj" in name)
     local = weight.to_local() if hasattr(weight, "to_local") else getattr(weight, "ds_tensor", weight)
     whole = weight.ds_numel if hasattr(weight, "ds_numel") else weight.numel()
-    rollouts = settings["gradient_accumulation_steps"]  # micro-batches of the first rollout
-    rows = torch.cat([b["rows_of_rollout"] for b in micro_batches[:rollouts]])
-    advantages = [b["advantages"].view(len(b["rows_of_rollout"]), -1) for b in micro_batches[:rollouts]]
-    longest = max(a.size(1) for a in advantages)
-    padded = [torch.nn.functional.pad(a, (0, longest - a.size(1))) for a in advantages]
+    log = [entry for entry in trainer.state.log_history if "reward" in entry]
     return {
+        **first,
         "processes": trainer.accelerator.num_processes,
         "distributed_type": str(trainer.accelerator.distributed_type),
         "share_held": local.numel() / whole,
-        "advantages": torch.cat(padded)[rows.argsort()],
-        "metrics": [
-            {k: v for k, v in h.items() if k.startswith("otb/")}
-            for h in trainer.state.log_history
-            if "otb/grad_power" in h
-        ],
+        "metrics": [{k: v for k, v in entry.items() if k.startswith("otb/")} for entry in log],
         "source": trainer.energy_source,
-        "state": trainer.state_to_save() if trainer.keeps_state else None,
+        "differences": differences,
+        "state": trainer._baseline.state() if trainer._baseline.learns else None,
     }
 
 
-# Turns of 12 completions: those of the first of two processes have up to five, of the second none but one a second
-# one.
+# Of 12 completions: those of the first of two processes take up to five turns, of the second one or two
 AGENT_TURNS = [scripted.TURNS[i] for i in (7, 0, 1, 3, 6, 2, 1, 2, 6, 1, 1, 2)]
 
 
 def agent_case(model: str, folder: str) -> dict:
     import pytest
     from datasets import Dataset
-    from trl_otb.display.group import places
 
     from tests.helpers import tiny
-    from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
+    from tests.helpers.recording import Recording
+    from trl_otb import OTBGRPOConfig
 
     fsdp = fsdp_on_cpu()
-
-    class Recording(OTBGRPOTrainer):
-        advantages = None
-
-        def _compute_loss(self, model, inputs):
-            loss = super()._compute_loss(model, inputs)
-            if self.advantages is None:
-                self.advantages = inputs["advantages"][inputs["rows_of_rollout"].argsort()]
-            return loss
 
     def progress(completions, completion_ids, **kwargs):
         """One reward per turn where there are several, and so on one process only; else a number."""
@@ -259,89 +263,48 @@ def agent_case(model: str, folder: str) -> dict:
         "optim": "sgd",
     }
     prompts = [[{"role": "user", "content": f"{i}+3?"}] for i in range(6)]
-    with pytest.MonkeyPatch.context() as patch:
-        scripted.script_turns(patch, AGENT_TURNS, lambda trainer: trainer.accelerator.process_index * rows)
-        trainer = Recording(
-            model,
-            progress,
-            args=OTBGRPOConfig(**settings),
-            train_dataset=Dataset.from_dict({"prompt": prompts}),
-            tools=scripted.TOOLS,
-        )
+    data, args = Dataset.from_dict({"prompt": prompts}), OTBGRPOConfig(**settings)
+    with pytest.MonkeyPatch.context() as patched:
+        scripted.script_turns(patched, AGENT_TURNS, lambda trainer: trainer.accelerator.process_index * rows)
+        trainer = Recording(model, progress, args=args, train_dataset=data, tools=scripted.TOOLS)
         trainer.train()
     trainer.save_model(os.path.join(folder, "saved"))
     return {
         "processes": trainer.accelerator.num_processes,
-        "advantages": trainer.advantages,
-        "places": [of_rows.tolist() for of_rows in places(trainer.rollouts["train"])],
+        "advantages": trainer.batches[0]["advantages"],
         "reward": [h["reward"] for h in trainer.state.log_history if "reward" in h],
     }
 
 
-def noise_case(model: str, folder: str) -> dict:
-    """Four parts of one group each: four micro-batches of one process, or two of each of two."""
+def trainer_of(model: str, folder: str, reward, **options):
     from tests.helpers import tiny
-    from trl_otb import GradientNoiseCallback, OTBGRPOConfig, OTBGRPOTrainer
-
-    meter = GradientNoiseCallback()
-    settings = {
-        **tiny.SETTINGS,
-        "output_dir": folder,
-        "per_device_train_batch_size": 3,
-        "num_generations": 3,
-        "gradient_accumulation_steps": 4 // int(os.environ.get("WORLD_SIZE", 1)),
-        "max_completion_length": 32,
-        "max_grad_norm": 0.05,  # clips
-        "optim": "sgd",
-        "learning_rate": 0.3,
-        "max_steps": 4,
-    }
-    trainer = OTBGRPOTrainer(
-        model,
-        tiny.even_bytes,
-        args=OTBGRPOConfig(**settings),
-        train_dataset=tiny.prompts(),
-        rollout_func=rollout,
-        callbacks=[meter],
-    )
-    trainer.train()
-    return {
-        "processes": trainer.accelerator.num_processes,
-        "averages": meter._averages,
-        "batch_over_scale": [h.get("noise/batch_over_scale") for h in trainer.state.log_history],
-        "grad_norm": [h["grad_norm"] for h in trainer.state.log_history if "grad_norm" in h],
-    }
-
-
-def compare_case(model: str, folder: str) -> dict:
-    """Five prompts, which two processes cannot share evenly; kept by the first process, read again by all."""
-    from tests.helpers import tiny
-    from trl_otb import OTBGRPOConfig, OTBGRPOTrainer, compare_baselines
+    from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 
     rows = 12 // int(os.environ.get("WORLD_SIZE", 1))
     settings = {**tiny.SETTINGS, "output_dir": folder, "per_device_train_batch_size": rows, "num_generations": 3}
-    trainer = OTBGRPOTrainer(
-        model,
-        tiny.even_bytes,
-        args=OTBGRPOConfig(**settings, per_device_eval_batch_size=24),
-        train_dataset=tiny.prompts(),
-    )
-    options = {"num_prompts": 5, "completions_per_prompt": 24, "group_sizes": [3], "baselines": ["otb", "ogb_pooled"]}
-    noise = os.path.join(folder, "noise")
-    report = compare_baselines(trainer, output_dir=noise, **options)
-    again = compare_baselines(trainer, output_dir=noise, **options)  # nothing is left to measure
-    try:
-        compare_baselines(trainer, output_dir=noise, seed=1, **options)
-        refused = ""
-    except ValueError as error:
-        refused = str(error)
-    return {
-        "processes": trainer.accelerator.num_processes,
-        "report": report.to_json(),
-        "again": again.to_json(),
-        "refused": refused,
-        "files": sorted(name for name in os.listdir(noise) if name.startswith("prompt-")),
-    }
+    return OTBGRPOTrainer(model, reward, args=OTBGRPOConfig(**settings | options), train_dataset=tiny.prompts())
+
+
+def compare_case(model: str, folder: str) -> dict:
+    """Five prompts, which two processes cannot share evenly."""
+    from tests.helpers import tiny
+    from trl_otb import compare_baselines
+
+    trainer = trainer_of(model, folder, tiny.even_bytes, per_device_eval_batch_size=24)
+    names = ["otb", "ogb_pooled", "value"]
+    report = compare_baselines(trainer, names, num_prompts=5, completions_per_prompt=24, group_sizes=[3])
+    return {"processes": trainer.accelerator.num_processes, "report": report.to_json()}
+
+
+def failing_case(model: str, folder: str) -> dict:
+    """A reward that one process alone refuses."""
+
+    def reward(completion_ids, **kwargs):
+        broken = os.environ["RANK"] == "1"
+        return [float("inf") if broken else 0.0 for _ in completion_ids]
+
+    trainer_of(model, folder, reward).train()
+    return {}
 
 
 def _process(rank: int, world: int, port: int, env: dict, run, arguments: tuple, result: Path) -> None:
@@ -383,6 +346,8 @@ def launch(folder: Path, name: str, world: int, env: dict, run, model: str, *par
         process.join(timeout=120)
         if process.is_alive():
             process.kill()
+            process.join()
+    (folder / f"{name}.codes").write_text(" ".join(str(process.exitcode) for process in processes))
 
 
 def main(folder: Path) -> None:
@@ -405,11 +370,10 @@ def main(folder: Path) -> None:
     launch(folder, "agent-single", 1, {}, agent_case, model)
     for backend in AGENT_BACKENDS:
         launch(folder, f"agent-{backend}", 2, BACKENDS[backend], agent_case, model)
-    launch(folder, "noise-single", 1, {}, noise_case, model)
-    launch(folder, "noise-ddp", 2, {}, noise_case, model)
     launch(folder, "compare-single", 1, {}, compare_case, model)
     for backend in ("ddp", "zero2", "zero3"):
         launch(folder, f"compare-{backend}", 2, BACKENDS[backend], compare_case, model)
+    launch(folder, "failing", 2, BACKENDS["ddp"], failing_case, model)
 
 
 if __name__ == "__main__":

@@ -15,14 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import (
-    CohereConfig,
-    CohereForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from trl.kernels import chunked_logprob
 from trl.trainer import utils as trl_utils
 
@@ -30,6 +23,7 @@ from recipes.benchmarks.step import peak, reset_peak
 from tests.helpers import tiny
 from tests.helpers.energies import energies, trainer_of
 from tests.helpers.settings import LORA, SGD, SOURCES, scripted_rollout, weights
+from trl_otb.seam.forwards import extra_forward
 
 
 # Triton reads it when it is imported, so that a process has its interpreter throughout, or not at all
@@ -125,14 +119,14 @@ def test_a_batch_whose_labels_are_all_masked_has_no_energy(device, tmp_path):
     trainer = trainer_of(model_of(), tmp_path, use_cpu=device == "cpu")
     ids = torch.ones(2, 3, dtype=torch.long, device=trainer.accelerator.device)
     batch = {"prompt_ids": ids, "prompt_mask": ids, "completion_ids": ids, "completion_mask": ids * 0}
-    energy = trainer.extra_forward(batch).energy()
+    energy = extra_forward(trainer, batch, False).energy
     assert energy.shape == (2, 3) and (energy == 0).all()
 
 
 @pytest.mark.parametrize("options", [{}, {"bf16": True}, {"peft_config": LORA}], ids=["float32", "bf16", "lora"])
 def test_the_three_sources_agree(train, device, options):
-    options = {"max_steps": 1, "rollout_func": scripted_rollout, "use_cpu": device == "cpu", **options}
-    trainers = {name: train(**{**options, **source}) for name, source in SOURCES.items()}
+    options = {"max_steps": 1, "use_cpu": device == "cpu", **options}
+    trainers = {name: train(**options, **source) for name, source in SOURCES.items()}
     assert [t.energy_source for t in trainers.values()] == list(SOURCES)
     reference, *others = (t.rollouts["train"] for t in trainers.values())
     assert reference.energy.device.type == device and reference.energy[reference.mask.bool()].std() > 0.01

@@ -9,24 +9,19 @@ import torch
 from tests.helpers import tiny
 from tests.helpers.oracles import energies_by_softmax, mask_of
 from tests.helpers.recording import first_rollout
-from tests.helpers.settings import SOURCES, logged
+from tests.helpers.settings import SOURCES
 from trl_otb.baselines import compute_advantages
 
 
-def test_completions_table_holds_our_advantages(train, tmp_path):
-    for source, options in SOURCES.items():
-        trainer = train(
-            log_completions=True,
-            max_steps=1,
-            output_dir=str(tmp_path / source[:7]),
-            num_completions_to_print=0,
-            **options,
-        )
-        table = pd.read_parquet(next((tmp_path / source[:7] / "completions").glob("*.parquet")))
-        batch = first_rollout(trainer)
-        mask = mask_of(batch)
-        expected = (batch["advantages"] * mask).sum(1) / mask.sum(1)
-        torch.testing.assert_close(torch.tensor(table["advantage"].to_numpy(), dtype=torch.float32), expected)
+@pytest.mark.parametrize("source", SOURCES)
+def test_completions_table_holds_our_advantages(train, tmp_path, source):
+    options = {"log_completions": True, "num_completions_to_print": 0, "max_steps": 1, **SOURCES[source]}
+    trainer = train(output_dir=str(tmp_path / "run"), **options)
+    table = pd.read_parquet(next((tmp_path / "run" / "completions").glob("*.parquet")))
+    batch = first_rollout(trainer)
+    mask = mask_of(batch)
+    expected = (batch["advantages"] * mask).sum(1) / mask.sum(1)
+    torch.testing.assert_close(torch.tensor(table["advantage"].to_numpy(), dtype=torch.float32), expected)
 
 
 def test_model_card_and_tags(train, tmp_path):
@@ -35,28 +30,44 @@ def test_model_card_and_tags(train, tmp_path):
     assert "The Optimal Token Baseline" in card and "2602.07078" in card and "- otb" in card
     assert "DeepSeekMath" not in card
     base = Path(card.split("Trained from `")[1].split("`")[0])
-    assert base.is_dir() and "`baseline='otb'`, `leave_one_out=False`, `num_generations=4`" in card
+    assert base.is_dir() and "`baseline='otb'`, `num_generations=4`, `scale_rewards='none'`" in card
 
 
-def test_metrics_are_what_the_readme_says(train):
+# What power is compared with: the group mean, or `rloo` if the baseline is unbiased
+@pytest.mark.parametrize(("baseline", "reference"), [("otb", "group_mean"), ("otb_loo", "rloo"), ("ogb", "group_mean")])
+def test_metrics_are_what_the_reference_says(train, baseline, reference):
     """Recomputed from the batch by the definitions, with the arithmetic spelled out."""
-    trainer = train(max_steps=1, learning_rate=0.0)
+    trainer = train(max_steps=1, learning_rate=0.0, baseline=baseline)
     batch = first_rollout(trainer)
     mask = mask_of(batch)
     energy = energies_by_softmax(trainer.model.eval(), batch).float()
     ids = [i[m].tolist() for i, m in zip(batch["completion_ids"], mask.bool(), strict=True)]
     rewards = torch.tensor(tiny.even_bytes(ids))
-    group_mean = compute_advantages(rewards, energy, mask, 4, baseline="group_mean")
-    advantages = batch["advantages"]
+    compared = compute_advantages(rewards, energy, mask, 4, baseline=reference)
+    advantages = compute_advantages(rewards, energy, mask, 4, baseline=baseline)
+    of_completions = energy.sum(1).view(2, 4)
+    longest = mask.sum(1).view(2, 4).sort(1).values
     expected = {
         "energy/token_mean": energy.sum() / mask.sum(),
         "energy/completion_mean": energy.sum(1).mean(),
-        "energy/group_std": energy.sum(1).view(2, 4).std(1).mean(),
+        "energy/effective_completions": (of_completions.sum(1) ** 2 / (of_completions**2).sum(1)).mean(),
         "advantage/abs_mean": advantages.abs().sum() / mask.sum(),
         "baseline/mean": ((rewards[:, None] - advantages) * mask).sum() / mask.sum(),
+        "lone_tail_ratio": (longest[:, 3] - longest[:, 2]).sum() / mask.sum(),
         "grad_power": (energy * advantages**2).sum(1).mean(),
-        "grad_power_group_mean": (energy * group_mean**2).sum(1).mean(),
-        "grad_power_ratio": (energy * advantages**2).sum() / (energy * group_mean**2).sum(),
+        "grad_power_reference": (energy * compared**2).sum(1).mean(),
+        "grad_power_ratio": (energy * advantages**2).sum() / (energy * compared**2).sum(),
     }
-    for name, value in expected.items():
-        assert logged(trainer, f"otb/{name}")[0] == pytest.approx(value.item(), rel=1e-4, abs=1e-6), name
+    found = {key.removeprefix("otb/"): value for key, value in trainer.state.log_history[0].items() if "otb/" in key}
+    assert found == pytest.approx({name: value.item() for name, value in expected.items()}, rel=1e-4, abs=1e-6)
+
+
+def test_what_is_undefined_is_left_out(train):
+    """Of rewards that never vary the ratio to nothing, and without a forward all of energies."""
+    constant = train(max_steps=1, baseline="rloo", reward_funcs=lambda completion_ids, **_: [0.5] * len(completion_ids))
+    (found,) = ({*entry} for entry in constant.state.log_history if "otb/baseline/mean" in entry)
+    assert {key for key in found if "otb/" in key} == {
+        "otb/advantage/abs_mean",
+        "otb/baseline/mean",
+        "otb/lone_tail_ratio",
+    }

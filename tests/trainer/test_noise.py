@@ -1,6 +1,7 @@
 """The gradient noise meter: unbiased, equal to brute force, and silent where it has nothing to measure."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,12 +9,19 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from tests.helpers.settings import LORA, assert_same_weights, logged
-from trl_otb import GradientNoiseCallback, OTBGRPOTrainer
-from trl_otb.callbacks.gradient_noise import noise_and_signal, norm_of
-from trl_otb.seam.trainer import ROWS
+from trl_otb import GradientNoiseCallback
+from trl_otb.noise import noise_and_signal, norm_of
 
 
-GROUPS = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "max_steps": 3, "max_grad_norm": 0.01}
+# Clipped, and several optimizer steps per generation batch, so that another order of rows would train something else
+GROUPS = {
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "steps_per_generation": 4,
+    "max_steps": 3,
+    "max_grad_norm": 0.01,
+    "keep_groups_together": True,
+}
 
 
 def test_the_estimates_are_unbiased():
@@ -60,12 +68,16 @@ class BruteForce(TrainerCallback):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"baseline": "group_mean", "keep_groups_together": True}, {"peft_config": LORA}, {"num_iterations": 2}],
+    [
+        {"gradient_accumulation_steps": 4},
+        {"baseline": "group_mean"},
+        {"peft_config": LORA},
+        {"num_iterations": 2, "gradient_accumulation_steps": 4},
+    ],
 )
 def test_it_is_the_sample_variance_of_micro_batches(train, options):
     meter, brute = GradientNoiseCallback(decay=0.5), BruteForce()
-    options = {**GROUPS, "max_grad_norm": 0.0, "max_steps": 6, **options}
-    trainer = train(callbacks=[meter, brute], **options)
+    trainer = train(callbacks=[meter, brute], **GROUPS | {"max_grad_norm": 0.0, "max_steps": 6} | options)
     noise = signal = weight = 0.0
     expected = []
     for n, s in brute.estimates:
@@ -75,92 +87,78 @@ def test_it_is_the_sample_variance_of_micro_batches(train, options):
     assert len(brute.estimates) == 6
     assert meter._averages.tolist() == pytest.approx([noise, signal, weight], rel=1e-3, abs=1e-3 * noise)
     assert logged(trainer, "noise/scale") == pytest.approx(expected, rel=1e-3)
-    assert logged(trainer, "noise/batch_over_scale") == pytest.approx([4 / e for e in expected], rel=1e-3)
+    prompts = trainer.args.gradient_accumulation_steps
+    assert logged(trainer, "noise/batch_over_scale") == pytest.approx([prompts / e for e in expected], rel=1e-3)
     assert meter.scale is None or meter.scale == pytest.approx(noise / signal, rel=1e-3)
 
 
-@pytest.mark.slow
-def test_clipping_is_not_measured_and_nothing_is_changed(train):
-    meter = GradientNoiseCallback()
-    clipped = train(callbacks=[meter], max_steps=1, **{k: v for k, v in GROUPS.items() if k != "max_steps"})
-    train(callbacks=[other := GradientNoiseCallback()], **{**GROUPS, "max_steps": 1, "max_grad_norm": 0.0})
-    assert logged(clipped, "grad_norm")[0] > 0.01
+@pytest.mark.parametrize("baseline", ["rloo", "group_mean", "otb"])
+def test_it_changes_nothing_and_clipping_changes_nothing_of_it(train, baseline):
+    meter, other = GradientNoiseCallback(), GradientNoiseCallback()
+    options = {**GROUPS, "baseline": baseline}
+    metered = train(callbacks=[meter], **options)
+    assert_same_weights(train(**options), metered)
+    assert logged(metered, "grad_norm")[0] > 0.01 and all(not p._backward_hooks for p in metered.model.parameters())
+    one_step = options | {"max_steps": 1}
+    train(callbacks=[meter], **one_step)
+    train(callbacks=[other], **one_step | {"max_grad_norm": 0.0})
     assert meter._averages.tolist() == pytest.approx(other._averages.tolist(), rel=1e-4)
-    assert all(not p._backward_hooks for p in clipped.model.parameters())
 
 
-# Several optimizer steps per generation batch, so that another order of rows would train something else
-@pytest.mark.parametrize("baseline", ["rloo", "group_mean", "otb"])
-def test_it_changes_nothing_of_what_is_trained(train, baseline):
-    options = {**GROUPS, "baseline": baseline, "gradient_accumulation_steps": 2, "steps_per_generation": 4}
-    assert_same_weights(train(**options), train(callbacks=[GradientNoiseCallback()], **options))
-
-
-@pytest.mark.parametrize("together", [None, True, False])
-@pytest.mark.parametrize("baseline", ["rloo", "group_mean", "otb"])
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("baseline", ["group_mean", "otb"])
 def test_the_config_decides_whether_groups_stay_together(train, baseline, together):
-    options = {**GROUPS, "baseline": baseline, "gradient_accumulation_steps": 8, "learning_rate": 0.0}
-    trainer = train(**options, keep_groups_together=together)
-    whole = [rows == list(range(rows[0], rows[0] + 4)) for rows in (b[ROWS].tolist() for b in trainer.micro_batches)]
-    assert all(whole) == (baseline != "group_mean" if together is None else together)
-    if baseline == "otb":
-        extra = "one extra no-gradient forward"
-        assert trainer.energy_source == (extra if together is False else "the training forward")
-
-
-def test_added_later_it_is_connected_too(train):
-    trainer = train(train=False, **GROUPS)
-    trainer.add_callback(GradientNoiseCallback)
-    trainer.train()
-    assert trainer.keeps_groups_together and "noise/scale" in str(trainer.state.log_history)
+    options = {**GROUPS, "baseline": baseline, "learning_rate": 0.0, "keep_groups_together": together}
+    trainer = train(**options)
+    prompts = [batch["prompt_ids"] for batch in trainer.micro_batches]
+    assert all(bool((ids == ids[0]).all()) for ids in prompts) == together
+    (rollout, *_), used = trainer.batches, trainer.micro_batches[: GROUPS["steps_per_generation"]]
+    # Every row once, with its own advantage
+    found = torch.cat([torch.cat([b["completion_ids"].float(), b["advantages"].view(4, -1)], dim=1) for b in used])
+    own = torch.cat([rollout["completion_ids"].float(), rollout["advantages"].view(len(found), -1)], dim=1)
+    assert sorted(found.tolist()) == sorted(own.tolist()) != own.tolist()
 
 
 def test_in_another_trainer_it_starts_anew(train, caplog):
+    """Also where it is added after the trainer is made."""
+    first = train(train=False, **GROUPS | {"max_steps": 6})
     meter = GradientNoiseCallback()
-    first = train(callbacks=[meter], **{**GROUPS, "max_steps": 6})
+    first.add_callback(meter)
+    first.train()
     logged_by_first = len(first.state.log_history)
-    assert meter._averages[2] > 0 and meter.add_metrics is None
-    other = train(GRPOTrainer, GRPOConfig, callbacks=[meter], **GROUPS)
-    assert meter._averages[2] == 0 and "spread over micro-batches" in caplog.text
+    assert meter._averages[2] > 0 and logged(first, "noise/scale")
+    options = {name: value for name, value in GROUPS.items() if name != "keep_groups_together"}
+    other = train(GRPOTrainer, GRPOConfig, callbacks=[meter], **options)
+    assert meter._averages[2] == 0 and "Use OTBGRPOTrainer with" in caplog.text
     assert not any("noise/scale" in entry for entry in other.state.log_history)
     assert len(first.state.log_history) == logged_by_first and not first._metrics["train"]
 
 
-@pytest.mark.parametrize("plugin", ["fsdp_plugin", "deepspeed_plugin"])
-def test_sharded_gradients_are_noticed_however_they_were_asked_for(train, monkeypatch, caplog, plugin):
-    trainer, meter = train(train=False, **GROUPS), GradientNoiseCallback()
-    # As `accelerate launch` leaves it
-    owner = trainer.accelerator.state
-    if plugin == "fsdp_plugin":
-        monkeypatch.setattr(owner, plugin, object(), raising=False)
-    else:
-        monkeypatch.setattr(type(owner), plugin, object())
-    with meter.connected(print, True):
-        meter.on_train_begin(trainer.args, trainer.state, trainer.control, model=trainer.model)
-    assert "hold gradients in partitions" in caplog.text and not meter._hooks
-
-
 @pytest.mark.parametrize(
-    ("trainer", "options", "reason"),
+    ("options", "reason"),
     [
-        (OTBGRPOTrainer, {}, "a step has one micro-batch. Set `gradient_accumulation_steps`"),
-        (
-            OTBGRPOTrainer,
-            {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
-            "spread over micro-batches",
-        ),
-        (GRPOTrainer, GROUPS, "rows of a group are spread over micro-batches. Use OTBGRPOTrainer"),
+        ({"gradient_accumulation_steps": 1}, "`gradient_accumulation_steps` of 2 or more"),
+        ({"keep_groups_together": False}, "`keep_groups_together=True`"),
     ],
 )
-def test_where_it_cannot_be_measured_it_says_so_once(train, caplog, trainer, options, reason):
-    config = {"config": GRPOConfig} if trainer is GRPOTrainer else {}
-    done = train(trainer, callbacks=[GradientNoiseCallback()], **config, **options)
-    (said,) = [r.getMessage() for r in caplog.records if r.name == "trl_otb.callbacks.gradient_noise"]
+def test_where_it_cannot_be_measured_it_says_so_once(train, caplog, options, reason):
+    done = train(callbacks=[GradientNoiseCallback()], **GROUPS | options)
+    (said,) = [r.getMessage() for r in caplog.records if r.name == "trl_otb.noise"]
     assert "cannot be measured" in said and reason in said
     assert not any(key.startswith("noise/") for entry in done.state.log_history for key in entry)
 
 
-@pytest.mark.parametrize("decay", [1, -0.1, math.nan, "0.9", None])
+@pytest.mark.parametrize("option", [{"world_size": 2}, {"fp16": True}])
+def test_several_processes_and_fp16_are_not_measured(train, caplog, option):
+    trainer, meter = train(train=False, **GROUPS), GradientNoiseCallback()
+    meter.trainer = trainer
+    args = SimpleNamespace(**{"gradient_accumulation_steps": 2, "world_size": 1, "fp16": False} | option)
+    meter.on_train_begin(args, trainer.state, trainer.control, model=trainer.model)
+    assert "it measures one process, without fp16" in caplog.text
+    assert not any(parameter._backward_hooks for parameter in trainer.model.parameters())
+
+
+@pytest.mark.parametrize("decay", [1, -0.1, math.nan, "0.9"])
 def test_a_decay_out_of_range(decay):
     with pytest.raises(ValueError, match=f"`decay` is {decay!r}: it must be a number, at least 0 and below 1"):
         GradientNoiseCallback(decay=decay)

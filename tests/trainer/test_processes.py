@@ -10,7 +10,7 @@ import torch
 from filelock import FileLock
 from safetensors.torch import load_file
 
-from tests.helpers.processes import AGENT_BACKENDS, CASES
+from tests.helpers.processes import AGENT_BACKENDS, CASES, SAMPLED
 
 
 pytestmark = pytest.mark.slow
@@ -60,9 +60,13 @@ def test_two_processes_equal_one(results, backend, part):
         assert lengths == [1, 1]
     else:
         assert lengths[0] < lengths[1] == one["advantages"].size(1)  # lengths differ between the processes
-    both = [torch.nn.functional.pad(x["advantages"], (0, lengths[1] - x["advantages"].size(1))) for x in two]
-    torch.testing.assert_close(torch.cat(both), one["advantages"], atol=1e-6, rtol=0)
-    assert one["advantages"].abs().max() > 0.05
+    for key in ("energy", "advantages") if part.energies_from else ("advantages",):
+        both = [torch.nn.functional.pad(x[key], (0, one[key].size(1) - x[key].size(1))) for x in two]
+        torch.testing.assert_close(torch.cat(both), one[key], atol=1e-6, rtol=0)
+        assert one[key].abs().max() > 0.05
+    if part.energies_from == SAMPLED:  # which says the same as a forward of the whole text, in every step
+        for x in (one, *two):
+            assert len(x["differences"]) >= 3 and max(x["differences"]) < 1e-5
 
     for of_one, of_two in zip(one["metrics"], two[0]["metrics"], strict=True):
         assert of_two == pytest.approx(of_one, rel=1e-4, abs=1e-6)
@@ -71,13 +75,13 @@ def test_two_processes_equal_one(results, backend, part):
     for key in of_one:
         torch.testing.assert_close(of_two[key], of_one[key], atol=1e-6, rtol=1e-5, msg=key)
     if part.baseline == "value":
-        learnt, *of_both = (x["state"]["state"] for x in (one, *two))
-        assert learnt["weight"] > 0.01  # so the metrics and weights above are of predictions
+        learned, *of_both = (x["state"] for x in (one, *two))
+        assert learned["weight"] > 0.01  # so the metrics and weights above are of predictions
         for state in of_both:
-            assert state["weight"] == pytest.approx(learnt["weight"], rel=1e-3)
-            assert state["_most_weight"] == learnt["_most_weight"]
-            assert state["_gains"] == pytest.approx(learnt["_gains"], rel=1e-2)
-            for key, values in learnt["_sums"].items():
+            assert state["weight"] == pytest.approx(learned["weight"], rel=1e-3)
+            assert state["_most_weight"] == learned["_most_weight"]
+            assert state["_gains"] == pytest.approx(learned["_gains"], rel=1e-2)
+            for key, values in learned["_sums"].items():
                 assert (state["_sums"][key] - values).abs().max() < 1e-4 * values.abs().max(), key
 
 
@@ -92,35 +96,18 @@ def test_unequal_numbers_of_turns(results, backend):
     torch.testing.assert_close(torch.cat(both), one["advantages"], atol=1e-5, rtol=0)
     assert one["advantages"].abs().max() > 0.05
     assert two[0]["reward"] == pytest.approx(one["reward"])
-    # Prompts and completions as they are numbered where rollouts are shown: the middle group lies on both processes
-    assert one["places"] == [[0] * 4 + [1] * 4 + [2] * 4, [0, 1, 2, 3] * 3]
-    assert two[0]["places"] == [[0, 0, 0, 0, 1, 1], [0, 1, 2, 3, 0, 1]]
-    assert two[1]["places"] == [[0, 0, 1, 1, 1, 1], [2, 3, 0, 1, 2, 3]]
     of_one, of_two = weights(results, "agent-single"), weights(results, f"agent-{backend}")
     for key in of_one:
         torch.testing.assert_close(of_two[key], of_one[key], atol=1e-6, rtol=1e-5, msg=key)
 
 
-def test_the_gradient_noise_of_two_processes_is_that_of_one(results):
-    """The same four groups, as four micro-batches of one process or two of each of two; gradients are clipped."""
-    one = of_rank(results, "noise-single", 0)
-    two = [of_rank(results, "noise-ddp", rank) for rank in (0, 1)]
-    assert [x["processes"] for x in (one, *two)] == [1, 2, 2]
-    assert max(one["grad_norm"]) > 0.05
-    for x in two:
-        torch.testing.assert_close(x["averages"], one["averages"], rtol=1e-3, atol=1e-7)
-
-
 @pytest.mark.parametrize("backend", ["ddp", "zero2"])
 def test_a_comparison_by_two_processes_is_that_of_one(results, backend):
-    """Each measures prompts of its own; a refusal of the first process is one of all."""
+    """Each measures prompts of its own."""
     one = of_rank(results, "compare-single", 0)
     two = [of_rank(results, f"compare-{backend}", rank) for rank in (0, 1)]
     assert [x["processes"] for x in (one, *two)] == [1, 2, 2]
-    assert one["files"] == [f"prompt-{i:05d}.pt" for i in range(5)] and one["report"] == one["again"]
     for x in two:
-        assert x["report"] == x["again"] and x["files"] == one["files"]
-        assert "`seed` was 7 and is 1" in x["refused"] and "`seed` was 7 and is 1" in one["refused"]
         for ours, theirs in zip(x["report"]["comparisons"], one["report"]["comparisons"], strict=True):
             assert ours["name"] == theirs["name"]
             for name in ("more_prompts", "noise_over_group_mean", "cosine"):
@@ -131,3 +118,9 @@ def test_a_comparison_by_two_processes_is_that_of_one(results, backend):
 def test_a_comparison_of_a_sharded_model_is_refused(results):
     log = (results / "compare-zero3.0.log").read_text()
     assert "The model is sharded over processes (ZeRO-3 or FSDP)" in log
+
+
+def test_an_error_in_one_process_ends_the_run_in_all(results):
+    """None waits for the one that failed; -9 would be a process that had to be killed."""
+    assert "a reward must be a finite number" in (results / "failing.1.log").read_text()
+    assert (results / "failing.codes").read_text() == "1 1"

@@ -1,6 +1,7 @@
 """Vision-language models: GRPOTrainer to the bit, and energies that saw each completion's own pictures."""
 
 import re
+from types import MethodType
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from tests.helpers import tiny, tiny_vision
 from tests.helpers.settings import LORA, SGD, SOURCES, assert_same_weights, in_turn, logged
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 from trl_otb.baselines import compute_advantages
+from trl_otb.seam.forwards import extra_forward
 
 
 # By what the dataset holds: the layout of `pixel_values`, and the dataset
@@ -22,7 +24,7 @@ PICTURES = {
 PARITY = {
     "plain": {},
     "accumulation": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
-    "split groups": SOURCES["one extra no-gradient forward"],
+    "split groups": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
     "num_iterations and beta": {"num_iterations": 2, "beta": 0.1},
     "lora and checkpointing": {"peft_config": LORA, "gradient_checkpointing": True},
 }
@@ -52,10 +54,8 @@ def train_on(train, folders):
     return run
 
 
-def settings_of(source):
-    """Rollouts of four groups of four, so that there are groups to shuffle and micro-batches to deal them to."""
-    rows = SOURCES[source].get("per_device_train_batch_size", 8)
-    return {**SOURCES[source], "max_steps": 1, "gradient_accumulation_steps": 16 // rows}
+# Rollouts of four groups of four, in two micro-batches, so that shuffled rows need their own pictures
+FOUR_GROUPS = {"max_steps": 1, "gradient_accumulation_steps": 2}
 
 
 def energies_by_row(layout, dataset, rollout, shift=0):
@@ -96,7 +96,7 @@ def test_group_mean_gives_the_weights_of_grpo_trainer(train_on, pictures, settin
 def test_energies_and_advantages_saw_the_pictures(train_on, pictures, source):
     """Each completion's energies are those of a forward of its own, with its prompt's pictures and no padding."""
     layout, dataset = PICTURES[pictures]
-    trainer = train_on(pictures, learning_rate=0.0, **settings_of(source))
+    trainer = train_on(pictures, learning_rate=0.0, **FOUR_GROUPS, **SOURCES[source])
     assert trainer.energy_source == source
     rollout = trainer.rollouts["train"]
     assert len(rollout) == 16
@@ -106,27 +106,16 @@ def test_energies_and_advantages_saw_the_pictures(train_on, pictures, source):
     rewards = torch.tensor(tiny.even_bytes([row.tolist() for row in ids]))
     expected = compute_advantages(rewards, energy, rollout.mask, 4)
     torch.testing.assert_close(rollout.advantages, expected, atol=1e-5, rtol=0)
-    used = torch.cat([b["rows_of_rollout"] for b in trainer.micro_batches])
-    assert sorted(used.tolist()) == list(range(16)) != used.tolist(), "rows were not shuffled"
-    for batch in trainer.micro_batches:
-        assert torch.equal(batch["advantages"], rollout.advantages[batch["rows_of_rollout"]])
-    assert expected.abs().max() > 0.05
-
-
-@pytest.mark.parametrize("pictures", ["patches, one picture each", "rows, one picture each"])
-def test_other_pictures_would_show(train_on, pictures):
-    """The test above is not blind: with the picture of the next prompt of a like size, energies are others."""
-    layout, dataset = PICTURES[pictures]
-    trainer = train_on(pictures, learning_rate=0.0, **settings_of("the training forward"))
-    rollout = trainer.rollouts["train"]
-    wrong = energies_by_row(layout, dataset(12), rollout, shift=6)  # pictures of six on are of the same size
-    assert ((wrong - rollout.energy).abs() * rollout.mask).amax(dim=1).min() > 1e-3
+    assert torch.equal(trainer.batches[0]["advantages"], rollout.advantages) and expected.abs().max() > 0.05
+    if "each" in pictures:  # the test is not blind: with the next picture of a like size, from six on, they are others
+        wrong = energies_by_row(layout, dataset(12), rollout, shift=6)
+        assert ((wrong - rollout.energy).abs() * rollout.mask).amax(dim=1).min() > 1e-3
 
 
 @pytest.mark.parametrize("pictures", PICTURES)
 def test_all_sources_give_the_same_advantages_and_weights(train_on, pictures):
-    """The loss, too, saw each row with its own pictures, however rows were shuffled and dealt."""
-    reference, *others = [train_on(pictures, **SGD, **settings_of(source)) for source in SOURCES]
+    """The loss, too, saw each row with its own pictures, however rows were shuffled."""
+    reference, *others = [train_on(pictures, **SGD, **FOUR_GROUPS, **SOURCES[source]) for source in SOURCES]
     counts = {count for batch in reference.micro_batches for count in batch["num_images"]}
     assert counts == ({1, 2} if "two" in pictures else {1})
     for other in others:
@@ -134,6 +123,27 @@ def test_all_sources_give_the_same_advantages_and_weights(train_on, pictures):
             other.rollouts["train"].advantages, reference.rollouts["train"].advantages, atol=1e-6, rtol=0
         )
         assert_same_weights(other, reference, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("pictures", PICTURES)
+def test_the_forwards_that_sampled_say_what_one_more_says(train_on, pictures):
+    """Of energies, log-probs and hidden states."""
+    trainer = train_on(pictures, train=False, baseline="value")
+    differences = []
+
+    def compared(self, inputs):
+        rollout, x, batch = OTBGRPOTrainer.collect(self, inputs)
+        other = extra_forward(self, batch, True)
+        for name in ("energy", "logps", "states"):
+            found, expected = getattr(x, name), getattr(other, name)
+            mask = rollout.mask if found.dim() == 2 else rollout.mask.unsqueeze(-1)
+            differences.append(((found - expected) * mask).abs().max().item())
+        return rollout, x, batch
+
+    trainer.collect = MethodType(compared, trainer)
+    trainer.train()
+    assert trainer.energy_source == "the forwards that sampled"
+    assert len(differences) == 6 and max(differences) < 1e-4
 
 
 @pytest.mark.parametrize("pictures", ["patches, one picture or two", "rows, one picture each"])
