@@ -13,7 +13,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 import trl_otb
 
-from .baselines import Baseline, Completions, credit, find_baseline
+from .baselines import Baseline, Completions, Credit, credit, find_baseline
 from .config import OTBGRPOConfig, check_options
 from .metrics import completion_advantages, completion_statistics, summarize
 from .noise import GradientNoiseCallback
@@ -195,11 +195,16 @@ class OTBGRPOTrainer(CollectiveToolLoop, TokenLoss):
         mode = "train" if self.model.training else "eval"  # which a reward function may change
         rollout, completions, batch = self.collect(inputs)
         rollout.number = self.rollouts[mode].number + 1 if mode in self.rollouts else 0
-        rule, own, several = self._baseline, rollout.own_rows, self.accelerator.num_processes > 1
-        gather = self.accelerator.gather if several and not rollout.holds_groups else None
-        found = credit(rule, completions, self.accelerator.gather if several and rule.scope == "batch" else gather, own)
-        of_mean = credit(find_baseline("group_mean"), completions, gather, own)
-        of_others = credit(find_baseline("rloo"), completions, gather, own) if rule.unbiased else of_mean
+        rule, several = self._baseline, self.accelerator.num_processes > 1
+
+        def credited(by: Baseline) -> Credit:
+            if several and (by.scope == "batch" or not rollout.holds_groups):
+                everyone = lambda own, tokens: own.gathered(self.accelerator.gather, tokens)  # noqa: E731
+                return credit(by, completions, everyone, rollout.own_rows)
+            return credit(by, completions)
+
+        found, of_mean = credited(rule), credited(find_baseline("group_mean"))
+        of_others = credited(find_baseline("rloo")) if rule.unbiased else of_mean
         advantages = rollout.keep(rule, found, of_mean)
         if rule.name == "group_mean":  # GRPOTrainer's own advantages, to the bit
             rollout.advantages = batch["advantages"].unsqueeze(1)
