@@ -240,10 +240,7 @@ def moments(
 
         truth = of_nodes(
             torch.cat(
-                [
-                    compute_advantages(rewards[h], w[h], m[h], h.stop - h.start, baseline="ogb_loo")
-                    for h in halves
-                ]
+                [compute_advantages(rewards[h], w[h], m[h], h.stop - h.start, baseline="ogb_loo") for h in halves]
             ),
             (torch.arange(size) >= halves[1].start).long(),
         )
