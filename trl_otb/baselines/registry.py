@@ -220,7 +220,7 @@ def _check_rule(name: str, rule: Any, shared: bool = True) -> None:
     elif isinstance(rule, type):
         lacking = [m for m in ("__call__", *MEMORY) if not any(m in vars(parent) for parent in rule.__mro__)]
         if lacking:
-            problem = f"a baseline that learns lacks {', '.join(lacking)}, see `trl_otb.register_baseline`"
+            problem = f"a baseline that learns lacks `{'`, `'.join(lacking)}`, see `trl_otb.register_baseline`"
     else:
         arguments = [None]
         if shared and hasattr(rule, "update"):

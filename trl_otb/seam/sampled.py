@@ -28,7 +28,7 @@ class SampledTurn:
     def __init__(self, temperature: float) -> None:
         self.temperature, self.calls = temperature, 0
         self._prompt: Tensor | None = None  # (b, P), what the first forward read
-        self._before: Tensor | None = None  # (b, V) log-probs at the last position
+        self._before: Tensor | None = None  # (b, V) probabilities at the last position
         self._found: list[tuple[Tensor, Tensor, Tensor]] = []  # tokens, energies, log-probs, each (b,)
 
     def on_forward(self, module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
@@ -42,14 +42,17 @@ class SampledTurn:
         else:
             self._drawn(read[:, -1])
         self.calls += 1
-        self._before = torch.log_softmax(logits[:, -1].detach().float() / self.temperature, dim=-1)
+        last = logits[:, -1].detach().float()
+        self._before = torch.softmax(last if self.temperature == 1 else last / self.temperature, dim=-1)
 
     def _drawn(self, tokens: Tensor) -> None:
         if self._before is None or len(tokens) != len(self._before):
             self._prompt = None  # another kind of generation, such as beam search
             return
-        logps = self._before.gather(1, tokens.to(self._before.device).unsqueeze(1)).squeeze(1)
-        self._found.append((tokens, token_energy(logps, torch.logsumexp(2 * self._before, dim=-1)), logps))
+        probs = self._before.gather(1, tokens.to(self._before.device).unsqueeze(1)).squeeze(1)
+        # A third of the time of log_softmax and logsumexp, in every step of `generate`
+        norm, logps = torch.linalg.vector_norm(self._before, dim=-1), probs.clamp(min=1e-38).log()
+        self._found.append((tokens, token_energy(logps, 2 * norm.log()), logps))
 
     def rows(
         self, prompt_ids: list[list[int]], completion_ids: list[list[int]], states: list[Tensor] | None
