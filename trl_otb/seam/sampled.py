@@ -51,7 +51,7 @@ class SampledTurn:
             return
         probs = self._before.gather(1, tokens.to(self._before.device).unsqueeze(1)).squeeze(1)
         # A third of the time of log_softmax and logsumexp, in every step of `generate`
-        norm, logps = torch.linalg.vector_norm(self._before, dim=-1), probs.clamp(min=1e-38).log()
+        norm, logps = torch.linalg.vector_norm(self._before, dim=-1), probs.clamp(min=2e-38).log()
         self._found.append((tokens, token_energy(logps, 2 * norm.log()), logps))
 
     def rows(
