@@ -28,7 +28,7 @@ class PromptTracker:
         return (others + total + mean_of_all) / (size + count + 1)
 
     def update(self, own, base, gather):
-        keys, returns, members = map(gather, (own.prompt_key, own.returns[:, :1], own.members))
+        keys, returns, members = map(gather, (own.prompt_key, own.returns, own.members))
         keys, where = keys.flatten().unique(return_inverse=True)
         sums = torch.zeros(len(keys), 2).index_add_(0, where.cpu(), torch.cat([returns * members, members], 1).cpu())
         for key, (total, size) in zip(keys.tolist(), sums.tolist(), strict=True):

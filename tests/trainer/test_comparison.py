@@ -419,6 +419,7 @@ def test_an_iterable_dataset_and_the_defaults_with_one_prompt_per_batch(train):
     ("change", "message"),
     [
         ({"seed": "1"}, "`seed` is '1': give a whole number"),
+        ({"prompts_per_batch": 0}, "`prompts_per_batch` is 0: give a whole number, 1 or more"),
         ({"group_sizes": [8]}, "`completions_per_prompt` is 16 and the largest group has 8.*32 or more"),
         ({"num_prompts": 1000}, "`num_prompts` is 1000 and the training data has 8 different examples"),
         ({"baselines": "absent"}, "'absent': it must be one of"),

@@ -60,7 +60,7 @@ class Baseline:
 
     def learn(self, own: Any, base: torch.Tensor, gather: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
         """Let it learn, and return its metrics as `name/…`; a `ValueError` if they are no numbers."""
-        result = self.rule.update(own, base, gather)
+        result = self.rule.update(own if self.per_token else own.totals(), base, gather)
         try:
             return {f"{self.name}/{name}": float(value) for name, value in (result or {}).items()}
         except (AttributeError, TypeError, ValueError, RuntimeError) as error:
@@ -110,7 +110,7 @@ def register_baseline(
     function. Its other methods:
 
     - `update(own, base, gather)`, called once per generation batch in training, after its advantages. `own` are the
-      completions of this process, `base`, `(B, 1)` or `(B, T)`, is what the call returned for them, and
+      completions of this process, as the call sees them, `base`, `(B, 1)` or `(B, T)`, is what it returned, and
       `gather(tensor)` concatenates the tensors of all processes, which must have one shape; all call it. What it
       learns applies from the next batch on, so an unbiased baseline stays unbiased. It may return a `dict` of numbers,
       which are logged as `otb/<name>/…`.

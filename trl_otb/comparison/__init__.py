@@ -83,7 +83,9 @@ def compare_baselines(
     num_prompts, projection = _whole("num_prompts", num_prompts, 3), _whole("projection", projection, 64)
     completions = _whole("completions_per_prompt", completions_per_prompt, 16)
     seed = _whole("seed", args.seed if seed is None else seed, 0)
-    batch = _whole("prompts_per_batch", prompts_per_batch or trainer.prompts_per_batch, 1)
+    batch = _whole(
+        "prompts_per_batch", trainer.prompts_per_batch if prompts_per_batch is None else prompts_per_batch, 1
+    )
     sizes = _sizes(trainer.num_generations, group_sizes, completions)
     names = [*BASELINES] if baselines is None else _several(baselines)
     names = list(dict.fromkeys(["none", CONTROL, *names]))
