@@ -55,14 +55,14 @@ def test_an_evaluation_in_the_last_step_is_not_repeated(run):
 
 def test_own_data_rewards_and_model(run, data_file, model_path, tmp_path):
     """By flags alone; rewards receive the dataset's other columns."""
-    (tmp_path / "mine.py").write_text(
+    (tmp_path / "of_this_test.py").write_text(
         "def short(completions, level, **kwargs):\n    assert set(level) <= {'a', 'b'}\n"
         "    return [-float(len(c[0]['content'])) for c in completions]\n"
         f"def model():\n    return {str(model_path)!r}\n"
     )
     data = data_file([row | {"level": "ab"[i % 2]} for i, row in enumerate(question_and_answer())])
-    flags = ["--dataset_name", data, "--model_name_or_path", "mine:model", "--max_steps", "1"]
-    folder = run(*flags, "--reward_funcs", "mine:short", "--reward_weights", "1", "0.5")
+    flags = ["--dataset_name", data, "--model_name_or_path", "of_this_test:model", "--max_steps", "1"]
+    folder = run(*flags, "--reward_funcs", "of_this_test:short", "--reward_weights", "1", "0.5")
     log = next(entry for entry in log_of(folder) if "loss" in entry)
     assert log["rewards/short/mean"] < 0
     assert log["reward"] == pytest.approx(log["rewards/accuracy/mean"] + 0.5 * log["rewards/short/mean"], rel=1e-4)
