@@ -112,7 +112,7 @@ def gradient_of(sampled):
 def moments(sampled, *baselines, companions=()):
     _, pool, rows = sampled
     rules, masks = {rule.name: rule for rule in baselines}, [generated_mask(row)[0] for row in rows]
-    return prompt_moments(pool, masks, gradient_of(sampled), rules, {4: [*rules]}, list(companions))
+    return prompt_moments(pool, masks, gradient_of(sampled), rules, [4], list(companions))
 
 
 @pytest.fixture
@@ -227,9 +227,9 @@ def test_a_masked_completion_has_no_gradient(sampled):
 def calls_of_prompt_moments(monkeypatch):
     calls = []
 
-    def watched(pool, masks, gradient_of, rules, studied, companions, seed):
+    def watched(pool, masks, gradient_of, rules, sizes, companions, seed):
         calls.append((pool, rules, companions))
-        return prompt_moments(pool, masks, gradient_of, rules, studied, companions, seed)
+        return prompt_moments(pool, masks, gradient_of, rules, sizes, companions, seed)
 
     monkeypatch.setattr(comparison_module, "prompt_moments", watched)
     return calls

@@ -123,9 +123,7 @@ def compare_baselines(
             beside = [[x for other, x in of.items() if other != name][: batch - 1] for of in companions]
             masks = [generated_mask(row)[0].cpu() for row in rows]
             with torch.autocast("cpu", enabled=False):
-                moments = prompt_moments(
-                    pool, masks, gradient_of, rules, dict.fromkeys(sizes, names), beside, seed + index
-                )
+                moments = prompt_moments(pool, masks, gradient_of, rules, sizes, beside, seed + index)
             returns = pool.whole_returns[pool.scored > 0]
             moments |= {"reward": returns.mean().item(), "length": pool.lengths.mean().item()}
             moments["varies"] = bool((returns.diff() != 0).any())

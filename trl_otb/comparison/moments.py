@@ -21,12 +21,12 @@ def prompt_moments(
     masks: list[Tensor],
     gradient_of: Callable[[int, Tensor], Tensor],
     rules: dict[str, Baseline],
-    studied: dict[int, list[str]],
+    sizes: list[int],
     companions: list[list[Completions]],
     seed: int = 0,
 ) -> dict[Any, Any]:
     """
-    The moments of a prompt's gradient under the baselines studied at each group size.
+    The moments of a prompt's gradient under each baseline at each group size.
 
     Groups never mix the two halves of the pool, so later products never share completions. A baseline that compares
     prompts sees each group in a batch with groups of other prompts, the same few in turn. Under one number per
@@ -41,7 +41,7 @@ def prompt_moments(
         gradient_of (`Callable`): A function from a row of the pool and weights `(E, T)` to `(E, k)`: Σ_t A_t ∇ log
             π(y_t).
         rules (`dict[str, Baseline]`): Baselines by name.
-        studied (`dict[int, list[str]]`): Names by N.
+        sizes (`list[int]`): Values of N.
         companions (`list[list[Completions]]`): Batches of other prompts, each with at least N completions.
 
     Returns:
@@ -50,7 +50,7 @@ def prompt_moments(
     """
     rng = torch.Generator().manual_seed(seed)
     halves = torch.arange(len(pool)).chunk(2)
-    parts = {n: [[random_groups(half, n, rng) for half in halves] for _ in range(PARTITIONS)] for n in studied}
+    parts = {n: [[random_groups(half, n, rng) for half in halves] for _ in range(PARTITIONS)] for n in sizes}
     advantages = {name: _advantages(rule, pool, companions, rng) for name, rule in rules.items()}
     controls = {name: find_baseline("ogb_loo" if rule.unbiased else "ogb") for name, rule in rules.items()}
     if pool.returns.size(1) == 1:  # not with rewards along the way, where B0 has tokens
@@ -58,7 +58,7 @@ def prompt_moments(
         controls |= {name: replace(rule, rule=rule.rule.__call__, per_token=False) for name, rule in bases.items()}
     controlled = {name: _advantages(rule, pool, companions, rng) for name, rule in controls.items()}
     of_truth = _advantages(find_baseline("ogb_loo"), pool, [], rng)
-    per_token = [(name, n) for n, names in studied.items() for name in names if rules[name].per_token]
+    per_token = [(name, n) for n in sizes for name, rule in rules.items() if rule.per_token]
     weights = torch.zeros(len(pool), 1 + len(per_token), pool.mask.size(1))
     weights[:, 0] = 1.0
     for i, (name, n) in enumerate(per_token, start=1):
@@ -93,8 +93,8 @@ def prompt_moments(
 
     truth = [of_completions(of_truth, len(half), [half])[1] for half in halves]
     moments: dict[Any, Any] = {"truth": torch.stack(truth)}
-    for n, names in studied.items():
-        for name in names:
+    for n in sizes:
+        for name in rules:
             of_halves = [of_half(name, n, list(of)) for of in zip(*parts[n], strict=True)]
             squares, means = (torch.stack(of) for of in zip(*of_halves, strict=True))
             moments[name, n] = {"square": squares.mean().item(), "mean": means}
