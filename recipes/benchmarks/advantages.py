@@ -15,9 +15,9 @@ from functools import partial
 
 import pandas
 import torch
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.benchmark import Timer
 
+from recipes.benchmarks import allocated
 from trl_otb.baselines import BASELINES, Baseline, credit
 from trl_otb.metrics import completion_statistics, summarize
 from trl_otb.rollout import Rollout
@@ -62,15 +62,8 @@ def peak_and_kept(function, *inputs) -> tuple[int, int]:
         kept = torch.cuda.memory_allocated() - before
         del result
         return torch.cuda.max_memory_allocated() - before, kept
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
-        result = function(*inputs)
-    del result  # after the profile, so that it counts as kept
-    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
-    live = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    return peak, live
+    live = allocated(function, *inputs)
+    return live.max(), live[-1]
 
 
 def main(argv):

@@ -29,10 +29,10 @@ import pandas
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+from recipes.benchmarks import allocated
 from recipes.toy import QUIET
 from recipes.toy.warm_start import WARM_STARTS, character_tokenizer
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
@@ -177,11 +177,7 @@ def peak_memory(arm: str, regime: str, args: argparse.Namespace) -> float:
         torch.cuda.reset_peak_memory_stats()
         timed(arm, regime, args)
         return torch.cuda.max_memory_allocated() / 2**20
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
-        timed(arm, regime, args)
-    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
-    live = numpy.cumsum([event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())])
-    return float(live.max()) / 2**20
+    return float(allocated(timed, arm, regime, args).max()) / 2**20
 
 
 def apart(function: Callable, *args):

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
+from recipes.benchmarks import allocated
 from tests.helpers.oracles import RULES
 from trl_otb.baselines import credit, find_baseline, squeeze
 from trl_otb.metrics import completion_statistics
@@ -14,15 +14,8 @@ ROWS, LENGTH = 256, 2048
 
 def peak_and_kept(function):
     """Bytes per token that `function` allocates at its peak, and that are left while its result is kept."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
-        result = function()
-    del result  # after the profile, so that it counts as kept
-    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
-    live = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    return peak / (ROWS * LENGTH), live / (ROWS * LENGTH)
+    live = allocated(function) / (ROWS * LENGTH)
+    return live.max(), live[-1]
 
 
 def completions(**more):
