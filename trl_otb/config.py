@@ -42,6 +42,9 @@ class OTBGRPOConfig(GRPOConfig):
         baseline (`str`, *optional*, defaults to `"otb"`): The baseline to subtract from returns: a name in
             `trl_otb.baselines.BASELINES`, whose docstrings say when to use each; a name that you registered with
             [`trl_otb.register_baseline`] before making the config; or `"module:function"`.
+        credit_whole_return (`bool`, *optional*, defaults to `False`): Whether every token is credited with the
+            completion's summed reward, in place of the rewards from it on. Set it if a reward of a turn or token
+            depends on later tokens, as a judge's that reads the whole transcript: rewards-to-go are biased then.
         keep_groups_together (`bool`, *optional*, defaults to `False`): Whether each micro-batch holds whole groups, so
             that [`GradientNoiseCallback`] can compare micro-batches. `per_device_train_batch_size` must be a multiple
             of `num_generations`.
@@ -57,6 +60,10 @@ class OTBGRPOConfig(GRPOConfig):
         },
     )
     baseline: str = field(default="otb", metadata={"help": _baseline_help()})
+    credit_whole_return: bool = field(
+        default=False,
+        metadata={"help": "Whether every token is credited with the summed reward, not with the rewards from it on."},
+    )
     keep_groups_together: bool = field(
         default=False,
         metadata={"help": "Whether each micro-batch holds whole groups, so that the gradient's noise can be measured."},

@@ -66,4 +66,11 @@ def realized_energy(
 
     `energy` is w_t, which may be NaN where `mask` is 0; ratios are as in [`importance_weighted`].
     """
-    return importance_weighted(energy, importance_weights).masked_fill(~mask.bool(), 0.0).cumsum(dim=1)
+    return prefix_sums(importance_weighted(energy, importance_weights).masked_fill(~mask.bool(), 0.0))
+
+
+def prefix_sums(x: torch.Tensor) -> torch.Tensor:
+    """Sums along dimension 1; on the CPU under `full_determinism`, where PyTorch has none of floats on a GPU."""
+    if x.is_cuda and torch.are_deterministic_algorithms_enabled():
+        return x.cpu().cumsum(dim=1).to(x.device)
+    return x.cumsum(dim=1)

@@ -96,6 +96,7 @@ class OTBGRPOTrainer(CollectiveToolLoop, TokenLoss):
         self.rollouts: dict[str, Rollout] = Rollouts()  # the latest one of each mode, "train" and "eval"
         self.energy_source: str | None = None  # of the latest rollout in training
         self.needs = self._baseline.needs  # what rollouts are to hold; more during a comparison
+        self._has_learned = False
         names = list(inspect.signature(GRPOTrainer.__init__).parameters)[4:]
         super().__init__(model, reward_funcs, args=args, **dict(zip(names, other_args, strict=False)), **kwargs)
         check_trl(self)
@@ -122,7 +123,7 @@ class OTBGRPOTrainer(CollectiveToolLoop, TokenLoss):
     @property
     def trained_baseline(self) -> Baseline | None:
         """The baseline, if it has learned from generation batches."""
-        return self._baseline if self._baseline.learns and self.state.global_step > 0 else None
+        return self._baseline if self._has_learned else None
 
     # Training and its state
 
@@ -161,14 +162,14 @@ class OTBGRPOTrainer(CollectiveToolLoop, TokenLoss):
             ) from None
         if state.get("baseline") == name:
             self._baseline.rule.load_state_dict(state["state"])
-            self.recorder.projection = state["projection"]
+            self.recorder.projection, self._has_learned = state["projection"], True
             return
         found = f"the state of {state['baseline']!r}" if "baseline" in state else "nothing"
         logger.warning(
             f"The checkpoint holds {found} for `baseline={name!r}`, which learns from earlier batches: it now starts "
             "with empty state."
         )
-        self._baseline = find_baseline(type(self._baseline.rule)).instance()
+        self._baseline, self._has_learned = find_baseline(type(self._baseline.rule)).instance(), False
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
@@ -214,6 +215,7 @@ class OTBGRPOTrainer(CollectiveToolLoop, TokenLoss):
         metrics = summarize(statistics, rollout.num_generations)
         if rule.learns and mode == "train":
             metrics |= rule.learn(completions, found.base, self.accelerator.gather)
+            self._has_learned = True
             if self.state.global_step == 0 and not rule.built_in:
                 rule.state()  # what no checkpoint could keep is an error now
         for name, value in metrics.items():

@@ -154,6 +154,25 @@ def test_pooling_with_other_prompts_is_unbiased(policy, baseline, n):
     torch.testing.assert_close(gradient_in_batches(policy, n, baseline), policy.gradient, atol=2e-7, rtol=0)
 
 
+@pytest.mark.parametrize("told", ["with hindsight", "when earned", "as their sum"])
+@pytest.mark.parametrize("baseline", ["otb_loo", "rloo", "none"])
+def test_rewards_told_with_hindsight_bias_rewards_to_go(policy, baseline, told):
+    """A judge's reward of each token, who has read all of them; or of those up to it; or the sum, for every token."""
+    g = torch.Generator().manual_seed(1)
+    of_prefix = {}  # one reward for each history
+    rewards = torch.rand(len(policy.mask), T, generator=g, dtype=torch.float64)
+    for i, (history, _, _) in enumerate(policy.completions):
+        for t in range(len(history)) if told == "when earned" else ():
+            rewards[i, t] = of_prefix.setdefault(history[: t + 1], rewards[i, t].item())
+    rewards = rewards * policy.mask
+    truth = policy.mean(rewards.sum(1)[:, None] * policy.scores.sum(1))
+    groups, (_, *more) = policy.groups(2)
+    seen = (rewards.sum(1) if told == "as their sum" else rewards)[groups.flatten()].float()
+    found = policy.expectation(groups, compute_advantages(seen, *more, 2, baseline=baseline))
+    error = ((found - truth).norm() / truth.norm()).item()
+    assert error > 0.3 if told == "with hindsight" and baseline == "otb_loo" else error < 1e-6
+
+
 # ‖E ĝ − g‖ / ‖g‖ and the cosine of E ĝ to g, for N = 2 and N = 3, with the completion's own return in its baseline.
 # Most of the bias is a factor near (N − 1)/N, which a learning rate absorbs; the rest turns the gradient by up to 9
 # degrees.

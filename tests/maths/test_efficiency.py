@@ -156,6 +156,8 @@ def test_the_verdict_prefers_what_is_sure_and_unbiased():
     assert said.startswith("Set baseline='b':") and "baseline='c' measures 90 %, but is biased" in said
     alone = report_of([CONTROL_ROW, biased]).verdict
     assert alone.startswith("Set baseline='c':") and "Caveats: it is biased" in alone
+    perhaps = report_of([CONTROL_ROW, row("d", 0.5, 0.4, 0.6, unbiased=None), shown]).verdict
+    assert perhaps.startswith("Set baseline='d':") and "(then set `credit_whole_return=True`)" in perhaps
     nothing = row("none", 2.0, 1.0, 3.0)
     said = report_of([CONTROL_ROW, nothing, shown]).verdict
     assert said.startswith("Set baseline='b':") and "baseline='none' measures 200 %, but gets worse" in said

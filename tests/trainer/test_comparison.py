@@ -449,3 +449,13 @@ def test_where_scores_have_another_mean_no_estimator_is_called_unbiased(train, o
     report = compare_baselines(train(train=False, **option), **SMALL)
     unbiased = {row.name for row in report.comparisons if row.unbiased}
     assert unbiased == (set() if option else {"ogb_pooled", "group_mean", "none"})
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_with_rewards_of_turns_the_bias_of_rewards_to_go_is_measured(train, whole):
+    """They may be told with hindsight; not so where every token is credited with their sum."""
+    trainer = train(train=False, reward_funcs=lambda **batch: [[r] for r in tiny.even_bytes(**batch)])
+    trainer.args.credit_whole_return = whole
+    report = compare_baselines(trainer, **SMALL | {"baselines": ["otb_loo", "otb", "ogb_loo"]})
+    of = {row.name: row.unbiased for row in report.comparisons}
+    assert of == {"none": True, "group_mean": True, "otb_loo": True if whole else None, "otb": False, "ogb_loo": True}

@@ -15,29 +15,8 @@ from .registry import BASELINES, Baseline, find_baseline, register_baseline  # i
 
 
 __all__ = [
-    "BASELINES",
-    "Baseline",
-    "Completions",
-    "Credit",
-    "Value",
-    "completion_returns",
-    "compute_advantages",
-    "credit",
-    "find_baseline",
-    "group_mean",
-    "joined",
-    "none",
-    "ogb",
-    "ogb_loo",
-    "ogb_pooled",
-    "otb",
-    "otb_loo",
-    "partial_pooling",
-    "pooled",
-    "put_back",
-    "register_baseline",
-    "reward_to_go",
-    "rloo",
-    "rloo_pooled",
+    "BASELINES", "Baseline", "Completions", "Credit", "Value", "completion_returns", "compute_advantages",
+    "credit", "find_baseline", "group_mean", "joined", "none", "ogb", "ogb_loo", "ogb_pooled", "otb", "otb_loo",
+    "partial_pooling", "pooled", "put_back", "register_baseline", "reward_to_go", "rloo", "rloo_pooled",
     "squeeze",
-]
+]  # fmt: skip

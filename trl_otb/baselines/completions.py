@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..energy import prefix_sums
+
 
 LEAST_WEIGHT = 1e-30  # added to all weights: lost in rounding unless all of them are 0
 # What a baseline may need in addition to returns, mask and lengths
@@ -65,7 +67,7 @@ class Completions:
     @property
     def total_energy(self) -> Tensor:
         """`(B, 1)` W_T = Σ_t ρ_t² w_t."""
-        return self.need("weights").cumsum(1)[:, -1:]  # in order, so that padding does not change rounding
+        return prefix_sums(self.need("weights"))[:, -1:]  # in order, so that padding does not change rounding
 
     def need(self, name: str) -> Tensor:
         """A field that may be missing; a `ValueError` if it is, because the baseline did not ask for it."""
@@ -175,14 +177,14 @@ def _sum_of_group(x: Tensor, leave_one_out: bool) -> Tensor:
     if not leave_one_out:
         return x.sum(dim=1, keepdim=True)
     # Sums before and after: the total minus the own term would cancel where the own term dominates
-    before, after = x.cumsum(1).roll(1, 1), x.flip(1).cumsum(1).flip(1).roll(-1, 1)
+    before, after = prefix_sums(x).roll(1, 1), prefix_sums(x.flip(1)).flip(1).roll(-1, 1)
     before[:, 0], after[:, -1] = 0, 0
     return before.add_(after)
 
 
 def reward_to_go(token_rewards: Tensor) -> Tensor:
     """`(B, T)` r_t -> G_t = Σ_{k≥t} r_k, undiscounted, float32. Rewards count at every position; padding holds 0."""
-    return token_rewards.float().flip(1).cumsum(dim=1).flip(1)
+    return prefix_sums(token_rewards.float().flip(1)).flip(1)
 
 
 def completion_returns(rewards: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from ..energy import prefix_sums
 from .completions import Completions
 from .registry import built_in
 
@@ -26,7 +27,7 @@ def otb(x: Completions, zero_tail: bool = True) -> Tensor:
     Use it to follow the paper. Do not use it for long completions with one reward at the end, for small groups of very
     unequal lengths or for rare successes. Evidence: recipes/studies/value.md.
     """
-    baseline = x.mean(x.need("weights").cumsum(1).mul_(x.mask))
+    baseline = x.mean(prefix_sums(x.need("weights")).mul_(x.mask))
     if not zero_tail:
         return baseline
     columns = torch.arange(1, x.mask.size(1) + 1, device=x.mask.device)
@@ -47,7 +48,7 @@ def otb_loo(x: Completions) -> Tensor:
     Use it with rewards per turn or token when a step has few prompts. Do not use it with one reward at the end, where
     `rloo_pooled` and `value` have less noise. Evidence: recipes/studies/turns.md.
     """
-    return x.mean(x.need("weights").cumsum(1).mul_(x.mask), leave_one_out=True)
+    return x.mean(prefix_sums(x.need("weights")).mul_(x.mask), leave_one_out=True)
 
 
 @built_in(needs={"energy"}, scalable=True)

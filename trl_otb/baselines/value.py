@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..energy import prefix_sums
 from .completions import Completions
 from .pooled import pooled
 from .registry import built_in
@@ -130,14 +131,14 @@ class Value:
         mask = x.mask
 
         def before(values: torch.Tensor) -> torch.Tensor:
-            return torch.nn.functional.pad(values.cumsum(dim=1), (1, 0))[:, :-1]
+            return torch.nn.functional.pad(prefix_sums(values), (1, 0))[:, :-1]
 
         count = before(mask)
         sums = [before(x.need("energy")), before(-x.need("logps").float()).clamp(min=0), count]
         earned = x.returns[:, :1] - x.returns
         numbers = [torch.ones_like(mask), base, earned, *sums, *(values.sqrt() for values in sums)]
         states = x.need("states")
-        mean = states.cumsum(dim=1) / (count + 1).unsqueeze(-1)
+        mean = prefix_sums(states) / (count + 1).unsqueeze(-1)
         return torch.cat([torch.stack([x.expand_as(mask) for x in numbers], dim=-1), states, mean], dim=-1)
 
     def _predicted(self, features: torch.Tensor) -> torch.Tensor:

@@ -126,11 +126,13 @@ def compare_baselines(
                 moments = prompt_moments(pool, masks, gradient_of, rules, sizes, beside, seed + index)
             returns = pool.whole_returns[pool.scored > 0]
             moments |= {"reward": returns.mean().item(), "length": pool.lengths.mean().item()}
-            moments["varies"] = bool((returns.diff() != 0).any())
+            moments |= {"varies": bool((returns.diff() != 0).any()), "along_the_way": pool.returns.size(1) > 1}
             measured += gather_object([moments])[: num_prompts - first]
+    # Told with hindsight, rewards of turns or tokens bias rewards-to-go, so there the bias is measured
+    along = any(prompt["along_the_way"] for prompt in measured)
     return BaselineReport.of(
         measured,
-        unbiased={name for name, rule in rules.items() if rule.unbiased},
+        unbiased={name: not (along and rule.per_token) for name, rule in rules.items() if rule.unbiased},
         scores_have_mean_zero=_scores_have_mean_zero(args),
         group_size=trainer.num_generations if trainer.num_generations in sizes else sizes[0],
         group_sizes=sizes,

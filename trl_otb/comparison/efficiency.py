@@ -133,7 +133,8 @@ class Comparison:
     Args:
         name (`str`): The baseline.
         n (`int`): Group size.
-        unbiased (`bool`): Whether the estimator is known to be unbiased up to a factor.
+        unbiased (`bool`, *optional*): Whether the estimator is unbiased up to a factor; `None` if it is under
+            conditions that are not certain here. Unless `True`, its bias is measured.
         more_prompts ([`Estimate`]): How many more prompts per step the group mean needs to be as efficient, as a
             share: 0.13 for 13 % more.
         efficiency, over_group_mean ([`Estimate`]): The efficiency of a step, and its ratio to the group mean's.
@@ -144,7 +145,7 @@ class Comparison:
 
     name: str
     n: int
-    unbiased: bool
+    unbiased: bool | None
     more_prompts: Estimate
     efficiency: Estimate
     over_group_mean: Estimate

@@ -47,18 +47,24 @@ class BaselineReport:
 
     @classmethod
     def of(
-        cls, prompts: list[dict[Any, Any]], unbiased: set[str], scores_have_mean_zero: bool, **settings: Any
+        cls, prompts: list[dict[Any, Any]], unbiased: dict[str, bool], scores_have_mean_zero: bool, **settings: Any
     ) -> "BaselineReport":
-        """The report of measured prompts; a `ValueError` if no prompt's return varied."""
+        """
+        The report of measured prompts; a `ValueError` if no prompt's return varied. `unbiased` names baselines that
+        are, and says whether this is certain for these rewards.
+        """
         varying, number = sum(prompt["varies"] for prompt in prompts), len(prompts)
         if varying == 0:
             raise ValueError(
                 f"No prompt's reward varied: it is {prompts[0]['reward']:.2f} for every completion of the first one. "
                 "Check the reward, the prompts and the model: no baseline can be measured."
             )
-        moments = moments_of(prompts, unbiased, scores_have_mean_zero)
+        moments = moments_of(prompts, {name for name, certain in unbiased.items() if certain}, scores_have_mean_zero)
+        rows = compare(moments, settings["prompts_per_batch"])
+        for row in rows:
+            row.unbiased = None if row.name in unbiased and not row.unbiased else row.unbiased
         return cls(
-            comparisons=compare(moments, settings["prompts_per_batch"]),
+            comparisons=rows,
             num_prompts=number,
             prompts_varying=varying,
             mean_reward=sum(prompt["reward"] for prompt in prompts) / number,
@@ -79,7 +85,7 @@ class BaselineReport:
         known = [row for row in rows if not row.more_prompts.lost]
         # Without `none`, whose noise grows as successes become common
         better = [row for row in known if row.more_prompts.low > LEAST and row.name != "none"]
-        best = next((row for row in better if row.unbiased), better[0] if better else None)
+        best = next((row for row in better if row.unbiased is not False), better[0] if better else None)
         if best is None:
             return f"Keep {CONTROL}.\n{self._why_none(known)}"
         worth = best.more_prompts
@@ -102,7 +108,12 @@ class BaselineReport:
     def _caveats(self, rows: list[Comparison], known: list[Comparison], best: Comparison) -> str:
         """What the instruction leaves open, the most important first."""
         caveats = []
-        if not best.unbiased:
+        if best.unbiased is None:
+            caveats.append(
+                "it may be biased, by sampling that is cut off, or by rewards of turns that depend on later tokens "
+                "(then set `credit_whole_return=True`); its bias is part of what is measured"
+            )
+        elif not best.unbiased:
             caveats.append(
                 "it is biased: improbable successes teach less under it, which is not seen here if they are rare"
             )

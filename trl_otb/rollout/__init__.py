@@ -101,6 +101,12 @@ class Rollout:
         place = (lambda values: put_back(values, self.mask)) if rule.per_token else (lambda values: values)
         self.advantages, self.baselines = place(found.advantages / self.scale), place(found.baselines)
         self.group_mean_advantages = of_mean.advantages / self.scale
+        if not self.advantages.isfinite().all():
+            most = self.rewards.abs().nan_to_num(nan=0.0).max().item()
+            raise ValueError(
+                f"Advantages are not finite: sums of rewards of up to {most:.1e} overflow float32, which holds up to "
+                "3.4e+38. Scale the rewards, or `reward_weights`, down."
+            )
         return self.advantages
 
     def __len__(self) -> int:

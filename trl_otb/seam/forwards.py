@@ -54,7 +54,7 @@ class PolicyRecorder:
         self.policy, self.temperature = policy, temperature
         self.projection: Tensor | None = None  # kept in checkpoints: what a baseline learns depends on it
         self._recording: Recording | None = None
-        self._with_energies, without = False, policy.forward
+        policy.trl_otb_energies, without = False, policy.forward  # of the policy, as several trainers may share it
         outputs = ("log_probs", "entropy", "log_sum_sq_probs")
         trl_utils.add_fused_lm_head(policy, temperature, cast_lm_head_to_fp32, outputs)
         with_energies = policy.forward
@@ -62,7 +62,7 @@ class PolicyRecorder:
         @functools.wraps(type(policy).forward)  # `generate` validates its arguments against the signature
         def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
             # Called on `module`, which is another model where the policy was copied
-            return (with_energies if self._with_energies else without).__func__(module, *args, **kwargs)
+            return (with_energies if module.trl_otb_energies else without).__func__(module, *args, **kwargs)
 
         policy.forward = types.MethodType(forward, policy)
         decoder = (policy.get_decoder() if hasattr(policy, "get_decoder") else None) or policy.base_model
@@ -104,12 +104,12 @@ class PolicyRecorder:
         hook = model.register_forward_hook(
             lambda module, args, outputs: chunks.append(getattr(outputs, "log_sum_sq_probs", None))
         )
-        self._with_energies = True
+        self.policy.trl_otb_energies = True
         try:
             with self._recording_states(to.states) as states:
                 yield keep
         finally:
-            self._with_energies = False
+            self.policy.trl_otb_energies = False
             hook.remove()
 
     @contextmanager
@@ -161,8 +161,8 @@ class PolicyRecorder:
             odd = next((f", of shape {shape[:-1]} and more" for shape in shapes if len(shape) != 3), "")
             raise ValueError(
                 f"The baseline expected one call of {self._layer_name} per forward, with hidden states for rows and "
-                f"tokens, and saw {len(states)} calls in {forwards} forwards{odd}: this model is not supported. "
-                "Choose a baseline that needs no states, such as 'rloo_pooled'."
+                f"tokens, and saw {len(states)} calls in {forwards} forwards{odd}: this model is not supported, or was "
+                "compiled by hand (set `torch_compile`). Choose a baseline that needs no states, such as 'rloo_pooled'."
             )
         return states
 

@@ -159,7 +159,8 @@ def rollout_of(trainer: Any, batch: dict[str, Any], recorders: list[RewardRecord
     rollout.rewards, rollout.scale = found.returns[own], scale.unsqueeze(1)
     along_the_way = torch.tensor([bool(recorder)], device=rollout.rewards.device)
     if trainer.accelerator.gather(along_the_way).any():
-        rollout.rewards = recorder.token_rewards(rollout.mask, rollout.rewards, found.factors[own])
+        of_tokens = recorder.token_rewards(rollout.mask, rollout.rewards, found.factors[own])
+        rollout.rewards = rollout.rewards if getattr(trainer.args, "credit_whole_return", False) else of_tokens
     return rollout
 
 

@@ -1,0 +1,253 @@
+"""What users do that no page shows: copies, modes, objects as rewards, odd rewards, errors, and training again."""
+
+import ast
+import copy
+import math
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from trl import GRPOConfig, GRPOTrainer
+
+from tests.helpers import tiny
+from tests.helpers.settings import assert_same_weights, logged
+from trl_otb import OTBGRPOConfig, OTBGRPOTrainer, TokenRewards, compare_baselines
+from trl_otb.baselines import compute_advantages
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def both(train, change=lambda trainer: None, **options):
+    """GRPOTrainer, and ours under the group mean, after the same change, trained: equal to the bit."""
+    trainers = []
+    for cls, config in ((GRPOTrainer, GRPOConfig), (OTBGRPOTrainer, OTBGRPOConfig)):
+        more = {"baseline": "group_mean"} if config is OTBGRPOConfig else {}
+        trainers.append(train(cls, config, train=False, scale_rewards="none", **more, **options))
+        change(trainers[-1])
+        trainers[-1].train()
+    assert_same_weights(*trainers)
+    assert logged(trainers[0], "reward") == logged(trainers[1], "reward")
+    return trainers
+
+
+def test_the_forward_of_a_copied_policy_is_the_copys(train):
+    def freeze(trainer):
+        trainer.ref_model = copy.deepcopy(trainer.model).requires_grad_(False)
+
+    grpo, ours = both(train, freeze, beta=0.1, max_steps=3)
+    assert logged(ours, "kl") == logged(grpo, "kl") and logged(ours, "kl")[-1] > 0
+
+
+class Eval:
+    """A reward that leaves the policy in eval mode."""
+
+    __name__ = "eval"
+
+    def __call__(self, completion_ids, **kwargs):
+        self.trainer.model.eval()
+        return tiny.even_bytes(completion_ids)
+
+
+@pytest.mark.parametrize("options", [{}, {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}])
+def test_a_rollout_is_of_the_mode_in_which_it_began(train, options):
+    def know(trainer):
+        trainer.reward_funcs[0].trainer = trainer
+
+    both(train, know, reward_funcs=Eval(), **options)
+    trainer = train(OTBGRPOTrainer, baseline="value", reward_funcs=Eval(), train=False, **options)
+    know(trainer)
+    trainer.train()
+    assert [*trainer.rollouts] == ["train"] and trainer._baseline.rule._batches > 1
+
+
+class Share:
+    """A reward function with a method of its own, that counts its calls."""
+
+    __name__, calls = "share", 0
+
+    def scaled(self, completion_ids):
+        self.calls += 1
+        return [3 * share for share in tiny.even_bytes(completion_ids)]
+
+    def __call__(self, completion_ids, **kwargs):
+        return tiny.even_bytes(completion_ids)
+
+
+class ByObject(GRPOTrainer):
+    """Rewards from a method of the reward object."""
+
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        assert isinstance(self.reward_funcs[0], Share)
+        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        return rewards + torch.tensor(self.reward_funcs[0].scaled(completion_ids_list)).unsqueeze(1)
+
+
+def test_an_override_finds_its_own_reward_objects(train):
+    grpo = train(ByObject, GRPOConfig, scale_rewards="none", reward_funcs=Share())
+    ours = train(type("Ours", (OTBGRPOTrainer, ByObject), {}), baseline="group_mean", reward_funcs=Share())
+    assert_same_weights(grpo, ours)
+    assert grpo.reward_funcs[0].calls == ours.reward_funcs[0].calls == 2
+
+
+def test_a_reward_of_weight_0_may_be_infinite(train):
+    def odds(completion_ids, **kwargs):
+        return [math.inf if i % 2 else 1.0 for i in range(len(completion_ids))]
+
+    both(train, reward_funcs=[tiny.even_bytes, odds], reward_weights=[1.0, 0.0])
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_generations_eval": 1}, {"reward_funcs": lambda prompts, **_: [1.0] * len(prompts)}]
+)
+def test_the_usual_last_lines_of_a_script(train, tmp_path, options):
+    trainer = train(OTBGRPOTrainer, baseline="value", eval_dataset=tiny.prompts(4), **options)
+    metrics = trainer.evaluate()
+    trainer.log_metrics("eval", metrics)
+    trainer.save_metrics("eval", metrics)
+    trainer.save_state()
+    trainer.save_model(str(tmp_path / "saved"))
+    assert train(OTBGRPOTrainer, model=str(tmp_path / "saved"), baseline="value")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_another_default_dtype(train, dtype):
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        trainer = train(OTBGRPOTrainer, baseline="value")
+    finally:
+        torch.set_default_dtype(usual)
+    assert trainer._baseline.rule.theta.isfinite().all() and trainer.recorder.projection.dtype == torch.float32
+
+
+def test_two_trainers_of_one_model_alive(train, model_path):
+    def of_one_model(cls, config, **options):
+        model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+        options |= {"model": model, "processing_class": tiny.tokenizer(), "num_iterations": 2, "train": False}
+        first, second = (train(cls, config, scale_rewards="none", **options) for _ in range(2))
+        second.train()
+        first.train()
+        return first
+
+    ours = of_one_model(OTBGRPOTrainer, OTBGRPOConfig, baseline="group_mean")
+    assert_same_weights(of_one_model(GRPOTrainer, GRPOConfig), ours)
+
+
+@pytest.mark.parametrize("baseline", ["group_mean", "otb", "value"])
+@pytest.mark.parametrize("rewards", [[3.4e38] + [-3.4e38] * 3, [3.4e38] * 3 + [0.0]])
+def test_rewards_at_the_ends_of_float32_are_named_before_the_step(train, baseline, rewards):
+    """GRPOTrainer's advantages are not finite there, and its weights NaN from then on."""
+
+    def large(completion_ids, **kwargs):
+        return [rewards[i % len(rewards)] for i in range(len(completion_ids))]
+
+    trainer = train(OTBGRPOTrainer, baseline=baseline, reward_funcs=large, train=False)
+    with pytest.raises(ValueError, match=r"rewards of up to 3.4e\+38 overflow float32.*Scale the rewards"):
+        trainer.train()
+    assert trainer.state.global_step == 0 and all(p.isfinite().all() for p in trainer.model.parameters())
+
+
+def test_one_completion_to_train_on_learns_from_other_prompts():
+    rewards, mask = torch.tensor([1.0, 9.0, 9.0, 9.0, *[0.5, 0.3] * 4]), torch.ones(12, 1)
+    mask[1:4] = 0
+    for baseline in ("rloo_pooled", "ogb_pooled", "value"):
+        more = {"logps": -mask, "states": mask.unsqueeze(2)} if baseline == "value" else {}
+        found = compute_advantages(rewards, mask, mask, 4, baseline=baseline, **more)
+        assert found[0].item() == pytest.approx(1 - 0.4), baseline
+        one_prompt = [values[:4] for values in (rewards, mask, mask)], {name: x[:4] for name, x in more.items()}
+        assert compute_advantages(*one_prompt[0], 4, baseline=baseline, **one_prompt[1])[0] == 1, baseline
+
+
+def test_rewards_of_tokens_count_where_another_function_scores_one_of_a_group(train):
+    """The one has a factor of 0 there, as in GRPOTrainer; the other's rewards are there to train on."""
+
+    def once(completion_ids, **kwargs):
+        return [TokenRewards([1.0] * len(ids)) if i % 4 == 0 else None for i, ids in enumerate(completion_ids)]
+
+    functions = {"reward_funcs": [once, tiny.even_bytes], "multi_objective_aggregation": "normalize_then_sum"}
+    rollout = train(OTBGRPOTrainer, max_steps=1, **functions).rollouts["train"]
+    assert rollout.rewards.isfinite().all() and rollout.rewards[0].abs().max() > 0
+    grpo = train(
+        GRPOTrainer,
+        GRPOConfig,
+        **functions | {"reward_funcs": [lambda **of: [r and sum(r) for r in once(**of)], tiny.even_bytes]},
+    )
+    assert_same_weights(grpo, train(OTBGRPOTrainer, baseline="group_mean", **functions))
+
+
+# Changed, interrupted, tried again
+
+
+@pytest.mark.parametrize("config", [GRPOConfig, OTBGRPOConfig])
+def test_a_config_changed_later_is_followed(train, tmp_path, config):
+    args = config(**tiny.SETTINGS, output_dir=str(tmp_path), scale_rewards="none")
+    trainer = train(OTBGRPOTrainer, lambda **options: args, train=False)
+    args.learning_rate, args.max_steps = 0.0, 1
+    trainer.train()
+    assert trainer.state.global_step == 1 and logged(trainer, "learning_rate") == [0.0]
+
+
+def test_every_token_is_credited_with_the_whole_return_where_asked(train):
+    def judged(completion_ids, **kwargs):
+        return [
+            TokenRewards([r] + [0.0] * (len(ids) - 1))
+            for r, ids in zip(tiny.even_bytes(completion_ids), completion_ids, strict=True)
+        ]
+
+    whole = train(OTBGRPOTrainer, reward_funcs=judged, credit_whole_return=True)
+    assert_same_weights(whole, train(OTBGRPOTrainer))
+    assert whole.rollouts["train"].rewards.dim() == 1
+    with pytest.raises(ValueError, match="returned 2 rewards for completion 0, which has 1 turns"):
+        train(OTBGRPOTrainer, reward_funcs=lambda prompts, **_: [[1.0, 2.0]] * len(prompts), credit_whole_return=True)
+
+
+@pytest.mark.parametrize("place", ["_compute_loss", "_calculate_rewards"])
+@pytest.mark.parametrize("baseline", ["otb", "value"])
+def test_after_an_error_in_a_step_all_else_works(train, place, baseline, monkeypatch):
+    options = {"baseline": baseline, "eval_dataset": tiny.prompts(4), "per_device_eval_batch_size": 4}
+    trainer = train(OTBGRPOTrainer, **options)
+
+    def fails(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    before = copy.deepcopy(trainer._baseline.rule.__dict__.get("theta")) if baseline == "value" else None
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(trainer, place, fails)
+        trainer.train()
+    assert math.isfinite(trainer.evaluate()["eval_reward"])
+    if before is not None and place == "_calculate_rewards":  # a trained baseline is measured as it was trained
+        assert trainer.state.global_step == 0 and torch.equal(trainer.trained_baseline.rule.theta, before)
+    few = {"num_prompts": 3, "completions_per_prompt": 16, "group_sizes": [4]}
+    assert compare_baselines(trainer, **few, baselines=[baseline]).comparisons
+    other = train(OTBGRPOTrainer, model=trainer.model, processing_class=trainer.processing_class, **options)
+    assert len(logged(other, "otb/grad_power")) == 2
+
+
+def test_a_resumed_run_projects_states_as_the_run_that_learned(train, monkeypatch):
+    """Another version of torch may draw other random numbers."""
+    run = {"baseline": "value", "max_steps": 3, "save_strategy": "steps", "save_steps": 1}
+    first = train(OTBGRPOTrainer, **run)
+    monkeypatch.setattr("trl_otb.seam.forwards.projection", lambda size: torch.zeros(size, 32))
+    resumed = train(OTBGRPOTrainer, train=False, **run)
+    resumed.train(resume_from_checkpoint=f"{first.args.output_dir}/checkpoint-2")
+    assert torch.equal(resumed.recorder.projection, first.recorder.projection)
+    assert_same_weights(first, resumed)
+
+
+def test_what_the_package_imports_is_declared():
+    declared = {
+        re.split(r"[^\w-]", name)[0]
+        for name in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    }
+    imported = set()
+    for file in (ROOT / "trl_otb").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and node.level == 0 else []
+            imported |= {name.partition(".")[0] for name in names}
+    assert imported - {*sys.stdlib_module_names, "trl_otb", "matplotlib"} == declared
