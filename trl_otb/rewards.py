@@ -19,7 +19,8 @@ class TokenRewards(list):
     A plain list, tuple or one-dimensional array means rewards per turn: one for each of the policy's turns, that is,
     for each stretch of generated tokens between tool output (in a conversation, each assistant message). A turn's
     reward is earned at its last token. An array with one number, such as a reward model's logits, is one reward for
-    the completion, as in TRL.
+    the completion, as in TRL. A reward must not depend on what follows its turn or token, unless
+    `credit_whole_return` is set in the config: else the gradient is biased.
 
     `rewards` is a list, or a NumPy or PyTorch array; a `TypeError` is raised if it has no order, or is text.
 
