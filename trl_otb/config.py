@@ -1,6 +1,8 @@
 import inspect
+from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
 from typing import Any
+from unittest.mock import patch
 
 from accelerate.logging import get_logger
 from trl import GRPOConfig
@@ -103,13 +105,21 @@ class OTBGRPOConfig(GRPOConfig):
         by_default = self.scale_rewards is None
         if by_default:
             self.scale_rewards = "none"
+        with patch.object(self, "num_generations", _One(1)) if self.num_generations == 1 else nullcontext():
+            super().__post_init__()
         check_options(self)
-        super().__post_init__()
         if by_default:
             logger.warning_once(
                 "Advantages are not scaled: OTBGRPOConfig's default is `scale_rewards='none'`, as in the paper, where "
                 "GRPOConfig's is 'group'. Set `scale_rewards` to silence this."
             )
+
+
+class _One(int):
+    """N = 1, which passes GRPOConfig's own check of N ≥ 2: with other prompts, one completion is compared, too."""
+
+    def __lt__(self, other: int) -> bool:
+        return False
 
 
 def check_options(args: GRPOConfig) -> Baseline:
@@ -135,6 +145,8 @@ def check_options(args: GRPOConfig) -> Baseline:
             "is nearly 0. Set `scale_rewards='none'`, the default of OTBGRPOConfig (GRPOConfig's is 'group'), or "
             f"choose {', '.join(repr(entry.name) for entry in BASELINES.values() if entry.scalable)}."
         )
+    if args.num_generations == 1 and (problem := _problem_of_one(args, rule)):
+        raise ValueError(f"`num_generations` is 1, and {problem}.")
     together = getattr(args, "keep_groups_together", False)
     if together and args.num_generations and args.per_device_train_batch_size % args.num_generations != 0:
         raise ValueError(
@@ -148,3 +160,25 @@ def check_options(args: GRPOConfig) -> Baseline:
             f"{', '.join(map(repr, LOSS_TYPES))} only. Set one of these."
         )
     return rule
+
+
+def _problem_of_one(args: GRPOConfig, rule: Baseline) -> str | None:
+    """What does not go with one completion per prompt, and the remedy."""
+    if args.multi_objective_aggregation == "normalize_then_sum":
+        return (
+            "`multi_objective_aggregation` is 'normalize_then_sum', which normalizes rewards within a prompt's "
+            "completions. Set 'sum_then_normalize'"
+        )
+    if rule.name == "none":
+        return None
+    if rule.scope == "group":
+        return (
+            f"`baseline` is {rule.name!r}, which compares the completions of a prompt. Choose 'value', 'rloo_pooled' "
+            "or 'ogb_pooled', which compare prompts, or 2 completions or more"
+        )
+    if args.generation_batch_size == 1:
+        return (
+            "a generation batch is a single completion, with nothing to compare it with. Raise "
+            "`per_device_train_batch_size`, `gradient_accumulation_steps` or `num_generations`"
+        )
+    return None

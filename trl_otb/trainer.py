@@ -103,7 +103,7 @@ class OTBGRPOTrainer(CollectiveToolLoop, TokenLoss):
         if self._baseline.per_token:
             check_loss(type(self), self._baseline.name)
         self.recorder = PolicyRecorder(self.policy, self.temperature, self.args.cast_lm_head_to_fp32)
-        if self._baseline.scope == "batch" and self.prompts_per_batch < 3:
+        if self._baseline.scope == "batch" and self.num_generations > 1 and self.prompts_per_batch < 3:
             logger.warning(
                 f"`baseline` is {self._baseline.name!r}, which pools prompts, and a generation batch has "
                 f"{self.prompts_per_batch}: with fewer than 3 nothing is pooled. Use more prompts, or choose 'rloo' or "
@@ -205,7 +205,8 @@ class OTBGRPOTrainer(CollectiveToolLoop, TokenLoss):
             return credit(by, completions)
 
         found, of_mean = credited(rule), credited(find_baseline("group_mean"))
-        of_others = credited(find_baseline("rloo")) if rule.unbiased else of_mean
+        reference = "rloo" if rollout.num_generations > 1 else "rloo_pooled"
+        of_others = credited(find_baseline(reference)) if rule.unbiased else of_mean
         advantages = rollout.keep(rule, found, of_mean)
         if rule.name == "group_mean":  # GRPOTrainer's own advantages, to the bit
             rollout.advantages = batch["advantages"].unsqueeze(1)
@@ -221,6 +222,8 @@ class OTBGRPOTrainer(CollectiveToolLoop, TokenLoss):
         for name, value in metrics.items():
             if not math.isnan(value):  # what is undefined is left out
                 self._metrics[mode][f"otb/{name}"].append(value)
+        if self.num_generations == rollout.num_generations == 1:
+            del self._metrics[mode]["frac_reward_zero_std"]  # of groups, of which there are none
         logged = self._logs["advantages"]  # the completions table, to which GRPOTrainer has added its own
         for _ in range(min(len(statistics), len(logged))):
             logged.pop()

@@ -39,6 +39,11 @@ class Schedule:
     prompts: int = 16  # per step, in four micro-batches
     lr_scheduler_type: str = "constant_with_warmup"
     problems: str = ""  # the task that is sampled, where it has another name
+    completions: int = 0  # per step, where they are the same for every N, and prompts are not
+
+    def rows(self, n: int) -> int:
+        """Completions per step."""
+        return self.completions or self.prompts * n
 
 
 TASKS = {
@@ -50,6 +55,11 @@ TASKS = {
     "scratchpad_mixed": Schedule({4: 100}, (2e-4, 4e-4, 8e-4), held_out_samples=8),
     **dict.fromkeys(("lake_6", "lake_14", "lake_14_turns"), Schedule({4: 50}, (2e-4, 4e-4, 8e-4))),
     "lake_6_few": Schedule({4: 100}, (1e-4, 2e-4, 4e-4), prompts=4, problems="lake_6"),
+    # Which N, with 64 completions per step?
+    **{
+        f"{name}_64": Schedule(dict.fromkeys((1, 2, 4, 8), 80), (2e-4, 4e-4, 8e-4), problems=name, completions=64)
+        for name in ("scratchpad_30", "scratchpad_mixed", "lucky_unequal")
+    },
     "copy": Schedule({4: 20}, (3e-4,), held_out_samples=1, prompts=4),
     **dict.fromkeys(language.REASONING, Schedule({4: 30}, (3e-4,), held_out_samples=2, prompts=4)),
 }
@@ -85,7 +95,7 @@ def train(run: Run) -> dict:
         per_device_eval_batch_size=40 if task.peft_config else 400,
         num_generations_eval=schedule.held_out_samples,
         logging_steps=1,
-        per_device_train_batch_size=schedule.prompts * run.n // 4,
+        per_device_train_batch_size=schedule.rows(run.n) // 4,
         gradient_accumulation_steps=4,  # the meter measures the noise of micro-batches
         **arm,
     )
@@ -99,7 +109,7 @@ def train(run: Run) -> dict:
         **({"strata": strata} if len(strata) > 1 else {}),
         **{key: [float(entry[key]) for entry in log] for key in ("reward", "grad_norm", "entropy")},
         "noise_scale": [entry.get("noise/scale") for entry in log],
-        "tokens": list(itertools.accumulate(schedule.prompts * run.n * length for length in lengths)),
+        "tokens": list(itertools.accumulate(schedule.rows(run.n) * length for length in lengths)),
         "seconds": seconds,
         "held_out": measure.found(trainer.state)[-1]["held_out/accuracy"],
         "policy": hashlib.sha256((task.policy / "model.safetensors").read_bytes()).hexdigest()[:8],
@@ -142,7 +152,7 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="learning_curves", description=__doc__.splitlines()[1])
     parser.add_argument("--task", choices=TASKS, default="calculator")
     parser.add_argument("--baselines", nargs="+", choices=BASELINES, default=["group_mean", "otb", "value"])
-    parser.add_argument("--sizes", nargs="+", type=int, choices=(4, 8, 32), default=[4])
+    parser.add_argument("--sizes", nargs="+", type=int, choices=(1, 2, 4, 8, 32), default=[4])
     parser.add_argument("--seeds", type=int, default=5, help="Seeds per arm, beside those that tune it.")
     rates = sorted({rate for schedule in TASKS.values() for rate in schedule.learning_rates})
     parser.add_argument("--learning_rate", type=float, choices=rates, help="Of all arms, instead of tuning them.")

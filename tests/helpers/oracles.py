@@ -111,20 +111,19 @@ def pooled_baseline(groups, prompt, own, weight, reward):
     def without(group, left_out):
         return weighted_mean([(weight(c, 0), reward(c)) for c in group if c is not left_out])
 
-    centres, noises, own_noises = [], [], []
-    for q, group in enumerate(groups):
-        if q != prompt and len(group) > 1:
-            means = [without(group, c) for c in group]
-            centres.append(sum(means) / len(means))
-            noises.append(sum((b - centres[-1]) ** 2 for b in means))
-            own_noises.append(noises[-1] * (len(means) - 1) / len(means))
-    if len(centres) < 2:
-        return without(groups[prompt], own)
-    target = sum(centres) / len(centres)
+    others = [group for q, group in enumerate(groups) if q != prompt and group]
+    means = [[without(group, c) for c in group] if len(group) > 1 else [reward(group[0])] for group in others]
+    centres = [sum(of_group) / len(of_group) for of_group in means]
+    k, target = len(centres), sum(centres) / max(len(centres), 1)
     if len(groups[prompt]) == 1:
         return target
-    b, k = without(groups[prompt], own), len(centres)
-    noise, of_centres = sum(noises) / k, sum(own_noises) / k
+    b = without(groups[prompt], own)
+    if k < 2:
+        return b
+    squares = [(len(of), sum((m - c) ** 2 for m in of)) for of, c in zip(means, centres, strict=True) if len(of) > 1]
+    noise = sum(square for _, square in squares) / max(len(squares), 1)
+    of_one = sum(square * (n - 1) for n, square in squares) / max(len(squares), 1)  # the variance of one return
+    of_centres = (sum(square * (n - 1) / n for n, square in squares) + (k - len(squares)) * of_one) / k
     between = max(0.0, sum((c - target) ** 2 for c in centres) / (k - 1) - of_centres)
     with_own = [*centres, b]
     mean = sum(with_own) / (k + 1)
@@ -160,11 +159,13 @@ def double_loop(rewards, energy, mask, n, *, baseline="otb", alignment="generate
                 return c.reward_to_go(t) if per_token else c.total_reward
 
             damped = 1.0
-            if n == 1:
+            if n == 1 and "_pooled" not in baseline and baseline != "value":
                 b = 0.0
             elif "_pooled" in baseline or baseline == "value":
                 b = pooled_baseline(groups, i // n, own, weight, reward)
-                damped = damping(own, [c for c in others if c.position]) if baseline.endswith("_damped") else 1.0
+                damped = (
+                    damping(own, [c for c in others if c.position]) if baseline.endswith("_damped") and n > 1 else 1.0
+                )
             elif baseline == "otb" and t > max((c.last for c in others), default=-1):
                 b = 0.0  # the lone tail
             else:

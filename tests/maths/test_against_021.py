@@ -1,6 +1,6 @@
 """
 Advantages of random batches are those that 0.2.1 computed, by three numbers of each batch: Σ A cos(r), Σ A sin(r) and
-Σ |A|, r = row · T + t. Where a group has a single completion that is not masked, pooled baselines are another now.
+Σ |A|, r = row · T + t. Where a prompt has a single completion to train on, pooled baselines are another now.
 """
 
 import json
@@ -49,5 +49,9 @@ def numbers(advantages):
 def test_advantages_are_those_of_021(baseline):
     assert len(NUMBERS[baseline]) > 100
     for seed, expected in NUMBERS[baseline].items():
-        found = numbers(compute_advantages(*batch(int(seed)), baseline=baseline))
+        rewards, energy, mask, n = batch(int(seed))
+        unscored = rewards.isnan() if rewards.dim() == 1 else rewards.isnan().any(1)
+        if baseline.endswith("_pooled") and ((mask.any(1) & ~unscored).view(-1, n).sum(1) == 1).any():
+            continue
+        found = numbers(compute_advantages(rewards, energy, mask, n, baseline=baseline))
         assert found == pytest.approx(expected, rel=0, abs=1e-4 * expected[2] + 1e-5), seed

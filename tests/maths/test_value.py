@@ -79,13 +79,13 @@ def test_it_predicts_what_the_state_tells():
     value, batch = learnt(), Task(100).batch()
     left = of_batches([batch], value)
     assert value.weight > 0.9 and left < 0.6
-    assert batch.teach(value) == pytest.approx({"explained": 1 - left, "weight": learnt().weight})
+    assert batch.teach(value) == pytest.approx({"explained": 1 - left, "weight": learnt().weight, "restarted": 0})
 
 
 def test_a_batch_tells_its_own_baselines_nothing():
     value, first = Value(), Task().batch()
     assert torch.equal(first.baseline(value), first.base.expand_as(first.x.mask))
-    assert first.teach(value) == {"explained": 0.0, "weight": 0.0}
+    assert first.teach(value) == {"explained": 0.0, "weight": 0.0, "restarted": 0.0}
     batch = Task(1).batch()
     other = Task(1).batch(1 - Task(1).rewards, base=batch.base)  # with B0 held fixed
     assert torch.equal(other.baseline(value), batch.baseline(value))

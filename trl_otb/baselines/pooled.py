@@ -55,9 +55,11 @@ def pooled(x: Completions, returns: torch.Tensor, weights: torch.Tensor) -> torc
 
     `weights`, `(B, 1)`, are those of completions; masked ones have none. If all are 0, the mean is plain.
     """
-    weights = (weights * x.members).expand(returns.shape)
+    weights, members = (weights * x.members).expand(returns.shape), x.grouped(x.members)
     left_one_out = x.grouped(x.weighted_mean(weights, returns, x.members, leave_one_out=True))
-    share, target = partial_pooling(left_one_out, x.grouped(x.members))
+    alone = members * (members.sum(dim=1, keepdim=True) == 1)
+    left_one_out = torch.where(alone > 0, x.grouped(returns.expand(weights.shape)), left_one_out)
+    share, target = partial_pooling(left_one_out, members)
     return (left_one_out + share * (target - left_one_out)).reshape(returns.shape)
 
 
@@ -73,13 +75,16 @@ def partial_pooling(left_one_out: torch.Tensor, members: torch.Tensor) -> tuple[
     is the jackknife variance of b_(−i), σ² / (n − 1) for the plain mean; τ² is the true variance between prompts, and
     τ² + (τ² + u) / k the squared error of m: with these terms alone λ minimizes the squared error of the mixture.
     2 S² / k allows for the error of τ², which is estimated from k prompts; S² is the variance of the k others' b and
-    b_(−i), so a prompt unlike the others is pooled less. b_(−i), λ and m do not depend on completion i. Prompts with a
-    single member are ignored.
+    b_(−i), so a prompt unlike the others is pooled less. b_(−i), λ and m do not depend on completion i.
+
+    A prompt with a single member, as all are for N = 1, has λ = 1. To the others its return is its b, with the u of one
+    of their completions; it does not tell v. With no other prompt m = 0.
 
     https://arxiv.org/abs/2511.03710 uses v / (v + s²), the same for all prompts of a batch: about a half at most.
 
     Args:
-        left_one_out (`(G, N, 1)` or `(G, N, T)`): b_(−j), the baseline with completion j left out.
+        left_one_out (`(G, N, 1)` or `(G, N, T)`): b_(−j), the baseline with completion j left out; the return itself of
+            a prompt's single member.
         members (`(G, N, 1)`): 1 for completions to count, else 0.
 
     Returns:
@@ -89,23 +94,25 @@ def partial_pooling(left_one_out: torch.Tensor, members: torch.Tensor) -> tuple[
     unit = torch.ldexp(torch.ones_like(left_one_out[:1, :1, :1]), exponent)  # a power of 2: squares stay finite
     left_one_out = left_one_out / unit
     size = members.sum(dim=1, keepdim=True)
-    known = (size > 1).float()
-    others = known.sum() - known  # k
+    there, several = (size > 0).float(), (size > 1).float()
+    others = there.sum() - there  # k
 
-    def of_others(values: torch.Tensor) -> torch.Tensor:
-        values = values * known
-        return (values.sum(dim=0) - values) / others.clamp(min=1)
+    def of_others(values: torch.Tensor, kind: torch.Tensor = there) -> torch.Tensor:
+        values = values * kind
+        return (values.sum(dim=0) - values) / (kind.sum() - kind).clamp(min=1)
 
     centre = (left_one_out * members).sum(dim=1, keepdim=True) / size.clamp(min=1)
     noise = ((left_one_out - centre).square() * members).sum(dim=1, keepdim=True)
     # Relative to their mean, so that squares do not cancel
-    origin = (centre * known).sum(dim=0) / known.sum().clamp(min=1)
+    origin = (centre * there).sum(dim=0) / there.sum().clamp(min=1)
     target, square = of_others(centre - origin), of_others((centre - origin).square())
-    of_one, of_mean = of_others(noise), of_others(noise * (size - 1) / size.clamp(min=1))  # v and u
+    of_one = of_others(noise, several)  # v
+    of_mean = of_others(noise * (size - 1) / size.clamp(min=1))  # u
+    of_mean = of_mean + of_others(there - several) * of_others(noise * (size - 1).clamp(min=0), several)
     about_target = (square - target.square()).clamp(min=0)
     between = (about_target * others / (others - 1).clamp(min=1) - of_mean).clamp(min=0)  # τ²
     with_own = about_target + (left_one_out - origin - target).square() / (others + 1)  # S²
     of_target = (between + of_mean + 2 * with_own) / others.clamp(min=1)
     share = of_one / (of_one + between + of_target).clamp(min=1e-20)
-    share = torch.where(known > 0, share, 1.0)  # a single completion has no baseline of its own
-    return share * (others > 1), (target + origin) * unit
+    share = torch.where(several > 0, share * (others > 1), 1.0)
+    return share, torch.where(others > 0, target + origin, 0.0) * unit

@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 BASE = 1  # the index of B0 among the features
 ROUNDING = 1e-12  # of squared float32 numbers, relative
+RUINOUS = 2.0  # times B0's power: nothing that was learned is of use
 BLOCK = 2**13  # tokens whose features, some 75 numbers each, are in memory at once, in small batches
 
 
@@ -40,13 +41,14 @@ class Value:
     error, and halves while the sum is negative. So B falls back to B0, and is B0 in the first batch. B stays within
     the range of returns seen so far.
 
-    Assumption: what states predict about returns carries over from earlier prompts and a slightly older policy.
+    Assumption: what states predict about returns carries over from earlier prompts and a slightly older policy. If B
+    left more than twice the power that B0 leaves of a batch, as after a change of rewards, it starts anew.
 
     Bias: unbiased, since B_t depends on what precedes y_t, and θ and c on earlier batches. Importance ratios, which
     may depend on later tokens, weight what it learns from; it does not look at them.
 
-    Use it for N up to 16 and completions of any length. It gains nothing over `rloo_pooled` where
-    `otb/value/explained` stays near 0. Evidence: recipes/studies/value.md and language.md.
+    Use it for N up to 16, also 1, and completions of any length. It gains nothing over `rloo_pooled` where
+    `otb/value/explained` stays near 0. Evidence: recipes/studies/value.md.
     """
 
     decay = 0.9  # of a batch's weight, per further batch
@@ -81,7 +83,7 @@ class Value:
     ) -> dict[str, float]:
         """
         Learn from a generation batch. Returns `explained`, 1 − Σ w (G − B)² / Σ w (G − B0)² for the θ and c that were
-        used, NaN if B0 is each return; and `weight`, c.
+        used, NaN if B0 is each return; `weight`, c; and `restarted`, 1 if it started anew.
         """
         found = self._sums_of(own, base)
         flat = gather(torch.cat([values.flatten() for values in found.values()]).unsqueeze(0)).sum(dim=0)
@@ -89,7 +91,9 @@ class Value:
         new = {name: part.view_as(values) for (name, values), part in zip(found.items(), split, strict=True)}
         power, left, squares, excluded = (new.pop(name).item() for name in ("power", "left", "squares", "excluded"))
         varies = power > ROUNDING * squares
+        ruinous = varies and left > RUINOUS * power
         metrics = {"explained": 1 - left / power if varies else math.nan, "weight": self.weight}
+        metrics["restarted"] = float(ruinous)
         if excluded > 0 and not self._warned:
             self._warned = True
             logger.warning(
@@ -98,7 +102,11 @@ class Value:
             )
         if new["φφ"][:, 0, 0].sum() == 0:
             return metrics  # there is no token to learn from
-        if varies and self.weight > 0:
+        if ruinous:
+            self._start_anew(
+                f"it left {left / power:.1f} times the power of 'rloo_pooled', as after a change of rewards"
+            )
+        elif varies and self.weight > 0:
             self._limit_weight(power - left)
 
         present, returns = own.mask > 0, own.returns.expand_as(own.mask)
@@ -234,7 +242,7 @@ class Value:
     def _start_anew(self, reason: str) -> None:
         logger.warning(f"The baseline 'value' discards what it has learned: {reason}. It continues as 'rloo_pooled'.")
         self.theta, self.weight, self._most_weight, self._gains = None, 0.0, 0.25, (0.0, 0.0)
-        self._sums, self._batches = {}, 0.0
+        self._sums, self._batches, self._returns_seen = {}, 0.0, (math.inf, -math.inf)
 
 
 def _with_base(own: Completions, base: torch.Tensor) -> Iterator[tuple[Completions, torch.Tensor]]:

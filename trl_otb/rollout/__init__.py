@@ -43,7 +43,7 @@ class Rollout:
         energy, logps (`(B, T)`, *optional*): ρ_t² w_t and log π(y_t), at the sampling temperature; `None` if the
             baseline needs none, and TRL ran no forward that yields them.
         advantages, baselines (`(B, T)`, or `(B, 1)` under a baseline per completion): (G − B) / scale, and B.
-        group_mean_advantages (`(B, 1)`): Advantages under the group mean, for comparison.
+        group_mean_advantages (`(B, 1)`): Advantages under the group mean, for comparison; `None` for N = 1.
     """
 
     prompt_ids: Tensor
@@ -100,8 +100,8 @@ class Rollout:
         """Store advantages and baselines, at the places of their tokens under a baseline per token."""
         place = (lambda values: put_back(values, self.mask)) if rule.per_token else (lambda values: values)
         self.advantages, self.baselines = place(found.advantages / self.scale), place(found.baselines)
-        self.group_mean_advantages = of_mean.advantages / self.scale
-        if not self.advantages.isfinite().all():
+        self.group_mean_advantages = of_mean.advantages / self.scale if self.num_generations > 1 else None
+        if (~self.advantages.isfinite()).any():
             most = self.rewards.abs().nan_to_num(nan=0.0).max().item()
             raise ValueError(
                 f"Advantages are not finite: sums of rewards of up to {most:.1e} overflow float32, which holds up to "
