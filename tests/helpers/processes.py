@@ -81,6 +81,7 @@ class Part:
     checkpointing: bool
     baseline: str = "otb"
     pictures: bool = False
+    one: bool = False  # completion per prompt
 
     @property
     def energies_from(self) -> str | None:
@@ -92,7 +93,7 @@ class Part:
         kind = f"{'lora' if self.lora else 'full'}-{'gc' if self.checkpointing else 'plain'}"
         kind += f"-{list(SOURCES).index(self.source)}"
         baseline = {"otb": "", OWN_BASELINE: "-own"}.get(self.baseline, f"-{self.baseline}")
-        return kind + baseline + ("-pictures" if self.pictures else "")
+        return kind + baseline + ("-pictures" if self.pictures else "") + ("-one" if self.one else "")
 
 
 def pairwise() -> list[tuple[str, Part]]:
@@ -111,6 +112,7 @@ def pairwise() -> list[tuple[str, Part]]:
     for i, backend in enumerate(BACKENDS):
         cases += [(backend, Part(list(SOURCES)[i % 3], i % 2 == 1, i % 2 == 0, "value"))]
     cases += [(backend, Part(SAMPLED, False, False, "value")) for backend in ("ddp", "zero3")]
+    cases += [(b, Part(SAMPLED, b == "zero2", False, "value", one=True)) for b in ("ddp", "zero2", "zero3", "fsdp2")]
     # Where rows are shuffled with their pictures
     pictures = Part(SAMPLED, lora=False, checkpointing=False, pictures=True)
     return cases + [(backend, pictures) for backend in ("ddp", "zero3")]
@@ -193,6 +195,7 @@ def case(model: str, folder: str, part: Part) -> dict:
     settings = {
         **tiny.SETTINGS,
         **SOURCES[part.source],
+        **({"num_generations": 1} if part.one else {}),
         "output_dir": folder,
         "use_cpu": not fsdp,
         "per_device_train_batch_size": (12 if reused else 6) // processes,
@@ -209,7 +212,7 @@ def case(model: str, folder: str, part: Part) -> dict:
         model,
         tiny.even_bytes,
         args=OTBGRPOConfig(**settings),
-        train_dataset=tiny_vision.prompts_with_several() if part.pictures else tiny.prompts(),
+        train_dataset=tiny_vision.prompts_with_several() if part.pictures else tiny.prompts(24 if part.one else 8),
         processing_class=tiny_vision.processor("patches") if part.pictures else None,
         rollout_func=None if part.source == SAMPLED else rollout,
         peft_config=LORA if part.lora else None,
@@ -343,7 +346,7 @@ def launch(folder: Path, name: str, world: int, env: dict, run, model: str, *par
     for process in processes:
         process.start()
     for process in processes:
-        process.join(timeout=120)
+        process.join(timeout=900)  # a process that hangs, however busy the machine
         if process.is_alive():
             process.kill()
             process.join()

@@ -86,13 +86,19 @@ def size_and_cosine(policy, n, baseline):
     return size, torch.nn.functional.cosine_similarity(expected, policy.gradient, dim=0).item()
 
 
-def gradient_in_batches(policy, n, baseline):
-    """E ĝ of a prompt in batches, each of its groups beside the same three others, to which the baseline looks."""
+def gradient_in_batches(policy, n, baseline, unscored=0):
+    """
+    E ĝ of a prompt in batches, each of its groups beside the same three others, to which the baseline looks; the first
+    of these has so many completions without a reward.
+    """
     others = torch.tensor([1, 3, 12, 5, 6, 8, 2, 9, 11])[: 3 * n]
     groups, alone = policy.groups(n)
-    advantages = torch.cat(
-        [compute_advantages(*policy.inputs(torch.cat([g, others])), n, baseline=baseline)[:n] for g in groups]
-    )
+    advantages = []
+    for group in groups:
+        rewards, *more = policy.inputs(torch.cat([group, others]))
+        rewards[n : n + unscored] = torch.nan
+        advantages.append(compute_advantages(rewards, *more, n, baseline=baseline)[:n])
+    advantages = torch.cat(advantages)
     alone = torch.cat([compute_advantages(*policy.inputs(g), n, baseline=baseline) for g in groups])
     assert (advantages - alone).abs().max() > 0.01
     return policy.expectation(groups, advantages)
@@ -147,11 +153,13 @@ def test_a_baseline_says_truly_whether_it_is_unbiased(policy, baseline, n):
     assert find_baseline(RULES[baseline]).unbiased == (policy.error(n, RULES[baseline]) < 2e-7)
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [1, 2, 3])
 @pytest.mark.parametrize("baseline", [name for name, rule in RULES.items() if find_baseline(rule).scope == "batch"])
 def test_pooling_with_other_prompts_is_unbiased(policy, baseline, n):
     """Whatever the other prompts' completions were; `value` before it learns, and test_value.py has what follows."""
-    torch.testing.assert_close(gradient_in_batches(policy, n, baseline), policy.gradient, atol=2e-7, rtol=0)
+    for unscored in {0, n - 1}:
+        found = gradient_in_batches(policy, n, baseline, unscored)
+        torch.testing.assert_close(found, policy.gradient, atol=2e-7, rtol=0)
 
 
 @pytest.mark.parametrize("told", ["with hindsight", "when earned", "as their sum"])

@@ -90,7 +90,9 @@ def test_a_rollout_from_energies_to_metrics(x, baseline, dense):
     assert rollout.advantages.is_meta and statistics.is_meta and completion_advantages(statistics).is_meta
     assert "grad_power" in summarize(statistics, x.n)
     if baseline == "value":
-        assert {"value/explained", "value/weight", "value/restarted"} == {*rule.learn(own, found.base, lambda values: values)}
+        assert {"value/explained", "value/weight", "value/restarted"} == {
+            *rule.learn(own, found.base, lambda values: values)
+        }
         rule.rule.theta, rule.rule.weight = torch.ones(9 + 2 * 4), 0.5
         assert all(values.is_meta for values in credit(rule, own))
 

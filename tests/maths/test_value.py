@@ -107,14 +107,14 @@ def test_it_looks_at_nothing_from_the_token_on(t):
 
 
 class OnRloo(Value):
-    """On a B0 that compares no prompts."""
+    """On a B0 that compares no prompts; 0 for N = 1."""
 
     def __call__(self, x):
         return BASELINES["rloo"].rule(x)
 
 
 @pytest.mark.parametrize("sampler", [None, "other"])
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [1, 2, 3])
 def test_with_what_it_has_learnt_fixed_it_is_unbiased(n, sampler):
     """
     By all groups of a policy whose completions are all listed. Another sampler's completions are weighted with a ratio
@@ -140,7 +140,7 @@ def test_with_what_it_has_learnt_fixed_it_is_unbiased(n, sampler):
     policy.probability = sampled
     expected = policy.expectation(groups, ratio[rows] * advantages)
     assert (expected - Enumeration().gradient).abs().max() < 1e-6
-    assert (advantages - compute_advantages(*inputs, n, baseline="rloo")).abs().max() > 0.1
+    assert (advantages - compute_advantages(*inputs, n, baseline="rloo" if n > 1 else "none")).abs().max() > 0.1
 
 
 def test_theta_is_the_least_squares_of_earlier_batches():
@@ -248,6 +248,29 @@ def test_rewards_in_other_units_scale_it():
         batch.teach(scaled)
     plain = Task(100).batch().baseline(learnt(range(4)))
     torch.testing.assert_close(found, 100 * plain, rtol=1e-3, atol=0.05)
+
+
+CHANGES = {  # of rewards from batch 8 on, and how often it starts anew
+    "none": (lambda seed, task: task.rewards, 0),
+    "divided by 100": (lambda seed, task: task.rewards / 100, 1),
+    "times 100": (lambda seed, task: task.rewards * 100, 0),
+    "shifted": (lambda seed, task: task.rewards + 10, 1),
+    "another function": (lambda seed, task: -task.mask.sum(1).float() / T, 1),
+    "a second task": (lambda seed, task: task.rewards.where(torch.arange(64) < 32, 5.0 * (task.mask.sum(1) > 9)), 0),
+    "all equal for 50 batches": (lambda seed, task: task.rewards if seed >= 58 else torch.ones(64), 0),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_after_rewards_have_changed_it_costs_one_batch(change, caplog):
+    value, (rewards, expected), left, restarted = learnt(), CHANGES[change], [], 0
+    for seed in range(8, 80 if "equal" in change else 28):
+        batch = Task(seed).batch(rewards(seed, Task(seed)))
+        base = batch.power(batch.base)
+        left += [batch.power(value) / base] if base > 1e-6 else []
+        restarted += batch.teach(value)["restarted"]
+    assert restarted == expected == caplog.text.count("as after a change of rewards. It continues as 'rloo_pooled'")
+    assert max(left[1:]) < 1.05 and left[-1] < 1 and (left[0] > 2) == (expected == 1)
 
 
 def test_rewards_along_the_way_are_looked_at():
