@@ -21,7 +21,7 @@ def report_of(rows: list[Comparison], prompts: int = 40) -> BaselineReport:
 
 
 def row(name, value, low, high, unbiased=True) -> Comparison:
-    return Comparison(name, 4, unbiased, Estimate(value, low, high), *[Estimate(1.0, 0.9, 1.1)] * 5)
+    return Comparison(name, 4, unbiased, Estimate(value, low, high), *[Estimate(1.0, 0.9, 1.1)] * 6)
 
 
 CONTROL_ROW, LOST = row("group_mean", 0.0, 0.0, 0.0), row("lost", math.nan, -math.inf, math.inf)
@@ -63,6 +63,40 @@ def test_figures_of_a_known_scale_by_hand():
     assert (lost["noise"].item(), lost["signal"].item()) == pytest.approx((79, 0)) and lost["efficiency"].isnan()
 
 
+def test_what_another_n_is_worth_by_hand():
+    """
+    A prompt's ĝ varies by E‖ĝ‖² / c² less the mean product of two prompts, 1/3: by 6 − 1/3 for N = 4, and twice that
+    for N = 1, of which there are four times as many.
+    """
+    ones = {"signal": SIGNAL, "with_truth": SIGNAL, "truth": SIGNAL}
+    found = {
+        ("group_mean", 4): Moments(SQUARE * (3 / 4) ** 2, **ones, scale=3 / 4),
+        ("rloo_pooled", 1): Moments(2 * SQUARE - 1 / 3, **ones, scale=1.0),
+        ("otb", 4): Moments(SQUARE, **ones),
+    }
+    of = {(row.name, row.n): row.more_completions.value for row in compare(found, 3, 4)}
+    assert of["group_mean", 4] == 0 and math.isnan(of["otb", 4])
+    assert of["rloo_pooled", 1] == pytest.approx(4 / 2 - 1)
+
+
+def test_the_report_says_how_to_spend_completions():
+    def at(n, *estimate):
+        found = row("rloo_pooled", 0.3, 0.2, 0.4)
+        found.n, found.more_completions = n, Estimate(*estimate)
+        return found
+
+    report = report_of([CONTROL_ROW, at(4, 0.3, 0.2, 0.4), at(1, 1.0, 0.7, 1.3)])
+    report.group_sizes = [1, 4]
+    head, one, four, advice = report.spending.splitlines()
+    assert head.startswith("rloo_pooled, 64 completions per step") and "64 prompts  100 (70–130)" in one
+    assert "16 prompts  30 (20–40)" in four and report.spending in repr(report)
+    assert advice == "Spend them on fewer completions of more prompts: num_generations=1."
+    report.comparisons[-1].more_completions.low = 0.3
+    assert len(report.spending.splitlines()) == 3
+    report.group_sizes = [4]
+    assert report.spending == ""
+
+
 def test_without_bias_noise_is_compared_though_the_signal_is_lost():
     """The second estimator has half of the noise, the third is biased: nothing is said of it."""
     noise = torch.exp(0.1 * torch.randn(30, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
@@ -72,7 +106,7 @@ def test_without_bias_noise_is_compared_though_the_signal_is_lost():
         ("x", 4): Moments(5 * noise / 2, lost, lost, lost, scale=1.0),
         ("y", 4): Moments(5 * noise / 3, lost, lost, lost),
     }
-    rows = compare(found, prompts_per_batch=30)
+    rows = compare(found, prompts_per_batch=30, group_size=4)
     of = {row.name: row for row in rows}
     assert of["x"].over_group_mean.value == pytest.approx(2, rel=1e-3) and math.isnan(of["x"].efficiency.value)
     assert math.isnan(of["y"].over_group_mean.value)
@@ -101,7 +135,7 @@ def test_draws_in_which_no_reward_varies_say_nothing():
     truth = torch.diag(torch.tensor([0.0, 0.0, 0.0, 1.0, 1.0], dtype=torch.float64))
     found = {(name, 4): Moments(square * factor / 4, truth, truth, truth, 1.0)
              for name, factor in (("group_mean", 2), ("x", 1))}  # fmt: skip
-    rows = {row.name: row for row in compare(found, 5)}
+    rows = {row.name: row for row in compare(found, 5, 4)}
     assert rows["group_mean"].over_group_mean.text() == "1.00 (1.00–1.00)"
     assert 1 < rows["x"].over_group_mean.low <= rows["x"].over_group_mean.high < 100
 
@@ -121,7 +155,7 @@ def test_a_verdict_is_reached_though_many_draws_have_no_value(prompts):
     noise = [5 / better * torch.exp(spread * torch.randn(prompts, generator=g).double()) for better in (1, 4)]
     found = {(name, 4): Moments(signal.diagonal() + of, signal, signal, signal)
              for name, of in zip(("group_mean", "x"), noise, strict=True)}  # fmt: skip
-    rows = compare(found, prompts)
+    rows = compare(found, prompts, 4)
     said = report_of(rows, prompts).verdict
     assert said.startswith("Set baseline='x': " if prompts == 40 else ("Keep group_mean.\n", "Set baseline='x': "))
     assert prompts < 40 or rows[1].more_prompts.value == pytest.approx(3, rel=0.1)

@@ -122,7 +122,7 @@ def measured(trainer, example, completions, names, seed=0):
     rollout, pool, batch = trainer.collect([dict(example) for _ in range(completions)])
     rows, rules = single_rows(batch), {name: BASELINES[name] for name in names}
     masks = [row["completion_mask"][0] for row in rows]
-    found = package.prompt_moments(pool, masks, lambda i, weights: of(rows[i], weights), rules, [4], [])
+    found = package.prompt_moments(pool, masks, lambda i, weights: of(rows[i], weights), rules, [4], {})
     return rollout, found
 
 

@@ -112,7 +112,7 @@ def gradient_of(sampled):
 def moments(sampled, *baselines, companions=()):
     _, pool, rows = sampled
     rules, masks = {rule.name: rule for rule in baselines}, [generated_mask(row)[0] for row in rows]
-    return prompt_moments(pool, masks, gradient_of(sampled), rules, [4], list(companions))
+    return prompt_moments(pool, masks, gradient_of(sampled), rules, [4], {4: list(companions)})
 
 
 @pytest.fixture
@@ -255,16 +255,16 @@ def test_baselines_learn_from_other_prompts_and_meet_others(train, calls_of_prom
     register_baseline("learner", needs={"prompt_key"}, per_token=False, scope="batch")(Learner)
     compare_baselines(train(train=False), **SMALL | {"baselines": ["learner"]})  # 2 prompts a batch
     measured = {int(pool.prompt_key[0]) for pool, _, _ in calls_of_prompt_moments}
-    for _, rules, companions in calls_of_prompt_moments:
+    for _, rules, beside in calls_of_prompt_moments:
         seen = rules["learner"].rule.seen
         assert [len(keys) for keys in seen] == [2 * 4] * 8 and measured.isdisjoint(chain(*seen))
         assert len({key for keys in seen for key in keys}) == 5  # of 8 there are
-        assert len(measured) == 3 and [len(batch) for batch in companions] == [1] * 3
+        assert len(measured) == 3 and [len(batch) for batch in beside[4]] == [1] * 3
     calls_of_prompt_moments.clear()
     # All prompts are measured, so that these are companions, too
     compare_baselines(train(train=False), **SMALL | {"num_prompts": 8, "baselines": ["learner"]}, prompts_per_batch=3)
-    for pool, _, companions in calls_of_prompt_moments:
-        keys = [[int(x.prompt_key[0]) for x in batch] for batch in companions]
+    for pool, _, beside in calls_of_prompt_moments:
+        keys = [[int(x.prompt_key[0]) for x in batch] for batch in beside[4]]
         assert all(len({*of}) == 2 and int(pool.prompt_key[0]) not in of for of in keys)
 
 
@@ -290,7 +290,22 @@ def test_turns_may_be_rewarded_in_some_completions_only(train, every):
         return [[share] for share in calls[-1]] if len(calls) % every else calls[-1]
 
     mixed = compare_baselines(train(train=False, reward_funcs=reward), **SMALL)
-    assert len(calls) > 6 and mixed == compare_baselines(train(train=False), **SMALL)
+    assert len(calls) > 6 and mixed.to_json() == compare_baselines(train(train=False), **SMALL).to_json()
+
+
+@pytest.mark.parametrize("own", [1, 4])
+def test_one_completion_per_prompt_is_measured_among_as_many_completions(train, calls_of_prompt_moments, own):
+    """With N = 4 and 2 prompts per step, N = 1 has up to 8, one of which is measured."""
+    options = {"train_dataset": tiny.prompts(40), "num_generations": own, "baseline": "value"}
+    small = SMALL | {"baselines": ["value", "otb"], "group_sizes": None if own == 4 else [1, 2]}
+    report = compare_baselines(train(train=False, **options), **small)
+    assert {row.name for row in report.at(1)} == {"none", "rloo_pooled", "value"} and report.group_size == own
+    _, _, beside = calls_of_prompt_moments[0]
+    assert [len(batch) for batch in beside[1]] == [7] * 3
+    assert all(math.isfinite(row.more_completions.value) for row in report.comparisons if row.unbiased)
+    control = next(row for row in report.at(own) if row.name == ("group_mean" if own == 4 else "rloo_pooled"))
+    assert control.more_completions.value == control.more_prompts.value == 0
+    assert "8 completions per step  more completions" in repr(report)
 
 
 # The trainer is left as it was
@@ -394,8 +409,8 @@ def test_tools(train, monkeypatch, calls_of_prompt_moments, rewards):
     assert report.group_size == 4 and report.mean_length > 5  # the trainer's own, 8, was not asked for
     of = {row.name: row.noise_over_group_mean.value for row in report.at()}
     assert math.isfinite(of["value"]) and of["value"] != of["ogb_pooled"]
-    pool, _, companions = calls_of_prompt_moments[0]
-    assert {x.returns.size(1) > 1 for x in (pool, *companions[0])} == {rewards is rewarded_per_turn}
+    pool, _, beside = calls_of_prompt_moments[0]
+    assert {x.returns.size(1) > 1 for x in (pool, *beside[4][0])} == {rewards is rewarded_per_turn}
 
 
 @pytest.mark.usefixtures("registry")
@@ -410,7 +425,7 @@ def test_a_baseline_of_ones_own_is_treated_as_a_built_in_one(train):
 def test_an_iterable_dataset_and_the_defaults_with_one_prompt_per_batch(train):
     trainer = train(train=False, train_dataset=tiny.prompts().to_iterable_dataset(), per_device_train_batch_size=4)
     report = compare_baselines(trainer, num_prompts=np.int64(4))
-    assert (report.group_size, report.group_sizes) == (4, [2, 4, 8]) and report.completions_per_prompt == 64
+    assert (report.group_size, report.group_sizes) == (4, [1, 2, 4, 8]) and report.completions_per_prompt == 64
     assert {row.name for row in report.comparisons} == set(BASELINES) and report.prompts_per_batch == 1
     assert all(math.isfinite(row.noise_over_group_mean.value) for row in report.comparisons)
 

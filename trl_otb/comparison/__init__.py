@@ -4,7 +4,7 @@ import copy
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import cycle, islice
+from itertools import chain, cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from ..baselines import BASELINES, Baseline, Completions, credit, find_baseline,
 from ..rollout import generated_mask
 from ..seam.pools import at_rest, sample, training_examples
 from ..trainer import OTBGRPOTrainer
-from .efficiency import CONTROL, Comparison, Estimate
+from .efficiency import Comparison, Estimate, control
 from .gradients import CompletionGradients, Projection, studied_parameters
 from .moments import prompt_moments
 from .report import BaselineReport
@@ -26,7 +26,7 @@ from .report import BaselineReport
 __all__ = ["BaselineReport", "Comparison", "Estimate", "compare_baselines"]
 
 BATCHES = 8  # generation batches that a baseline learns from before it is measured
-COMPANIONS = 3  # and how many of them the baselines that compare prompts see in turn
+COMPANIONS = 3  # how many batches the baselines that compare prompts see in turn
 Example = tuple[str, dict[str, Any]]  # of the training data, with its hash
 
 
@@ -66,11 +66,11 @@ def compare_baselines(
         num_prompts (`int`, *optional*, defaults to 16): Number of different prompts, at least 3.
         completions_per_prompt (`int`, *optional*, defaults to 64): At least 16, and four groups of the largest size.
         group_sizes (`Sequence[int]` or `int`, *optional*): Values of N; by default the trainer's own, half and double
-            of it, if four groups fit into a pool.
+            of it, if four groups fit into a pool, and 1, for baselines that compare prompts.
         parameters (`str`, *optional*): A regular expression: only trainable parameters whose name matches it are
             studied. Backward stops at the first of them, which saves most of the time.
         prompts_per_batch (`int`, *optional*): The number of prompts per step that the figures are for; by default the
-            trainer's.
+            trainer's. A smaller N than the trainer's is in batches of more prompts, if so many were sampled.
         projection (`int`, *optional*, defaults to 16,384): Numbers kept per gradient; inner products are off by √(2 /
             `projection`), relative to the norms.
         seed (`int`, *optional*): The seed of prompts and completions; by default the trainer's.
@@ -86,10 +86,13 @@ def compare_baselines(
     batch = _whole(
         "prompts_per_batch", trainer.prompts_per_batch if prompts_per_batch is None else prompts_per_batch, 1
     )
-    sizes = _sizes(trainer.num_generations, group_sizes, completions)
+    own = trainer.num_generations
+    sizes = _sizes(own, group_sizes, completions)
     names = [*BASELINES] if baselines is None else _several(baselines)
-    names = list(dict.fromkeys(["none", CONTROL, *names]))
+    names = list(dict.fromkeys(["none", *map(control, sizes), *names]))
     rules = {name: _instance(trainer, name) for name in names}
+    if group_sizes is None and 1 not in sizes and any(rule.scope == "batch" for rule in rules.values()):
+        sizes, rules = [1, *sizes], {control(1): _instance(trainer, control(1))} | rules
     parameters_studied = studied_parameters(trainer, parameters)
     alone = all(rule.scope == "group" and not rule.learns for rule in rules.values())
     drawn = _different_examples(trainer, num_prompts + (0 if alone else BATCHES * batch), seed)
@@ -120,7 +123,7 @@ def compare_baselines(
                 bar.update(processes)
                 return gradients(rows[row], weights.to(trainer.accelerator.device))
 
-            beside = [[x for other, x in of.items() if other != name][: batch - 1] for of in companions]
+            beside = {n: _beside(companions, name, n, batch * max(own // n, 1) - 1) for n in sizes}
             masks = [generated_mask(row)[0].cpu() for row in rows]
             with torch.autocast("cpu", enabled=False):
                 moments = prompt_moments(pool, masks, gradient_of, rules, sizes, beside, seed + index)
@@ -134,7 +137,7 @@ def compare_baselines(
         measured,
         unbiased={name: not (along and rule.per_token) for name, rule in rules.items() if rule.unbiased},
         scores_have_mean_zero=_scores_have_mean_zero(args),
-        group_size=trainer.num_generations if trainer.num_generations in sizes else sizes[0],
+        group_size=own if own in sizes else next((n for n in sizes if n > 1), 1),
         group_sizes=sizes,
         completions_per_prompt=completions,
         prompts_per_batch=batch,
@@ -150,7 +153,7 @@ def _learn(
     largest: int,
     seed: int,
 ) -> list[dict[str, Completions]]:
-    """Let baselines that have not learned yet learn from sampled batches; the first few, to compare prompts with."""
+    """Let baselines that have not learned yet learn from sampled batches, which others are compared with."""
     own = trainer.trained_baseline
     fresh = [rule for rule in rules.values() if rule.learns and not (own and own.name == rule.name)]
     some, n, companions = cycle(examples), trainer.num_generations, []
@@ -163,9 +166,20 @@ def _learn(
         for rule in fresh:
             with torch.autocast("cpu", enabled=False):
                 rule.learn(whole, credit(rule, whole).base, lambda values: values)
-        if batch < COMPANIONS:
-            companions.append({name: pool for (name, _), pool in zip(of_batch, pools, strict=True)})
+        companions.append({name: pool for (name, _), pool in zip(of_batch, pools, strict=True)})
     return companions
+
+
+def _beside(companions: list[dict[str, Completions]], own: str, n: int, most: int) -> list[list[Completions]]:
+    """A few batches of at most so many prompts other than `own`, with groups of `n`: what a prompt is put beside."""
+    found = []
+    for first in range(min(COMPANIONS, len(companions))):
+        others: dict[str, Completions] = {}
+        for name, pool in chain.from_iterable(of.items() for of in companions[first:] + companions[:first]):
+            if name != own and len(pool) >= n:
+                others.setdefault(name, pool)
+        found.append([*others.values()][:most])
+    return found
 
 
 def _instance(trainer: OTBGRPOTrainer, name: str) -> Baseline:
@@ -189,8 +203,8 @@ def _whole(name: str, number: Any, least: int) -> int:
 
 
 def _sizes(own: int, group_sizes: Sequence[int] | int | None, completions: int) -> list[int]:
-    sizes = sorted({_whole("group_sizes", size, 2) for size in _several([] if group_sizes is None else group_sizes)})
-    sizes = sizes or [n for n in (own // 2, own, 2 * own) if n >= 2 and (4 * n <= completions or n == own)]
+    sizes = sorted({_whole("group_sizes", size, 1) for size in _several([] if group_sizes is None else group_sizes)})
+    sizes = sizes or [n for n in (own // 2, own, 2 * own) if n >= 1 and (4 * n <= completions or n == own)]
     if completions < 4 * max(sizes):
         raise ValueError(
             f"`completions_per_prompt` is {completions} and the largest group has {max(sizes)}: a pool needs four "

@@ -16,8 +16,12 @@ from typing import Any
 import torch
 
 
-CONTROL = "group_mean"  # what every baseline is compared with
 DRAWS = 2000  # bootstrap samples of prompts
+
+
+def control(n: int) -> str:
+    """What every baseline is compared with at group size `n`; one completion has no group."""
+    return "group_mean" if n > 1 else "rloo_pooled"
 
 
 @dataclass
@@ -49,8 +53,9 @@ class Moments:
         Returns:
             `dict`: `signal`, ‖g‖², at least 0; `noise` of ĝ scaled to the length of g; `missed`, noise plus the effect
             of bias, so that the efficiency is signal / (signal + missed); `efficiency`, `noise_to_signal`, `cosine`
-            and `length`, ‖Eĝ‖ / ‖g‖; each `counts.shape[:-1]`. NaN if the estimate of a square is not positive;
-            `noise` and `missed` are never NaN for estimators of known scale.
+            and `length`, ‖Eĝ‖ / ‖g‖; `variance`, of one prompt's ĝ, which also differs between prompts, if the scale is
+            known; each `counts.shape[:-1]`. NaN if the estimate of a square is not positive; `noise` and `missed` are
+            never NaN for estimators of known scale.
         """
         counts = counts.double()
         prompts = counts.sum(dim=-1)
@@ -58,17 +63,22 @@ class Moments:
         of = prompts if size is None else torch.full_like(prompts, size)
         of_size = counts * (of / prompts).unsqueeze(-1)
 
+        def between(matrix: torch.Tensor) -> torch.Tensor:
+            """The mean product of two prompts that differ."""
+            whole = torch.einsum("...p,pq,...q->...", counts, matrix, counts)
+            return (whole - counts.square() @ matrix.diagonal()) / pairs
+
         def total(matrix: torch.Tensor) -> torch.Tensor:
-            same, own = matrix.diagonal(), counts.square()
-            between = torch.einsum("...p,pq,...q->...", counts, matrix, counts) - own @ same
-            return of_size @ same + of * (of - 1) * between / pairs
+            return of_size @ matrix.diagonal() + of * (of - 1) * between(matrix)
 
         signal, with_truth, truth = total(self.signal), total(self.with_truth), total(self.truth)
         noise_to_signal = of_size @ (self.square - self.signal.diagonal()) / signal
         resolved = (signal > 0) & (truth > 0) & (noise_to_signal > 0)
         efficiency = with_truth.square() / (truth * signal * (1 + noise_to_signal))
         noise, missed, known, always = truth * noise_to_signal, truth * (1 / efficiency - 1), resolved, resolved
+        variance = torch.full_like(truth, torch.nan)
         if self.scale is not None:
+            variance = counts @ self.square / prompts / self.scale**2 - between(self.truth)
             noise = missed = of_size @ (self.square / self.scale**2 - self.truth.diagonal())
             noise_to_signal, efficiency = noise / truth, truth / (truth + noise)
             known, always = truth > 0, torch.ones_like(truth, dtype=torch.bool)
@@ -84,6 +94,7 @@ class Moments:
             "noise_to_signal": where(known, noise_to_signal),
             "cosine": where(resolved, with_truth / (signal * truth).sqrt()),
             "length": where((signal > 0) & (truth > 0), (signal / truth).sqrt()),
+            "variance": variance,
         }
 
 
@@ -128,7 +139,7 @@ class Estimate:
 @dataclass
 class Comparison:
     """
-    A baseline compared with the group mean at the same group size.
+    A baseline compared with the group mean at the same group size (for N = 1, with `rloo_pooled`).
 
     Args:
         name (`str`): The baseline.
@@ -137,6 +148,8 @@ class Comparison:
             conditions that are not certain here. Unless `True`, its bias is measured.
         more_prompts ([`Estimate`]): How many more prompts per step the group mean needs to be as efficient, as a
             share: 0.13 for 13 % more.
+        more_completions ([`Estimate`]): The same, in completions per step, for the control at the run's own N: what
+            another N is worth if completions stay as many, and prompts are more or fewer. NaN if it may be biased.
         efficiency, over_group_mean ([`Estimate`]): The efficiency of a step, and its ratio to the group mean's.
         noise_over_group_mean ([`Estimate`]): Noise to signal relative to the group mean.
         cosine, length ([`Estimate`]): The cosine of the expected gradient to the true one, and the ratio of their
@@ -147,6 +160,7 @@ class Comparison:
     n: int
     unbiased: bool | None
     more_prompts: Estimate
+    more_completions: Estimate
     efficiency: Estimate
     over_group_mean: Estimate
     noise_over_group_mean: Estimate
@@ -154,25 +168,26 @@ class Comparison:
     length: Estimate
 
 
-def compare(moments: dict[tuple[str, int], Moments], prompts_per_batch: int) -> list[Comparison]:
+def compare(moments: dict[tuple[str, int], Moments], prompts_per_batch: int, group_size: int) -> list[Comparison]:
     """
-    Compare every baseline with the group mean at each group size, for steps of `prompts_per_batch` prompts. `moments`,
-    by name and N, include those of the group mean at every N.
+    Compare every baseline with the control at each group size, for steps of `prompts_per_batch` prompts, or as many as
+    make equally many completions as with the run's own `group_size`. `moments`, by name and N, include the control's.
     """
-    squares = next(m.square for (name, _), m in moments.items() if name == CONTROL)
+    squares = moments[control(group_size), group_size].square
     counts = bootstrap(len(squares))
     # Samples of a single prompt, or of prompts whose rewards do not vary, are useless
     counts = counts[((counts > 0).sum(dim=1) > 1) & (counts.double() @ squares > 0)]
     figures = {key: m.of_batch(counts, prompts_per_batch) for key, m in moments.items()}
-    rows = []
+    of_run, rows = group_size * figures[control(group_size), group_size]["variance"], []
     for (name, n), of in figures.items():
-        beside, signal = figures[CONTROL, n], of["signal"]
+        beside, signal = figures[control(n), n], of["signal"]
         rows.append(
             Comparison(
                 name=name,
                 n=n,
                 unbiased=moments[name, n].scale is not None,
                 more_prompts=Estimate.of(beside["missed"] / of["missed"] - 1),
+                more_completions=Estimate.of(of_run / (n * of["variance"]) - 1),
                 efficiency=Estimate.of(of["efficiency"]),
                 # Efficiency is ‖g‖² / (‖g‖² + what is missed), and where the signal is small it all but cancels
                 over_group_mean=Estimate.of((signal + beside["missed"]) / (signal + of["missed"])),
@@ -199,7 +214,7 @@ def moments_of(
         mean = torch.stack([prompt[name, n]["mean"] for prompt in prompts]).double()
         square = torch.tensor([prompt[name, n]["square"] for prompt in prompts], dtype=torch.float64)
         products = _products(mean, mean), _products(mean, truth), _products(truth, truth)
-        scale = (n - 1) / n if name == CONTROL else 1.0 if name in unbiased else None
+        scale = (n - 1) / n if name == "group_mean" else 1.0 if name in unbiased else None
         found[name, n] = Moments(square, *products, scale if mean_zero else None)
     return found
 

@@ -22,7 +22,7 @@ def prompt_moments(
     gradient_of: Callable[[int, Tensor], Tensor],
     rules: dict[str, Baseline],
     sizes: list[int],
-    companions: list[list[Completions]],
+    companions: dict[int, list[list[Completions]]],
     seed: int = 0,
 ) -> dict[Any, Any]:
     """
@@ -42,7 +42,7 @@ def prompt_moments(
             π(y_t).
         rules (`dict[str, Baseline]`): Baselines by name.
         sizes (`list[int]`): Values of N.
-        companions (`list[list[Completions]]`): Batches of other prompts, each with at least N completions.
+        companions (`dict[int, list[list[Completions]]]`): By N, batches of other prompts with at least N completions.
 
     Returns:
         `dict`: `truth`, `(2, k)`: the gradient by each half, taken as one group under `ogb_loo`; and for each
@@ -57,8 +57,9 @@ def prompt_moments(
         bases = {name: rule for name, rule in rules.items() if rule.adjusts}
         controls |= {name: replace(rule, rule=rule.rule.__call__, per_token=False) for name, rule in bases.items()}
     controlled = {name: _advantages(rule, pool, companions, rng) for name, rule in controls.items()}
-    of_truth = _advantages(find_baseline("ogb_loo"), pool, [], rng)
-    per_token = [(name, n) for n in sizes for name, rule in rules.items() if rule.per_token]
+    of_truth = _advantages(find_baseline("ogb_loo"), pool, {}, rng)
+    studied = [(name, n) for n in sizes for name, rule in rules.items() if comparable(rule, n)]
+    per_token = [(name, n) for name, n in studied if rules[name].per_token]
     weights = torch.zeros(len(pool), 1 + len(per_token), pool.mask.size(1))
     weights[:, 0] = 1.0
     for i, (name, n) in enumerate(per_token, start=1):
@@ -93,12 +94,16 @@ def prompt_moments(
 
     truth = [of_completions(of_truth, len(half), [half])[1] for half in halves]
     moments: dict[Any, Any] = {"truth": torch.stack(truth)}
-    for n in sizes:
-        for name in rules:
-            of_halves = [of_half(name, n, list(of)) for of in zip(*parts[n], strict=True)]
-            squares, means = (torch.stack(of) for of in zip(*of_halves, strict=True))
-            moments[name, n] = {"square": squares.mean().item(), "mean": means}
+    for name, n in studied:
+        of_halves = [of_half(name, n, list(of)) for of in zip(*parts[n], strict=True)]
+        squares, means = (torch.stack(of) for of in zip(*of_halves, strict=True))
+        moments[name, n] = {"square": squares.mean().item(), "mean": means}
     return moments
+
+
+def comparable(rule: Baseline, n: int) -> bool:
+    """Whether groups of `n` give the baseline something to compare, or it compares nothing."""
+    return n > 1 or rule.scope == "batch" or rule.name == "none"
 
 
 def random_groups(rows: Tensor, n: int, rng: torch.Generator) -> Tensor:
@@ -112,17 +117,17 @@ def _in_place(weights: Tensor, mask: Tensor) -> Tensor:
 
 
 def _advantages(
-    rule: Baseline, pool: Completions, companions: list[list[Completions]], rng: torch.Generator
+    rule: Baseline, pool: Completions, companions: dict[int, list[list[Completions]]], rng: torch.Generator
 ) -> Advantages:
     """The advantages of whole groups of the pool, each in a batch with companions if the rule compares prompts."""
-    turns = cycle(companions or [[]])
+    turns = {n: cycle(batches or [[]]) for n, batches in companions.items()}
 
     def of(rows: Tensor, n: int) -> Tensor:
         if rule.scope == "group":
             return credit(rule, pool.rows(rows, n)).advantages
         found = []
         for group in rows.split(n):
-            others = [x.rows(torch.randperm(len(x), generator=rng)[:n], n) for x in next(turns)]
+            others = [x.rows(torch.randperm(len(x), generator=rng)[:n], n) for x in next(turns[n])]
             of_rule = [x if rule.per_token else x.totals() for x in others]
             everyone = lambda own, tokens, others=of_rule: joined([own, *others])  # noqa: E731
             found.append(credit(rule, pool.rows(group, n), everyone, slice(0, n)).advantages)

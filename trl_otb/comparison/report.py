@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..rollout.text import new_figure
-from .efficiency import CONTROL, Comparison, Estimate, compare, moments_of
+from .efficiency import Comparison, Estimate, compare, control, moments_of
 
 
 FEW = 30  # prompts below which the bootstrap's intervals are too narrow
@@ -18,10 +18,10 @@ WIDEST = 3.0  # the share of more prompts at which intervals are cut off in the 
 @dataclass
 class BaselineReport:
     """
-    Baselines compared with the group mean, from [`~trl_otb.compare_baselines`].
+    Baselines compared with the group mean (`rloo_pooled` for N = 1), from [`~trl_otb.compare_baselines`].
 
     Its text is the verdict and a table: how many more prompts per step the group mean would need to be as efficient,
-    with a 95 % interval by bootstrap over prompts.
+    with a 95 % interval by bootstrap over prompts. Then what other N are worth with equally many completions per step.
 
     Args:
         comparisons (`list[Comparison]`): Every baseline at every group size.
@@ -60,7 +60,7 @@ class BaselineReport:
                 "Check the reward, the prompts and the model: no baseline can be measured."
             )
         moments = moments_of(prompts, {name for name, certain in unbiased.items() if certain}, scores_have_mean_zero)
-        rows = compare(moments, settings["prompts_per_batch"])
+        rows = compare(moments, settings["prompts_per_batch"], settings["group_size"])
         for row in rows:
             row.unbiased = None if row.name in unbiased and not row.unbiased else row.unbiased
         return cls(
@@ -79,15 +79,24 @@ class BaselineReport:
         return sorted(rows, key=lambda row: (row.more_prompts.lost, -row.more_prompts.value))
 
     @property
+    def best(self) -> Comparison | None:
+        """The baseline to set at the run's own N; `None` if none is surely better than the control."""
+        # Without `none`, whose noise grows as successes become common
+        better = [row for row in self.at() if row.more_prompts.low > LEAST and row.name not in ("none", self.control)]
+        return next((row for row in better if row.unbiased is not False), better[0] if better else None)
+
+    @property
+    def control(self) -> str:
+        """What baselines are compared with at the run's own N."""
+        return control(self.group_size)
+
+    @property
     def verdict(self) -> str:
         """An instruction for the run's own group size, and a sentence on what is not known."""
-        rows = [row for row in self.at() if row.name != CONTROL]
+        rows, best = [row for row in self.at() if row.name != self.control], self.best
         known = [row for row in rows if not row.more_prompts.lost]
-        # Without `none`, whose noise grows as successes become common
-        better = [row for row in known if row.more_prompts.low > LEAST and row.name != "none"]
-        best = next((row for row in better if row.unbiased is not False), better[0] if better else None)
         if best is None:
-            return f"Keep {CONTROL}.\n{self._why_none(known)}"
+            return f"Keep {self.control}.\n{self._why_none(known)}"
         worth = best.more_prompts
         interval = f"{_percent(worth.low)}–{_percent(worth.high)}"
         instruction = f"Set baseline={best.name!r}: worth {_percent(worth.value)} % more prompts (95 %: {interval})."
@@ -127,6 +136,24 @@ class BaselineReport:
         caveats.append("this may change during training, so measure again later")
         return f"Caveats: {'; '.join(caveats)}."
 
+    @property
+    def spending(self) -> str:
+        """What other N are worth under the best baseline, or the first that compares prompts; empty if unknown."""
+        pooled = [row.name for row in self.at() if any(of.name == row.name for of in self.at(1))]
+        name = self.best.name if self.best else next((name for name in pooled if name != "none"), self.control)
+        rows = {n: row for n in self.group_sizes for row in self.at(n) if row.name == name}
+        known = {n: row.more_completions for n, row in rows.items() if not row.more_completions.lost}
+        if len(known) < 2:
+            return ""
+        completions, own = self.group_size * self.prompts_per_batch, known.get(self.group_size)
+        lines = [f"{name}, {completions} completions per step  more completions, % (95 %)"]
+        lines += [f"N = {n:<4} {completions // n:>5} prompts  {of.text(0, factor=100)}" for n, of in known.items()]
+        n, most = max(known.items(), key=lambda item: item[1].value)
+        if own is not None and most.low > own.value + LEAST:
+            what = "fewer completions of more prompts" if n < self.group_size else "more completions of fewer prompts"
+            lines.append(f"Spend them on {what}: num_generations={n}.")
+        return "\n".join(lines)
+
     def to_json(self) -> dict[str, Any]:
         """The report as plain data; numbers lost in noise are `None`."""
 
@@ -141,7 +168,7 @@ class BaselineReport:
 
     def plot(self, path: str | Path | None = None) -> Any:
         """
-        A `matplotlib` figure with one panel per group size: how many more prompts the group mean would need; blue:
+        A `matplotlib` figure with one panel per group size: how many more prompts the control would need; blue:
         significantly better, red: significantly worse. Saves it to `path`, if given.
         """
         sizes, order = self.group_sizes, [row.name for row in reversed(self.at())]
@@ -150,14 +177,15 @@ class BaselineReport:
         for axis, n in zip(axes, sizes, strict=True):
             rows = {row.name: row for row in self.at(n)}
             for place, name in enumerate(order):
-                _draw(axis, place, rows[name].more_prompts, control=name == CONTROL)
+                if name in rows:
+                    _draw(axis, place, rows[name].more_prompts, is_control=name == control(n))
             axis.axvline(0, color="0.4", linewidth=0.8, linestyle=":")
             axis.set_yticks(range(len(order)), order)
             axis.set_ylim(-0.6, len(order) - 0.2)
-            axis.set(xlabel="more prompts that the group mean needs, %", title=f"N = {n}")
+            axis.set(xlabel=f"more prompts that {control(n)} needs, %", title=f"N = {n}")
             axis.grid(axis="x", alpha=0.3)
         figure.suptitle(
-            f"{self.subject}\nblue: significantly better than the group mean, red: worse, grey: neither\n"
+            f"{self.subject}\nblue: significantly better than the control, red: worse, grey: neither\n"
             f"lines: 95 % intervals, {self.num_prompts} prompts",
             fontsize=10,
         )
@@ -180,16 +208,16 @@ class BaselineReport:
         lines = [self.verdict, "", f"{'N = ' + str(self.group_size):<{width}}  more prompts, % (95 %)"]
         for row in rows:
             if not row.more_prompts.lost:
-                text = row.more_prompts.text(0, factor=100) if row.name != CONTROL else "0"
+                text = row.more_prompts.text(0, factor=100) if row.name != self.control else "0"
                 lines.append(f"{row.name:<{width}}  {text}")
         if lost := [row.name for row in rows if row.more_prompts.lost]:
             lines.append(f"lost in noise: {', '.join(lost)}")
-        return "\n".join([*lines, "", self.summary])
+        return "\n".join([*lines, *["", self.spending] * bool(self.spending), "", self.summary])
 
 
-def _draw(axis: Any, place: int, gain: Estimate, control: bool) -> None:
+def _draw(axis: Any, place: int, gain: Estimate, is_control: bool) -> None:
     """One row of a panel: the estimate and its interval."""
-    if control:
+    if is_control:
         axis.plot(0, place, "o", color="0.4")
         return
     if gain.lost:
