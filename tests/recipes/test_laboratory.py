@@ -1,18 +1,16 @@
 """The variance laboratory: scores and moments against independent computations."""
 
-import itertools
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-from datasets import Dataset
-from transformers import AutoModelForCausalLM
 
 from recipes.math import Options, load_problems
 from recipes.toy import worked_sums
 from tests.helpers import tiny
-from tests.helpers.laboratory import Pool, moments, pool_of, sample_pools
+from tests.helpers.laboratory import mean_square, pool_of
 from trl_otb import GradientNoiseCallback, OTBGRPOConfig, OTBGRPOTrainer
 from trl_otb.baselines import BASELINES, compute_advantages
 from trl_otb.comparison import moments as package
@@ -21,93 +19,31 @@ from trl_otb.comparison.gradients import CompletionGradients, Projection
 from trl_otb.seam.pools import at_rest, single_rows
 
 
-@pytest.fixture(scope="module")
-def pools(tmp_path_factory):
-    path = tiny.save_model(tmp_path_factory.mktemp("model"))
-    data = Dataset.from_dict({"prompt": ["1+2=", "3+4="]})
-    kept = []
-    sample_pools(path, tiny.tokenizer(), tiny.even_bytes, data, 12, kept.append, max_completion_length=6)
-    return path, kept
+@pytest.fixture
+def trainer(tmp_path):
+    args = OTBGRPOConfig(**tiny.SETTINGS, temperature=0.7, output_dir=str(tmp_path / "run"))
+    path = tiny.save_model(tmp_path / "model")
+    return OTBGRPOTrainer(path, tiny.even_bytes, args=args, train_dataset=tiny.prompts())
 
 
-def test_scores_are_gradients_of_log_probs(pools):
-    """Every entry of the Gram matrix, by one backward a token."""
-    path, (pool, _) = pools
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    tokenizer = tiny.tokenizer()
-    gradients, nodes = [], []
+def test_scores_are_gradients_of_log_probs(trainer):
+    """Every entry of the Gram matrix, by one forward and one backward a token."""
+    trainer.model.eval()
+    rollout, *_ = trainer.collect([{"prompt": "1+2="}] * 8)
+    pool, gradients, nodes = pool_of(trainer.model, rollout), [], []
     for row in (0, 5):
-        prompt = tokenizer("1+2=")["input_ids"]
-        completion = pool.completions[row]
-        assert len(completion) == pool.mask[row].sum()
-        ids = torch.tensor([prompt + completion])
+        prompt, length = rollout.prompt_ids[row].tolist(), int(pool.mask[row].sum())
+        completion = rollout.completion_ids[row, :length].tolist()
         for t, token in enumerate(completion):
-            logits = model(input_ids=ids).logits[0, len(prompt) + t - 1]
-            model.zero_grad()
+            logits = trainer.model(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) + t - 1]
+            trainer.model.zero_grad()
             logits.log_softmax(-1)[token].backward()
-            gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+            gradients.append(torch.cat([p.grad.flatten() for p in trainer.model.parameters()]))
             nodes.append(int(pool.node[row, t]))
             proxy = (torch.nn.functional.one_hot(torch.tensor(token), len(logits)) - logits.softmax(-1)).square().sum()
             torch.testing.assert_close(pool.energy[row, t], proxy, atol=1e-5, rtol=1e-5)
-            torch.testing.assert_close(pool.head_norms[pool.node[row, t], 1], proxy, atol=1e-5, rtol=1e-5)
     gradients = torch.stack(gradients)
     torch.testing.assert_close(pool.gram[nodes][:, nodes], gradients @ gradients.T, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(pool.exact_energy[0, 0], gradients[0].square().sum(), atol=1e-4, rtol=1e-4)
-
-
-def otb(r, w, m, n):
-    return compute_advantages(r, w, m, n)
-
-
-def small_pool(size=6):
-    g = torch.Generator().manual_seed(0)
-    scores = torch.randn(2 * size, 3, generator=g)
-    node = torch.arange(2 * size).view(size, 2)
-    node[0, 1] = -1
-    rewards = torch.randn(size, generator=g)
-    return Pool(
-        rewards, torch.rand(size, 2, generator=g), node, scores @ scores.T, torch.zeros(2 * size, 2), []
-    ), scores
-
-
-@pytest.mark.slow
-def test_moments_are_those_of_all_deals():
-    """
-    With groups of 2 from 6, every way to deal them can be listed: the average over deals tends to the average over
-    them.
-    """
-    pool, scores = small_pool()
-
-    def gradient(rows, **options):
-        rows = list(rows)
-        a = compute_advantages(pool.rewards[rows], pool.energy[rows], pool.mask[rows], len(rows), **options)
-        return sum(
-            a[i, t] * scores[pool.node[r, t]] for i, r in enumerate(rows) for t in range(2) if pool.mask[r, t]
-        ) / len(rows)
-
-    def truth(rows):
-        return gradient(rows, baseline="ogb_loo")
-
-    seen = []
-    for first in itertools.combinations(range(6), 2):  # one half is a group, the other two
-        others = [r for r in range(6) if r not in first]
-        for partner in others[1:]:
-            second = (others[0], partner)
-            third = [r for r in others if r not in second]
-            a, b, c = (gradient(rows) for rows in (first, second, third))
-            seen.append(
-                torch.stack(
-                    [
-                        (a @ a + b @ b + c @ c) / 3,
-                        (a @ b + a @ c + b @ c) / 3,
-                        (a @ truth(others) + (b + c) / 2 @ truth(first)) / 2,
-                        truth(first) @ truth(others),
-                    ]
-                )
-            )
-    expected = torch.stack(seen).mean(0)
-    actual = moments(pool, {"otb": otb}, 2, deals=4000)["otb"]
-    torch.testing.assert_close(torch.tensor(list(vars(actual).values())), expected, rtol=0.05, atol=0.02)
 
 
 # The package's own measurements beside it
@@ -127,24 +63,19 @@ def measured(trainer, example, completions, names, seed=0):
 
 
 @pytest.mark.slow
-def test_compare_baselines_agrees_with_the_laboratory(tmp_path, monkeypatch):
+def test_compare_baselines_agrees_with_the_laboratory(trainer, monkeypatch):
     """Means over many partitions of one pool, by the Gram matrix of all its tokens and by gradients of groups."""
-    args = OTBGRPOConfig(**tiny.SETTINGS, temperature=0.7, output_dir=str(tmp_path / "run"))
-    path = tiny.save_model(tmp_path / "model")
-    trainer = OTBGRPOTrainer(path, tiny.even_bytes, args=args, train_dataset=tiny.prompts())
     names = ("group_mean", "ogb", "ogb_loo", "otb", "otb_loo")
     monkeypatch.setattr(package, "PARTITIONS", 400)
     with at_rest(trainer, frozenset({"energy"})):
         rollout, found = measured(trainer, trainer.train_dataset[0], 32, names)
         with torch.enable_grad():
-            laboratory = pool_of(trainer.model, rollout, lambda name: True)
+            laboratory = pool_of(trainer.model, rollout)
     # The laboratory's scores are at temperature 1: energies are the trainer's, gradients 1 / 0.7 as long
-    rules = {name: lambda r, w, m, n, name=name: compute_advantages(r, w, m, n, baseline=name) for name in names}
-    of_laboratory = moments(laboratory, rules, 4, deals=400)
-    for name in names:
+    squares = {name: mean_square(laboratory, partial(compute_advantages, baseline=name), 4, 400) for name in names}
+    for name, square in squares.items():
         ours = found[name, 4]["square"] / found["group_mean", 4]["square"]
-        theirs = of_laboratory[name].square / of_laboratory["group_mean"].square
-        assert ours == pytest.approx(theirs, rel=0.1), name
+        assert ours == pytest.approx(square / squares["group_mean"], rel=0.1), name
 
 
 @pytest.mark.slow
