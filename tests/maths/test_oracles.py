@@ -81,18 +81,6 @@ def test_lone_tail_by_hand(baseline, tail):
     assert actual.tolist() == [[-before, -before, 0.0], [before, before, tail]]
 
 
-@pytest.mark.parametrize("baseline", RULES)
-def test_a_nan_reward_leaves_the_group_unsampled(baseline):
-    x = Rollouts(groups=1)
-    rewards = x.rewards.clone()
-    rewards[1] = math.nan
-    actual = x.advantages(rewards, baseline=baseline)
-    keep = torch.tensor([0, 2, 3])
-    without = compute_advantages(x.rewards[keep], x.energy[keep], x.mask[keep], 3, baseline=RULES[baseline])
-    torch.testing.assert_close(actual[keep], without, atol=1e-6, rtol=0)
-    assert torch.equal(actual[1], torch.zeros(12))
-
-
 @pytest.mark.parametrize(("baseline", "alignment"), ALIGNED)
 @pytest.mark.parametrize("hole", ["all rows masked", "all rewards NaN", "zero energy", "one token each"])
 def test_holes_are_finite(baseline, alignment, hole):
