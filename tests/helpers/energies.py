@@ -3,6 +3,7 @@
 import torch
 
 from tests.helpers import tiny
+from tests.helpers.oracles import energies_by_softmax
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 from trl_otb.seam.forwards import extra_forward
 
@@ -33,10 +34,4 @@ def energies(trainer, vocabulary=256):
     }
     batch = {key: value.to(trainer.accelerator.device) for key, value in batch.items()}
     actual = extra_forward(trainer, batch, False).energy
-    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
-    attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
-    with torch.no_grad():
-        logits = trainer.model(input_ids=ids, attention_mask=attention).logits.double() / 0.7
-    probs = logits[:, 4:-1].softmax(-1)
-    chosen = probs.gather(-1, batch["completion_ids"].unsqueeze(-1)).squeeze(-1)
-    return actual, 1 - 2 * chosen + probs.square().sum(-1), batch["completion_mask"]
+    return actual, energies_by_softmax(trainer.model, batch, 0.7), batch["completion_mask"]

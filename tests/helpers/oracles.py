@@ -179,13 +179,23 @@ def mask_of(batch):
     return batch["completion_mask"] * batch.get("tool_mask", 1)
 
 
-def energies_by_softmax(model, batch, temperature=1.0):
-    """w_t from a float64 softmax of the model's own, materialised logits."""
+def generated(batch):
+    """The ids of each completion that the policy generated."""
+    return [ids[m].tolist() for ids, m in zip(batch["completion_ids"], mask_of(batch).bool(), strict=True)]
+
+
+def logps_by_softmax(model, batch, temperature=1.0):
+    """`(B, T, V)` float64 log-probs of the model's own, materialised logits."""
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
     attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
-    with torch.no_grad():
-        logits = model(input_ids=ids, attention_mask=attention).logits.double() / temperature
+    logits = model(input_ids=ids, attention_mask=attention).logits.double() / temperature
     length = batch["completion_ids"].size(1)
-    probs = logits[:, -length - 1 : -1].softmax(-1)
+    return logits[:, -length - 1 : -1].log_softmax(-1)
+
+
+def energies_by_softmax(model, batch, temperature=1.0):
+    """w_t from a float64 softmax of the model's own, materialised logits."""
+    with torch.no_grad():
+        probs = logps_by_softmax(model, batch, temperature).exp()
     one_hot = torch.nn.functional.one_hot(batch["completion_ids"], probs.size(-1))
     return (one_hot - probs).square().sum(-1) * mask_of(batch)

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 from trl.trainer import grpo_trainer
 
 from tests.helpers import tiny
-from tests.helpers.oracles import energies_by_softmax, mask_of
+from tests.helpers.oracles import energies_by_softmax, generated, logps_by_softmax, mask_of
 from tests.helpers.recording import Recording, first_rollout
 from tests.helpers.settings import predicted
 from trl_otb import OTBGRPOConfig
@@ -66,12 +66,8 @@ def test_energies_carry_the_squared_ratio(mode, baseline, model_path, tmp_path, 
 
     # ρ from the definitions: the policy's log-probs in float64 against the sampler's
     policy = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
-    attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
     with torch.no_grad():
-        logits = policy(input_ids=ids, attention_mask=attention).logits.double()
-    length = mask.size(1)
-    logps = logits[:, -length - 1 : -1].log_softmax(-1).gather(-1, batch["completion_ids"].unsqueeze(-1)).squeeze(-1)
+        logps = logps_by_softmax(policy, batch).gather(-1, batch["completion_ids"].unsqueeze(-1)).squeeze(-1)
     sampled = torch.zeros_like(logps)
     for i, row in enumerate(trainer.vllm_generation.logps):
         sampled[i, : len(row)] = torch.tensor([math.nan if x is None else x for x in row])
@@ -87,9 +83,7 @@ def test_energies_carry_the_squared_ratio(mode, baseline, model_path, tmp_path, 
     if mode.startswith("token"):
         assert ratio[2, 1] == 1  # unavailable: no correction
 
-    rewards = torch.tensor(
-        tiny.even_bytes([i[m.bool()].tolist() for i, m in zip(batch["completion_ids"], mask, strict=True)])
-    )
+    rewards = torch.tensor(tiny.even_bytes(generated(batch)))
     energy = energies_by_softmax(policy, batch)
     options = {"baseline": baseline, "importance_weights": ratio}
     expected = compute_advantages(rewards, energy, mask, 4, **options)

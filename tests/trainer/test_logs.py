@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.helpers import tiny
-from tests.helpers.oracles import energies_by_softmax, mask_of
+from tests.helpers.oracles import energies_by_softmax, generated, mask_of
 from tests.helpers.recording import first_rollout
 from tests.helpers.settings import SOURCES
 from trl_otb.baselines import compute_advantages
@@ -41,8 +41,7 @@ def test_metrics_are_what_the_reference_says(train, baseline, reference):
     batch = first_rollout(trainer)
     mask = mask_of(batch)
     energy = energies_by_softmax(trainer.model.eval(), batch).float()
-    ids = [i[m].tolist() for i, m in zip(batch["completion_ids"], mask.bool(), strict=True)]
-    rewards = torch.tensor(tiny.even_bytes(ids))
+    rewards = torch.tensor(tiny.even_bytes(generated(batch)))
     compared = compute_advantages(rewards, energy, mask, 4, baseline=reference)
     advantages = compute_advantages(rewards, energy, mask, 4, baseline=baseline)
     of_completions = energy.sum(1).view(2, 4)

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 from trl import GRPOConfig, GRPOTrainer
 
 from tests.helpers import tiny
-from tests.helpers.oracles import energies_by_softmax, mask_of
+from tests.helpers.oracles import energies_by_softmax, generated, logps_by_softmax, mask_of
 from tests.helpers.recording import first_rollout
 from tests.helpers.settings import SETTINGS, SGD, SOURCES, assert_same_weights, logged, scripted_rollout, weights
 from trl_otb import OTBGRPOTrainer
@@ -32,11 +32,7 @@ def test_every_loss_type_trains_on_token_advantages(train, loss_type):
     (batch,) = trainer.micro_batches
     mask, advantages = mask_of(batch), batch["advantages"]
     assert advantages.shape == mask.shape
-    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
-    attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
-    length = mask.size(1)
-    logps = model(input_ids=ids, attention_mask=attention).logits[:, -length - 1 : -1].log_softmax(-1)
-    logps = logps.gather(-1, batch["completion_ids"].unsqueeze(-1)).squeeze(-1)
+    logps = logps_by_softmax(model, batch).gather(-1, batch["completion_ids"].unsqueeze(-1)).squeeze(-1)
     # d ratio / d logp = 1 at ratio 1 for every one of them; SAPO's soft gate has slope 1 there, VESPO's φ is 1
     weight = {
         "grpo": mask / mask.sum(1, keepdim=True) / len(mask),
@@ -97,8 +93,7 @@ def test_mask_truncated_completions_leave_the_baseline(train):
 def test_scale_rewards_divides_by_the_standard_deviation(train, scale):
     options = {"max_steps": 1, "learning_rate": 0.0, "baseline": "ogb"}
     plain, scaled = (first_rollout(train(scale_rewards=s, **options)) for s in ("none", scale))
-    ids = [i[m].tolist() for i, m in zip(plain["completion_ids"], mask_of(plain).bool(), strict=True)]
-    rewards = torch.tensor(tiny.even_bytes(ids)).view(-1, 4 if scale == "group" else 8)
+    rewards = torch.tensor(tiny.even_bytes(generated(plain))).view(-1, 4 if scale == "group" else 8)
     std = rewards.std(dim=1).repeat_interleave(rewards.size(1))
     torch.testing.assert_close(scaled["advantages"], plain["advantages"] / (std + 1e-4), atol=1e-5, rtol=1e-4)
 
@@ -151,21 +146,6 @@ def test_moe_auxiliary_loss(train, tmp_path):
     energy = energies_by_softmax(trainer.model.eval(), batch)
     expected = (energy.sum() / mask_of(batch).sum()).item()
     assert logged(trainer, "otb/energy/token_mean")[0] == pytest.approx(expected, abs=1e-5)
-
-
-def test_environment_output_adds_no_energy_and_no_advantage(train):
-    trainer = train(rollout_func=scripted_rollout, max_steps=1, learning_rate=0.0)
-    batch = first_rollout(trainer)
-    mask = mask_of(batch)
-    assert (mask.sum(1) < batch["completion_mask"].sum(1)).any()
-    energy = energies_by_softmax(trainer.model.eval(), batch)
-    rewards = torch.tensor(
-        tiny.even_bytes(
-            [i[m.bool()].tolist() for i, m in zip(batch["completion_ids"], batch["completion_mask"], strict=True)]
-        )
-    )
-    expected = compute_advantages(rewards, energy, mask, 4)
-    torch.testing.assert_close(batch["advantages"], expected, atol=2e-6, rtol=0)
 
 
 # A baseline of the user's own, and ratios per sequence

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from tests.helpers import tiny
-from tests.helpers.oracles import energies_by_softmax
+from tests.helpers.oracles import energies_by_softmax, generated
 from tests.helpers.settings import LORA, SOURCES, assert_same_weights, logged
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 from trl_otb.baselines import compute_advantages
@@ -51,9 +51,7 @@ def assert_energies_are_those_of_the_last_weights(trainer, snapshots, model_path
     rollout = trainer.rollouts["train"]
     energy = energies_by_softmax(model, vars(rollout))
     torch.testing.assert_close(rollout.energy.double(), energy, atol=1e-5, rtol=0)
-    rewards = torch.tensor(
-        tiny.even_bytes([i[m].tolist() for i, m in zip(rollout.completion_ids, rollout.mask.bool(), strict=True)])
-    )
+    rewards = torch.tensor(tiny.even_bytes(generated(vars(rollout))))
     expected = compute_advantages(rewards, energy, rollout.mask, 4)
     torch.testing.assert_close(rollout.advantages, expected, atol=1e-5, rtol=0)
     model.load_state_dict(snapshots.weights[0])
@@ -61,7 +59,17 @@ def assert_energies_are_those_of_the_last_weights(trainer, snapshots, model_path
     return rollout
 
 
-def assert_group_mean_is_grpo_trainer(train, **options):
+@pytest.mark.parametrize(
+    "options",
+    [
+        CONTINUOUS_BATCHING,
+        {**SYNC_REF_MODEL, "max_steps": 4},
+        COMPILE,
+        {**COMPILE, "peft_config": LORA, "gradient_checkpointing": True},
+    ],
+    ids=["continuous batching", "a moving reference", "compiled", "compiled lora"],
+)
+def test_the_group_mean_is_grpo_trainer(train, fresh_compiler, options):
     options = {"scale_rewards": "none", **options}
     grpo = train(GRPOTrainer, GRPOConfig, **options)
     otb = train(OTBGRPOTrainer, OTBGRPOConfig, baseline="group_mean", **options)
@@ -81,18 +89,10 @@ def second_rollout(train, model_path, source, **options):
     return trainer, snapshots
 
 
-def test_continuous_batching_under_the_group_mean(train):
-    assert_group_mean_is_grpo_trainer(train, **CONTINUOUS_BATCHING)
-
-
 @pytest.mark.parametrize("source", list(SOURCES)[1:])  # its forwards are of tokens of several completions at once
 def test_energies_under_continuous_batching(train, model_path, source):
     trainer, snapshots = second_rollout(train, model_path, source, **CONTINUOUS_BATCHING)
     assert_energies_are_those_of_the_last_weights(trainer, snapshots, model_path)
-
-
-def test_a_moving_reference_under_the_group_mean(train):
-    assert_group_mean_is_grpo_trainer(train, **SYNC_REF_MODEL, max_steps=4)
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -111,12 +111,6 @@ def test_a_batch_size_to_be_found_is_refused_as_by_grpo_trainer():
     for config in (GRPOConfig, OTBGRPOConfig):
         with pytest.raises(ValueError, match="auto_find_batch_size is not supported by GRPO"):
             config(**tiny.SETTINGS, auto_find_batch_size=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"peft_config": LORA, "gradient_checkpointing": True}], ids=["full", "lora"])
-def test_compiled_models_under_the_group_mean(train, fresh_compiler, options):
-    assert_group_mean_is_grpo_trainer(train, **COMPILE, **options)
 
 
 @pytest.mark.parametrize("source", SOURCES)

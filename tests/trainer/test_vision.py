@@ -8,6 +8,7 @@ import torch
 from trl import GRPOConfig, GRPOTrainer
 
 from tests.helpers import tiny, tiny_vision
+from tests.helpers.oracles import generated
 from tests.helpers.settings import LORA, SGD, SOURCES, assert_same_weights, in_turn, logged
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 from trl_otb.baselines import compute_advantages
@@ -102,8 +103,7 @@ def test_energies_and_advantages_saw_the_pictures(train_on, pictures, source):
     assert len(rollout) == 16
     energy = energies_by_row(layout, dataset(), rollout)
     torch.testing.assert_close(rollout.energy.double(), energy, atol=1e-5, rtol=0)
-    ids = [row[m] for row, m in zip(rollout.completion_ids, rollout.mask.bool(), strict=True)]
-    rewards = torch.tensor(tiny.even_bytes([row.tolist() for row in ids]))
+    rewards = torch.tensor(tiny.even_bytes(generated(vars(rollout))))
     expected = compute_advantages(rewards, energy, rollout.mask, 4)
     torch.testing.assert_close(rollout.advantages, expected, atol=1e-5, rtol=0)
     assert torch.equal(trainer.batches[0]["advantages"], rollout.advantages) and expected.abs().max() > 0.05
