@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 from trl.trainer import grpo_trainer
 
 from tests.helpers import tiny
-from tests.helpers.oracles import energies_by_softmax, mask_of
+from tests.helpers.oracles import energies_by_softmax, generated, mask_of
 from tests.helpers.recording import Recording, first_rollout
 from tests.helpers.settings import LORA, SGD, SOURCES, assert_same_weights
 from trl_otb.baselines import BASELINES, compute_advantages
@@ -20,9 +20,7 @@ def test_advantages_are_those_of_a_float64_softmax(train, model_path, source, ba
     batch = first_rollout(trainer)
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     energy = energies_by_softmax(model, batch, temperature=0.7)
-    rewards = torch.tensor(
-        tiny.even_bytes([i[m].tolist() for i, m in zip(batch["completion_ids"], mask_of(batch).bool(), strict=True)])
-    )
+    rewards = torch.tensor(tiny.even_bytes(generated(batch)))
     expected = compute_advantages(rewards, energy, mask_of(batch), 4, baseline=baseline)
     actual = batch["advantages"]
     if not BASELINES[baseline].per_token:
@@ -123,20 +121,6 @@ def test_logits_are_never_materialised(train, monkeypatch, source):
     monkeypatch.setattr(Recording, "_get_per_token_logps_and_entropies", watched)
     trainer = train(**SOURCES[source])
     assert scored == sum(trainer.forwards.values()) > 0
-
-
-@pytest.mark.parametrize("together", [True, False])
-def test_whole_groups_are_shuffled_if_asked_for(train, together):
-    options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "learning_rate": 0.0}
-    trainer = train(keep_groups_together=together, max_steps=8, **options)
-    orders = []
-    for step, batch in enumerate(trainer.batches):
-        ids = batch["completion_ids"].tolist()
-        dealt = [micro["completion_ids"].tolist() for micro in trainer.micro_batches[4 * step : 4 * step + 4]]
-        orders.append([[ids.index(row) for row in micro] for micro in dealt])
-    whole = [all(r == list(range(r[0], r[0] + 4)) and r[0] % 4 == 0 for r in order) for order in orders]
-    assert all(whole) if together else not any(whole)
-    assert len({str(order) for order in orders}) > 1
 
 
 @pytest.mark.parametrize("peft", [{}, {"peft_config": LORA}], ids=["full", "lora"])
