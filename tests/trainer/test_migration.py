@@ -4,20 +4,13 @@ import math
 
 import pytest
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import IterableDataset
 from peft import PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForSequenceClassification, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from tests.helpers import tiny
-from tests.helpers.oracles import mask_of
-from tests.helpers.recording import first_rollout
 from tests.helpers.settings import LORA, SGD, SOURCES, assert_same_weights, logged, scripted_rollout
-
-
-def test_conversational_dataset(train):
-    data = Dataset.from_dict({"prompt": [[{"role": "user", "content": f"{i}+{i}?"}] for i in range(8)]})
-    assert logged(train(train_dataset=data), "otb/energy/token_mean")
 
 
 def test_iterable_dataset(train):
@@ -46,22 +39,9 @@ def test_unscorable_completions_have_no_statistics(train):
     trainer = train(reward_funcs=reward, max_steps=1, rollout_func=scripted_rollout)
     for key in ("baseline/mean", "advantage/abs_mean", "energy/token_mean"):
         assert math.isfinite(logged(trainer, f"otb/{key}")[0])
-    batch = first_rollout(trainer)
-    rewards = torch.tensor(
-        [
-            math.nan if r is None else r
-            for r in reward(
-                [
-                    i[:n]
-                    for i, n in zip(
-                        batch["completion_ids"].tolist(), batch["completion_mask"].sum(1).tolist(), strict=True
-                    )
-                ]
-            )
-        ]
-    )
-    scorable = mask_of(batch)[~rewards.isnan()]
-    expected = batch["advantages"].abs().sum() / scorable.sum()
+    rollout = trainer.rollouts["train"]
+    assert rollout.rewards.isnan().sum() == 1
+    expected = rollout.advantages.abs().sum() / rollout.mask[~rollout.rewards.isnan()].sum()
     assert logged(trainer, "otb/advantage/abs_mean")[0] == pytest.approx(expected.item(), rel=1e-5)
 
 
@@ -81,14 +61,6 @@ def test_reward_model(train, tmp_path):
     tiny.tokenizer().save_pretrained(tmp_path / "reward")
     trainer = train(reward_funcs=str(tmp_path / "reward"))
     assert logged(trainer, "otb/grad_power")
-
-
-def test_unscorable_completions_get_no_advantage(train):
-    def reward(completion_ids, **kwargs):
-        return [None if i == 1 else float(i) for i in range(len(completion_ids))]
-
-    batch = first_rollout(train(reward_funcs=reward, max_steps=1))
-    assert (batch["advantages"][1] == 0).all() and (batch["advantages"][[0, 2, 3], 0] != 0).all()
 
 
 @pytest.mark.parametrize("generations", [1, 2, 4])
@@ -118,41 +90,12 @@ def test_evaluation_in_between_leaves_training_as_it_was(train, source):
     assert logged(evaluated, "otb/grad_power") == pytest.approx(logged(plain, "otb/grad_power"), rel=1e-4)
 
 
-def test_evaluation_with_groups_in_several_batches_is_measured_batch_by_batch(train):
-    trainer = train(train=False, eval_dataset=tiny.prompts(4), per_device_eval_batch_size=8)
-    metrics = trainer.evaluate()
-    assert metrics["eval_otb/energy/token_mean"] > 0
-
-
-def test_callbacks_see_the_metrics(train):
-    seen = []
-
-    class Watch(TrainerCallback):
-        def on_log(self, args, state, control, logs=None, **kwargs):
-            seen.append(logs)
-
-    train(callbacks=[Watch()])
-    assert "otb/grad_power_ratio" in seen[0]
-
-
 def test_model_instance_processing_class_and_lora(train, model_path):
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     trainer = train(model=model, processing_class=AutoTokenizer.from_pretrained(model_path), peft_config=LORA)
     assert isinstance(trainer.model, PeftModel) and logged(trainer, "otb/energy/token_mean")
     trained = get_peft_model(AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32), LORA)
     assert logged(train(model=trained, beta=0.1), "otb/energy/token_mean")
-
-
-def test_a_dataset_too_small_for_a_step_is_named(train):
-    with pytest.raises(ValueError, match=r"`train_dataset` has too few prompts: a generation batch takes 2 .*Add"):
-        train(train_dataset=tiny.prompts(1))
-    train(train_dataset=tiny.prompts(2), max_steps=1)
-
-
-def test_an_iterable_dataset_too_small_for_a_step_is_named(train):
-    data = IterableDataset.from_generator(lambda: iter([{"prompt": "1+1="}]))
-    with pytest.raises(ValueError, match="`train_dataset` has too few prompts.*Add prompts"):
-        train(train_dataset=data)
 
 
 class Stops(TrainerCallback):
@@ -171,8 +114,19 @@ def test_a_callback_may_stop_before_the_first_step(train, event):
     assert train(callbacks=[Stops(event)], **options).state.global_step == 0
 
 
-@pytest.mark.parametrize("stops", [[], [Stops("on_train_begin")]])
-def test_too_few_prompts_are_named_after_an_evaluation_too(train, stops):
-    data = IterableDataset.from_generator(lambda: iter([{"prompt": "1+1="}]))
-    with pytest.raises(ValueError, match="`train_dataset` has too few prompts"):
-        train(train_dataset=data, eval_dataset=tiny.prompts(), eval_on_start=True, callbacks=stops)
+ONE_PROMPT = IterableDataset.from_generator(lambda: iter([{"prompt": "1+1="}]))
+
+
+@pytest.mark.parametrize(
+    ("data", "options"),
+    [
+        (tiny.prompts(1), {}),
+        (ONE_PROMPT, {}),
+        (ONE_PROMPT, {"eval_on_start": True}),
+        (ONE_PROMPT, {"eval_on_start": True, "callbacks": [Stops("on_train_begin")]}),
+    ],
+)
+def test_a_dataset_too_small_for_a_step_is_named(train, data, options):
+    with pytest.raises(ValueError, match="`train_dataset` has too few prompts: a generation batch takes 2 .*Add"):
+        train(train_dataset=data, eval_dataset=tiny.prompts(), **options)
+    train(train_dataset=tiny.prompts(2), max_steps=1)
