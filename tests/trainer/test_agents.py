@@ -127,13 +127,6 @@ class Repeater:
 ADDING = [TURNS[7], TURNS[6], ["= 5"], TURNS[7][1:]]
 
 
-def test_an_environment(train, monkeypatch, model_path):
-    script_turns(monkeypatch, ADDING)
-    trainer = train(reward_funcs=None, environment_factory=Adder, **AGENT)
-    batch = first_rollout(trainer)
-    assert_is_double_loop(batch, [1.0, 0.25, 0.0, 0.75] * 2, model_path)
-
-
 def test_environments_mixed_in_a_batch(train, monkeypatch, model_path):
     """One gives a number, the other one per turn; a group has rows of one of them."""
     script_turns(monkeypatch, ADDING)

@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from tests.helpers import tiny
 from tests.helpers.agents import AGENT, assert_is_double_loop, by_length, rewards_of
-from tests.helpers.oracles import energies_by_softmax, mask_of
+from tests.helpers.oracles import mask_of
 from tests.helpers.recording import first_rollout
 from tests.helpers.scripted import TOOLS, TURNS, script_turns
 from tests.helpers.settings import SOURCES, in_turn, logged
@@ -80,39 +79,6 @@ def test_baselines_of_completions_use_the_sum(train, baseline):
     for x, y in zip(a.micro_batches, b.micro_batches, strict=True):
         torch.testing.assert_close(x["advantages"], y["advantages"], atol=1e-6, rtol=0)
     assert logged(a, "reward") == pytest.approx(logged(b, "reward"))
-
-
-def test_shaping_that_telescopes_leaves_the_reward_to_go_right(train, model_path):
-    """With a potential Φ, 0 at the end, F_t = Φ_{t+1} − Φ_t: then G_t = R − Φ_t, and the sum is R − Φ_0."""
-
-    def potential(ids):
-        return [0.3 + 0.1 * (i % 5) for i in ids] + [0.0]
-
-    def shaping(completion_ids, **kwargs):
-        return [
-            TokenRewards([b - a for a, b in zip(potential(ids)[:-1], potential(ids)[1:], strict=True)])
-            for ids in completion_ids
-        ]
-
-    trainer = train(reward_funcs=[tiny.even_bytes, shaping], **{**GROUPS, "max_steps": 1})
-    batch = first_rollout(trainer)
-    mask = mask_of(batch).bool()
-    completions = [ids[m].tolist() for ids, m in zip(batch["completion_ids"], mask, strict=True)]
-    ends = tiny.even_bytes(completions)
-    energy = energies_by_softmax(AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32), batch)
-    # The definition with G_t = R − Φ_t written down, no reward-to-go formed
-    realized = energy.cumsum(1)
-    to_go = torch.zeros_like(realized)
-    for row, ids in enumerate(completions):
-        to_go[row, : len(ids)] = ends[row] - torch.tensor(potential(ids)[:-1])
-    for first in (0, 4):
-        rows = slice(first, first + 4)
-        present = mask[rows]
-        b = (realized * to_go * mask)[rows].sum(0) / (realized * mask)[rows].sum(0)
-        alone = present.sum(0) == 1
-        expected = torch.where(present & ~alone, to_go[rows] - b, 0.0)
-        actual = torch.where(alone, 0.0, batch["advantages"][rows].double())
-        torch.testing.assert_close(actual, expected, atol=2e-5, rtol=0)
 
 
 def test_none_and_numbers_and_turns_mix(train):
