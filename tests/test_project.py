@@ -94,25 +94,16 @@ def test_a_wheel_works_by_itself(tmp_path):
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert not any(name.startswith(("tests", "recipes")) for name in names)
     subprocess.run([*pip, "install", "--no-deps", "--target", str(tmp_path / "site"), str(wheel)], check=True)
-    code = "import trl_otb; print(trl_otb.__file__); trl_otb.OTBGRPOTrainer, trl_otb.OTBGRPOConfig"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={"PYTHONPATH": str(tmp_path / "site")},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert str(tmp_path / "site") in done.stdout
 
     # A stranger's script in an empty folder: train, show, compare
     script = (ROOT / "recipes" / "minimal.py").read_text().replace('"max_steps": 150', '"max_steps": 2')
     script = script.replace(".strip().isdecimal()", ".isascii()")  # which a model that has not learned varies in
     script += """
-from trl_otb import compare_baselines
+import trl_otb
+print(trl_otb.__file__)
 trainer.rollouts["train"].show(prompt=0)
 trainer.rollouts["train"].plot("group.png")
-print(compare_baselines(trainer, num_prompts=3, completions_per_prompt=32))
+print(trl_otb.compare_baselines(trainer, num_prompts=3, completions_per_prompt=32))
 """
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "stranger.py").write_text(script)
@@ -121,6 +112,7 @@ print(compare_baselines(trainer, num_prompts=3, completions_per_prompt=32))
         [sys.executable, "stranger.py"], cwd=tmp_path / "empty", env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+    assert str(tmp_path / "site") in done.stdout
     assert "more prompts, % (95 %)" in done.stdout and "\ngroup_mean " in done.stdout
     assert "What is" in done.stdout and (tmp_path / "empty" / "group.png").stat().st_size > 10_000
 
