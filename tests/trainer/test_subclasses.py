@@ -219,43 +219,34 @@ def test_a_forward_is_asked_for_by_the_names_of_its_arguments(train):
     assert extra_forward(trainer, batch, False).energy.shape == rollout.mask.shape
 
 
-class Changes(GRPOTrainer):
-    """A rollout that is changed after it was rewarded, from the second one on."""
-
-    rollouts_made = 0
-
-    def _generate_and_score_completions(self, inputs):
-        batch = super()._generate_and_score_completions(inputs)
-        self.rollouts_made += 1
-        return batch if self.rollouts_made == 1 else self.changed(batch)
-
-
-class OtherAdvantages(Changes):
-    def changed(self, batch):
-        return batch | {"advantages": batch["advantages"] + 1}
-
-
-class OtherOrder(Changes):
-    def changed(self, batch):
-        return {key: value.flip(0) if getattr(value, "dim", int)() else value for key, value in batch.items()}
-
-
-class FewerRows(Changes):
-    def changed(self, batch):
-        return {key: value[:4] if getattr(value, "dim", int)() else value for key, value in batch.items()}
+def each_of(batch, change):
+    return {key: change(value) if getattr(value, "dim", int)() else value for key, value in batch.items()}
 
 
 @pytest.mark.parametrize(
-    ("theirs", "message"),
+    ("changed", "message"),
     [
-        (OtherAdvantages, "How GRPOTrainer forms its advantages"),
-        (OtherOrder, "Completion 0 of a rollout is not the one that was rewarded"),
-        (FewerRows, "8 completions were rewarded and 4 are to be trained on"),
+        (lambda batch: batch | {"advantages": batch["advantages"] + 1}, "How GRPOTrainer forms its advantages"),
+        (
+            lambda batch: each_of(batch, lambda x: x.flip(0)),
+            "Completion 0 of a rollout is not the one that was rewarded",
+        ),
+        (lambda batch: each_of(batch, lambda x: x[:4]), "8 completions were rewarded and 4 are to be trained on"),
     ],
 )
 @pytest.mark.parametrize("baseline", ["otb", "group_mean"])
-def test_every_rollout_is_matched_with_what_was_rewarded(train, theirs, message, baseline):
-    cls = type("Own", (OTBGRPOTrainer, theirs), {})
+def test_every_rollout_is_matched_with_what_was_rewarded(train, changed, message, baseline):
+    class Changes(GRPOTrainer):
+        """A rollout that is changed after it was rewarded, from the second one on."""
+
+        rollouts_made = 0
+
+        def _generate_and_score_completions(self, inputs):
+            batch = super()._generate_and_score_completions(inputs)
+            self.rollouts_made += 1
+            return batch if self.rollouts_made == 1 else changed(batch)
+
+    cls = type("Own", (OTBGRPOTrainer, Changes), {})
     train(cls, baseline=baseline, max_steps=1)
     with pytest.raises(TypeError, match=f"{message}.*In `Own`, look at Changes._generate_and_score_completions"):
         train(cls, baseline=baseline, max_steps=2)

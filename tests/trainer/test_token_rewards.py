@@ -49,7 +49,7 @@ def test_turns_of_one_conversation(train, monkeypatch, model_path):
     """Half a point for a call, in the turn that makes it, and one for an answer: G_t falls from turn to turn."""
     script_turns(monkeypatch)
 
-    def progress(completions, **kwargs):
+    async def progress(completions, **kwargs):
         return [[0.5 if "tool_calls" in m else 1.0 for m in c if m["role"] == "assistant"] for c in completions]
 
     trainer = train(reward_funcs=[progress, by_length], reward_weights=[2.0, 0.5], tools=TOOLS, **AGENT)
@@ -110,15 +110,6 @@ def test_scaling_and_aggregation_reach_the_tokens(train, baseline, scale, aggreg
     credited = train(reward_funcs=[first, by_length], **GROUPS, **options)
     for a, b in zip(plain.micro_batches, credited.micro_batches, strict=True):
         torch.testing.assert_close(a["advantages"], b["advantages"], atol=2e-6, rtol=0)
-
-
-async def slowly(completion_ids, **kwargs):
-    return [[r] for r in tiny.even_bytes(completion_ids)]
-
-
-def test_async_reward_functions_credit_turns(train):
-    plain, credited = train(**GROUPS), train(reward_funcs=slowly, **GROUPS)
-    assert torch.equal(plain.micro_batches[-1]["advantages"], credited.micro_batches[-1]["advantages"])
 
 
 def test_masked_completions_need_no_reward_per_turn(train):
