@@ -21,7 +21,7 @@ from trl.trainer import utils as trl_utils
 
 from tests.helpers import tiny
 from tests.helpers.energies import energies, trainer_of
-from tests.helpers.settings import LORA, SGD, SOURCES, scripted_rollout, weights
+from tests.helpers.settings import LORA, SGD, SOURCES, assert_same_weights, scripted_rollout, weights
 from trl_otb.seam.forwards import extra_forward
 
 
@@ -175,3 +175,13 @@ def test_no_logits_by_peak_memory(train, iterations):
     torch.cuda.reset_peak_memory_stats()
     trainer.train()
     assert torch.cuda.max_memory_allocated() / 2**20 - before < 0.5 * 8 * length * vocabulary * 4 / 2**20
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("baseline", ["otb_loo", "value"])
+def test_full_determinism(train, baseline):
+    try:
+        first, second = (train(use_cpu=False, full_determinism=True, baseline=baseline) for _ in range(2))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert_same_weights(first, second)

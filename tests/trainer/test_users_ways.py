@@ -251,3 +251,10 @@ def test_what_the_package_imports_is_declared():
             names += [node.module] if isinstance(node, ast.ImportFrom) and node.level == 0 else []
             imported |= {name.partition(".")[0] for name in names}
     assert imported - {*sys.stdlib_module_names, "trl_otb", "matplotlib"} == declared
+
+
+def test_a_second_training_that_finds_too_few_prompts_says_so(train):
+    trainer = train(OTBGRPOTrainer)
+    trainer.train_dataset = tiny.prompts(1)
+    with pytest.raises(ValueError, match="`train_dataset` has too few prompts"):
+        trainer.train()
