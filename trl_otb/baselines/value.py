@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 BASE = 1  # the index of B0 among the features
 ROUNDING = 1e-12  # of squared float32 numbers, relative
-RUINOUS = 2.0  # times B0's power: nothing that was learned is of use
+RUINOUS, SURELY = 2.0, 100.0  # times B0's power: nothing that was learned is of use, if twice in a row, or once
 BLOCK = 2**13  # tokens whose features, some 75 numbers each, are in memory at once, in small batches
 
 
@@ -42,7 +42,8 @@ class Value:
     the range of returns seen so far.
 
     Assumption: what states predict about returns carries over from earlier prompts and a slightly older policy. If B
-    left more than twice the power that B0 leaves of a batch, as after a change of rewards, it starts anew.
+    leaves far more power than B0 does (twice that of two batches in a row, or of one and of the usual batch, or 100
+    times that of one), it starts anew.
 
     Bias: unbiased, since B_t depends on what precedes y_t, and θ and c on earlier batches. Importance ratios, which
     may depend on later tokens, weight what it learns from; it does not look at them.
@@ -65,6 +66,8 @@ class Value:
         self._batches = 0.0  # the sum of their weights
         self._prompts = 0  # in all batches
         self._returns_seen = (math.inf, -math.inf)  # minimum and maximum
+        self._power = 0.0  # of B0 in earlier batches, the decayed sum
+        self._doubted = False  # whether the last batch was ruinous, but quiet
         self._warned = False  # that something is not finite
 
     def __call__(self, x: Completions) -> torch.Tensor:
@@ -91,7 +94,10 @@ class Value:
         new = {name: part.view_as(values) for (name, values), part in zip(found.items(), split, strict=True)}
         power, left, squares, excluded = (new.pop(name).item() for name in ("power", "left", "squares", "excluded"))
         varies = power > ROUNDING * squares
-        ruinous = varies and left > RUINOUS * power
+        lost, usual = varies and left > RUINOUS * power, self._power / max(self._batches, 1.0)
+        # In a batch in which returns happen to be nearly equal, usual errors are large beside B0's
+        ruinous = lost and (self._doubted or left > min(RUINOUS * max(power, usual), SURELY * power))
+        self._doubted = lost and not ruinous
         metrics = {"explained": 1 - left / power if varies else math.nan, "weight": self.weight}
         metrics["restarted"] = float(ruinous)
         if excluded > 0 and not self._warned:
@@ -117,7 +123,7 @@ class Value:
         if not all(values.isfinite().all() for values in new.values()):
             self._start_anew("a generation batch has sums that are not finite")
             return metrics
-        self._batches = self.decay * self._batches + 1
+        self._batches, self._power = self.decay * self._batches + 1, self.decay * self._power + power
         for name, values in new.items():
             self._sums[name] = self.decay * self._sums.get(name, torch.zeros_like(values)) + values
         self._fit()
@@ -127,12 +133,13 @@ class Value:
         return copy.deepcopy({name: value for name, value in vars(self).items() if name != "_warned"})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state.keys() != self.state_dict().keys():
+        new = {"_doubted": False, "_power": 0.0}  # since 0.4
+        if (new | state).keys() != self.state_dict().keys():
             raise ValueError(
                 "The state of 'value' is damaged or another version's: it holds "
                 f"{', '.join(map(repr, state)) or 'nothing'}. Without the checkpoint's `baseline.pt` it starts anew."
             )
-        vars(self).update(copy.deepcopy(state))
+        vars(self).update(copy.deepcopy(new | state))
 
     def _features(self, x: Completions, base: torch.Tensor) -> torch.Tensor:
         """`(B, T, K)` φ, from what precedes each token, never from the token itself."""
@@ -242,7 +249,7 @@ class Value:
     def _start_anew(self, reason: str) -> None:
         logger.warning(f"The baseline 'value' discards what it has learned: {reason}. It continues as 'rloo_pooled'.")
         self.theta, self.weight, self._most_weight, self._gains = None, 0.0, 0.25, (0.0, 0.0)
-        self._sums, self._batches, self._returns_seen = {}, 0.0, (math.inf, -math.inf)
+        self._sums, self._batches, self._power, self._returns_seen = {}, 0.0, 0.0, (math.inf, -math.inf)
 
 
 def _with_base(own: Completions, base: torch.Tensor) -> Iterator[tuple[Completions, torch.Tensor]]:
