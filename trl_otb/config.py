@@ -138,12 +138,13 @@ def check_options(args: GRPOConfig) -> Baseline:
     rule = find_baseline(name)
     if args.scale_rewards not in (True, False, "group", "batch", "none"):
         raise ValueError(f"`scale_rewards` is {args.scale_rewards!r}: it must be one of 'none', 'group' and 'batch'.")
+    many = args.num_generations != 1
     if args.scale_rewards not in (False, "none") and not rule.scalable:
         raise ValueError(
             f"`scale_rewards` is {args.scale_rewards!r} and `baseline` is {name!r}, under which completions have "
             "advantages where all returns are nearly equal: these would be divided by their standard deviation, which "
-            "is nearly 0. Set `scale_rewards='none'`, the default of OTBGRPOConfig (GRPOConfig's is 'group'), or "
-            f"choose {', '.join(repr(entry.name) for entry in BASELINES.values() if entry.scalable)}."
+            "is nearly 0. Set `scale_rewards='none'`, the default of OTBGRPOConfig (GRPOConfig's is 'group')"
+            + (f", or choose {', '.join(repr(of.name) for of in BASELINES.values() if of.scalable)}." if many else ".")
         )
     if args.num_generations == 1 and (problem := _problem_of_one(args, rule)):
         raise ValueError(f"`num_generations` is 1, and {problem}.")
@@ -173,12 +174,12 @@ def _problem_of_one(args: GRPOConfig, rule: Baseline) -> str | None:
         return None
     if rule.scope == "group":
         return (
-            f"`baseline` is {rule.name!r}, which compares the completions of a prompt. Choose 'value', 'rloo_pooled' "
-            "or 'ogb_pooled', which compare prompts, or 2 completions or more"
+            f"`baseline` is {rule.name!r}, which compares the completions of a prompt. Choose 'value', 'rloo_pooled', "
+            "'ogb_pooled' or one of your own with `scope='batch'`, which compare prompts, or 'none', or 2 completions"
         )
     if args.generation_batch_size == 1:
         return (
-            "a generation batch is a single completion, with nothing to compare it with. Raise "
-            "`per_device_train_batch_size`, `gradient_accumulation_steps` or `num_generations`"
+            "a generation batch is a single completion, with nothing to compare it with. Raise `generation_batch_size` "
+            "or what it is made of, `per_device_train_batch_size` and `steps_per_generation`"
         )
     return None

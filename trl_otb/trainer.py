@@ -205,8 +205,8 @@ class OTBGRPOTrainer(CollectiveToolLoop, TokenLoss):
             return credit(by, completions)
 
         found, of_mean = credited(rule), credited(find_baseline("group_mean"))
-        reference = "rloo" if rollout.num_generations > 1 else "rloo_pooled"
-        of_others = credited(find_baseline(reference)) if rule.unbiased else of_mean
+        reference = "rloo" if rule.unbiased else "group_mean"
+        of_others = credited(find_baseline(reference if rollout.num_generations > 1 else "rloo_pooled"))
         advantages = rollout.keep(rule, found, of_mean)
         if rule.name == "group_mean":  # GRPOTrainer's own advantages, to the bit
             rollout.advantages = batch["advantages"].unsqueeze(1)
@@ -223,7 +223,7 @@ class OTBGRPOTrainer(CollectiveToolLoop, TokenLoss):
             if not math.isnan(value):  # what is undefined is left out
                 self._metrics[mode][f"otb/{name}"].append(value)
         if self.num_generations == rollout.num_generations == 1:
-            del self._metrics[mode]["frac_reward_zero_std"]  # of groups, of which there are none
+            self._metrics[mode].pop("frac_reward_zero_std", None)  # of groups, of which there are none
         logged = self._logs["advantages"]  # the completions table, to which GRPOTrainer has added its own
         for _ in range(min(len(statistics), len(logged))):
             logged.pop()

@@ -85,15 +85,19 @@ def test_the_report_says_how_to_spend_completions():
         found.n, found.more_completions = n, Estimate(*estimate)
         return found
 
-    report = report_of([CONTROL_ROW, at(4, 0.3, 0.2, 0.4), at(1, 1.0, 0.7, 1.3)])
-    report.group_sizes = [1, 4]
+    report = report_of([CONTROL_ROW, at(4, 0.3, 0.2, 0.4), at(1, 1.0, 0.7, 1.3), at(3, 2, 2, 2), at(8, 2, 2, 2)])
+    assert report.spending == ""  # the run's own N was not measured
+    report.completions_per_step = 64
     head, one, four, advice = report.spending.splitlines()
     assert head.startswith("rloo_pooled, 64 completions per step") and "64 prompts  100 (70–130)" in one
     assert "16 prompts  30 (20–40)" in four and report.spending in repr(report)
-    assert advice == "Spend them on fewer completions of more prompts: num_generations=1."
-    report.comparisons[-1].more_completions.low = 0.3
+    assert advice == "Spend them on more prompts: baseline='rloo_pooled', num_generations=1."
+    report.comparisons[2].more_completions.low = 0.35  # below what the own N may be worth
     assert len(report.spending.splitlines()) == 3
-    report.group_sizes = [4]
+    worse = report_of([CONTROL_ROW, at(4, -0.3, -0.4, -0.2), at(1, -0.1, -0.15, -0.05)])
+    worse.completions_per_step = 64
+    assert len(worse.spending.splitlines()) == 3  # the control is better
+    report.completions_per_step = 4
     assert report.spending == ""
 
 
@@ -187,14 +191,16 @@ def test_the_verdict_prefers_what_is_sure_and_unbiased():
     shown, biased = row("b", 0.3, 0.2, 0.4), row("c", 0.9, 0.5, 1.5, unbiased=False)
     assert report_of([CONTROL_ROW, row("a", 0.5, -0.1, 1.5), shown]).verdict.startswith("Set baseline='b':")
     said = report_of([CONTROL_ROW, biased, shown]).verdict
-    assert said.startswith("Set baseline='b':") and "baseline='c' measures 90 %, but is biased" in said
+    assert said.startswith("Set baseline='b':") and "baseline='c' measures 90 %, but it is biased" in said
+    unsure = report_of([CONTROL_ROW, row("e", 0.35, -0.1, 0.9), row("b", 0.3, 0.2, 0.4)]).verdict
+    assert "baseline='e' measures 35 %, but that is not significant" in unsure
     alone = report_of([CONTROL_ROW, biased]).verdict
     assert alone.startswith("Set baseline='c':") and "Caveats: it is biased" in alone
     perhaps = report_of([CONTROL_ROW, row("d", 0.5, 0.4, 0.6, unbiased=None), shown]).verdict
     assert perhaps.startswith("Set baseline='d':") and "(then set `credit_whole_return=True`)" in perhaps
     nothing = row("none", 2.0, 1.0, 3.0)
     said = report_of([CONTROL_ROW, nothing, shown]).verdict
-    assert said.startswith("Set baseline='b':") and "baseline='none' measures 200 %, but gets worse" in said
+    assert said.startswith("Set baseline='b':") and "baseline='none' measures 200 %, but it gets worse" in said
     assert report_of([CONTROL_ROW, nothing]).verdict.startswith("Keep group_mean.")
 
 

@@ -305,7 +305,7 @@ def test_one_completion_per_prompt_is_measured_among_as_many_completions(train, 
     assert all(math.isfinite(row.more_completions.value) for row in report.comparisons if row.unbiased)
     control = next(row for row in report.at(own) if row.name == ("group_mean" if own == 4 else "rloo_pooled"))
     assert control.more_completions.value == control.more_prompts.value == 0
-    assert "8 completions per step  more completions" in repr(report)
+    assert ("8 completions per step  more completions" in repr(report)) == (own == 4)
 
 
 # The trainer is left as it was
@@ -439,6 +439,7 @@ def test_an_iterable_dataset_and_the_defaults_with_one_prompt_per_batch(train):
         ({"num_prompts": 1000}, "`num_prompts` is 1000 and the training data has 8 different examples"),
         ({"baselines": "absent"}, "'absent': it must be one of"),
         ({"baselines": [len]}, "`baselines` holds <built-in function len>: give names"),
+        ({"baselines": "otb", "group_sizes": 1}, r"`baselines` holds 'otb', .* and `group_sizes` is \[1\]: add 2"),
         ({"parameters": "("}, r"`parameters` is '\(', which is not a regular expression"),
     ],
 )

@@ -56,7 +56,7 @@ WRONG = [
     ({"baseline": "rloo_pooled", "scale_rewards": "group"}, f"'group' and `baseline` is 'rloo_pooled', {SCALED}"),
     ({"baseline": "otb", "scale_rewards": "batch"}, f"'batch' and `baseline` is 'otb', {SCALED}.*'ogb', 'ogb_loo'"),
     (
-        {"keep_groups_together": True, "num_generations": 8, "per_device_train_batch_size": 4},
+        {"keep_groups_together": True, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
         "`keep_groups_together` is True and `per_device_train_batch_size` 4: whole groups need a multiple of .* 8",
     ),
     ({"baseline": len}, "`baseline` is <built-in function len>: a config holds text. Register the function"),

@@ -19,7 +19,7 @@ from ..seam.pools import at_rest, sample, training_examples
 from ..trainer import OTBGRPOTrainer
 from .efficiency import Comparison, Estimate, control
 from .gradients import CompletionGradients, Projection, studied_parameters
-from .moments import prompt_moments
+from .moments import comparable, prompt_moments
 from .report import BaselineReport
 
 
@@ -91,6 +91,11 @@ def compare_baselines(
     names = [*BASELINES] if baselines is None else _several(baselines)
     names = list(dict.fromkeys(["none", *map(control, sizes), *names]))
     rules = {name: _instance(trainer, name) for name in names}
+    if lost := [name for name in rules if not any(comparable(rules[name], n) for n in sizes)]:
+        raise ValueError(
+            f"`baselines` holds {lost[0]!r}, which compares the completions of a prompt, and `group_sizes` is {sizes}: "
+            "add 2 or more."
+        )
     if group_sizes is None and 1 not in sizes and any(rule.scope == "batch" for rule in rules.values()):
         sizes, rules = [1, *sizes], {control(1): _instance(trainer, control(1))} | rules
     parameters_studied = studied_parameters(trainer, parameters)
@@ -113,7 +118,7 @@ def compare_baselines(
     )
     measured: list[dict[Any, Any]] = []
     with bar, at_rest(trainer, needs):
-        companions = [] if alone else _learn(trainer, rules, others or examples, batch, max(sizes), seed)
+        companions = [] if alone else _learn(trainer, rules, others or examples, batch, min(sizes), max(sizes), seed)
         for first in range(0, num_prompts, processes):
             index = min(first + rank, num_prompts - 1)  # spare processes repeat the last one
             name, example = examples[index]
@@ -123,7 +128,7 @@ def compare_baselines(
                 bar.update(processes)
                 return gradients(rows[row], weights.to(trainer.accelerator.device))
 
-            beside = {n: _beside(companions, name, n, batch * max(own // n, 1) - 1) for n in sizes}
+            beside = {n: _beside(companions, name, n, max(batch, batch * own // n) - 1) for n in sizes}
             masks = [generated_mask(row)[0].cpu() for row in rows]
             with torch.autocast("cpu", enabled=False):
                 moments = prompt_moments(pool, masks, gradient_of, rules, sizes, beside, seed + index)
@@ -141,6 +146,7 @@ def compare_baselines(
         group_sizes=sizes,
         completions_per_prompt=completions,
         prompts_per_batch=batch,
+        completions_per_step=own * batch if own in sizes else 0,
         subject=Path(getattr(trainer.policy.config, "_name_or_path", "") or type(trainer.policy).__name__).name,
     )
 
@@ -150,6 +156,7 @@ def _learn(
     rules: dict[str, Baseline],
     examples: list[Example],
     prompts_per_batch: int,
+    smallest: int,
     largest: int,
     seed: int,
 ) -> list[dict[str, Completions]]:
@@ -157,7 +164,8 @@ def _learn(
     own = trainer.trained_baseline
     fresh = [rule for rule in rules.values() if rule.learns and not (own and own.name == rule.name)]
     some, n, companions = cycle(examples), trainer.num_generations, []
-    for batch in range(BATCHES if fresh else COMPANIONS):
+    many = BATCHES if fresh else min(max(COMPANIONS, n // smallest), BATCHES)  # a smaller N has more prompts beside it
+    for batch in range(many):
         of_batch = list(islice(some, min(prompts_per_batch, len(examples))))
         size = max(n, largest) if batch < COMPANIONS else n
         pools = [pool for pool, _ in sample(trainer, [row for _, row in of_batch], size, seed + 7919 * (batch + 1))]
@@ -205,6 +213,7 @@ def _whole(name: str, number: Any, least: int) -> int:
 def _sizes(own: int, group_sizes: Sequence[int] | int | None, completions: int) -> list[int]:
     sizes = sorted({_whole("group_sizes", size, 1) for size in _several([] if group_sizes is None else group_sizes)})
     sizes = sizes or [n for n in (own // 2, own, 2 * own) if n >= 1 and (4 * n <= completions or n == own)]
+    sizes = [n for n in sizes if n > 1 or n == own or group_sizes is not None]
     if completions < 4 * max(sizes):
         raise ValueError(
             f"`completions_per_prompt` is {completions} and the largest group has {max(sizes)}: a pool needs four "

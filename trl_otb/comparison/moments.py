@@ -126,11 +126,18 @@ def _advantages(
         if rule.scope == "group":
             return credit(rule, pool.rows(rows, n)).advantages
         found = []
+        # For N = 1, with many prompts in a batch and many batches, companions are drawn once for all of `rows`
+        drawn = (
+            cycle([[joined(beside(batch, n))] if batch else [] for batch in companions[n] or [[]]]) if n == 1 else None
+        )
         for group in rows.split(n):
-            others = [x.rows(torch.randperm(len(x), generator=rng)[:n], n) for x in next(turns[n])]
-            of_rule = [x if rule.per_token else x.totals() for x in others]
-            everyone = lambda own, tokens, others=of_rule: joined([own, *others])  # noqa: E731
+            others = next(drawn) if drawn else beside(next(turns[n]), n)
+            everyone = lambda own, tokens, others=others: joined([own, *others])  # noqa: E731
             found.append(credit(rule, pool.rows(group, n), everyone, slice(0, n)).advantages)
         return torch.cat(found)
+
+    def beside(batch: list[Completions], n: int) -> list[Completions]:
+        others = [x.rows(torch.randperm(len(x), generator=rng)[:n], n) for x in batch]
+        return [x if rule.per_token else x.totals() for x in others]
 
     return of

@@ -32,6 +32,7 @@ class BaselineReport:
         prompts_varying (`int`): Number of prompts whose completions have different returns.
         mean_reward, mean_length (`float`): Means over all completions, in units of the reward and in generated tokens.
         subject (`str`): The model, for titles.
+        completions_per_step (`int`): Of the run; 0 if its own N was not measured.
     """
 
     comparisons: list[Comparison]
@@ -44,6 +45,7 @@ class BaselineReport:
     mean_reward: float
     mean_length: float
     subject: str
+    completions_per_step: int = 0
 
     @classmethod
     def of(
@@ -127,7 +129,8 @@ class BaselineReport:
                 "it is biased: improbable successes teach less under it, which is not seen here if they are rare"
             )
         for row in known[: known.index(best)]:
-            caution = "gets worse as successes become common" if row.name == "none" else "is biased"
+            caution = {True: "that is not significant", None: "it may be biased", False: "it is biased"}[row.unbiased]
+            caution = "it gets worse as successes become common" if row.name == "none" else caution
             caveats.append(f"baseline={row.name!r} measures {_percent(row.more_prompts.value)} %, but {caution}")
         if lost := len(rows) - len(known):
             caveats.append(f"{lost} of {len(rows)} baselines cannot be compared, as the signal is lost in noise")
@@ -138,20 +141,28 @@ class BaselineReport:
 
     @property
     def spending(self) -> str:
-        """What other N are worth under the best baseline, or the first that compares prompts; empty if unknown."""
-        pooled = [row.name for row in self.at() if any(of.name == row.name for of in self.at(1))]
-        name = self.best.name if self.best else next((name for name in pooled if name != "none"), self.control)
-        rows = {n: row for n in self.group_sizes for row in self.at(n) if row.name == name}
-        known = {n: row.more_completions for n, row in rows.items() if not row.more_completions.lost}
-        if len(known) < 2:
+        """
+        What a smaller N is worth with as many completions per step, under the best baseline that is known at several
+        N; empty if there is none, or the run's own N was not measured.
+        """
+        completions, names = self.completions_per_step, [row.name for row in self.at() if row.name != "none"]
+        first = [self.best.name] if self.best else []
+        for name in [*first, *names]:
+            rows = {row.n: row.more_completions for row in self.comparisons if row.name == name}
+            known = {
+                n: rows[n]
+                for n in sorted(rows)
+                if n <= self.group_size and completions % n == 0 and completions > n and not rows[n].lost
+            }
+            if len(known) > 1 and self.group_size in known:
+                break
+        else:
             return ""
-        completions, own = self.group_size * self.prompts_per_batch, known.get(self.group_size)
         lines = [f"{name}, {completions} completions per step  more completions, % (95 %)"]
         lines += [f"N = {n:<4} {completions // n:>5} prompts  {of.text(0, factor=100)}" for n, of in known.items()]
         n, most = max(known.items(), key=lambda item: item[1].value)
-        if own is not None and most.low > own.value + LEAST:
-            what = "fewer completions of more prompts" if n < self.group_size else "more completions of fewer prompts"
-            lines.append(f"Spend them on {what}: num_generations={n}.")
+        if most.low > max(known[self.group_size].high, 0.0):
+            lines.append(f"Spend them on more prompts: baseline={name!r}, num_generations={n}.")
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
@@ -171,7 +182,8 @@ class BaselineReport:
         A `matplotlib` figure with one panel per group size: how many more prompts the control would need; blue:
         significantly better, red: significantly worse. Saves it to `path`, if given.
         """
-        sizes, order = self.group_sizes, [row.name for row in reversed(self.at())]
+        sizes, names = self.group_sizes, [row.name for row in [*self.at(), *self.comparisons]]
+        order = [*reversed(dict.fromkeys(names))]
         figure = new_figure(figsize=(4.2 * len(sizes) + 1.5, 0.36 * len(order) + 1.6), layout="constrained")
         axes = figure.subplots(1, len(sizes), squeeze=False, sharey=True)[0]
         for axis, n in zip(axes, sizes, strict=True):
