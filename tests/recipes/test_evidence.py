@@ -278,7 +278,7 @@ def intervals_of(records):
     ("page", "results", "least"),
     [
         ("studies/README", ["value", "runs", "turns", "language"], 2),
-        ("studies/value", ["value", "runs", "language"], 50),
+        ("studies/value", ["value", "runs", "language", "completions"], 50),
         ("studies/horizon", ["horizon"], 5),
         ("studies/turns", ["turns"], 15),
         ("studies/learning_curves", ["learning_curves"], 15),
