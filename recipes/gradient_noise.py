@@ -28,7 +28,9 @@ class NoiseOptions(Options):
     num_prompts: int = option(16, "Prompts to measure, from the training data.")
     completions_per_prompt: int = option(128, "Completions per prompt; more give narrower intervals.")
     baselines: list[str] | None = option(None, "Names, or module:function; by default all.")
-    group_sizes: list[int] | None = option(None, "Completions per group; by default the trainer's, half and double, and 1.")
+    group_sizes: list[int] | None = option(
+        None, "Completions per group; by default the trainer's, half and double, and 1."
+    )
     prompts_per_batch: int = option(16, "Prompts per step that the figures are for.")
     parameters: str = option(".*", "Only trainable parameters whose name matches this regular expression.")
     calculator: bool = option(False, "Whether the policy may call the calculator of tool_math.py.")
