@@ -205,8 +205,8 @@ class OTBGRPOTrainer(CollectiveToolLoop, TokenLoss):
             return credit(by, completions)
 
         found, of_mean = credited(rule), credited(find_baseline("group_mean"))
-        reference = "rloo" if rule.unbiased else "group_mean"
-        of_others = credited(find_baseline(reference if rollout.num_generations > 1 else "rloo_pooled"))
+        one = rollout.num_generations == 1
+        of_others = credited(find_baseline("rloo_pooled" if one else "rloo")) if one or rule.unbiased else of_mean
         advantages = rollout.keep(rule, found, of_mean)
         if rule.name == "group_mean":  # GRPOTrainer's own advantages, to the bit
             rollout.advantages = batch["advantages"].unsqueeze(1)

@@ -41,8 +41,7 @@ class Schedule:
     problems: str = ""  # the task that is sampled, where it has another name
     completions: int = 0  # per step, where they are the same for every N, and prompts are not
 
-    def rows(self, n: int) -> int:
-        """Completions per step."""
+    def completions_per_step(self, n: int) -> int:
         return self.completions or self.prompts * n
 
 
@@ -95,7 +94,7 @@ def train(run: Run) -> dict:
         per_device_eval_batch_size=40 if task.peft_config else 400,
         num_generations_eval=schedule.held_out_samples,
         logging_steps=1,
-        per_device_train_batch_size=schedule.rows(run.n) // 4,
+        per_device_train_batch_size=schedule.completions_per_step(run.n) // 4,
         gradient_accumulation_steps=4,  # the meter measures the noise of micro-batches
         **arm,
     )
@@ -109,7 +108,7 @@ def train(run: Run) -> dict:
         **({"strata": strata} if len(strata) > 1 else {}),
         **{key: [float(entry[key]) for entry in log] for key in ("reward", "grad_norm", "entropy")},
         "noise_scale": [entry.get("noise/scale") for entry in log],
-        "tokens": list(itertools.accumulate(schedule.rows(run.n) * length for length in lengths)),
+        "tokens": list(itertools.accumulate(schedule.completions_per_step(run.n) * length for length in lengths)),
         "seconds": seconds,
         "held_out": measure.found(trainer.state)[-1]["held_out/accuracy"],
         "policy": hashlib.sha256((task.policy / "model.safetensors").read_bytes()).hexdigest()[:8],

@@ -107,7 +107,7 @@ def partial_pooling(left_one_out: torch.Tensor, members: torch.Tensor) -> tuple[
     origin = (centre * there).sum(dim=0) / there.sum().clamp(min=1)
     target, square = of_others(centre - origin), of_others((centre - origin).square())
     of_one = of_others(noise, several)  # v
-    of_mean = of_others(noise * (size - 1) / size.clamp(min=1))  # u
+    of_mean = of_others(noise * (size - 1) / size.clamp(min=1))  # u, and of single members that of one completion
     of_mean = of_mean + of_others(there - several) * of_others(noise * (size - 1).clamp(min=0), several)
     about_target = (square - target.square()).clamp(min=0)
     between = (about_target * others / (others - 1).clamp(min=1) - of_mean).clamp(min=0)  # τ²

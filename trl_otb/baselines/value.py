@@ -41,9 +41,9 @@ class Value:
     error, and halves while the sum is negative. So B falls back to B0, and is B0 in the first batch. B stays within
     the range of returns seen so far.
 
-    Assumption: what states predict about returns carries over from earlier prompts and a slightly older policy. If B
-    leaves far more power than B0 does (twice that of two batches in a row, or of one and of the usual batch, or 100
-    times that of one), it starts anew.
+    Assumption: what states predict about returns carries over from earlier prompts and a slightly older policy. It
+    starts anew after a batch of which B left over twice B0's power, if that is over twice B0's usual power, too, or
+    100 times B0's, or if it happened in the batch before.
 
     Bias: unbiased, since B_t depends on what precedes y_t, and θ and c on earlier batches. Importance ratios, which
     may depend on later tokens, weight what it learns from; it does not look at them.
@@ -94,12 +94,9 @@ class Value:
         new = {name: part.view_as(values) for (name, values), part in zip(found.items(), split, strict=True)}
         power, left, squares, excluded = (new.pop(name).item() for name in ("power", "left", "squares", "excluded"))
         varies = power > ROUNDING * squares
-        lost, usual = varies and left > RUINOUS * power, self._power / max(self._batches, 1.0)
-        # In a batch in which returns happen to be nearly equal, usual errors are large beside B0's
-        ruinous = lost and (self._doubted or left > min(RUINOUS * max(power, usual), SURELY * power))
-        self._doubted = lost and not ruinous
-        metrics = {"explained": 1 - left / power if varies else math.nan, "weight": self.weight}
-        metrics["restarted"] = float(ruinous)
+        ruinous = self._is_ruinous(power, left, varies)
+        explained = 1 - left / power if varies else math.nan
+        metrics = {"explained": explained, "weight": self.weight, "restarted": float(ruinous)}
         if excluded > 0 and not self._warned:
             self._warned = True
             logger.warning(
@@ -202,6 +199,14 @@ class Value:
             for name, values in found.items():
                 total[name] = total[name] + values if name in total else values
         return total
+
+    def _is_ruinous(self, power: float, left: float, varies: bool) -> bool:
+        """Whether what was learned is of no use any more, from the power that B0 and B left of a batch."""
+        usual, lost = self._power / max(self._batches, 1.0), varies and left > RUINOUS * power
+        # In a batch in which returns happen to be nearly equal, usual errors are large beside B0's
+        ruinous = lost and (self._doubted or left > min(RUINOUS * max(power, usual), SURELY * power))
+        self._doubted = lost and not ruinous
+        return ruinous
 
     def _limit_weight(self, gain: float) -> None:
         """Change the limit of c by how much less power B left of a batch than B0."""

@@ -212,8 +212,7 @@ def _whole(name: str, number: Any, least: int) -> int:
 
 def _sizes(own: int, group_sizes: Sequence[int] | int | None, completions: int) -> list[int]:
     sizes = sorted({_whole("group_sizes", size, 1) for size in _several([] if group_sizes is None else group_sizes)})
-    sizes = sizes or [n for n in (own // 2, own, 2 * own) if n >= 1 and (4 * n <= completions or n == own)]
-    sizes = [n for n in sizes if n > 1 or n == own or group_sizes is not None]
+    sizes = sizes or [n for n in (own // 2, own, 2 * own) if n == own or (n >= 2 and 4 * n <= completions)]
     if completions < 4 * max(sizes):
         raise ValueError(
             f"`completions_per_prompt` is {completions} and the largest group has {max(sizes)}: a pool needs four "

@@ -53,9 +53,9 @@ class Moments:
         Returns:
             `dict`: `signal`, ‖g‖², at least 0; `noise` of ĝ scaled to the length of g; `missed`, noise plus the effect
             of bias, so that the efficiency is signal / (signal + missed); `efficiency`, `noise_to_signal`, `cosine`
-            and `length`, ‖Eĝ‖ / ‖g‖; `variance`, of one prompt's ĝ, which also differs between prompts, if the scale is
-            known; each `counts.shape[:-1]`. NaN if the estimate of a square is not positive; `noise` and `missed` are
-            never NaN for estimators of known scale.
+            and `length`, ‖Eĝ‖ / ‖g‖; `variance` of one prompt's ĝ, differences between prompts included, if the scale
+            is known; each `counts.shape[:-1]`. NaN if the estimate of a square is not positive; `noise` and `missed`
+            are never NaN for estimators of known scale.
         """
         counts = counts.double()
         prompts = counts.sum(dim=-1)
@@ -148,8 +148,8 @@ class Comparison:
             conditions that are not certain here. Unless `True`, its bias is measured.
         more_prompts ([`Estimate`]): How many more prompts per step the group mean needs to be as efficient, as a
             share: 0.13 for 13 % more.
-        more_completions ([`Estimate`]): The same, in completions per step, for the control at the run's own N: what
-            another N is worth if completions stay as many, and prompts are more or fewer. NaN if it may be biased.
+        more_completions ([`Estimate`]): How many more completions per step the control at the run's own N needs, as a
+            share: what this N is worth if a step's completions stay as many. NaN unless it is certainly unbiased.
         efficiency, over_group_mean ([`Estimate`]): The efficiency of a step, and its ratio to the group mean's.
         noise_over_group_mean ([`Estimate`]): Noise to signal relative to the group mean.
         cosine, length ([`Estimate`]): The cosine of the expected gradient to the true one, and the ratio of their
@@ -170,8 +170,9 @@ class Comparison:
 
 def compare(moments: dict[tuple[str, int], Moments], prompts_per_batch: int, group_size: int) -> list[Comparison]:
     """
-    Compare every baseline with the control at each group size, for steps of `prompts_per_batch` prompts, or as many as
-    make equally many completions as with the run's own `group_size`. `moments`, by name and N, include the control's.
+    Compare every baseline with the control at each group size, for steps of `prompts_per_batch` prompts, and, for as
+    many completions, with the control at the run's own N, `group_size`. `moments`, by name and N, include the
+    controls'.
     """
     squares = moments[control(group_size), group_size].square
     counts = bootstrap(len(squares))

@@ -1,6 +1,6 @@
 """Moments of the gradient of a prompt's groups under every baseline, from a pool of its completions."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import cycle
 from typing import Any
@@ -126,18 +126,17 @@ def _advantages(
         if rule.scope == "group":
             return credit(rule, pool.rows(rows, n)).advantages
         found = []
-        # For N = 1, with many prompts in a batch and many batches, companions are drawn once for all of `rows`
-        drawn = (
-            cycle([[joined(beside(batch, n))] if batch else [] for batch in companions[n] or [[]]]) if n == 1 else None
-        )
-        for group in rows.split(n):
-            others = next(drawn) if drawn else beside(next(turns[n]), n)
+        drawn: Iterator[list[Completions]] = (beside(batch, n) for batch in turns[n])
+        if n == 1:  # many batches of many prompts: drawn once for all of `rows`
+            drawn = cycle([beside(batch, n) for batch in companions[n] or [[]]])
+        for group, others in zip(rows.split(n), drawn, strict=False):
             everyone = lambda own, tokens, others=others: joined([own, *others])  # noqa: E731
             found.append(credit(rule, pool.rows(group, n), everyone, slice(0, n)).advantages)
         return torch.cat(found)
 
     def beside(batch: list[Completions], n: int) -> list[Completions]:
+        """A group of each companion, put together: one or none."""
         others = [x.rows(torch.randperm(len(x), generator=rng)[:n], n) for x in batch]
-        return [x if rule.per_token else x.totals() for x in others]
+        return [joined([x if rule.per_token else x.totals() for x in others])] if others else []
 
     return of
