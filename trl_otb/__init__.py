@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import baselines as baselines
     from . import energy as energy
+    from .asynchronous import AsyncOTBGRPOConfig as AsyncOTBGRPOConfig
+    from .asynchronous import AsyncOTBGRPOTrainer as AsyncOTBGRPOTrainer
     from .baselines import register_baseline as register_baseline
     from .comparison import BaselineReport as BaselineReport
     from .comparison import compare_baselines as compare_baselines
@@ -40,6 +42,8 @@ def _version() -> str:
 __version__ = _version()
 # Imported on first use, so that `trl_otb.energy` and `trl_otb.baselines` need torch only.
 _MODULES = {
+    "AsyncOTBGRPOConfig": "asynchronous",
+    "AsyncOTBGRPOTrainer": "asynchronous",
     "BaselineReport": "comparison",
     "GradientNoiseCallback": "noise",
     "OTBGRPOConfig": "config",

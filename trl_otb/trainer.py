@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from accelerate.utils import is_peft_model
 from trl import GRPOConfig, GRPOTrainer
 
 import trl_otb
@@ -23,14 +22,13 @@ from .seam.extensions import CollectiveToolLoop, TokenLoss
 from .seam.forwards import PolicyRecorder, scores_anyway, values_of_batch
 from .seam.rollouts import groups_kept_together, recorded_rewards, rollout_of
 from .seam.sampled import SampledTurns
+from .state import KeepsBaseline
 
 
 logger = get_logger(__name__)
 
-STATE_FILE = "baseline.pt"  # in a checkpoint
 
-
-class OTBGRPOTrainer(CollectiveToolLoop, TokenLoss):
+class OTBGRPOTrainer(KeepsBaseline, CollectiveToolLoop, TokenLoss):
     """
     [`~trl.GRPOTrainer`] with a baseline of one's choice, for every token if it has one: by default the Optimal Token
     Baseline (https://huggingface.co/papers/2602.07078). It takes the arguments of [`~trl.GRPOTrainer`] and, apart from
@@ -96,7 +94,6 @@ class OTBGRPOTrainer(CollectiveToolLoop, TokenLoss):
         self.rollouts: dict[str, Rollout] = Rollouts()  # the latest one of each mode, "train" and "eval"
         self.energy_source: str | None = None  # of the latest rollout in training
         self.needs = self._baseline.needs  # what rollouts are to hold; more during a comparison
-        self._has_learned = False
         names = list(inspect.signature(GRPOTrainer.__init__).parameters)[4:]
         super().__init__(model, reward_funcs, args=args, **dict(zip(names, other_args, strict=False)), **kwargs)
         check_trl(self)
@@ -111,19 +108,9 @@ class OTBGRPOTrainer(CollectiveToolLoop, TokenLoss):
             )
 
     @property
-    def policy(self) -> Any:
-        """The model without the PEFT wrapper."""
-        return self.model.get_base_model() if is_peft_model(self.model) else self.model
-
-    @property
     def prompts_per_batch(self) -> int:
         """Prompts per generation batch, over all processes."""
         return self.args.generation_batch_size // self.num_generations
-
-    @property
-    def trained_baseline(self) -> Baseline | None:
-        """The baseline, if it has learned from generation batches."""
-        return self._baseline if self._has_learned else None
 
     # Training and its state
 
@@ -147,36 +134,6 @@ class OTBGRPOTrainer(CollectiveToolLoop, TokenLoss):
             "step could be trained. Add prompts, or lower `per_device_train_batch_size`, "
             "`gradient_accumulation_steps` or `steps_per_generation`."
         )
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is None or not self._baseline.learns:
-            return
-        path, name = Path(checkpoint) / STATE_FILE, self._baseline.name
-        try:
-            state = dict(torch.load(path, weights_only=True, map_location="cpu")) if path.exists() else {}
-        except Exception as error:  # of pickle, of all kinds
-            raise ValueError(
-                f"{path} is damaged, or no file of OTBGRPOTrainer ({type(error).__name__}). Remove it, and the "
-                "baseline starts with empty state."
-            ) from None
-        if state.get("baseline") == name:
-            self._baseline.rule.load_state_dict(state["state"])
-            self.recorder.projection, self._has_learned = state["projection"], True
-            return
-        found = f"the state of {state['baseline']!r}" if "baseline" in state else "nothing"
-        logger.warning(
-            f"The checkpoint holds {found} for `baseline={name!r}`, which learns from earlier batches: it now starts "
-            "with empty state."
-        )
-        self._baseline, self._has_learned = find_baseline(type(self._baseline.rule)).instance(), False
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        super()._save_optimizer_and_scheduler(output_dir)
-        if self._baseline.learns and self.args.should_save:
-            state: dict[str, Any] = {"baseline": self._baseline.name, "state": self._baseline.state()}
-            state["projection"] = None if self.recorder.projection is None else self.recorder.projection.cpu()
-            torch.save(state, Path(output_dir) / STATE_FILE)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         super().create_model_card(*args, **kwargs)

@@ -299,6 +299,35 @@ def compare_case(model: str, folder: str) -> dict:
     return {"processes": trainer.accelerator.num_processes, "report": report.to_json()}
 
 
+def async_case(model: str, folder: str) -> dict:
+    """Steps of 24 samples, packed into a row for each process; groups of 4 are cut by micro-batches of 6."""
+    from datasets import Dataset
+
+    from tests.helpers import tiny
+    from tests.helpers.local_worker import LocalWorker, on_cpu
+    from trl_otb import AsyncOTBGRPOConfig, AsyncOTBGRPOTrainer
+
+    rows = 6 // int(os.environ.get("WORLD_SIZE", 1))
+    settings = {name: value for name, value in tiny.SETTINGS.items() if name != "max_completion_length"}
+    settings |= {"output_dir": folder, "optim": "sgd", "learning_rate": 0.3, "max_steps": 4, "max_staleness": 4}
+    settings |= {"per_device_train_batch_size": rows, "gradient_accumulation_steps": 4, "token_budget": 0}
+    prompts = [tiny.tokenizer()(f"{i:02d}+{i:02d}=")["input_ids"] for i in range(30)]
+    worker = LocalWorker(model, prompts, tiny.even_bytes, 4, 24)
+    with on_cpu():
+        trainer = AsyncOTBGRPOTrainer(
+            model,
+            args=AsyncOTBGRPOConfig(**settings),
+            train_dataset=Dataset.from_dict({"prompt": prompts}),
+            rollout_worker=worker,
+            weight_transfer=worker,
+        )
+        trainer.train()
+    trainer.save_model(os.path.join(folder, "saved"))
+    log = [entry for entry in trainer.state.log_history if "loss" in entry]
+    metrics = [{k: v for k, v in entry.items() if "otb/" in k or k == "kl"} for entry in log]
+    return {"processes": trainer.accelerator.num_processes, "state": trainer._baseline.state(), "metrics": metrics}
+
+
 def failing_case(model: str, folder: str) -> dict:
     """A reward that one process alone refuses."""
 
@@ -360,7 +389,7 @@ def main(folder: Path) -> None:
     import trl.trainer.grpo_trainer  # noqa: F401
 
     from tests.helpers import tiny, tiny_vision
-    from trl_otb import OTBGRPOTrainer  # noqa: F401
+    from trl_otb import AsyncOTBGRPOTrainer, OTBGRPOTrainer  # noqa: F401
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled for a minute, and is not needed
     torch.set_num_threads(1)
@@ -376,6 +405,8 @@ def main(folder: Path) -> None:
     launch(folder, "compare-single", 1, {}, compare_case, model)
     for backend in ("ddp", "zero2", "zero3"):
         launch(folder, f"compare-{backend}", 2, BACKENDS[backend], compare_case, model)
+    launch(folder, "async-single", 1, {}, async_case, model)
+    launch(folder, "async-ddp", 2, BACKENDS["ddp"], async_case, model)
     launch(folder, "failing", 2, BACKENDS["ddp"], failing_case, model)
 
 

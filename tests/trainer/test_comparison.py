@@ -450,7 +450,7 @@ def test_wrong_arguments_are_named_before_anything_is_sampled(train, change, mes
 
 
 def test_trainers_of_which_nothing_can_be_measured(train):
-    with pytest.raises(TypeError, match="`trainer` is a GRPOTrainer: compare_baselines takes an OTBGRPOTrainer"):
+    with pytest.raises(TypeError, match="`trainer` is a GRPOTrainer: compare_baselines takes an OTBGRPOTrainer. Make"):
         compare_baselines(train(GRPOTrainer, config=GRPOConfig, train=False))
     trainer = train(train=False, reward_funcs=lambda completion_ids, **_: [0.25] * len(completion_ids))
     with pytest.raises(ValueError, match="No prompt's reward varied: it is 0.25 for every completion"):

@@ -224,8 +224,8 @@ def _sizes(own: int, group_sizes: Sequence[int] | int | None, completions: int) 
 def _check_trainer(trainer: Any) -> None:
     if not isinstance(trainer, OTBGRPOTrainer):
         raise TypeError(
-            f"`trainer` is a {type(trainer).__name__}: compare_baselines takes an OTBGRPOTrainer, with the arguments "
-            "of your GRPOTrainer."
+            f"`trainer` is a {type(trainer).__name__}: compare_baselines takes an OTBGRPOTrainer. Make one, with the "
+            "same model, reward functions and data; it need not train."
         )
     deepspeed = trainer.accelerator.state.deepspeed_plugin
     if trainer.is_fsdp_enabled or (deepspeed is not None and deepspeed.zero_stage == 3):

@@ -75,14 +75,7 @@ FORWARD_KWARGS = (
 
 def check_trl(attributes_of: GRPOTrainer | None = None) -> None:
     """Raise an `ImportError` if a part of TRL has moved, or an attribute of a constructed trainer, if given."""
-    found = []
-    for owner, expected in PARTS.items():
-        for name, parameters in expected.items():
-            function, names = getattr(owner, name, None), tuple(parameters.split())
-            if function is None:
-                found.append(f"`{owner.__name__}.{name}` is gone")
-            elif tuple(inspect.signature(function).parameters)[: len(names)] != names:
-                found.append(f"`{owner.__name__}.{name}` no longer takes ({', '.join(names)})")
+    found = moved(PARTS)
     forward = getattr(GRPOTrainer, "_get_per_token_logps_and_entropies", None)
     known = inspect.signature(forward).parameters if forward is not None else FORWARD_KWARGS
     found += [f"`_get_per_token_logps_and_entropies` no longer takes `{n}`" for n in FORWARD_KWARGS if n not in known]
@@ -92,6 +85,19 @@ def check_trl(attributes_of: GRPOTrainer | None = None) -> None:
         raise incompatible_trl("; ".join(found))
 
 
+def moved(parts: dict[Any, dict[str, str]]) -> list[str]:
+    """What of `parts`, like `PARTS`, is gone or takes other parameters."""
+    found = []
+    for owner, expected in parts.items():
+        for name, parameters in expected.items():
+            function, names = getattr(owner, name, None), tuple(parameters.split())
+            if function is None:
+                found.append(f"`{owner.__name__}.{name}` is gone")
+            elif tuple(inspect.signature(function).parameters)[: len(names)] != names:
+                found.append(f"`{owner.__name__}.{name}` no longer takes ({', '.join(names)})")
+    return found
+
+
 def versions() -> dict[str, str]:
     """The installed versions of the packages whose private parts are used."""
     return {package.__name__: package.__version__ for package in (trl, transformers)}
@@ -99,7 +105,10 @@ def versions() -> dict[str, str]:
 
 def source_hashes() -> dict[str, str]:
     """A short hash of the source of every part of TRL that is overridden, recomputed, intercepted or called."""
-    owned = [(owner, name) for owner, expected in PARTS.items() for name in expected if hasattr(owner, name)]
+    from .asynchronous import ASYNC_PARTS  # experimental, and imported by those who use it
+
+    parts = PARTS | ASYNC_PARTS
+    owned = [(owner, name) for owner, expected in parts.items() for name in expected if hasattr(owner, name)]
     return {f"{owner.__name__}.{name}": _hash(getattr(owner, name)) for owner, name in owned}
 
 

@@ -113,6 +113,16 @@ class PolicyRecorder:
             hook.remove()
 
     @contextmanager
+    def reading(self, states: bool) -> Iterator[list[Tensor]]:
+        """Context of forwards that also return log Σπ²; projected `states` are appended to the yielded list."""
+        self.policy.trl_otb_energies = True
+        try:
+            with self._recording_states(states) as found:
+                yield found
+        finally:
+            self.policy.trl_otb_energies = False
+
+    @contextmanager
     def sampling(self) -> Iterator[Callable[[list[list[int]], list[list[int]]], None]]:
         """Context of one `generate` of the policy; the yielded function takes the ids of prompts and completions."""
         to = self._recording

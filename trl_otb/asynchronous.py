@@ -1,0 +1,249 @@
+"""Baselines per token in TRL's AsyncGRPOTrainer, from the training forward alone."""
+
+import inspect
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from accelerate.logging import get_logger
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+
+from .baselines import Baseline, Completions, find_baseline, squeeze
+from .energy import token_energy
+from .seam.asynchronous import carried_with, check_async_trl, stamp_groups, trl_trainer
+from .seam.forwards import PolicyRecorder
+from .state import KeepsBaseline
+
+
+logger = get_logger(__name__)
+
+BASELINES = ("value", "rloo", "group_mean", "none")  # those that do not compare tokens of whole groups
+
+
+@dataclass
+class AsyncOTBGRPOConfig(AsyncGRPOConfig):
+    r"""
+    Configuration class for the [`AsyncOTBGRPOTrainer`]: every parameter of [`~trl.AsyncGRPOConfig`], and two more.
+
+    Parameters:
+        baseline (`str`, *optional*, defaults to `"value"`): `"value"`, per token; `"rloo"`, the mean of the other
+            completions' returns; `"group_mean"`; or `"none"`.
+        scale_rewards (`str`, *optional*): `"none"`, the default, or `"group"`: what TRL's trainer always does,
+            advantages divided by the standard deviation of the group's returns, with `"rloo"` and `"group_mean"`.
+    """
+
+    baseline: str = field(
+        default="value", metadata={"help": f"The baseline to subtract from returns: {', '.join(BASELINES)}."}
+    )
+    scale_rewards: str | None = field(
+        default=None,
+        metadata={"help": "'none' (default), or 'group' to divide advantages by the deviation of the group's returns."},
+    )
+
+    def __post_init__(self) -> None:
+        by_default = self.scale_rewards is None
+        self.scale_rewards = "none" if by_default else self.scale_rewards
+        super().__post_init__()
+        check_async_options(self)
+        if by_default:
+            logger.warning_once(
+                "Advantages are not scaled: AsyncOTBGRPOConfig's default is `scale_rewards='none'`, where TRL's "
+                "AsyncGRPOTrainer always divides by the group's standard deviation, so that its learning rates do not "
+                "carry over. Set `scale_rewards` to silence this."
+            )
+
+
+def check_async_options(args: AsyncGRPOConfig) -> Baseline:
+    """The baseline of an [`AsyncOTBGRPOConfig`], `value` of a plain one; a `ValueError` if options conflict."""
+    name, scale = getattr(args, "baseline", "value"), getattr(args, "scale_rewards", "none")
+    if name not in BASELINES:
+        find_baseline(name)
+        raise ValueError(
+            f"`baseline` is {name!r}, which compares tokens of whole groups, and AsyncGRPOTrainer cuts groups: in "
+            "batches, between processes, and where stale samples are dropped. Choose 'value', which is per token, too, "
+            "or 'rloo', 'group_mean' or 'none'."
+        )
+    if scale not in ("none", "group"):
+        raise ValueError(f"`scale_rewards` is {scale!r}: it must be 'none' or 'group'.")
+    if scale == "group" and name not in ("rloo", "group_mean"):
+        raise ValueError(
+            f"`scale_rewards` is 'group' and `baseline` is {name!r}, under which completions have advantages where all "
+            "returns are nearly equal: set 'none', or choose 'rloo' or 'group_mean'."
+        )
+    if args.num_generations == 1 and name in ("rloo", "group_mean"):
+        raise ValueError(
+            f"`num_generations` is 1 and `baseline` is {name!r}, which compares the completions of a prompt. Choose "
+            "'value', or 2 completions or more."
+        )
+    return find_baseline(name)
+
+
+class Sample(NamedTuple):
+    """A trained row: numbers of its completion, and a tensor per token."""
+
+    returns: Tensor
+    base: Tensor  # B0
+    group: Tensor
+    logps: Tensor
+    energy: Tensor  # w, of the policy that is trained
+    weights: Tensor  # ρ² w, ρ = π / μ: to learn from, never to predict with
+    states: Tensor
+
+
+def completions_of(samples: list[Sample]) -> tuple[Completions, Tensor]:
+    """[`Completions`] of one per group, and B0, `(B, 1)`; those without a return or B0 are unscored."""
+    returns, base, group, *of_tokens = zip(*samples, strict=True)
+    logps, energy, weights, states = (pad_sequence([*values], batch_first=True) for values in of_tokens)
+    mask = pad_sequence([torch.ones_like(values) for values in of_tokens[1]], batch_first=True)
+    total, known = torch.stack(returns).float(), torch.stack(base).float()
+    x = squeeze(
+        total.where(known.isfinite(), torch.nan), mask, 1, energy=energy, weights=weights, logps=logps, states=states
+    )
+    return replace(x, prompt=torch.stack(group).long()), known.nan_to_num(nan=0.0).unsqueeze(1)
+
+
+class Filled:
+    """Stands for `inputs["advantages"]`, which TRL's loss indexes before the forward and multiplies after it."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.values = torch.full((size,), torch.nan, device=device)
+
+    def __getitem__(self, selected: Tensor) -> Tensor:
+        return self.values
+
+
+class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
+    """
+    TRL's [`~trl.experimental.async_grpo.AsyncGRPOTrainer`] with a baseline of one's choice, by default `value`, one per
+    token. It takes the same arguments; rollout worker and loss are TRL's.
+
+    `value` starts from the mean of the other completions' returns; for `num_generations=1`, or where no other
+    completion was scored, from the mean return of earlier steps. What it learns with is weighted by ρ² w, ρ the ratio
+    of the trained policy to the one that sampled; what it predicts with does not depend on ρ. It learns from a group
+    once the last of its samples has been trained on or dropped as stale, so that no return of a sample still to come
+    is in θ. Advantages are unbiased up to TRL's clipping, as leave-one-out means are.
+
+    Args:
+        model, reward_funcs, train_dataset, ...: As for TRL's trainer.
+        args ([`AsyncOTBGRPOConfig`] or TRL's `AsyncGRPOConfig`, *optional*): A plain one has `value`, unscaled.
+    """
+
+    _tag_names = ["trl", "async-grpo", "otb"]  # noqa: RUF012
+    _name = "AsyncOTB"
+
+    def __init__(
+        self, model: Any, reward_funcs: Any = None, args: AsyncGRPOConfig | None = None, *other: Any, **kwargs: Any
+    ) -> None:
+        check_async_trl()
+        if args is None:
+            args = AsyncOTBGRPOConfig(f"{model.rstrip('/').split('/')[-1]}-AsyncOTB")
+        self._baseline = check_async_options(args).instance()
+        names = list(inspect.signature(AsyncGRPOTrainer.__init__).parameters)[4:]
+        super().__init__(model, reward_funcs, args=args, **dict(zip(names, other, strict=False)), **kwargs)
+        self.scale_rewards = getattr(args, "scale_rewards", "none")
+        self.recorder = PolicyRecorder(self.policy, self.temperature, False)
+        self._to_learn: list[Sample] = []
+        self._to_come: dict[int, int] = {}  # of the groups of this step, the samples that are still to come
+        self._earlier = torch.zeros(2, dtype=torch.float64)  # decayed sums of earlier returns, and of 1
+        self._step_sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64))
+        stamp_groups(self.rollout_worker)
+        self.add_callback(trl_trainer.StepIntervalCallback(self._learn, 1))
+
+    @property
+    def is_trls(self) -> bool:
+        """Whether advantages are those that TRL's worker has stamped."""
+        return self._baseline.name == "group_mean" and self.scale_rewards == "group"
+
+    def get_train_dataloader(self) -> Any:
+        loader = super().get_train_dataloader()
+        loader.base_dataloader.collate_fn = carried_with(loader.base_dataloader.collate_fn, self.args.num_generations)
+        return loader
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        inputs = dict(inputs)
+        carried, groups = inputs.pop("otb_samples")[0], inputs.pop("otb_groups")[0]
+        self._to_come.update(groups.tolist())
+        if self.is_trls:
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        selected = inputs["token_index"] >= 0
+        index, sample_of = inputs["token_index"][selected], inputs["segment_id"][selected]
+        old_logps, advantages = inputs["old_log_probs"][selected], Filled(len(index), carried.device)
+
+        def forward(**packed: Any) -> Any:
+            with self.recorder.reading("states" in self._baseline.needs) as states:
+                outputs = model(**packed)
+            with torch.no_grad(), torch.autocast(carried.device.type, enabled=False):
+                logps = outputs.log_probs.detach().float().flatten()[index]
+                energy = token_energy(logps, outputs.log_sum_sq_probs.flatten()[index])
+                ratio = torch.exp(logps - old_logps)
+                of_tokens = logps, energy, ratio.square() * energy, states[0][0][index] if states else energy[:, None]
+                advantages.values.copy_(self._advantages(carried, sample_of, of_tokens))
+                self._add(tokens=torch.ones_like(ratio), ratio=ratio, square=ratio.square())
+            return outputs
+
+        return super().compute_loss(forward, inputs | {"advantages": advantages}, *args, **kwargs)
+
+    def _advantages(self, carried: Tensor, sample_of: Tensor, of_tokens: tuple[Tensor, ...]) -> Tensor:
+        """`(M,)`: one per term of the loss, whose terms of one sample are adjacent; 0 without a return or a base."""
+        total, std, mean, others, group = carried.unbind(dim=1)
+        sizes = torch.bincount(sample_of, minlength=len(carried)).tolist()
+        base = {"group_mean": mean, "none": torch.zeros_like(mean)}.get(self._baseline.name, others)
+        if self._baseline.adjusts:
+            earlier = self._earlier[0] / self._earlier[1]  # NaN before anything is known
+            base = base.where(base.isfinite(), earlier.to(base))
+        by_sample = [values.split(sizes) for values in of_tokens]
+        samples = [Sample(*row) for row in zip(total, base, group, *by_sample, strict=True) if len(row[3])]
+        own, first = completions_of(samples)
+        found = self._baseline.rule.adjust(own, first) if self._baseline.adjusts else first
+        grid, plain = (own.returns - found) * own.mask, (own.returns - first) * own.mask
+        if self.scale_rewards == "group":
+            kept = torch.tensor(sizes, device=std.device)[: len(std)] > 0
+            grid = grid / (std[kept].float() + 1e-8).unsqueeze(1).nan_to_num(nan=1.0)
+        self._to_learn += samples
+        weights = own.need("weights")
+        self._add(power=weights * grid.square(), reference=weights * plain.square(), size=(grid.abs() * own.mask))
+        return torch.cat([row[: len(sample.logps)] for row, sample in zip(grid, samples, strict=True)])
+
+    def _add(self, **values: Tensor) -> None:
+        for name, of in values.items():
+            self._step_sums[name] = self._step_sums[name].to(of.device) + of.double().sum()
+
+    def _learn(self) -> None:
+        """After the step: from groups that are complete, since B0 holds the returns of all their samples."""
+        if self.is_trls:
+            return
+        ready = [sample for sample in self._to_learn if self._to_come.get(int(sample.group), 0) <= 0]
+        self._to_learn = [sample for sample in self._to_learn if self._to_come.get(int(sample.group), 0) > 0]
+        self._to_come = {}
+        sums = self.accelerator.gather(torch.stack([*self._step_sums.values()]).unsqueeze(0)).sum(dim=0).tolist()
+        of = dict(zip(self._step_sums, sums, strict=True))
+        self._step_sums.clear()
+        metrics = {"effective_share": of["ratio"] ** 2 / (of["tokens"] * of["square"])}
+        metrics["advantage/abs_mean"] = of["size"] / of["tokens"]
+        if of["reference"] > 1e-6 * of["power"]:
+            metrics["grad_power_ratio"] = of["power"] / of["reference"]
+        if self._baseline.learns:
+            own, base = completions_of(ready or [self._nothing()])
+            metrics |= self._baseline.learn(own, base, self.accelerator.gather)
+            self._has_learned = True
+        returns = torch.stack([sample.returns for sample in ready or [self._nothing()]]).double()
+        known = torch.stack([returns.nansum(), returns.isfinite().sum().double()])
+        self._earlier = 0.9 * self._earlier + self.accelerator.gather(known.unsqueeze(0)).sum(dim=0).cpu()
+        for name, value in metrics.items():
+            self._metrics["train"][f"otb/{name}"].append(value)
+
+    def more_state(self) -> dict[str, Any]:
+        return {"earlier": self._earlier}
+
+    def load_more(self, state: dict[str, Any]) -> None:
+        self._earlier = state["earlier"]
+
+    def _nothing(self) -> Sample:
+        """An unscored token, as all processes learn together."""
+        projection, device = self.recorder.projection, self.accelerator.device
+        width = 1 if projection is None else projection.size(1)
+        nan, one = torch.tensor(torch.nan, device=device), torch.zeros(1, device=device)
+        return Sample(nan, nan, torch.zeros((), device=device), one, one, one, torch.zeros(1, width, device=device))
