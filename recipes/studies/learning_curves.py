@@ -22,6 +22,7 @@ from statistics import fmean
 
 from filelock import FileLock, Timeout
 
+from recipes.local_rollouts import on_cpu
 from recipes.math import HeldOut
 from recipes.studies import language, render, tasks
 from recipes.studies.runs import TUNING_SEEDS, best_rates, summary
@@ -40,6 +41,7 @@ class Schedule:
     lr_scheduler_type: str = "constant_with_warmup"
     problems: str = ""  # the task that is sampled, where it has another name
     completions: int = 0  # per step, where they are the same for every N, and prompts are not
+    staleness: int | None = None  # of asynchronous training: optimizer steps between sampling and training
 
     def completions_per_step(self, n: int) -> int:
         return self.completions or self.prompts * n
@@ -58,6 +60,16 @@ TASKS = {
     **{
         f"{name}_64": Schedule(dict.fromkeys((1, 2, 4, 8), 80), (2e-4, 4e-4, 8e-4), problems=name, completions=64)
         for name in ("scratchpad_30", "scratchpad_mixed", "lucky_unequal")
+    },
+    # Asynchronous, with samples that wait for no or four steps
+    **{
+        f"{name}_async_{steps}": replace(schedule, problems=name, staleness=steps)
+        for name, schedule in {
+            "sums": Schedule({4: 200}, (4e-4, 8e-4, 1.6e-3)),
+            "calculator": Schedule({4: 80}, (4e-4, 8e-4, 1.6e-3)),
+            "copy": Schedule({4: 20}, (3e-4,), held_out_samples=1, prompts=4),
+        }.items()
+        for steps in (0, 4)
     },
     "copy": Schedule({4: 20}, (3e-4,), held_out_samples=1, prompts=4),
     **dict.fromkeys(language.REASONING, Schedule({4: 30}, (3e-4,), held_out_samples=2, prompts=4)),
@@ -81,22 +93,38 @@ def train(run: Run) -> dict:
     schedule = TASKS[run.task]
     problems = schedule.problems or run.task
     task = (language if problems in language.TASKS | language.REASONING else tasks).task_of(problems, run.seed)
-    measure = HeldOut(task.reward)
-    arm = {"baseline": run.baseline, "num_generations": run.n, "learning_rate": run.learning_rate, "seed": run.seed}
+    options = {
+        "baseline": run.baseline,
+        "num_generations": run.n,
+        "learning_rate": run.learning_rate,
+        "seed": run.seed,
+        "max_steps": schedule.steps[run.n],
+        "lr_scheduler_type": schedule.lr_scheduler_type,
+        "warmup_steps": 10,
+        "logging_steps": 1,
+    }
+    found = (
+        train_with(task, schedule, options) if schedule.staleness is None else asynchronously(task, schedule, options)
+    )
+    return {
+        **vars(run),
+        **found,
+        "policy": hashlib.sha256((task.policy / "model.safetensors").read_bytes()).hexdigest()[:8],
+    }
+
+
+def train_with(task: tasks.Task, schedule: Schedule, options: dict) -> dict:
+    measure, step = HeldOut(task.reward), schedule.completions_per_step(options["num_generations"])
     trainer = tasks.trainer_of(
         replace(task, reward=measure.reward),
         eval_dataset=task.held_out.add_column("held_out", [*range(len(task.held_out))]),
         callbacks=[measure, GradientNoiseCallback()],  # `measure` evaluates after the last step
         keep_groups_together=True,
-        max_steps=schedule.steps[run.n],
-        lr_scheduler_type=schedule.lr_scheduler_type,
-        warmup_steps=10,
         per_device_eval_batch_size=40 if task.peft_config else 400,
         num_generations_eval=schedule.held_out_samples,
-        logging_steps=1,
-        per_device_train_batch_size=schedule.completions_per_step(run.n) // 4,
+        per_device_train_batch_size=step // 4,
         gradient_accumulation_steps=4,  # the meter measures the noise of micro-batches
-        **arm,
+        **options,
     )
     seconds = trainer.train().metrics["train_runtime"]
     log = [entry for entry in trainer.state.log_history if "loss" in entry]
@@ -104,14 +132,31 @@ def train(run: Run) -> dict:
     kinds = dict.fromkeys(key for entry in log for key in entry if key.endswith("_steps"))
     strata = {key: fmean(float(entry[key]) for entry in log if key in entry) for key in kinds}
     return {
-        **vars(run),
         **({"strata": strata} if len(strata) > 1 else {}),
         **{key: [float(entry[key]) for entry in log] for key in ("reward", "grad_norm", "entropy")},
         "noise_scale": [entry.get("noise/scale") for entry in log],
-        "tokens": list(itertools.accumulate(schedule.completions_per_step(run.n) * length for length in lengths)),
+        "tokens": list(itertools.accumulate(step * length for length in lengths)),
         "seconds": seconds,
         "held_out": measure.found(trainer.state)[-1]["held_out/accuracy"],
-        "policy": hashlib.sha256((task.policy / "model.safetensors").read_bytes()).hexdigest()[:8],
+    }
+
+
+def asynchronously(task: tasks.Task, schedule: Schedule, options: dict) -> dict:
+    """The group mean is TRL's own, divided by the deviation of the group; the other arms are not scaled."""
+    n = options["num_generations"]
+    options = options | {"scale_rewards": "group" if options["baseline"] == "group_mean" else "none"}
+    step = {"per_device_train_batch_size": schedule.completions_per_step(n)}
+    with on_cpu():
+        trainer = tasks.asynchronous_trainer_of(task, schedule.staleness, **step, **options)
+        seconds = trainer.train().metrics["train_runtime"]
+    log = [entry for entry in trainer.state.log_history if "loss" in entry]
+    trainer.rollout_worker.loop.num_generations = schedule.held_out_samples
+    groups = trainer.rollout_worker.groups_of([*task.held_out])
+    return {
+        "reward": [float(entry["reward"]) for entry in log],
+        "tokens": [*itertools.accumulate(float(entry["batch/trained_tokens_per_step"]) for entry in log)],
+        "seconds": seconds,
+        "held_out": fmean(sample.metrics["reward"] for group in groups for sample in group),
     }
 
 

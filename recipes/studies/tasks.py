@@ -11,10 +11,11 @@ from peft import LoraConfig
 from transformers import AutoTokenizer, PrinterCallback
 
 from recipes import toy
+from recipes.local_rollouts import LocalWorker
 from recipes.math import Options, load_problems
 from recipes.tool_math import calculator_tool
 from recipes.toy import dialogues, lake, scratchpad, worked_sums
-from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
+from trl_otb import AsyncOTBGRPOConfig, AsyncOTBGRPOTrainer, OTBGRPOConfig, OTBGRPOTrainer
 
 
 BFLOAT16 = {"model_init_kwargs": {"dtype": "bfloat16"}, "bf16": True}  # of a language model
@@ -95,6 +96,29 @@ def trainer_of(task: Task, *, callbacks=(), eval_dataset: Dataset | None = None,
         tools=task.tools,
         environment_factory=task.environment,
         peft_config=task.peft_config,
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def asynchronous_trainer_of(task: Task, staleness: int, **options) -> AsyncOTBGRPOTrainer:
+    """It takes samples of [`LocalWorker`] that are `staleness` steps old. Use it within `on_cpu()`."""
+    settings = {"output_dir": "runs/studies/work", "token_budget": 0, "max_staleness": staleness}
+    settings |= {"max_completion_length": task.max_completion_length, "max_tool_calling_iterations": task.max_calls}
+    if task.peft_config:
+        settings |= BFLOAT16
+    args = AsyncOTBGRPOConfig(**(toy.QUIET | settings | options))
+    tokenizer = AutoTokenizer.from_pretrained(task.policy, padding_side="left")
+    policy, data = str(task.policy), task.train.shuffle(args.seed)
+    worker = LocalWorker(policy, args, data, [task.reward], tokenizer, tools=task.tools, steps_ahead=staleness)
+    trainer = AsyncOTBGRPOTrainer(
+        policy,
+        args=args,
+        train_dataset=data,
+        processing_class=tokenizer,
+        peft_config=task.peft_config,
+        rollout_worker=worker,
+        weight_transfer=worker,
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
