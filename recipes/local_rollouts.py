@@ -25,7 +25,7 @@ from trl.experimental.async_grpo import async_grpo_trainer as trl_trainer
 from trl.experimental.async_grpo import async_rollout_worker as trl_worker
 from trl.experimental.async_grpo import packing as trl_packing
 
-from trl_otb.seam.asynchronous import StampedLoop
+from trl_otb.seam.asynchronous import stamping
 
 
 def attention(q, k, v, cu_q, cu_k, max_q, max_k, softmax_scale=None, **options) -> torch.Tensor:
@@ -52,7 +52,7 @@ def on_cpu() -> Iterator[None]:
             yield
 
 
-class LocalLoop(StampedLoop):
+class LocalLoop(trl_worker._AsyncRolloutLoop):
     """TRL's rollout loop, whose tokens come from a policy in this process."""
 
     def __init__(self, policy: Any, seed: int, **options: Any) -> None:
@@ -161,7 +161,7 @@ class LocalWorker:
         if processing_class.response_template is None and processing_class.chat_template is not None:
             text = {"close": processing_class.eos_token, "content": "text"}  # of a template that TRL does not know
             processing_class.response_template = {"defaults": {"role": "assistant"}, "fields": {"content": text}}
-        self.loop = LocalLoop(
+        loop = LocalLoop(
             policy,
             args.seed,
             model_name=model,
@@ -179,6 +179,7 @@ class LocalWorker:
             fork_threshold_tokens=args.fork_threshold_tokens,
             chat_template_kwargs=args.chat_template_kwargs,
         )
+        self.loop = stamping(loop)
         step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
         self.groups_at_once, self.ready = max(step // args.num_generations, 1), steps_ahead * step
         self.groups_made = 0

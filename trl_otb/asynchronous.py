@@ -1,6 +1,7 @@
 """Baselines per token in TRL's AsyncGRPOTrainer, from the training forward alone."""
 
 import inspect
+import math
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -11,16 +12,18 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
-from .baselines import Baseline, Completions, find_baseline, squeeze
+from .baselines import Baseline, Completions, Credit, find_baseline, squeeze
 from .energy import token_energy
-from .seam.asynchronous import carried_with, check_async_trl, stamp_groups, trl_trainer
+from .metrics import STATISTICS, completion_statistics, summarize
+from .seam.asynchronous import VersionedBuffer, carried_with, check_async_trl, stamp_groups, trl_trainer
 from .seam.forwards import PolicyRecorder
 from .state import KeepsBaseline
 
 
 logger = get_logger(__name__)
 
-BASELINES = ("value", "rloo", "group_mean", "none")  # those that do not compare tokens of whole groups
+BASELINES = ("value", "rloo", "group_mean", "none")  # those that do not need whole groups at once
+METRICS = ("energy/token_mean", "baseline/mean", "advantage/abs_mean", "grad_power_ratio")  # as OTBGRPOTrainer's
 
 
 @dataclass
@@ -62,9 +65,9 @@ def check_async_options(args: AsyncGRPOConfig) -> Baseline:
     if name not in BASELINES:
         find_baseline(name)
         raise ValueError(
-            f"`baseline` is {name!r}, which compares tokens of whole groups, and AsyncGRPOTrainer cuts groups: in "
-            "batches, between processes, and where stale samples are dropped. Choose 'value', which is per token, too, "
-            "or 'rloo', 'group_mean' or 'none'."
+            f"`baseline` is {name!r}, which needs whole groups at once, and AsyncGRPOTrainer cuts groups: in batches, "
+            "between processes, and where stale samples are dropped. Choose 'value', which is per token, too, or "
+            "'rloo', 'group_mean' or 'none'."
         )
     if scale not in ("none", "group"):
         raise ValueError(f"`scale_rewards` is {scale!r}: it must be 'none' or 'group'.")
@@ -148,9 +151,10 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
         self._to_learn: list[Sample] = []
         self._to_come: dict[int, int] = {}  # of the groups of this step, the samples that are still to come
         self._earlier = torch.zeros(2, dtype=torch.float64)  # decayed sums of earlier returns, and of 1
-        self._step_sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64))
+        self._sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64))  # of this step
+        self._version = 0  # of the weights that are trained, on the main process
         stamp_groups(self.rollout_worker)
-        self.add_callback(trl_trainer.StepIntervalCallback(self._learn, 1))
+        self.add_callback(trl_trainer.StepIntervalCallback(self._after_step, 1))
 
     @property
     def is_trls(self) -> bool:
@@ -159,6 +163,8 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
 
     def get_train_dataloader(self) -> Any:
         loader = super().get_train_dataloader()
+        if self._rollout_dataset is not None:  # on the main process
+            self._rollout_dataset.queue = VersionedBuffer(self._rollout_dataset.queue)
         loader.base_dataloader.collate_fn = carried_with(loader.base_dataloader.collate_fn, self.args.num_generations)
         return loader
 
@@ -166,6 +172,9 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
         inputs = dict(inputs)
         carried, groups = inputs.pop("otb_samples")[0], inputs.pop("otb_groups")[0]
         self._to_come.update(groups.tolist())
+        self._version = self.model_version
+        versions = carried[:, -1][: int(inputs["segment_id"].max()) + 1]  # padded, if other processes have more
+        self._add(version=versions, samples=torch.ones_like(versions))
         if self.is_trls:
             return super().compute_loss(model, inputs, *args, **kwargs)
         selected = inputs["token_index"] >= 0
@@ -181,14 +190,14 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
                 ratio = torch.exp(logps - old_logps)
                 of_tokens = logps, energy, ratio.square() * energy, states[0][0][index] if states else energy[:, None]
                 advantages.values.copy_(self._advantages(carried, sample_of, of_tokens))
-                self._add(tokens=torch.ones_like(ratio), ratio=ratio, square=ratio.square())
+                self._add(terms=torch.ones_like(ratio), ratio=ratio, square=ratio.square())
             return outputs
 
         return super().compute_loss(forward, inputs | {"advantages": advantages}, *args, **kwargs)
 
     def _advantages(self, carried: Tensor, sample_of: Tensor, of_tokens: tuple[Tensor, ...]) -> Tensor:
         """`(M,)`: one per term of the loss, whose terms of one sample are adjacent; 0 without a return or a base."""
-        total, std, mean, others, group = carried.unbind(dim=1)
+        total, std, mean, others, group, _ = carried.unbind(dim=1)
         sizes = torch.bincount(sample_of, minlength=len(carried)).tolist()
         base = {"group_mean": mean, "none": torch.zeros_like(mean)}.get(self._baseline.name, others)
         if self._baseline.adjusts:
@@ -197,34 +206,40 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
         by_sample = [values.split(sizes) for values in of_tokens]
         samples = [Sample(*row) for row in zip(total, base, group, *by_sample, strict=True) if len(row[3])]
         own, first = completions_of(samples)
-        found = self._baseline.rule.adjust(own, first) if self._baseline.adjusts else first
-        grid, plain = (own.returns - found) * own.mask, (own.returns - first) * own.mask
+        second = self._baseline.rule.adjust(own, first) if self._baseline.adjusts else first
+        found, plain = (Credit((own.returns - b) * own.mask, b, first) for b in (second, first))
+        scale = torch.ones_like(first)
         if self.scale_rewards == "group":
             kept = torch.tensor(sizes, device=std.device)[: len(std)] > 0
-            grid = grid / (std[kept].float() + 1e-8).unsqueeze(1).nan_to_num(nan=1.0)
+            scale = (std[kept].float() + 1e-8).unsqueeze(1).nan_to_num(nan=1.0)
         self._to_learn += samples
-        weights = own.need("weights")
-        self._add(power=weights * grid.square(), reference=weights * plain.square(), size=(grid.abs() * own.mask))
-        return torch.cat([row[: len(sample.logps)] for row, sample in zip(grid, samples, strict=True)])
+        self._add(**dict(zip(STATISTICS, completion_statistics(own, found, plain, scale).unbind(dim=1), strict=True)))
+        rows = zip(found.advantages / scale, samples, strict=True)
+        return torch.cat([row[: len(sample.logps)] for row, sample in rows])
 
     def _add(self, **values: Tensor) -> None:
         for name, of in values.items():
-            self._step_sums[name] = self._step_sums[name].to(of.device) + of.double().sum()
+            self._sums[name] = self._sums[name].to(of.device) + of.double().sum()
 
-    def _learn(self) -> None:
-        """After the step: from groups that are complete, since B0 holds the returns of all their samples."""
-        if self.is_trls:
-            return
+    def _after_step(self) -> None:
+        sums = self.accelerator.gather(torch.stack([*self._sums.values()]).unsqueeze(0)).sum(dim=0)
+        of = dict(zip(self._sums, sums.tolist(), strict=True))
+        self._sums.clear()
+        metrics = {"staleness": self._version - of["version"] / of["samples"]}
+        if not self.is_trls:
+            row = torch.tensor([[of[name] for name in STATISTICS]])
+            metrics |= {name: summarize(row, 1)[name] for name in METRICS}
+            metrics["effective_sample_share"] = of["ratio"] ** 2 / (of["terms"] * of["square"])
+            metrics |= self._learn()
+        for name, value in metrics.items():
+            if not math.isnan(value):
+                self._metrics["train"][f"otb/{name}"].append(value)
+
+    def _learn(self) -> dict[str, float]:
+        """From groups that are complete, since B0 holds the returns of all their samples."""
         ready = [sample for sample in self._to_learn if self._to_come.get(int(sample.group), 0) <= 0]
         self._to_learn = [sample for sample in self._to_learn if self._to_come.get(int(sample.group), 0) > 0]
-        self._to_come = {}
-        sums = self.accelerator.gather(torch.stack([*self._step_sums.values()]).unsqueeze(0)).sum(dim=0).tolist()
-        of = dict(zip(self._step_sums, sums, strict=True))
-        self._step_sums.clear()
-        metrics = {"effective_share": of["ratio"] ** 2 / (of["tokens"] * of["square"])}
-        metrics["advantage/abs_mean"] = of["size"] / of["tokens"]
-        if of["reference"] > 1e-6 * of["power"]:
-            metrics["grad_power_ratio"] = of["power"] / of["reference"]
+        self._to_come, metrics = {}, dict[str, float]()
         if self._baseline.learns:
             own, base = completions_of(ready or [self._nothing()])
             metrics |= self._baseline.learn(own, base, self.accelerator.gather)
@@ -232,14 +247,13 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
         returns = torch.stack([sample.returns for sample in ready or [self._nothing()]]).double()
         known = torch.stack([returns.nansum(), returns.isfinite().sum().double()])
         self._earlier = 0.9 * self._earlier + self.accelerator.gather(known.unsqueeze(0)).sum(dim=0).cpu()
-        for name, value in metrics.items():
-            self._metrics["train"][f"otb/{name}"].append(value)
+        return metrics
 
     def more_state(self) -> dict[str, Any]:
         return {"earlier": self._earlier}
 
     def load_more(self, state: dict[str, Any]) -> None:
-        self._earlier = state["earlier"]
+        self._earlier = state.get("earlier", self._earlier)  # not of OTBGRPOTrainer
 
     def _nothing(self) -> Sample:
         """An unscored token, as all processes learn together."""

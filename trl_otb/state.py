@@ -8,7 +8,10 @@ from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
 from transformers import Trainer
 
+import trl_otb
+
 from .baselines import Baseline, find_baseline
+from .seam.contract import trl_utils
 from .seam.forwards import PolicyRecorder
 
 
@@ -22,6 +25,7 @@ class KeepsBaseline(Trainer):
 
     _baseline: Baseline
     recorder: PolicyRecorder
+    scale_rewards: Any
     _has_learned = False
 
     @property
@@ -64,6 +68,18 @@ class KeepsBaseline(Trainer):
             state: dict[str, Any] = {"baseline": self._baseline.name, "state": self._baseline.state()}
             state["projection"] = None if self.recorder.projection is None else self.recorder.projection.cpu()
             torch.save(state | self.more_state(), Path(output_dir) / STATE_FILE)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        super().create_model_card(*args, **kwargs)
+        card = Path(self.args.output_dir) / "README.md"
+        if self.is_world_process_zero() and card.is_file():
+            name = trl_utils.get_config_model_id(self.model.config) or type(self.model).__name__
+            with card.open("a", encoding="utf-8") as file:
+                file.write(
+                    f"\n## Baseline\n\nTrained from `{name}` with trl_otb {trl_otb.__version__}: "
+                    f"`baseline={self._baseline.name!r}`, `num_generations={self.args.num_generations}`, "
+                    f"`scale_rewards={self.scale_rewards!r}`.\n"
+                )
 
     def more_state(self) -> dict[str, Any]:
         """What else the file holds."""

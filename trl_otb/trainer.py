@@ -3,14 +3,11 @@
 import inspect
 import math
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.logging import get_logger
 from trl import GRPOConfig, GRPOTrainer
-
-import trl_otb
 
 from .baselines import Baseline, Completions, Credit, credit, find_baseline
 from .config import OTBGRPOConfig, check_options
@@ -134,18 +131,6 @@ class OTBGRPOTrainer(KeepsBaseline, CollectiveToolLoop, TokenLoss):
             "step could be trained. Add prompts, or lower `per_device_train_batch_size`, "
             "`gradient_accumulation_steps` or `steps_per_generation`."
         )
-
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        super().create_model_card(*args, **kwargs)
-        card = Path(self.args.output_dir) / "README.md"
-        if self.is_world_process_zero() and card.is_file():
-            name = trl_utils.get_config_model_id(self.model.config) or type(self.model).__name__
-            with card.open("a", encoding="utf-8") as file:
-                file.write(
-                    f"\n## Baseline\n\nTrained from `{name}` with trl_otb {trl_otb.__version__}: "
-                    f"`baseline={self._baseline.name!r}`, `num_generations={self.num_generations}`, "
-                    f"`scale_rewards={self.scale_rewards!r}`.\n"
-                )
 
     # A generation batch: sampled, rewarded, credited
 

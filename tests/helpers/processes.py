@@ -57,6 +57,7 @@ BACKENDS = {
     },
 }
 AGENT_BACKENDS = ("ddp", "zero3", "fsdp2")
+ASYNC_BACKENDS = ("ddp", "zero2", "fsdp2")  # under ZeRO-3 TRL's asynchronous trainer sends a server parts of weights
 SAMPLED, EXTRA = "the forwards that sampled", "one extra no-gradient forward"
 # 12 rows a rollout on all processes together. Of 3 groups of 4, the middle one straddles two processes.
 SOURCES = {
@@ -303,21 +304,28 @@ def async_case(model: str, folder: str) -> dict:
     """Steps of 24 samples, packed into a row for each process; groups of 4 are cut by micro-batches of 6."""
     from datasets import Dataset
 
+    from recipes.local_rollouts import LocalWorker, on_cpu
     from tests.helpers import tiny
-    from tests.helpers.local_worker import LocalWorker, on_cpu
     from trl_otb import AsyncOTBGRPOConfig, AsyncOTBGRPOTrainer
 
     rows = 6 // int(os.environ.get("WORLD_SIZE", 1))
-    settings = {name: value for name, value in tiny.SETTINGS.items() if name != "max_completion_length"}
-    settings |= {"output_dir": folder, "optim": "sgd", "learning_rate": 0.3, "max_steps": 4, "max_staleness": 4}
+    settings = tiny.SETTINGS | {
+        "output_dir": folder,
+        "optim": "sgd",
+        "learning_rate": 0.3,
+        "max_steps": 4,
+        "max_staleness": 4,
+    }
     settings |= {"per_device_train_batch_size": rows, "gradient_accumulation_steps": 4, "token_budget": 0}
-    prompts = [tiny.tokenizer()(f"{i:02d}+{i:02d}=")["input_ids"] for i in range(30)]
-    worker = LocalWorker(model, prompts, tiny.even_bytes, 4, 24)
+    args, tokenizer = AsyncOTBGRPOConfig(**settings), tiny.tokenizer()
+    prompts = Dataset.from_list([{"prompt": [{"role": "user", "content": f"{i}+{i}="}]} for i in range(30)])
+    worker = LocalWorker(model, args, prompts, [tiny.even_bytes], tokenizer)
     with on_cpu():
         trainer = AsyncOTBGRPOTrainer(
             model,
-            args=AsyncOTBGRPOConfig(**settings),
-            train_dataset=Dataset.from_dict({"prompt": prompts}),
+            args=args,
+            train_dataset=prompts,
+            processing_class=tokenizer,
             rollout_worker=worker,
             weight_transfer=worker,
         )
@@ -406,7 +414,8 @@ def main(folder: Path) -> None:
     for backend in ("ddp", "zero2", "zero3"):
         launch(folder, f"compare-{backend}", 2, BACKENDS[backend], compare_case, model)
     launch(folder, "async-single", 1, {}, async_case, model)
-    launch(folder, "async-ddp", 2, BACKENDS["ddp"], async_case, model)
+    for backend in ASYNC_BACKENDS:
+        launch(folder, f"async-{backend}", 2, BACKENDS[backend], async_case, model)
     launch(folder, "failing", 2, BACKENDS["ddp"], failing_case, model)
 
 

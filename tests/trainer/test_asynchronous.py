@@ -1,37 +1,54 @@
-"""Baselines in TRL's AsyncGRPOTrainer, with a rollout worker of our own that needs no GPU."""
+"""Baselines in TRL's AsyncGRPOTrainer, with samples from a loop of TRL's own that needs no server and no GPU."""
 
 import asyncio
+import functools
 import math
+import pickle
 from types import SimpleNamespace
 
 import pytest
 import torch
 from datasets import Dataset
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+from trl.experimental.async_grpo import async_rollout_worker as trl_worker
 
+from recipes.local_rollouts import LocalWorker, on_cpu
 from tests.helpers import tiny
-from tests.helpers.local_worker import LocalWorker, on_cpu
 from tests.helpers.settings import LORA, assert_same_weights, logged
-from trl_otb import AsyncOTBGRPOConfig, AsyncOTBGRPOTrainer
+from trl_otb import AsyncOTBGRPOConfig, AsyncOTBGRPOTrainer, GradientNoiseCallback
 from trl_otb.energy import token_energy
-from trl_otb.seam.asynchronous import carried_of, one_number_each, stamped
+from trl_otb.seam.asynchronous import carried_of, stamp_groups, stamped
 
 
-SETTINGS = {
-    name: tiny.SETTINGS[name] for name in tiny.SETTINGS if name not in ("num_generations", "max_completion_length")
-}
-SETTINGS |= {
+SETTINGS = tiny.SETTINGS | {
     "token_budget": 0,
-    "num_generations": 4,
     "per_device_train_batch_size": 16,
+    "max_completion_length": 12,
     "max_steps": 3,
     "max_staleness": 0,
 }
-PROMPTS = [tiny.tokenizer()(f"{i:02d}+{i:02d}=")["input_ids"] for i in range(30)]
+PROMPTS = Dataset.from_list([{"prompt": [{"role": "user", "content": f"{i:02d}+{i:02d}="}]} for i in range(30)])
 
 
-def even_or_none(said):
-    return [None if i % 5 == 3 else r for i, r in enumerate(tiny.even_bytes(said))]
+def even_or_none(completion_ids, **kwargs):
+    return [None if len(ids) % 5 == 3 else r for ids, r in zip(completion_ids, even_bytes(completion_ids), strict=True)]
+
+
+def even_bytes(completion_ids, **kwargs):
+    """Of completions of unequal length, which even a random model has then."""
+    return [r + 0.1 * (ids[-1] % 3) for ids, r in zip(completion_ids, tiny.even_bytes(completion_ids), strict=True)]
+
+
+class Recorded(LocalWorker):
+    """Keeps what the trainer took, which `change` has changed."""
+
+    taken, change = (), staticmethod(lambda sample: None)
+
+    def get(self, timeout=None):
+        sample = super().get(timeout)
+        self.change(sample)
+        self.taken = [*self.taken, sample]
+        return sample
 
 
 @pytest.fixture
@@ -44,18 +61,18 @@ def train_async(model_path, tmp_path):
         *,
         train=True,
         lag=0,
-        reward=tiny.even_bytes,
+        reward=even_bytes,
         stamps=True,
         peft_config=None,
         resume=None,
         **options,
     ):
-        args = config(**SETTINGS | {"output_dir": str(tmp_path / "run")} | options)
-        step = args.per_device_train_batch_size * args.gradient_accumulation_steps
-        n = args.num_generations
-        worker = LocalWorker(model_path, PROMPTS, reward, n, max(step // n, 1) * n, lag=lag * step, stamps=stamps)
+        args, tokenizer = config(**SETTINGS | {"output_dir": str(tmp_path / "run")} | options), tiny.tokenizer()
+        worker = Recorded(model_path, args, PROMPTS, [reward], tokenizer, steps_ahead=lag)
+        if not stamps:
+            worker.loop._score_group = functools.partial(trl_worker._AsyncRolloutLoop._score_group, worker.loop)
         trainer = cls(
-            model_path, args=args, train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
+            model_path, args=args, train_dataset=PROMPTS, processing_class=tokenizer,
             rollout_worker=worker, weight_transfer=worker, peft_config=peft_config,
         )  # fmt: skip
         if train:
@@ -92,9 +109,8 @@ def test_every_baseline_trains_under_every_option(train_async, baseline, name):
     trainer = train_async(baseline=baseline, **OPTIONS[name])
     assert all(p.isfinite().all() for p in trainer.model.parameters())
     steps = trainer.state.global_step
-    assert (
-        len(logged(trainer, "otb/effective_share")) == steps and len(logged(trainer, "otb/advantage/abs_mean")) == steps
-    )
+    for name in ("effective_sample_share", "advantage/abs_mean", "staleness"):
+        assert len(logged(trainer, f"otb/{name}")) == steps
     assert baseline != "value" or (trainer._baseline.rule._batches >= 1 and trainer.trained_baseline is not None)
 
 
@@ -113,9 +129,10 @@ class Watched(AsyncOTBGRPOTrainer):
 
     def _learn(self):
         before = [int(sample.group) for sample in self._to_learn]
-        super()._learn()
+        metrics = super()._learn()
         waiting = {int(sample.group) for sample in self._to_learn}
         self.learned.append((len(self.samples), {*before} - waiting))
+        return metrics
 
 
 @pytest.mark.parametrize("stamps", [True, False])
@@ -131,7 +148,7 @@ def test_what_is_read_is_what_plain_forwards_of_each_sample_say(train_async, mod
     for sample in taken:
         ids, mask = torch.tensor(sample.input_ids), torch.tensor(sample.completion_mask).bool()
         with torch.no_grad():
-            logits = trainer.rollout_worker.served(ids.unsqueeze(0)).logits[0].double()
+            logits = trainer.rollout_worker.loop.policy(ids.unsqueeze(0)).logits[0].double()
         logps = logits[:-1].log_softmax(-1)
         own = logps.gather(1, ids[1:, None]).squeeze(1)[mask[1:]]
         energy = token_energy(own, logps[mask[1:]].mul(2).logsumexp(-1))
@@ -170,25 +187,52 @@ def test_it_learns_from_a_group_when_its_last_sample_is_trained_on_or_dropped(tr
 
 @pytest.mark.parametrize("ratio", [0.5, 2.0])
 def test_ratios_weight_what_it_learns_and_not_what_it_says(train_async, ratio):
-    def off(trainer):
-        produce = trainer.rollout_worker.put_group
-
-        def put(group, ids, logps, length, said):
-            produce(group, ids, [of - math.log(ratio) for of in logps], length, said)
-
-        trainer.rollout_worker.put_group = put
-        trainer.train()
-        return trainer
+    def change(sample):
+        sample.old_log_probs -= math.log(ratio) * sample.completion_mask.astype("float32")
 
     options = {"learning_rate": 0.0, "max_steps": 3, "train": False, "epsilon": 100.0}
-    one, two = train_async(Watched, **options), off(train_async(Watched, **options))
+    one, two = train_async(Watched, **options), train_async(Watched, **options)
+    two.rollout_worker.change = change
     one.train()
+    two.train()
     torch.testing.assert_close(one.advantages[-1], two.advantages[-1], atol=1e-4, rtol=0)  # all weights are alike
     for a, b in zip(one.samples, two.samples, strict=True):
         torch.testing.assert_close(b.weights, ratio**2 * a.weights, rtol=1e-3, atol=1e-6)
         assert torch.equal(a.energy, b.energy)
     assert logged(two, "ratio")[0] == pytest.approx(ratio, rel=1e-3)
-    assert logged(two, "otb/effective_share")[0] == pytest.approx(1.0, rel=1e-3)
+    assert logged(two, "otb/effective_sample_share")[0] == pytest.approx(1.0, rel=1e-3)
+
+
+def scores(trainer, sample):
+    """Of each trained token, the derivative of its log-prob by a shift of even ids' logits."""
+    ids, mask = torch.tensor(sample.input_ids), torch.tensor(sample.completion_mask).bool()
+    with torch.no_grad():
+        probs = trainer.rollout_worker.loop.policy(ids.unsqueeze(0)).logits[0].double().softmax(-1)
+    even = (torch.arange(probs.size(1)) % 2 == 0).double()
+    return (even[ids[1:]] - probs[:-1] @ even)[mask[1:]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("baseline", ["value", "rloo", "group_mean"])
+def test_advantages_are_unbiased_but_under_the_group_mean(train_async, baseline):
+    """E Σ_t B_t s_t is 0 over 4,000 completions, in steps that cut groups; under the group mean, E G Σ_t s_t / N."""
+    cut = {"per_device_train_batch_size": 62, "max_steps": 81, "max_staleness": 4, "learning_rate": 0.0}
+    trainer = train_async(Watched, baseline=baseline, reward=tiny.even_bytes, **cut)
+    advantages = torch.cat(trainer.advantages).split([len(sample.logps) for sample in trainer.samples])
+    constant = torch.stack([sample.returns for sample in trainer.samples[:1000]]).mean()  # less noise
+    products, signal, groups = [], [], {}
+    for taken in trainer.rollout_worker.taken:
+        groups.setdefault(taken.group_id, []).append(taken)
+    for own, found in zip(trainer.samples, advantages, strict=True):
+        apart = {abs(float(s.old_log_probs.sum()) - own.logps.sum().item()): s for s in groups[int(own.group)]}
+        of_tokens = scores(trainer, apart[min(apart)])  # TRL has ordered the rows
+        products.append(((own.returns - found.double() - constant) * of_tokens).sum())
+        signal.append(((own.returns - constant) * of_tokens).sum())
+    products, signal = torch.stack(products[1000:]), torch.stack(signal[1000:])  # once `value` has learned
+    # Completions of a group share their prompt and others' returns: errors from means of eight groups
+    error = products[: len(products) // 32 * 32].view(-1, 32).mean(1).std() / (len(products) // 32) ** 0.5
+    expected = signal.mean() / 4 if baseline == "group_mean" else 0.0
+    assert (products.mean() - expected).abs() < 3.5 * error and signal.mean() / 4 > 10 * error
 
 
 def test_one_completion_per_prompt_starts_from_earlier_returns(train_async):
@@ -198,6 +242,24 @@ def test_one_completion_per_prompt_starts_from_earlier_returns(train_async):
     mean = torch.stack([sample.returns for sample in first]).mean().item()
     assert {round(sample.base.item(), 6) for sample in second} == {round(mean, 6)}
     assert trainer.advantages[1].abs().max() > 0.01 and trainer._baseline.rule._batches > 1
+
+
+@pytest.mark.parametrize(("micro_batches", "expected"), [(1, [0, 1, 1]), (2, [0, 0.5, 0.5])])
+def test_staleness_is_that_of_the_weights_that_are_trained(train_async, micro_batches, expected):
+    """TRL counts when it takes a sample, and it takes a micro-batch ahead of the step before."""
+    options = {"per_device_train_batch_size": 16 // micro_batches, "gradient_accumulation_steps": micro_batches}
+    trainer = train_async(baseline="rloo", **options)
+    trainer.rollout_worker.groups_at_once = 1
+    assert logged(trainer, "sample/staleness_mean") == [0, 0, 0]
+    assert logged(trainer, "otb/staleness") == expected
+    assert logged(train_async(baseline="group_mean", scale_rewards="group", lag=4, max_staleness=4), "otb/staleness")
+
+
+def test_the_meter_of_noise_says_that_it_cannot_measure(train_async, caplog):
+    trainer = train_async(train=False)
+    trainer.add_callback(GradientNoiseCallback())
+    trainer.train()
+    assert "noise scale cannot be measured" in caplog.text
 
 
 def samples_of(*conversations):
@@ -216,18 +278,48 @@ def test_stamps_of_unscored_and_forked_conversations_by_hand():
     assert math.isnan(alone.metrics["otb/others"])
 
 
-def per_turn(**columns):
-    return [[0.5, 0.5], [1.0]]
+@pytest.mark.parametrize("kind", ["function", "asynchronous function", "environment"])
+def test_rewards_of_turns_are_refused(train_async, kind):
+    def per_turn(completion_ids, **columns):
+        return [[0.5, 0.5], *[1.0] * (len(completion_ids) - 1)]
+
+    async def later(**columns):
+        return per_turn(**columns)
+
+    later.__name__ = "per_turn"
+    if kind != "environment":
+        with pytest.raises(ValueError, match="'per_turn' returned 2 rewards for completion 0: .* Return their sum"):
+            train_async(reward=later if kind.startswith("asyn") else per_turn)
+        return
+    loop = train_async(train=False).rollout_worker.loop
+    group = SimpleNamespace(env_rewards=[(dict, 0.5), (dict, [0.5, 0.5])], completions_sequences=[[], []])
+    with pytest.raises(ValueError, match="'get_reward' returned 2 rewards for completion 1"):
+        asyncio.run(loop._score_group(group))
 
 
-async def at_the_end(**columns):
-    return [0.5, None]
+class Loop:
+    """Stands for TRL's loop in the child process."""
+
+    def __init__(self, reward_funcs):
+        self.reward_funcs = reward_funcs
+
+    async def _score_group(self, group):
+        rewards = self.reward_funcs[0]()
+        return [SimpleNamespace(metrics={"reward": reward}) for reward in rewards]
 
 
-def test_rewards_of_turns_are_refused():
-    with pytest.raises(ValueError, match="'per_turn' returned 2 rewards for completion 0: .* Return their sum"):
-        one_number_each(per_turn)()
-    assert asyncio.run(one_number_each(at_the_end)()) == [0.5, None]
+def two_rewards(**columns):
+    return [0.5, 2.0]
+
+
+def test_trls_own_worker_and_those_derived_from_it_stamp_in_their_child_process():
+    worker = object.__new__(type("Worker", (trl_worker.AsyncRolloutWorker,), {"_loop_cls": Loop}))
+    for _ in range(2):  # of two trainers
+        stamp_groups(worker)
+    made = pickle.loads(pickle.dumps(worker._loop_cls))(reward_funcs=[two_rewards])
+    group = SimpleNamespace(env_rewards=[None, None], completions_sequences=[[0], [0]])
+    samples = asyncio.run(made._score_group(group))
+    assert [sample.metrics["otb/others"] for sample in samples] == [2.0, 0.5] and isinstance(made, Loop)
 
 
 def test_stamps_that_trls_worker_leaves_say_the_same():
@@ -236,9 +328,12 @@ def test_stamps_that_trls_worker_leaves_say_the_same():
     std = (sum((r - mean) ** 2 for r in rewards) / 4) ** 0.5
     for reward in rewards:
         metrics = {"reward": reward, "reward_std": std}
+        metrics["otb/version"] = 7.0
         told = {"metrics": metrics, "advantage": (reward - mean) / (std + 1e-8), "group_id": 3}
         numbers, size = carried_of(told, 4)
-        assert numbers == pytest.approx([reward, std, mean, (sum(rewards) - reward) / 3, 3.0], abs=1e-12) and size == 4
+        others = (sum(rewards) - reward) / 3
+        assert numbers == pytest.approx([reward, std, mean, others, 3.0, 7.0], abs=1e-12) and size == 4
+        assert {*metrics} == {"reward", "reward_std"}  # TRL logs the means of these alone
 
 
 def test_what_it_has_learned_is_in_checkpoints(train_async, tmp_path):
@@ -254,7 +349,7 @@ def test_what_it_has_learned_is_in_checkpoints(train_async, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"baseline": "otb"}, "`baseline` is 'otb', which compares tokens of whole groups.*Choose 'value'"),
+        ({"baseline": "otb"}, "`baseline` is 'otb', which needs whole groups at once.*Choose 'value'"),
         ({"baseline": "absent"}, "`baseline` is 'absent': it must be one of"),
         ({"scale_rewards": "batch", "baseline": "rloo"}, "`scale_rewards` is 'batch': it must be 'none' or 'group'"),
         ({"scale_rewards": "group"}, "`scale_rewards` is 'group' and `baseline` is 'value'.*set 'none'"),

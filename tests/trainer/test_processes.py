@@ -10,7 +10,7 @@ import torch
 from filelock import FileLock
 from safetensors.torch import load_file
 
-from tests.helpers.processes import AGENT_BACKENDS, CASES, SAMPLED
+from tests.helpers.processes import AGENT_BACKENDS, ASYNC_BACKENDS, CASES, SAMPLED
 
 
 pytestmark = pytest.mark.slow
@@ -115,10 +115,10 @@ def test_a_comparison_by_two_processes_is_that_of_one(results, backend):
                 assert {end: ours[name][end] for end in known} == pytest.approx(known, rel=1e-3), (ours["name"], name)
 
 
-def test_asynchronous_training_by_two_processes_is_that_of_one(results):
-    one, *two = (
-        of_rank(results, name, rank) for name, rank in (("async-single", 0), ("async-ddp", 0), ("async-ddp", 1))
-    )
+@pytest.mark.parametrize("backend", ASYNC_BACKENDS)
+def test_asynchronous_training_by_two_processes_is_that_of_one(results, backend):
+    name = f"async-{backend}"
+    one, *two = (of_rank(results, *which) for which in (("async-single", 0), (name, 0), (name, 1)))
     assert [x["processes"] for x in (one, *two)] == [1, 2, 2] and one["state"]["weight"] > 0
     for of_one, of_two in zip(one["metrics"], two[0]["metrics"], strict=True):
         assert of_two == pytest.approx(of_one, rel=1e-3, abs=1e-5)
@@ -127,7 +127,7 @@ def test_asynchronous_training_by_two_processes_is_that_of_one(results):
         for key, values in one["state"]["_sums"].items():
             # Folds are of other groups' numbers on no process
             assert (x["state"]["_sums"][key] - values).abs().max() < 1e-3 * values.abs().max(), key
-    of_one, of_two = weights(results, "async-single"), weights(results, "async-ddp")
+    of_one, of_two = weights(results, "async-single"), weights(results, name)
     for key in of_one:
         torch.testing.assert_close(of_two[key], of_one[key], atol=1e-5, rtol=1e-4, msg=key)
 

@@ -1,5 +1,6 @@
 """What is relied on of TRL's AsyncGRPOTrainer: its samples' stamps, its collator, and the loop of its worker."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ ASYNC_PARTS: dict[Any, dict[str, str]] = {
         "get_train_dataloader": "self",
     },
     trl_trainer.DataCollatorForRollout: {"torch_call": "self examples"},
+    trl_trainer.RolloutQueueDataset: {"__iter__": "self"},
     trl_trainer.StepIntervalCallback: {"on_step_end": "self _args state"},
     trl_worker._AsyncRolloutLoop: {"_score_group": "self group"},
     trl_worker.AsyncRolloutWorker: {"start": "self"},
@@ -25,43 +27,50 @@ ASYNC_PARTS: dict[Any, dict[str, str]] = {
 }
 
 MOST_OPEN = 10_000  # groups of which samples are awaited: dropped ones never come
-MEAN, OTHERS, ROWS = "otb/mean", "otb/others", "otb/rows"  # in the metrics of a sample, whose means TRL logs
+# In the metrics of a sample, which are all that TRL passes on; it logs their means
+MEAN, OTHERS, ROWS, VERSION = "otb/mean", "otb/others", "otb/rows", "otb/version"
 
 
-class StampedLoop(trl_worker._AsyncRolloutLoop):
-    """TRL's loop, which also says of each sample what a baseline must know of its group."""
+def stamping(loop: Any) -> Any:
+    """The loop, whose samples also say what a baseline must know of their group; TRL's or one derived from it."""
+    score = loop._score_group
 
-    async def _score_group(self, group: Any) -> list[Any]:
-        functions = self.reward_funcs
-        self.reward_funcs = [one_number_each(function) for function in functions]
-        try:
-            samples = await super()._score_group(group)
-        finally:
-            self.reward_funcs = functions
+    async def score_and_stamp(group: Any) -> list[Any]:
+        of_environments = [None if found is None else found[1] for found in group.env_rewards]
+        one_number_each("get_reward", of_environments)
         sizes = [len(sequences) for sequences in group.completions_sequences]  # samples of each conversation
-        return stamped(samples, sizes)
+        return stamped(await score(group), sizes)
+
+    loop._score_group = score_and_stamp
+    loop.reward_funcs = [checking(function) for function in loop.reward_funcs]
+    return loop
 
 
-def one_number_each(function: Callable) -> Callable:
-    """A reward function whose rewards are checked: there is no place for those of turns or tokens."""
+def stamping_loop(kind: type, **options: Any) -> Any:
+    return stamping(kind(**options))
 
-    def checked(rewards: Any) -> Any:
-        for row, reward in enumerate(rewards):
-            if isinstance(reward, list | tuple):
-                name = getattr(function, "__name__", type(function).__name__)
-                raise ValueError(
-                    f"The reward function {name!r} returned {len(reward)} rewards for completion {row}: AsyncGRPOTrainer "
-                    "has one per completion. Return their sum, or train with OTBGRPOTrainer."
-                )
-        return rewards
+
+def one_number_each(name: str, rewards: Any) -> Any:
+    """A `ValueError` if there are rewards of turns or tokens, which have no place."""
+    for row, reward in enumerate(rewards):
+        if isinstance(reward, list | tuple):
+            raise ValueError(
+                f"The reward function {name!r} returned {len(reward)} rewards for completion {row}: "
+                "AsyncGRPOTrainer has one per completion. Return their sum, or train with OTBGRPOTrainer."
+            )
+    return rewards
+
+
+def checking(function: Callable) -> Callable:
+    name = getattr(function, "__name__", type(function).__name__)
 
     if trl_utils.is_async_callable(function):
 
         async def of_async(**columns: Any) -> Any:
-            return checked(await function(**columns))
+            return one_number_each(name, await function(**columns))
 
         return of_async
-    return lambda **columns: checked(function(**columns))
+    return lambda **columns: one_number_each(name, function(**columns))
 
 
 def stamped(samples: list[Any], sizes: list[int]) -> list[Any]:
@@ -80,21 +89,35 @@ def stamped(samples: list[Any], sizes: list[int]) -> list[Any]:
 
 
 def stamp_groups(worker: Any) -> None:
-    """Let TRL's own worker stamp its samples; of another one TRL's stamps tell as much, but for `None` and forks."""
-    if isinstance(worker, trl_worker.AsyncRolloutWorker) and worker._loop_cls is trl_worker._AsyncRolloutLoop:
-        worker._loop_cls = StampedLoop
+    """Let TRL's worker stamp its samples; of a user's own TRL's stamps tell as much, but for `None` and forks."""
+    if isinstance(worker, trl_worker.AsyncRolloutWorker):
+        kind = type(worker)._loop_cls
+        worker._loop_cls = functools.partial(stamping_loop, kind)  # made in the child process
+
+
+class VersionedBuffer:
+    """A worker's buffer, whose samples say which weights wrote them: TRL's dataset does not pass that on."""
+
+    def __init__(self, buffer: Any) -> None:
+        self.buffer, self.qsize = buffer, buffer.qsize
+
+    def get(self, **options: Any) -> Any:
+        sample = self.buffer.get(**options)
+        sample.metrics[VERSION] = float(sample.model_version)
+        return sample
 
 
 def carried_of(sample: dict[str, Any], num_generations: int) -> tuple[list[float], int]:
     """
-    Reward, deviation, mean, the others' mean and the group of a sample; and how many samples its group has. Stamps are
-    taken from its metrics, of which TRL logs the means.
+    Reward, deviation, mean, the others' mean, group and version of a sample; and how many samples its group has.
+    Stamps are taken out of its metrics, of which TRL logs the means.
     """
     told, n = sample["metrics"], num_generations
     reward, std = told["reward"], told["reward_std"]
     mean = told.pop(MEAN, reward - sample["advantage"] * (std + 1e-8))
     others = told.pop(OTHERS, (n * mean - reward) / (n - 1) if n > 1 else torch.nan)
-    return [reward, std, mean, others, float(sample["group_id"])], int(told.pop(ROWS, n))
+    numbers = [reward, std, mean, others, float(sample["group_id"]), told.pop(VERSION)]
+    return numbers, int(told.pop(ROWS, n))
 
 
 def carried_with(collate: Callable[[list[Any]], dict[str, Any]], num_generations: int) -> Callable:
