@@ -20,6 +20,7 @@ from unittest.mock import patch
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM
+from trl.chat_template_utils import add_response_schema
 from trl.experimental.async_grpo import AsyncGRPOConfig
 from trl.experimental.async_grpo import async_grpo_trainer as trl_trainer
 from trl.experimental.async_grpo import async_rollout_worker as trl_worker
@@ -50,6 +51,17 @@ def on_cpu() -> Iterator[None]:
     with patch.object(trl_packing, "_flash_attn", lambda: kernel):
         with patch.object(trl_trainer, "get_peak_flops_per_device", lambda *args: None):
             yield
+
+
+def reading_answers(tokenizer: Any) -> Any:
+    """The tokenizer, with what TRL's loop parses answers by. Where TRL does not know the chat template, all is text."""
+    if getattr(tokenizer, "response_template", None) is None:
+        try:
+            add_response_schema(tokenizer)
+        except ValueError:
+            text = {"close": tokenizer.eos_token, "content": "text"}
+            tokenizer.response_template = {"defaults": {"role": "assistant"}, "fields": {"content": text}}
+    return tokenizer
 
 
 class LocalLoop(trl_worker._AsyncRolloutLoop):
@@ -158,9 +170,7 @@ class LocalWorker:
         policy = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval()
         ends = policy.generation_config.eos_token_id
         ends = {processing_class.eos_token_id, *([ends] if isinstance(ends, int) else ends or [])}
-        if processing_class.response_template is None and processing_class.chat_template is not None:
-            text = {"close": processing_class.eos_token, "content": "text"}  # of a template that TRL does not know
-            processing_class.response_template = {"defaults": {"role": "assistant"}, "fields": {"content": text}}
+        reading_answers(processing_class)
         loop = LocalLoop(
             policy,
             args.seed,

