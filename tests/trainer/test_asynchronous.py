@@ -51,6 +51,33 @@ class Recorded(LocalWorker):
         return sample
 
 
+def double(number: int) -> int:
+    """
+    Doubles.
+
+    Args:
+        number: A number.
+
+    Returns:
+        Twice the number.
+    """
+    return 2 * number
+
+
+def fork(loop):
+    """Every third conversation calls `double` in words that TRL renders otherwise, and so becomes two rows."""
+    call = '<tool_call>\n{"name":   "double", "arguments": {"number": 4}}\n</tool_call><|im_end|>'
+
+    def sample():
+        waiting, loop.waiting = loop.waiting, []
+        for i, (ids, answer) in enumerate(waiting):
+            calls = i % 3 == 0 and "<tool_response>" not in loop.tokenizer.decode(ids[-60:])
+            said = loop.tokenizer(call if calls else f"{len(ids) * (i + 1)}<|im_end|>")["input_ids"]
+            answer.set_result((said, [-5.0] * len(said)))
+
+    loop.sample = sample
+
+
 @pytest.fixture
 def train_async(model_path, tmp_path):
     """Trains, and returns the trainer; `lag` is in steps."""
@@ -63,12 +90,16 @@ def train_async(model_path, tmp_path):
         lag=0,
         reward=even_bytes,
         stamps=True,
+        forks=False,
         peft_config=None,
         resume=None,
         **options,
     ):
         args, tokenizer = config(**SETTINGS | {"output_dir": str(tmp_path / "run")} | options), tiny.tokenizer()
-        worker = Recorded(model_path, args, PROMPTS, [reward], tokenizer, steps_ahead=lag)
+        tools = [double] if forks else None
+        worker = Recorded(model_path, args, PROMPTS, [reward], tokenizer, tools=tools, steps_ahead=lag)
+        if forks:
+            fork(worker.loop)
         if not stamps:
             worker.loop._score_group = functools.partial(trl_worker._AsyncRolloutLoop._score_group, worker.loop)
         trainer = cls(
@@ -92,6 +123,7 @@ OPTIONS = {
     "no reward": {"reward": even_or_none},
     "lora": {"peft_config": LORA},
     "bf16": {"bf16": True},
+    "forks": {"forks": True, "fork_threshold_tokens": 1, "max_staleness": 4, "per_device_train_batch_size": 10},
 }
 
 
@@ -260,6 +292,18 @@ def test_the_meter_of_noise_says_that_it_cannot_measure(train_async, caplog):
     trainer.add_callback(GradientNoiseCallback())
     trainer.train()
     assert "noise scale cannot be measured" in caplog.text
+
+
+def test_rows_of_a_forked_conversation_share_its_base_and_wait_for_each_other(train_async):
+    trainer = train_async(Watched, **OPTIONS["forks"] | {"max_steps": 6})
+    of_group = [[s for s in trainer.samples if int(s.group) == group] for group in range(8)]
+    assert {*map(len, of_group)} == {5, 6}
+    for samples in of_group:
+        returns = {round(float(s.returns), 6) for s in samples}
+        bases = {(round(float(s.returns), 6), round(float(s.base), 6)) for s in samples}
+        assert len(bases) == len(returns)  # rows of one conversation have one return and one base
+    learned = [group for _, groups in trainer.learned for group in groups]
+    assert len(learned) == len({*learned}) > 6
 
 
 def samples_of(*conversations):

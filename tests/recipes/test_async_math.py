@@ -1,0 +1,74 @@
+"""recipes/async_math.py, with its worker in this process: results, errors, resuming."""
+
+import asyncio
+import json
+
+import pytest
+
+from recipes import async_math
+from recipes.studies import learning_curves
+from recipes.studies.learning_curves import Run, Schedule
+from tests.recipes.conftest import shortly_trained
+
+
+SMALL = "--max_steps 2 --per_device_train_batch_size 16 --num_held_out_problems 10 --disable_tqdm true".split()
+
+
+@pytest.fixture
+def run_async(short_policy, tmp_path):
+    def start(*flags, output="run"):
+        folder = tmp_path / output
+        main = ["--model_name_or_path", str(short_policy), *SMALL, "--output_dir", str(folder), *flags]
+        return async_math.main(main), folder
+
+    return start
+
+
+def test_it_trains_and_measures_before_and_after(run_async, capsys):
+    _, folder = run_async("--lora_r", "4", "--max_steps", "4", "--logging_steps", "1")
+    said = capsys.readouterr().out
+    assert "held out. Baseline value." in said and said.count("(avg@4, 10 problems)") == 2
+    log = [entry for entry in json.loads((folder / "trainer_state.json").read_text())["log_history"] if "loss" in entry]
+    assert "otb/value/explained" in log[-1] and [entry["otb/staleness"] for entry in log] == [0, 1, 2, 2]
+    assert (folder / "adapter_model.safetensors").is_file()
+
+
+def test_it_goes_on_from_a_checkpoint_and_names_a_folder_that_holds_a_run(run_async, capsys):
+    run_async("--save_steps", "2")
+    with pytest.raises(SystemExit):
+        run_async()
+    assert "holds a run already" in capsys.readouterr().err
+    trainer, _ = run_async("--resume_from_checkpoint", "latest", "--max_steps", "3")
+    assert trainer.state.global_step == 3 and trainer.trained_baseline is not None
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--steps_ahead", "None"], "Without one, give --steps_ahead, as 1"),
+        (["--config", "empty.yaml"], "--model_name_or_path is missing"),
+        (["--config", "empty.yaml", "--model_name_or_path", "x"], "Without one, give --steps_ahead"),
+        (["--baseline", "otb"], "`baseline` is 'otb', which needs whole groups at once"),
+    ],
+)
+def test_wrong_options_end_the_run_at_once(flags, message, tmp_path, capsys):
+    (tmp_path / "empty.yaml").write_text("use_cpu: true\nbf16: false\n")
+    with pytest.raises(SystemExit):
+        async_math.main(flags)
+    assert message in capsys.readouterr().err
+
+
+def test_the_reward_is_one_for_right_answers():
+    said = ["1+1=2", [{"role": "assistant", "content": r"so \boxed{3}"}], ""]
+    assert asyncio.run(async_math.accuracy(said, ["2", "2", "2"])) == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("kind", ["sums", "calculator"])
+def test_a_study_of_learning_counts_tokens_and_held_out_rewards(kind, tmp_path, monkeypatch):
+    policy = shortly_trained(kind, 5, tmp_path / kind)
+    monkeypatch.setattr(learning_curves.tasks.toy, kind, lambda: policy)
+    schedule = Schedule({4: 3}, (4e-4,), prompts=2, problems=kind, staleness=1)
+    monkeypatch.setattr(learning_curves, "TASKS", {"asynchronous": schedule})
+    found = learning_curves.train(Run("asynchronous", "value", 4, 4e-4, 1))
+    assert len(found["reward"]) == 3 and 0 <= found["held_out"] <= 1
+    assert 3 * 8 <= found["tokens"][-1] <= 3 * 8 * 72 and found["tokens"] == sorted(found["tokens"])
