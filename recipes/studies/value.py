@@ -3,6 +3,7 @@ What do baselines gain as completions grow longer and groups larger, what `value
 
     OMP_NUM_THREADS=1 python -m recipes.studies.value --tasks sums   # minutes on one core; all: two hours
     python -m recipes.studies.value --plot_only --publish            # the columns of value.md, and pictures
+    python -m recipes.studies.value --relatives --tasks calculator   # other authors' baselines, and N from 1 to 32
 
 Each task is measured by trl_otb.compare_baselines, with pools of 128 completions (SmolLM2: 16); θ has seen 8 batches
 of other prompts, four completions each. The policies of the scratchpad (recipes/toy/scratchpad.py) make as many
@@ -20,6 +21,7 @@ from pathlib import Path
 import torch
 
 import recipes.more_baselines  # noqa: F401 - registers `ogb_pooled_damped`
+import recipes.relatives  # noqa: F401 - registers other authors' baselines
 import trl_otb
 from recipes.studies import language, render
 from recipes.studies.tasks import PROMPTS_PER_BATCH, task_of, trainer_of
@@ -48,6 +50,7 @@ TASKS = {
 TITLES = {"otb_loo": "otb, one left out"}  # of estimators, as they are published
 TOY = [task for task in TASKS if task.split("_")[0] not in language.TASKS]
 BESIDE = ("otb", "otb_loo", "rloo", "rloo_pooled", "ogb_pooled", "ogb_pooled_damped")
+RELATIVES = ("otb", "rloo_pooled", "ogb_pooled", "tether", "poise", "v05", "ebpo", "value_weights_one", "value")
 MEASURED = {"completions_per_prompt": 128, "group_sizes": [4, 8, 32], "projection": 4096}
 
 
@@ -100,9 +103,13 @@ def measured(task: str, folder: Path, args: argparse.Namespace) -> list[dict]:
         else:
             trainer, options = language.trainer_at(name, args.seed, folder), language.MEASURED
         options = options | {"prompts_per_batch": int(prompts or PROMPTS_PER_BATCH), "seed": args.seed}
-        report = trl_otb.compare_baselines(trainer, [*BESIDE, "value", *ABLATIONS], args.num_prompts, **options)
+        names = [*BESIDE, "value", *ABLATIONS]
+        if args.relatives:
+            names, options = [*RELATIVES], options | ({"group_sizes": [1, 2, 4, 8, 32]} if task in TOY else {})
+        report = trl_otb.compare_baselines(trainer, names, args.num_prompts, **options)
         here.mkdir(parents=True, exist_ok=True)
         report.plot(here / "noise.png")
+        (here / "report.json").write_text(json.dumps(report.to_json()))
         saved.write_text(json.dumps(cells_of(report)))
     return json.loads(saved.read_text())
 
@@ -127,19 +134,22 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TOY, help="by default all but SmolLM2's")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num_prompts", type=int, default=24)
+    parser.add_argument("--relatives", action="store_true", help="other authors' baselines, and N from 1 to 32")
     parser.add_argument("--plot_only", action="store_true", help="tables and pictures from what is saved")
     parser.add_argument("--publish", action="store_true", help="put the columns into the results and the pages")
-    parser.add_argument("--output_dir", type=Path, default=Path("runs/studies/value"))
+    parser.add_argument("--output_dir", type=Path, help="by default runs/studies/value, or …/relatives")
     args = parser.parse_args(argv)
-    if args.publish and args.seed != render.load("value")["seed"]:
-        parser.error(f"--publish is for the seed of the page, {render.load('value')['seed']}")
+    name = "relatives" if args.relatives else "value"
+    args.output_dir = args.output_dir or Path("runs/studies", name)
+    if args.publish and args.seed != render.load(name)["seed"]:
+        parser.error(f"--publish is for the seed of the page, {render.load(name)['seed']}")
     columns = {}
     try:
         for task in args.tasks:
             columns[TASKS[task]] = measured(task, args.output_dir, args)
         render.report(columns, args.output_dir)
         if args.publish:
-            render.publish("value", columns)
+            render.publish(name, columns)
     except (FileNotFoundError, ValueError) as error:
         parser.error(str(error))
 
