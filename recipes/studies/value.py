@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-import recipes.more_baselines  # noqa: F401 - registers `ogb_pooled_damped`
+import recipes.more_baselines
 import recipes.relatives  # noqa: F401 - registers other authors' baselines
 import trl_otb
 from recipes.studies import language, render
