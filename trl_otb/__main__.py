@@ -1,0 +1,4 @@
+from trl_otb.cli import main
+
+
+main()
