@@ -12,7 +12,7 @@ from tests.helpers import tiny
 from trl_otb import cli
 
 
-OPTIONS = tiny.SETTINGS | {"dataset_name": "data", "reward_funcs": ["own_rewards.even"], "baseline": "value"}
+OPTIONS = tiny.SETTINGS | {"dataset_name": "data", "reward_funcs": ["own_rewards.odd"], "baseline": "value"}
 
 
 @pytest.fixture
@@ -21,9 +21,7 @@ def folder(model_path, tmp_path, monkeypatch):
     (tmp_path / "data").mkdir()
     rows = [json.dumps({"prompt": f"{i}+{i}="}) for i in range(40)]
     (tmp_path / "data" / "train.jsonl").write_text("\n".join(rows))
-    reward = (
-        "def even(completion_ids, **kwargs):\n    return [sum(i % 2 == 0 for i in ids) for ids in completion_ids]\n"
-    )
+    reward = "def odd(completion_ids, **kwargs):\n    return [sum(i % 2 for i in ids) for ids in completion_ids]\n"
     (tmp_path / "own_rewards.py").write_text(reward)
     options = OPTIONS | {"model_name_or_path": model_path, "output_dir": "out"}
     (tmp_path / "run.yaml").write_text(yaml.dump(options))
