@@ -14,13 +14,6 @@ logger = get_logger(__name__)
 
 # The loss types of TRL 1.16 that multiply each token's score by its own advantage.
 LOSS_TYPES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
-# Options that 0.2 had, and what to write instead
-REMOVED = {
-    "leave_one_out": "Set `baseline='otb_loo'` or 'ogb_loo'; 'rloo' is the group mean with one left out.",
-    "alignment": "Tokens are always aligned by the number of generated tokens before them. Drop the option.",
-    "zero_tail": "`otb` always subtracts nothing on the lone tail. Drop the option, or register a baseline of your own "
-    "that calls `trl_otb.baselines.otb(x, zero_tail=False)`.",
-}
 
 
 def _baseline_help() -> str:
@@ -70,11 +63,6 @@ class OTBGRPOConfig(GRPOConfig):
         default=False,
         metadata={"help": "Whether each micro-batch holds whole groups, so that the gradient's noise can be measured."},
     )
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> "OTBGRPOConfig":
-        for name in REMOVED.keys() & kwargs:
-            raise TypeError(f"`{name}` is no option any more. {REMOVED[name]}")
-        return super().__new__(cls)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """

@@ -91,7 +91,6 @@ def test_what_a_function_returns_is_checked(baseline, message):
     ("baseline", "message"),
     [
         ("vlaue", "'vlaue': it must be one of 'otb', .*, a name registered with .* Did you mean 'value'"),
-        ("opo", "'opo': it must be one of .* Set `baseline='recipes.more_baselines:opo'` in a checkout"),
         ("unfinished:baseline", "cannot be imported: NameError: name 'undefined'.*Write 'module:function'"),
         ("math:absent", "'math:absent', which cannot be imported: AttributeError"),
         ("math:pi", "'math:pi'.* is a float: it must be a function"),
@@ -156,11 +155,6 @@ class Learns:
         self.state = state
 
 
-class NeedsMore(Learns):
-    def __init__(self, decay):
-        super().__init__()
-
-
 SHARED = Learns()
 
 
@@ -168,8 +162,6 @@ SHARED = Learns()
     ("rule", "message"),
     [
         (3, "'mine' is a int: "),
-        (lambda x, other: 0.0, r"'mine' is a function: it takes \(x, other\), and is called with the completions"),
-        (NeedsMore, r"'mine' is a class: it takes \(decay\), and is called with nothing"),
         (type("Forgets", (), {"__call__": own_otb}), "learns lacks `update`, `state_dict`, `load_state_dict`"),
         (SHARED, "'mine' is a Learns: all trainers would share what this instance learns. Give the class"),
     ],
@@ -205,10 +197,7 @@ def test_b0_of_all_processes_may_be_per_token():
     assert found.base.shape == found.advantages.shape == (12, 12)
 
 
-@pytest.mark.parametrize("told", [[1, 2], {"a": None}, {"a": torch.ones(2)}], ids=str)
-def test_what_an_update_returns_is_numbers(told):
-    with pytest.raises(ValueError, match=r"'Learns' returned .* from `update`: it must return a `dict` of numbers"):
-        find_baseline(Learns(told)).learn(None, None, None)
+def test_what_an_update_returns_is_numbers():
     learnt = find_baseline(Learns({"a": torch.tensor(2.0), 3: True})).learn(None, None, None)
     assert learnt == {"Learns/a": 2.0, "Learns/3": 1.0} and find_baseline(Learns()).learn(None, None, None) == {}
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..energy import check_energies, importance_weighted
-from .completions import ALIGNMENTS, NEEDS, Completions, put_back, squeeze
+from .completions import ALIGNMENTS, Completions, put_back, squeeze
 from .registry import Baseline, find_baseline
 
 
@@ -130,8 +130,6 @@ def compute_advantages(
     _check_shapes(rewards, energy, mask, num_generations, importance_weights)
     if alignment not in ALIGNMENTS:
         raise ValueError(f"`alignment` is {alignment!r}: it must be one of {', '.join(map(repr, ALIGNMENTS))}.")
-    if unknown := [name for name in more if name not in NEEDS]:
-        raise TypeError(f"compute_advantages() got an unexpected keyword argument {unknown[0]!r}")
     rule, mask, weights = find_baseline(baseline).instance(), mask.bool(), None
     if "energy" in rule.needs:
         weights = None if importance_weights is None else importance_weighted(energy, importance_weights)

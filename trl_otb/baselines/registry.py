@@ -2,7 +2,6 @@
 
 import difflib
 import importlib
-import inspect
 import io
 import os
 import sys
@@ -16,11 +15,6 @@ from .completions import NEEDS
 
 
 MEMORY = ("update", "state_dict", "load_state_dict")  # methods of a baseline that learns
-# Names that 0.2 had, and what to write instead
-MOVED = {
-    name: f"Set `baseline='recipes.more_baselines:{name}'` in a checkout, or copy the function from that file."
-    for name in ("opo", "otb_shrunk", "ogb_pooled_damped")
-}
 
 
 @dataclass(frozen=True)
@@ -59,13 +53,9 @@ class Baseline:
         return replace(self, rule=self.rule()) if isinstance(self.rule, type) else self
 
     def learn(self, own: Any, base: torch.Tensor, gather: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
-        """Let it learn, and return its metrics as `name/…`; a `ValueError` if they are no numbers."""
-        result = self.rule.update(own if self.per_token else own.totals(), base, gather)
-        try:
-            return {f"{self.name}/{name}": float(value) for name, value in (result or {}).items()}
-        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
-            what = f"The baseline {self.name!r} returned {result!r} from `update`"
-            raise ValueError(f"{what}: it must return a `dict` of numbers, which are logged, or nothing.") from error
+        """Let it learn, and return its metrics as `name/…`."""
+        metrics = self.rule.update(own if self.per_token else own.totals(), base, gather) or {}
+        return {f"{self.name}/{name}": float(value) for name, value in metrics.items()}
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint would give back of what it has learned; a `ValueError` if that is no `dict`."""
@@ -192,7 +182,7 @@ def find_baseline(baseline: "str | Callable | Baseline") -> Baseline:
     raise ValueError(
         f"`baseline` is {baseline!r}: it must be one of {', '.join(map(repr, BASELINES))}, a name registered with "
         "`trl_otb.register_baseline` before the config is made, or 'module:function'."
-        + (f" {MOVED[baseline]}" if baseline in MOVED else "".join(f" Did you mean {name!r}?" for name in close))
+        + "".join(f" Did you mean {name!r}?" for name in close)
     )
 
 
@@ -213,26 +203,16 @@ def _imported(path: str) -> Any:
 
 
 def _check_rule(name: str, rule: Any, shared: bool = True) -> None:
-    """Raise a `TypeError` unless `rule` can be called as it will be, and by several trainers."""
-    problem, arguments = None, list[Any]()
+    """Raise a `TypeError` unless `rule` is a function or a class that can learn, by several trainers if `shared`."""
+    problem = None
     if not callable(rule):
         problem = "it must be a function"
     elif isinstance(rule, type):
         lacking = [m for m in ("__call__", *MEMORY) if not any(m in vars(parent) for parent in rule.__mro__)]
         if lacking:
             problem = f"a baseline that learns lacks `{'`, `'.join(lacking)}`, see `trl_otb.register_baseline`"
-    else:
-        arguments = [None]
-        if shared and hasattr(rule, "update"):
-            problem = "all trainers would share what this instance learns. Give the class"
-    try:
-        if problem is None:
-            inspect.signature(rule).bind(*arguments)
-    except TypeError:
-        given = "the completions" if arguments else "nothing"
-        problem = f"it takes {inspect.signature(rule)}, and is called with {given}"
-    except ValueError:
-        pass  # a signature that cannot be read
+    elif shared and hasattr(rule, "update"):
+        problem = "all trainers would share what this instance learns. Give the class"
     if problem is not None:
         kind = "class" if isinstance(rule, type) else type(rule).__name__
         raise TypeError(f"The baseline {name!r} is a {kind}: {problem}.")
