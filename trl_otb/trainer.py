@@ -137,7 +137,6 @@ class OTBGRPOTrainer(KeepsBaseline, CollectiveToolLoop, TokenLoss):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         mode = "train" if self.model.training else "eval"  # which a reward function may change
         rollout, completions, batch = self.collect(inputs)
-        rollout.number = self.rollouts[mode].number + 1 if mode in self.rollouts else 0
         rule, several = self._baseline, self.accelerator.num_processes > 1
 
         def credited(by: Baseline) -> Credit:

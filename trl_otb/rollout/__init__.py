@@ -35,7 +35,6 @@ class Rollout:
         rewards (`(B,)` or `(B, T)`): One return per completion or, if turns or tokens were rewarded, one reward per
             token. NaN if no reward function scored the completion.
         scale (`(B, 1)`): The divisor of advantages under `scale_rewards`: 1 for `"none"`, infinite without spread.
-        number (`int`): The number of earlier rollouts in this mode.
         first_row (`int`): The index of the first row among those of all processes, on which a group may begin.
         processing_class: The trainer's tokenizer or processor.
 
@@ -54,7 +53,6 @@ class Rollout:
     num_generations: int
     rewards: Tensor
     scale: Tensor
-    number: int = 0
     first_row: int = 0
     processing_class: Any = field(default=None, compare=False)
     energy: Tensor | None = field(default=None, init=False)
@@ -62,15 +60,6 @@ class Rollout:
     advantages: Tensor | None = field(default=None, init=False)
     baselines: Tensor | None = field(default=None, init=False)
     group_mean_advantages: Tensor | None = field(default=None, init=False)
-
-    @classmethod
-    def of_batch(cls, batch: dict[str, Any], num_generations: int, process: int, processing_class: Any) -> "Rollout":
-        """TRL's `batch`, without rewards."""
-        ids = {key: batch[key] for key in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")}
-        mask = generated_mask(batch)
-        none, first = torch.full((len(mask),), torch.nan, device=mask.device), process * len(mask)
-        known: dict[str, Any] = {"mask": mask, "num_generations": num_generations, "first_row": first}
-        return cls(**ids, **known, rewards=none, scale=none[:, None], processing_class=processing_class)
 
     @property
     def own_rows(self) -> slice:
@@ -115,36 +104,30 @@ class Rollout:
     def __repr__(self) -> str:
         return text.summary(self)
 
-    def show(self, prompt: int = 0, tokenizer: Any = None, max_tokens: int = 1000) -> None:
+    def show(self, prompt: int = 0, max_tokens: int = 1000) -> None:
         """
         Print the completions of a prompt; [`plot`] has the number of each token, as its colour.
 
         Args:
             prompt (`int`, *optional*, defaults to 0): Its index in this rollout; an `IndexError` if there is none.
-            tokenizer (*optional*): A tokenizer or processor; by default the trainer's.
             max_tokens (`int`, *optional*, defaults to 1,000): Tokens to show per completion.
         """
-        print(text.as_text(text.read_group(self, prompt, tokenizer, max_tokens)))
+        print(text.as_text(text.read_group(self, prompt, max_tokens)))
 
     def plot(
-        self,
-        path: str | Path | None = None,
-        prompt: int = 0,
-        tokenizer: Any = None,
-        max_tokens: int = 100,
-        max_completions: int = 8,
+        self, path: str | Path | None = None, prompt: int = 0, max_tokens: int = 100, max_completions: int = 8
     ) -> Any:
         """
         A `matplotlib` figure of a prompt's completions, with tokens coloured by energy, advantage, and the advantage
         under the group mean; the latter two share a scale. Saves it to `path`, if given, in any format of matplotlib.
 
         Args:
-            prompt, tokenizer, max_tokens: As in [`show`].
+            prompt, max_tokens: As in [`show`].
             max_completions (`int`, *optional*, defaults to 8): Completions to draw, the first ones of the group.
         """
         from .picture import draw
 
-        figure = draw(text.read_group(self, prompt, tokenizer, max_tokens, max_completions), self.num_generations)
+        figure = draw(text.read_group(self, prompt, max_tokens, max_completions), self.num_generations)
         if path is not None:
             figure.savefig(path, dpi=120)
         return figure
@@ -154,10 +137,7 @@ class Rollouts(dict[str, Rollout]):
     """The latest rollout of each mode, `"train"` and `"eval"`."""
 
     def __missing__(self, mode: str) -> Rollout:
-        if mode not in ("train", "eval"):
-            raise KeyError(f"{mode!r}: rollouts are kept for 'train' and 'eval'.")
-        how = "train()" if mode == "train" else "evaluate()"
-        raise KeyError(f"{mode!r}: there is no such rollout yet. Call trainer.{how} first.")
+        raise KeyError(f"{mode!r}: there is no such rollout yet. Call trainer.train() or trainer.evaluate() first.")
 
 
 def prompt_keys(inputs: list[dict[str, Any]]) -> Tensor:

@@ -58,16 +58,9 @@ class Group:
         return max(sizes, default=0.0) or 1.0
 
 
-def read_group(rollout: Any, prompt: int, tokenizer: Any, max_tokens: int, max_completions: int | None = None) -> Group:
-    """
-    The completions of prompt number `prompt`, at most `max_completions` of them with `max_tokens` tokens each; a
-    `ValueError` if a limit is below 1.
-    """
-    for name, limit in (("max_tokens", max_tokens), ("max_completions", max_completions)):
-        if limit is not None and limit < 1:
-            raise ValueError(f"`{name}` is {limit}: give 1 or more.")
-    tokenizer = rollout.processing_class if tokenizer is None else tokenizer
-    rows = rows_of_prompt(rollout, prompt)
+def read_group(rollout: Any, prompt: int, max_tokens: int, max_completions: int | None = None) -> Group:
+    """The completions of prompt number `prompt`, at most `max_completions` of them with `max_tokens` tokens each."""
+    rows, tokenizer = rows_of_prompt(rollout, prompt), rollout.processing_class
     found = {"energy": rollout.energy, "advantage": rollout.advantages}
     found["group_mean_advantage"] = rollout.group_mean_advantages
     shape = rollout.mask[rows].shape
@@ -83,9 +76,8 @@ def read_group(rollout: Any, prompt: int, tokenizer: Any, max_tokens: int, max_c
         ]
         completions.append(ShownCompletion(rewards[i], tokens, len(ids) - shown))
     prompt_ids = rollout.prompt_ids[rows.start][rollout.prompt_mask[rows.start].bool()].tolist()
-    text = f"{len(prompt_ids)} tokens"
-    if tokenizer is not None:  # without special tokens, such as the placeholders of images
-        text = tokenizer.decode(prompt_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    # Without special tokens, such as the placeholders of images
+    text = tokenizer.decode(prompt_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return Group(prompt, text, completions, [*columns])
 
 
@@ -99,13 +91,7 @@ def rows_of_prompt(rollout: Any, prompt: int) -> slice:
 
 
 def token_texts(ids: list[int], tokenizer: Any) -> list[str]:
-    """
-    The text that each token adds, from `tokenizer` or processor; without one, its id.
-
-    Of several tokens that form one character, the last adds all of it.
-    """
-    if tokenizer is None:
-        return [f"{token} " for token in ids]
+    """The text that each token adds; of several tokens that form one character, the last adds all of it."""
 
     def decode(some: list[int]) -> str:
         return tokenizer.decode(some, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -167,10 +153,7 @@ def summary(rollout: Any) -> str:
 
 def new_figure(**options: Any) -> Any:
     """A matplotlib figure that notebooks display, without pyplot, whose import would choose a backend."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("A picture needs matplotlib, which is not installed: pip install matplotlib") from error
+    from matplotlib.figure import Figure
 
     class ShownFigure(Figure):
         def _repr_png_(self) -> bytes:

@@ -10,7 +10,7 @@ from torch import Tensor
 from trl import GRPOTrainer
 
 from ..rewards import RewardRecorder
-from ..rollout import Rollout
+from ..rollout import Rollout, generated_mask
 from .contract import trl_grpo_trainer, trl_utils
 
 
@@ -138,8 +138,9 @@ def rollout_of(trainer: Any, batch: dict[str, Any], recorders: list[RewardRecord
         raise trainer.failure("rewards no longer come from `GRPOTrainer._calculate_rewards`", *_MAKING)
     recorder, options = recorders[-1], (trainer.scale_rewards, trainer.multi_objective_aggregation)
     found = weigh_rewards(rewards_per_func, trainer.reward_weights, num_generations, *options)
-    rollout = Rollout.of_batch(batch, num_generations, trainer.accelerator.process_index, trainer.processing_class)
-    ids, rewarded, own = batch["completion_ids"].cpu(), recorder.completion_ids, rollout.own_rows
+    ids, rewarded = batch["completion_ids"].cpu(), recorder.completion_ids
+    first = trainer.accelerator.process_index * len(ids)
+    own = slice(first, first + len(ids))
     if len(ids) != len(rewarded):
         what = f"{len(rewarded)} completions were rewarded and {len(ids)} are to be trained on"
         raise trainer.failure(what, *_MAKING)
@@ -156,12 +157,20 @@ def rollout_of(trainer: Any, batch: dict[str, Any], recorders: list[RewardRecord
             f"and the rewards, weights and scale that trl_otb relies on give {expected[row].item():.6g}",
             *_MAKING,
         )
-    rollout.rewards, rollout.scale = found.returns[own], scale.unsqueeze(1)
-    along_the_way = torch.tensor([bool(recorder)], device=rollout.rewards.device)
+    rewards, mask = found.returns[own], generated_mask(batch)
+    along_the_way = torch.tensor([bool(recorder)], device=rewards.device)
     if trainer.accelerator.gather(along_the_way).any():
-        of_tokens = recorder.token_rewards(rollout.mask, rollout.rewards, found.factors[own])
-        rollout.rewards = rollout.rewards if getattr(trainer.args, "credit_whole_return", False) else of_tokens
-    return rollout
+        of_tokens = recorder.token_rewards(mask, rewards, found.factors[own])
+        rewards = rewards if getattr(trainer.args, "credit_whole_return", False) else of_tokens
+    return Rollout(
+        **{key: batch[key] for key in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")},
+        mask=mask,
+        num_generations=num_generations,
+        rewards=rewards,
+        scale=scale.unsqueeze(1),
+        first_row=first,
+        processing_class=trainer.processing_class,
+    )
 
 
 @contextmanager
