@@ -49,16 +49,11 @@ class GradientNoiseCallback(TrainerCallback):
     - `noise/batch_over_scale`: the run's prompts per step over this number, the inverse of a step's noise to signal.
 
     The callback reads each gradient once per micro-batch and stores none.
-
-    Args:
-        decay (`float`, *optional*, defaults to 0.9): Decay of the averages per step, at least 0 and below 1; otherwise
-            a `ValueError`.
     """
 
-    def __init__(self, decay: float = 0.9) -> None:
-        if not isinstance(decay, int | float) or not 0 <= decay < 1:
-            raise ValueError(f"`decay` is {decay!r}: it must be a number, at least 0 and below 1.")
-        self.decay = decay
+    decay = 0.9  # of the averages, per step
+
+    def __init__(self) -> None:
         self.trainer: Any = None  # during its training
         self.paused = False  # while gradients are not those of a step, as in a comparison
         self._averages = torch.zeros(3, dtype=torch.float64)  # of noise, signal, and 1, each from 0
@@ -78,12 +73,8 @@ class GradientNoiseCallback(TrainerCallback):
         finally:
             for meter, values in zip(meters, before, strict=True):
                 meter.__dict__.update(values)
-                meter.check()
-
-    def check(self) -> None:
-        """Leave the model alone after training, also if this callback was taken from the trainer meanwhile."""
-        while self.trainer is None and self._hooks:
-            self._hooks.pop().remove()
+                while meter.trainer is None and meter._hooks:  # after training, also if it was taken away meanwhile
+                    meter._hooks.pop().remove()
 
     @property
     def scale(self) -> float | None:

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,25 +22,13 @@ class TokenRewards(list):
     the completion, as in TRL. A reward must not depend on what follows its turn or token, unless
     `credit_whole_return` is set in the config: else the gradient is biased.
 
-    `rewards` is a list, or a NumPy or PyTorch array; a `TypeError` is raised if it has no order, or is text.
-
     ```python
-    def progress(completions, **kwargs):
-        # half a point for each turn with a call, one for each without
-        return [[0.5 if "tool_calls" in m else 1.0 for m in c if m["role"] == "assistant"] for c in completions]
-
-
     def brevity(completion_ids, **kwargs):
         return [TokenRewards([-0.01] * len(ids)) for ids in completion_ids]
     ```
     """
 
     def __init__(self, rewards: Sequence[float] | torch.Tensor):
-        if not _in_order(rewards):
-            raise TypeError(
-                f"TokenRewards got {_shown(rewards)}: give a list or an array of numbers, one for each id in "
-                "`completion_ids`."
-            )
         super().__init__(rewards.tolist() if hasattr(rewards, "tolist") else rewards)
 
     def __repr__(self) -> str:
@@ -55,10 +43,10 @@ class RewardRecorder:
 
     Args:
         completion_ids (`list` of length B): The tokens of each completion, including tool output.
-        weights (`list` of length F, *optional*): The weight of each function: of weight 0, rewards may be infinite.
+        weights (`list` of length F): The weight of each function: of weight 0, rewards may be infinite.
     """
 
-    def __init__(self, completion_ids: Sequence[torch.Tensor], weights: Sequence[float] | None = None):
+    def __init__(self, completion_ids: Sequence[torch.Tensor], weights: Sequence[float]):
         self.rewards_per_func: torch.Tensor | None = None
         self.completion_ids = completion_ids
         self._weights = weights
@@ -86,7 +74,7 @@ class RewardRecorder:
 
     def _sums(self, index: int, rewards: Any) -> list[Any]:
         name = self._names[index]
-        if isinstance(rewards, TokenRewards) or not _in_order(rewards):
+        if isinstance(rewards, TokenRewards) or not hasattr(rewards, "__iter__"):
             raise ValueError(
                 f"The reward function '{name}' returned {_shown(rewards)}: it must return a list with one reward per "
                 "completion."
@@ -99,8 +87,8 @@ class RewardRecorder:
             several = len(reward) != 1
             reward = reward if several else next(iter(reward))  # one number, as GRPOTrainer reads it
         if not several and getattr(reward, "ndim", 0) == 0:
-            number, unused = _float(reward), self._weights is not None and self._weights[index] == 0
-            if reward is None or (number is not None and (unused or not abs(number) > MOST)):
+            number = _float(reward)
+            if reward is None or (number is not None and (self._weights[index] == 0 or not abs(number) > MOST)):
                 return reward
             raise ValueError(
                 f"The reward function '{name}' returned {_shown(reward)} for completion {row}: a reward must be a "
@@ -158,12 +146,6 @@ def turn_ends(mask: torch.Tensor) -> torch.Tensor:
     """`(B, T)` -> `(B, T)` bool: the last token of each stretch of 1s, that is, of each turn of the policy."""
     mask = mask.bool()
     return mask & ~torch.nn.functional.pad(mask[:, 1:], (0, 1))
-
-
-def _in_order(values: Any) -> bool:
-    """Whether values come one by one, in an order of their own."""
-    several = hasattr(values, "__iter__") and getattr(values, "ndim", 1) > 0
-    return several and not isinstance(values, str | bytes | Mapping | Set)
 
 
 def _float(value: Any) -> float | None:

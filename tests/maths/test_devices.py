@@ -99,6 +99,6 @@ def test_a_rollout_from_energies_to_metrics(x, baseline, dense):
 
 def test_rewards_of_tokens(x):
     rows, length = x.mask.shape
-    recorder = RewardRecorder([[0] * length] * rows)
+    recorder = RewardRecorder([[0] * length] * rows, [1.0])
     recorder.wrap(0, "function", lambda: [TokenRewards(torch.zeros(length)) for _ in range(rows)], False)()
     assert recorder.token_rewards(x.mask, x.rewards, torch.ones(rows, 1, device="meta")).is_meta

@@ -106,7 +106,8 @@ def test_the_callback_agrees_with_compare_baselines(short_policy, tmp_path):
 
     # One prompt per micro-batch, all eight per step; this loss divides all tokens by one number
     of_run = {"baseline": "ogb", "loss_type": "dr_grpo", "per_device_train_batch_size": 4, "keep_groups_together": True}
-    callback = GradientNoiseCallback(decay=0.999)
+    callback = GradientNoiseCallback()
+    callback.decay = 0.999
     trainer_of([callback], **of_run, gradient_accumulation_steps=8, max_steps=150).train()
     assert callback.scale == pytest.approx(expected, rel=0.3)
     assert expected > 3  # noise is what is measured

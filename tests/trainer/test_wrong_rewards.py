@@ -53,8 +53,6 @@ def tokens_of(form):
         (with_first([1.0, "2"]), "'function' returned '2' as reward 1 of completion 1"),
         (lambda completion_ids, **kwargs: None, "returned None: it must return a list with one reward per completion"),
         (lambda completion_ids, **kwargs: 1.0, "returned 1.0: it must return a list"),
-        (lambda completion_ids, **kwargs: "1" * len(completion_ids), "returned '1+': it must return a list"),
-        (lambda completion_ids, **kwargs: {*map(tuple, completion_ids)}, "returned {.*: it must return a list"),
         (lambda completion_ids, **kwargs: TokenRewards([1.0] * len(completion_ids)), r"returned TokenRewards\(\[1.0"),
         (infinite_later, "'infinite_later' returned inf for completion 0"),
         (
@@ -116,7 +114,7 @@ def test_a_reward_function_may_work_on_the_lists_that_it_gets(train):
 
 def numbers_of_tokens(form, ids=((1, 2, 3), (4, 5)), extra=0.0):
     """What is made of `form` of a few numbers, in each row."""
-    recorder = RewardRecorder([list(row) for row in ids])
+    recorder = RewardRecorder([list(row) for row in ids], [1.0])
     rewards = [TokenRewards(form([0.5 * i + extra for i in range(len(row))])) for row in ids]
     sums = recorder.wrap(0, "function", lambda: rewards, False)()
     mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
@@ -142,12 +140,6 @@ def test_rewards_of_tokens_may_be_any_numbers(form):
     sums, rewards = numbers_of_tokens(form)
     assert sums == [1.5, 0.5] == numbers_of_tokens(list)[0]
     assert rewards.tolist() == [[0.0, 0.5, 1.0], [0.0, 0.5, 0.0]]
-
-
-@pytest.mark.parametrize("rewards", [1.0, None, "12", {0: 1.0}, {1.0, 2.0}, torch.tensor(1.0), np.float32(1)], ids=str)
-def test_rewards_of_tokens_stand_in_an_order(rewards):
-    with pytest.raises(TypeError, match="TokenRewards got .*: give a list or an array of numbers, one for each id"):
-        TokenRewards(rewards)
 
 
 class OneByOne(np.ndarray):
