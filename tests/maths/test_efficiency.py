@@ -85,8 +85,6 @@ def test_the_report_says_how_to_spend_completions():
         return found
 
     report = report_of([CONTROL_ROW, at(4, 0.3, 0.2, 0.4), at(1, 1.0, 0.7, 1.3), at(3, 2, 2, 2), at(8, 2, 2, 2)])
-    assert report.spending == ""  # the run's own N was not measured
-    report.completions_per_step = 64
     head, one, four, advice = report.spending.splitlines()
     assert head.startswith("rloo_pooled, 64 completions per step") and "64 prompts  100 (70–130)" in one
     assert "16 prompts  30 (20–40)" in four and report.spending in repr(report)
@@ -94,9 +92,8 @@ def test_the_report_says_how_to_spend_completions():
     report.comparisons[2].more_completions.low = 0.35  # below what the own N may be worth
     assert len(report.spending.splitlines()) == 3
     worse = report_of([CONTROL_ROW, at(4, -0.3, -0.4, -0.2), at(1, -0.1, -0.15, -0.05)])
-    worse.completions_per_step = 64
     assert len(worse.spending.splitlines()) == 3  # the control is better
-    report.completions_per_step = 4
+    report.prompts_per_batch = 1
     assert report.spending == ""
 
 

@@ -433,14 +433,13 @@ def test_an_iterable_dataset_and_the_defaults_with_one_prompt_per_batch(train):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"seed": "1"}, "`seed` is '1': give a whole number"),
-        ({"prompts_per_batch": 0}, "`prompts_per_batch` is 0: give a whole number, 1 or more"),
+        ({"num_prompts": 2}, "`num_prompts` is 2, and .* different examples .*: measure at least 3"),
         ({"group_sizes": [8]}, "`completions_per_prompt` is 16 and the largest group has 8.*32 or more"),
-        ({"num_prompts": 1000}, "`num_prompts` is 1000 and the training data has 8 different examples"),
+        ({"num_prompts": 1000}, "`num_prompts` is 1000, and 8 different examples were found in the training data"),
         ({"baselines": "absent"}, "'absent': it must be one of"),
         ({"baselines": [len]}, "`baselines` holds <built-in function len>: give names"),
         ({"baselines": "otb", "group_sizes": 1}, r"`baselines` holds 'otb', .* and `group_sizes` is \[1\]: add 2"),
-        ({"parameters": "("}, r"`parameters` is '\(', which is not a regular expression"),
+        ({"parameters": "absent"}, "`parameters` is 'absent', which none of .* trainable parameters holds"),
     ],
 )
 def test_wrong_arguments_are_named_before_anything_is_sampled(train, change, message):
@@ -454,9 +453,6 @@ def test_trainers_of_which_nothing_can_be_measured(train):
         compare_baselines(train(GRPOTrainer, config=GRPOConfig, train=False))
     trainer = train(train=False, reward_funcs=lambda completion_ids, **_: [0.25] * len(completion_ids))
     with pytest.raises(ValueError, match="No prompt's reward varied: it is 0.25 for every completion"):
-        compare_baselines(trainer, **SMALL)
-    trainer.model.requires_grad_(False)
-    with pytest.raises(ValueError, match="The model has no trainable parameter"):
         compare_baselines(trainer, **SMALL)
 
 

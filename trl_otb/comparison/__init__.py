@@ -1,7 +1,6 @@
 """Which baseline for my run? Measures the gradient noise under each baseline, on an existing trainer."""
 
 import copy
-import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain, cycle, islice
@@ -64,7 +63,7 @@ def compare_baselines(
         baselines (`Sequence[str]` or `str`, *optional*): Names, or `"module:function"`; by default all registered
             ones. `none` and `group_mean` are always measured.
         num_prompts (`int`, *optional*, defaults to 16): Number of different prompts, at least 3.
-        completions_per_prompt (`int`, *optional*, defaults to 64): At least 16, and four groups of the largest size.
+        completions_per_prompt (`int`, *optional*, defaults to 64): At least four groups of the largest size.
         group_sizes (`Sequence[int]` or `int`, *optional*): Values of N; by default the trainer's own, half and double
             of it, if four groups fit into a pool, and 1, for baselines that compare prompts.
         parameters (`str`, *optional*): A regular expression: only trainable parameters whose name matches it are
@@ -79,16 +78,10 @@ def compare_baselines(
         ValueError: An argument is invalid, the model is sharded over processes, or no reward varies.
     """
     _check_trainer(trainer)
-    args = trainer.args
-    num_prompts, projection = _whole("num_prompts", num_prompts, 3), _whole("projection", projection, 64)
-    completions = _whole("completions_per_prompt", completions_per_prompt, 16)
-    seed = _whole("seed", args.seed if seed is None else seed, 0)
-    batch = _whole(
-        "prompts_per_batch", trainer.prompts_per_batch if prompts_per_batch is None else prompts_per_batch, 1
-    )
-    own = trainer.num_generations
+    args, own, completions = trainer.args, trainer.num_generations, completions_per_prompt
+    seed, batch = args.seed if seed is None else seed, prompts_per_batch or trainer.prompts_per_batch
     sizes = _sizes(own, group_sizes, completions)
-    names = [*BASELINES] if baselines is None else _several(baselines)
+    names = [baselines] if isinstance(baselines, str) else BASELINES if baselines is None else baselines
     names = list(dict.fromkeys(["none", *map(control, sizes), *names]))
     rules = {name: _instance(trainer, name) for name in names}
     if lost := [name for name in rules if not any(comparable(rules[name], n) for n in sizes)]:
@@ -101,9 +94,10 @@ def compare_baselines(
     parameters_studied = studied_parameters(trainer, parameters)
     alone = all(rule.scope == "group" and not rule.learns for rule in rules.values())
     drawn = _different_examples(trainer, num_prompts + (0 if alone else BATCHES * batch), seed)
-    if len(drawn) < num_prompts:
+    if num_prompts < 3 or len(drawn) < num_prompts:
         raise ValueError(
-            f"`num_prompts` is {num_prompts} and the training data has {len(drawn)} different examples: ask for fewer."
+            f"`num_prompts` is {num_prompts}, and {len(drawn)} different examples were found in the training data: "
+            "measure at least 3, and no more than there are."
         )
     examples, others = drawn[:num_prompts], drawn[num_prompts:]
     needs = frozenset({"energy"}).union(*(rule.needs for rule in rules.values()))
@@ -146,7 +140,6 @@ def compare_baselines(
         group_sizes=sizes,
         completions_per_prompt=completions,
         prompts_per_batch=batch,
-        completions_per_step=own * batch if own in sizes else 0,
         subject=Path(getattr(trainer.policy.config, "_name_or_path", "") or type(trainer.policy).__name__).name,
     )
 
@@ -198,21 +191,10 @@ def _instance(trainer: OTBGRPOTrainer, name: str) -> Baseline:
     return replace(rule, rule=copy.deepcopy(own.rule)) if own and own.name == rule.name else rule.instance()
 
 
-def _several(values: Any) -> list[Any]:
-    """A list of `values`, which may be a single one."""
-    return list(values) if isinstance(values, Iterable) and not isinstance(values, str | bytes) else [values]
-
-
-def _whole(name: str, number: Any, least: int) -> int:
-    whole = hasattr(number, "__index__") and not isinstance(number, bool)  # NumPy's, too
-    if not whole or operator.index(number) < least:
-        raise ValueError(f"`{name}` is {number!r}: give a whole number, {least} or more.")
-    return operator.index(number)
-
-
 def _sizes(own: int, group_sizes: Sequence[int] | int | None, completions: int) -> list[int]:
-    sizes = sorted({_whole("group_sizes", size, 1) for size in _several([] if group_sizes is None else group_sizes)})
-    sizes = sizes or [n for n in (own // 2, own, 2 * own) if n == own or (n >= 2 and 4 * n <= completions)]
+    if group_sizes is None:
+        group_sizes = [n for n in (own // 2, own, 2 * own) if n == own or (n >= 2 and 4 * n <= completions)]
+    sizes = [group_sizes] if isinstance(group_sizes, int) else sorted({*group_sizes})
     if completions < 4 * max(sizes):
         raise ValueError(
             f"`completions_per_prompt` is {completions} and the largest group has {max(sizes)}: a pool needs four "

@@ -32,7 +32,6 @@ class BaselineReport:
         prompts_varying (`int`): Number of prompts whose completions have different returns.
         mean_reward, mean_length (`float`): Means over all completions, in units of the reward and in generated tokens.
         subject (`str`): The model, for titles.
-        completions_per_step (`int`): Of the run; 0 if its own N was not measured.
     """
 
     comparisons: list[Comparison]
@@ -45,7 +44,6 @@ class BaselineReport:
     mean_reward: float
     mean_length: float
     subject: str
-    completions_per_step: int = 0
 
     @classmethod
     def of(
@@ -143,9 +141,10 @@ class BaselineReport:
     def spending(self) -> str:
         """
         What a smaller N is worth with as many completions per step, under the best baseline that is known at several
-        N; empty if there is none, or the run's own N was not measured.
+        N; empty if there is none.
         """
-        completions, names = self.completions_per_step, [row.name for row in self.at() if row.name != "none"]
+        completions = self.group_size * self.prompts_per_batch
+        names = [row.name for row in self.at() if row.name != "none"]
         first = [self.best.name] if self.best else []
         for name in [*first, *names]:
             rows = {row.n: row.more_completions for row in self.comparisons if row.name == name}

@@ -104,12 +104,10 @@ class PolicyRecorder:
         hook = model.register_forward_hook(
             lambda module, args, outputs: chunks.append(getattr(outputs, "log_sum_sq_probs", None))
         )
-        self.policy.trl_otb_energies = True
         try:
-            with self._recording_states(to.states) as states:
+            with self.reading(to.states) as states:
                 yield keep
         finally:
-            self.policy.trl_otb_energies = False
             hook.remove()
 
     @contextmanager
@@ -222,14 +220,20 @@ def extra_forward(trainer: Any, batch: dict[str, Any], states: bool) -> TokenVal
     args = trainer.args
     checkpointing = trl_models.disable_gradient_checkpointing(trainer.model, args.gradient_checkpointing_kwargs)
     with checkpointing, trainer.recorder.recording(states=states) as recording:
-        trainer._get_per_token_logps_and_entropies(
-            trainer.model,
-            input_ids=torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
-            attention_mask=torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
-            logits_to_keep=batch["completion_ids"].size(1),
-            batch_size=min(args.per_device_train_batch_size, args.per_device_eval_batch_size),
-            **{key: batch[key] for key in FORWARD_KWARGS if key in batch},
-        )
+        score(trainer, batch, min(args.per_device_train_batch_size, args.per_device_eval_batch_size))
     if not recording.scored:
         raise trainer.failure("the forward that yields energies is not taken", "_get_per_token_logps_and_entropies")
     return recording.scored[0][1]
+
+
+def score(trainer: Any, batch: dict[str, Any], batch_size: int) -> Tensor:
+    """`(B, T)` log-probs of TRL's `batch`, by its training forward."""
+    logps, *_ = trainer._get_per_token_logps_and_entropies(
+        trainer.model,
+        input_ids=torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
+        attention_mask=torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
+        logits_to_keep=batch["completion_ids"].size(1),
+        batch_size=batch_size,
+        **{key: batch[key] for key in FORWARD_KWARGS if key in batch},
+    )
+    return logps

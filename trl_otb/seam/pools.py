@@ -2,7 +2,6 @@
 
 import copy
 import random
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,7 +13,8 @@ from transformers import set_seed
 
 from ..baselines import Completions, joined
 from ..noise import GradientNoiseCallback
-from .contract import FORWARD_KWARGS, trl_utils
+from .contract import trl_utils
+from .forwards import score
 
 
 # State that sampling changes, in addition to random states and the modes of modules
@@ -34,7 +34,7 @@ def at_rest(trainer: Any, needs: frozenset[str]) -> Iterator[None]:
         trainer.model.eval()
         trainer.needs = trainer.needs | needs
         for name, record in records.items():
-            setattr(trainer, name, _copied(record))
+            setattr(trainer, name, copy.deepcopy(record))
         try:
             with trainer.accelerator.autocast(), GradientNoiseCallback.set_in(trainer, paused=True):
                 yield
@@ -106,14 +106,7 @@ def logps_and_states(trainer: Any, row: dict[str, Any]) -> tuple[torch.Tensor, t
     hook = trainer.policy.base_model.register_forward_hook(cut)
     try:
         with torch.enable_grad():
-            logps, *_ = trainer._get_per_token_logps_and_entropies(
-                trainer.model,
-                input_ids=torch.cat([row["prompt_ids"], row["completion_ids"]], dim=1),
-                attention_mask=torch.cat([row["prompt_mask"], row["completion_mask"]], dim=1),
-                logits_to_keep=row["completion_ids"].size(1),
-                batch_size=1,
-                **{key: row[key] for key in FORWARD_KWARGS if key in row},
-            )
+            logps = score(trainer, row, batch_size=1)
     finally:
         hook.remove()
     leaf, body = states
@@ -126,13 +119,3 @@ def training_examples(trainer: Any) -> Any:
     if hasattr(data, "column_names") and trainer.args.remove_unused_columns and data.column_names is not None:
         data = trainer._remove_unused_columns(data, description="training")
     return data
-
-
-def _copied(record: Any) -> Any:
-    """A copy of nested containers that shares their elements."""
-    if isinstance(record, dict):
-        found = copy.copy(record)  # a defaultdict stays one
-        for key, value in record.items():
-            found[key] = _copied(value)
-        return found
-    return copy.copy(record) if isinstance(record, list | deque) else record
