@@ -12,9 +12,7 @@ Also: `register_baseline` for your own baselines, `GradientNoiseCallback` to log
 `TokenRewards` for rewards per token, and the pure torch functions in `trl_otb.energy` and `trl_otb.baselines`.
 """
 
-import tomllib
-from importlib import import_module, metadata
-from pathlib import Path
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 
@@ -32,14 +30,7 @@ if TYPE_CHECKING:
     from .trainer import OTBGRPOTrainer as OTBGRPOTrainer
 
 
-def _version() -> str:
-    """From the installed package or, if it is not installed, from pyproject.toml."""
-    pyproject = Path(__file__).parents[1] / "pyproject.toml"
-    project = tomllib.loads(pyproject.read_text()).get("project", {}) if pyproject.is_file() else {}
-    return project["version"] if project.get("name") == "trl-otb" else metadata.version("trl-otb")
-
-
-__version__ = _version()
+__version__ = "0.5.0"  # which pyproject.toml reads
 # Imported on first use, so that `trl_otb.energy` and `trl_otb.baselines` need torch only.
 _MODULES = {
     "AsyncOTBGRPOConfig": "asynchronous",

@@ -17,19 +17,13 @@ def token_energy(logps: torch.Tensor, log_sum_sq_probs: torch.Tensor) -> torch.T
     Computed as (1 − π_t(y_t))² + Σ_{v≠y_t} π_t(v)², which rounding cannot make negative.
 
     Args:
-        logps, log_sum_sq_probs (both of one shape, such as `(B, T)`; else a `ValueError`): log π_t(y_t) and log Σ_v
-            π_t(v)², natural logarithms, at the sampling temperature. Where both are 0, as TRL leaves masked positions,
-            w_t is 0.
+        logps, log_sum_sq_probs (both of one shape, such as `(B, T)`): log π_t(y_t) and log Σ_v π_t(v)², natural
+            logarithms, at the sampling temperature. Where both are 0, as TRL leaves masked positions, w_t is 0.
 
     Returns:
         The same shape, float32, in [0, 2]: near 0 for a token that the policy was sure of, near 2 for a confident
         mistake.
     """
-    if logps.shape != log_sum_sq_probs.shape:
-        raise ValueError(
-            f"`logps` has shape {tuple(logps.shape)} and `log_sum_sq_probs` {tuple(log_sum_sq_probs.shape)}: they "
-            "must come from the same forward and agree."
-        )
     logps, log_sum_sq_probs = logps.float(), log_sum_sq_probs.float()
     probs_of_others = (log_sum_sq_probs.exp() - (2 * logps).exp()).clamp_(min=0)
     return torch.expm1(logps).square_().add_(probs_of_others)
@@ -56,17 +50,6 @@ def check_energies(energy: torch.Tensor, mask: torch.Tensor) -> None:
             "importance ratio are not finite, and it would spread to the whole group. Check the policy's weights, its "
             "precision (bfloat16 instead of float16) and the learning rate."
         )
-
-
-def realized_energy(
-    energy: torch.Tensor, mask: torch.Tensor, importance_weights: torch.Tensor | None = None
-) -> torch.Tensor:
-    """
-    Realized energy (Definition 3.1): W_t = Σ_{j≤t} ρ_j² w_j over the tokens that the policy generated; `(B, T)`.
-
-    `energy` is w_t, which may be NaN where `mask` is 0; ratios are as in [`importance_weighted`].
-    """
-    return prefix_sums(importance_weighted(energy, importance_weights).masked_fill(~mask.bool(), 0.0))
 
 
 def prefix_sums(x: torch.Tensor) -> torch.Tensor:

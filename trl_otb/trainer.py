@@ -31,30 +31,10 @@ class OTBGRPOTrainer(KeepsBaseline, CollectiveToolLoop, TokenLoss):
     Baseline (https://huggingface.co/papers/2602.07078). It takes the arguments of [`~trl.GRPOTrainer`] and, apart from
     the baseline, behaves like it.
 
-    With returns G, realized energies W (see [`~trl_otb.energy.realized_energy`]) and the N completions i of a prompt,
-
-        A_{t,i} = G_{t,i} − B_t,   B_t = Σ_i W_{t,i} G_{t,i} / Σ_i W_{t,i}.
-
-    This is `baseline="otb"`, the default; `trl_otb.baselines` has others. Advantages are formed when completions have
-    been sampled and rewarded; `inputs["advantages"]` holds them from then on, `(B,)` under a baseline per completion,
-    `(B, T)` under one per token. `energy_source` names where energies come from: the no-gradient forward that TRL runs
-    anyway (reused batches, vLLM's importance-sampling correction); else the forwards of `generate`; else, or if tokens
-    cannot be found again in these, one more no-gradient forward.
-
-    ```python
-    >>> from datasets import load_dataset
-    >>> from trl.rewards import accuracy_reward
-    >>> from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
-
-    >>> trainer = OTBGRPOTrainer(
-    ...     model="Qwen/Qwen2.5-0.5B-Instruct",
-    ...     reward_funcs=accuracy_reward,
-    ...     args=OTBGRPOConfig(baseline="value"),
-    ...     train_dataset=load_dataset("trl-lib/DeepMath-103K", split="train"),
-    ... )
-    >>> trainer.train()
-    >>> trainer.rollouts["train"].show()  # the latest batch, token by token; also rollouts["eval"]
-    ```
+    Advantages are formed when completions have been sampled and rewarded; `inputs["advantages"]` holds them from then
+    on, `(B,)` under a baseline per completion, `(B, T)` under one per token. `energy_source` names where energies come
+    from: the no-gradient forward that TRL runs anyway (reused batches, vLLM's importance-sampling correction); else the
+    forwards of `generate`; else, or if tokens cannot be found again in these, one more no-gradient forward.
 
     Args:
         model, reward_funcs, train_dataset, ...: As for [`~trl.GRPOTrainer`].
@@ -85,8 +65,6 @@ class OTBGRPOTrainer(KeepsBaseline, CollectiveToolLoop, TokenLoss):
             check_config(type(self))
             name = model if isinstance(model, str) else trl_utils.get_config_model_id(model.config)
             args = OTBGRPOConfig(f"{name.rstrip('/').split('/')[-1]}-OTB")
-        if not isinstance(args, GRPOConfig):
-            raise TypeError(f"`args` is a {type(args).__name__}: OTBGRPOTrainer takes an OTBGRPOConfig.")
         self._baseline: Baseline = check_options(args).instance()
         self.rollouts: dict[str, Rollout] = Rollouts()  # the latest one of each mode, "train" and "eval"
         self.energy_source: str | None = None  # of the latest rollout in training
@@ -113,11 +91,6 @@ class OTBGRPOTrainer(KeepsBaseline, CollectiveToolLoop, TokenLoss):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """[`~trl.GRPOTrainer`]'s `train`; raises a `ValueError` if the dataset is too small for a single step."""
-        if (now := check_options(self.args)).name != self._baseline.name:
-            raise ValueError(
-                f"`args.baseline` was set to {now.name!r} after the trainer was made with {self._baseline.name!r}, "
-                "which it keeps. Make a new trainer."
-            )
         before = self.rollouts.get("train")
         with GradientNoiseCallback.set_in(self, trainer=self):
             result = super().train(*args, **kwargs)

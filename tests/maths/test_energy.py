@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from trl_otb.energy import realized_energy, token_energy
+from trl_otb.energy import token_energy
 
 
 def from_logits(logits, targets):
@@ -53,18 +53,3 @@ def test_never_negative_for_a_token_the_policy_was_sure_of(p):
 def test_float32_whatever_the_inputs(dtype):
     x = torch.full((1, 1), -1.0, dtype=dtype)
     assert token_energy(x, x).dtype == torch.float32
-    assert realized_energy(x, torch.ones(1, 1)).dtype == torch.float32
-
-
-def test_shapes_must_agree():
-    with pytest.raises(ValueError, match=r"\(2, 3\).*\(2, 4\)"):
-        token_energy(torch.zeros(2, 3), torch.zeros(2, 4))
-
-
-def test_realized_energy_accumulates_generated_tokens_alone():
-    energy = torch.tensor([[1.0, 0.5, torch.nan, 0.25]])
-    mask = torch.tensor([[1, 1, 0, 1]])
-    assert realized_energy(energy, mask).tolist() == [[1.0, 1.5, 1.5, 1.75]]
-    # ρ = 2 on the second token scales its energy by 4; one ratio for the completion scales all of it
-    assert realized_energy(energy, mask, torch.tensor([[1.0, 2.0, 1.0, 1.0]])).tolist() == [[1.0, 3.0, 3.0, 3.25]]
-    assert realized_energy(energy, mask, torch.tensor([[2.0]])).tolist() == [[4.0, 6.0, 6.0, 7.0]]

@@ -42,11 +42,6 @@ def test_without_args(model_path, tmp_path, monkeypatch):
         assert (trainer.args.baseline, trainer.args.scale_rewards) == ("otb", "none")
 
 
-def test_wrong_kind_of_args(model_path):
-    with pytest.raises(TypeError, match="`args` is a dict"):
-        OTBGRPOTrainer(model_path, tiny.even_bytes, args={"output_dir": "x"}, train_dataset=tiny.prompts())
-
-
 SCALED = "under which completions have advantages where all returns are nearly equal"
 WRONG = [
     ({"baseline": "mean"}, "`baseline` is 'mean'.*'otb', 'otb_loo', 'ogb', 'ogb_loo', 'rloo', 'group_mean'"),
@@ -83,21 +78,12 @@ def test_command_line_and_yaml(tmp_path):
 
 
 @pytest.mark.parametrize(("option", "message"), WRONG[2:4])
-@pytest.mark.parametrize("when", ["before the trainer", "before training"])
-def test_options_set_on_a_config_that_was_made_are_checked(train, when, option, message):
+def test_options_set_on_a_config_that_was_made_are_checked(train, option, message):
     args = OTBGRPOConfig(**tiny.SETTINGS, output_dir="unused")
-    trainer = None if when == "before the trainer" else train(train=False)
     for key, value in option.items():
-        setattr(args if trainer is None else trainer.args, key, value)
+        setattr(args, key, value)
     with pytest.raises(ValueError, match=message):
-        train(config=lambda **kwargs: args) if trainer is None else trainer.train()
-
-
-def test_a_trainer_keeps_its_baseline_and_says_so(train):
-    trainer = train(train=False)
-    trainer.args.baseline = "ogb"
-    with pytest.raises(ValueError, match="`args.baseline` was set to 'ogb' after the trainer was made with 'otb'"):
-        trainer.train()
+        train(config=lambda **kwargs: args)
 
 
 def test_each_trainer_keeps_the_function_that_a_name_stood_for(train, registry):

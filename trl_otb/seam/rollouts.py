@@ -97,8 +97,6 @@ def recorded_rewards(trainer: GRPOTrainer) -> Iterator[list[RewardRecorder]]:
     """
     recorders: list[RewardRecorder] = []
     of_trl = GRPOTrainer._calculate_rewards
-    # Set on this trainer by a user; usually the method belongs to the class
-    before = {key: value for key, value in vars(trainer).items() if key == "_calculate_rewards"}
 
     def outermost(inputs: Any, prompts: Any, completions: Any, completion_ids: Any, *args: Any, **kwargs: Any) -> Any:
         # Copies, as a function may change the lists that it gets
@@ -123,12 +121,9 @@ def recorded_rewards(trainer: GRPOTrainer) -> Iterator[list[RewardRecorder]]:
             self.reward_funcs = functions
 
     with patch.object(GRPOTrainer, "_calculate_rewards", innermost):
-        calculate, trainer._calculate_rewards = trainer._calculate_rewards, outermost
-        try:
+        calculate = trainer._calculate_rewards
+        with patch.object(trainer, "_calculate_rewards", outermost):
             yield recorders
-        finally:
-            del trainer._calculate_rewards
-            vars(trainer).update(before)
 
 
 def rollout_of(trainer: Any, batch: dict[str, Any], recorders: list[RewardRecorder], num_generations: int) -> Rollout:
