@@ -33,12 +33,6 @@ def completion_statistics(x: Completions, found: Credit, reference: Credit, scal
     return torch.stack([columns[name] for name in STATISTICS], dim=1)
 
 
-def completion_advantages(statistics: torch.Tensor) -> torch.Tensor:
-    """`(B, len(STATISTICS))` -> `(B,)` the mean advantage of each completion's generated tokens."""
-    columns = dict(zip(STATISTICS, statistics.unbind(dim=1), strict=True))
-    return columns["advantage"] / columns["tokens"].clamp(min=1)
-
-
 def summarize(statistics: torch.Tensor, num_generations: int) -> dict[str, float]:
     """
     Args:

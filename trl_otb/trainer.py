@@ -11,7 +11,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from .baselines import Baseline, Completions, Credit, credit, find_baseline
 from .config import OTBGRPOConfig, check_options
-from .metrics import completion_advantages, completion_statistics, summarize
+from .metrics import STATISTICS, completion_statistics, summarize
 from .noise import GradientNoiseCallback
 from .rollout import Rollout, Rollouts, prompt_keys
 from .seam.contract import check_config, check_loss, check_trl, incompatible_trl, overriders, trl_utils
@@ -111,11 +111,13 @@ class OTBGRPOTrainer(KeepsBaseline, CollectiveToolLoop, TokenLoss):
         mode = "train" if self.model.training else "eval"  # which a reward function may change
         rollout, completions, batch = self.collect(inputs)
         rule, several = self._baseline, self.accelerator.num_processes > 1
+        spanning = len(rollout) % rollout.num_generations > 0  # groups span processes
 
         def credited(by: Baseline) -> Credit:
-            if several and (by.scope == "batch" or not rollout.holds_groups):
+            if several and (by.scope == "batch" or spanning):
                 everyone = lambda own, tokens: own.gathered(self.accelerator.gather, tokens)  # noqa: E731
-                return credit(by, completions, everyone, rollout.own_rows)
+                own_rows = slice(rollout.first_row, rollout.first_row + len(rollout))
+                return credit(by, completions, everyone, own_rows)
             return credit(by, completions)
 
         found, of_mean = credited(rule), credited(find_baseline("group_mean"))
@@ -141,7 +143,8 @@ class OTBGRPOTrainer(KeepsBaseline, CollectiveToolLoop, TokenLoss):
         logged = self._logs["advantages"]  # the completions table, to which GRPOTrainer has added its own
         for _ in range(min(len(statistics), len(logged))):
             logged.pop()
-        logged.extend(completion_advantages(statistics).tolist())
+        of_completion = dict(zip(STATISTICS, statistics.unbind(dim=1), strict=True))
+        logged.extend((of_completion["advantage"] / of_completion["tokens"].clamp(min=1)).tolist())
         self.rollouts[mode] = rollout
         return batch
 

@@ -6,7 +6,7 @@ from torch.overrides import TorchFunctionMode
 
 from tests.helpers.oracles import ALIGNED, RULES, Rollouts
 from trl_otb.baselines import credit, find_baseline
-from trl_otb.metrics import completion_advantages, completion_statistics, summarize
+from trl_otb.metrics import completion_statistics, summarize
 from trl_otb.rewards import RewardRecorder, TokenRewards
 from trl_otb.rollout import Rollout
 from trl_otb.seam.sampled import TokenValues
@@ -87,7 +87,7 @@ def test_a_rollout_from_energies_to_metrics(x, baseline, dense):
     found, of_mean = credit(rule, own), credit(find_baseline("group_mean"), own)
     rollout.keep(rule, found, of_mean)
     statistics = completion_statistics(own, found, of_mean, rollout.scale)
-    assert rollout.advantages.is_meta and statistics.is_meta and completion_advantages(statistics).is_meta
+    assert rollout.advantages.is_meta and statistics.is_meta
     assert "grad_power" in summarize(statistics, x.n)
     if baseline == "value":
         assert {"value/explained", "value/weight", "value/restarted"} == {

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trl_otb.baselines import Credit, squeeze
-from trl_otb.metrics import STATISTICS, completion_advantages, completion_statistics, summarize
+from trl_otb.metrics import STATISTICS, completion_statistics, summarize
 
 
 def rows(energy):
@@ -23,7 +23,6 @@ def test_metrics_by_hand():
         "tokens": 2, "energy": 1.5, "advantage": -0.5, "abs_advantage": 1.5, "baseline": 4.0,
         "power": 0.25 + 0.5, "power_reference": 0.25 * 1.5,
     }  # fmt: skip
-    assert completion_advantages(statistics).tolist() == [-0.25, 1.0]
     assert summarize(statistics, 2) == pytest.approx(
         {
             "energy/token_mean": 5.5 / 5,

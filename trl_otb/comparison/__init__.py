@@ -112,7 +112,7 @@ def compare_baselines(
     )
     measured: list[dict[Any, Any]] = []
     with bar, at_rest(trainer, needs):
-        companions = [] if alone else _learn(trainer, rules, others or examples, batch, min(sizes), max(sizes), seed)
+        companions = [] if alone else _learn(trainer, rules, others or examples, batch, sizes, seed)
         for first in range(0, num_prompts, processes):
             index = min(first + rank, num_prompts - 1)  # spare processes repeat the last one
             name, example = examples[index]
@@ -149,18 +149,19 @@ def _learn(
     rules: dict[str, Baseline],
     examples: list[Example],
     prompts_per_batch: int,
-    smallest: int,
-    largest: int,
+    sizes: list[int],
     seed: int,
 ) -> list[dict[str, Completions]]:
     """Let baselines that have not learned yet learn from sampled batches, which others are compared with."""
     own = trainer.trained_baseline
     fresh = [rule for rule in rules.values() if rule.learns and not (own and own.name == rule.name)]
     some, n, companions = cycle(examples), trainer.num_generations, []
-    many = BATCHES if fresh else min(max(COMPANIONS, n // smallest), BATCHES)  # a smaller N has more prompts beside it
+    many = (
+        BATCHES if fresh else min(max(COMPANIONS, n // min(sizes)), BATCHES)
+    )  # a smaller N has more prompts beside it
     for batch in range(many):
         of_batch = list(islice(some, min(prompts_per_batch, len(examples))))
-        size = max(n, largest) if batch < COMPANIONS else n
+        size = max(n, *sizes) if batch < COMPANIONS else n
         pools = [pool for pool, _ in sample(trainer, [row for _, row in of_batch], size, seed + 7919 * (batch + 1))]
         prompt = torch.arange(len(pools)).repeat_interleave(n)
         whole = replace(joined([pool.rows(slice(0, n), n) for pool in pools]), prompt=prompt)

@@ -52,7 +52,7 @@ class Moments:
 
         Returns:
             `dict`: `signal`, ‖g‖², at least 0; `noise` of ĝ scaled to the length of g; `missed`, noise plus the effect
-            of bias, so that the efficiency is signal / (signal + missed); `efficiency`, `noise_to_signal`, `cosine`
+            of bias, so that the efficiency is signal / (signal + missed); `efficiency`, `cosine`
             and `length`, ‖Eĝ‖ / ‖g‖; `variance` of one prompt's ĝ, differences between prompts included, if the scale
             is known; each `counts.shape[:-1]`. NaN if the estimate of a square is not positive; `noise` and `missed`
             are never NaN for estimators of known scale.
@@ -80,7 +80,7 @@ class Moments:
         if self.scale is not None:
             variance = counts @ self.square / prompts / self.scale**2 - between(self.truth)
             noise = missed = of_size @ (self.square / self.scale**2 - self.truth.diagonal())
-            noise_to_signal, efficiency = noise / truth, truth / (truth + noise)
+            efficiency = truth / (truth + noise)
             known, always = truth > 0, torch.ones_like(truth, dtype=torch.bool)
 
         def where(condition: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -91,7 +91,6 @@ class Moments:
             "noise": where(always, noise),
             "missed": where(always, missed),
             "efficiency": where(known, efficiency),
-            "noise_to_signal": where(known, noise_to_signal),
             "cosine": where(resolved, with_truth / (signal * truth).sqrt()),
             "length": where((signal > 0) & (truth > 0), (signal / truth).sqrt()),
             "variance": variance,
@@ -127,13 +126,14 @@ class Estimate:
         """Whether the value, or an end of its interval, is lost in noise."""
         return math.isnan(self.value) or (self.low == -math.inf and self.high == math.inf)
 
-    def text(self, digits: int = 2, factor: float = 1.0) -> str:
-        """`"0.81 (0.77–0.85)"`; `?` for numbers lost in noise."""
+    def __str__(self) -> str:
+        """In per cent, `"81 (77–85)"`."""
+        return f"{percent(self.value)} ({percent(self.low)}–{percent(self.high)})"
 
-        def number(x: float) -> str:
-            return f"{round(factor * x, digits) + 0.0:.{digits}f}" if math.isfinite(x) else "?"  # no -0
 
-        return f"{number(self.value)} ({number(self.low)}–{number(self.high)})"
+def percent(share: float) -> str:
+    """`?` if it is lost in noise."""
+    return str(round(100 * share)) if math.isfinite(share) else "?"
 
 
 @dataclass

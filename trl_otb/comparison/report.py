@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..rollout.text import new_figure
-from .efficiency import Comparison, Estimate, compare, control, moments_of
+from .efficiency import Comparison, Estimate, compare, control, moments_of, percent
 
 
 FEW = 30  # prompts below which the bootstrap's intervals are too narrow
@@ -98,8 +98,8 @@ class BaselineReport:
         if best is None:
             return f"Keep {self.control}.\n{self._why_none(known)}"
         worth = best.more_prompts
-        interval = f"{_percent(worth.low)}–{_percent(worth.high)}"
-        instruction = f"Set baseline={best.name!r}: worth {_percent(worth.value)} % more prompts (95 %: {interval})."
+        interval = f"{percent(worth.low)}–{percent(worth.high)}"
+        instruction = f"Set baseline={best.name!r}: worth {percent(worth.value)} % more prompts (95 %: {interval})."
         return f"{instruction}\n{self._caveats(rows, known, best)}"
 
     def _why_none(self, known: list[Comparison]) -> str:
@@ -107,7 +107,7 @@ class BaselineReport:
             return "No baseline can be compared: the signal is lost in noise. Measure more prompts or completions."
         first = next((row for row in known if row.name != "none"), known[0])
         gain = first.more_prompts
-        interval = f"{_percent(gain.value)} % ({_percent(gain.low)} to {_percent(gain.high)})"
+        interval = f"{percent(gain.value)} % ({percent(gain.low)} to {percent(gain.high)})"
         settled = gain.value <= 0 or gain.high < CLOSE
         return (
             f"No baseline is significantly better: baseline={first.name!r} is worth {interval} more prompts. Measuring "
@@ -129,7 +129,7 @@ class BaselineReport:
         for row in known[: known.index(best)]:
             caution = {True: "that is not significant", None: "it may be biased", False: "it is biased"}[row.unbiased]
             caution = "it gets worse as successes become common" if row.name == "none" else caution
-            caveats.append(f"baseline={row.name!r} measures {_percent(row.more_prompts.value)} %, but {caution}")
+            caveats.append(f"baseline={row.name!r} measures {percent(row.more_prompts.value)} %, but {caution}")
         if lost := len(rows) - len(known):
             caveats.append(f"{lost} of {len(rows)} baselines cannot be compared, as the signal is lost in noise")
         if self.num_prompts < FEW:
@@ -158,7 +158,7 @@ class BaselineReport:
         else:
             return ""
         lines = [f"{name}, {completions} completions per step  more completions, % (95 %)"]
-        lines += [f"N = {n:<4} {completions // n:>5} prompts  {of.text(0, factor=100)}" for n, of in known.items()]
+        lines += [f"N = {n:<4} {completions // n:>5} prompts  {of}" for n, of in known.items()]
         n, most = max(known.items(), key=lambda item: item[1].value)
         if most.low > max(known[self.group_size].high, 0.0):
             lines.append(f"Spend them on more prompts: baseline={name!r}, num_generations={n}.")
@@ -219,8 +219,7 @@ class BaselineReport:
         lines = [self.verdict, "", f"{'N = ' + str(self.group_size):<{width}}  more prompts, % (95 %)"]
         for row in rows:
             if not row.more_prompts.lost:
-                text = row.more_prompts.text(0, factor=100) if row.name != self.control else "0"
-                lines.append(f"{row.name:<{width}}  {text}")
+                lines.append(f"{row.name:<{width}}  {row.more_prompts if row.name != self.control else 0}")
         if lost := [row.name for row in rows if row.more_prompts.lost]:
             lines.append(f"lost in noise: {', '.join(lost)}")
         return "\n".join([*lines, *["", self.spending] * bool(self.spending), "", self.summary])
@@ -242,7 +241,3 @@ def _draw(axis: Any, place: int, gain: Estimate, is_control: bool) -> None:
     axis.plot(*at, "o", color=color)
     text = f"{100 * gain.value:+.0f}"
     axis.annotate(text, at, xytext=(0, 6), textcoords="offset points", ha="center", fontsize=8)
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f}" if math.isfinite(share) else "?"

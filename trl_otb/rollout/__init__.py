@@ -61,16 +61,6 @@ class Rollout:
     baselines: Tensor | None = field(default=None, init=False)
     group_mean_advantages: Tensor | None = field(default=None, init=False)
 
-    @property
-    def own_rows(self) -> slice:
-        """The place of these rows among those of all processes."""
-        return slice(self.first_row, self.first_row + len(self))
-
-    @property
-    def holds_groups(self) -> bool:
-        """Whether no group spans processes."""
-        return len(self) % self.num_generations == 0
-
     def completions(self, values: Any, ratio: Tensor | None, prompt_key: Tensor | None) -> Completions:
         """
         The argument of a baseline, from [`~trl_otb.seam.sampled.TokenValues`], if there are, and importance ratios ρ,
