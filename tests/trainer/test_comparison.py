@@ -361,22 +361,6 @@ def test_training_after_it_equals_training_without_it(train, kind, when):
     assert kind != "noise metered" or logged(trainer, "noise/scale")
 
 
-def test_logits_are_never_materialised(train, monkeypatch):
-    """But those of the last position, from which `generate` samples."""
-    trainer, scored = train(train=False), []
-    head, original = trainer.model.get_output_embeddings(), trainer._get_per_token_logps_and_entropies
-
-    def watched(*args, **kwargs):
-        scored.append(head.register_forward_hook(lambda *_: pytest.fail("the LM head was called for logits")))
-        result = original(*args, **kwargs)
-        scored[-1].remove()
-        return result
-
-    monkeypatch.setattr(trainer, "_get_per_token_logps_and_entropies", watched)
-    compare_baselines(trainer, **SMALL)
-    assert len(scored) == 3 * 16
-
-
 @pytest.mark.parametrize("layout", tiny_vision.LAYOUTS)
 def test_pictures(train, tmp_path, layout):
     """Each completion's gradient sees its own prompt's pictures: with others it is another one."""

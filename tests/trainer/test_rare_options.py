@@ -96,24 +96,6 @@ def test_energies_under_continuous_batching(train, model_path, source):
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_energies_beside_a_moving_reference(train, model_path, source):
-    """The policy's energies, and not those of a reference that comes ever closer to it."""
-    trainer, snapshots = second_rollout(train, model_path, source, **SYNC_REF_MODEL)
-    rollout = assert_energies_are_those_of_the_last_weights(trainer, snapshots, model_path)
-    reference = energies_by_softmax(trainer.ref_model, vars(rollout))
-    assert (reference - rollout.energy).abs().max() > 0.01
-    initial = AutoModelForCausalLM.from_pretrained(model_path).state_dict()
-    moved = {name for name, p in trainer.ref_model.named_parameters() if not torch.equal(p, initial[name])}
-    assert moved, "the reference stood still"
-
-
-def test_a_batch_size_to_be_found_is_refused_as_by_grpo_trainer():
-    for config in (GRPOConfig, OTBGRPOConfig):
-        with pytest.raises(ValueError, match="auto_find_batch_size is not supported by GRPO"):
-            config(**tiny.SETTINGS, auto_find_batch_size=True)
-
-
-@pytest.mark.parametrize("source", SOURCES)
 def test_energies_of_compiled_models(train, model_path, fresh_compiler, source):
     """Not lost in the compiled forward, which was traced with and without them, nor left over from another one."""
     trainer, snapshots = second_rollout(train, model_path, source, **COMPILE)
