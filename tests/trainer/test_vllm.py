@@ -118,10 +118,12 @@ def test_the_check_against_vllm_runs_and_shows_what_it_promises(server, model_pa
 
 def test_the_commands_that_it_names_are_its_own():
     commands = re.findall(r"python -m (\S+) (\w+)", vllm_on_cpu.__doc__)
-    assert commands == [(vllm_on_cpu.__name__, verb) for verb in ("prepare", "serve", "train")]
+    assert commands == [(vllm_on_cpu.__name__, verb) for verb in ("prepare", "serve", "train", "train_async")]
     command = [sys.executable, "-m", vllm_on_cpu.__name__, "help"]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr.endswith("vllm_on_cpu.py: error: say prepare, serve or train.\n")
+    assert done.returncode == 1 and done.stderr.endswith(
+        "vllm_on_cpu.py: error: say prepare, serve, train or train_async.\n"
+    )
 
 
 def test_what_takes_the_clients_place_takes_its_arguments():
