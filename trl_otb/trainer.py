@@ -91,6 +91,11 @@ class OTBGRPOTrainer(KeepsBaseline, CollectiveToolLoop, TokenLoss):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """[`~trl.GRPOTrainer`]'s `train`; raises a `ValueError` if the dataset is too small for a single step."""
+        if (now := check_options(self.args)).name != self._baseline.name:
+            raise ValueError(
+                f"`args.baseline` was set to {now.name!r} after the trainer was made with {self._baseline.name!r}, "
+                "which it keeps. Make a new trainer."
+            )
         before = self.rollouts.get("train")
         with GradientNoiseCallback.set_in(self, trainer=self):
             result = super().train(*args, **kwargs)

@@ -151,3 +151,10 @@ def test_that_advantages_are_not_scaled_is_said_once_to_those_who_have_not_asked
         assert OTBGRPOConfig(**ON_CPU).scale_rewards == OTBGRPOConfig(**ON_CPU, scale_rewards=None).scale_rewards
     (said,) = [r for r in caplog.records if "not scaled" in r.getMessage()]
     assert said.levelname == "WARNING" and "default is `scale_rewards='none'`" in said.getMessage()
+
+
+def test_a_trainer_keeps_its_baseline_and_says_so(train):
+    trainer = train(train=False)
+    trainer.args.baseline = "ogb"
+    with pytest.raises(ValueError, match="`args.baseline` was set to 'ogb' after the trainer was made with 'otb'"):
+        trainer.train()

@@ -2,6 +2,7 @@
 
 import difflib
 import importlib
+import inspect
 import io
 import os
 import sys
@@ -203,16 +204,26 @@ def _imported(path: str) -> Any:
 
 
 def _check_rule(name: str, rule: Any, shared: bool = True) -> None:
-    """Raise a `TypeError` unless `rule` is a function or a class that can learn, by several trainers if `shared`."""
-    problem = None
+    """Raise a `TypeError` unless `rule` can be called as it will be, and by several trainers."""
+    problem, arguments = None, list[Any]()
     if not callable(rule):
         problem = "it must be a function"
     elif isinstance(rule, type):
         lacking = [m for m in ("__call__", *MEMORY) if not any(m in vars(parent) for parent in rule.__mro__)]
         if lacking:
             problem = f"a baseline that learns lacks `{'`, `'.join(lacking)}`, see `trl_otb.register_baseline`"
-    elif shared and hasattr(rule, "update"):
-        problem = "all trainers would share what this instance learns. Give the class"
+    else:
+        arguments = [None]
+        if shared and hasattr(rule, "update"):
+            problem = "all trainers would share what this instance learns. Give the class"
+    try:
+        if problem is None:
+            inspect.signature(rule).bind(*arguments)
+    except TypeError:
+        given = "the completions" if arguments else "nothing"
+        problem = f"it takes {inspect.signature(rule)}, and is called with {given}"
+    except ValueError:
+        pass  # a signature that cannot be read
     if problem is not None:
         kind = "class" if isinstance(rule, type) else type(rule).__name__
         raise TypeError(f"The baseline {name!r} is a {kind}: {problem}.")
