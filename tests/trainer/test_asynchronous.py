@@ -366,6 +366,16 @@ def test_trls_own_worker_and_those_derived_from_it_stamp_in_their_child_process(
     assert [sample.metrics["otb/others"] for sample in samples] == [2.0, 0.5] and isinstance(made, Loop)
 
 
+def test_a_worker_whose_child_has_died_stops():
+    """TRL's own would set an event that the child had waited for, and wait for it to wake."""
+    worker = object.__new__(trl_worker.AsyncRolloutWorker)
+    stamp_groups(worker)
+    worker._process = SimpleNamespace(join=lambda timeout: None, is_alive=lambda: False)
+    worker._failed_event, worker._stop_event_mp = SimpleNamespace(is_set=lambda: True), None
+    worker.stop()
+    assert worker._process is None
+
+
 def test_stamps_that_trls_worker_leaves_say_the_same():
     rewards = [0.25, 1.0, 0.5, 0.125]
     mean = sum(rewards) / 4

@@ -1,6 +1,8 @@
 """What is relied on of TRL's AsyncGRPOTrainer: its samples' stamps, its collator, and the loop of its worker."""
 
 import functools
+import multiprocessing
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -53,6 +55,8 @@ def stamping(loop: Any) -> Any:
 
 
 def stamping_loop(kind: type, **options: Any) -> Any:
+    if multiprocessing.parent_process() is not None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the child, too, which the trainer stops
     return stamping(kind(**options))
 
 
@@ -99,6 +103,17 @@ def stamp_groups(worker: Any) -> None:
     if isinstance(worker, trl_worker.AsyncRolloutWorker):
         kind = type(worker)._loop_cls
         worker._loop_cls = functools.partial(stamping_loop, kind)  # made in the child process
+        worker.stop = functools.partial(stop_living, worker)
+
+
+def stop_living(worker: Any) -> None:
+    """TRL's `stop`, which never returns if the child has died: the event that it sets waits for who waited for it."""
+    child = worker._process
+    if child is not None and worker._failed_event.is_set():
+        child.join(timeout=10)
+    if child is not None and not child.is_alive():
+        worker._process = None
+    type(worker).stop(worker)
 
 
 class VersionedBuffer:
