@@ -16,9 +16,10 @@ gradient, TRL's own, and energies came from it; sampling and training log-probs 
 every update. With TRL's default `--lora_dropout 0.05` they parted by up to 0.017, since only the training forward
 drops anything.
 
-Seen of `train_async` on the same cores, shared with other work, on 2026-11-25: 5 steps, up to four versions behind, in
-8 min 1 s. The approximate KL of sampling and training was 2e-9 where both had the same weights, also after a run with
-trained ones was resumed, and rose with staleness to 7e-4; every sample came with the stamps of its group.
+Seen of `train_async` on the same cores, shared with other work, on 2026-11-25: 5 steps in 8 min 1 s, up to four
+versions behind, as its queue was not kept short yet. The approximate KL of sampling and training was 2e-9 to 3e-9 where
+both had the same weights, also after a run with trained ones was resumed, and rose with staleness to 7e-4; every sample
+came with the stamps of its group.
 
 TRL sends new weights to the server over NCCL, which needs GPUs. Here the served checkpoint is rewritten instead and
 the server asked to read it again; everything else is what a GPU run does.
