@@ -8,8 +8,9 @@ Baselines per token for TRL's GRPOTrainer.
     trainer.rollouts["train"].show(prompt=0)               # the last batch, token by token
     trl_otb.compare_baselines(trainer)                     # which baseline suits this run
 
-Also: `register_baseline` for your own baselines, `GradientNoiseCallback` to log the noise of the gradient,
-`TokenRewards` for rewards per token, and the pure torch functions in `trl_otb.energy` and `trl_otb.baselines`.
+Also: `AsyncOTBGRPOTrainer` for asynchronous training, `register_baseline` for your own baselines,
+`GradientNoiseCallback` to log the noise of the gradient, `TokenRewards` for rewards per token, and the pure torch
+functions in `trl_otb.energy` and `trl_otb.baselines`.
 """
 
 from importlib import import_module
