@@ -71,6 +71,7 @@ TASKS = {
         }.items()
         for steps in (0, 4)
     },
+    "calculator_async_4_low": Schedule({4: 80}, (4e-4,), problems="calculator", staleness=4),
     "copy": Schedule({4: 20}, (3e-4,), held_out_samples=1, prompts=4),
     **dict.fromkeys(language.REASONING, Schedule({4: 30}, (3e-4,), held_out_samples=2, prompts=4)),
 }
