@@ -341,6 +341,14 @@ def test_rewards_of_turns_are_refused(train_async, kind):
         asyncio.run(loop._score_group(group))
 
 
+def test_an_infinite_reward_is_refused(train_async):
+    def infinite(completion_ids, **columns):
+        return [math.inf, *[1.0] * (len(completion_ids) - 1)]
+
+    with pytest.raises(ValueError, match="'infinite' returned inf for completion 0: make it finite"):
+        train_async(reward=infinite)
+
+
 class Loop:
     """Stands for TRL's loop in the child process."""
 

@@ -1,6 +1,7 @@
 """What is relied on of TRL's AsyncGRPOTrainer: its samples' stamps, its collator, and the loop of its worker."""
 
 import functools
+import math
 import multiprocessing
 import signal
 from collections.abc import Callable
@@ -61,13 +62,15 @@ def stamping_loop(kind: type, **options: Any) -> Any:
 
 
 def one_number_each(name: str, rewards: Any) -> Any:
-    """A `ValueError` if there are rewards of turns or tokens, which have no place."""
+    """A `ValueError` if there are rewards of turns or tokens, which have no place, or infinite ones."""
     for row, reward in enumerate(rewards):
         if isinstance(reward, list | tuple):
             raise ValueError(
                 f"The reward function {name!r} returned {len(reward)} rewards for completion {row}: "
                 "AsyncGRPOTrainer has one per completion. Return their sum, or train with OTBGRPOTrainer."
             )
+        if reward is not None and math.isinf(reward):
+            raise ValueError(f"The reward function {name!r} returned {reward} for completion {row}: make it finite.")
     return rewards
 
 
