@@ -74,6 +74,7 @@ def held_out_accuracy(folder: str, problems: Dataset, args: AsyncOTBGRPOConfig) 
         texts = tokenizer.apply_chat_template(some["prompt"], add_generation_prompt=True, tokenize=False)
         asked = tokenizer(texts, padding=True, add_special_tokens=False, return_tensors="pt").to(args.device)
         sampling = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
+        sampling |= {"min_p": args.min_p, "repetition_penalty": args.repetition_penalty}
         ids = model.generate(
             **asked, do_sample=True, num_return_sequences=SAMPLES, max_new_tokens=args.max_completion_length, **sampling
         )

@@ -129,6 +129,8 @@ class LocalLoop(trl_worker._AsyncRolloutLoop):
                 temperature=self.temperature,
                 top_p=self.top_p,
                 top_k=self.top_k,
+                min_p=self.min_p,
+                repetition_penalty=self.repetition_penalty,
                 eos_token_id=self.eos_token_ids,
                 pad_token_id=self.tokenizer.pad_token_id,
                 output_scores=True,
@@ -148,7 +150,7 @@ class LocalWorker:
 
     Args:
         model: Folder or id of the policy.
-        args: The trainer's.
+        args: The trainer's. Without a `token_budget` it becomes 0: micro-batches of a fixed number of completions.
         dataset: Prompts as conversations, and what rewards read. Groups take rows in order.
         reward_funcs, tools: As for the trainer.
         processing_class: The tokenizer.
@@ -166,6 +168,8 @@ class LocalWorker:
         tools: list[Callable] | None = None,
         steps_ahead: int = 0,
     ) -> None:
+        if args.token_budget is None:
+            args.token_budget = 0  # there is no server to ask for one
         dtype = (args.model_init_kwargs or {}).get("dtype", args.dtype)  # as the trainer's
         policy = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval()
         ends = policy.generation_config.eos_token_id
@@ -185,6 +189,8 @@ class LocalWorker:
             temperature=args.temperature,
             top_p=args.top_p,
             top_k=args.top_k,
+            min_p=args.min_p,
+            repetition_penalty=args.repetition_penalty,
             max_tool_calling_iterations=args.max_tool_calling_iterations,
             fork_threshold_tokens=args.fork_threshold_tokens,
             chat_template_kwargs=args.chat_template_kwargs,

@@ -1,6 +1,5 @@
 """Baselines per token in TRL's AsyncGRPOTrainer, from the training forward alone."""
 
-import inspect
 import math
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
@@ -30,7 +29,7 @@ from .state import KeepsBaseline
 logger = get_logger(__name__)
 
 BASELINES = ("value", "rloo", "group_mean", "none")  # those that do not need whole groups at once
-METRICS = ("energy/token_mean", "baseline/mean", "advantage/abs_mean", "grad_power_ratio")  # as OTBGRPOTrainer's
+METRICS = ("baseline/mean", "advantage/abs_mean", "grad_power_ratio")  # as OTBGRPOTrainer's
 
 
 @dataclass
@@ -59,11 +58,15 @@ class AsyncOTBGRPOConfig(AsyncGRPOConfig):
         super().__post_init__()
         check_async_options(self)
         if by_default:
-            logger.warning_once(
-                "Advantages are not scaled: AsyncOTBGRPOConfig's default is `scale_rewards='none'`, where TRL's "
-                "AsyncGRPOTrainer always divides by the group's standard deviation, so that its learning rates do not "
-                "carry over. Set `scale_rewards` to silence this."
-            )
+            warn_of_scale()
+
+
+def warn_of_scale() -> None:
+    logger.warning_once(
+        "Advantages are not scaled: AsyncOTBGRPOConfig's default is `scale_rewards='none'`, where TRL's "
+        "AsyncGRPOTrainer always divides by the group's standard deviation, so that its learning rates do not carry "
+        "over. Set `scale_rewards` to silence this."
+    )
 
 
 def check_async_options(args: AsyncGRPOConfig) -> Baseline:
@@ -134,7 +137,8 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
     completion was scored, from the mean return of earlier steps. What it learns with is weighted by ρ² w, ρ the ratio
     of the trained policy to the one that sampled; what it predicts with does not depend on ρ. It learns from a group
     once the last of its samples has been trained on or dropped as stale, so that no return of a sample still to come
-    is in θ. Advantages are unbiased up to TRL's clipping, as leave-one-out means are.
+    is in θ; a worker must give the samples of a group one after another, as TRL's does. Advantages are unbiased up to
+    TRL's clipping, as leave-one-out means are.
 
     Args:
         model, reward_funcs, train_dataset, ...: As for TRL's trainer.
@@ -150,9 +154,12 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
         check_async_trl()
         if args is None:
             args = AsyncOTBGRPOConfig(f"{model.rstrip('/').split('/')[-1]}-AsyncOTB")
+        if not isinstance(args, AsyncGRPOConfig):
+            raise TypeError(f"`args` is a {type(args).__name__}: AsyncOTBGRPOTrainer takes an AsyncOTBGRPOConfig.")
+        if not hasattr(args, "scale_rewards"):
+            warn_of_scale()
         self._baseline = check_async_options(args).instance()
-        names = list(inspect.signature(AsyncGRPOTrainer.__init__).parameters)[4:]
-        super().__init__(model, reward_funcs, args=args, **dict(zip(names, other, strict=False)), **kwargs)
+        super().__init__(model, reward_funcs, args, *other, **kwargs)
         self.scale_rewards = getattr(args, "scale_rewards", "none")
         self.recorder = PolicyRecorder(self.policy, self.temperature, False)
         self._to_learn: list[Sample] = []
@@ -169,33 +176,38 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
         return self._baseline.name == "group_mean" and self.scale_rewards == "group"
 
     def get_train_dataloader(self) -> Any:
-        loader = super().get_train_dataloader()
+        self._to_learn, self._to_come = [], {}  # of a training that was interrupted
+        self._sums.clear()
+        loader: Any = super().get_train_dataloader()
         if self._rollout_dataset is not None:  # on the main process
             self._rollout_dataset.queue = VersionedBuffer(self._rollout_dataset.queue)
-        loader.base_dataloader.collate_fn = carried_with(loader.base_dataloader.collate_fn, self.args.num_generations)
+        collate = loader.base_dataloader.collate_fn
+        loader.base_dataloader.collate_fn = carried_with(collate, self.args.num_generations, self.is_trls)
         return loader
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         inputs = dict(inputs)
-        carried, groups = inputs.pop("otb_samples")[0], inputs.pop("otb_groups")[0]
-        self._to_come.update(groups.tolist())
+        carried, groups = inputs.pop("otb_samples")[0].view(torch.float64), inputs.pop("otb_groups")[0]
         self._version = self.model_version
         versions = carried[:, -1][: int(inputs["segment_id"].max()) + 1]  # padded, if other processes have more
         self._add(version=versions, samples=torch.ones_like(versions))
         if self.is_trls:
             return super().compute_loss(model, inputs, *args, **kwargs)
+        self._to_come.update(groups.tolist())
         selected = inputs["token_index"] >= 0
         index, sample_of = inputs["token_index"][selected], inputs["segment_id"][selected]
         old_logps, advantages = inputs["old_log_probs"][selected], Filled(len(index), carried.device)
 
         def forward(**packed: Any) -> Any:
-            with self.recorder.reading("states" in self._baseline.needs) as states:
+            with_states = "states" in self._baseline.needs
+            with self.recorder.reading(with_states) as states:
                 outputs = model(**packed)
             with torch.no_grad(), torch.autocast(carried.device.type, enabled=False):
                 logps = outputs.log_probs.detach().float().flatten()[index]
                 energy = token_energy(logps, outputs.log_sum_sq_probs.flatten()[index])
                 ratio = torch.exp(logps - old_logps)
-                of_tokens = logps, energy, ratio.square() * energy, states[0][0][index] if states else energy[:, None]
+                read = self.recorder.checked(states, 1)[0][0][index] if with_states else energy[:, None]
+                of_tokens = logps, energy, ratio.square() * energy, read
                 advantages.values.copy_(self._advantages(carried, sample_of, of_tokens))
                 self._add(terms=torch.ones_like(ratio), ratio=ratio, square=ratio.square())
             return outputs
@@ -217,7 +229,7 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
         found, plain = (Credit((own.returns - b) * own.mask, b, first) for b in (second, first))
         scale = torch.ones_like(first)
         if self.scale_rewards == "group":
-            kept = torch.tensor(sizes, device=std.device)[: len(std)] > 0
+            kept = torch.tensor(sizes, device=std.device) > 0
             scale = (std[kept].float() + 1e-8).unsqueeze(1).nan_to_num(nan=1.0)
         self._to_learn += samples
         self._add(**dict(zip(STATISTICS, completion_statistics(own, found, plain, scale).unbind(dim=1), strict=True)))
@@ -236,7 +248,7 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
         if not self.is_trls:
             row = torch.tensor([[of[name] for name in STATISTICS]])
             metrics |= {name: summarize(row, 1)[name] for name in METRICS}
-            metrics["effective_sample_share"] = of["ratio"] ** 2 / (of["terms"] * of["square"])
+            metrics["effective_sample_share"] = of["ratio"] ** 2 / max(of["terms"] * of["square"], 1e-300)
             metrics |= self._learn()
         for name, value in metrics.items():
             if not math.isnan(value):

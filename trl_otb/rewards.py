@@ -74,7 +74,7 @@ class RewardRecorder:
 
     def _sums(self, index: int, rewards: Any) -> list[Any]:
         name = self._names[index]
-        if isinstance(rewards, TokenRewards) or not hasattr(rewards, "__iter__"):
+        if isinstance(rewards, TokenRewards) or not hasattr(rewards, "__iter__") or getattr(rewards, "ndim", 1) == 0:
             raise ValueError(
                 f"The reward function '{name}' returned {_shown(rewards)}: it must return a list with one reward per "
                 "completion."

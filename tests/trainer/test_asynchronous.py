@@ -15,7 +15,7 @@ from trl.experimental.async_grpo import async_rollout_worker as trl_worker
 from recipes.local_rollouts import LocalWorker, on_cpu
 from tests.helpers import tiny
 from tests.helpers.settings import LORA, assert_same_weights, logged
-from trl_otb import AsyncOTBGRPOConfig, AsyncOTBGRPOTrainer, GradientNoiseCallback
+from trl_otb import AsyncOTBGRPOConfig, AsyncOTBGRPOTrainer, GradientNoiseCallback, OTBGRPOConfig, OTBGRPOTrainer
 from trl_otb.energy import token_energy
 from trl_otb.seam.asynchronous import carried_of, stamp_groups, stamped
 
@@ -192,6 +192,10 @@ def test_what_is_read_is_what_plain_forwards_of_each_sample_say(train_async, mod
         assert read.base.item() == pytest.approx(others, abs=1e-6) and read.group.item() == sample.group_id
 
 
+def each_token(trainer):
+    return [sample for sample in trainer.samples for _ in sample.logps]
+
+
 def test_advantages_are_returns_less_the_others_mean_or_what_value_says(train_async):
     plain = train_async(Watched, baseline="rloo", learning_rate=0.0, max_steps=4)
     scaled = train_async(Watched, baseline="rloo", scale_rewards="group", learning_rate=0.0, max_steps=4)
@@ -200,6 +204,10 @@ def test_advantages_are_returns_less_the_others_mean_or_what_value_says(train_as
     for one, two, three in zip(plain.advantages, scaled.advantages, trls.advantages, strict=True):
         torch.testing.assert_close(one, 4 / 3 * three, atol=1e-6, rtol=0)
         assert ((two / one)[one.abs() > 0.01] > 1).all()
+    taken = {(s.group_id, round(s.metrics["reward"], 5)): s.metrics["reward_std"] for s in scaled.rollout_worker.taken}
+    for one, two, sample in zip(*(torch.cat(x.advantages) for x in (plain, scaled)), each_token(scaled), strict=True):
+        std = taken[int(sample.group), round(float(sample.returns), 5)]
+        assert two.item() == pytest.approx(one.item() / (std + 1e-8), rel=1e-4, abs=1e-6)
     assert torch.equal(value.advantages[0], plain.advantages[0])  # nothing is predicted yet
     assert (value.advantages[-1] - plain.advantages[-1]).abs().max() > 0.01
 
@@ -281,7 +289,6 @@ def test_staleness_is_that_of_the_weights_that_are_trained(train_async, micro_ba
     """TRL counts when it takes a sample, and it takes a micro-batch ahead of the step before."""
     options = {"per_device_train_batch_size": 16 // micro_batches, "gradient_accumulation_steps": micro_batches}
     trainer = train_async(baseline="rloo", **options)
-    trainer.rollout_worker.groups_at_once = 1
     assert logged(trainer, "sample/staleness_mean") == [0, 0, 0]
     assert logged(trainer, "otb/staleness") == expected
     assert logged(train_async(baseline="group_mean", scale_rewards="group", lag=4, max_staleness=4), "otb/staleness")
@@ -320,6 +327,50 @@ def test_stamps_of_unscored_and_forked_conversations_by_hand():
     assert {sample.metrics["otb/rows"] for sample in found} == {5.0} and found[0].metrics["otb/mean"] == 4.0
     (alone,) = samples_of((1.0, 1))
     assert math.isnan(alone.metrics["otb/others"])
+
+
+def test_what_samples_carry_is_no_floating_point_tensor_that_deepspeed_would_round(train_async):
+    trainer = train_async(train=False)
+    batch = next(iter(trainer.get_train_dataloader()))
+    assert batch["otb_samples"].dtype == batch["otb_groups"].dtype == torch.int64
+    carried = batch["otb_samples"][0].view(torch.float64)
+    taken = {(s.group_id, s.metrics["reward"], 0.0) for s in trainer.rollout_worker.taken}
+    assert {(int(row[4]), row[0].item(), row[5].item()) for row in carried} <= taken and len(carried) == 16
+
+
+def one_of_four(completion_ids, **kwargs):
+    return [0.5 + completion_ids[0][0] % 7, *[None] * (len(completion_ids) - 1)]
+
+
+@pytest.mark.parametrize("baseline", ["rloo", "value", "group_mean"])
+def test_a_single_scored_completion_has_a_base_under_value_alone(train_async, baseline):
+    trainer = train_async(Watched, baseline=baseline, reward=one_of_four, learning_rate=0.0)
+    first, *_, last = trainer.advantages
+    assert (first == 0).all() and (last != 0).any() == (baseline == "value")
+
+
+@pytest.mark.parametrize("missing", ["reward", "unscored"])
+def test_a_worker_of_ones_own_is_told_what_it_lacks(train_async, missing):
+    def change(sample):
+        sample.metrics = {} if missing == "reward" else {"reward": math.nan, "reward_std": 0.5}
+
+    trainers = (
+        train_async(train=False, stamps=False),
+        train_async(train=False, stamps=False, baseline="group_mean", scale_rewards="group"),
+    )
+    for trainer in trainers:
+        trainer.rollout_worker.change = change
+    with pytest.raises(ValueError, match="a group without its reward .*`trl_otb.seam.asynchronous.stamped`"):
+        trainers[0].train()
+    trainers[1].train()  # TRL's own advantages
+
+
+def test_the_other_trainers_config_is_refused(model_path, tmp_path):
+    for cls, args in ((OTBGRPOTrainer, AsyncOTBGRPOConfig), (AsyncOTBGRPOTrainer, OTBGRPOConfig)):
+        options = {name: tiny.SETTINGS[name] for name in ("use_cpu", "bf16")} | {"scale_rewards": "none"}
+        args = args(**options, output_dir=str(tmp_path), baseline="none")
+        with pytest.raises(TypeError, match=f"`args` is a {type(args).__name__}: {cls.__name__} takes an"):
+            cls(model_path, reward_funcs=even_bytes, args=args, train_dataset=PROMPTS)
 
 
 @pytest.mark.parametrize("kind", ["function", "asynchronous function", "environment"])
@@ -392,7 +443,7 @@ def test_stamps_that_trls_worker_leaves_say_the_same():
         metrics = {"reward": reward, "reward_std": std}
         metrics["otb/version"] = 7.0
         told = {"metrics": metrics, "advantage": (reward - mean) / (std + 1e-8), "group_id": 3}
-        numbers, size = carried_of(told, 4)
+        numbers, size = carried_of(told, 4, False)
         others = (sum(rewards) - reward) / 3
         assert numbers == pytest.approx([reward, std, mean, others, 3.0, 7.0], abs=1e-12) and size == 4
         assert {*metrics} == {"reward", "reward_std"}  # TRL logs the means of these alone

@@ -55,7 +55,12 @@ class Baseline:
 
     def learn(self, own: Any, base: torch.Tensor, gather: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
         """Let it learn, and return its metrics as `name/…`."""
-        metrics = self.rule.update(own if self.per_token else own.totals(), base, gather) or {}
+        metrics = self.rule.update(own if self.per_token else own.totals(), base, gather)
+        if not isinstance(metrics, dict | None):
+            raise ValueError(
+                f"The baseline {self.name!r} returned {metrics!r} from `update`: give a `dict` of numbers."
+            )
+        metrics = metrics or {}
         return {f"{self.name}/{name}": float(value) for name, value in metrics.items()}
 
     def state(self) -> dict[str, Any]:

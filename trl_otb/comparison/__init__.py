@@ -79,8 +79,12 @@ def compare_baselines(
     """
     _check_trainer(trainer)
     args, own, completions = trainer.args, trainer.num_generations, completions_per_prompt
-    seed, batch = args.seed if seed is None else seed, prompts_per_batch or trainer.prompts_per_batch
+    seed, batch = args.seed if seed is None else seed, trainer.prompts_per_batch
+    batch = batch if prompts_per_batch is None else prompts_per_batch
     sizes = _sizes(own, group_sizes, completions)
+    counts = {"group_sizes": min(sizes), "prompts_per_batch": batch, "projection": projection}
+    if wrong := [name for name, least in counts.items() if least < 1]:
+        raise ValueError(f"`{wrong[0]}` is or holds {counts[wrong[0]]}: give 1 or more.")
     names = [baselines] if isinstance(baselines, str) else BASELINES if baselines is None else baselines
     names = list(dict.fromkeys(["none", *map(control, sizes), *names]))
     rules = {name: _instance(trainer, name) for name in names}

@@ -31,7 +31,7 @@ ASYNC_PARTS: dict[Any, dict[str, str]] = {
     trl_trainer.DataCollatorForRollout: {"torch_call": "self examples"},
     trl_trainer.RolloutQueueDataset: {"__iter__": "self"},
     trl_worker._AsyncRolloutLoop: {"_score_group": "self group"},
-    trl_worker.AsyncRolloutWorker: {"start": "self"},
+    trl_worker.AsyncRolloutWorker: {"start": "self", "stop": "self"},
     trl_packing.TreeRow: {"pack": "self"},
 }
 
@@ -64,7 +64,7 @@ def stamping_loop(kind: type, **options: Any) -> Any:
 def one_number_each(name: str, rewards: Any) -> Any:
     """A `ValueError` if there are rewards of turns or tokens, which have no place, or infinite ones."""
     for row, reward in enumerate(rewards):
-        if isinstance(reward, list | tuple):
+        if isinstance(reward, list | tuple) or getattr(reward, "ndim", 0) > 0:
             raise ValueError(
                 f"The reward function {name!r} returned {len(reward)} rewards for completion {row}: "
                 "AsyncGRPOTrainer has one per completion. Return their sum, or train with OTBGRPOTrainer."
@@ -127,31 +127,41 @@ class VersionedBuffer:
 
     def get(self, **options: Any) -> Any:
         sample = self.buffer.get(**options)
-        sample.metrics[VERSION] = float(sample.model_version)
+        sample.metrics = {**sample.metrics, VERSION: float(sample.model_version)}
         return sample
 
 
-def carried_of(sample: dict[str, Any], num_generations: int) -> tuple[list[float], int]:
+def carried_of(sample: dict[str, Any], num_generations: int, is_trls: bool) -> tuple[list[float], int]:
     """
     Reward, deviation, mean, the others' mean, group and version of a sample; and how many samples its group has.
-    Stamps are taken out of its metrics, of which TRL logs the means.
+    Stamps are taken out of its metrics, of which TRL logs the means. A `ValueError` if they leave B0 unknown, unless
+    TRL's advantages are used.
     """
     told, n = sample["metrics"], num_generations
-    reward, std = told["reward"], told["reward_std"]
+    reward, std = told.get("reward", math.nan), told.get("reward_std", math.nan)
+    if not is_trls and MEAN not in told and math.isnan(reward):
+        raise ValueError(
+            "The rollout worker gave a sample of a group without its reward (`None`, or no `metrics['reward']` and "
+            "'reward_std'): the mean of the others is unknown. Let it call `trl_otb.seam.asynchronous.stamped` on the "
+            "samples of each group, as TRL's own worker does here, or set 'group_mean' and `scale_rewards='group'`."
+        )
     mean = told.pop(MEAN, reward - sample["advantage"] * (std + 1e-8))
     others = told.pop(OTHERS, (n * mean - reward) / (n - 1) if n > 1 else torch.nan)
     numbers = [reward, std, mean, others, float(sample["group_id"]), told.pop(VERSION)]
     return numbers, int(told.pop(ROWS, n))
 
 
-def carried_with(collate: Callable[[list[Any]], dict[str, Any]], num_generations: int) -> Callable:
-    """TRL's collator, which runs on the main process and makes a row for each process, with what samples carry."""
+def carried_with(collate: Callable[[list[Any]], dict[str, Any]], num_generations: int, is_trls: bool) -> Callable:
+    """
+    TRL's collator, which runs on the main process and makes a row for each process, with what samples carry: the bits
+    of float64 numbers as integers, since DeepSpeed casts all other tensors of a batch, to bfloat16 for one.
+    """
     to_come: dict[int, int] = {}
 
     def carrying(examples: list[Any]) -> dict[str, Any]:
         (rows,), carried, groups = examples, [], {}
         for row in rows:
-            found = [carried_of(sample, num_generations) for sample in row.samples]
+            found = [carried_of(sample, num_generations, is_trls) for sample in row.samples]
             carried.append(torch.tensor([numbers for numbers, _ in found], dtype=torch.float64))
             for sample, (_, size) in zip(row.samples, found, strict=True):
                 group = sample["group_id"]
@@ -162,7 +172,8 @@ def carried_with(collate: Callable[[list[Any]], dict[str, Any]], num_generations
         while len(to_come) > MOST_OPEN:
             del to_come[next(iter(to_come))]
         of_groups = torch.tensor([*groups.items()]).long().expand(len(rows), -1, -1)
-        return collate(examples) | {"otb_samples": trl_utils.pad(carried), "otb_groups": of_groups}
+        of_samples = trl_utils.pad(carried).view(torch.int64)
+        return collate(examples) | {"otb_samples": of_samples, "otb_groups": of_groups}
 
     return carrying
 

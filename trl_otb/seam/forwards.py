@@ -96,7 +96,7 @@ class PolicyRecorder:
                     "OTBGRPOTrainer was constructed. Construct the trainer last."
                 )
             length = logps.size(1)
-            of_all = self._checked(states, len(chunks)) if to.states else None
+            of_all = self.checked(states, len(chunks)) if to.states else None
             of_tokens = None if of_all is None else torch.cat([x[:, -length - 1 : -1] for x in of_all]).to(logps.device)
             energy = token_energy(logps, torch.cat(chunks)[:, -length:])
             to.scored.append((logps, TokenValues(energy, logps, of_tokens)))
@@ -131,7 +131,7 @@ class PolicyRecorder:
         turn = SampledTurn(self.temperature)
 
         def keep(prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> None:
-            of_all = self._checked(states, turn.calls) if to.states else None
+            of_all = self.checked(states, turn.calls) if to.states else None
             turns.add(turn.rows(prompt_ids, completion_ids, of_all), prompt_ids, completion_ids)
 
         hook = self.policy.register_forward_hook(turn.on_forward, with_kwargs=True)
@@ -162,7 +162,7 @@ class PolicyRecorder:
             if hook is not None:
                 hook.remove()
 
-    def _checked(self, states: list[Tensor], forwards: int) -> list[Tensor]:
+    def checked(self, states: list[Tensor], forwards: int) -> list[Tensor]:
         """`states`; a `ValueError` if the layer was not called once in each forward, or returned no `(b, T, d)`."""
         shapes = [tuple(of.shape) for of in states]
         if len(states) != forwards or any(len(shape) != 3 for shape in shapes):
