@@ -27,7 +27,7 @@ LEARNING = {  # by picture, its tasks
     "learning": ("scratchpad_100, policy 71ea", "calculator_decay, policy b3cf", "scratchpad_mixed, policy e90f"),
     "language": ("copy", "word_sequence_reversal", "word_sorting"),
 }
-PAGES = ("value", "horizon", "turns", "learning_curves", "language", "asynchronous")
+PAGES = ("value", "horizon", "turns", "learning_curves", "language", "asynchronous", "relatives")
 Tables = dict[str, list[dict[str, Any]]]  # of cells, by task
 
 
