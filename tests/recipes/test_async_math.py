@@ -3,7 +3,11 @@
 import asyncio
 import json
 
+from pathlib import Path
+
 import pytest
+import torch
+import yaml
 
 from recipes import async_math
 from recipes.studies import learning_curves
@@ -11,6 +15,7 @@ from recipes.studies.learning_curves import Run, Schedule
 from tests.recipes.conftest import shortly_trained
 
 
+RECIPES = Path(async_math.__file__).parent
 SMALL = "--max_steps 2 --per_device_train_batch_size 16 --num_held_out_problems 10 --disable_tqdm true".split()
 
 
@@ -56,6 +61,15 @@ def test_wrong_options_end_the_run_at_once(flags, message, tmp_path, capsys):
     with pytest.raises(SystemExit):
         async_math.main(flags)
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("async*.yaml")), ids=lambda path: path.stem)
+def test_the_yaml_files_have_known_options(path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # without one, there is no vLLM server to send to
+    options, args, _ = async_math.parse(["--config", str(path), "--use_cpu", "true", "--bf16", "false"])
+    values = yaml.safe_load(path.read_text())
+    assert (args.learning_rate, args.baseline) == (values["learning_rate"], "value")
+    assert options.model_name_or_path == values["model_name_or_path"]
 
 
 def test_the_reward_is_one_for_right_answers():
