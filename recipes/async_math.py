@@ -135,11 +135,7 @@ def main(argv: list[str]) -> AsyncOTBGRPOTrainer:
             print(f"{len(train):,} problems to train on, {len(held_out)} held out. Baseline {args.baseline}.")
             print(f"Held-out accuracy before: {held_out_accuracy(model, held_out, args)}", flush=True)
         trainer.train(resume_from_checkpoint=checkpoint)
-    if stop.stopped_at and trainer.state.global_step < trainer.state.max_steps:
-        if main_process:
-            print(f"Stopped after step {trainer.state.global_step}; its checkpoint is in {args.output_dir}.")
-            print("To go on, repeat the command with --resume_from_checkpoint latest.", flush=True)
-        sys.exit(130)
+    stop.leave_if_stopped(trainer)
     trainer.save_model()
     trainer.save_state()
     if main_process:

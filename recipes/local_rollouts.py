@@ -154,7 +154,8 @@ class LocalWorker:
         dataset: Prompts as conversations, and what rewards read. Groups take rows in order.
         reward_funcs, tools: As for the trainer.
         processing_class: The tokenizer.
-        steps_ahead: Samples are kept ready for so many optimizer steps: every sample is as many weight versions old.
+        steps_ahead: Samples are kept ready for so many optimizer steps: every sample is as many weight versions old
+            when it is taken.
     """
 
     def __init__(

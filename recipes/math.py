@@ -41,7 +41,7 @@ import torch
 from accelerate.utils import gather_object
 from datasets import Dataset, load_dataset
 from tqdm import tqdm
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerState
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainerState
 from transformers.trainer_utils import get_last_checkpoint
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
@@ -264,6 +264,16 @@ class StopAfterStep(TrainerCallback):
             if signal.getsignal(signum) == self.stop:
                 signal.signal(signum, usual)
 
+    def leave_if_stopped(self, trainer: Trainer) -> None:
+        """End a run that was stopped before its last step, with the exit code of Ctrl-C, and say how to go on."""
+        if not self.stopped_at or trainer.state.global_step >= trainer.state.max_steps:
+            return
+        trainer.accelerator.wait_for_everyone()
+        if trainer.is_world_process_zero():
+            print(f"Stopped after step {trainer.state.global_step}; its checkpoint is in {trainer.args.output_dir}.")
+            print("To go on, repeat the command with --resume_from_checkpoint latest.", flush=True)
+        sys.exit(130)
+
 
 class ShortProgress(ProgressCallback):
     """The progress bar with two numbers beside it; the log in trainer_state.json has all."""
@@ -350,12 +360,7 @@ def main(argv: list[str]) -> OTBGRPOTrainer:
 
     trainer.train(resume_from_checkpoint=checkpoint)
 
-    if stop.stopped_at and trainer.state.global_step < trainer.state.max_steps:
-        trainer.accelerator.wait_for_everyone()
-        if trainer.is_world_process_zero():
-            print(f"Stopped after step {trainer.state.global_step}; its checkpoint is in {args.output_dir}.")
-            print("To go on, repeat the command with --resume_from_checkpoint latest.", flush=True)
-        sys.exit(130)
+    stop.leave_if_stopped(trainer)
     trainer.save_model()
     trainer.save_state()
     if trainer.is_world_process_zero():

@@ -1,5 +1,5 @@
 """
-Baselines of others from 2025 and 2026, to compare with: what each needs and gained is in recipes/reference.md.
+Baselines of others from 2025 and 2026, to compare with; recipes/studies/relatives.md has what each needs and its noise.
 
     OTBGRPOConfig(baseline="recipes.relatives:Tether")
 

@@ -35,6 +35,18 @@ class TokenRewards(list):
         return f"TokenRewards({super().__repr__()})"
 
 
+def passing(function: Callable, is_async: bool, on: Callable[[Any], Any]) -> Callable:
+    """A reward function, wrapped to return what `on` makes of its result."""
+    if not is_async:
+        return functools.wraps(function)(lambda *args, **kwargs: on(function(*args, **kwargs)))
+
+    @functools.wraps(function)
+    async def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return on(await function(*args, **kwargs))
+
+    return wrapped
+
+
 class RewardRecorder:
     """
     Wraps GRPOTrainer's reward functions for one rollout: it stores rewards per turn and token, and passes on their
@@ -63,14 +75,7 @@ class RewardRecorder:
         function, the row and the value unless all rewards are finite numbers, lists of them, or `None`.
         """
         self._names[index] = name
-        if not is_async:
-            return functools.wraps(function)(lambda *args, **kwargs: self._sums(index, function(*args, **kwargs)))
-
-        @functools.wraps(function)
-        async def wrapped(*args: Any, **kwargs: Any) -> list[Any]:
-            return self._sums(index, await function(*args, **kwargs))
-
-        return wrapped
+        return passing(function, is_async, functools.partial(self._sums, index))
 
     def _sums(self, index: int, rewards: Any) -> list[Any]:
         name = self._names[index]

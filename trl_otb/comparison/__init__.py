@@ -160,9 +160,8 @@ def _learn(
     own = trainer.trained_baseline
     fresh = [rule for rule in rules.values() if rule.learns and not (own and own.name == rule.name)]
     some, n, companions = cycle(examples), trainer.num_generations, []
-    many = (
-        BATCHES if fresh else min(max(COMPANIONS, n // min(sizes)), BATCHES)
-    )  # a smaller N has more prompts beside it
+    # A smaller N has more prompts beside it
+    many = BATCHES if fresh else min(max(COMPANIONS, n // min(sizes)), BATCHES)
     for batch in range(many):
         of_batch = list(islice(some, min(prompts_per_batch, len(examples))))
         size = max(n, *sizes) if batch < COMPANIONS else n

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from ..rewards import passing
 from .contract import incompatible_trl, moved, trl_utils
 
 
@@ -76,28 +77,19 @@ def one_number_each(name: str, rewards: Any) -> Any:
 
 def checking(function: Callable) -> Callable:
     name = getattr(function, "__name__", type(function).__name__)
-
-    if trl_utils.is_async_callable(function):
-
-        async def of_async(**columns: Any) -> Any:
-            return one_number_each(name, await function(**columns))
-
-        return of_async
-    return lambda **columns: one_number_each(name, function(**columns))
+    return passing(function, trl_utils.is_async_callable(function), functools.partial(one_number_each, name))
 
 
 def stamped(samples: list[Any], sizes: list[int]) -> list[Any]:
     """Samples of one group, conversation by conversation, with the mean of the others' rewards and their number."""
-    firsts = [sum(sizes[:i]) for i, size in enumerate(sizes) if size]
+    sizes = [size for size in sizes if size]
+    firsts = [sum(sizes[:i]) for i in range(len(sizes))]
     rewards = torch.tensor([samples[first].metrics["reward"] for first in firsts], dtype=torch.float64)
     count, total = rewards.isfinite().sum(), rewards.nansum()
-    others = torch.where(rewards.isfinite(), (total - rewards) / (count - 1), torch.nan)  # NaN of a single one
-    conversation = 0
-    for row, sample in enumerate(samples):
-        conversation += row in firsts[1:]
-        mean = total / count if count else torch.tensor(torch.nan)
-        found = {MEAN: mean.item(), OTHERS: others[conversation].item(), ROWS: float(len(samples))}
-        sample.metrics.update(found if count > 1 else found | {OTHERS: torch.nan})
+    others = (total - rewards) / (count - 1)  # NaN of what has no reward, and of a single one
+    of_group = {MEAN: (total / count).item(), ROWS: float(len(samples))}
+    for sample, mean in zip(samples, others.repeat_interleave(torch.tensor(sizes).long()).tolist(), strict=True):
+        sample.metrics.update(of_group | {OTHERS: mean})
     return samples
 
 
