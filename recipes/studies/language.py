@@ -1,11 +1,12 @@
 """
-Tasks of a pretrained language model: SmolLM2-135M-Instruct with LoRA, answers of 10 to 50 tokens.
+Tasks of pretrained language models with LoRA: SmolLM2-135M-Instruct and Gemma-3-270m, answers of 10 to 80 tokens.
 
 The energy of tokens means different things on them. *words*: a short story that uses a given word; most choices are
 free, in good and bad stories alike. *copy*: a text is to be repeated, and what departs from it is both improbable and
 wrong; the reward is the likeness, between 0 and 1. `words_trained` and `copy_trained` first train for a few steps.
 Two of reasoning-gym's tasks, which SmolLM2 never gets right by itself, begin after a short supervised training; their
-reward is the likeness, too.
+reward is the likeness, too. Gemma is a base model: it copies after a short supervised training, and tells stories
+without.
 """
 
 import difflib
@@ -32,8 +33,13 @@ REASONING = {
 LORA = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 STEPS = {"words": 5, "copy": 4}  # which take rewards from 0.5 to 0.8 and from 0.3 to 0.7
 TOKENS = 80
-# Of what is measured: small pools, and the gradients of the last four blocks
-MEASURED = {"completions_per_prompt": 16, "group_sizes": [4], "parameters": r"layers\.2[6-9]\."}
+GEMMA = {"gemma_copy": 24, "gemma_words": 0}  # steps of supervised training
+
+
+def measured(name: str) -> dict:
+    """Options of [`~trl_otb.compare_baselines`]: small pools, and the gradients of the last four blocks."""
+    blocks = r"layers\.1[4-7]\." if name in GEMMA else r"layers\.2[6-9]\."
+    return {"completions_per_prompt": 16, "group_sizes": [4], "parameters": blocks}
 
 
 def final_text(completion: str | list[dict]) -> str:
@@ -84,8 +90,12 @@ def problems_of(task: str, number: int, seed: int) -> list[dict[str, str]]:
 
 
 def task_of(name: str, seed: int = 0) -> Task:
-    """One of `TASKS`, or of `REASONING`, whose problems to train on `seed` chooses."""
+    """One of `TASKS` or `GEMMA`, or of `REASONING`, whose problems to train on `seed` chooses."""
     lora = LoraConfig(**LORA)
+    if name in GEMMA:
+        data, (_, reward) = gemma_problems(name, 550, seed=1), TASKS[name.removeprefix("gemma_")]
+        policy = fine_tuned(name) if GEMMA[name] else toy.gemma3()
+        return Task(policy, data.take(500), data.skip(500), reward, TOKENS, peft_config=lora)
     if name in REASONING:
         train, held_out = reasoning_problems(name, seed)
         return Task(fine_tuned(name), train, held_out, likeness, REASONING[name][-1], peft_config=lora)
@@ -99,32 +109,44 @@ def reasoning_problems(name: str, seed: int) -> list[Dataset]:
     return load_problems(Options(**data, num_train_problems=2000, num_held_out_problems=100, instruction=""), seed)[:2]
 
 
+def gemma_problems(name: str, number: int, seed: int) -> Dataset:
+    """With plain prompts: the base model has no chat template."""
+    problems = problems_of(name.removeprefix("gemma_"), number, seed)
+    return Dataset.from_list([{**row, "prompt": f"{row['question']}\n\n"} for row in problems])
+
+
 def fine_tuned(name: str) -> Path:
-    """The folder of SmolLM2 after a short supervised training on the answers of a reasoning-gym task; cached."""
+    """The folder of the model after a short supervised training on the answers of a task; cached."""
 
     def make(folder: Path) -> None:
-        problems, _ = reasoning_problems(name, seed=1000)
-        answers = [[{"role": "assistant", "content": answer}] for answer in problems["answer"]]
-        options = {"max_steps": REASONING[name][1], "per_device_train_batch_size": 16, "learning_rate": 5e-4}
+        if name in GEMMA:
+            model, problems, steps = toy.gemma3(), gemma_problems(name, 400, seed=1000), GEMMA[name]
+            answers, sizes = problems["answer"], {"per_device_train_batch_size": 4}
+        else:
+            model, (problems, _), steps = toy.smollm2(), reasoning_problems(name, seed=1000), REASONING[name][1]
+            answers = [[{"role": "assistant", "content": answer}] for answer in problems["answer"]]
+            sizes = {"per_device_train_batch_size": 16}
+        options = {"max_steps": steps, "learning_rate": 5e-4, **sizes}
         trainer = SFTTrainer(
-            str(toy.smollm2()),
+            str(model),
             args=SFTConfig(output_dir=str(folder), **(toy.QUIET | BFLOAT16 | options)),
-            train_dataset=problems.select_columns("prompt").add_column("completion", answers),
+            train_dataset=problems.select_columns("prompt").add_column("completion", [*answers]),
             peft_config=LoraConfig(**LORA),
         )
         trainer.train()
         trainer.model.merge_and_unload().save_pretrained(folder)
         trainer.processing_class.save_pretrained(folder)
 
-    told = hashlib.sha256(json.dumps(REASONING[name][:2]).encode()).hexdigest()[:8]
-    return toy.cached(f"smollm2-{name}-{told}", make)
+    told = GEMMA[name] if name in GEMMA else REASONING[name][:2]
+    return toy.cached(f"{name}-{hashlib.sha256(json.dumps(told).encode()).hexdigest()[:8]}", make)
 
 
 def trainer_at(name: str, seed: int, folder: Path) -> OTBGRPOTrainer:
     """The trainer of a task, which has trained where its name says so; `folder` keeps the adapter then."""
-    name, _, trained = name.partition("_")
+    trained = name.endswith("_trained")
+    name = name.removesuffix("_trained")
     rates = {"learning_rate": 5e-4, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 2}
-    sizes = {"num_generations": 8, "per_device_train_batch_size": 16, "max_steps": STEPS[name]}
+    sizes = {"num_generations": 8, "per_device_train_batch_size": 16, "max_steps": STEPS.get(name, 1)}
     trainer = trainer_of(task_of(name), seed=seed, disable_tqdm=False, **rates, **sizes)
     if trained:
         policy = folder / f"{name}-policy-seed{seed}"

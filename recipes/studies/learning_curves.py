@@ -61,6 +61,14 @@ TASKS = {
         f"{name}_64": Schedule(dict.fromkeys((1, 2, 4, 8), 80), (2e-4, 4e-4, 8e-4), problems=name, completions=64)
         for name in ("scratchpad_30", "scratchpad_mixed", "lucky_unequal")
     },
+    # N = 4 of these is the task without _64
+    **{
+        f"{name}_64": replace(schedule, steps=dict.fromkeys((1, 2, 4, 8, 32), 100), problems=name, completions=64)
+        for name, schedule in {
+            "calculator": Schedule({}, (2e-4, 4e-4, 8e-4)),
+            "scratchpad_100": Schedule({}, (2e-4, 4e-4, 8e-4), held_out_samples=16),
+        }.items()
+    },
     # Asynchronous, with samples that wait for no or four steps
     **{
         f"{name}_async_{steps}": replace(schedule, problems=name, staleness=steps)
@@ -116,6 +124,7 @@ def train(run: Run) -> dict:
 
 def train_with(task: tasks.Task, schedule: Schedule, options: dict) -> dict:
     measure, step = HeldOut(task.reward), schedule.completions_per_step(options["num_generations"])
+    micro_batch = max(step // 4, options["num_generations"])  # groups together; the meter measures the noise of these
     trainer = tasks.trainer_of(
         replace(task, reward=measure.reward),
         eval_dataset=task.held_out.add_column("held_out", [*range(len(task.held_out))]),
@@ -123,8 +132,8 @@ def train_with(task: tasks.Task, schedule: Schedule, options: dict) -> dict:
         keep_groups_together=True,
         per_device_eval_batch_size=40 if task.peft_config else 400,
         num_generations_eval=schedule.held_out_samples,
-        per_device_train_batch_size=step // 4,
-        gradient_accumulation_steps=4,  # the meter measures the noise of micro-batches
+        per_device_train_batch_size=micro_batch,
+        gradient_accumulation_steps=step // micro_batch,
         **options,
     )
     seconds = trainer.train().metrics["train_runtime"]
@@ -178,12 +187,13 @@ def saved(folder: Path, task: str) -> list[dict]:
     return [summary(json.loads(path.read_text())) for path in sorted(folder.glob(f"{task}-*.json"))]
 
 
-def tune(task: str, arms: list[tuple[int, str]], folder: Path) -> dict[tuple[int, str], float]:
-    """The best learning rate of every arm, given as (N, baseline)."""
+def tune(task: str, arms: list[tuple[int, str]], folder: Path, halving: bool = True) -> dict[tuple[int, str], float]:
+    """The best learning rate of every arm, given as (N, baseline); without `halving`, by two seeds for every rate."""
     rates = dict.fromkeys(arms, TASKS[task].learning_rates)
     if len(TASKS[task].learning_rates) == 1:
         return dict.fromkeys(arms, *TASKS[task].learning_rates)
-    for seeds, keep in ((TUNING_SEEDS[:2], 2), (TUNING_SEEDS, 1)):
+    rounds = ((TUNING_SEEDS[:2], 2), (TUNING_SEEDS, 1)) if halving else ((TUNING_SEEDS[:2], 1),)
+    for seeds, keep in rounds:
         perform([Run(task, b, n, rate, seed) for n, b in arms for rate in rates[n, b] for seed in seeds], folder)
         rows = saved(folder, task)
         of_arm = {arm: [row for row in rows if (row["n"], row["baseline"]) == arm] for arm in arms}
@@ -201,6 +211,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--seeds", type=int, default=5, help="Seeds per arm, beside those that tune it.")
     rates = sorted({rate for schedule in TASKS.values() for rate in schedule.learning_rates})
     parser.add_argument("--learning_rate", type=float, choices=rates, help="Of all arms, instead of tuning them.")
+    parser.add_argument("--tune_by_two", action="store_true", help="two seeds for every rate, and no more")
     parser.add_argument("--plot_only", action="store_true", help="make the table and the picture from what is saved")
     parser.add_argument("--publish", action="store_true", help="put the task's runs into the results and the pages")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/studies/learning_curves"))
@@ -214,7 +225,8 @@ def main(argv: list[str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if not args.plot_only:
         arms = [(n, b) for n in args.sizes for b in args.baselines]
-        best = dict.fromkeys(arms, args.learning_rate) if args.learning_rate else tune(task, arms, folder)
+        fixed = dict.fromkeys(arms, args.learning_rate)
+        best = fixed if args.learning_rate else tune(task, arms, folder, not args.tune_by_two)
         # By seeds, so that what is there when it is stopped compares the arms
         perform([Run(task, b, n, best[n, b], seed) for seed in range(1, args.seeds + 1) for n, b in arms], folder)
     if not (rows := saved(folder, task)):

@@ -46,9 +46,13 @@ TASKS = {
     "copy_trained": "SmolLM2 copying, after 4 steps",
     "words": "SmolLM2 stories",
     "words_trained": "SmolLM2 stories, after 5 steps",
+    "word_sequence_reversal": "SmolLM2 reversing words",
+    "word_sorting": "SmolLM2 sorting words",
+    "gemma_copy": "Gemma3 copying",
+    "gemma_words": "Gemma3 stories",
 }
 TITLES = {"otb_loo": "otb, one left out"}  # of estimators, as they are published
-TOY = [task for task in TASKS if task.split("_")[0] not in language.TASKS]
+TOY = [task for task in TASKS if task.split("_")[0] not in ("word", "gemma", *language.TASKS)]
 BESIDE = ("otb", "otb_loo", "rloo", "rloo_pooled", "ogb_pooled", "ogb_pooled_damped")
 RELATIVES = ("otb", "rloo_pooled", "ogb_pooled", "tether", "poise", "v05", "ebpo", "value_weights_one", "value")
 MEASURED = {"completions_per_prompt": 128, "group_sizes": [4, 8, 32], "projection": 4096}
@@ -101,7 +105,7 @@ def measured(task: str, folder: Path, args: argparse.Namespace) -> list[dict]:
         if task in TOY:
             trainer, options = trainer_of(task_of(name, args.seed), seed=args.seed, disable_tqdm=False), MEASURED
         else:
-            trainer, options = language.trainer_at(name, args.seed, folder), language.MEASURED
+            trainer, options = language.trainer_at(name, args.seed, folder), language.measured(name)
         options = options | {"prompts_per_batch": int(prompts or PROMPTS_PER_BATCH), "seed": args.seed}
         names = [*BESIDE, "value", *ABLATIONS]
         if args.relatives:
@@ -115,18 +119,21 @@ def measured(task: str, folder: Path, args: argparse.Namespace) -> list[dict]:
 
 
 def cells_of(report: trl_otb.BaselineReport) -> list[dict]:
-    """What is published of a report: efficiency and noise to signal, both over the group mean's, and the cosine."""
-    return [
-        {
+    """Of a report: efficiency and noise to signal, both over the group mean's, the cosine, and what was explained."""
+
+    def cell(row: dict) -> dict:
+        explained = report.learned.get(f"{row['name']}/explained", math.nan)
+        return {
             "prompts": report.num_prompts,
             "n": row["n"],
             "estimator": TITLES.get(row["name"], row["name"]),
             "efficiency": [row["over_group_mean"][end] for end in ("value", "low", "high")],
             "noise": [row["noise_over_group_mean"][end] for end in ("value", "low", "high")],
             "cosine": row["cosine"]["value"],
+            **({"explained": explained} if math.isfinite(explained) else {}),
         }
-        for row in report.to_json()["comparisons"]
-    ]
+
+    return [cell(row) for row in report.to_json()["comparisons"]]
 
 
 def main(argv: list[str]) -> None:

