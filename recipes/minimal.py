@@ -1,5 +1,5 @@
 """
-GRPO with the Optimal Token Baseline in one file: copy it out of recipes/ and change it.
+GRPO with a baseline per token in one file: copy it out of recipes/ and change it.
 
     pip install .; cp recipes/minimal.py ~; cd ~    # in a checkout of trl_otb
     python minimal.py                               # a tiny untrained model: no hub, no GPU
@@ -50,11 +50,11 @@ else:
 # Trainer: the arguments are GRPOTrainer's; baseline="group_mean" is GRPO itself
 args = OTBGRPOConfig(
     output_dir="minimal",
-    baseline="otb",
+    baseline="value",
     per_device_train_batch_size=32,  # completions, so 4 prompts per step
     num_generations=8,
     max_completion_length=4,
-    scale_rewards="none",  # as in the paper; GRPOConfig's default is "group"
+    scale_rewards="none",  # as in the paper and unbiased; GRPOConfig's default is "group"
     logging_steps=50,
     report_to="none",
     **settings,

@@ -132,7 +132,7 @@ def test_nothing_lies_beside_the_project():
     """What a tool left in the root is easily committed."""
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
     shown = {path.partition("/")[0] for path in tracked if not path.startswith(".")}
-    files = {"LICENSE", "Makefile", "README.md", "pyproject.toml"}
+    files = {"AGENTS.md", "LICENSE", "Makefile", "README.md", "pyproject.toml"}
     assert shown == {"recipes", "tests", "trl_otb"} | files
 
 
@@ -163,8 +163,21 @@ def test_every_option_and_every_configuration_is_named():
 
 def test_the_readme_is_short():
     lines = README.splitlines()
-    assert len(lines) <= 140 and max(len(line) for line in lines if not line.startswith(("|", "!"))) <= 122
+    assert (
+        len(lines) <= 120
+        and len(README.split()) <= 900
+        and max(len(line) for line in lines if not line.startswith(("|", "!"))) <= 122
+    )
     assert max(len(cell) for line in lines if line.startswith("|") for cell in line.split("|")) <= 122
+
+
+def test_the_pages_are_short():
+    """Of all Markdown files together, and of those that a reader meets first."""
+    words = {path: len(path.read_text().split()) for path in [*ROOT.glob("*.md"), *(ROOT / "recipes").rglob("*.md")]}
+    studies = ROOT / "recipes" / "studies"
+    assert sum(words.values()) <= 12_000 and words[studies / "README.md"] <= 800
+    prose = [line for line in (studies / "value.md").read_text().splitlines() if not line.startswith("|")]
+    assert len(" ".join(prose).split()) <= 1500
 
 
 @pytest.mark.parametrize(
@@ -183,8 +196,8 @@ def test_what_a_page_refers_to_is_there(page):
 
 
 def test_the_python_examples_of_the_readme(registry):
-    trainer, reward = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    baseline, merged = re.findall(r"```python\n(.*?)```", REFERENCE, flags=re.DOTALL)
+    (trainer,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    reward, baseline, merged = re.findall(r"```python\n(.*?)```", REFERENCE, flags=re.DOTALL)
     names = {"__name__": "page"}
     exec(merged, names)
     args = names["Config"](output_dir="unused", use_cpu=True, bf16=False)

@@ -34,6 +34,9 @@ class OTBGRPOConfig(GRPOConfig):
     `scale_rewards` is `"none"`, as in the paper of the Optimal Token Baseline (https://arxiv.org/abs/2602.07078).
 
     Parameters:
+        scale_rewards (`str`, *optional*, defaults to `"none"`): What advantages are divided by: as in
+            [`~trl.GRPOConfig`], or `"running"`, the standard deviation of returns within groups, over earlier batches:
+            GRPO's scale without its bias, under any baseline.
         baseline (`str`, *optional*, defaults to `"otb"`): The baseline to subtract from returns: a name in
             `trl_otb.baselines.BASELINES`, whose docstrings say when to use each; a name that you registered with
             [`trl_otb.register_baseline`] before making the config; or `"module:function"`.
@@ -50,8 +53,9 @@ class OTBGRPOConfig(GRPOConfig):
     scale_rewards: str | None = field(
         default=None,  # becomes "none", and is known not to have been asked for
         metadata={
-            "help": "What advantages are divided by: `'none'` (default), or the standard deviation of rewards within "
-            "each group (`'group'`) or across the batch (`'batch'`)."
+            "help": "What advantages are divided by: `'none'` (default), the standard deviation of rewards within each "
+            "group (`'group'`) or across the batch (`'batch'`), or its running estimate within the groups of earlier "
+            "batches (`'running'`), with any baseline."
         },
     )
     baseline: str = field(default="otb", metadata={"help": _baseline_help()})
@@ -99,7 +103,8 @@ class OTBGRPOConfig(GRPOConfig):
         if by_default:
             logger.warning_once(
                 "Advantages are not scaled: OTBGRPOConfig's default is `scale_rewards='none'`, as in the paper, where "
-                "GRPOConfig's is 'group'. Set `scale_rewards` to silence this."
+                "GRPOConfig's is 'group', so the gradient norm scales with rewards: 'running' keeps GRPO's scale. Set "
+                "`scale_rewards` to silence this."
             )
 
 
@@ -124,14 +129,17 @@ def check_options(args: GRPOConfig) -> Baseline:
             "`trl_otb.register_baseline(name)` and set `baseline=name`."
         )
     rule = find_baseline(name)
-    if args.scale_rewards not in (True, False, "group", "batch", "none"):
-        raise ValueError(f"`scale_rewards` is {args.scale_rewards!r}: it must be one of 'none', 'group' and 'batch'.")
+    if args.scale_rewards not in (True, False, "group", "batch", "none", "running"):
+        raise ValueError(
+            f"`scale_rewards` is {args.scale_rewards!r}: it must be one of 'none', 'running', 'group' and 'batch'."
+        )
     many = args.num_generations != 1
-    if args.scale_rewards not in (False, "none") and not rule.scalable:
+    if args.scale_rewards not in (False, "none", "running") and not rule.scalable:
         raise ValueError(
             f"`scale_rewards` is {args.scale_rewards!r} and `baseline` is {name!r}, under which completions have "
             "advantages where all returns are nearly equal: these would be divided by their standard deviation, which "
-            "is nearly 0. Set `scale_rewards='none'`, the default of OTBGRPOConfig (GRPOConfig's is 'group')"
+            "is nearly 0. Set `scale_rewards` to 'none', the default of OTBGRPOConfig (GRPOConfig's is 'group'), or to "
+            "'running'"
             + (f", or choose {', '.join(repr(of.name) for of in BASELINES.values() if of.scalable)}." if many else ".")
         )
     if args.num_generations == 1 and (problem := _problem_of_one(args, rule)):

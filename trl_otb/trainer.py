@@ -19,7 +19,7 @@ from .seam.extensions import CollectiveToolLoop, TokenLoss
 from .seam.forwards import PolicyRecorder, scores_anyway, values_of_batch
 from .seam.rollouts import groups_kept_together, recorded_rewards, rollout_of
 from .seam.sampled import SampledTurns
-from .state import KeepsBaseline
+from .state import KeepsBaseline, RunningScale
 
 
 logger = get_logger(__name__)
@@ -74,6 +74,8 @@ class OTBGRPOTrainer(KeepsBaseline, CollectiveToolLoop, TokenLoss):
         names = list(inspect.signature(GRPOTrainer.__init__).parameters)[4:]
         super().__init__(model, reward_funcs, args=args, **dict(zip(names, other_args, strict=False)), **kwargs)
         check_trl(self)
+        if self.scale_rewards == "running":
+            self.scale_rewards, self.running_scale = "none", RunningScale()  # GRPOTrainer's own are not scaled
         if self._baseline.per_token:
             check_loss(type(self), self._baseline.name)
         self.recorder = PolicyRecorder(self.policy, self.temperature, self.args.cast_lm_head_to_fp32)
@@ -118,6 +120,8 @@ class OTBGRPOTrainer(KeepsBaseline, CollectiveToolLoop, TokenLoss):
         mode = "train" if self.model.training else "eval"  # which a reward function may change
         rollout, completions, batch = self.collect(inputs)
         rule, several = self._baseline, self.accelerator.num_processes > 1
+        if self.running_scale is not None:
+            rollout.scale *= self.running_scale.of(rollout.returns_of_all, rollout.num_generations, mode == "train")
         spanning = len(rollout) % rollout.num_generations > 0  # groups span processes
 
         def credited(by: Baseline) -> Credit:
@@ -131,7 +135,7 @@ class OTBGRPOTrainer(KeepsBaseline, CollectiveToolLoop, TokenLoss):
         one = rollout.num_generations == 1
         of_others = credited(find_baseline("rloo_pooled" if one else "rloo")) if one or rule.unbiased else of_mean
         advantages = rollout.keep(rule, found, of_mean)
-        if rule.name == "group_mean":  # GRPOTrainer's own advantages, to the bit
+        if rule.name == "group_mean" and self.running_scale is None:  # GRPOTrainer's own advantages, to the bit
             rollout.advantages = batch["advantages"].unsqueeze(1)
         else:
             batch["advantages"] = advantages if rule.per_token else advantages.squeeze(1)

@@ -42,6 +42,7 @@ class Schedule:
     problems: str = ""  # the task that is sampled, where it has another name
     completions: int = 0  # per step, where they are the same for every N, and prompts are not
     staleness: int | None = None  # of asynchronous training: optimizer steps between sampling and training
+    scaled: bool = False  # the group mean by its group's deviation, as in TRL, the others by the running one
 
     def completions_per_step(self, n: int) -> int:
         return self.completions or self.prompts * n
@@ -69,6 +70,7 @@ TASKS = {
             "scratchpad_100": Schedule({}, (2e-4, 4e-4, 8e-4), held_out_samples=16),
         }.items()
     },
+    **{f"{name}_scaled": Schedule({4: 100}, (8e-4,), problems=name, scaled=True) for name in ("sums", "calculator")},
     # Asynchronous, with samples that wait for no or four steps
     **{
         f"{name}_async_{steps}": replace(schedule, problems=name, staleness=steps)
@@ -112,6 +114,8 @@ def train(run: Run) -> dict:
         "warmup_steps": 10,
         "logging_steps": 1,
     }
+    if schedule.scaled:
+        options["scale_rewards"] = "group" if run.baseline == "group_mean" else "running"
     found = (
         train_with(task, schedule, options) if schedule.staleness is None else asynchronously(task, schedule, options)
     )
@@ -231,7 +235,7 @@ def main(argv: list[str]) -> None:
         perform([Run(task, b, n, best[n, b], seed) for seed in range(1, args.seeds + 1) for n, b in arms], folder)
     if not (rows := saved(folder, task)):
         parser.error(f"Nothing of {task} is saved under {folder}.")
-    print(text := render.of_runs(rows))
+    print(text := render.of_runs(rows, tuning=True))
     (folder / "tables.md").write_text(text)
     render.learning({task: rows}, folder / "learning.png")
     if args.publish:

@@ -3,21 +3,24 @@ The studies' results as data, results/*.json, and the pages' tables and pictures
 
     python -m recipes.studies.render
 
-Below a line such as `<!-- horizon.json: N = 4 -->` stands the table that horizon.json has for `N = 4`. An interval is
-`[value, low, high]`; `null` is lost in noise. The tables of learning_curves.json and features.json are rows of text.
+Below a line such as `<!-- value.json: 4; otb; value | T = 10; sums -->` stands the noise at N = 4 of these baselines on
+these tasks (on all, if none is named), or, with `equal` in the place of N, at 64 completions per step; below
+`<!-- runs: task -->` that task's runs, below `<!-- tokens: task -->` their tokens to a threshold. An interval is
+`[value, low, high]`; `null` is lost in noise. Tables of learning_curves.json and features.json are rows of text.
 """
 
 import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy
 import pandas
 from matplotlib.figure import Figure
 
-from recipes.studies.runs import arms
+from recipes.studies.runs import arms, estimate, tokens_until
 from recipes.toy import scratchpad
 
 
@@ -27,7 +30,8 @@ LEARNING = {  # by picture, its tasks
     "learning": ("scratchpad_100, policy 71ea", "calculator_decay, policy b3cf", "scratchpad_mixed, policy e90f"),
     "language": ("copy", "word_sequence_reversal", "word_sorting"),
 }
-PAGES = ("value", "horizon", "turns", "learning_curves", "language", "asynchronous", "relatives")
+PAGES = ("value", "language", "asynchronous", "relatives")
+THRESHOLDS = {"calculator": 0.85, "scratchpad_100": 0.8}  # of the mean reward
 Tables = dict[str, list[dict[str, Any]]]  # of cells, by task
 
 
@@ -127,11 +131,30 @@ def by_task(tables: Tables, n: int) -> str:
 
 
 def noise(tables: Tables, n: int, names: list[str]) -> str:
-    """A task per row, one of these estimators per column: noise to signal over the group mean's."""
+    """
+    A task per row, one of these estimators per column: noise to signal over the group mean's. `explained` is what
+    `value` explained of the batches that it learned from.
+    """
     found = _frame(tables, n, lambda cell: interval(cell["noise"])).reindex([f"`{name}`" for name in names])
+    for task, cells in tables.items():
+        for cell in cells:
+            if "explained" in names and cell["estimator"] == "value" and cell["n"] == n and task in found:
+                found.loc["`explained`", task] = number(cell.get("explained"), ".2f")
     found = found.dropna(axis="columns", how="all").T
     found = found.rename(index=lambda task: f"{task} ({tables[task][0]['prompts']})")
     return _markdown(found.rename_axis("task (prompts)").reset_index(), "–")
+
+
+def at_equal_completions(tables: Tables, names: list[str]) -> str:
+    """A task and N per row, an estimator per column: noise at as many completions per step."""
+    rows = [["task", "N", *(f"`{name}`" for name in names)]]
+    for task, cells in tables.items():
+        of = {(cell["estimator"], cell["n"]): cell.get("equal_completions") for cell in cells}
+        for n in sorted({cell["n"] for cell in cells}):
+            found = [of.get((name, n)) for name in names]
+            texts = ["–" if x is None else number(x[0], ".2f") if x[1] is None else interval(x) for x in found]
+            rows.append([task, str(n), *texts])
+    return markdown(rows)
 
 
 ARM = {
@@ -140,7 +163,6 @@ ARM = {
     "learning_rate": ("learning rate", "{:g}".format),
     "seeds": ("seeds", str),
     "over_the_run": ("over the run", lambda x: interval(x, ".3f")),
-    "last_tenth": ("in the last tenth", lambda x: interval(x, ".3f")),
     "minus_group_mean": ("minus the group mean's, over the run", lambda x: interval(x, ".3f")),
     "held_out": ("held-out at the end (%)", lambda x: interval(x, ".3g")),
     "collapsed": ("collapsed", str),
@@ -152,15 +174,39 @@ def _tuned(at: dict) -> str:
     return f"{at['score']:.3f} ({at['seeds']})" + (f", {at['collapsed']} collapsed" if at["collapsed"] else "")
 
 
-def of_runs(rows: list[dict]) -> str:
+def of_runs(rows: list[dict], tuning: bool = False) -> str:
     """Of a task's runs, an arm per row; the group mean's difference is from itself, of seeds in pairs."""
     table = [
         {title: "" if arm[key] is None else text(arm[key]) for key, (title, text) in ARM.items()}
-        | {kind.replace("_", " "): interval(reward, ".3f") for kind, reward in arm["strata"].items()}
-        | {rate: _tuned(at) for rate, at in arm["rates"].items()}
+        | ({rate: _tuned(at) for rate, at in arm["rates"].items()} if tuning else {})
         for arm in arms(rows)
     ]
     return _markdown(pandas.DataFrame(table), "")
+
+
+def of_tokens(task: str) -> str:
+    """
+    Of runs at 64 completions per step, an arm per row: tokens until the mean reward is at the task's threshold, and how
+    many fewer that are than with N = 32. N = 4 is the task without `_64`, from the same policy.
+    """
+    wide = runs_of(f"{task}_64")
+    policies = {row["policy"] for row in wide}
+    narrow = [row for row in runs_of(task) if row["n"] == 4 and row["policy"] in policies]
+    found = [arm for arm in arms([*narrow, *wide]) if arm["runs"]]
+    tokens = {
+        (arm["baseline"], arm["n"]): [tokens_until(run, THRESHOLDS[task]) for run in arm["runs"]] for arm in found
+    }
+    rows = [["baseline", "N", "learning rate", "seeds", "thousands of tokens", "than with N = 32", "over the run"]]
+    for arm in sorted(found, key=lambda arm: (arm["baseline"], arm["n"])):
+        own, most = (tokens.get((arm["baseline"], n), [None]) for n in (arm["n"], 32))
+        arrived = [x / 1000 for x in own if x is not None]
+        text = interval(estimate(arrived), ".0f") if arrived else "never"
+        text += f", {len(arrived)} of {len(own)} runs" if 0 < len(arrived) < len(own) else ""
+        compared = None not in [*own, *most] and arm["n"] != 32
+        fewer = f"{fmean(own) / fmean(most) - 1:+.0%}" if compared else ""
+        arm_of = [arm["baseline"], str(arm["n"]), f"{arm['learning_rate']:g}", str(arm["seeds"])]
+        rows.append([*arm_of, text, fewer, interval(arm["over_the_run"], ".3f")])
+    return markdown(rows)
 
 
 def rendered(page: str) -> str:
@@ -170,14 +216,20 @@ def rendered(page: str) -> str:
         line, name, key = found.groups()
         if name == "runs":
             return f"{line}\n\n{of_runs(runs_of(key))}"
+        if name == "tokens":
+            return f"{line}\n\n{of_tokens(key)}"
         tables = load(name)["tables"]
+        key, _, tasks = key.partition(" | ")
+        if tasks:
+            tables = {task: tables[task] for task in tasks.split("; ")}
         if "; " in key:  # N and estimators
             n, *names = key.split("; ")
-            return f"{line}\n\n{noise(tables, int(n), names)}"
+            text = at_equal_completions(tables, names) if n == "equal" else noise(tables, int(n), names)
+            return f"{line}\n\n{text}"
         return f"{line}\n\n{markdown(tables[key]) if key in tables else by_task(tables, int(key))}"
 
-    pattern = r"^(<!-- (\w+)(?:\.json)?: (?:N = )?(.+) -->)\n\n(?:\|.*\n)*"
-    return re.sub(pattern, table, page, flags=re.MULTILINE)
+    pattern = r"^(<!-- (\w+)(?:\.json)?: (?:N = )?(.+) -->)\n\n(?:(?:\|.*\n)+\n)?"
+    return re.sub(pattern, lambda found: f"{table(found)}\n", page, flags=re.MULTILINE)
 
 
 # Pictures
@@ -194,10 +246,6 @@ PICTURES: dict[str, list[Panel]] = {
     "lakes": [
         (f"lakes, {title}, N = 4", "turns", "value", {t: (f"{t} turns{kind}", 4) for t in (6, 14, 30, 46)})
         for title, kind in (("one reward at the end", ""), ("rewards per turn", ", rewards per turn"))
-    ],
-    "turns": [
-        (f"lakes, {title}, N = 4", "turns", "turns", {t: (f"lake_{t}{kind}", 4) for t in (6, 14, 30, 46)})
-        for title, kind in (("one reward at the end", ""), ("rewards per turn", "_turns"))
     ],
 }
 COLORS = {

@@ -31,6 +31,16 @@ def collapsed(row: dict[str, Any]) -> bool:
     return row["curve"][-1] < 2 / 3 * max(row["curve"])
 
 
+def tokens_until(row: dict[str, Any], reward: float) -> float | None:
+    """Generated tokens until a run's mean reward is at `reward`, between the middles of its tenths; `None` if never."""
+    middle = (numpy.arange(len(row["curve"])) + 0.5) / len(row["curve"]) * row["tokens"]
+    above = numpy.asarray(row["curve"]) >= reward
+    if not above.any():
+        return None
+    at = int(above.argmax())
+    return float(numpy.interp(reward, row["curve"][at - 1 : at + 1], middle[at - 1 : at + 1]) if at else middle[0])
+
+
 def tried(rows: list[dict[str, Any]], seeds: Sequence[int]) -> pandas.DataFrame:
     """By learning rate, of one arm's runs with these seeds: their mean score, their number, and how many collapsed."""
     runs = [(row["learning_rate"], score(row), collapsed(row)) for row in rows if row["seed"] in seeds]

@@ -113,27 +113,43 @@ def measured(task: str, folder: Path, args: argparse.Namespace) -> list[dict]:
         report = trl_otb.compare_baselines(trainer, names, args.num_prompts, **options)
         here.mkdir(parents=True, exist_ok=True)
         report.plot(here / "noise.png")
-        (here / "report.json").write_text(json.dumps(report.to_json()))
-        saved.write_text(json.dumps(cells_of(report)))
-    return json.loads(saved.read_text())
+        saved.write_text(json.dumps(report.to_json()))
+    return cells_of(json.loads(saved.read_text()))
 
 
-def cells_of(report: trl_otb.BaselineReport) -> list[dict]:
-    """Of a report: efficiency and noise to signal, both over the group mean's, the cosine, and what was explained."""
+def cells_of(report: dict) -> list[dict]:
+    """
+    Of a report as plain data: efficiency and noise to signal, both over the group mean's; noise at as many completions
+    per step, over that of the control at the run's own N; the cosine, and what was explained while it learned.
+    """
+    rows = report["comparisons"]
+    mean = {row["n"]: 1 + row["more_completions"]["value"] for row in rows if row["name"] == "group_mean"}
 
     def cell(row: dict) -> dict:
-        explained = report.learned.get(f"{row['name']}/explained", math.nan)
+        more = [row["more_completions"][end] for end in ("value", "high", "low")]
+        noise = [row["noise_over_group_mean"][end] for end in ("value", "low", "high")]
+        if None not in more:
+            equal = [1 / (1 + x) for x in more]
+        else:  # biased, so that only its noise at its own N is known
+            known = noise[0] is not None and row["n"] in mean
+            equal = (
+                noise
+                if row["n"] == report["group_size"]
+                else [noise[0] / mean[row["n"]] if known else None] + [None] * 2
+            )
+        explained = report["learned"].get(f"{row['name']}/explained")
         return {
-            "prompts": report.num_prompts,
+            "prompts": report["num_prompts"],
             "n": row["n"],
             "estimator": TITLES.get(row["name"], row["name"]),
             "efficiency": [row["over_group_mean"][end] for end in ("value", "low", "high")],
-            "noise": [row["noise_over_group_mean"][end] for end in ("value", "low", "high")],
+            "noise": noise,
+            "equal_completions": equal,
             "cosine": row["cosine"]["value"],
-            **({"explained": explained} if math.isfinite(explained) else {}),
+            **({} if explained is None else {"explained": explained}),
         }
 
-    return [cell(row) for row in report.to_json()["comparisons"]]
+    return [cell(row) for row in rows]
 
 
 def main(argv: list[str]) -> None:

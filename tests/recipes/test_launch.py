@@ -94,7 +94,7 @@ def test_two_processes_share_work_and_warm_start(tmp_path):
     done = started(command, tmp_path, TRL_OTB_CACHE=str(tmp_path / "cache"))
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("Held-out accuracy after") == 1 and "(avg@5, 13 problems)" in done.stdout
-    after = accuracies(tmp_path / "runs" / "math" / "otb-seed42")[2]
+    after = accuracies(tmp_path / "runs" / "math" / "value-seed42")[2]
     assert 13 * 5 * after == pytest.approx(round(13 * 5 * after))
     assert len([f for f in (tmp_path / "cache").iterdir() if f.is_dir()]) == 1
 
@@ -168,7 +168,7 @@ SHORT = "--num_prompts 3 --completions_per_prompt 32 --group_sizes 4 --baselines
 
 def measure(short_policy, *flags):
     gradient_noise.main(["--model_name_or_path", str(short_policy), "--disable_tqdm", "true", *SHORT.split(), *flags])
-    return Path("runs/gradient_noise/otb-seed1")
+    return Path("runs/gradient_noise/value-seed1")
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ def test_a_plain_grpo_config_is_enough_and_stays_as_it_is(train):
     assert type(trainer.args) is GRPOConfig and not hasattr(trainer.args, "baseline")
     assert trainer.rollouts["train"].advantages.size(1) > 1  # the default baseline's, per token
     with pytest.raises(
-        ValueError, match=r"`scale_rewards` is 'group' and `baseline` is 'otb'.*Set `scale_rewards='none"
+        ValueError, match=r"`scale_rewards` is 'group' and `baseline` is 'otb'.*Set `scale_rewards` to 'none'"
     ):
         train(OTBGRPOTrainer, GRPOConfig, train=False)
 
@@ -45,7 +45,7 @@ def test_without_args(model_path, tmp_path, monkeypatch):
 SCALED = "under which completions have advantages where all returns are nearly equal"
 WRONG = [
     ({"baseline": "mean"}, "`baseline` is 'mean'.*'otb', 'otb_loo', 'ogb', 'ogb_loo', 'rloo', 'group_mean'"),
-    ({"scale_rewards": "std"}, "`scale_rewards` is 'std'.*'none', 'group'"),
+    ({"scale_rewards": "std"}, "`scale_rewards` is 'std'.*'none', 'running', 'group'"),
     ({"loss_type": "ppo"}, "`loss_type` is 'ppo'.*'dapo'"),
     ({"baseline": "rloo_pooled", "scale_rewards": "group"}, f"'group' and `baseline` is 'rloo_pooled', {SCALED}"),
     ({"baseline": "otb", "scale_rewards": "batch"}, f"'batch' and `baseline` is 'otb', {SCALED}.*'ogb', 'ogb_loo'"),

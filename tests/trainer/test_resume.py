@@ -9,7 +9,14 @@ from trl_otb import OTBGRPOTrainer
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}, {"peft_config": LORA}]
+    "options",
+    [
+        {},
+        {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
+        {"peft_config": LORA},
+        {"scale_rewards": "running", "baseline": "rloo"},
+        {"scale_rewards": "running", "baseline": "value"},
+    ],
 )
 def test_resume_is_bit_exact(train, tmp_path, options):
     whole = train(max_steps=4, save_strategy="steps", save_steps=2, output_dir=str(tmp_path / "run"), **options)

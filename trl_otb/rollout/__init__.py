@@ -36,6 +36,7 @@ class Rollout:
             token. NaN if no reward function scored the completion.
         scale (`(B, 1)`): The divisor of advantages under `scale_rewards`: 1 for `"none"`, infinite without spread.
         first_row (`int`): The index of the first row among those of all processes, on which a group may begin.
+        returns_of_all (`(B_all,)`): The returns of the completions of all processes.
         processing_class: The trainer's tokenizer or processor.
 
     Attributes:
@@ -54,6 +55,7 @@ class Rollout:
     rewards: Tensor
     scale: Tensor
     first_row: int = 0
+    returns_of_all: Tensor | None = field(default=None, compare=False)
     processing_class: Any = field(default=None, compare=False)
     energy: Tensor | None = field(default=None, init=False)
     logps: Tensor | None = field(default=None, init=False)

@@ -163,6 +163,7 @@ def rollout_of(trainer: Any, batch: dict[str, Any], recorders: list[RewardRecord
         num_generations=num_generations,
         rewards=rewards,
         scale=scale.unsqueeze(1),
+        returns_of_all=found.returns,
         first_row=first,
         processing_class=trainer.processing_class,
     )
