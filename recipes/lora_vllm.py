@@ -1,0 +1,103 @@
+"""
+Train Qwen2.5-1.5B-Instruct on GSM8K with LoRA and vLLM, on one GPU of 24 GB.
+
+    pip install '.[recipes,vllm]'                                   # in a checkout of trl_otb
+    accelerate launch recipes/lora_vllm.py                          # baseline `value`: recipes/lora_vllm.yaml
+    accelerate launch recipes/lora_vllm.py --baseline group_mean    # the same run with GRPO's own baseline
+    accelerate launch recipes/lora_vllm.py --report_to trackio      # or wandb; install the one that you choose
+    accelerate launch recipes/lora_vllm.py --dataset_name problems.jsonl    # with the columns question and answer
+    accelerate launch recipes/lora_vllm.py --resume_from_checkpoint latest
+
+Not yet run on a GPU: duration, memory and result are unknown. The tests run one step on a CPU, without vLLM.
+The file needs only lora_vllm.yaml: copy both anywhere and change what you like.
+"""
+
+import os
+import sys
+
+
+if __name__ == "__main__":  # while this folder comes first, `import math` finds math.py
+    sys.path += [os.path.dirname(os.path.abspath(sys.path.pop(0))), os.getcwd()]
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from datasets import Dataset, load_dataset
+from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
+from trl.rewards import accuracy_reward
+
+from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
+
+
+@dataclass
+class Options:
+    """This script's own options; the others are those of OTBGRPOConfig and of TRL's ModelConfig."""
+
+    dataset_name: str = field(default="openai/gsm8k", metadata={"help": "A hub dataset or a .jsonl file."})
+    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of the hub dataset."})
+    dataset_split: str = field(default="train", metadata={"help": "Split of the hub dataset."})
+    num_held_out_problems: int = field(default=200, metadata={"help": "Problems for evaluation, not trained on."})
+    instruction: str = field(default=r"Put your final answer within \boxed{}.", metadata={"help": "Ends a question."})
+
+
+def load_problems(options: Options) -> Dataset:
+    """The columns that training needs: `prompt`, and for `accuracy_reward` the `solution`, which follows `####`."""
+    if options.dataset_name.endswith(".jsonl"):
+        data = load_dataset("json", data_files=options.dataset_name, split="train")
+    else:
+        data = load_dataset(options.dataset_name, options.dataset_config, split=options.dataset_split)
+    if missing := {"question", "answer"} - {*data.column_names}:
+        raise ValueError(
+            f"{options.dataset_name} has the columns {', '.join(data.column_names)}, and training reads question and "
+            f"answer: rename a column to {' and another to '.join(sorted(missing))}."
+        )
+
+    def example(row: dict) -> dict:
+        prompt = [{"role": "user", "content": f"{row['question']}\n{options.instruction}"}]
+        return {"prompt": prompt, "solution": str(row["answer"]).split("####")[-1].strip()}
+
+    return data.map(example, remove_columns=data.column_names)
+
+
+def parse(argv: list[str]) -> tuple[Options, OTBGRPOConfig, ModelConfig]:
+    """The script's options, the trainer's and the model's. A wrong option ends the run before anything is loaded."""
+    usage = "%(prog)s [--config FILE.yaml] [--option value ...]"
+    parser = TrlParser((Options, OTBGRPOConfig, ModelConfig), prog="lora_vllm.py", usage=usage, allow_abbrev=False)
+    defaults = Path(__file__).with_suffix(".yaml")
+    if "--config" not in argv and defaults.is_file():
+        argv = ["--config", str(defaults), *argv]
+    try:
+        options, args, model_args = parser.parse_args_and_config(argv)
+        if model_args.model_name_or_path is None:
+            raise ValueError("--model_name_or_path is missing: give a hub id or a folder.")
+        args.run_name = args.run_name or f"{args.baseline}-seed{args.seed}"
+        if args.output_dir == "trainer_output":  # TRL's default, so none was given
+            args.output_dir = str(Path("runs/lora_vllm", args.run_name.replace(":", ".")))
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    loading = {"revision": model_args.model_revision, "attn_implementation": model_args.attn_implementation}
+    args.model_init_kwargs = {**loading, "dtype": model_args.dtype, **(args.model_init_kwargs or {})}
+    return options, args, model_args
+
+
+def main(argv: list[str]) -> OTBGRPOTrainer:
+    options, args, model_args = parse(argv)
+    problems = load_problems(options).train_test_split(test_size=options.num_held_out_problems, seed=0)
+    trainer = OTBGRPOTrainer(
+        model=model_args.model_name_or_path,
+        reward_funcs=accuracy_reward,
+        args=args,
+        train_dataset=problems["train"],
+        eval_dataset=problems["test"],
+        quantization_config=get_quantization_config(model_args),
+        peft_config=get_peft_config(model_args),
+    )
+    # `True` takes the last checkpoint of the output folder, and raises an error if there is none
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint == "latest" or args.resume_from_checkpoint)
+    trainer.save_model()
+    trainer.save_state()  # trainer_state.json, the log of all metrics
+    return trainer
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

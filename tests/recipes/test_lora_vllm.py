@@ -1,0 +1,53 @@
+"""recipes/lora_vllm.py on a CPU: its settings, data and errors, and a step with a sampler in the place of vLLM."""
+
+import json
+
+import pytest
+from trl.trainer import grpo_trainer
+
+from recipes import lora_vllm as recipe
+from tests.helpers import tiny
+from tests.trainer.test_importance_weights import Sampler
+
+
+ROWS = [{"question": f"{i}+{i}", "answer": f"Twice {i}.\n#### {2 * i},000"} for i in range(1, 8)]
+
+
+def test_the_yaml_file_beside_it_has_the_defaults():
+    options, args, model_args = recipe.parse(["--use_cpu", "true", "--report_to", "none", "--seed", "3"])
+    assert (args.bf16, args.use_vllm, args.vllm_mode) == (True, True, "colocate")
+    assert (args.baseline, args.num_generations, args.lr_scheduler_type) == ("value", 8, "linear")
+    assert (model_args.use_peft, model_args.lora_dropout, args.model_init_kwargs["dtype"]) == (True, 0.0, "bfloat16")
+    assert (options.dataset_name, options.dataset_config) == ("openai/gsm8k", "main")
+    assert args.output_dir == "runs/lora_vllm/value-seed3" and args.resume_from_checkpoint is None
+
+
+def test_a_step_with_lora_and_a_sampler_like_vllm(data_file, model_path, tmp_path, monkeypatch):
+    monkeypatch.setattr(grpo_trainer, "VLLMGeneration", Sampler)
+    monkeypatch.setattr(recipe, "accuracy_reward", tiny.even_bytes)  # a random policy answers nothing
+    flags = "--max_steps 1 --gradient_accumulation_steps 1 --per_device_train_batch_size 16 --max_completion_length 8"
+    flags += " --num_held_out_problems 2 --eval_on_start false --eval_strategy no --use_cpu true --bf16 false"
+    flags += f" --dtype float32 --warmup_steps 0 --output_dir run --model_name_or_path {model_path}"
+    trainer = recipe.main([*flags.split(), "--dataset_name", data_file(ROWS)])
+    log = json.loads((tmp_path / "run" / "trainer_state.json").read_text())["log_history"][0]
+    assert trainer.state.global_step == 1 and log["grad_norm"] > 0 and "otb/value/weight" in log
+    assert trainer.energy_source == "the no-gradient forward that GRPOTrainer runs anyway"
+    assert len(trainer.train_dataset) == 5 and (tmp_path / "run" / "adapter_model.safetensors").is_file()
+
+
+def test_the_reward_compares_the_boxed_number_with_what_follows_the_hashes(data_file):
+    data = recipe.load_problems(recipe.Options(dataset_name=data_file(ROWS)))
+    assert data[0]["prompt"] == [{"role": "user", "content": "1+1\nPut your final answer within \\boxed{}."}]
+    answers = [[{"role": "assistant", "content": text}] for text in (r"\boxed{2000}", r"so \boxed{3}", "2000")]
+    assert recipe.accuracy_reward(answers, data[0:1]["solution"] * 3) == [1.0, 0.0, 0.0]
+
+
+def test_wrong_input_is_named(data_file, capsys):
+    with pytest.raises(SystemExit):
+        recipe.parse(["--use_cpu", "true", "--learning_speed", "1"])
+    assert "--learning_speed" in capsys.readouterr().err
+    rows = data_file([{"question": "1+1", "result": "2"}])
+    with pytest.raises(ValueError, match="columns question, result, and .*: rename a column to answer"):
+        recipe.load_problems(recipe.Options(dataset_name=rows))
+    with pytest.raises(ValueError, match="test_size=200 .* number of samples 7"):
+        recipe.main(["--use_cpu", "true", "--dataset_name", data_file(ROWS)])
