@@ -226,14 +226,14 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
         samples = [Sample(*row) for row in zip(total, base, group, *by_sample, strict=True) if len(row[3])]
         own, first = completions_of(samples)
         second = self._baseline.rule.adjust(own, first) if self._baseline.adjusts else first
-        found, plain = (Credit((own.returns - b) * own.mask, b, first) for b in (second, first))
+        chosen, plain = (Credit((own.returns - b) * own.mask, b, first) for b in (second, first))
         scale = torch.ones_like(first)
         if self.scale_rewards == "group":
             kept = torch.tensor(sizes, device=std.device) > 0
             scale = (std[kept].float() + 1e-8).unsqueeze(1).nan_to_num(nan=1.0)
         self._to_learn += samples
-        self._add(**dict(zip(STATISTICS, completion_statistics(own, found, plain, scale).unbind(dim=1), strict=True)))
-        rows = zip(found.advantages / scale, samples, strict=True)
+        self._add(**dict(zip(STATISTICS, completion_statistics(own, chosen, plain, scale).unbind(dim=1), strict=True)))
+        rows = zip(chosen.advantages / scale, samples, strict=True)
         return torch.cat([row[: len(sample.logps)] for row, sample in rows])
 
     def _add(self, **values: Tensor) -> None:

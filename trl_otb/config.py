@@ -51,7 +51,7 @@ class OTBGRPOConfig(GRPOConfig):
     """
 
     scale_rewards: str | None = field(
-        default=None,  # becomes "none", and is known not to have been asked for
+        default=None,  # becomes "none"; `None` shows that it was not set
         metadata={
             "help": "What advantages are divided by: `'none'` (default), the standard deviation of rewards within each "
             "group (`'group'`) or across the batch (`'batch'`), or its running estimate within the groups of earlier "

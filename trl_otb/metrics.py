@@ -8,11 +8,11 @@ from .baselines import Completions, Credit
 STATISTICS = ("tokens", "energy", "advantage", "abs_advantage", "baseline", "power", "power_reference")
 
 
-def completion_statistics(x: Completions, found: Credit, reference: Credit, scale: torch.Tensor) -> torch.Tensor:
+def completion_statistics(x: Completions, chosen: Credit, reference: Credit, scale: torch.Tensor) -> torch.Tensor:
     """
     Args:
         x ([`Completions`]): Completions; without energies, what depends on them is NaN.
-        found, reference ([`Credit`]): Their credit under the chosen baseline, and under the one that it is compared
+        chosen, reference ([`Credit`]): Their credit under the chosen baseline, and under the one that it is compared
             with.
         scale (`(B, 1)`): The divisor of both advantages.
 
@@ -20,13 +20,13 @@ def completion_statistics(x: Completions, found: Credit, reference: Credit, scal
         `(B, len(STATISTICS))`, float32: sums over tokens, of w_t A_t² for `power`.
     """
     energy = x.mask.new_full((1, 1), torch.nan).expand_as(x.mask) if x.weights is None else x.weights
-    advantages, others = found.advantages / scale, reference.advantages / scale
+    advantages, others = chosen.advantages / scale, reference.advantages / scale
     columns = {
         "tokens": x.mask.sum(dim=1),
         "energy": energy.sum(dim=1),
         "advantage": (advantages * x.mask).sum(dim=1),
         "abs_advantage": (advantages.abs() * x.mask).sum(dim=1),
-        "baseline": (found.baselines * x.mask).sum(dim=1),
+        "baseline": (chosen.baselines * x.mask).sum(dim=1),
         "power": (energy * advantages.square()).sum(dim=1),
         "power_reference": (energy * others.square()).sum(dim=1),
     }

@@ -81,9 +81,9 @@ class KeepsBaseline(Trainer):
             self.recorder.projection, self._has_learned = state["projection"], True
             self.load_more(state)
             return
-        found = f"the state of {state['baseline']!r}" if "baseline" in state else "nothing"
+        content = f"the state of {state['baseline']!r}" if "baseline" in state else "nothing"
         logger.warning(
-            f"The checkpoint holds {found} for `baseline={name!r}`, which learns from earlier batches: it now starts "
+            f"The checkpoint holds {content} for `baseline={name!r}`, which learns from earlier batches: it now starts "
             "with empty state."
         )
         self._baseline, self._has_learned = find_baseline(type(self._baseline.rule)).instance(), False

@@ -34,7 +34,7 @@ class OTBGRPOTrainer(KeepsBaseline, CollectiveToolLoop, TokenLoss):
     Advantages are formed when completions have been sampled and rewarded; `inputs["advantages"]` holds them from then
     on, `(B,)` under a baseline per completion, `(B, T)` under one per token. `energy_source` names where energies come
     from: the no-gradient forward that TRL runs anyway (reused batches, vLLM's importance-sampling correction); else the
-    forwards of `generate`; else, or if tokens cannot be found again in these, one more no-gradient forward.
+    forwards of `generate`; else, or if the ids differ there, one more no-gradient forward.
 
     Args:
         model, reward_funcs, train_dataset, ...: As for [`~trl.GRPOTrainer`].
@@ -131,18 +131,18 @@ class OTBGRPOTrainer(KeepsBaseline, CollectiveToolLoop, TokenLoss):
                 return credit(by, completions, everyone, own_rows)
             return credit(by, completions)
 
-        found, of_mean = credited(rule), credited(find_baseline("group_mean"))
+        chosen, of_mean = credited(rule), credited(find_baseline("group_mean"))
         one = rollout.num_generations == 1
         of_others = credited(find_baseline("rloo_pooled" if one else "rloo")) if one or rule.unbiased else of_mean
-        advantages = rollout.keep(rule, found, of_mean)
+        advantages = rollout.keep(rule, chosen, of_mean)
         if rule.name == "group_mean" and self.running_scale is None:  # GRPOTrainer's own advantages, to the bit
             rollout.advantages = batch["advantages"].unsqueeze(1)
         else:
             batch["advantages"] = advantages if rule.per_token else advantages.squeeze(1)
-        statistics = self.accelerator.gather(completion_statistics(completions, found, of_others, rollout.scale))
+        statistics = self.accelerator.gather(completion_statistics(completions, chosen, of_others, rollout.scale))
         metrics = summarize(statistics, rollout.num_generations)
         if rule.learns and mode == "train":
-            metrics |= rule.learn(completions, found.base, self.accelerator.gather)
+            metrics |= rule.learn(completions, chosen.base, self.accelerator.gather)
             self._has_learned = True
             if self.state.global_step == 0 and not rule.built_in:
                 rule.state()  # what no checkpoint could keep is an error now
@@ -212,5 +212,5 @@ class OTBGRPOTrainer(KeepsBaseline, CollectiveToolLoop, TokenLoss):
             return incompatible_trl(what)
         return TypeError(
             f"{what[:1].upper()}{what[1:]}. In `{type(self).__name__}`, look at {', '.join(theirs)}; "
-            "recipes/reference.md says what OTBGRPOTrainer asks of such a class."
+            "recipes/reference.md lists what OTBGRPOTrainer needs from such a class."
         )

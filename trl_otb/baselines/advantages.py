@@ -142,10 +142,10 @@ def compute_advantages(
 
 def _check_shapes(rewards: Tensor, energy: Tensor, mask: Tensor, n: int, ratios: Tensor | None) -> None:
     shape, one = tuple(mask.shape), (len(mask), 1)
-    found: dict[str, tuple[Tensor, tuple[Any, ...]]]
-    found = {"energy": (energy, (shape,)), "rewards": (rewards, (one[:1], shape))}
-    found |= {} if ratios is None else {"importance_weights": (ratios, (shape, one))}
-    for name, (values, expected) in found.items():
+    tensors: dict[str, tuple[Tensor, tuple[Any, ...]]]
+    tensors = {"energy": (energy, (shape,)), "rewards": (rewards, (one[:1], shape))}
+    tensors |= {} if ratios is None else {"importance_weights": (ratios, (shape, one))}
+    for name, (values, expected) in tensors.items():
         if tuple(values.shape) not in expected or mask.dim() != 2:
             raise ValueError(
                 f"`{name}` has shape {tuple(values.shape)} and `mask` {shape}: they must be "

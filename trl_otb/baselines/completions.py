@@ -140,14 +140,14 @@ class Completions:
         more = length - self.mask.size(1)
         if more == 0:
             return self
-        found = {
+        tensors = {
             name: torch.nn.functional.pad(values, (0, 0) * (values.dim() - 2) + (0, more))
             for name, values in self.tensors().items()
             if name in OF_TOKENS
         }
         if self.returns.size(1) > 1:
-            found["returns"] = torch.cat([self.returns, self.returns[:, -1:].expand(-1, more)], dim=1)
-        return self._with(**found)
+            tensors["returns"] = torch.cat([self.returns, self.returns[:, -1:].expand(-1, more)], dim=1)
+        return self._with(**tensors)
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that are there, by name."""
@@ -157,8 +157,8 @@ class Completions:
         return replace(self, **changes)
 
     def _each(self, function: Callable[[Tensor], Tensor], num_generations: int | None = None) -> "Completions":
-        found = {name: function(values) for name, values in self.tensors().items()}
-        return self._with(**found, num_generations=num_generations or self.num_generations)
+        tensors = {name: function(values) for name, values in self.tensors().items()}
+        return self._with(**tensors, num_generations=num_generations or self.num_generations)
 
 
 def joined(parts: list[Completions]) -> Completions:

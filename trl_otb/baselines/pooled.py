@@ -78,7 +78,7 @@ def partial_pooling(left_one_out: torch.Tensor, members: torch.Tensor) -> tuple[
     b_(−i), so a prompt unlike the others is pooled less. b_(−i), λ and m do not depend on completion i.
 
     A prompt with a single member, as all are for N = 1, has λ = 1. To the others its return is its b, with the u of one
-    of their completions; it does not tell v. With no other prompt m = 0.
+    of their completions; it does not determine v. With no other prompt m = 0.
 
     https://arxiv.org/abs/2511.03710 uses v / (v + s²), the same for all prompts of a batch: about a half at most.
 

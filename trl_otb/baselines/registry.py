@@ -36,7 +36,7 @@ class Baseline:
 
     @property
     def adjusts(self) -> bool:
-        """Whether it looks at each completion's own prefix, in `adjust`."""
+        """Whether it depends on each completion's own prefix, in `adjust`."""
         return hasattr(self.rule, "adjust")
 
     @property
@@ -198,14 +198,14 @@ def _imported(path: str) -> Any:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # at the end, so that it hides no other module
     try:
-        found = getattr(importlib.import_module(module_name), name)
+        rule = getattr(importlib.import_module(module_name), name)
     except (Exception, SystemExit) as error:  # a user's module can raise anything
         raise ValueError(
             f"`baseline` is {path!r}, which cannot be imported: {type(error).__name__}: {error}. Write "
             "'module:function', with the module's file in the current folder or on PYTHONPATH."
         ) from error
-    _check_rule(path, found)
-    return found
+    _check_rule(path, rule)
+    return rule
 
 
 def _check_rule(name: str, rule: Any, shared: bool = True) -> None:

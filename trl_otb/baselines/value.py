@@ -41,12 +41,12 @@ class Value:
     error, and halves while the sum is negative. So B falls back to B0, and is B0 in the first batch. B stays within
     the range of returns seen so far.
 
-    Assumption: what states predict about returns carries over from earlier prompts and a slightly older policy. It
-    starts anew after a batch of which B left over twice B0's power, if that is over twice B0's usual power, too, or
-    100 times B0's, or if it happened in the batch before.
+    Assumption: what states predict about returns carries over from earlier prompts and a slightly older policy.
+    `value` is reset after a batch of which B left over twice B0's power, if that is over twice B0's usual power, too,
+    or 100 times B0's, or if it happened in the batch before.
 
     Bias: unbiased, since B_t depends on what precedes y_t, and θ and c on earlier batches. Importance ratios, which
-    may depend on later tokens, weight what it learns from; it does not look at them.
+    may depend on later tokens, weight what it learns from; B itself does not depend on them.
 
     Use it for N up to 16, also 1, and completions of any length. It gains nothing over `rloo_pooled` where
     `otb/value/explained` stays near 0. Evidence: recipes/studies/value.md.
@@ -67,7 +67,7 @@ class Value:
         self._prompts = 0  # in all batches
         self._returns_seen = (math.inf, -math.inf)  # minimum and maximum
         self._power = 0.0  # of B0 in earlier batches, the decayed sum
-        self._doubted = False  # whether the last batch was ruinous, but quiet
+        self._doubted = False  # whether B left too much of the last batch, which had little power
         self._warned = False  # that something is not finite
 
     def __call__(self, x: Completions) -> torch.Tensor:
@@ -86,12 +86,12 @@ class Value:
     ) -> dict[str, float]:
         """
         Learn from a generation batch. Returns `explained`, 1 − Σ w (G − B)² / Σ w (G − B0)² for the θ and c that were
-        used, NaN if B0 is each return; `weight`, c; and `restarted`, 1 if it started anew.
+        used, NaN if B0 is each return; `weight`, c; and `restarted`, 1 if it was reset.
         """
-        found = self._sums_of(own, base)
-        flat = gather(torch.cat([values.flatten() for values in found.values()]).unsqueeze(0)).sum(dim=0)
-        split = flat.cpu().double().split([values.numel() for values in found.values()])
-        new = {name: part.view_as(values) for (name, values), part in zip(found.items(), split, strict=True)}
+        sums = self._sums_of(own, base)
+        flat = gather(torch.cat([values.flatten() for values in sums.values()]).unsqueeze(0)).sum(dim=0)
+        split = flat.cpu().double().split([values.numel() for values in sums.values()])
+        new = {name: part.view_as(values) for (name, values), part in zip(sums.items(), split, strict=True)}
         power, left, squares, excluded = (new.pop(name).item() for name in ("power", "left", "squares", "excluded"))
         varies = power > ROUNDING * squares
         ruinous = self._is_ruinous(power, left, varies)
@@ -106,9 +106,7 @@ class Value:
         if new["φφ"][:, 0, 0].sum() == 0:
             return metrics  # there is no token to learn from
         if ruinous:
-            self._start_anew(
-                f"it left {left / power:.1f} times the power of 'rloo_pooled', as after a change of rewards"
-            )
+            self._reset(f"it left {left / power:.1f} times the power of 'rloo_pooled', as after a change of rewards")
         elif varies and self.weight > 0:
             self._limit_weight(power - left)
 
@@ -118,7 +116,7 @@ class Value:
         self._returns_seen = min(self._returns_seen[0], -least), max(self._returns_seen[1], most)
         self._prompts += int(gather(own.prompt.amax().view(1)).amax()) + 1
         if not all(values.isfinite().all() for values in new.values()):
-            self._start_anew("a generation batch has sums that are not finite")
+            self._reset("a generation batch has sums that are not finite")
             return metrics
         self._batches, self._power = self.decay * self._batches + 1, self.decay * self._power + power
         for name, values in new.items():
@@ -134,7 +132,7 @@ class Value:
         if (new | state).keys() != self.state_dict().keys():
             raise ValueError(
                 "The state of 'value' is damaged or another version's: it holds "
-                f"{', '.join(map(repr, state)) or 'nothing'}. Without the checkpoint's `baseline.pt` it starts anew."
+                f"{', '.join(map(repr, state)) or 'nothing'}. Without the checkpoint's `baseline.pt` it starts empty."
             )
         vars(self).update(copy.deepcopy(new | state))
 
@@ -160,7 +158,7 @@ class Value:
         if features.size(-1) != len(self.theta):
             raise ValueError(
                 f"'value' has learned from {len(self.theta)} numbers per token, and here are {features.size(-1)}: its "
-                "state is of another model or version. Without the checkpoint's `baseline.pt` it starts anew."
+                "state is of another model or version. Without the checkpoint's `baseline.pt` it starts empty."
             )
         predicted = features @ self.theta.to(features)
         return predicted.where(predicted.isfinite(), 0.0)
@@ -188,7 +186,7 @@ class Value:
                 rows = [row for row, of_row in enumerate(fold_of) if of_row == fold]
                 table = torch.cat([features[rows], residual[rows].unsqueeze(-1)], dim=-1).flatten(0, 1)
                 products[fold] = (table * weights[rows].flatten().unsqueeze(1)).T @ table
-            found = {
+            sums = {
                 "φφ": products[:, :-1, :-1],
                 "φ residual": products[:, :-1, -1],
                 "power": (in_loss * residual.square()).sum(),
@@ -196,14 +194,14 @@ class Value:
                 "squares": (in_loss * (x.returns.to(precise).square() + b.to(precise).square())).sum(),
                 "excluded": (x.mask * ~finite).sum().to(precise),
             }
-            for name, values in found.items():
+            for name, values in sums.items():
                 total[name] = total[name] + values if name in total else values
         return total
 
     def _is_ruinous(self, power: float, left: float, varies: bool) -> bool:
         """Whether what was learned is of no use any more, from the power that B0 and B left of a batch."""
         usual, lost = self._power / max(self._batches, 1.0), varies and left > RUINOUS * power
-        # In a batch in which returns happen to be nearly equal, usual errors are large beside B0's
+        # In a batch in which returns happen to be nearly equal, usual errors are large compared with B0's
         ruinous = lost and (self._doubted or left > min(RUINOUS * max(power, usual), SURELY * power))
         self._doubted = lost and not ruinous
         return ruinous
@@ -234,7 +232,7 @@ class Value:
         self.theta = self._solution(squares.sum(dim=0), products.sum(dim=0), self.ridges[best])
         self.weight = min(weights[best].item(), self._most_weight)
         if not (self.theta.isfinite().all() and math.isfinite(self.weight)):
-            self._start_anew("its linear system has no finite solution")
+            self._reset("its linear system has no finite solution")
 
     def _solution(self, squares: torch.Tensor, products: torch.Tensor, ridge: float) -> torch.Tensor:
         """`(…, K)` θ; shifting or scaling features does not change the predictions."""
@@ -251,7 +249,7 @@ class Value:
         theta = torch.linalg.solve_ex(squares[..., rest, :][..., rest], others)[0]
         return torch.cat([theta[..., :BASE], of_base, theta[..., BASE:]], dim=-1)
 
-    def _start_anew(self, reason: str) -> None:
+    def _reset(self, reason: str) -> None:
         logger.warning(f"The baseline 'value' discards what it has learned: {reason}. It continues as 'rloo_pooled'.")
         self.theta, self.weight, self._most_weight, self._gains = None, 0.0, 0.25, (0.0, 0.0)
         self._sums, self._batches, self._power, self._returns_seen = {}, 0.0, 0.0, (math.inf, -math.inf)

@@ -127,15 +127,15 @@ def compare_baselines(
                 bar.update(processes)
                 return gradients(rows[row], weights.to(trainer.accelerator.device))
 
-            beside = {n: _beside(companions, name, n, max(batch, batch * own // n) - 1) for n in sizes}
+            other_prompts = {n: _other_prompts(companions, name, n, max(batch, batch * own // n) - 1) for n in sizes}
             masks = [generated_mask(row)[0].cpu() for row in rows]
             with torch.autocast("cpu", enabled=False):
-                moments = prompt_moments(pool, masks, gradient_of, rules, sizes, beside, seed + index)
+                moments = prompt_moments(pool, masks, gradient_of, rules, sizes, other_prompts, seed + index)
             returns = pool.whole_returns[pool.scored > 0]
             moments |= {"reward": returns.mean().item(), "length": pool.lengths.mean().item()}
             moments |= {"varies": bool((returns.diff() != 0).any()), "along_the_way": pool.returns.size(1) > 1}
             measured += gather_object([moments])[: num_prompts - first]
-    # Told with hindsight, rewards of turns or tokens bias rewards-to-go, so there the bias is measured
+    # Rewards of turns or tokens that depend on later tokens bias rewards-to-go, so there the bias is measured
     along = any(prompt["along_the_way"] for prompt in measured)
     return BaselineReport.of(
         measured,
@@ -166,7 +166,7 @@ def _learn(
     fresh = [rule for rule in rules.values() if rule.learns and not (own and own.name == rule.name)]
     some, n, companions = cycle(examples), trainer.num_generations, []
     metrics: dict[str, list[float]] = {}
-    # A smaller N has more prompts beside it
+    # A smaller N is put in a batch with more prompts
     many = BATCHES if fresh else min(max(COMPANIONS, n // min(sizes)), BATCHES)
     for batch in range(many):
         of_batch = list(islice(some, min(prompts_per_batch, len(examples))))
@@ -182,16 +182,16 @@ def _learn(
     return companions, {name: fmean(values[len(values) // 2 :]) for name, values in metrics.items()}
 
 
-def _beside(companions: list[dict[str, Completions]], own: str, n: int, most: int) -> list[list[Completions]]:
-    """A few batches of at most so many prompts other than `own`, with groups of `n`: what a prompt is put beside."""
-    found = []
+def _other_prompts(companions: list[dict[str, Completions]], own: str, n: int, most: int) -> list[list[Completions]]:
+    """A few batches of at most `most` prompts other than `own`, of which each has `n` completions or more."""
+    batches = []
     for first in range(min(COMPANIONS, len(companions))):
         others: dict[str, Completions] = {}
         for name, pool in chain.from_iterable(of.items() for of in companions[first:] + companions[:first]):
             if name != own and len(pool) >= n:
                 others.setdefault(name, pool)
-        found.append([*others.values()][:most])
-    return found
+        batches.append([*others.values()][:most])
+    return batches
 
 
 def _instance(trainer: OTBGRPOTrainer, name: str) -> Baseline:
@@ -236,12 +236,12 @@ def _different_examples(trainer: OTBGRPOTrainer, most: int, seed: int) -> list[E
         rows: Iterable[dict[str, Any]] = (data[i] for i in order)
     else:
         rows = islice(iter(data), 100 * most)
-    found: dict[str, dict[str, Any]] = {}
+    examples: dict[str, dict[str, Any]] = {}
     for row in rows:
-        found.setdefault(Hasher.hash(row), row)
-        if len(found) == most:
+        examples.setdefault(Hasher.hash(row), row)
+        if len(examples) == most:
             break
-    return list(found.items())
+    return list(examples.items())
 
 
 def _scores_have_mean_zero(args: Any) -> bool:

@@ -181,18 +181,18 @@ def compare(moments: dict[tuple[str, int], Moments], prompts_per_batch: int, gro
     figures = {key: m.of_batch(counts, prompts_per_batch) for key, m in moments.items()}
     of_run, rows = group_size * figures[control(group_size), group_size]["variance"], []
     for (name, n), of in figures.items():
-        beside, signal = figures[control(n), n], of["signal"]
+        of_control, signal = figures[control(n), n], of["signal"]
         rows.append(
             Comparison(
                 name=name,
                 n=n,
                 unbiased=moments[name, n].scale is not None,
-                more_prompts=Estimate.of(beside["missed"] / of["missed"] - 1),
+                more_prompts=Estimate.of(of_control["missed"] / of["missed"] - 1),
                 more_completions=Estimate.of(of_run / (n * of["variance"]) - 1),
                 efficiency=Estimate.of(of["efficiency"]),
                 # Efficiency is ‖g‖² / (‖g‖² + what is missed), and where the signal is small it all but cancels
-                over_group_mean=Estimate.of((signal + beside["missed"]) / (signal + of["missed"])),
-                noise_over_group_mean=Estimate.of(of["noise"] / beside["noise"]),
+                over_group_mean=Estimate.of((signal + of_control["missed"]) / (signal + of["missed"])),
+                noise_over_group_mean=Estimate.of(of["noise"] / of_control["noise"]),
                 cosine=Estimate.of(of["cosine"]),
                 length=Estimate.of(of["length"]),
             )
@@ -210,14 +210,14 @@ def moments_of(
     """
 
     truth = torch.stack([prompt["truth"] for prompt in prompts]).double()  # (P, 2, k)
-    found = {}
+    moments = {}
     for name, n in (key for key in prompts[0] if isinstance(key, tuple)):
         mean = torch.stack([prompt[name, n]["mean"] for prompt in prompts]).double()
         square = torch.tensor([prompt[name, n]["square"] for prompt in prompts], dtype=torch.float64)
         products = _products(mean, mean), _products(mean, truth), _products(truth, truth)
         scale = (n - 1) / n if name == "group_mean" else 1.0 if name in unbiased else None
-        found[name, n] = Moments(square, *products, scale if mean_zero else None)
-    return found
+        moments[name, n] = Moments(square, *products, scale if mean_zero else None)
+    return moments
 
 
 def _products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

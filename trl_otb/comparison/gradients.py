@@ -16,13 +16,13 @@ GRADIENTS = 2**26  # numbers of gradients that are projected together, a quarter
 def studied_parameters(trainer: OTBGRPOTrainer, pattern: str | None) -> list[torch.nn.Parameter]:
     """The trainable parameters whose name matches `pattern`, by default all; a `ValueError` if there is none."""
     named = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
-    found = [p for name, p in named.items() if re.search(pattern or "", name)]
-    if not found:
+    studied = [p for name, p in named.items() if re.search(pattern or "", name)]
+    if not studied:
         raise ValueError(
             f"`parameters` is {pattern!r}, which none of {len(named)} trainable parameters holds: their names read "
             f"like {next(iter(named), None)!r}."
         )
-    return found
+    return studied
 
 
 class Projection:
@@ -80,26 +80,26 @@ class CompletionGradients:
         logps, leaf, body = logps_and_states(self.trainer, row)
         (score,) = torch.autograd.grad(logps.sum(), leaf, retain_graph=True)  # the last position has none
         padded = torch.nn.functional.pad(weights, (leaf.size(1) - 1 - length, 1))
-        found = []
+        projected = []
         for some, padded_some in zip(weights.split(self.together), padded.split(self.together), strict=True):
             gradients = self._of_body(body, padded_some[:, None, :, None] * score)
             for i, of_head in zip(self.in_head, self._of_head(logps, some), strict=True):
                 gradients[i] = gradients[i] + of_head
-            found.append(self.projection(gradients))
-        return torch.cat(found)
+            projected.append(self.projection(gradients))
+        return torch.cat(projected)
 
     def _of_body(self, body: torch.Tensor, pulls: torch.Tensor) -> list[torch.Tensor]:
-        found = [p.new_zeros(len(pulls), *p.shape) for p in self.parameters]
+        result = [p.new_zeros(len(pulls), *p.shape) for p in self.parameters]
         if not body.requires_grad:  # the head alone is trained
-            return found
+            return result
         pulls = pulls.to(body.dtype)
         how: dict[str, Any] = {"retain_graph": True, "allow_unused": True, "is_grads_batched": self.small}
         for at, pull in [(slice(None), pulls)] if self.small else enumerate(pulls):
             gradients = torch.autograd.grad(body, self.parameters, pull, **how)
-            for of_parameter, gradient in zip(found, gradients, strict=True):
+            for of_parameter, gradient in zip(result, gradients, strict=True):
                 if gradient is not None:
                     of_parameter[at] = gradient
-        return found
+        return result
 
     def _of_head(self, logps: torch.Tensor, weights: torch.Tensor) -> list[torch.Tensor]:
         parameters = [self.parameters[i] for i in self.in_head]

@@ -65,8 +65,8 @@ def prompt_moments(
     for i, (name, n) in enumerate(per_token, start=1):
         for rows in parts[n][0]:
             weights[rows, i] = advantages[name](rows, n)
-    found = [gradient_of(row, _in_place(weights[row], mask)) for row, mask in enumerate(masks)]
-    own, *of_tokens = torch.stack(found, dim=1)  # each (M, k)
+    by_completion = [gradient_of(row, _in_place(weights[row], mask)) for row, mask in enumerate(masks)]
+    own, *of_tokens = torch.stack(by_completion, dim=1)  # each (M, k)
     weighted = dict(zip(per_token, of_tokens, strict=True))
     products = own.double() @ own.double().T
 
@@ -125,16 +125,16 @@ def _advantages(
     def of(rows: Tensor, n: int) -> Tensor:
         if rule.scope == "group":
             return credit(rule, pool.rows(rows, n)).advantages
-        found = []
-        drawn: Iterator[list[Completions]] = (beside(batch, n) for batch in turns[n])
+        advantages = []
+        drawn: Iterator[list[Completions]] = (groups_of(batch, n) for batch in turns[n])
         if n == 1:  # many batches of many prompts: drawn once for all of `rows`
-            drawn = cycle([beside(batch, n) for batch in companions[n] or [[]]])
+            drawn = cycle([groups_of(batch, n) for batch in companions[n] or [[]]])
         for group, others in zip(rows.split(n), drawn, strict=False):
             everyone = lambda own, tokens, others=others: joined([own, *others])  # noqa: E731
-            found.append(credit(rule, pool.rows(group, n), everyone, slice(0, n)).advantages)
-        return torch.cat(found)
+            advantages.append(credit(rule, pool.rows(group, n), everyone, slice(0, n)).advantages)
+        return torch.cat(advantages)
 
-    def beside(batch: list[Completions], n: int) -> list[Completions]:
+    def groups_of(batch: list[Completions], n: int) -> list[Completions]:
         """A group of each companion, put together: one or none."""
         others = [x.rows(torch.randperm(len(x), generator=rng)[:n], n) for x in batch]
         return [joined([x if rule.per_token else x.totals() for x in others])] if others else []

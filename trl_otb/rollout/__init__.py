@@ -55,7 +55,7 @@ class Rollout:
     rewards: Tensor
     scale: Tensor
     first_row: int = 0
-    returns_of_all: Tensor | None = field(default=None, compare=False)
+    returns_of_all: Tensor = field(default_factory=lambda: torch.empty(0), compare=False)
     processing_class: Any = field(default=None, compare=False)
     energy: Tensor | None = field(default=None, init=False)
     logps: Tensor | None = field(default=None, init=False)
@@ -77,10 +77,10 @@ class Rollout:
         more["prompt_key"] = None if prompt_key is None else prompt_key.to(self.mask.device)
         return squeeze(self.rewards, self.mask, self.num_generations, first_row=self.first_row, **more)
 
-    def keep(self, rule: Baseline, found: Credit, of_mean: Credit) -> Tensor:
+    def keep(self, rule: Baseline, chosen: Credit, of_mean: Credit) -> Tensor:
         """Store advantages and baselines, at the places of their tokens under a baseline per token."""
         place = (lambda values: put_back(values, self.mask)) if rule.per_token else (lambda values: values)
-        self.advantages, self.baselines = place(found.advantages / self.scale), place(found.baselines)
+        self.advantages, self.baselines = place(chosen.advantages / self.scale), place(chosen.baselines)
         self.group_mean_advantages = of_mean.advantages / self.scale if self.num_generations > 1 else None
         if (~self.advantages.isfinite()).any():
             most = self.rewards.abs().nan_to_num(nan=0.0).max().item()

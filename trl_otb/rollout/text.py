@@ -61,10 +61,10 @@ class Group:
 def read_group(rollout: Any, prompt: int, max_tokens: int, max_completions: int | None = None) -> Group:
     """The completions of prompt number `prompt`, at most `max_completions` of them with `max_tokens` tokens each."""
     rows, tokenizer = rows_of_prompt(rollout, prompt), rollout.processing_class
-    found = {"energy": rollout.energy, "advantage": rollout.advantages}
-    found["group_mean_advantage"] = rollout.group_mean_advantages
+    values = {"energy": rollout.energy, "advantage": rollout.advantages}
+    values["group_mean_advantage"] = rollout.group_mean_advantages
     shape = rollout.mask[rows].shape
-    columns = {k: x[rows].detach().float().cpu().expand(shape) for k, x in found.items() if x is not None}
+    columns = {k: x[rows].detach().float().cpu().expand(shape) for k, x in values.items() if x is not None}
     rewards, completions = completion_returns(rollout.rewards[rows]).tolist(), []
     for i, row in enumerate(range(rows.start, rows.stop)[:max_completions]):
         ids = rollout.completion_ids[row][rollout.completion_mask[row].bool()].tolist()

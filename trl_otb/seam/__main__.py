@@ -19,6 +19,6 @@ try:
 except ImportError as moved:
     sys.exit(f"contract: {moved}")
 print(f"contract: trl {trl.__version__} has every part that trl_otb relies on, with the parameters it expects")
-if (found := drift()) is not None:
-    sys.exit(f"sources: {found}")
+if (message := drift()) is not None:
+    sys.exit(f"sources: {message}")
 print("sources: those that were read")

@@ -42,11 +42,11 @@ MEAN, OTHERS, ROWS, VERSION = "otb/mean", "otb/others", "otb/rows", "otb/version
 
 
 def stamping(loop: Any) -> Any:
-    """The loop, whose samples also say what a baseline must know of their group; TRL's or one derived from it."""
+    """The loop, whose samples also hold what a baseline needs from their group; TRL's or one derived from it."""
     score = loop._score_group
 
     async def score_and_stamp(group: Any) -> list[Any]:
-        of_environments = [None if found is None else found[1] for found in group.env_rewards]
+        of_environments = [None if result is None else result[1] for result in group.env_rewards]
         one_number_each("get_reward", of_environments)
         sizes = [len(sequences) for sequences in group.completions_sequences]  # samples of each conversation
         return stamped(await score(group), sizes)
@@ -94,7 +94,7 @@ def stamped(samples: list[Any], sizes: list[int]) -> list[Any]:
 
 
 def stamp_groups(worker: Any) -> None:
-    """Let TRL's worker stamp its samples; of a user's own TRL's stamps tell as much, but for `None` and forks."""
+    """Let TRL's worker stamp its samples. For a user's own, TRL's metrics suffice, except for `None` and forks."""
     if isinstance(worker, trl_worker.AsyncRolloutWorker):
         kind = type(worker)._loop_cls
         worker._loop_cls = functools.partial(stamping_loop, kind)  # made in the child process
@@ -102,7 +102,7 @@ def stamp_groups(worker: Any) -> None:
 
 
 def stop_living(worker: Any) -> None:
-    """TRL's `stop`, which never returns if the child has died: the event that it sets waits for who waited for it."""
+    """TRL's `stop`, which never returns if the child has died: `Event.set` waits for each process that waits for it."""
     child = worker._process
     if child is not None and worker._failed_event.is_set():
         child.join(timeout=10)
@@ -112,7 +112,7 @@ def stop_living(worker: Any) -> None:
 
 
 class VersionedBuffer:
-    """A worker's buffer, whose samples say which weights wrote them: TRL's dataset does not pass that on."""
+    """A worker's buffer, whose samples hold the version of the weights that wrote them: TRL's dataset drops it."""
 
     def __init__(self, buffer: Any) -> None:
         self.buffer, self.qsize = buffer, buffer.qsize
@@ -129,18 +129,18 @@ def carried_of(sample: dict[str, Any], num_generations: int, is_trls: bool) -> t
     Stamps are taken out of its metrics, of which TRL logs the means. A `ValueError` if they leave B0 unknown, unless
     TRL's advantages are used.
     """
-    told, n = sample["metrics"], num_generations
-    reward, std = told.get("reward", math.nan), told.get("reward_std", math.nan)
-    if not is_trls and MEAN not in told and math.isnan(reward):
+    metrics, n = sample["metrics"], num_generations
+    reward, std = metrics.get("reward", math.nan), metrics.get("reward_std", math.nan)
+    if not is_trls and MEAN not in metrics and math.isnan(reward):
         raise ValueError(
             "The rollout worker gave a sample of a group without its reward (`None`, or no `metrics['reward']` and "
             "'reward_std'): the mean of the others is unknown. Let it call `trl_otb.seam.asynchronous.stamped` on the "
             "samples of each group, as TRL's own worker does here, or set 'group_mean' and `scale_rewards='group'`."
         )
-    mean = told.pop(MEAN, reward - sample["advantage"] * (std + 1e-8))
-    others = told.pop(OTHERS, (n * mean - reward) / (n - 1) if n > 1 else torch.nan)
-    numbers = [reward, std, mean, others, float(sample["group_id"]), told.pop(VERSION)]
-    return numbers, int(told.pop(ROWS, n))
+    mean = metrics.pop(MEAN, reward - sample["advantage"] * (std + 1e-8))
+    others = metrics.pop(OTHERS, (n * mean - reward) / (n - 1) if n > 1 else torch.nan)
+    numbers = [reward, std, mean, others, float(sample["group_id"]), metrics.pop(VERSION)]
+    return numbers, int(metrics.pop(ROWS, n))
 
 
 def carried_with(collate: Callable[[list[Any]], dict[str, Any]], num_generations: int, is_trls: bool) -> Callable:
@@ -153,9 +153,9 @@ def carried_with(collate: Callable[[list[Any]], dict[str, Any]], num_generations
     def carrying(examples: list[Any]) -> dict[str, Any]:
         (rows,), carried, groups = examples, [], {}
         for row in rows:
-            found = [carried_of(sample, num_generations, is_trls) for sample in row.samples]
-            carried.append(torch.tensor([numbers for numbers, _ in found], dtype=torch.float64))
-            for sample, (_, size) in zip(row.samples, found, strict=True):
+            stamps = [carried_of(sample, num_generations, is_trls) for sample in row.samples]
+            carried.append(torch.tensor([numbers for numbers, _ in stamps], dtype=torch.float64))
+            for sample, (_, size) in zip(row.samples, stamps, strict=True):
                 group = sample["group_id"]
                 groups[group] = to_come[group] = to_come.get(group, size) - 1
         for group, left in groups.items():
@@ -180,6 +180,6 @@ class AfterStep(TrainerCallback):
 
 def check_async_trl() -> None:
     """Raise an `ImportError` if a part of TRL's asynchronous trainer has moved."""
-    found = moved(ASYNC_PARTS)
-    if found:
-        raise incompatible_trl("; ".join(found))
+    messages = moved(ASYNC_PARTS)
+    if messages:
+        raise incompatible_trl("; ".join(messages))

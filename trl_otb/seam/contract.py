@@ -75,27 +75,28 @@ FORWARD_KWARGS = (
 
 def check_trl(attributes_of: GRPOTrainer | None = None) -> None:
     """Raise an `ImportError` if a part of TRL has moved, or an attribute of a constructed trainer, if given."""
-    found = moved(PARTS)
+    messages = moved(PARTS)
     forward = getattr(GRPOTrainer, "_get_per_token_logps_and_entropies", None)
     known = inspect.signature(forward).parameters if forward is not None else FORWARD_KWARGS
-    found += [f"`_get_per_token_logps_and_entropies` no longer takes `{n}`" for n in FORWARD_KWARGS if n not in known]
+    gone = [name for name in FORWARD_KWARGS if name not in known]
+    messages += [f"`_get_per_token_logps_and_entropies` no longer takes `{name}`" for name in gone]
     if attributes_of is not None:
-        found += [f"`GRPOTrainer.{name}` is gone" for name in ATTRIBUTES if not hasattr(attributes_of, name)]
-    if found:
-        raise incompatible_trl("; ".join(found))
+        messages += [f"`GRPOTrainer.{name}` is gone" for name in ATTRIBUTES if not hasattr(attributes_of, name)]
+    if messages:
+        raise incompatible_trl("; ".join(messages))
 
 
 def moved(parts: dict[Any, dict[str, str]]) -> list[str]:
-    """What of `parts`, like `PARTS`, is gone or takes other parameters."""
-    found = []
+    """A message for each of `parts`, like `PARTS`, that is gone or takes other parameters."""
+    messages = []
     for owner, expected in parts.items():
         for name, parameters in expected.items():
             function, names = getattr(owner, name, None), tuple(parameters.split())
             if function is None:
-                found.append(f"`{owner.__name__}.{name}` is gone")
+                messages.append(f"`{owner.__name__}.{name}` is gone")
             elif tuple(inspect.signature(function).parameters)[: len(names)] != names:
-                found.append(f"`{owner.__name__}.{name}` no longer takes ({', '.join(names)})")
-    return found
+                messages.append(f"`{owner.__name__}.{name}` no longer takes ({', '.join(names)})")
+    return messages
 
 
 def versions() -> dict[str, str]:
@@ -169,5 +170,5 @@ def check_config(cls: type) -> None:
 
 def overriders(trainer: Any, *names: str) -> list[str]:
     """`Class.method` for the user's overrides of `names`, also for methods set on the trainer."""
-    found = [f"{name}, set on the trainer" for name in names if name in vars(trainer)]
-    return found + [f"{b.__name__}.{name}" for name in names for b in users_classes(type(trainer)) if name in vars(b)]
+    result = [f"{name}, set on the trainer" for name in names if name in vars(trainer)]
+    return result + [f"{b.__name__}.{name}" for name in names for b in users_classes(type(trainer)) if name in vars(b)]

@@ -115,8 +115,8 @@ class PolicyRecorder:
         """Context of forwards that also return log Σπ²; projected `states` are appended to the yielded list."""
         self.policy.trl_otb_energies = True
         try:
-            with self._recording_states(states) as found:
-                yield found
+            with self._recording_states(states) as recorded:
+                yield recorded
         finally:
             self.policy.trl_otb_energies = False
 
@@ -144,7 +144,7 @@ class PolicyRecorder:
     @contextmanager
     def _recording_states(self, wanted: bool, last_only: bool = False) -> Iterator[list[Tensor]]:
         """Context in which calls of the layer append projected states, `(b, P + T, k)`, to the yielded list."""
-        found: list[Tensor] = []
+        recorded: list[Tensor] = []
 
         def record(module: Any, args: Any, output: Any) -> None:
             states = (output if isinstance(output, Tensor) else output[0]).detach()
@@ -153,11 +153,11 @@ class PolicyRecorder:
                 self.projection = projection(states.size(-1))
             self.projection = self.projection.to(states.device)
             with torch.autocast(states.device.type, enabled=False):
-                found.append(states @ self.projection)
+                recorded.append(states @ self.projection)
 
         hook = self._layer.register_forward_hook(record) if wanted else None
         try:
-            yield found
+            yield recorded
         finally:
             if hook is not None:
                 hook.remove()

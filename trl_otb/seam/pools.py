@@ -61,13 +61,13 @@ def sample(trainer: Any, examples: list[dict[str, Any]], completions: int, seed:
         n = trainer.num_generations_eval = min(at_once, completions - first)
         for start in range(0, len(examples), together):
             some = examples[start : start + together]
-            _, found, batch = trainer.collect([dict(example) for example in some for _ in range(n)])
-            found, rows = found.to("cpu"), single_rows(batch)
+            _, record, batch = trainer.collect([dict(example) for example in some for _ in range(n)])
+            record, rows = record.to("cpu"), single_rows(batch)
             for i, part in enumerate(parts[start : start + together]):
-                part.append((found.rows(slice(i * n, i * n + n)), rows[i * n : i * n + n]))
+                part.append((record.rows(slice(i * n, i * n + n)), rows[i * n : i * n + n]))
     pools = []
     for part in parts:
-        whole = joined([found for found, _ in part])
+        whole = joined([record for record, _ in part])
         # Gradients of a comparison have no importance ratios
         whole = replace(whole, weights=whole.energy, num_generations=completions)
         pools.append((whole, [row for _, rows in part for row in rows]))
@@ -77,14 +77,14 @@ def sample(trainer: Any, examples: list[dict[str, Any]], completions: int, seed:
 def single_rows(batch: dict[str, Any]) -> list[dict[str, Any]]:
     """The rows of TRL's `batch` one by one, each without the padding after its completion."""
     rows = trl_utils.split_tensor_dict(trl_utils.split_pixel_values_by_grid(batch), len(batch["completion_ids"]))
-    found = []
+    result = []
     for row in map(trl_utils.unsplit_pixel_values_by_grid, rows):
         length, padded = int(row["completion_mask"].sum()), row["completion_ids"].size(1)
         for key in ("completion_ids", "completion_mask", "tool_mask", "token_type_ids", "mm_token_type_ids"):
             if row.get(key) is not None:
                 row[key] = row[key][:, : row[key].size(1) - padded + length]
-        found.append(row)
-    return found
+        result.append(row)
+    return result
 
 
 def logps_and_states(trainer: Any, row: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

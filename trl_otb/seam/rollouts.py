@@ -132,7 +132,7 @@ def rollout_of(trainer: Any, batch: dict[str, Any], recorders: list[RewardRecord
     if rewards_per_func is None:
         raise trainer.failure("rewards no longer come from `GRPOTrainer._calculate_rewards`", *_MAKING)
     recorder, options = recorders[-1], (trainer.scale_rewards, trainer.multi_objective_aggregation)
-    found = weigh_rewards(rewards_per_func, trainer.reward_weights, num_generations, *options)
+    weighed = weigh_rewards(rewards_per_func, trainer.reward_weights, num_generations, *options)
     ids, rewarded = batch["completion_ids"].cpu(), recorder.completion_ids
     first = trainer.accelerator.process_index * len(ids)
     own = slice(first, first + len(ids))
@@ -143,19 +143,19 @@ def rollout_of(trainer: Any, batch: dict[str, Any], recorders: list[RewardRecord
         if not torch.equal(ids[row, : len(of_row)], of_row):
             what = f"completion {row} of a rollout is not the one that was rewarded in its place"
             raise trainer.failure(what, *_MAKING)
-    expected, actual, scale = found.group_mean_advantages[own], batch["advantages"], found.scale[own]
+    expected, actual, scale = weighed.group_mean_advantages[own], batch["advantages"], weighed.scale[own]
     difference = ((expected - actual) * scale.nan_to_num(posinf=1.0)).abs()
-    if (difference > 1e-5 * (1 + found.returns.abs().nan_to_num(nan=0.0).max())).any():
+    if (difference > 1e-5 * (1 + weighed.returns.abs().nan_to_num(nan=0.0).max())).any():
         row = int(difference.argmax())
         raise trainer.failure(
             f"how GRPOTrainer forms its advantages: for completion {row} of a rollout it has {actual[row].item():.6g}, "
             f"and the rewards, weights and scale that trl_otb relies on give {expected[row].item():.6g}",
             *_MAKING,
         )
-    rewards, mask = found.returns[own], generated_mask(batch)
+    rewards, mask = weighed.returns[own], generated_mask(batch)
     along_the_way = torch.tensor([bool(recorder)], device=rewards.device)
     if trainer.accelerator.gather(along_the_way).any():
-        of_tokens = recorder.token_rewards(mask, rewards, found.factors[own])
+        of_tokens = recorder.token_rewards(mask, rewards, weighed.factors[own])
         rewards = rewards if getattr(trainer.args, "credit_whole_return", False) else of_tokens
     return Rollout(
         **{key: batch[key] for key in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")},
@@ -163,7 +163,7 @@ def rollout_of(trainer: Any, batch: dict[str, Any], recorders: list[RewardRecord
         num_generations=num_generations,
         rewards=rewards,
         scale=scale.unsqueeze(1),
-        returns_of_all=found.returns,
+        returns_of_all=weighed.returns,
         first_row=first,
         processing_class=trainer.processing_class,
     )

@@ -1,4 +1,4 @@
-"""Energies, log-probs and hidden states of what `generate` samples, found again by their ids."""
+"""Energies, log-probs and hidden states of what `generate` samples, matched by their ids."""
 
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ from ..energy import token_energy
 
 class TokenValues(NamedTuple):
     """
-    What a forward says of completions.
+    What a forward computes for completions.
 
     Args:
         energy, logps (`(B, T)`): w_t and log π(y_t), at the sampling temperature.
@@ -23,13 +23,13 @@ class TokenValues(NamedTuple):
 
 
 class SampledTurn:
-    """What the forwards of one `generate` say of each position's distribution, before any processor of logits."""
+    """What the forwards of one `generate` compute for each position's distribution, before any processor of logits."""
 
     def __init__(self, temperature: float) -> None:
         self.temperature, self.calls = temperature, 0
         self._prompt: Tensor | None = None  # (b, P), what the first forward read
         self._before: Tensor | None = None  # (b, V) probabilities at the last position
-        self._found: list[tuple[Tensor, Tensor, Tensor]] = []  # tokens, energies, log-probs, each (b,)
+        self._values: list[tuple[Tensor, Tensor, Tensor]] = []  # tokens, energies, log-probs, each (b,)
 
     def on_forward(self, module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """A forward hook of the policy."""
@@ -52,7 +52,7 @@ class SampledTurn:
         probs = self._before.gather(1, tokens.to(self._before.device).unsqueeze(1)).squeeze(1)
         # Takes a third of the time of log_softmax and logsumexp. 2e-38 is a normal number, whose logarithm is finite
         norm, logps = torch.linalg.vector_norm(self._before, dim=-1), probs.clamp(min=2e-38).log()
-        self._found.append((tokens, token_energy(logps, 2 * norm.log()), logps))
+        self._values.append((tokens, token_energy(logps, 2 * norm.log()), logps))
 
     def rows(
         self, prompt_ids: list[list[int]], completion_ids: list[list[int]], states: list[Tensor] | None
@@ -63,24 +63,24 @@ class SampledTurn:
         """
         if self._prompt is None or len(self._prompt) != len(prompt_ids):
             return [None] * len(prompt_ids)
-        at = len(self._found)  # of the token that no forward has read
+        at = len(self._values)  # of the token that no forward has read
         self._drawn(
             torch.tensor([ids[at] if len(ids) > at else 0 for ids in completion_ids], device=self._prompt.device)
         )
         self._before = None
-        tokens, energy, logps = (torch.stack(of, dim=1) for of in zip(*self._found, strict=True))
+        tokens, energy, logps = (torch.stack(of, dim=1) for of in zip(*self._values, strict=True))
         of_all = None if states is None else torch.cat(states, dim=1)
-        read, drawn, found = self._prompt.tolist(), tokens.tolist(), []
+        read, drawn, result = self._prompt.tolist(), tokens.tolist(), []
         for row, (prompt, ids) in enumerate(zip(prompt_ids, completion_ids, strict=True)):
             n = len(ids)
             same = read[row][-len(prompt) :] == prompt and drawn[row][:n] == ids
             of_row = TokenValues(energy[row, :n], logps[row, :n], None if of_all is None else of_all[row, :n])
-            found.append(of_row if same else None)
-        return found
+            result.append(of_row if same else None)
+        return result
 
 
 class SampledTurns:
-    """The turns of a generation batch, found again by their ids."""
+    """The turns of a generation batch, matched by their ids."""
 
     def __init__(self) -> None:
         self._turns: dict[tuple[int, ...], list[tuple[list[int], TokenValues]]] = {}
