@@ -67,7 +67,7 @@ TASKS = {
         f"{name}_64": replace(schedule, steps=dict.fromkeys((1, 2, 4, 8, 32), 100), problems=name, completions=64)
         for name, schedule in {
             "calculator": Schedule({}, (2e-4, 4e-4, 8e-4)),
-            "scratchpad_100": Schedule({}, (2e-4, 4e-4, 8e-4), held_out_samples=16),
+            "scratchpad_100": Schedule({}, (1e-4, 2e-4, 4e-4), held_out_samples=16),
         }.items()
     },
     **{f"{name}_scaled": Schedule({4: 100}, (8e-4,), problems=name, scaled=True) for name in ("sums", "calculator")},

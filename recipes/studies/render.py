@@ -6,7 +6,7 @@ The studies' results as data, results/*.json, and the pages' tables and pictures
 Below a line such as `<!-- value.json: 4; otb; value | T = 10; sums -->` stands the noise at N = 4 of these baselines on
 these tasks (on all, if none is named), or, with `equal` in the place of N, at 64 completions per step; below
 `<!-- runs: task -->` that task's runs, below `<!-- tokens: task -->` their tokens to a threshold. An interval is
-`[value, low, high]`; `null` is lost in noise. Tables of learning_curves.json and features.json are rows of text.
+`[value, low, high]`; `null` is lost in noise.
 """
 
 import json
@@ -214,22 +214,16 @@ def rendered(page: str) -> str:
 
     def table(found: re.Match) -> str:
         line, name, key = found.groups()
-        if name == "runs":
-            return f"{line}\n\n{of_runs(runs_of(key))}"
-        if name == "tokens":
-            return f"{line}\n\n{of_tokens(key)}"
-        tables = load(name)["tables"]
-        key, _, tasks = key.partition(" | ")
-        if tasks:
-            tables = {task: tables[task] for task in tasks.split("; ")}
-        if "; " in key:  # N and estimators
-            n, *names = key.split("; ")
+        if name in ("runs", "tokens"):
+            text = of_runs(runs_of(key)) if name == "runs" else of_tokens(key)
+        else:
+            (n, *names), tables, tasks = key.split(" | ")[0].split("; "), load(name)["tables"], key.partition(" | ")[2]
+            tables = {task: tables[task] for task in tasks.split("; ")} if tasks else tables
             text = at_equal_completions(tables, names) if n == "equal" else noise(tables, int(n), names)
-            return f"{line}\n\n{text}"
-        return f"{line}\n\n{markdown(tables[key]) if key in tables else by_task(tables, int(key))}"
+        return f"{line}\n\n{text}\n"
 
-    pattern = r"^(<!-- (\w+)(?:\.json)?: (?:N = )?(.+) -->)\n\n(?:(?:\|.*\n)+\n)?"
-    return re.sub(pattern, lambda found: f"{table(found)}\n", page, flags=re.MULTILINE)
+    pattern = r"^(<!-- (\w+)(?:\.json)?: (.+) -->)\n\n(?:(?:\|.*\n)+\n)?"
+    return re.sub(pattern, table, page, flags=re.MULTILINE)
 
 
 # Pictures

@@ -271,13 +271,18 @@ def test_baselines_learn_from_other_prompts_and_meet_others(train, calls_of_prom
 def test_value_is_measured_as_it_was_trained_or_after_batches(train, calls_of_prompt_moments):
     own = train(baseline="value", max_steps=3)
     state = own._baseline.rule.theta.clone()
-    compare_baselines(own, **SMALL | {"baselines": ["value"]})
+    as_trained = compare_baselines(own, **SMALL | {"baselines": ["value"]})
     trained = calls_of_prompt_moments[-1][1]["value"].rule
     assert trained is not own._baseline.rule
     assert all(torch.equal(rule.theta, state) for rule in (trained, own._baseline.rule))
     report = compare_baselines(train(train=False), **SMALL | {"baselines": ["value"]})
     assert not torch.equal(calls_of_prompt_moments[-1][1]["value"].rule.theta, state)
     assert all(math.isfinite(row.noise_over_group_mean.value) for row in report.comparisons)
+    # While it learned in the comparison
+    assert as_trained.learned == {} and "explained" not in repr(as_trained)
+    assert report.learned.keys() == {f"value/{name}" for name in ("explained", "weight", "restarted")}
+    assert report.learned["value/explained"] < 1 and 0 < report.learned["value/weight"] <= 1
+    assert f"`otb/value/explained` was {report.learned['value/explained']:.2f}." in repr(report)
 
 
 @pytest.mark.parametrize("every", [2, 3], ids=["in some parts of a pool", "in some prompts"])

@@ -46,7 +46,7 @@ def otb_loo(x: Completions) -> Tensor:
     t-th token B = 0, which is unbiased too.
 
     Use it with rewards per turn or token when a step has few prompts. Do not use it with one reward at the end, where
-    `rloo_pooled` and `value` have less noise. Evidence: recipes/studies/turns.md.
+    `rloo_pooled` and `value` have less noise. Evidence: recipes/studies/value.md.
     """
     return x.mean(prefix_sums(x.need("weights")).mul_(x.mask), leave_one_out=True)
 

@@ -48,7 +48,7 @@ class Value:
     Bias: unbiased, since B_t depends on what precedes y_t, and θ and c on earlier batches. Importance ratios, which
     may depend on later tokens, weight what it learns from; B itself does not depend on them.
 
-    Use it for N up to 16, also 1, and completions of any length. It gains nothing over `rloo_pooled` where
+    Use it for N of 1 to 8 and 4 or more prompts per step. It gains nothing over `rloo_pooled` where
     `otb/value/explained` stays near 0. Evidence: recipes/studies/value.md.
     """
 

@@ -210,10 +210,16 @@ class BaselineReport:
     @property
     def summary(self) -> str:
         """A sentence about what was measured."""
+        explained = self.learned.get("value/explained", math.nan)
         return (
             f"{self.num_prompts} prompts, {self.completions_per_prompt} completions each, {self.mean_length:.0f} "
             f"tokens on average; mean reward {self.mean_reward:.2f}; rewards vary on {self.prompts_varying} of the "
             f"prompts. Steps of {self.prompts_per_batch} prompts."
+            + (
+                f" While it learned here, `otb/value/explained` was {explained:.2f}."
+                if not math.isnan(explained)
+                else ""
+            )
         )
 
     def __repr__(self) -> str:
