@@ -11,6 +11,7 @@ from recipes.studies import learning_curves, picture, render, runs, tasks
 from recipes.studies.learning_curves import Run, Schedule
 from recipes.studies.runs import summary
 from tests.recipes.conftest import shortly_trained
+from trl_otb.rollout.text import ShownCompletion, Token, read_group
 
 
 RATES = learning_curves.TASKS["sums"].learning_rates
@@ -48,6 +49,8 @@ def test_learning_rates_are_halved_on_seeds_of_their_own(tmp_path, monkeypatch):
     assert learning_curves.tune("sums", [(4, "otb")], tmp_path) == {(4, "otb"): RATES[1]}
     assert {seed for rate, seed in tried if rate in (RATES[0], RATES[3])} == {101, 102}
     assert {seed for rate, seed in tried if rate in RATES[1:3]} == {101, 102, 103, 104, 105}
+    # With two seeds and no more, luck decides
+    assert learning_curves.tune("sums", [(8, "otb")], tmp_path, halving=False) == {(8, "otb"): RATES[2]}
 
 
 def rows_of(scores, seeds=(101, 102, 103, 104, 105, 1, 2, 3, 4), rate=1e-3, **others):
@@ -106,6 +109,24 @@ def test_runs_are_published_beside_earlier_ones(tmp_path, monkeypatch, registry)
     assert (tmp_path / "learning.png").stat().st_size > 10_000
 
 
+def test_tokens_to_a_threshold_at_64_completions(monkeypatch):
+    """N = 4 is the task without _64, from the same policy only."""
+    of_n = {32: [0.0] * 5 + [1.0] * 5, 4: [0.0] + [1.0] * 9}
+    rows = [
+        summary(result(Run("sums" if n == 4 else "sums_64", "otb", n, 1e-3, seed), curve, policy=policy))
+        for n, curve in of_n.items()
+        for seed in (1, 2)
+        for policy in (("aa", "bb") if n == 4 else ("aa",))
+    ]
+    never = summary(result(Run("sums_64", "value", 32, 1e-3, 1), [0.0] * 10))
+    late = [summary(result(Run("sums_64", "value", 32, 1e-3, 2), of_n[32]))]
+    monkeypatch.setattr(render, "load", lambda name: {"runs": [*rows, never, *late]})
+    monkeypatch.setitem(render.THRESHOLDS, "sums", 0.5)
+    few, many, value = render.of_tokens("sums").splitlines()[2:]
+    assert few.startswith("| otb | 4 | 0.001 | 2 | 0 (0–0) | -80% |") and many.startswith("| otb | 32 | 0.001 | 2 |")
+    assert "1 of 2 runs" in value
+
+
 @pytest.mark.slow
 def test_learning_curves(tmp_path, monkeypatch, capsys, registry):
     schedule = Schedule({4: 4}, (4e-4,), prompts=8, lr_scheduler_type="linear", problems="calculator")
@@ -127,17 +148,30 @@ def test_learning_curves(tmp_path, monkeypatch, capsys, registry):
     assert "held-out" not in capsys.readouterr().out.split("| N |")[0]  # nothing is trained again
 
 
+def attempt(text, reward, advantages):
+    tokens = [Token(letter, True, {"advantage": a, "energy": 1.0}) for letter, a in zip(text, advantages, strict=True)]
+    return ShownCompletion(reward, tokens, 0)
+
+
+def test_the_pictures_mistake_is_the_first_wrong_digit():
+    right = attempt("a021b015", 1.0, [0.0] * 8)  # 7 + 4 = 11, 11 + 4 = 15
+    assert picture.mistake("7+4*03=", right) is None
+    wrong = attempt("a021!1b016c000", 0.0, [*[-0.2] * 9, -0.7, *[-0.1] * 4])
+    assert picture.mistake("7+4*03=", wrong) == 9
+    assert picture.clearness("7+4*03=", wrong) == pytest.approx(0.5) and picture.clearness("7+4*03=", right) < 0
+
+
 @pytest.mark.slow
 def test_the_picture_of_the_readme(tmp_path, monkeypatch):
-    """On a shorter task: what is drawn is under `value`, which has learnt from other problems than the one drawn."""
+    """On a shorter task: what is drawn is under `value`, which has learned."""
     policy = shortly_trained("scratchpad_10", 100, tmp_path / "policy")
     monkeypatch.setattr(toy, "scratchpad_10", lambda: policy)
-    for name, value in {"TASK": "scratchpad_10", "PROBLEM": "7+4*02", "BATCHES": 3}.items():
+    for name, value in {"TASK": "scratchpad_10", "SIZE": 4, "BATCHES": 3, "PROMPTS": 8}.items():
         monkeypatch.setattr(picture, name, value)
-    rollout = picture.sample(4)
-    assert len(rollout) == 4 and rollout.mask.sum() > 20
+    rollout = picture.sample(2)
+    assert len(rollout) == 8 and rollout.mask.sum() > 40
     assert all(row[mask].unique().numel() > 1 for row, mask in zip(rollout.baselines, rollout.mask.bool(), strict=True))
-    rollout.plot(tmp_path / "group.png")
+    picture.draw(read_group(rollout, 0, 1000), tmp_path / "group.png")
     assert (tmp_path / "group.png").stat().st_size > 10_000
 
 
