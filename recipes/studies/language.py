@@ -33,7 +33,7 @@ REASONING = {
 LORA = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 STEPS = {"words": 5, "copy": 4}  # which take rewards from 0.5 to 0.8 and from 0.3 to 0.7
 TOKENS = 80
-GEMMA = {"gemma_copy": 24, "gemma_words": 0}  # steps of supervised training
+GEMMA = {"gemma_copy": 2, "gemma_words": 0}  # steps of supervised training
 
 
 def measured(name: str) -> dict:

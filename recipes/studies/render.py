@@ -163,8 +163,8 @@ ARM = {
     "learning_rate": ("learning rate", "{:g}".format),
     "seeds": ("seeds", str),
     "over_the_run": ("over the run", lambda x: interval(x, ".3f")),
-    "minus_group_mean": ("minus the group mean's, over the run", lambda x: interval(x, ".3f")),
-    "held_out": ("held-out at the end (%)", lambda x: interval(x, ".3g")),
+    "minus_group_mean": ("minus the group mean's", lambda x: interval(x, ".3f")),
+    "held_out": ("held-out (%)", lambda x: interval(x, ".3g")),
     "collapsed": ("collapsed", str),
     "won": ("pairs of seeds won", str),
 }
@@ -197,13 +197,16 @@ def of_tokens(task: str) -> str:
         (arm["baseline"], arm["n"]): [tokens_until(run, THRESHOLDS[task]) for run in arm["runs"]] for arm in found
     }
     rows = [["baseline", "N", "learning rate", "seeds", "thousands of tokens", "than with N = 32", "over the run"]]
-    for arm in sorted(found, key=lambda arm: (arm["baseline"], arm["n"])):
+    compared = {arm["baseline"] for arm in found if arm["n"] != 4}
+    for arm in sorted(
+        (arm for arm in found if arm["baseline"] in compared), key=lambda arm: (arm["baseline"], arm["n"])
+    ):
         own, most = (tokens.get((arm["baseline"], n), [None]) for n in (arm["n"], 32))
         arrived = [x / 1000 for x in own if x is not None]
         text = interval(estimate(arrived), ".0f") if arrived else "never"
         text += f", {len(arrived)} of {len(own)} runs" if 0 < len(arrived) < len(own) else ""
-        compared = None not in [*own, *most] and arm["n"] != 32
-        fewer = f"{fmean(own) / fmean(most) - 1:+.0%}" if compared else ""
+        known = None not in [*own, *most] and arm["n"] != 32
+        fewer = f"{fmean(own) / fmean(most) - 1:+.0%}" if known else ""
         arm_of = [arm["baseline"], str(arm["n"]), f"{arm['learning_rate']:g}", str(arm["seeds"])]
         rows.append([*arm_of, text, fewer, interval(arm["over_the_run"], ".3f")])
     return markdown(rows)
