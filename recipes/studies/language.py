@@ -137,8 +137,8 @@ def fine_tuned(name: str) -> Path:
         trainer.model.merge_and_unload().save_pretrained(folder)
         trainer.processing_class.save_pretrained(folder)
 
-    told = GEMMA[name] if name in GEMMA else REASONING[name][:2]
-    return toy.cached(f"{name}-{hashlib.sha256(json.dumps(told).encode()).hexdigest()[:8]}", make)
+    dial = GEMMA[name] if name in GEMMA else REASONING[name][:2]
+    return toy.cached(f"{name}-{hashlib.sha256(json.dumps(dial).encode()).hexdigest()[:8]}", make)
 
 
 def trainer_at(name: str, seed: int, folder: Path) -> OTBGRPOTrainer:

@@ -225,6 +225,19 @@ def test_reasoning_tasks_begin_after_supervised_training(name, tiny_smollm2, mon
     assert task.reward(completions=right, answer=right) == [1.0, 1.0]
 
 
+def test_gemmas_tasks_have_plain_prompts(tiny_smollm2, monkeypatch):
+    """It copies after a supervised training, and tells stories without."""
+    monkeypatch.setattr(toy, "gemma3", lambda: tiny_smollm2)
+    monkeypatch.setitem(language.GEMMA, "gemma_copy", 1)
+    copying, stories = (language.task_of(name) for name in language.GEMMA)
+    assert copying.policy != tiny_smollm2 == stories.policy
+    for task in (copying, stories):
+        row, right = task.train[0], task.train["answer"][:2]
+        assert row["prompt"] == f"{row['question']}\n\n"
+        assert task.reward(completions=right, answer=right) == [1.0, 1.0]
+    assert language.measured("gemma_copy")["parameters"] != language.measured("copy")["parameters"]
+
+
 # Results and pages
 
 
