@@ -6,7 +6,7 @@ Train a policy asynchronously, with a baseline for every token: recipes/math.py'
     accelerate launch recipes/async_math.py --config recipes/async_math_vllm.yaml           # GPUs and a vLLM server
 
 Two x86-64 cores, 2026-11-25, seed 1: 2 min, plus 40 s of warm start on first use; held-out accuracy 36.9 % ± 2.3
-before and 76.6 % ± 2.7 after; 72.7 % ± 2.7 with TRL's own baseline and scale at the same rate (avg@4, 176 problems).
+before and 76.6 % ± 2.7 after; 72.6 % ± 2.7 with TRL's own baseline and scale at the same rate (avg@4, 176 problems).
 """
 
 import os
