@@ -164,11 +164,8 @@ def test_every_option_and_every_configuration_is_named():
 
 def test_the_readme_is_short():
     lines = README.splitlines()
-    assert (
-        len(lines) <= 120
-        and len(README.split()) <= 900
-        and max(len(line) for line in lines if not line.startswith(("|", "!", "[!"))) <= 122
-    )
+    assert len(lines) <= 120 and len(README.split()) <= 900
+    assert max(len(line) for line in lines if not line.startswith(("|", "!", "[!"))) <= 122
     assert max(len(cell) for line in lines if line.startswith("|") for cell in line.split("|")) <= 122
 
 
