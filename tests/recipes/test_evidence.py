@@ -1,6 +1,7 @@
 """The studies of noise: scratchpad, lake, the language model's tasks; their results and the pages made of them."""
 
 import importlib
+import json
 import random
 import re
 import sys
@@ -11,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from recipes import toy
-from recipes.studies import language, render, runs, tasks
+from recipes.studies import explained, language, render, runs, tasks
 from recipes.toy import lake, scratchpad
 from tests.helpers import tiny
 from tests.recipes.conftest import shortly_trained
@@ -238,6 +239,18 @@ def test_gemmas_tasks_have_plain_prompts(tiny_smollm2, monkeypatch):
     assert language.measured("gemma_copy")["parameters"] != language.measured("copy")["parameters"]
 
 
+def test_what_value_explains_batch_by_batch(tiny_smollm2, tmp_path, monkeypatch):
+    def lengths(completions, **kwargs):
+        return [float(len(language.final_text(text)) % 3) for text in completions]
+
+    monkeypatch.setitem(language.TASKS, "words", (language.words_problem, lengths))
+    monkeypatch.setattr(explained, "BATCHES", 3)
+    monkeypatch.setattr(explained, "PROMPTS", 4)
+    first, *_ = explained.explained("words", tmp_path / "out")
+    assert first["explained"] == first["weight"] == 0.0  # before anything is learned
+    assert len(json.loads((tmp_path / "out" / "words.json").read_text())) == 3
+
+
 # Results and pages
 
 
@@ -317,8 +330,9 @@ def intervals_of(records):
     ("page", "results", "least"), [("studies/value", ["value", "runs"], 10), ("studies/language", ["language"], 2)]
 )
 def test_numbers_in_prose_stand_in_the_results(page, results, least):
-    """Every number with an interval."""
+    """Every number with an interval, but for rendered tables."""
     text = (render.HERE.parent / f"{page}.md").read_text()
+    text = re.sub(r"^<!-- .* -->\n\n(?:\|.*\n)+", "", text, flags=re.MULTILINE)  # which is rendered
     records = [
         row for name in results if name != "runs" for rows in render.load(name)["tables"].values() for row in rows
     ]
