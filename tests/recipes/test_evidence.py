@@ -327,7 +327,13 @@ def intervals_of(records):
 
 
 @pytest.mark.parametrize(
-    ("page", "results", "least"), [("studies/value", ["value", "runs"], 10), ("studies/language", ["language"], 2)]
+    ("page", "results", "least"),
+    [
+        ("studies/value", ["value", "runs"], 10),
+        ("studies/language", ["language"], 1),
+        ("studies/asynchronous", ["runs"], 2),
+        ("studies/relatives", ["runs"], 2),
+    ],
 )
 def test_numbers_in_prose_stand_in_the_results(page, results, least):
     """Every number with an interval, but for rendered tables."""
