@@ -82,7 +82,7 @@ def test_every_layout_gives_the_same_advantages(train_value, memory, layout):
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_it_trains_under_every_setting(train_value, setting):
     if "scale" in setting:
-        with pytest.raises(ValueError, match="Set `scale_rewards='none'`"):
+        with pytest.raises(ValueError, match="Set `scale_rewards` to 'none'"):
             train_value(**SETTINGS[setting])
         return
     trainer = train_value(**{"max_steps": 4, **SETTINGS[setting]})

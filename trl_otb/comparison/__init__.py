@@ -1,6 +1,7 @@
 """Which baseline for my run? Measures the gradient noise under each baseline, on an existing trainer."""
 
 import copy
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain, cycle, islice
@@ -177,9 +178,11 @@ def _learn(
         for rule in fresh:
             with torch.autocast("cpu", enabled=False):
                 for name, value in rule.learn(whole, credit(rule, whole).base, lambda values: values).items():
-                    metrics.setdefault(name, []).append(value)
+                    metrics.setdefault(name, [])
+                    if 2 * batch >= many and math.isfinite(value):
+                        metrics[name].append(value)
         companions.append({name: pool for (name, _), pool in zip(of_batch, pools, strict=True)})
-    return companions, {name: fmean(values[len(values) // 2 :]) for name, values in metrics.items()}
+    return companions, {name: fmean(values) if values else math.nan for name, values in metrics.items()}
 
 
 def _other_prompts(companions: list[dict[str, Completions]], own: str, n: int, most: int) -> list[list[Completions]]:
