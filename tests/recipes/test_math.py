@@ -187,7 +187,7 @@ def test_flags_win_over_the_yaml_file_beside_the_recipe(registry):
     options, args, model_args, checkpoint = recipe.parse(
         ["--seed", "3", "--baseline", "recipes.prompt_tracker:PromptTracker"]
     )
-    assert (args.learning_rate, args.seed, model_args.model_name_or_path) == (4e-4, 3, "recipes.toy:sums")
+    assert (args.learning_rate, args.seed, model_args.model_name_or_path) == (8e-4, 3, "recipes.toy:sums")
     assert (
         args.output_dir == "runs/math/recipes.prompt_tracker.PromptTracker-seed3"
         and checkpoint is None
