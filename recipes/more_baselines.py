@@ -28,7 +28,8 @@ def opo(x: Completions) -> torch.Tensor:
     Use it for comparison. Do not use it when long completions are the careful ones: it is noisier than the group mean
     then.
 
-    Evidence: noisier than the group mean on arithmetic policies, less noisy on SmolLM2 (recipes/studies/figures.md).
+    Evidence: noisier than the group mean on arithmetic policies, less noisy on SmolLM2's short sums
+    (recipes/studies/variance.md of release 0.5.0).
     """
     return x.completion_mean(x.lengths)
 
@@ -43,7 +44,7 @@ def otb_shrunk(x: Completions, kappa: float = 2.0) -> torch.Tensor:
     would be Σ_t Σ_i w_{t,i} (G_{t,i} − b_t)², minimal at the mean weighted by w_t. But a separate estimate for every
     token is mostly noise when few completions reach it. A penalty (Σ_i W_{T,i} / κ) (b_t − b)² pulls b_t towards one
     number for the group, b = Σ_i W_{T,i} G_{t,i} / Σ_i W_{T,i}; the minimum is at the weights above. κ = 2 was chosen
-    on half of the prompts of recipes/studies/figures.md and measured on the others.
+    on half of the prompts of recipes/studies/variance.md of release 0.5.0, and measured on the others.
 
     Assumptions: those of `otb`.
 
@@ -57,7 +58,7 @@ def otb_shrunk(x: Completions, kappa: float = 2.0) -> torch.Tensor:
     `ogb_pooled_damped` was more efficient, or if the gradient must be unbiased: use `value` or `ogb_pooled` then.
 
     Evidence: at N = 4 it has 0.12 to 0.44 of the group mean's noise in five settings, at a cosine to the true gradient
-    of 0.985 to 0.996 (recipes/studies/figures.md), and 0.41 to 0.52 with SmolLM2 copying a text (language.md).
+    of 0.985 to 0.996 (the same page), and 0.41 to 0.52 with SmolLM2 copying a text (results/language.json).
     """
     # 1e-20: if all energies are 0, ended completions have the same weight as others
     return x.mean(x.total_energy + kappa * x.weights + 1e-20)
@@ -88,9 +89,9 @@ def ogb_pooled_damped(x: Completions) -> torch.Tensor:
     was less efficient on one task, or for rare successes.
 
     Evidence: at N = 4, cosine 0.993 to 1.000; more efficient than `ogb_pooled` except on the longest tasks, 300 tokens
-    and 46 turns, where they are equal (recipes/studies/figures.md). Noise relative to the group mean: 0.59, 0.68 and
-    0.78 on answers of 10, 30 and 100 tokens (value.md), 0.26 with SmolLM2 copying (language.md). In learning curves
-    the two do not differ significantly.
+    and 46 turns, where they are equal (shrinkage.md of release 0.5.0). Noise relative to the group mean: 0.59, 0.68 and
+    0.78 on answers of 10, 30 and 100 tokens (results/value.json), 0.26 with SmolLM2 copying (results/language.json).
+    In learning curves the two do not differ significantly.
     """
     returns, members = x.returns[:, :1], x.grouped(x.members)
     baseline = pooled(x, returns, x.total_energy)

@@ -6,14 +6,15 @@ What does `value` explain on a task of a language model, batch by batch? Nothing
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 import torch
 
 from recipes.studies import language
 from recipes.studies.tasks import trainer_of
-from trl_otb.baselines import credit, find_baseline, joined
+from trl_otb.baselines import find_baseline
+from trl_otb.comparison import learn_from
 from trl_otb.seam.pools import at_rest, sample
 
 
@@ -29,10 +30,8 @@ def explained(task: str, folder: Path) -> list[dict[str, float]]:
         for batch in range(BATCHES):
             some = [examples[i] for i in order[batch * PROMPTS : (batch + 1) * PROMPTS]]
             pools = [pool for pool, _ in sample(trainer, some, N, 7919 * (batch + 1))]
-            whole = replace(joined(pools), prompt=torch.arange(PROMPTS).repeat_interleave(N))
-            with torch.autocast("cpu", enabled=False):
-                metrics = rule.learn(whole, credit(rule, whole).base, lambda values: values)
-            reward = whole.whole_returns.mean().item()
+            metrics = learn_from(pools, [rule], N)
+            reward = fmean(pool.whole_returns.mean().item() for pool in pools)
             rows.append({name: metrics[f"value/{name}"] for name in ("explained", "weight")} | {"reward": reward})
             print(f"batch {batch}: {rows[-1]}", flush=True)
     folder.mkdir(parents=True, exist_ok=True)

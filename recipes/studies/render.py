@@ -192,15 +192,14 @@ def of_tokens(task: str) -> str:
     wide = runs_of(f"{task}_64")
     policies = {row["policy"] for row in wide}
     narrow = [row for row in runs_of(task) if row["n"] == 4 and row["policy"] in policies]
-    found = [arm for arm in arms([*narrow, *wide]) if arm["runs"]]
+    compared = {row["baseline"] for row in wide}
+    found = [arm for arm in arms([*narrow, *wide]) if arm["runs"] and arm["baseline"] in compared]
+    found.sort(key=lambda arm: (arm["baseline"], arm["n"]))
     tokens = {
         (arm["baseline"], arm["n"]): [tokens_until(run, THRESHOLDS[task]) for run in arm["runs"]] for arm in found
     }
     rows = [["baseline", "N", "learning rate", "seeds", "thousands of tokens", "than with N = 32", "over the run"]]
-    compared = {arm["baseline"] for arm in found if arm["n"] != 4}
-    for arm in sorted(
-        (arm for arm in found if arm["baseline"] in compared), key=lambda arm: (arm["baseline"], arm["n"])
-    ):
+    for arm in found:
         own, most = (tokens.get((arm["baseline"], n), [None]) for n in (arm["n"], 32))
         arrived = [x / 1000 for x in own if x is not None]
         text = interval(estimate(arrived), ".0f") if arrived else "never"

@@ -82,7 +82,6 @@ def arms(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         else:
             beside = control.get(n, {})
             ahead = [own - beside[key] for key, own in scores.items() if key in beside]
-        strata = [row["strata"] for row in at_best if "strata" in row]
         arm: dict[str, Any] = {
             "n": n,
             "baseline": baseline,
@@ -90,12 +89,10 @@ def arms(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             "runs": at_best,
             "seeds": len(at_best),
             "over_the_run": estimate([*scores.values()]),
-            "last_tenth": estimate([row["curve"][-1] for row in at_best]),
             "minus_group_mean": estimate(ahead),
             "held_out": estimate([100 * row["held_out"] for row in at_best]),
             "collapsed": sum(map(collapsed, at_best)) if at_best else None,
             "won": f"{sum(x > 0 for x in ahead)} of {sum(x != 0 for x in ahead)}" if ahead else None,
-            "strata": {kind: estimate([of[kind] for of in strata]) for kind in (strata or [{}])[0]},
             "rates": {f"{rate:g}": of for rate, of in tried(of, TUNING_SEEDS).to_dict("index").items()},
         }
         found.append(arm)

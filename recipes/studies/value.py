@@ -130,13 +130,11 @@ def cells_of(report: dict) -> list[dict]:
         noise = [row["noise_over_group_mean"][end] for end in ("value", "low", "high")]
         if None not in more:
             equal = [1 / (1 + x) for x in more]
-        else:  # biased, so that only its noise at its own N is known
+        elif row["n"] == report["group_size"]:  # biased, so that no N but its own has an interval
+            equal = noise
+        else:
             known = noise[0] is not None and row["n"] in mean
-            equal = (
-                noise
-                if row["n"] == report["group_size"]
-                else [noise[0] / mean[row["n"]] if known else None] + [None] * 2
-            )
+            equal = [noise[0] / mean[row["n"]] if known else None, None, None]
         explained = report["learned"].get(f"{row['name']}/explained")
         return {
             "prompts": report["num_prompts"],

@@ -25,7 +25,7 @@ def otb(x: Completions, zero_tail: bool = True) -> Tensor:
     returns of the group are equal. (With `zero_tail=False`, A = 0.) If all energies are 0, B is the plain mean.
 
     Use it to follow the paper. Do not use it for long completions with one reward at the end, for small groups of very
-    unequal lengths or for rare successes. Evidence: recipes/studies/value.md.
+    unequal lengths or for rare successes. Evidence: recipes/studies/results/value.json.
     """
     baseline = x.mean(prefix_sums(x.need("weights")).mul_(x.mask))
     if not zero_tail:

@@ -173,16 +173,23 @@ def _learn(
         of_batch = list(islice(some, min(prompts_per_batch, len(examples))))
         size = max(n, *sizes) if batch < COMPANIONS else n
         pools = [pool for pool, _ in sample(trainer, [row for _, row in of_batch], size, seed + 7919 * (batch + 1))]
-        prompt = torch.arange(len(pools)).repeat_interleave(n)
-        whole = replace(joined([pool.rows(slice(0, n), n) for pool in pools]), prompt=prompt)
-        for rule in fresh:
-            with torch.autocast("cpu", enabled=False):
-                for name, value in rule.learn(whole, credit(rule, whole).base, lambda values: values).items():
-                    metrics.setdefault(name, [])
-                    if 2 * batch >= many and math.isfinite(value):
-                        metrics[name].append(value)
+        for name, value in learn_from(pools, fresh, n).items():
+            metrics.setdefault(name, [])
+            if 2 * batch >= many and math.isfinite(value):
+                metrics[name].append(value)
         companions.append({name: pool for (name, _), pool in zip(of_batch, pools, strict=True)})
     return companions, {name: fmean(values) if values else math.nan for name, values in metrics.items()}
+
+
+def learn_from(pools: list[Completions], rules: list[Baseline], n: int) -> dict[str, float]:
+    """Let baselines learn from a batch of prompts, the first `n` completions of each pool; returns their metrics."""
+    prompt = torch.arange(len(pools)).repeat_interleave(n)
+    whole = replace(joined([pool.rows(slice(0, n), n) for pool in pools]), prompt=prompt)
+    metrics: dict[str, float] = {}
+    with torch.autocast("cpu", enabled=False):
+        for rule in rules:
+            metrics |= rule.learn(whole, credit(rule, whole).base, lambda values: values)
+    return metrics
 
 
 def _other_prompts(companions: list[dict[str, Completions]], own: str, n: int, most: int) -> list[list[Completions]]:
