@@ -330,7 +330,7 @@ def intervals_of(records):
     ("page", "results", "least"),
     [
         ("studies/value", ["value", "runs"], 10),
-        ("studies/language", ["language"], 1),
+        ("studies/language", ["language", "runs"], 2),
         ("studies/asynchronous", ["runs"], 2),
         ("studies/relatives", ["runs"], 2),
     ],
