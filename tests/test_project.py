@@ -41,7 +41,7 @@ def texts(cell):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("folder", ["recipes", "."])
-def test_the_notebook_runs_and_says_what_is_stored(tmp_path, folder):
+def test_notebook_runs_to_stored_outputs(tmp_path, folder):
     """Where the package is installed and nothing else of this project, beside math.py or in the repository's root."""
     (tmp_path / "trl_otb").symlink_to(ROOT / "trl_otb")
     (tmp_path / "pyproject.toml").symlink_to(ROOT / "pyproject.toml")
@@ -67,7 +67,7 @@ def test_the_notebook_runs_and_says_what_is_stored(tmp_path, folder):
     assert compared == (4 if folder == "recipes" else 2)
 
 
-def test_the_notebook_is_stored_with_its_outputs():
+def test_notebook_is_stored_with_outputs():
     cells = [cell for cell in NOTEBOOK.cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))  # run once, top to bottom
     outputs = [output for cell in cells for output in cell.outputs]
@@ -77,7 +77,7 @@ def test_the_notebook_is_stored_with_its_outputs():
     assert (ROOT / "recipes" / "quickstart.ipynb").stat().st_size < 400_000
 
 
-def test_the_notebook_needs_nothing_of_the_repository():
+def test_notebook_needs_no_repository():
     source = "\n".join(cell["source"] for cell in NOTEBOOK.cells if cell.cell_type == "code")
     assert "sys" not in re.findall(r"\w+", source)
     imported = {name.partition(".")[0] for name in re.findall(r"^(?:from|import) ([\w.]+)", source, flags=re.MULTILINE)}
@@ -117,7 +117,7 @@ print(trl_otb.compare_baselines(trainer, num_prompts=3, completions_per_prompt=3
     assert "What is" in done.stdout and (tmp_path / "empty" / "group.png").stat().st_size > 10_000
 
 
-def test_the_maths_works_after_importing_the_package_alone():
+def test_maths_works_from_package_import():
     """And loads neither TRL nor transformers."""
     code = (
         "import sys, trl_otb; print(trl_otb.energy.token_energy.__name__, len(trl_otb.baselines.BASELINES) > 5, "
@@ -136,7 +136,7 @@ def test_nothing_lies_beside_the_project():
     assert shown == {"recipes", "tests", "trl_otb"} | files
 
 
-def test_every_metric_is_explained_and_no_other():
+def test_exactly_logged_metrics_are_explained():
     logged = {f"otb/{name}" for name in summarize(torch.zeros(2, len(STATISTICS)), 2)}
     logged |= {f"otb/value/{name}" for name in ("explained", "weight", "restarted")}  # of a baseline that learns
     assert set(re.findall(r"^\| `(otb/[\w/]+)`", REFERENCE, flags=re.MULTILINE)) == logged
@@ -149,13 +149,13 @@ def table(heading):
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", row.strip("|"))] for row in rows]
 
 
-def test_the_baselines_are_listed_as_they_describe_themselves():
+def test_listed_baselines_match_registry():
     assert [row[:2] for row in table("Baselines")] == [
         [f'`"{entry.name}"`', entry.summary] for entry in BASELINES.values()
     ]
 
 
-def test_every_option_and_every_configuration_is_named():
+def test_options_and_configurations_are_named():
     own = {f.name for f in fields(OTBGRPOConfig)} - {f.name for f in fields(OTBGRPOConfig.__base__)}
     assert own | {"scale_rewards"} == {row[0].strip("`") for row in table("The formula")}
     pages = "".join((ROOT / "recipes" / page).read_text() for page in ("README.md", "GPU.md"))
@@ -185,7 +185,7 @@ def test_the_pages_are_short():
 @pytest.mark.parametrize(
     "page", ["README.md", *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "recipes").rglob("*.md")))]
 )
-def test_what_a_page_refers_to_is_there(page):
+def test_page_references_exist(page):
     text, folder = (ROOT / page).read_text(), (ROOT / page).parent
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)
     assert [link for link in links if not (folder / link).exists()] == []
@@ -215,7 +215,7 @@ def test_the_python_examples_of_the_readme(registry):
     assert names["progress"]([[answer], [*conversation, answer], conversation]) == [[0.0], [0.1, 0.1, 0.0], [0.1, 0.1]]
 
 
-def test_a_checkout_that_is_not_installed_can_be_imported(tmp_path):
+def test_uninstalled_checkout_can_be_imported(tmp_path):
     """Nothing but the package's folder and pyproject.toml, in an interpreter that finds no installation."""
     shutil.copytree(ROOT / "trl_otb", tmp_path / "trl_otb")
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
@@ -229,7 +229,7 @@ def test_a_checkout_that_is_not_installed_can_be_imported(tmp_path):
     assert done.stdout.startswith(str(tmp_path)) and done.stdout.split()[-1][0].isdecimal()
 
 
-def test_the_tested_versions_lie_in_the_promised_ranges():
+def test_tested_versions_are_in_promised_ranges():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     pinned = dict(
         re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "tests" / "constraints.txt").read_text(), flags=re.MULTILINE)
@@ -248,7 +248,7 @@ def test_the_tested_versions_lie_in_the_promised_ranges():
             assert Version(pinned[requirement.name]) in requirement.specifier, text
 
 
-def test_the_public_workflow_runs_lint_tests_and_drift():
+def test_workflow_runs_lint_tests_drift():
     text = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
     makefile = (ROOT / "Makefile").read_text()
     targets = set(re.findall(r"^(\w+):", makefile, flags=re.MULTILINE))

@@ -115,7 +115,7 @@ def test_all_completions_are_listed(policy):
     torch.testing.assert_close(policy.mean(policy.scores), torch.zeros(T, V, dtype=torch.float64), atol=1e-12, rtol=0)
 
 
-def test_realized_energy_is_the_expected_squared_score(policy):
+def test_realized_energy_is_expected_squared_score(policy):
     """E⟨s_j, s_k⟩ = 0 for j ≠ k, hence E‖S_t‖² = E W_t, though no completion has ‖S_t‖² = W_t by itself."""
     gram = policy.mean(torch.einsum("ijv,ikv->ijk", policy.scores, policy.scores))
     torch.testing.assert_close(gram, torch.diag(gram.diagonal()), atol=1e-12, rtol=0)
@@ -125,7 +125,7 @@ def test_realized_energy_is_the_expected_squared_score(policy):
     assert (squared_norm - realized).abs().max() > 0.5
 
 
-def test_otb_is_the_minimum_of_theorem_4_1(policy):
+def test_otb_is_theorem_4_1s_minimum(policy):
     """
     B_t = E[W_t G_t] / E[W_t] minimises E[W_t (G_t − b)²], over the completions with a t-th token.
 
@@ -149,7 +149,7 @@ def test_otb_is_the_minimum_of_theorem_4_1(policy):
 
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("baseline", [name for name, rule in RULES.items() if find_baseline(rule).scope == "group"])
-def test_a_baseline_says_truly_whether_it_is_unbiased(policy, baseline, n):
+def test_unbiased_flags_are_true(policy, baseline, n):
     assert find_baseline(RULES[baseline]).unbiased == (policy.error(n, RULES[baseline]) < 2e-7)
 
 
@@ -164,7 +164,7 @@ def test_pooling_with_other_prompts_is_unbiased(policy, baseline, n):
 
 @pytest.mark.parametrize("told", ["with hindsight", "when earned", "as their sum"])
 @pytest.mark.parametrize("baseline", ["otb_loo", "rloo", "none"])
-def test_rewards_told_with_hindsight_bias_rewards_to_go(policy, baseline, told):
+def test_hindsight_rewards_bias_rewards_to_go(policy, baseline, told):
     """A judge's reward of each token, who has read all of them; or of those up to it; or the sum, for every token."""
     g = torch.Generator().manual_seed(1)
     of_prefix = {}  # one reward for each history
@@ -194,5 +194,5 @@ BIAS = {
 
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("baseline", BIAS)
-def test_how_large_the_bias_with_the_own_return_is(policy, baseline, n):
+def test_own_return_bias_has_this_size(policy, baseline, n):
     assert size_and_cosine(policy, n, baseline) == pytest.approx(BIAS[baseline][n - 2], abs=1e-3)

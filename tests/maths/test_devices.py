@@ -65,7 +65,7 @@ def test_advantages_stay_on_their_device(x, baseline, alignment, dense):
 
 @pytest.mark.parametrize("dense", [False, True], ids=["terminal", "dense"])
 @pytest.mark.parametrize("tool_output", [False, True])
-def test_all_that_a_baseline_can_ask_for(x, mode, tool_output, dense):
+def test_every_declared_need_arrives(x, mode, tool_output, dense):
     def own(c):
         read = c.logps + c.states.sum(-1) + c.prompt_key + c.prompt.unsqueeze(1)
         return c.mean(read + c.energy + c.weights + c.total_energy + c.lengths + c.scored + c.members)

@@ -47,7 +47,7 @@ def test_figures_by_hand():
     assert lost.pop("signal") == 9 and all(value.isnan() for value in lost.values())
 
 
-def test_figures_of_a_known_scale_by_hand():
+def test_figures_match_hand_calculation():
     """The same prompts, and Eĝ = g / 2: squares count four times, and what was seen of Eĝ does not matter."""
     unknown = torch.full_like(SIGNAL, torch.nan)
     moments = Moments(SQUARE, unknown, unknown, SIGNAL, scale=0.5)
@@ -61,7 +61,7 @@ def test_figures_of_a_known_scale_by_hand():
     assert (lost["noise"].item(), lost["signal"].item()) == pytest.approx((79, 0)) and lost["efficiency"].isnan()
 
 
-def test_what_another_n_is_worth_by_hand():
+def test_another_n_matches_hand_calculation():
     """
     A prompt's ĝ varies by E‖ĝ‖² / c² less the mean product of two prompts, 1/3: by 6 − 1/3 for N = 4, and twice that
     for N = 1, of which there are four times as many.
@@ -77,7 +77,7 @@ def test_what_another_n_is_worth_by_hand():
     assert of["rloo_pooled", 1] == pytest.approx(4 / 2 - 1)
 
 
-def test_the_report_says_how_to_spend_completions():
+def test_report_says_how_to_spend_completions():
     def at(n, *estimate):
         found = row("rloo_pooled", 0.3, 0.2, 0.4)
         found.n, found.more_completions = n, Estimate(*estimate)
@@ -96,7 +96,7 @@ def test_the_report_says_how_to_spend_completions():
     assert report.spending == ""
 
 
-def test_without_bias_noise_is_compared_though_the_signal_is_lost():
+def test_unbiased_noise_needs_no_signal():
     """The second estimator has half of the noise, the third is biased: nothing is said of it."""
     noise = torch.exp(0.1 * torch.randn(30, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
     lost = -torch.eye(30, dtype=torch.float64) * 1e-3
@@ -123,12 +123,12 @@ def test_which_scales_are_known():
     assert not any(moments.scale for moments in moments_of(prompts, {"x"}, mean_zero=False).values())
 
 
-def test_the_bootstrap_draws_as_many_prompts_as_there_are():
+def test_bootstrap_draws_all_prompts():
     counts = bootstrap(5, draws=100)
     assert counts.shape == (101, 5) and (counts.sum(1) == 5).all() and (counts[0] == 1).all()
 
 
-def test_draws_in_which_no_reward_varies_say_nothing():
+def test_constant_reward_draws_are_ignored():
     """Two of five prompts have noise; a draw of the other three alone has none to compare."""
     square = torch.tensor([0.0, 0.0, 0.0, 4.0, 5.0], dtype=torch.float64)
     truth = torch.diag(torch.tensor([0.0, 0.0, 0.0, 1.0, 1.0], dtype=torch.float64))
@@ -139,7 +139,7 @@ def test_draws_in_which_no_reward_varies_say_nothing():
     assert 1 < rows["x"].over_group_mean.low <= rows["x"].over_group_mean.high < 100
 
 
-def test_an_end_without_bound_is_a_question_mark():
+def test_unbounded_end_is_a_question_mark():
     values = torch.cat([torch.full((90,), 2.0), torch.full((10,), torch.inf)])
     assert str(Estimate.of(values)) == "200 (200–?)"
     values = torch.cat([torch.full((96,), 2.0), torch.full((5,), torch.nan)])
@@ -147,7 +147,7 @@ def test_an_end_without_bound_is_a_question_mark():
 
 
 @pytest.mark.parametrize("prompts", [3, 4, 40])
-def test_a_verdict_is_reached_though_many_draws_have_no_value(prompts):
+def test_verdict_survives_undefined_draws(prompts):
     """Few prompts and much noise: the bootstrap's draws are often undefined, and the best ratio is above 1."""
     g, spread = torch.Generator().manual_seed(0), 0.1 if prompts == 40 else 2.5
     signal = torch.eye(prompts, dtype=torch.float64) + 0.01
@@ -163,7 +163,7 @@ def test_a_verdict_is_reached_though_many_draws_have_no_value(prompts):
 # What the report says
 
 
-def test_the_verdict_instructs_where_a_gain_is_sure():
+def test_verdict_advises_a_sure_gain():
     report = report_of([CONTROL_ROW, row("ogb_loo", 0.134, 0.08, 0.19)])
     instruction, unknown = report.verdict.split("\n")
     assert instruction == "Set baseline='ogb_loo': worth 13 % more prompts (95 %: 8–19)."
@@ -171,7 +171,7 @@ def test_the_verdict_instructs_where_a_gain_is_sure():
     assert "with 10 prompts, intervals are too narrow" in report_of(report.comparisons, 10).verdict
 
 
-def test_the_verdict_keeps_the_group_mean_where_nothing_is_sure():
+def test_verdict_keeps_group_mean_when_unsure():
     report = report_of([CONTROL_ROW, row("a", 0.5, -0.1, 1.5), row("b", 0.1, -0.3, 0.5)], 20)
     instruction, unknown = report.verdict.split("\n")
     assert instruction == "Keep group_mean."
@@ -182,7 +182,7 @@ def test_the_verdict_keeps_the_group_mean_where_nothing_is_sure():
         assert said.startswith("Keep group_mean.\n") and why in said
 
 
-def test_the_verdict_prefers_what_is_sure_and_unbiased():
+def test_verdict_prefers_sure_and_unbiased():
     shown, biased = row("b", 0.3, 0.2, 0.4), row("c", 0.9, 0.5, 1.5, unbiased=False)
     assert report_of([CONTROL_ROW, row("a", 0.5, -0.1, 1.5), shown]).verdict.startswith("Set baseline='b':")
     said = report_of([CONTROL_ROW, biased, shown]).verdict
@@ -199,7 +199,7 @@ def test_the_verdict_prefers_what_is_sure_and_unbiased():
     assert report_of([CONTROL_ROW, nothing]).verdict.startswith("Keep group_mean.")
 
 
-def test_a_report_reads_well_and_holds_everything():
+def test_report_holds_everything():
     report = report_of([row("a", -0.2, -0.3, -0.1), CONTROL_ROW, LOST, row("b", 0.3, 0.2, 0.4)])
     said = repr(report).splitlines()
     assert said[0].startswith("Set baseline='b'") and len(said) < 14
@@ -208,7 +208,7 @@ def test_a_report_reads_well_and_holds_everything():
     assert json.loads(json.dumps(report.to_json(), allow_nan=False))["comparisons"][2]["more_prompts"]["value"] is None
 
 
-def test_the_picture_has_a_panel_per_size_and_a_row_per_baseline(tmp_path):
+def test_picture_has_all_sizes_and_baselines(tmp_path):
     figure = report_of([CONTROL_ROW, row("x", 0.3, 0.2, math.inf), LOST]).plot(tmp_path / "noise.png")
     (axis,) = figure.axes
     assert [label.get_text() for label in axis.get_yticklabels()] == ["lost", "group_mean", "x"]

@@ -21,7 +21,7 @@ def targets(logits):
     return torch.randint(logits.size(-1), logits.shape[:-1], generator=torch.Generator().manual_seed(1))
 
 
-def test_energy_is_the_squared_norm_of_the_score(logits, targets):
+def test_energy_is_squared_score_norm(logits, targets):
     """‖e_y − π‖², and by autograd."""
     one_hot = torch.nn.functional.one_hot(targets, logits.size(-1))
     expected = (one_hot - logits.double().softmax(-1)).square().sum(-1)
@@ -42,7 +42,7 @@ def test_range(logits, targets):
 
 
 @pytest.mark.parametrize("p", [1 - 1e-3, 1 - 1e-6, 1 - 1e-9])
-def test_never_negative_for_a_token_the_policy_was_sure_of(p):
+def test_energy_is_never_negative(p):
     p = torch.tensor([[p]], dtype=torch.float64)
     energy = token_energy(p.log(), (p**2 + (1 - p) ** 2).log())  # two tokens: w = 2 (1 − p)²
     assert 0 <= energy.item()

@@ -16,7 +16,7 @@ def found(x, baseline):
 
 
 @pytest.mark.parametrize("baseline", [name for name, rule in RULES.items() if find_baseline(rule).unbiased])
-def test_an_unbiased_baseline_ignores_the_own_return(baseline):
+def test_unbiased_baseline_ignores_own_return(baseline):
     x = Rollouts(groups=5)
     before = found(x.completions(), baseline).baselines
     x.rewards[0] += 5
@@ -52,7 +52,7 @@ SAME = {
 
 @pytest.mark.parametrize(("baseline", "alignment"), ALIGNED)
 @pytest.mark.parametrize("what", SAME)
-def test_advantages_follow_what_is_done_to_inputs(baseline, alignment, what):
+def test_advantages_follow_input_transformations(baseline, alignment, what):
     x, (change, of_advantages) = Rollouts(), SAME[what]
     plain = x.advantages(baseline=baseline, alignment=alignment)
     expected, unit = of_advantages(plain), (of_advantages(plain).abs().max() / plain.abs().max()).item()
@@ -62,7 +62,7 @@ def test_advantages_follow_what_is_done_to_inputs(baseline, alignment, what):
 
 
 @pytest.mark.parametrize("baseline", RULES)
-def test_only_the_scope_batch_looks_at_other_groups(baseline):
+def test_only_batch_scope_reads_other_groups(baseline):
     x = Rollouts()
     alone = compute_advantages(x.rewards[:4], x.energy[:4], x.mask[:4], 4, baseline=RULES[baseline])
     beside = x.advantages(baseline=baseline)[:4]
@@ -71,7 +71,7 @@ def test_only_the_scope_batch_looks_at_other_groups(baseline):
 
 
 @pytest.mark.parametrize(("pooled", "plain"), [("ogb_pooled", "ogb_loo"), ("rloo_pooled", "rloo")])
-def test_pooling_few_or_unlike_prompts_leaves_one_out(pooled, plain):
+def test_pooling_may_leave_one_out(pooled, plain):
     x = Rollouts(groups=8)
     x.mask[:, 0] = 1  # nobody is masked: `rloo` counts such completions, as TRL does, and pooling leaves them out
     two = [values[:8] for values in (x.rewards, x.energy, x.mask)]
@@ -99,7 +99,7 @@ def test_ones_own_weight_forgets_rare_successes(rate, length):
         assert one_choice(baseline, rate) / (rate * (1 - rate)) == pytest.approx(expected, abs=6e-4), baseline
 
 
-def test_steps_from_a_success_rate_of_1_to_50_percent():
+def test_steps_from_low_success_rates():
     """Of the same policy, one logit: time is ∫ dz / E ĝ(z), in units of that without a bias."""
     start, points = math.log(0.01 / 0.99), 200
     rates = [1 / (1 + math.exp(-start * (i + 0.5) / points)) for i in range(points)]
@@ -109,7 +109,7 @@ def test_steps_from_a_success_rate_of_1_to_50_percent():
 
 @pytest.mark.parametrize("pooled", ["ogb_pooled", "rloo_pooled", "value"])
 @pytest.mark.parametrize("left_out", ["masked", "without a reward"])
-def test_a_prompts_only_completion_has_the_others_mean(pooled, left_out):
+def test_only_completion_gets_others_mean(pooled, left_out):
     rewards = torch.tensor([1.0, 9.0, 9.0, 9.0, 1.0, 3.0, 2.0, 2.0, 6.0, 3.0, 4.0, 5.0, 4.0, 4.0, 4.0, 4.0])
     mask = torch.ones(16, 1).long()
     if left_out == "masked":
@@ -136,7 +136,7 @@ def test_blocks_change_nothing(baseline, dense, weighted, monkeypatch):
     torch.testing.assert_close(in_blocks, whole, atol=1e-6, rtol=0)
 
 
-def test_reward_to_go_counts_rewards_on_tool_output():
+def test_reward_to_go_counts_tool_rewards():
     assert reward_to_go(torch.tensor([[0, 1, 0, 2]])).tolist() == [[3.0, 3.0, 2.0, 2.0]]
 
 

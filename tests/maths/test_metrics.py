@@ -38,19 +38,19 @@ def test_metrics_by_hand():
     )
 
 
-def test_a_ratio_to_rounding_errors_is_nan():
+def test_ratio_to_rounding_error_is_nan():
     statistics = rows(torch.ones(2, 3))
     statistics[:, STATISTICS.index("power_reference")] *= 1e-7
     assert math.isnan(summarize(statistics, 2)["grad_power_ratio"])
 
 
-def test_without_energies_what_depends_on_them_is_nan():
+def test_missing_energies_give_nan():
     known = summarize(rows(torch.ones(2, 3)), 2)
     for name, value in summarize(rows(None), 2).items():
         assert math.isnan(value) if name.startswith(("energy/", "grad_power")) else value == known[name], name
 
 
-def test_the_lone_tail_is_the_longest_completions():
+def test_lone_tail_is_longest_completions():
     tokens = torch.zeros(8, len(STATISTICS))
     tokens[:, 0] = torch.tensor([5, 3, 3, 0, 2, 0, 0, 0])
     assert summarize(tokens, 4)["lone_tail_ratio"] == pytest.approx((2 + 2) / 13)

@@ -37,7 +37,7 @@ def test_importing_registers_them_with_their_flags():
 @pytest.mark.parametrize("baseline", NAMES)
 @pytest.mark.parametrize("dense", [False, True], ids=["terminal", "dense"])
 @pytest.mark.parametrize("n", [1, 2, 4])
-def test_advantages_are_those_of_the_double_loop(baseline, dense, n):
+def test_advantages_match_double_loop(baseline, dense, n):
     for alignment in ("generated", "position") if baseline == "otb_shrunk" else ("generated",):
         for weighted in (False, True):
             assert_double_loop(baseline, alignment, dense, weighted, n)

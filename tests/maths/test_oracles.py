@@ -32,7 +32,7 @@ def assert_double_loop(baseline, alignment, dense, weighted, n):
 @pytest.mark.parametrize("dense", [False, True], ids=["terminal", "dense"])
 @pytest.mark.parametrize("weighted", [False, True], ids=["on-policy", "ratios"])
 @pytest.mark.parametrize("n", [1, 2, 4])
-def test_advantages_are_those_of_the_double_loop(baseline, alignment, dense, weighted, n):
+def test_advantages_match_double_loop(baseline, alignment, dense, weighted, n):
     assert_double_loop(baseline, alignment, dense, weighted, n)
 
 
@@ -56,7 +56,7 @@ def assert_reference(names):
     return checked
 
 
-def test_advantages_are_those_of_the_reference_implementation():
+def test_advantages_match_reference_implementation():
     of_otb = {f"{alignment}_zero_tail_{on}" for alignment in ("generated", "position") for on in (True, False)}
     assert assert_reference(of_otb) == 22 and assert_reference({"rloo", "group_mean"}) == 8
 
@@ -95,7 +95,7 @@ def test_holes_are_finite(baseline, alignment, hole):
 
 
 @pytest.mark.parametrize("baseline", RULES)
-def test_advantages_are_float32_and_leave_inputs_alone(baseline):
+def test_advantages_are_float32_inputs_unchanged(baseline):
     x = Rollouts()
     inputs = x.rewards.bfloat16(), x.energy.half(), x.mask.bool(), x.ratios.double()
     copies = [values.clone() for values in inputs]
@@ -104,7 +104,7 @@ def test_advantages_are_float32_and_leave_inputs_alone(baseline):
     assert all(torch.equal(a, b) for a, b in zip(copies, inputs, strict=True))
 
 
-def test_leave_one_out_is_precise_where_one_energy_dominates():
+def test_leave_one_out_survives_dominant_energy():
     energy = torch.tensor([[1.0], [1e-7], [3e-7]])
     actual = compute_advantages(torch.tensor([1.0, 2.0, 4.0]), energy, torch.ones(3, 1), 3, baseline="otb_loo")
     assert actual[0].item() == pytest.approx(1 - (2 * 1 + 4 * 3) / 4, abs=1e-5)  # the others weigh 1 : 3

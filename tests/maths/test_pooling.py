@@ -13,7 +13,7 @@ def pooling_of(returns):
     return share.squeeze(2), target.flatten()
 
 
-def test_prompts_alike_are_pooled_and_prompts_apart_are_not():
+def test_only_alike_prompts_are_pooled():
     noise = torch.randn(400, 4, generator=torch.Generator().manual_seed(0)).double()
     assert pooling_of(noise)[0].min() > 0.8
     apart = noise + 100 * torch.randn(400, 1, generator=torch.Generator().manual_seed(1))
@@ -54,5 +54,5 @@ def power_over_rloo(kind: str, n: int, prompts: int, batches: int = 800) -> floa
         ("alike", 4, 4, 0.88), ("alike", 4, 16, 0.79), ("rare", 4, 16, 0.81),
     ],
 )  # fmt: skip
-def test_pooling_gains_with_alike_prompts_and_loses_little(kind, n, prompts, most):
+def test_pooling_gains_much_loses_little(kind, n, prompts, most):
     assert power_over_rloo(kind, n, prompts) < most

@@ -24,7 +24,7 @@ def plain_mean(x):
     return x.mean(x.mask)
 
 
-def test_every_baseline_has_a_docstring_and_an_oracle():
+def test_baselines_have_docstring_and_oracle():
     assert {*RULES} <= {*WEIGHTS}
     for entry in map(find_baseline, BASELINES):
         docstring = entry.rule.__doc__
@@ -33,7 +33,7 @@ def test_every_baseline_has_a_docstring_and_an_oracle():
 
 
 @pytest.mark.parametrize("dense", [False, True], ids=["terminal", "dense"])
-def test_registered_imported_or_given_is_the_same(dense, tmp_path, monkeypatch):
+def test_registered_imported_given_are_same(dense, tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text("def weighted(x):\n    return x.mean(x.energy.cumsum(-1) * x.mask)\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -127,7 +127,7 @@ def test_a_name_is_given_once():
 
 
 @pytest.mark.parametrize("name", ["energy", "weights", "logps", "states", "prompt_key"])
-def test_what_was_not_declared_cannot_be_read(name):
+def test_undeclared_needs_cannot_be_read(name):
     trl_otb.register_baseline("mine", needs=())(lambda x: x.mean(x.need(name)))
     with pytest.raises(ValueError, match=f"reads `{name}`, which is not there"):
         Rollouts().advantages(baseline="mine")
@@ -167,14 +167,14 @@ SHARED = Learns()
         (SHARED, "'mine' is a Learns: all trainers would share what this instance learns. Give the class"),
     ],
 )
-def test_what_cannot_be_called_or_is_shared(rule, message):
+def test_uncallable_or_shared_baselines_are_errors(rule, message):
     with pytest.raises(TypeError, match=message):
         trl_otb.register_baseline("mine")(rule)
     with pytest.raises(TypeError, match="'tests.maths.test_registry:SHARED' is a Learns: all trainers would"):
         find_baseline("tests.maths.test_registry:SHARED")
 
 
-def test_each_trainer_has_an_instance_with_the_classs_flags():
+def test_trainers_get_instances_with_class_flags():
     trl_otb.register_baseline("mine", needs=(), scope="batch", unbiased=True)(Learns)
     entry = find_baseline("mine")
     one, two = entry.instance(), entry.instance()
@@ -185,7 +185,7 @@ def test_each_trainer_has_an_instance_with_the_classs_flags():
     assert find_baseline("value").adjusts and find_baseline("value").instance().adjusts
 
 
-def test_b0_of_all_processes_may_be_per_token():
+def test_base_may_be_per_token():
     """Of other processes a class with `adjust` sees returns and lengths alone."""
     trl_otb.register_baseline("mine", scope="batch")(type("Mine", (Value,), {}))
     x = Rollouts()
@@ -204,7 +204,7 @@ def test_what_an_update_returns_is_numbers():
 
 
 @pytest.mark.parametrize("state", [[1], {"a": Learns}, {"a": np.ones(2)}], ids=["list", "class", "array"])
-def test_a_state_comes_back_from_a_checkpoint(state):
+def test_state_returns_from_checkpoint(state):
     with pytest.raises(ValueError, match="'Learns' returned a .* from `state_dict`.*: it must return a `dict` of"):
         find_baseline(Learns(state=state)).state()
     kept = {"a": torch.ones(2), "b": {7: (0.5, "text")}}
@@ -230,7 +230,7 @@ def test_no_baseline_needs_subnormal_numbers(baseline):
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_an_energy_that_is_not_finite_is_named(value):
+def test_nonfinite_energy_is_named(value):
     x = Rollouts(tools=False)
     x.mask[5, :4] = 1
     x.energy[5, 3] = value

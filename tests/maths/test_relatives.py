@@ -34,7 +34,7 @@ def baseline_of(rule, x):
 
 
 @pytest.mark.parametrize("name", ["tether", "poise", "v05"])
-def test_an_unbiased_one_does_not_look_at_what_it_is_subtracted_from(name):
+def test_unbiased_relative_ignores_own_return(name):
     assert BASELINES[name].unbiased
     rule, x = taught(name), Task().batch().x
     before, row, token = baseline_of(rule, x), 5, 4
@@ -78,7 +78,7 @@ def test_ebpo_by_hand():
     assert rule(x).flatten().tolist() == pytest.approx([0.75, 0.75, 2.25, 2.25])
 
 
-def test_v05_is_the_prior_where_the_mean_does_not_reject_it():
+def test_v05_is_prior_unless_rejected():
     rule, x = taught("v05"), Task().batch().x
     prior, mean = rule.predicted(x), rule(x)
     returns = x.grouped(x.whole_returns)
@@ -92,7 +92,7 @@ def test_v05_is_the_prior_where_the_mean_does_not_reject_it():
         assert (share == 1).any() and (share < 1).any()
 
 
-def test_tethers_share_is_the_least_squares_fit_to_the_batch():
+def test_tether_share_is_least_squares():
     rule, task = taught("tether"), Task(9, told=False).batch()
     x, base, others = task.x, rule(task.x), task.x.completion_mean(torch.ones_like(task.x.scored), leave_one_out=True)
     rule.share = 1.0

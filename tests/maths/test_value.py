@@ -82,7 +82,7 @@ def test_it_predicts_what_the_state_tells():
     assert batch.teach(value) == pytest.approx({"explained": 1 - left, "weight": learnt().weight, "restarted": 0})
 
 
-def test_a_batch_tells_its_own_baselines_nothing():
+def test_batch_does_not_affect_itself():
     value, first = Value(), Task().batch()
     assert torch.equal(first.baseline(value), first.base.expand_as(first.x.mask))
     assert first.teach(value) == {"explained": 0.0, "weight": 0.0, "restarted": 0.0}
@@ -92,7 +92,7 @@ def test_a_batch_tells_its_own_baselines_nothing():
 
 
 @pytest.mark.parametrize("t", range(T))
-def test_it_looks_at_nothing_from_the_token_on(t):
+def test_future_tokens_do_not_matter(t):
     value, task = learnt(), Task(100)
     batch = task.batch()
     energy, logps, states, mask = (v.clone() for v in (task.energy, task.logps, task.states, task.mask))
@@ -115,7 +115,7 @@ class OnRloo(Value):
 
 @pytest.mark.parametrize("sampler", [None, "other"])
 @pytest.mark.parametrize("n", [1, 2, 3])
-def test_with_what_it_has_learnt_fixed_it_is_unbiased(n, sampler):
+def test_fixed_theta_is_unbiased(n, sampler):
     """
     By all groups of a policy whose completions are all listed. Another sampler's completions are weighted with a ratio
     of their own, that is with one that depends on all of their tokens.
@@ -143,7 +143,7 @@ def test_with_what_it_has_learnt_fixed_it_is_unbiased(n, sampler):
     assert (advantages - compute_advantages(*inputs, n, baseline="rloo" if n > 1 else "none")).abs().max() > 0.1
 
 
-def test_theta_is_the_least_squares_of_earlier_batches():
+def test_theta_is_earlier_batches_least_squares():
     """Feature by feature and token by token, with the ridge that was chosen as rows of a plain least squares."""
     value, batches = learnt(range(3)), [Task(seed).batch() for seed in range(3)]
     rows, targets, weights = [], [], []
@@ -169,7 +169,7 @@ def test_theta_is_the_least_squares_of_earlier_batches():
     assert min(difference) < 1e-3 < sorted(difference)[1]
 
 
-def test_of_two_choices_it_is_the_chance_to_fail():
+def test_two_choices_give_failure_chance():
     """Then every sample's gradient is the exact one: (1 − p) (1 − B) after a success, −p (0 − B) after a failure."""
     value, g = Value(), torch.Generator().manual_seed(0)
     for _ in range(8):
@@ -187,7 +187,7 @@ def test_of_two_choices_it_is_the_chance_to_fail():
     torch.testing.assert_close(gradients, chance * (1 - chance), atol=0.05, rtol=0)
 
 
-def test_that_others_returns_tell_ones_own_is_not_believed():
+def test_spurious_slope_of_base_is_limited():
     """Within a batch, what the others earned and what a completion earned sum up to the same for all."""
     value, g = Value(), torch.Generator().manual_seed(0)
     batch = Task().batch((torch.rand(PROMPTS * N, generator=g) < 0.5).float())
@@ -198,7 +198,7 @@ def test_that_others_returns_tell_ones_own_is_not_believed():
     assert -1 <= value.theta[1] <= 0
 
 
-def test_its_weight_grows_with_success_and_shrinks_with_failure():
+def test_weight_follows_success():
     value = Value()
     weights = [Task(seed).batch().teach(value)["weight"] for seed in range(5)]
     assert weights[:4] == [0.0, 0.25, 0.25, 0.5] and weights[4] > 0.9  # a single batch is no evidence
@@ -209,7 +209,7 @@ def test_its_weight_grows_with_success_and_shrinks_with_failure():
 
 
 @pytest.mark.parametrize("prompts", [4, 16])
-def test_it_stands_back_where_states_tell_nothing(prompts):
+def test_uninformative_states_give_base(prompts):
     """Prompts of very unequal rates: what the state says of one says nothing of another."""
     of_value = of_base = 0.0
     for seed in range(100):
@@ -222,7 +222,7 @@ def test_it_stands_back_where_states_tell_nothing(prompts):
     assert of_value < 1.05 * of_base
 
 
-def test_no_draw_of_few_prompts_is_believed_too_early():
+def test_few_prompts_keep_weight_low():
     """In four prompts of unequal rates, states and returns agree by chance."""
     unseen = [Task(10**6 + seed, told=False).batch() for seed in range(4)]
     for draw in range(60):
@@ -262,7 +262,7 @@ CHANGES = {  # of rewards from batch 8 on, and how often it starts anew
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_after_rewards_have_changed_it_costs_one_batch(change, caplog):
+def test_changed_rewards_cost_one_batch(change, caplog):
     value, (rewards, expected), left, restarted = learnt(), CHANGES[change], [], 0
     for seed in range(8, 80 if "equal" in change else 28):
         batch = Task(seed).batch(rewards(seed, Task(seed)))
@@ -274,7 +274,7 @@ def test_after_rewards_have_changed_it_costs_one_batch(change, caplog):
 
 
 @pytest.mark.parametrize(("prompts", "most"), [(1, 3), (4, 1)])
-def test_a_quiet_batch_is_no_reason_to_start_anew(prompts, most):
+def test_quiet_batch_causes_no_restart(prompts, most):
     """Returns of all sizes in batches of 4 or 16: some happen to be nearly equal, where any error is large."""
     restarted = of_value = of_base = 0.0
     for draw in range(3):
@@ -289,7 +289,7 @@ def test_a_quiet_batch_is_no_reason_to_start_anew(prompts, most):
     assert restarted <= most and of_value < 0.95 * of_base
 
 
-def test_rewards_along_the_way_are_looked_at():
+def test_rewards_along_the_way_are_read():
     """The same returns as rewards of last tokens; and what was earned before a token."""
     task, value = Task(100), learnt()
     last = (task.mask.cumsum(1) == task.mask.sum(1, keepdim=True)) & (task.mask > 0)
@@ -305,7 +305,7 @@ def test_rewards_along_the_way_are_looked_at():
     assert explained > 0.2
 
 
-def test_importance_ratios_weight_only_what_it_learns():
+def test_ratios_weight_only_learning():
     value, other, task = learnt(), learnt(), Task(100)
     ratio = 0.5 + torch.rand(len(task.mask), 1, generator=torch.Generator().manual_seed(0))
     plain, weighted = task.batch(), task.batch(weights=ratio.square() * task.energy)
@@ -317,7 +317,7 @@ def test_importance_ratios_weight_only_what_it_learns():
 
 
 @pytest.mark.parametrize("broken", [math.nan, -math.inf])
-def test_tool_output_and_completions_without_reward_teach_nothing(broken):
+def test_tool_output_and_unscored_teach_nothing(broken):
     task, other = Task(3), Task(3)
     rewards = task.rewards.clone()
     rewards[5] = math.nan
@@ -359,7 +359,7 @@ def test_processes_learn_from_each_others_completions():
     assert value._prompts == expected._prompts == 9 * PROMPTS and value._returns_seen == expected._returns_seen
 
 
-def test_what_it_has_learnt_goes_into_a_file_and_back(tmp_path):
+def test_state_survives_a_file(tmp_path):
     """And is handed out and taken as a copy."""
     value, batch = learnt(), Task(100).batch()
     state = value.state_dict()
@@ -374,7 +374,7 @@ def test_what_it_has_learnt_goes_into_a_file_and_back(tmp_path):
     assert torch.equal(two.theta, one.theta)
 
 
-def test_a_state_of_another_model_or_version_is_named():
+def test_foreign_state_is_named():
     task = Task(100)
     task.states = torch.randn(*task.mask.shape, K + 1)
     with pytest.raises(ValueError, match="'value' has learned from 15 numbers per token, and here are 17: its state"):
@@ -384,7 +384,7 @@ def test_a_state_of_another_model_or_version_is_named():
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
-def test_states_that_are_not_finite_teach_nothing(broken, caplog):
+def test_nonfinite_states_teach_nothing(broken, caplog):
     """And predict nothing, which is said once."""
     value, task, other = learnt(), Task(100), Task(100)
     task.states[0, 3, 1] = broken
@@ -410,7 +410,7 @@ def test_states_that_are_not_finite_teach_nothing(broken, caplog):
     assert torch.equal(batch.baseline(value), batch.base.expand_as(batch.x.mask))
 
 
-def test_sums_without_a_finite_solution_end_in_the_base(monkeypatch, caplog):
+def test_unsolvable_sums_give_base(monkeypatch, caplog):
     value, batch = learnt(), Task(101).batch()
     with monkeypatch.context() as broken, caplog.at_level(logging.WARNING):
         broken.setattr(value, "_solution", lambda squares, products, ridge: math.nan * products)
@@ -421,7 +421,7 @@ def test_sums_without_a_finite_solution_end_in_the_base(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("what", ["nothing generated", "no energy", "no reward", "one completion"])
-def test_batches_that_teach_nothing_do_no_harm(what):
+def test_empty_batches_do_no_harm(what):
     value, task = Value(), Task(0)
     scored = {"no reward": 0, "one completion": 1}.get(what, len(task.rewards))
     task.rewards[scored:] = math.nan
@@ -434,7 +434,7 @@ def test_batches_that_teach_nothing_do_no_harm(what):
 
 
 @pytest.mark.parametrize("rewards", [math.nan, 0.1, 1 / 3, 1000.3])
-def test_batches_without_advantages_do_not_change_its_weight(rewards):
+def test_batches_without_advantages_keep_weight(rewards):
     value, task = learnt(), Task(100)
     before = value._most_weight, value._gains, value.theta
     for _ in range(8):
@@ -446,7 +446,7 @@ def test_batches_without_advantages_do_not_change_its_weight(rewards):
         assert value.theta is before[2] and value._batches == learnt()._batches
 
 
-def test_its_limit_goes_by_gains_per_unit_of_c():
+def test_limit_follows_gain_per_c():
     def limits(*gains, c=0.25):
         value = Value()
         value.weight = c
@@ -464,7 +464,7 @@ def test_its_limit_goes_by_gains_per_unit_of_c():
 
 
 @pytest.mark.parametrize("level", [1e3, 1e5])
-def test_returns_far_from_0_are_no_rounding(level):
+def test_large_offset_returns_lose_nothing(level):
     value = Value()
     for seed in range(6):
         explained = Task(seed).batch(Task(seed).rewards + level).teach(value)["explained"]
@@ -472,7 +472,7 @@ def test_returns_far_from_0_are_no_rounding(level):
 
 
 @pytest.mark.parametrize(("prompts", "slips"), [(2, 0.03), (4, 0.01), (16, 0.003)])
-def test_it_is_believed_where_nearly_all_succeed(prompts, slips):
+def test_near_certain_success_is_learned(prompts, slips):
     """In many batches all returns are equal, which is no evidence against it."""
 
     def batch(seed, prompts=16):
@@ -491,7 +491,7 @@ def test_it_is_believed_where_nearly_all_succeed(prompts, slips):
     assert left < 0.5
 
 
-def test_without_what_it_reads_it_says_what_is_missing():
+def test_missing_inputs_are_named():
     x = Rollouts()
     assert x.advantages(baseline="value").shape == x.mask.shape  # a new one looks at returns alone
     with pytest.raises(ValueError, match="reads `logps`, which is not there"):

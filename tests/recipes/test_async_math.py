@@ -28,7 +28,7 @@ def run_async(short_policy, tmp_path):
     return start
 
 
-def test_it_trains_and_measures_before_and_after(run_async, capsys):
+def test_run_measures_before_and_after(run_async, capsys):
     _, folder = run_async("--lora_r", "4", "--max_steps", "4", "--logging_steps", "1")
     said = capsys.readouterr().out
     assert "held out. Baseline value." in said and said.count("(avg@4, 10 problems)") == 2
@@ -37,7 +37,7 @@ def test_it_trains_and_measures_before_and_after(run_async, capsys):
     assert (folder / "adapter_model.safetensors").is_file()
 
 
-def test_it_goes_on_from_a_checkpoint_and_names_a_folder_that_holds_a_run(run_async, capsys):
+def test_run_resumes_and_names_used_folder(run_async, capsys):
     run_async("--save_steps", "2")
     with pytest.raises(SystemExit):
         run_async()
@@ -55,7 +55,7 @@ def test_it_goes_on_from_a_checkpoint_and_names_a_folder_that_holds_a_run(run_as
         (["--baseline", "otb"], "`baseline` is 'otb', which needs whole groups at once"),
     ],
 )
-def test_wrong_options_end_the_run_at_once(flags, message, tmp_path, capsys):
+def test_wrong_options_end_at_once(flags, message, tmp_path, capsys):
     (tmp_path / "empty.yaml").write_text("use_cpu: true\nbf16: false\n")
     with pytest.raises(SystemExit):
         async_math.main(flags)
@@ -71,13 +71,13 @@ def test_the_yaml_files_have_known_options(path, monkeypatch):
     assert options.model_name_or_path == values["model_name_or_path"]
 
 
-def test_the_reward_is_one_for_right_answers():
+def test_right_answers_are_rewarded_one():
     said = ["1+1=2", [{"role": "assistant", "content": r"so \boxed{3}"}], ""]
     assert asyncio.run(async_math.accuracy(said, ["2", "2", "2"])) == [1.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("kind", ["sums", "calculator"])
-def test_a_study_of_learning_counts_tokens_and_held_out_rewards(kind, tmp_path, monkeypatch):
+def test_learning_study_counts_tokens_and_rewards(kind, tmp_path, monkeypatch):
     policy = shortly_trained(kind, 5, tmp_path / kind)
     monkeypatch.setattr(learning_curves.tasks.toy, kind, lambda: policy)
     schedule = Schedule({4: 3}, (4e-4,), prompts=2, problems=kind, staleness=1)

@@ -22,7 +22,7 @@ from tests.recipes.conftest import shortly_trained
 
 
 @pytest.mark.parametrize("tokens", scratchpad.STEPS)
-def test_demonstrations_are_as_long_and_right_as_stated(tokens):
+def test_demonstrations_have_stated_length_and_accuracy(tokens):
     shown = scratchpad.demonstrations(800, [tokens])
     answers = {problem["question"]: problem["answer"] for problem in scratchpad.problems(scratchpad.STEPS[tokens])}
     said = [said.removesuffix("<eos>") for (_, _), (said, _) in shown]
@@ -33,7 +33,7 @@ def test_demonstrations_are_as_long_and_right_as_stated(tokens):
     assert set("".join(said)) <= set(scratchpad.ALPHABET)
 
 
-def test_the_scratchpads_answer_follows_the_counters_end():
+def test_scratchpad_answer_follows_counter():
     said = ["a017b000", "a017b000!0", "a017b001", "a017", "", [{"role": "assistant", "content": "c000"}]]
     assert scratchpad.last_digit(said, ["0"] * 6) == [1, 1, 0, 0, 0, 1]
     assert scratchpad.last_digit(["a0013b0004", "a1004", "a0014"], ["4"] * 3) == [1, 0, 0]  # three digits count 1,000
@@ -74,7 +74,7 @@ def test_games_and_their_rewards():
     assert lake.progress(games, [asked] * 3) == of_turns
 
 
-def test_a_move_that_cannot_be_made_is_an_error():
+def test_impossible_move_is_an_error():
     game = lake.Lake()
     game.reset(lake=" ".join(LAKE))
     with pytest.raises(ValueError, match="'X': use L, D, R or U"):
@@ -87,7 +87,7 @@ def test_a_move_that_cannot_be_made_is_an_error():
 
 
 @pytest.mark.parametrize("turns", lake.SIDES)
-def test_demonstrated_games_are_the_games_of_the_lake(turns):
+def test_demonstrated_games_match_the_lake(turns):
     """What the pupil is shown is what gymnasium's lake does, and it wins as often, in as many turns, as is said."""
     levels, shown = {}, lake.demonstrations(300, turns)
     for side, seed in ((lake.SIDES[turns], seed) for seed in range(20)):
@@ -119,7 +119,7 @@ def test_demonstrated_games_are_the_games_of_the_lake(turns):
         ("lucky_even", 60, None, 1.0),
     ],
 )  # fmt: skip
-def test_a_task_is_what_its_trainer_samples(name, length, calls, rewards, tmp_path, monkeypatch):
+def test_trainer_samples_its_task(name, length, calls, rewards, tmp_path, monkeypatch):
     """A policy, problems of which none is held out and trained on, and a reward that knows a right answer."""
     kind = {"lucky_even": "scratchpad_30"}.get(name, name.removesuffix("_turns"))
     monkeypatch.setattr(toy, kind, lambda: shortly_trained(kind, 1, tmp_path / "policy"))
@@ -182,7 +182,7 @@ def study(registry, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["scratchpad_10", "lake_6_turns"])
-def test_the_study_of_value_from_end_to_end(task, study, tmp_path, monkeypatch):
+def test_value_study_end_to_end(task, study, tmp_path, monkeypatch):
     """With a policy after a short warm start. What is there is not measured again."""
     name = task.removesuffix("_turns")
     policy = shortly_trained(name, 150, tmp_path / "policy")
@@ -254,7 +254,7 @@ def test_what_value_explains_batch_by_batch(tiny_smollm2, tmp_path, monkeypatch)
 # Results and pages
 
 
-def test_a_new_column_replaces_the_published_one(pages):
+def test_new_column_replaces_published_one(pages):
     """The others stay as they are, to the digit, and what is lost in noise stays lost."""
     before, title = render.load("relatives"), "sums"
     cells = [dict(cell, prompts=65) for cell in before["tables"][title]]
@@ -269,7 +269,7 @@ def test_a_new_column_replaces_the_published_one(pages):
         render.publish("relatives", {title: cells[:-1]})
 
 
-def test_noise_at_equal_completions_and_what_was_explained(study):
+def test_study_cells_from_a_report(study):
     """With N halved the group mean needs 1.25 times the completions; a biased baseline has its noise beside it."""
 
     def row(name, n, more, noise):
@@ -302,7 +302,7 @@ def test_tokens_until_a_reward():
 
 
 @pytest.mark.parametrize("page", render.PAGES)
-def test_the_published_tables_are_those_of_the_results(page):
+def test_published_tables_match_results(page):
     """And a changed digit would be seen."""
     text = (render.HERE / f"{page}.md").read_text()
     assert render.rendered(text) == text and "<!-- " in text
@@ -335,7 +335,7 @@ def intervals_of(records):
         ("studies/relatives", ["runs"], 2),
     ],
 )
-def test_numbers_in_prose_stand_in_the_results(page, results, least):
+def test_numbers_in_prose_match_results(page, results, least):
     """Every number with an interval, but for rendered tables."""
     text = (render.HERE.parent / f"{page}.md").read_text()
     text = re.sub(r"^<!-- .* -->\n\n(?:\|.*\n)+", "", text, flags=re.MULTILINE)  # which is rendered

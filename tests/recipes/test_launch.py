@@ -41,7 +41,7 @@ def alone(tmp_path):
     return site, folder
 
 
-def test_minimal_is_short_and_needs_nothing_else():
+def test_minimal_is_short_and_alone():
     written = MINIMAL.read_text()
     assert len(written.splitlines()) <= 80
     imports = [node for node in ast.walk(ast.parse(written)) if isinstance(node, ast.Import | ast.ImportFrom)]
@@ -64,7 +64,7 @@ def test_minimal_learns_in_any_folder(alone):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "policy"), [("math", "sums"), ("tool_math", "calculator")])
-def test_a_copy_runs_in_an_empty_folder(name, policy, data_file, alone, tmp_path):
+def test_copy_runs_in_empty_folder(name, policy, data_file, alone, tmp_path):
     """Where the package is installed and nothing else of this project; it reads the YAML file of its own folder."""
     site, folder = alone
     program = [sys.executable, shutil.copy(RECIPES / f"{name}.py", folder), *SMALL, "--max_steps", "1"]
@@ -80,7 +80,7 @@ def test_a_copy_runs_in_an_empty_folder(name, policy, data_file, alone, tmp_path
 
 
 @pytest.mark.slow
-def test_two_processes_share_work_and_warm_start(tmp_path):
+def test_two_processes_share_warm_start(tmp_path):
     """From an empty cache: one process makes the policy, the other waits. Every held-out problem counts as often."""
     (tmp_path / "toys.py").write_text(
         "from recipes.toy.warm_start import policy\n\ndef short():\n    return policy('sums', 20)\n"
@@ -137,7 +137,7 @@ def test_slurm_and_make_pass_flags_on():
 # Comparisons
 
 
-def test_finished_runs_become_a_table_and_a_picture(tmp_path, capsys):
+def test_finished_runs_become_table_and_picture(tmp_path, capsys):
     """Gains of 10 points, and of 20 under `group_mean`. Only what is missing is run."""
     folder = tmp_path / "runs" / "compare" / "math"
     for name, seed in itertools.product(("otb", "group_mean"), (1, 2)):
@@ -194,7 +194,7 @@ esac
 """
 
 
-def test_a_failing_part_does_not_stop_the_others(tmp_path):
+def test_failing_part_stops_no_other(tmp_path):
     python, page = tmp_path / "python", tmp_path / "gpu" / "report.md"
     python.write_text(STANDS_IN)
     python.chmod(0o755)
@@ -212,6 +212,6 @@ def test_a_failing_part_does_not_stop_the_others(tmp_path):
     assert page.read_text().split("### ")[1:4] == sections[:3]
 
 
-def test_the_limits_of_all_parts_are_25_minutes():
+def test_all_limits_sum_to_25_minutes():
     limits = re.findall(r"^part \S+ (\d+) ", GPU.read_text(), flags=re.MULTILINE)
     assert len(limits) == 6 and sum(map(int, limits)) <= 25

@@ -13,7 +13,7 @@ from tests.trainer.test_importance_weights import Sampler
 ROWS = [{"question": f"{i}+{i}", "answer": f"Twice {i}.\n#### {2 * i},000"} for i in range(1, 8)]
 
 
-def test_the_yaml_file_beside_it_has_the_defaults():
+def test_yaml_beside_has_the_defaults():
     options, args, model_args = recipe.parse(["--use_cpu", "true", "--report_to", "none", "--seed", "3"])
     assert (args.bf16, args.use_vllm, args.vllm_mode) == (True, True, "colocate")
     assert (args.baseline, args.num_generations, args.lr_scheduler_type) == ("value", 8, "linear")
@@ -22,7 +22,7 @@ def test_the_yaml_file_beside_it_has_the_defaults():
     assert args.output_dir == "runs/lora_vllm/value-seed3" and args.resume_from_checkpoint is None
 
 
-def test_a_step_with_lora_and_a_sampler_like_vllm(data_file, model_path, tmp_path, monkeypatch):
+def test_step_with_lora_and_stubbed_vllm(data_file, model_path, tmp_path, monkeypatch):
     monkeypatch.setattr(grpo_trainer, "VLLMGeneration", Sampler)
     monkeypatch.setattr(recipe, "accuracy_reward", tiny.even_bytes)  # a random policy answers nothing
     flags = "--max_steps 1 --gradient_accumulation_steps 1 --per_device_train_batch_size 16 --max_completion_length 8"
@@ -35,7 +35,7 @@ def test_a_step_with_lora_and_a_sampler_like_vllm(data_file, model_path, tmp_pat
     assert len(trainer.train_dataset) == 5 and (tmp_path / "run" / "adapter_model.safetensors").is_file()
 
 
-def test_the_reward_compares_the_boxed_number_with_what_follows_the_hashes(data_file):
+def test_reward_compares_boxed_number_with_answer(data_file):
     data = recipe.load_problems(recipe.Options(dataset_name=data_file(ROWS)))
     assert data[0]["prompt"] == [{"role": "user", "content": "1+1\nPut your final answer within \\boxed{}."}]
     answers = [[{"role": "assistant", "content": text}] for text in (r"\boxed{2000}", r"so \boxed{3}", "2000")]

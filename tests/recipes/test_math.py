@@ -25,7 +25,7 @@ RECIPES = Path(recipe.__file__).parent
 # A run
 
 
-def test_a_run_prints_the_accuracy_before_and_after(run, capfd):
+def test_run_prints_accuracy_before_and_after(run, capfd):
     folder = run("--save_steps", "2", "--disable_tqdm", "false", "--logging_steps", "10")
     out = capfd.readouterr().out
     found = re.search(
@@ -41,14 +41,14 @@ def test_a_run_prints_the_accuracy_before_and_after(run, capfd):
 
 
 @pytest.mark.parametrize("baseline", [name for name in BASELINES if name != "otb"])
-def test_every_baseline_is_an_arm_of_the_same_experiment(run, baseline):
+def test_every_baseline_runs_same_experiment(run, baseline):
     folder = run("--baseline", baseline, "--max_steps", "1", "--per_device_train_batch_size", "128", output=baseline)
     (entry,) = [entry for entry in log_of(folder) if "otb/advantage/abs_mean" in entry]
     assert entry["otb/advantage/abs_mean"] > 0
     assert ("otb/grad_power_reference" in entry) == ("energy" in BASELINES[baseline].needs)
 
 
-def test_an_evaluation_in_the_last_step_is_not_repeated(run):
+def test_last_evaluation_is_not_repeated(run):
     folder = run("--eval_strategy", "steps", "--eval_steps", "2")
     assert list(accuracies(folder)) == [0, 2, 4] and len([e for e in log_of(folder) if "eval_loss" in e]) == 3
 
@@ -98,7 +98,7 @@ def heard():
 
 
 @pytest.mark.usefixtures("heard")
-def test_a_stopped_run_resumes_to_the_same_weights(run, monkeypatch, capsys):
+def test_stopped_run_resumes_to_same_weights(run, monkeypatch, capsys):
     whole = run(output="whole")
 
     def interrupt(completions, trainer_state, held_out=None, **kwargs):
@@ -119,7 +119,7 @@ def test_a_stopped_run_resumes_to_the_same_weights(run, monkeypatch, capsys):
     assert same[0] == same[1] and accuracies(whole) == accuracies(folder)
 
 
-def test_a_second_ctrl_c_stops_at_once(capsys):
+def test_second_ctrl_c_stops_at_once(capsys):
     stop = recipe.StopAfterStep()
     stop.stop(signal.SIGINT, None)
     stop.stop(signal.SIGTERM, None)  # what a launcher sends right after the terminal's Ctrl-C is the same request
@@ -183,7 +183,7 @@ def test_the_yaml_files_have_known_options(path):
     assert model_args.model_name_or_path == values["model_name_or_path"]
 
 
-def test_flags_win_over_the_yaml_file_beside_the_recipe(registry):
+def test_flags_win_over_yaml(registry):
     options, args, model_args, checkpoint = recipe.parse(
         ["--seed", "3", "--baseline", "recipes.prompt_tracker:PromptTracker"]
     )
@@ -203,7 +203,7 @@ def problems_of(name, **options):
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet"])
-def test_files_are_split_and_each_question_counts_once(data_file, suffix):
+def test_each_question_of_files_counts_once(data_file, suffix):
     train, held_out, accuracy = problems_of(data_file(question_and_answer() * 2, suffix), instruction="Go.")
     assert (len(train), len(held_out)) == (8, 2)
     assert len({*train["question"], *held_out["question"]}) == 10
@@ -222,7 +222,7 @@ def test_conversations_and_columns_of_other_names(data_file):
     assert system == asked[0][0] and user["content"].endswith("?\nPut your final answer within \\boxed{}.")
 
 
-def test_generated_problems_are_graded_by_their_task():
+def test_generated_problems_use_task_grading():
     kept = {"num_train_problems": 50, "num_held_out_problems": 10, "dataset_options": '{"min_words": 3}'}
     train, held_out, accuracy = problems_of("reasoning_gym:word_sorting", **kept)
     other, same, _ = recipe.load_problems(recipe.Options(dataset_name="reasoning_gym:word_sorting", **kept), seed=1)

@@ -26,7 +26,7 @@ def save(folder, run, rewards, **others):
     (folder / f"{run.name}.json").write_text(json.dumps(result(run, rewards, **others)))
 
 
-def test_a_run_in_ten_numbers_and_collapse():
+def test_run_summary_has_curve_and_collapse():
     run = Run("sums", "otb", 4, 1e-3, 1)
     row = summary(result(run, [0.0] * 10 + [1.0] * 10))
     assert row["curve"] == [0.0] * 5 + [1.0] * 5 and runs.score(row) == 0.5
@@ -35,7 +35,7 @@ def test_a_run_in_ten_numbers_and_collapse():
     assert not runs.collapsed(summary(result(run, [0.2] * 10 + [0.9] * 10 + [0.7] * 10)))
 
 
-def test_learning_rates_are_halved_on_seeds_of_their_own(tmp_path, monkeypatch):
+def test_rates_are_tuned_on_own_seeds(tmp_path, monkeypatch):
     rewards = dict(zip(RATES, (0.1, 0.8, 0.9, 0.2), strict=True))
     tried = []
 
@@ -62,7 +62,7 @@ def rows_of(scores, seeds=(101, 102, 103, 104, 105, 1, 2, 3, 4), rate=1e-3, **ot
     ]
 
 
-def test_arms_are_compared_by_pairs_of_seeds():
+def test_arms_are_compared_by_seed_pairs():
     scores = {"otb": lambda seed: 0.1 * (seed % 10) + 0.02, "group_mean": lambda seed: 0.1 * (seed % 10)}
     mean, otb = runs.arms(rows_of(scores))
     assert (mean["baseline"], otb["baseline"], otb["seeds"], otb["won"]) == ("group_mean", "otb", 4, "4 of 4")
@@ -71,7 +71,7 @@ def test_arms_are_compared_by_pairs_of_seeds():
     assert otb["rates"]["0.001"]["seeds"] == 5 and otb["held_out"] == [50.0] * 3 and otb["collapsed"] == 0
 
 
-def test_arms_have_one_policy_and_one_rate():
+def test_arms_have_one_policy_and_rate():
     scores = {"group_mean": lambda seed: 0.5, "otb": lambda seed: 0.6}
     rows = rows_of(scores) + rows_of({"otb": lambda seed: 0.1}, rate=2e-3)
     (_, otb) = runs.arms(rows)
@@ -109,7 +109,7 @@ def test_runs_are_published_beside_earlier_ones(tmp_path, monkeypatch, registry)
     assert (tmp_path / "learning.png").stat().st_size > 10_000
 
 
-def test_tokens_to_a_threshold_at_64_completions(monkeypatch):
+def test_tokens_to_threshold_at_64_completions(monkeypatch):
     """N = 4 is the task without _64, from the same policy only."""
     of_n = {32: [0.0] * 5 + [1.0] * 5, 4: [0.0] + [1.0] * 9}
     rows = [
@@ -153,7 +153,7 @@ def attempt(text, reward, advantages):
     return ShownCompletion(reward, tokens, 0)
 
 
-def test_the_pictures_mistake_is_the_first_wrong_digit():
+def test_picture_frames_first_wrong_digit():
     right = attempt("a021b015", 1.0, [0.0] * 8)  # 7 + 4 = 11, 11 + 4 = 15
     assert picture.mistake("7+4*03=", right) is None
     wrong = attempt("a021!1b016c000", 0.0, [*[-0.2] * 9, -0.7, *[-0.1] * 4])

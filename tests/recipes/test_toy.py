@@ -62,7 +62,7 @@ ASKED = "State the final answer to the following arithmetic problem: 3 + 4 - 5 =
 
 @pytest.mark.parametrize(("kind", "end"), [("sums", "="), ("calculator", ">")])
 @pytest.mark.parametrize("question", [ASKED, "3+4-5", " 3 + 4 -\n5 = "])
-def test_prompts_have_the_ids_that_were_demonstrated(kind, end, question):
+def test_prompts_have_demonstrated_ids(kind, end, question):
     tokenizer = warm_start.character_tokenizer(warm_start.WARM_STARTS[kind])
     ids = tokenizer.apply_chat_template(messages(question, ""), add_generation_prompt=True, return_dict=False)
     written = f"3+4-5{end}"
@@ -71,7 +71,7 @@ def test_prompts_have_the_ids_that_were_demonstrated(kind, end, question):
     assert ids == [vocabulary.index(character) for character in written]
 
 
-def test_a_character_outside_the_alphabet_is_named(tokenizer):
+def test_foreign_character_is_named(tokenizer):
     for content in ("What is 3 + 4?", "3 × 4", f"{ASKED}\nBox it."):
         with pytest.raises(TemplateError, match=r"reads only the characters 0123456789.*--model_name_or_path"):
             tokenizer.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
@@ -86,7 +86,7 @@ def call(expression):
     return {"type": "function", "function": {"name": "calculator", "arguments": {"expression": expression}}}
 
 
-def test_conversations_are_written_as_they_were_demonstrated(caller):
+def test_conversations_match_demonstrations(caller):
     assert supports_tool_calling(caller) and is_chat_template_prefix_preserving(caller)
     messages = [
         {"role": "user", "content": "12+7-35"},
@@ -118,7 +118,7 @@ def test_what_the_pupil_says_is_read(caller, said, calls, content):
 # When a policy is made again
 
 
-def test_only_what_decides_the_weights_is_in_the_key(monkeypatch):
+def test_cache_key_holds_what_decides_weights(monkeypatch):
     start = warm_start.WARM_STARTS["sums"]
     key = start.key()
     assert replace(start).key() == key
@@ -130,7 +130,7 @@ def test_only_what_decides_the_weights_is_in_the_key(monkeypatch):
     assert start.key() == key
 
 
-def test_an_interrupted_warm_start_leaves_no_half_policy(tmp_path, monkeypatch):
+def test_interrupted_warm_start_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("TRL_OTB_CACHE", str(tmp_path))
 
     def break_off(folder):

@@ -15,7 +15,7 @@ from trl_otb.seam.rollouts import groups_kept_together
 
 @pytest.mark.parametrize("baseline", BASELINES)
 @pytest.mark.parametrize("source", SOURCES)
-def test_advantages_are_those_of_a_float64_softmax(train, model_path, source, baseline):
+def test_advantages_match_float64_softmax(train, model_path, source, baseline):
     trainer = train(baseline=baseline, temperature=0.7, learning_rate=0.0, max_steps=1, **SOURCES[source])
     batch = first_rollout(trainer)
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
@@ -30,7 +30,7 @@ def test_advantages_are_those_of_a_float64_softmax(train, model_path, source, ba
 
 
 @pytest.mark.parametrize("baseline", ["ogb_pooled", "rloo_pooled", "value"])
-def test_prompts_of_a_whole_generation_batch_are_pooled(train, model_path, baseline, caplog):
+def test_whole_generation_batch_is_pooled(train, model_path, baseline, caplog):
     """Four prompts in micro-batches of two; with two prompts nothing is pooled, which is said."""
     trainer = train(baseline=baseline, learning_rate=0.0, max_steps=1, gradient_accumulation_steps=2)
     rollout = trainer.rollouts["train"]
@@ -102,7 +102,7 @@ def test_logits_are_never_materialised(train, monkeypatch, source):
 
 
 @pytest.mark.parametrize("peft", [{}, {"peft_config": LORA}], ids=["full", "lora"])
-def test_the_reference_pass_is_not_taken_for_the_policy(train, peft):
+def test_reference_pass_is_not_policys(train, peft):
     """Once the policy has left the reference, energies must be the policy's."""
     trainer = train(beta=0.1, num_iterations=2, max_steps=3, learning_rate=0.1, **peft)
     trainer.model.train()
@@ -114,7 +114,7 @@ def test_the_reference_pass_is_not_taken_for_the_policy(train, peft):
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
 
 
-def test_shuffling_groups_moves_every_kind_of_value_alike():
+def test_group_shuffle_moves_all_values_alike():
     rows = torch.arange(12)
     batch = {
         "completion_ids": rows.unsqueeze(1),

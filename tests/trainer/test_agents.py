@@ -34,7 +34,7 @@ def generated_text(trainer, batch, row):
 
 
 @pytest.mark.slow
-def test_the_mask_is_what_the_policy_said(train, monkeypatch):
+def test_mask_is_what_policy_generated(train, monkeypatch):
     """Of sync and async, malformed, failing and unknown calls, a result that is rolled back and turns that are cut."""
     script_turns(monkeypatch)
     keep = Keep()
@@ -69,7 +69,7 @@ def test_tools(train, monkeypatch, model_path, baseline):
 
 
 @pytest.mark.slow
-def test_a_result_that_leaves_no_room_for_a_turn(train, monkeypatch, model_path):
+def test_tool_result_leaves_no_room(train, monkeypatch, model_path):
     """The completion then ends with tool output, and has one turn."""
     script_turns(
         monkeypatch,

@@ -128,7 +128,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_trls_own_scaled_group_mean_is_trls_trainer_to_the_bit(train_async, name):
+def test_scaled_group_mean_equals_trls_trainer(train_async, name):
     trl = train_async(AsyncGRPOTrainer, AsyncGRPOConfig, stamps=False, **OPTIONS[name])
     ours = train_async(baseline="group_mean", scale_rewards="group", **OPTIONS[name])
     assert_same_weights(trl, ours)
@@ -168,7 +168,7 @@ class Watched(AsyncOTBGRPOTrainer):
 
 
 @pytest.mark.parametrize("stamps", [True, False])
-def test_what_is_read_is_what_plain_forwards_of_each_sample_say(train_async, model_path, stamps):
+def test_read_values_match_plain_forwards(train_async, model_path, stamps):
     """Packed and with shared prefixes; log-probs, energies and the base of each sample."""
     trainer = train_async(Watched, stamps=stamps, learning_rate=0.0, max_steps=2)
     taken = trainer.rollout_worker.taken[: len(trainer.samples)]
@@ -196,7 +196,7 @@ def each_token(trainer):
     return [sample for sample in trainer.samples for _ in sample.logps]
 
 
-def test_advantages_are_returns_less_the_others_mean_or_what_value_says(train_async):
+def test_advantages_are_returns_minus_baseline(train_async):
     plain = train_async(Watched, baseline="rloo", learning_rate=0.0, max_steps=4)
     scaled = train_async(Watched, baseline="rloo", scale_rewards="group", learning_rate=0.0, max_steps=4)
     trls = train_async(Watched, baseline="group_mean", learning_rate=0.0, max_steps=4)
@@ -213,7 +213,7 @@ def test_advantages_are_returns_less_the_others_mean_or_what_value_says(train_as
 
 
 @pytest.mark.parametrize("staleness", [0, 4])
-def test_it_learns_from_a_group_when_its_last_sample_is_trained_on_or_dropped(train_async, staleness):
+def test_groups_teach_when_complete_or_dropped(train_async, staleness):
     """Steps of 18 samples cut groups of 4; without staleness, samples taken ahead of a step are dropped."""
     options = {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 3, "max_steps": 5}
     trainer = train_async(Watched, max_staleness=staleness, **options)
@@ -226,7 +226,7 @@ def test_it_learns_from_a_group_when_its_last_sample_is_trained_on_or_dropped(tr
 
 
 @pytest.mark.parametrize("ratio", [0.5, 2.0])
-def test_ratios_weight_what_it_learns_and_not_what_it_says(train_async, ratio):
+def test_ratios_weight_learning_not_predictions(train_async, ratio):
     def change(sample):
         sample.old_log_probs -= math.log(ratio) * sample.completion_mask.astype("float32")
 
@@ -254,7 +254,7 @@ def scores(trainer, sample):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("baseline", ["value", "rloo", "group_mean"])
-def test_advantages_are_unbiased_but_under_the_group_mean(train_async, baseline):
+def test_only_group_mean_is_biased(train_async, baseline):
     """E Σ_t B_t s_t is 0 over 4,000 completions, in steps that cut groups; under the group mean, E G Σ_t s_t / N."""
     cut = {"per_device_train_batch_size": 62, "max_steps": 81, "max_staleness": 4, "learning_rate": 0.0}
     trainer = train_async(Watched, baseline=baseline, reward=tiny.even_bytes, **cut)
@@ -275,7 +275,7 @@ def test_advantages_are_unbiased_but_under_the_group_mean(train_async, baseline)
     assert (products.mean() - expected).abs() < 3.5 * error and signal.mean() / 4 > 10 * error
 
 
-def test_one_completion_per_prompt_starts_from_earlier_returns(train_async):
+def test_one_completion_uses_earlier_returns(train_async):
     trainer = train_async(Watched, num_generations=1, learning_rate=0.0, max_steps=4)
     assert (trainer.advantages[0] == 0).all()  # nothing is known
     first, second = (trainer.samples[i : i + 16] for i in (0, 16))
@@ -285,7 +285,7 @@ def test_one_completion_per_prompt_starts_from_earlier_returns(train_async):
 
 
 @pytest.mark.parametrize(("micro_batches", "expected"), [(1, [0, 1, 1]), (2, [0, 0.5, 0.5])])
-def test_staleness_is_that_of_the_weights_that_are_trained(train_async, micro_batches, expected):
+def test_staleness_counts_trained_weights(train_async, micro_batches, expected):
     """TRL counts when it takes a sample, and it takes a micro-batch ahead of the step before."""
     options = {"per_device_train_batch_size": 16 // micro_batches, "gradient_accumulation_steps": micro_batches}
     trainer = train_async(baseline="rloo", **options)
@@ -294,14 +294,14 @@ def test_staleness_is_that_of_the_weights_that_are_trained(train_async, micro_ba
     assert logged(train_async(baseline="group_mean", scale_rewards="group", lag=4, max_staleness=4), "otb/staleness")
 
 
-def test_the_meter_of_noise_says_that_it_cannot_measure(train_async, caplog):
+def test_noise_meter_refuses(train_async, caplog):
     trainer = train_async(train=False)
     trainer.add_callback(GradientNoiseCallback())
     trainer.train()
     assert "noise scale cannot be measured" in caplog.text
 
 
-def test_rows_of_a_forked_conversation_share_its_base_and_wait_for_each_other(train_async):
+def test_forked_rows_share_base_and_wait(train_async):
     trainer = train_async(Watched, **OPTIONS["forks"] | {"max_steps": 6})
     of_group = [[s for s in trainer.samples if int(s.group) == group] for group in range(8)]
     assert {*map(len, of_group)} == {5, 6}
@@ -319,7 +319,7 @@ def samples_of(*conversations):
     return stamped(made, [rows for _, rows in conversations])
 
 
-def test_stamps_of_unscored_and_forked_conversations_by_hand():
+def test_stamps_match_hand_calculation():
     nan = math.nan
     found = samples_of((1.0, 2), (nan, 1), (4.0, 1), (2.5, 0), (7.0, 1))  # the fourth left no row
     others = [sample.metrics["otb/others"] for sample in found]
@@ -329,7 +329,7 @@ def test_stamps_of_unscored_and_forked_conversations_by_hand():
     assert math.isnan(alone.metrics["otb/others"])
 
 
-def test_what_samples_carry_is_no_floating_point_tensor_that_deepspeed_would_round(train_async):
+def test_carried_values_survive_deepspeed_rounding(train_async):
     trainer = train_async(train=False)
     batch = next(iter(trainer.get_train_dataloader()))
     assert batch["otb_samples"].dtype == batch["otb_groups"].dtype == torch.int64
@@ -343,14 +343,14 @@ def one_of_four(completion_ids, **kwargs):
 
 
 @pytest.mark.parametrize("baseline", ["rloo", "value", "group_mean"])
-def test_a_single_scored_completion_has_a_base_under_value_alone(train_async, baseline):
+def test_single_scored_completion_needs_value(train_async, baseline):
     trainer = train_async(Watched, baseline=baseline, reward=one_of_four, learning_rate=0.0)
     first, *_, last = trainer.advantages
     assert (first == 0).all() and (last != 0).any() == (baseline == "value")
 
 
 @pytest.mark.parametrize("missing", ["reward", "unscored"])
-def test_a_worker_of_ones_own_is_told_what_it_lacks(train_async, missing):
+def test_incomplete_worker_is_named(train_async, missing):
     def change(sample):
         sample.metrics = {} if missing == "reward" else {"reward": math.nan, "reward_std": 0.5}
 
@@ -415,7 +415,7 @@ def two_rewards(**columns):
     return [0.5, 2.0]
 
 
-def test_trls_own_worker_and_those_derived_from_it_stamp_in_their_child_process():
+def test_trls_workers_stamp_in_child_process():
     worker = object.__new__(type("Worker", (trl_worker.AsyncRolloutWorker,), {"_loop_cls": Loop}))
     for _ in range(2):  # of two trainers
         stamp_groups(worker)
@@ -425,7 +425,7 @@ def test_trls_own_worker_and_those_derived_from_it_stamp_in_their_child_process(
     assert [sample.metrics["otb/others"] for sample in samples] == [2.0, 0.5] and isinstance(made, Loop)
 
 
-def test_a_worker_whose_child_has_died_stops():
+def test_worker_stops_with_its_child():
     """TRL's own would set an event that the child had waited for, and wait for it to wake."""
     worker = object.__new__(trl_worker.AsyncRolloutWorker)
     stamp_groups(worker)
@@ -435,7 +435,7 @@ def test_a_worker_whose_child_has_died_stops():
     assert worker._process is None
 
 
-def test_stamps_that_trls_worker_leaves_say_the_same():
+def test_trls_stamps_say_the_same():
     rewards = [0.25, 1.0, 0.5, 0.125]
     mean = sum(rewards) / 4
     std = (sum((r - mean) ** 2 for r in rewards) / 4) ** 0.5
@@ -449,7 +449,7 @@ def test_stamps_that_trls_worker_leaves_say_the_same():
         assert {*metrics} == {"reward", "reward_std"}  # TRL logs the means of these alone
 
 
-def test_what_it_has_learned_is_in_checkpoints(train_async, tmp_path):
+def test_learned_state_is_in_checkpoints(train_async, tmp_path):
     run = {"output_dir": str(tmp_path / "run"), "save_strategy": "steps", "save_steps": 2, "max_steps": 2}
     first = train_async(**run)
     resumed = train_async(train=False, **run | {"max_steps": 3})

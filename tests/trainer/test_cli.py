@@ -30,14 +30,14 @@ def folder(model_path, tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_yaml_file_of_trl_trains_this_trainer(folder):
+def test_trl_yaml_trains_this_trainer(folder):
     cli.run(["grpo", "--config", "run.yaml", "--baseline", "rloo", "--save_strategy", "no"])
     assert (folder / "out" / "model.safetensors").is_file()
     args = torch.load(folder / "out" / "training_args.bin", weights_only=False)
     assert (type(args).__name__, args.baseline) == ("OTBGRPOConfig", "rloo")  # a flag wins over the file
 
 
-def test_compare_prints_which_baseline_suits_and_trains_nothing(folder, capsys):
+def test_compare_prints_verdict_trains_nothing(folder, capsys):
     with pytest.raises(SystemExit) as end:
         cli.run(["compare", "--config", "run.yaml"])
     assert end.value.code is None and "more completions" in capsys.readouterr().out
@@ -45,7 +45,7 @@ def test_compare_prints_which_baseline_suits_and_trains_nothing(folder, capsys):
 
 
 @pytest.mark.slow
-def test_it_starts_through_accelerate_with_its_options(folder):
+def test_accelerate_starts_it_with_options(folder):
     command = [sys.executable, "-m", "trl_otb", "grpo", "--config", "run.yaml", "--num_processes", "1"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "Training completed" in done.stdout, done.stderr

@@ -52,7 +52,7 @@ def exact_gradients(trainer, parameters):
 @pytest.mark.parametrize("studied", ["all", "without the head", "the head"])
 @pytest.mark.parametrize("tied", [False, True], ids=["head of its own", "tied head"])
 @pytest.mark.parametrize("together", [False, True], ids=["one by one", "together"])
-def test_weighted_gradients_are_the_sum_over_tokens(studied, tied, together, tmp_path, train, monkeypatch):
+def test_weighted_gradients_sum_over_tokens(studied, tied, together, tmp_path, train, monkeypatch):
     """One backward pass per token through the model's own logits, against one for all through the fused head."""
     monkeypatch.setattr(gradients_module, "SMALL", 10**9 if together else 0)
     path = tiny.save_model(tmp_path / "m", model_config=tiny.config(tie_word_embeddings=tied))
@@ -136,7 +136,7 @@ def assert_moments(found, sampled, advantages_of_half, one_partition):
 
 
 @pytest.mark.parametrize("baseline", ["otb", "ogb", "group_mean"])
-def test_a_groups_gradient_is_the_mean_over_its_completions(sampled, one_partition, baseline):
+def test_group_gradient_is_completions_mean(sampled, one_partition, baseline):
     _, pool, _ = sampled
 
     def advantages(rows):
@@ -196,7 +196,7 @@ def test_groups_meet_those_of_other_prompts(sampled, one_partition, baseline, pe
 
 
 @pytest.mark.parametrize("same_as", ["ogb", "rloo_pooled"])
-def test_one_partition_per_token_stands_for_all(sampled, monkeypatch, same_as):
+def test_one_partition_stands_for_all(sampled, monkeypatch, same_as):
     """A baseline per token that is one per completion has its moments over all partitions, from a single one."""
     if same_as == "ogb":
         same = Baseline("same", lambda x: x.completion_mean(x.total_energy), frozenset({"energy"}), per_token=True)
@@ -251,7 +251,7 @@ class Learner:
 
 
 @pytest.mark.usefixtures("registry")
-def test_baselines_learn_from_other_prompts_and_meet_others(train, calls_of_prompt_moments):
+def test_baselines_learn_from_other_prompts(train, calls_of_prompt_moments):
     register_baseline("learner", needs={"prompt_key"}, per_token=False, scope="batch")(Learner)
     compare_baselines(train(train=False), **SMALL | {"baselines": ["learner"]})  # 2 prompts a batch
     measured = {int(pool.prompt_key[0]) for pool, _, _ in calls_of_prompt_moments}
@@ -268,7 +268,7 @@ def test_baselines_learn_from_other_prompts_and_meet_others(train, calls_of_prom
         assert all(len({*of}) == 2 and int(pool.prompt_key[0]) not in of for of in keys)
 
 
-def test_value_is_measured_as_it_was_trained_or_after_batches(train, calls_of_prompt_moments):
+def test_value_is_measured_as_trained(train, calls_of_prompt_moments):
     own = train(baseline="value", max_steps=3)
     state = own._baseline.rule.theta.clone()
     as_trained = compare_baselines(own, **SMALL | {"baselines": ["value"]})
@@ -286,7 +286,7 @@ def test_value_is_measured_as_it_was_trained_or_after_batches(train, calls_of_pr
 
 
 @pytest.mark.parametrize("every", [2, 3], ids=["in some parts of a pool", "in some prompts"])
-def test_turns_may_be_rewarded_in_some_completions_only(train, every):
+def test_some_completions_may_have_turns(train, every):
     """A part with rewards of turns beside one without: each return is earned at the last generated token."""
     calls = []
 
@@ -299,7 +299,7 @@ def test_turns_may_be_rewarded_in_some_completions_only(train, every):
 
 
 @pytest.mark.parametrize("own", [1, 4])
-def test_one_completion_per_prompt_is_measured_among_as_many_completions(train, calls_of_prompt_moments, own):
+def test_one_completion_keeps_batch_size(train, calls_of_prompt_moments, own):
     """With N = 4 and 2 prompts per step, N = 1 has up to 8, one of which is measured."""
     options = {"train_dataset": tiny.prompts(40), "num_generations": own, "baseline": "value"}
     small = SMALL | {"baselines": ["value", "otb"], "group_sizes": None if own == 4 else [1, 2]}
@@ -336,7 +336,7 @@ def log_of(trainer):
 
 @pytest.mark.parametrize("when", ["before", "amid"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_training_after_it_equals_training_without_it(train, kind, when):
+def test_comparison_leaves_training_unchanged(train, kind, when):
     """Weights and log to the bit, also after a reward that fails; rewards draw random numbers, too."""
 
     def noisy(completion_ids, **kwargs):
@@ -403,7 +403,7 @@ def test_tools(train, monkeypatch, calls_of_prompt_moments, rewards):
 
 
 @pytest.mark.usefixtures("registry")
-def test_a_baseline_of_ones_own_is_treated_as_a_built_in_one(train):
+def test_own_baseline_equals_built_in(train):
     register_baseline("mine", needs=(), per_token=False, unbiased=True)(lambda x: BASELINES["rloo"].rule(x))
     report = compare_baselines(train(train=False), **SMALL | {"baselines": ["mine", "rloo"]})
     mine, rloo = (next(row for row in report.at() if row.name == name) for name in ("mine", "rloo"))
@@ -411,7 +411,7 @@ def test_a_baseline_of_ones_own_is_treated_as_a_built_in_one(train):
 
 
 @pytest.mark.slow
-def test_an_iterable_dataset_and_the_defaults_with_one_prompt_per_batch(train):
+def test_iterable_dataset_with_defaults(train):
     trainer = train(train=False, train_dataset=tiny.prompts().to_iterable_dataset(), per_device_train_batch_size=4)
     report = compare_baselines(trainer, num_prompts=np.int64(4))
     assert (report.group_size, report.group_sizes) == (4, [1, 2, 4, 8]) and report.completions_per_prompt == 64
@@ -431,13 +431,13 @@ def test_an_iterable_dataset_and_the_defaults_with_one_prompt_per_batch(train):
         ({"parameters": "absent"}, "`parameters` is 'absent', which none of .* trainable parameters holds"),
     ],
 )
-def test_wrong_arguments_are_named_before_anything_is_sampled(train, change, message):
+def test_wrong_arguments_are_named_first(train, change, message):
     trainer = train(train=False, reward_funcs=lambda **_: pytest.fail("sampled"))
     with pytest.raises(ValueError, match=message):
         compare_baselines(trainer, **SMALL | change)
 
 
-def test_trainers_of_which_nothing_can_be_measured(train):
+def test_unmeasurable_trainers_are_errors(train):
     with pytest.raises(TypeError, match="`trainer` is a GRPOTrainer: compare_baselines takes an OTBGRPOTrainer. Make"):
         compare_baselines(train(GRPOTrainer, config=GRPOConfig, train=False))
     trainer = train(train=False, reward_funcs=lambda completion_ids, **_: [0.25] * len(completion_ids))
@@ -446,14 +446,14 @@ def test_trainers_of_which_nothing_can_be_measured(train):
 
 
 @pytest.mark.parametrize("option", [{}, {"top_p": 0.9}, {"top_k": 5}, {"mask_truncated_completions": True}])
-def test_where_scores_have_another_mean_no_estimator_is_called_unbiased(train, option):
+def test_shifted_scores_leave_none_unbiased(train, option):
     report = compare_baselines(train(train=False, **option), **SMALL)
     unbiased = {row.name for row in report.comparisons if row.unbiased}
     assert unbiased == (set() if option else {"ogb_pooled", "group_mean", "none"})
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_with_rewards_of_turns_the_bias_of_rewards_to_go_is_measured(train, whole):
+def test_turn_rewards_have_measured_bias(train, whole):
     """They may be told with hindsight; not so where every token is credited with their sum."""
     trainer = train(train=False, reward_funcs=lambda **batch: [[r] for r in tiny.even_bytes(**batch)])
     trainer.args.credit_whole_return = whole

@@ -14,7 +14,7 @@ from tests.helpers import tiny
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer, config, register_baseline
 
 
-def test_a_plain_grpo_config_is_enough_and_stays_as_it_is(train):
+def test_plain_grpo_config_stays_unchanged(train):
     trainer = train(OTBGRPOTrainer, GRPOConfig, scale_rewards="none", max_steps=1, save_strategy="steps", save_steps=1)
     assert type(trainer.args) is GRPOConfig and not hasattr(trainer.args, "baseline")
     assert trainer.rollouts["train"].advantages.size(1) > 1  # the default baseline's, per token
@@ -78,7 +78,7 @@ def test_command_line_and_yaml(tmp_path):
 
 
 @pytest.mark.parametrize(("option", "message"), WRONG[2:4])
-def test_options_set_on_a_config_that_was_made_are_checked(train, option, message):
+def test_options_set_later_are_checked(train, option, message):
     args = OTBGRPOConfig(**tiny.SETTINGS, output_dir="unused")
     for key, value in option.items():
         setattr(args, key, value)
@@ -86,7 +86,7 @@ def test_options_set_on_a_config_that_was_made_are_checked(train, option, messag
         train(config=lambda **kwargs: args)
 
 
-def test_each_trainer_keeps_the_function_that_a_name_stood_for(train, registry):
+def test_trainer_keeps_its_registered_function(train, registry):
     def constant(value):
         return lambda x: x.returns * 0 + value
 
@@ -115,7 +115,7 @@ class TheirsFirst(Theirs, OTBGRPOConfig):
     beta: float = 0.5
 
 
-def test_a_merged_config_keeps_the_defaults_of_both():
+def test_merged_config_keeps_both_defaults():
     for cls in (OursFirst, TheirsFirst):
         args = cls(**ON_CPU)
         assert (args.alpha, args.epsilon, args.scale_rewards, args.baseline) == (0.25, 0.4, "none", "otb")
@@ -127,7 +127,7 @@ def test_a_merged_config_keeps_the_defaults_of_both():
 @pytest.mark.parametrize("bases", [(OTBGRPOConfig,), (OTBGRPOConfig, Theirs)])
 @pytest.mark.parametrize("own", [{"baseline": "ogb"}, {"__annotations__": {"gamma": float}, "gamma": 0.5}, {}])
 @pytest.mark.parametrize("decorate", [dataclass, lambda cls: cls])
-def test_options_of_a_config_class_that_are_not_looked_at_are_an_error(bases, own, decorate):
+def test_unread_options_are_an_error(bases, own, decorate):
     cls = decorate(type("Forgotten", bases, dict(own)))
     without_type, decorated = "baseline" in own, decorate is dataclass
     if without_type or (not decorated and (own or len(bases) > 1)):
@@ -137,12 +137,12 @@ def test_options_of_a_config_class_that_are_not_looked_at_are_an_error(bases, ow
         assert cls(**ON_CPU).baseline == "otb"
 
 
-def test_a_subclass_of_grpo_config_keeps_its_class_and_fields(train):
+def test_config_subclass_keeps_its_fields(train):
     trainer = train(OTBGRPOTrainer, Theirs, scale_rewards="none", max_steps=1, save_strategy="steps", save_steps=1)
     assert type(trainer.args) is Theirs and (trainer.args.alpha, trainer.args.epsilon) == (0.25, 0.4)
 
 
-def test_that_advantages_are_not_scaled_is_said_once_to_those_who_have_not_asked_for_it(caplog):
+def test_unscaled_default_warns_once(caplog):
     type(config.logger).warning_once.cache_clear()
     for options in ({"scale_rewards": "none"}, {"scale_rewards": False}, {"scale_rewards": "group"}):
         OTBGRPOConfig(**ON_CPU, baseline="ogb", **options)
@@ -153,7 +153,7 @@ def test_that_advantages_are_not_scaled_is_said_once_to_those_who_have_not_asked
     assert said.levelname == "WARNING" and "default is `scale_rewards='none'`" in said.getMessage()
 
 
-def test_a_trainer_keeps_its_baseline_and_says_so(train):
+def test_trainer_keeps_and_names_baseline(train):
     trainer = train(train=False)
     trainer.args.baseline = "ogb"
     with pytest.raises(ValueError, match="`args.baseline` was set to 'ogb' after the trainer was made with 'otb'"):

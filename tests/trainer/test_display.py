@@ -77,7 +77,7 @@ def text_of(capsys, rollout, **options):
 # The mapping and the repr
 
 
-def test_before_the_first_rollout_a_key_error_says_so(train):
+def test_no_rollout_is_a_key_error(train):
     rollouts = train(train=False).rollouts
     with pytest.raises(KeyError, match=r"'train': there is no such rollout yet\. Call trainer\.train\(\)"):
         rollouts["train"]
@@ -85,7 +85,7 @@ def test_before_the_first_rollout_a_key_error_says_so(train):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_repr_says_how_much_there_is(device):
+def test_repr_has_the_sizes(device):
     first = "Rollout of 2 prompts, N = 2: 4 completions, 14 tokens, and 4 of tools\n"
     rewards = "rewards: mean 0.5, one per completion; 1 completions without\n"
     last = "\nsee show(prompt=0), plot(path)"
@@ -101,7 +101,7 @@ def test_the_repr_says_how_much_there_is(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_text_has_tokens_rewards_energies_and_advantages(capsys, device):
+def test_text_shows_tokens_and_values(capsys, device):
     rollout = credited(*TWO, device=device)
     # "a": W = 0 and 0.6, so B = 0; "b": W = 0.1 and 1.3, so B = 0.1/1.4; "e": the lone tail, B = 0
     expected = (
@@ -116,7 +116,7 @@ def test_the_text_has_tokens_rewards_energies_and_advantages(capsys, device):
     assert rollout.advantages[0].tolist() == pytest.approx([1, 1 - 0.1 / 1.4, 0, 0, 1, 0])
 
 
-def test_what_is_not_there_is_not_shown(capsys):
+def test_missing_values_are_not_shown(capsys):
     text = text_of(capsys, rollout_of(), prompt=1)
     assert "completion 0, no reward\n<b>&\n" in text and "hi[j]kl[m]n" in text and "energy 0" not in text
     text = text_of(capsys, rollout_of(), max_tokens=2)
@@ -124,11 +124,11 @@ def test_what_is_not_there_is_not_shown(capsys):
 
 
 @pytest.mark.parametrize("layout", tiny_vision.LAYOUTS)
-def test_a_processor_is_as_good_as_a_tokenizer(capsys, layout):
+def test_processor_works_as_tokenizer(capsys, layout):
     assert "hi[j]kl[m]n" in text_of(capsys, rollout_of(processing_class=tiny_vision.processor(layout)), prompt=1)
 
 
-def test_a_group_that_begins_on_another_process(capsys):
+def test_group_begins_on_another_process(capsys):
     """Rows 2 to 5 of groups of four: the rest of one, then two of the next."""
     rollout = rollout_of(n=4, first_row=2)
     assert "Rollout of 2 prompts, N = 4" in repr(rollout)
@@ -146,7 +146,7 @@ def test_what_a_trainer_with_tools_leaves(train, monkeypatch, capsys):
     assert trainer.rollouts["train"].processing_class is trainer.processing_class
 
 
-def test_tokens_that_are_part_of_a_character():
+def test_partial_characters_are_shown():
     tokenizer = tiny.tokenizer()
     text = "é=漢!"
     texts = token_texts(tokenizer(text)["input_ids"], tokenizer)
@@ -155,7 +155,7 @@ def test_tokens_that_are_part_of_a_character():
     assert cut[:3] == ["", "é", "="] and "".join(cut) == "é=�"
 
 
-def test_the_space_before_a_word_belongs_to_its_token():
+def test_leading_space_belongs_to_token():
     """A decoder that drops it where a text begins, as SentencePiece's."""
     backend = Tokenizer(models.WordLevel({"▁a": 0, "▁b": 1, "c": 2, "<unk>": 3}, unk_token="<unk>"))
     backend.decoder = decoders.Metaspace()
@@ -220,7 +220,7 @@ def test_the_advantage_panels_share_their_scale():
     assert faces(advantage) == faces(group_mean)
 
 
-def test_long_completions_go_on_in_the_next_line():
+def test_long_completions_wrap():
     energy, *_ = panels_of(credited(["x" * 130, "y"], [1.0, 0.0]).plot(max_tokens=130))
     lines = {}
     for text in energy.texts:
@@ -230,7 +230,7 @@ def test_long_completions_go_on_in_the_next_line():
     assert max(text.get_position()[0] for text in energy.texts) <= energy.get_xlim()[1]
 
 
-def test_the_picture_says_what_it_leaves_out():
+def test_picture_names_what_is_missing():
     figure = credited(["x" * 130, "y", "z", "!"], [1.0, 0.0, 0.5, 0.0], n=4).plot(max_completions=2)
     (note,) = (text.get_text() for text in figure.texts)
     assert "only the first 100 tokens" in note and "2 of 4 completions" in note

@@ -60,7 +60,7 @@ def device(request, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="this is the process that it starts")
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs triton, which there is for Linux on x86-64")
-def test_what_is_below_holds_for_tritons_kernels_under_its_interpreter(tmp_path):
+def test_tests_hold_under_tritons_interpreter(tmp_path):
     command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", "-m", "not gpu"]
     command += ["--deselect", os.environ["PYTEST_CURRENT_TEST"].split(" ")[0], f"--basetemp={tmp_path / 'inner'}"]
     done = subprocess.run(
@@ -89,7 +89,7 @@ def model_of(head="plain", vocabulary=265, dtype=torch.float32, seed=0):
 
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_energies_are_those_of_a_float64_softmax(device, precision, vocabulary, tmp_path):
+def test_energies_match_float64_softmax(device, precision, vocabulary, tmp_path):
     if device == "cpu" and vocabulary > 100_000:
         pytest.skip("takes a CPU a minute, and shows what 49,153 shows")
     dtype, options = PRECISIONS[precision]
@@ -107,14 +107,14 @@ def test_energies_are_those_of_a_float64_softmax(device, precision, vocabulary, 
 
 
 @pytest.mark.parametrize("head", [head for head in HEADS if head != "plain"])
-def test_energies_of_heads_that_change_their_logits(device, head, tmp_path):
+def test_energies_of_heads_with_changed_logits(device, head, tmp_path):
     trainer = trainer_of(model_of(head), tmp_path, use_cpu=device == "cpu")
     actual, expected, mask = energies(trainer)
     assert ((actual - expected) * mask).abs().max() < (1e-4 if device == "cuda" else 1e-5)
     assert expected[mask.bool()].std() > 0.005
 
 
-def test_a_batch_whose_labels_are_all_masked_has_no_energy(device, tmp_path):
+def test_masked_batch_has_no_energy(device, tmp_path):
     trainer = trainer_of(model_of(), tmp_path, use_cpu=device == "cpu")
     ids = torch.ones(2, 3, dtype=torch.long, device=trainer.accelerator.device)
     batch = {"prompt_ids": ids, "prompt_mask": ids, "completion_ids": ids, "completion_mask": ids * 0}
@@ -137,7 +137,7 @@ def test_the_three_sources_agree(train, device, options):
         assert (other.advantages - reference.advantages).abs().max() < advantages
 
 
-def test_what_is_trained_is_what_torch_operations_train(train, device, monkeypatch):
+def test_training_equals_that_of_torch_operations(train, device, monkeypatch):
     options = {**SGD, "max_steps": 1, "rollout_func": scripted_rollout, "entropy_coef": 0.01}
     trained = weights(train(use_cpu=device == "cpu", **options))
     monkeypatch.undo()

@@ -99,7 +99,7 @@ def test_energies_carry_the_squared_ratio(mode, baseline, model_path, tmp_path, 
 
 
 @pytest.mark.parametrize("mode", [None, "token_truncate", "token_mask", "sequence_truncate"])
-def test_value_learns_with_ratios_and_does_not_look_at_them(mode, model_path, tmp_path, monkeypatch):
+def test_ratios_affect_values_learning_only(mode, model_path, tmp_path, monkeypatch):
     """A ratio of a completion depends on all of its tokens, on which no earlier baseline may depend."""
 
     class Off(Sampler):

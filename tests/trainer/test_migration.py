@@ -18,7 +18,7 @@ def test_iterable_dataset(train):
     assert logged(train(train_dataset=data), "otb/energy/token_mean")
 
 
-def test_several_weighted_and_asynchronous_reward_functions_and_none(train):
+def test_several_reward_functions_work_together(train):
     async def length(completion_ids, **kwargs):
         return [-float(len(ids)) for ids in completion_ids]
 
@@ -79,7 +79,7 @@ def test_evaluation(train, generations):
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_evaluation_in_between_leaves_training_as_it_was(train, source):
+def test_evaluation_leaves_training_unchanged(train, source):
     options = {"max_steps": 4, **SGD, **SOURCES[source], "rollout_func": scripted_rollout}
     evaluated = train(
         eval_dataset=tiny.prompts(4), eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=4, **options
@@ -109,7 +109,7 @@ class Stops(TrainerCallback):
 
 
 @pytest.mark.parametrize("event", ["on_train_begin", "on_step_begin", "on_substep_end"])
-def test_a_callback_may_stop_before_the_first_step(train, event):
+def test_callback_may_stop_first_step(train, event):
     options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
     assert train(callbacks=[Stops(event)], **options).state.global_step == 0
 
@@ -126,7 +126,7 @@ ONE_PROMPT = IterableDataset.from_generator(lambda: iter([{"prompt": "1+1="}]))
         (ONE_PROMPT, {"eval_on_start": True, "callbacks": [Stops("on_train_begin")]}),
     ],
 )
-def test_a_dataset_too_small_for_a_step_is_named(train, data, options):
+def test_too_small_dataset_is_named(train, data, options):
     with pytest.raises(ValueError, match="`train_dataset` has too few prompts: a generation batch takes 2 .*Add"):
         train(train_dataset=data, eval_dataset=tiny.prompts(), **options)
     train(train_dataset=tiny.prompts(2), max_steps=1)

@@ -74,7 +74,7 @@ class BruteForce(TrainerCallback):
         {"num_iterations": 2, "gradient_accumulation_steps": 4},
     ],
 )
-def test_it_is_the_sample_variance_of_micro_batches(train, options):
+def test_meter_is_micro_batches_sample_variance(train, options):
     meter, brute = GradientNoiseCallback(), BruteForce()
     meter.decay = 0.5
     trainer = train(callbacks=[meter, brute], **GROUPS | {"max_grad_norm": 0.0, "max_steps": 6} | options)
@@ -93,7 +93,7 @@ def test_it_is_the_sample_variance_of_micro_batches(train, options):
 
 
 @pytest.mark.parametrize("baseline", ["rloo", "group_mean", "otb"])
-def test_it_changes_nothing_and_clipping_changes_nothing_of_it(train, baseline):
+def test_meter_and_clipping_are_independent(train, baseline):
     meter, other = GradientNoiseCallback(), GradientNoiseCallback()
     options = {**GROUPS, "baseline": baseline}
     metered = train(callbacks=[meter], **options)
@@ -107,7 +107,7 @@ def test_it_changes_nothing_and_clipping_changes_nothing_of_it(train, baseline):
 
 @pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("baseline", ["group_mean", "otb"])
-def test_the_config_decides_whether_groups_stay_together(train, baseline, together):
+def test_config_decides_group_integrity(train, baseline, together):
     options = {"baseline": baseline, "learning_rate": 0.0, "keep_groups_together": together, "max_steps": 8}
     trainer = train(**GROUPS | options)
     prompts = [batch["prompt_ids"] for batch in trainer.micro_batches]
@@ -148,7 +148,7 @@ def test_in_another_trainer_it_starts_anew(train, caplog):
         ({"keep_groups_together": False}, "`keep_groups_together=True`"),
     ],
 )
-def test_where_it_cannot_be_measured_it_says_so_once(train, caplog, options, reason):
+def test_unmeasurable_noise_warns_once(train, caplog, options, reason):
     done = train(callbacks=[GradientNoiseCallback()], **GROUPS | options)
     (said,) = [r.getMessage() for r in caplog.records if r.name == "trl_otb.noise"]
     assert "cannot be measured" in said and reason in said
@@ -156,7 +156,7 @@ def test_where_it_cannot_be_measured_it_says_so_once(train, caplog, options, rea
 
 
 @pytest.mark.parametrize("option", [{"world_size": 2}, {"fp16": True}])
-def test_several_processes_and_fp16_are_not_measured(train, caplog, option):
+def test_processes_and_fp16_are_not_measured(train, caplog, option):
     trainer, meter = train(train=False, **GROUPS), GradientNoiseCallback()
     meter.trainer = trainer
     args = SimpleNamespace(**{"gradient_accumulation_steps": 2, "world_size": 1, "fp16": False} | option)
@@ -165,7 +165,7 @@ def test_several_processes_and_fp16_are_not_measured(train, caplog, option):
     assert not any(parameter._backward_hooks for parameter in trainer.model.parameters())
 
 
-def test_taken_from_the_trainer_while_it_trains_it_leaves_no_hooks(train):
+def test_removed_meter_leaves_no_hooks(train):
     class Takes(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             trainer.remove_callback(meter)

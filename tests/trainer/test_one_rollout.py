@@ -18,7 +18,7 @@ POOLED = ["value", "rloo_pooled", "ogb_pooled"]
 
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("baseline", POOLED)
-def test_a_completion_is_compared_with_the_others_of_the_batch(train, baseline, source):
+def test_completion_is_compared_across_batch(train, baseline, source):
     trainer = train(**ONE | SOURCES[source] | {"baseline": baseline, "per_device_train_batch_size": 7, "max_steps": 2})
     batch, rollout = first_rollout(trainer), trainer.rollouts["train"]
     ids = [i[m].tolist() for i, m in zip(batch["completion_ids"], batch["completion_mask"].bool(), strict=True)]
@@ -41,7 +41,7 @@ def test_it_trains_under_every_setting(train, setting):
     assert trainer._baseline.rule._batches > 0 and len(logged(trainer, "otb/value/weight")) > 1
 
 
-def test_evaluation_with_more_and_the_pages_of_a_rollout(train, tmp_path):
+def test_evaluation_may_use_larger_n(train, tmp_path):
     trainer = train(**ONE, eval_dataset=tiny.prompts(4), num_generations_eval=4, per_device_eval_batch_size=4)
     metrics = trainer.evaluate()
     trainer.log_metrics("eval", metrics)

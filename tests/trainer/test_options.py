@@ -17,7 +17,7 @@ from trl_otb.config import LOSS_TYPES
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_every_loss_type_trains_on_token_advantages(train, loss_type):
+def test_loss_types_train_on_token_advantages(train, loss_type):
     """Compared with a loss computed by hand from the advantages, on-policy, where every ratio is 1."""
     trainer = train(loss_type=loss_type, max_steps=1, train=False, max_grad_norm=0.0)
     gradient = {}
@@ -56,7 +56,7 @@ def test_otb_trains_under_every_setting(train, setting):
     assert all(math.isfinite(v) for v in logged(trainer, "otb/energy/token_mean"))
 
 
-def test_sequence_decisions_follow_the_completion_not_the_token():
+def test_sequence_decisions_follow_the_completion():
     """Off-policy masking and VESPO judge a whole completion: one decision a row, by its mean advantage."""
     mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
     advantages = torch.tensor([[0.5, -0.1, 0.0], [0.1, 0.1, -0.9]])
@@ -90,7 +90,7 @@ def test_mask_truncated_completions_leave_the_baseline(train):
 
 
 @pytest.mark.parametrize("scale", ["group", "batch"])
-def test_scale_rewards_divides_by_the_standard_deviation(train, scale):
+def test_scale_rewards_divides_by_deviation(train, scale):
     options = {"max_steps": 1, "learning_rate": 0.0, "baseline": "ogb"}
     plain, scaled = (first_rollout(train(scale_rewards=s, **options)) for s in ("none", scale))
     rewards = torch.tensor(tiny.even_bytes(generated(plain))).view(-1, 4 if scale == "group" else 8)
@@ -99,7 +99,7 @@ def test_scale_rewards_divides_by_the_standard_deviation(train, scale):
 
 
 @pytest.mark.parametrize("scale", ["group", "batch"])
-def test_returns_that_are_all_equal_have_no_scaled_advantages(train, registry, scale):
+def test_equal_returns_have_zero_advantages(train, registry, scale):
     """Rounding errors would be divided by a deviation of 0."""
 
     def same(completion_ids, **kwargs):
@@ -115,7 +115,7 @@ def test_returns_that_are_all_equal_have_no_scaled_advantages(train, registry, s
 
 
 @pytest.mark.parametrize(("baseline", "iterations"), [("otb", 1), ("otb", 2), ("group_mean", 2)])
-def test_an_energy_that_is_not_finite_is_named(train, baseline, iterations):
+def test_nonfinite_energy_is_named(train, baseline, iterations):
     trainer = train(train=False)
     torch.nn.init.constant_(trainer.model.get_output_embeddings().weight, math.nan)
     with pytest.raises(ValueError, match="The energy of completion ., token 0, is nan: its log-probs"):
@@ -152,7 +152,7 @@ def test_moe_auxiliary_loss(train, tmp_path):
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_a_users_own_baseline_trains_as_the_same_one_of_ours(train, registry, source):
+def test_own_baseline_trains_as_ours(train, registry, source):
     register_baseline("own")(lambda x: x.mean(x.weights.cumsum(1) * x.mask, leave_one_out=True))
     options = {**SGD, **SOURCES[source]}
     ours = train(baseline="otb_loo", **options)
@@ -161,14 +161,14 @@ def test_a_users_own_baseline_trains_as_the_same_one_of_ours(train, registry, so
     assert_same_weights(own, ours, atol=1e-7, rtol=1e-6)
 
 
-def test_a_users_own_baseline_that_fails_is_named(train, registry):
+def test_failing_own_baseline_is_named(train, registry):
     register_baseline("broken")(lambda x: x.returns * math.nan)
     with pytest.raises(ValueError, match="The baseline 'broken' returned nan for completion 0, token 0"):
         train(baseline="broken")
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo", "bnpo", "luspo", "sapo", "cispo"])
-def test_ratios_per_sequence_with_one_advantage_per_completion_are_gspo(train, registry, loss_type):
+def test_sequence_ratios_give_gspo(train, registry, loss_type):
     """GSPO-token's equality to GSPO: the group mean, once as a baseline per token, once as GRPOTrainer has it."""
     register_baseline("mean_per_token", needs=())(lambda x: x.completion_mean(x.scored))
     # A small clip range and large steps, so that ratios leave 1 and some are clipped
@@ -191,7 +191,7 @@ def test_ratios_per_sequence_with_one_advantage_per_completion_are_gspo(train, r
     assert any((a[name] - b[name]).abs().max() > 1e-6 for name in a)  # another ratio would show
 
 
-def test_ratios_per_sequence_keep_the_advantages_of_tokens(train):
+def test_sequence_ratios_keep_token_advantages(train):
     """The ratio of every token is its sequence's, and its gradient the token's own."""
     trainer = train(importance_sampling_level="sequence", num_iterations=2, max_steps=4, learning_rate=0.05)
     assert trainer.importance_sampling_level == "sequence"

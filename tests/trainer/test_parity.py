@@ -10,7 +10,7 @@ from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_group_mean_gives_the_weights_and_logs_of_grpo_trainer(train, setting):
+def test_group_mean_equals_grpo_trainer(train, setting):
     options = {"scale_rewards": "none", **SETTINGS[setting]}
     grpo = train(GRPOTrainer, GRPOConfig, **options)
     otb = train(OTBGRPOTrainer, OTBGRPOConfig, baseline="group_mean", **options)
@@ -23,7 +23,7 @@ def test_group_mean_gives_the_weights_and_logs_of_grpo_trainer(train, setting):
     assert any(not torch.equal(p, untrained[name]) for name, p in weights(otb).items()), "nothing was trained"
 
 
-def test_group_mean_normalises_several_rewards_first_as_grpo_trainer_does(train):
+def test_several_rewards_are_normalised_first(train):
     options = {
         "reward_funcs": [tiny.even_bytes, lambda completion_ids, **kwargs: [-len(ids) / 8 for ids in completion_ids]],
         "reward_weights": [1.0, 0.3],
@@ -34,7 +34,7 @@ def test_group_mean_normalises_several_rewards_first_as_grpo_trainer_does(train)
     assert_same_weights(grpo, train(baseline="group_mean", **options))
 
 
-def test_a_group_with_one_scorable_completion_carries_no_signal_as_in_grpo_trainer(train):
+def test_one_scorable_completion_has_no_signal(train):
     def reward(completion_ids, **kwargs):
         return [r if i in (0, 5, 6, 7) else None for i, r in enumerate(tiny.even_bytes(completion_ids))]
 

@@ -102,7 +102,7 @@ def test_unequal_numbers_of_turns(results, backend):
 
 
 @pytest.mark.parametrize("backend", ["ddp", "zero2"])
-def test_a_comparison_by_two_processes_is_that_of_one(results, backend):
+def test_comparison_is_same_with_two_processes(results, backend):
     """Each measures prompts of its own."""
     one = of_rank(results, "compare-single", 0)
     two = [of_rank(results, f"compare-{backend}", rank) for rank in (0, 1)]
@@ -116,7 +116,7 @@ def test_a_comparison_by_two_processes_is_that_of_one(results, backend):
 
 
 @pytest.mark.parametrize("backend", ASYNC_BACKENDS)
-def test_asynchronous_training_by_two_processes_is_that_of_one(results, backend):
+def test_async_is_same_with_two_processes(results, backend):
     name = f"async-{backend}"
     one, *two = (of_rank(results, *which) for which in (("async-single", 0), (name, 0), (name, 1)))
     assert [x["processes"] for x in (one, *two)] == [1, 2, 2] and one["state"]["weight"] > 0
@@ -132,12 +132,12 @@ def test_asynchronous_training_by_two_processes_is_that_of_one(results, backend)
         torch.testing.assert_close(of_two[key], of_one[key], atol=1e-5, rtol=1e-4, msg=key)
 
 
-def test_a_comparison_of_a_sharded_model_is_refused(results):
+def test_comparison_of_sharded_model_is_refused(results):
     log = (results / "compare-zero3.0.log").read_text()
     assert "The model is sharded over processes (ZeRO-3 or FSDP)" in log
 
 
-def test_an_error_in_one_process_ends_the_run_in_all(results):
+def test_error_in_one_process_ends_all(results):
     """None waits for the one that failed; -9 would be a process that had to be killed."""
     assert "a reward must be a finite number" in (results / "failing.1.log").read_text()
     assert (results / "failing.codes").read_text() == "1 1"

@@ -63,7 +63,7 @@ def train_with_an_error(trainer, place, error, monkeypatch):
     ("baseline", "error"),
     [("group_mean", RuntimeError("out of memory")), ("otb", RuntimeError("no")), ("value", KeyboardInterrupt())],
 )
-def test_after_an_error_in_a_step_training_goes_on_as_grpo_trainers(train, monkeypatch, place, baseline, error):
+def test_failed_step_leaves_training_as_grpo(train, monkeypatch, place, baseline, error):
     """To the bit under the group mean; the others at a learning rate of 0, where all have the same completions."""
     options = {"num_iterations": 2, "max_steps": 4, "train": False}
     options |= {} if baseline == "group_mean" else {"learning_rate": 0.0}

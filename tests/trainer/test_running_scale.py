@@ -9,7 +9,7 @@ import torch
 from trl_otb.state import RunningScale
 
 
-def test_a_batch_is_scaled_by_earlier_ones():
+def test_batch_is_scaled_by_earlier_ones():
     scale = RunningScale()
     first = torch.tensor([0.0, 2.0, 5.0, 5.0, 1.0, torch.nan])  # of groups of two only one varies
     assert scale.of(first, 2, learn=False) == scale.of(first, 2, learn=True) == pytest.approx(math.sqrt(2))
@@ -24,7 +24,7 @@ def test_where_nothing_varies_nothing_is_scaled():
     assert RunningScale().of(torch.ones(1), 1, learn=True) == 1.0
 
 
-def test_one_completion_per_prompt_has_the_deviation_of_the_batch():
+def test_one_completion_uses_batch_deviation():
     assert RunningScale().of(torch.tensor([0.0, 1.0, 5.0]), 1, learn=True) == pytest.approx(stdev([0, 1, 5]))
 
 

@@ -21,12 +21,12 @@ READ = json.loads(contract.READ.read_text())
 as_read = pytest.mark.skipif(contract.versions() != READ["versions"], reason="another TRL: make drift")
 
 
-def test_the_sources_in_trl_that_we_build_on_are_those_that_were_read():
+def test_sources_in_trl_are_unchanged():
     """When this fails: read each of the named sources again, mend what builds on them, and run `make hashes`."""
     assert contract.drift() is None and contract.versions() == READ["versions"]
 
 
-def test_what_a_later_trl_changed_is_said_in_one_line(monkeypatch):
+def test_changed_trl_gives_one_line(monkeypatch):
     shuffle = contract.trl_grpo_trainer.shuffle_sequence_dict
     monkeypatch.setattr(contract.trl_grpo_trainer, "shuffle_sequence_dict", lambda seq_dict: shuffle(seq_dict))
     monkeypatch.setattr(contract, "versions", lambda: {"trl": "1.17.0", "transformers": "5.99"})
@@ -35,7 +35,7 @@ def test_what_a_later_trl_changed_is_said_in_one_line(monkeypatch):
     assert "trl.trainer.grpo_trainer.shuffle_sequence_dict" in said and " is another" in said and "\n" not in said
 
 
-def test_no_later_minor_of_trl_is_locked_out():
+def test_later_trl_minors_are_allowed():
     (requirement,) = [
         Requirement(text)
         for text in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
@@ -46,7 +46,7 @@ def test_no_later_minor_of_trl_is_locked_out():
 
 
 @as_read
-def test_drift_is_told_by_the_module_too():
+def test_module_prints_drift():
     command = [sys.executable, "-W", "ignore", "-m", "trl_otb.seam"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -58,7 +58,7 @@ OWNERS = {name: owner for owner, parts in contract.PARTS.items() for name in par
 
 @pytest.mark.parametrize("name", OWNERS)
 @pytest.mark.parametrize("how", ["gone", "other parameters"])
-def test_a_part_of_trl_that_moved_is_named_at_construction(name, how, monkeypatch, model_path, tmp_path):
+def test_moved_part_of_trl_is_named(name, how, monkeypatch, model_path, tmp_path):
     owner = OWNERS[name]
     if how == "gone":
         monkeypatch.delattr(owner, name)
@@ -92,7 +92,7 @@ def test_a_replaced_lm_head_is_noticed(train):
 
 @pytest.mark.parametrize("factor", [1.0, 1.001])
 @pytest.mark.parametrize("scale", ["none", "group"])
-def test_advantages_that_trl_forms_otherwise_stop_the_first_rollout(train, monkeypatch, scale, factor):
+def test_differing_advantages_stop_first_rollout(train, monkeypatch, scale, factor):
     generate = GRPOTrainer._generate_and_score_completions
 
     def otherwise(self, inputs):
@@ -108,7 +108,7 @@ def test_advantages_that_trl_forms_otherwise_stop_the_first_rollout(train, monke
         trainer.train()
 
 
-def test_rewards_that_bypass_the_seam_are_an_error(train, monkeypatch):
+def test_rewards_past_the_seam_are_errors(train, monkeypatch):
     monkeypatch.setattr(GRPOTrainer, "_generate_and_score_completions", lambda self, inputs: {})
     with pytest.raises(ImportError, match="rewards no longer come from"):
         train(OTBGRPOTrainer)

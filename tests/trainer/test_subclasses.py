@@ -41,7 +41,7 @@ class Replaced:
 
 @pytest.mark.parametrize("order", ["a mixin", "a trainer behind ours", "a trainer before ours"])
 @pytest.mark.parametrize(("change", "source"), in_turn([Shaped, Named, Replaced], SOURCES))
-def test_group_mean_gives_the_weights_of_the_same_subclass_of_grpo_trainer(train, change, source, order):
+def test_group_mean_equals_subclassed_grpo_trainer(train, change, source, order):
     options = SOURCES[source]
     theirs = type("OfGRPO", (change, GRPOTrainer), {})
     grpo = train(theirs, GRPOConfig, scale_rewards="none", **options)
@@ -51,7 +51,7 @@ def test_group_mean_gives_the_weights_of_the_same_subclass_of_grpo_trainer(train
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_advantages_are_formed_from_the_rewards_that_a_subclass_returns(train, source):
+def test_subclass_rewards_form_advantages(train, source):
     plain = train(OTBGRPOTrainer, max_steps=1, **SOURCES[source])
     shaped = train(type("OfOTB", (Shaped, OTBGRPOTrainer), {}), max_steps=1, **SOURCES[source])
     assert shaped.energy_source == source
@@ -61,7 +61,7 @@ def test_advantages_are_formed_from_the_rewards_that_a_subclass_returns(train, s
     assert plain.advantages.abs().max() > 0.01
 
 
-def test_what_a_subclass_adds_to_rewards_of_tokens_is_earned_at_the_last_one(train):
+def test_added_rewards_go_to_last_token(train):
     def brevity(completion_ids, **kwargs):
         return [TokenRewards([-0.1] * len(ids)) for ids in completion_ids]
 
@@ -75,7 +75,7 @@ def test_what_a_subclass_adds_to_rewards_of_tokens_is_earned_at_the_last_one(tra
 
 
 @pytest.mark.parametrize("cls", [GRPOTrainer, OTBGRPOTrainer])
-def test_a_method_that_one_trainer_was_given_stays(train, cls):
+def test_patched_method_stays(train, cls):
     trainer = train(cls, GRPOConfig if cls is GRPOTrainer else OTBGRPOConfig, train=False, max_steps=1)
     given = trainer._calculate_rewards = lambda inputs, *args: torch.arange(float(len(inputs))).unsqueeze(1)
     trainer.train()
@@ -129,7 +129,7 @@ class OTBTakesBoth(OTBGRPOTrainer, TakesBoth):
 
 
 @pytest.mark.parametrize(("baseline", "source"), in_turn(["ogb", "group_mean", "rloo"], SOURCES))
-def test_gmpo_has_the_advantages_of_a_baseline_per_completion(train, baseline, source):
+def test_gmpo_has_completion_advantages(train, baseline, source):
     options = {"epsilon": 0.01, **SGD, **SOURCES[source]}
     trainer = train(OTBGMPO, OTBGMPOConfig, baseline=baseline, **options)
     assert trainer.energy_source == source or baseline != "ogb"
@@ -143,14 +143,14 @@ def test_gmpo_has_the_advantages_of_a_baseline_per_completion(train, baseline, s
 # Also where completions and tokens are as many, so that shapes that do not fit would be multiplied without a word
 @pytest.mark.parametrize("baseline", ["otb", "value"])
 @pytest.mark.parametrize("cls", [OTBGMPO, type("Own", (OTBGRPOTrainer, Undeclared), {})])
-def test_a_loss_that_does_not_say_that_it_takes_advantages_per_token_is_named(train, cls, baseline):
+def test_undeclared_loss_is_named(train, cls, baseline):
     name = "GMPOTrainer" if cls is OTBGMPO else "TakesBoth"
     with pytest.raises(TypeError, match=f"`baseline` is '{baseline}'.* `{name}._compute_loss` is not known to take"):
         train(cls, OTBGMPOConfig, baseline=baseline, train=False)
 
 
 @pytest.mark.parametrize(("source", "baseline"), in_turn(SOURCES, ["otb", "value", "ogb"]))
-def test_a_loss_that_takes_both_shapes_gets_the_rollouts_advantages(train, source, baseline):
+def test_loss_for_both_shapes_gets_rollouts(train, source, baseline):
     trainer = train(OTBTakesBoth, baseline=baseline, max_steps=1, **SOURCES[source])
     rollout, seen = trainer.rollouts["train"], torch.cat(trainer.seen)
     assert seen.dim() == (1 if baseline == "ogb" else 2)
@@ -159,7 +159,7 @@ def test_a_loss_that_takes_both_shapes_gets_the_rollouts_advantages(train, sourc
     torch.testing.assert_close(seen.abs().sum(), own.abs().sum())  # in another order
 
 
-def test_a_loss_that_only_adds_says_so(train):
+def test_adding_loss_may_declare_itself(train):
     options = {**SGD, "max_grad_norm": 0.0}
     with pytest.raises(TypeError, match="`Adds._compute_loss` is not known to take"):
         train(type("Own", (OTBGRPOTrainer, Adds), {}), train=False)
@@ -174,7 +174,7 @@ def own_rollout(self, inputs):
 
 
 @pytest.mark.parametrize("how", ["in a class", "set on the trainer"])
-def test_a_rollout_that_passes_ours_by_is_noticed_in_its_first_step(train, how):
+def test_bypassing_rollout_is_noticed_at_once(train, how):
     method = {"_generate_and_score_completions": own_rollout}
     trainer = train(type("Mine", (OTBGRPOTrainer,), method if how == "in a class" else {}), train=False)
     if how == "set on the trainer":
@@ -196,12 +196,12 @@ class Positional(GRPOTrainer):
         return super()._get_per_token_logps_and_entropies(model, input_ids, attention_mask, logits_to_keep, **kwargs)
 
 
-def test_a_siblings_preparation_of_inputs_is_not_skipped(train):
+def test_siblings_input_preparation_runs(train):
     trainer = train(type("Own", (OTBGRPOTrainer, Counts), {}), max_steps=3)
     assert trainer.prepared == 3
 
 
-def test_a_forward_is_asked_for_by_the_names_of_its_arguments(train):
+def test_forward_is_called_by_argument_names(train):
     trainer = train(type("Own", (OTBGRPOTrainer, Positional), {}), train=False)
     trainer.model.train()
     rollout, _, batch = trainer.collect([{"prompt": "1+1=", "answer": "2"}] * 4)
@@ -224,7 +224,7 @@ def each_of(batch, change):
     ],
 )
 @pytest.mark.parametrize("baseline", ["otb", "group_mean"])
-def test_every_rollout_is_matched_with_what_was_rewarded(train, changed, message, baseline):
+def test_rollouts_match_their_rewards(train, changed, message, baseline):
     class Changes(GRPOTrainer):
         """A rollout that is changed after it was rewarded, from the second one on."""
 
@@ -241,7 +241,7 @@ def test_every_rollout_is_matched_with_what_was_rewarded(train, changed, message
         train(cls, baseline=baseline, max_steps=2)
 
 
-def test_a_replay_of_old_rows_keeps_their_advantages(train):
+def test_replayed_rows_keep_their_advantages(train):
     class Replays(OTBGRPOTrainer):
         first, seen, takes_token_advantages = None, [], True
 
@@ -259,7 +259,7 @@ def test_a_replay_of_old_rows_keeps_their_advantages(train):
     torch.testing.assert_close(first, second)
 
 
-def test_a_class_with_a_config_of_its_own_asks_for_one(model_path):
+def test_class_may_require_own_config(model_path):
     with pytest.raises(ValueError, match="`args` is missing, and GMPOTrainer may have its own config"):
         OTBGMPO(model_path, lambda **kwargs: [], train_dataset=None)
 

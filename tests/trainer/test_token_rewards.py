@@ -36,7 +36,7 @@ AT_THE_END = {
 
 
 @pytest.mark.parametrize(("form", "source"), in_turn(AT_THE_END, SOURCES))
-def test_a_reward_at_the_end_is_the_scalar_reward(train, form, source):
+def test_end_reward_equals_scalar_reward(train, form, source):
     plain = train(**{**GROUPS, **SOURCES[source]})
     credited = train(reward_funcs=once(tiny.even_bytes, AT_THE_END[form]), **{**GROUPS, **SOURCES[source]})
     for a, b in zip(plain.micro_batches, credited.micro_batches, strict=True):
@@ -112,7 +112,7 @@ def test_scaling_and_aggregation_reach_the_tokens(train, baseline, scale, aggreg
         torch.testing.assert_close(a["advantages"], b["advantages"], atol=2e-6, rtol=0)
 
 
-def test_masked_completions_need_no_reward_per_turn(train):
+def test_masked_completions_need_no_turn_rewards(train):
     def turns(completion_ids, **kwargs):
         return [[1.0] for _ in completion_ids]
 

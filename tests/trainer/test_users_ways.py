@@ -34,7 +34,7 @@ def both(train, change=lambda trainer: None, **options):
     return trainers
 
 
-def test_the_forward_of_a_copied_policy_is_the_copys(train):
+def test_copied_policy_uses_own_forward(train):
     def freeze(trainer):
         trainer.ref_model = copy.deepcopy(trainer.model).requires_grad_(False)
 
@@ -53,7 +53,7 @@ class Eval:
 
 
 @pytest.mark.parametrize("options", [{}, {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}])
-def test_a_rollout_is_of_the_mode_in_which_it_began(train, options):
+def test_rollout_keeps_its_initial_mode(train, options):
     def know(trainer):
         trainer.reward_funcs[0].trainer = trainer
 
@@ -86,14 +86,14 @@ class ByObject(GRPOTrainer):
         return rewards + torch.tensor(self.reward_funcs[0].scaled(completion_ids_list)).unsqueeze(1)
 
 
-def test_an_override_finds_its_own_reward_objects(train):
+def test_override_finds_its_reward_objects(train):
     grpo = train(ByObject, GRPOConfig, scale_rewards="none", reward_funcs=Share())
     ours = train(type("Ours", (OTBGRPOTrainer, ByObject), {}), baseline="group_mean", reward_funcs=Share())
     assert_same_weights(grpo, ours)
     assert grpo.reward_funcs[0].calls == ours.reward_funcs[0].calls == 2
 
 
-def test_a_reward_of_weight_0_may_be_infinite(train):
+def test_zero_weight_reward_may_be_infinite(train):
     def odds(completion_ids, **kwargs):
         return [math.inf if i % 2 else 1.0 for i in range(len(completion_ids))]
 
@@ -103,7 +103,7 @@ def test_a_reward_of_weight_0_may_be_infinite(train):
 @pytest.mark.parametrize(
     "options", [{"num_generations_eval": 1}, {"reward_funcs": lambda prompts, **_: [1.0] * len(prompts)}]
 )
-def test_the_usual_last_lines_of_a_script(train, tmp_path, options):
+def test_usual_end_of_script_works(train, tmp_path, options):
     trainer = train(OTBGRPOTrainer, baseline="value", eval_dataset=tiny.prompts(4), **options)
     metrics = trainer.evaluate()
     trainer.log_metrics("eval", metrics)
@@ -139,7 +139,7 @@ def test_two_trainers_of_one_model_alive(train, model_path):
 
 @pytest.mark.parametrize("baseline", ["group_mean", "otb", "value"])
 @pytest.mark.parametrize("rewards", [[3.4e38] + [-3.4e38] * 3, [3.4e38] * 3 + [0.0]])
-def test_rewards_at_the_ends_of_float32_are_named_before_the_step(train, baseline, rewards):
+def test_extreme_rewards_are_named_before_step(train, baseline, rewards):
     """GRPOTrainer's advantages are not finite there, and its weights NaN from then on."""
 
     def large(completion_ids, **kwargs):
@@ -151,7 +151,7 @@ def test_rewards_at_the_ends_of_float32_are_named_before_the_step(train, baselin
     assert trainer.state.global_step == 0 and all(p.isfinite().all() for p in trainer.model.parameters())
 
 
-def test_rewards_of_tokens_count_where_another_function_scores_one_of_a_group(train):
+def test_token_rewards_count_beside_partial_scores(train):
     """The one has a factor of 0 there, as in GRPOTrainer; the other's rewards are there to train on."""
 
     def once(completion_ids, **kwargs):
@@ -180,7 +180,7 @@ def test_a_config_changed_later_is_followed(train, tmp_path, config):
     assert trainer.state.global_step == 1 and logged(trainer, "learning_rate") == [0.0]
 
 
-def test_every_token_is_credited_with_the_whole_return_where_asked(train):
+def test_whole_return_credits_every_token(train):
     def judged(completion_ids, **kwargs):
         return [
             TokenRewards([r] + [0.0] * (len(ids) - 1))
@@ -194,7 +194,7 @@ def test_every_token_is_credited_with_the_whole_return_where_asked(train):
         train(OTBGRPOTrainer, reward_funcs=lambda prompts, **_: [[1.0, 2.0]] * len(prompts), credit_whole_return=True)
 
 
-def test_a_resumed_run_projects_states_as_the_run_that_learned(train, monkeypatch):
+def test_resumed_run_projects_states_alike(train, monkeypatch):
     """Another version of torch may draw other random numbers."""
     run = {"baseline": "value", "max_steps": 3, "save_strategy": "steps", "save_steps": 1}
     first = train(OTBGRPOTrainer, **run)
@@ -219,7 +219,7 @@ def test_what_the_package_imports_is_declared():
     assert imported - {*sys.stdlib_module_names, "trl_otb", "matplotlib"} == declared
 
 
-def test_a_second_training_that_finds_too_few_prompts_says_so(train):
+def test_second_training_names_too_few_prompts(train):
     trainer = train(OTBGRPOTrainer)
     trainer.train_dataset = tiny.prompts(1)
     with pytest.raises(ValueError, match="`train_dataset` has too few prompts"):
@@ -228,7 +228,7 @@ def test_a_second_training_that_finds_too_few_prompts_says_so(train):
 
 @pytest.mark.parametrize("place", ["_compute_loss", "_calculate_rewards"])
 @pytest.mark.parametrize("baseline", ["otb", "value"])
-def test_after_an_error_in_a_step_all_else_works(train, place, baseline, monkeypatch):
+def test_trainer_works_after_failed_step(train, place, baseline, monkeypatch):
     options = {"baseline": baseline, "eval_dataset": tiny.prompts(4), "per_device_eval_batch_size": 4}
     trainer = train(OTBGRPOTrainer, **options)
 

@@ -104,7 +104,7 @@ def test_mixed_precision_ends_at_the_forward(train_value):
     assert (seen[0] - seen[0].bfloat16().float()).abs().max() > 0
 
 
-def test_states_are_those_of_a_layer_at_two_thirds_of_the_depth(train_value, model_path):
+def test_states_come_from_two_thirds_depth(train_value, model_path):
     trainer = train_value(train=False, max_steps=1, learning_rate=0.0)
     seen = []
     trainer._baseline.rule.update = lambda own, base, gather: seen.append(own)
@@ -125,7 +125,7 @@ def test_states_are_those_of_a_layer_at_two_thirds_of_the_depth(train_value, mod
 
 
 @pytest.mark.parametrize("options", [{}, LAYOUTS["split groups"], LAYOUTS["lora"]])
-def test_resuming_is_exact_and_takes_the_memory_along(train_value, tmp_path, options):
+def test_resuming_is_exact_with_state(train_value, tmp_path, options):
     run = {"output_dir": str(tmp_path / "run"), "rollout_func": None, **options}
     whole = train_value(save_strategy="steps", save_steps=3, **run)
     resumed = train_value(train=False, **run)
@@ -135,7 +135,7 @@ def test_resuming_is_exact_and_takes_the_memory_along(train_value, tmp_path, opt
     assert logged(whole, "otb/value/explained") == logged(resumed, "otb/value/explained")
 
 
-def test_a_checkpoint_without_its_memory_says_so(train_value, train, tmp_path, caplog):
+def test_checkpoint_without_state_warns(train_value, train, tmp_path, caplog):
     run = {"output_dir": str(tmp_path / "run"), "max_steps": 2}
     train_value(save_strategy="steps", save_steps=1, **run)
     (tmp_path / "run" / "checkpoint-1" / "baseline.pt").unlink()
@@ -170,7 +170,7 @@ def test_a_damaged_memory_is_named(train_value, tmp_path, content, message):
     assert "weights_only" not in str(caught.value)
 
 
-def test_evaluation_uses_and_does_not_change_it(train_value, memory):
+def test_evaluation_does_not_change_value(train_value, memory):
     trainer = train_value(train=False, rollout_func=None, eval_dataset=tiny.prompts(), num_generations_eval=2)
     trainer._baseline.rule.load_state_dict(memory)
     before = {name: values.clone() for name, values in state_of(trainer)["_sums"].items()}
@@ -231,7 +231,7 @@ class Counting:
 @pytest.mark.parametrize("flags", [{"per_token": False, "needs": ()}, {}])
 @pytest.mark.parametrize("options", [{}, LAYOUTS["split groups"], {"num_iterations": 2}])
 @pytest.mark.usefixtures("registry")
-def test_a_class_of_ones_own_is_told_each_generation_batch_once(train, flags, options):
+def test_own_class_gets_batches_once(train, flags, options):
     register_baseline("counting", **flags)(Counting)
     trainer = train(baseline="counting", max_steps=4, save_strategy="steps", save_steps=2, **options)
     mine = trainer._baseline.rule
@@ -266,7 +266,7 @@ def test_what_a_baseline_may_read(train):
 
 
 @pytest.mark.usefixtures("registry")
-def test_what_no_checkpoint_could_keep_is_an_error_in_the_first_step(train):
+def test_unsavable_state_fails_in_first_step(train):
     register_baseline("mine")(type("Numbers", (Counting,), {"state_dict": lambda self: {"sums": np.ones(3)}}))
     with pytest.raises(ValueError, match="'mine' returned a dict from `state_dict`"):
         train(baseline="mine", max_steps=1)
@@ -313,12 +313,12 @@ class Stacked(Qwen3ForCausalLM):
         (Loops, "Qwen3Model .* saw 2 calls in 1 forwards"),
     ],
 )
-def test_a_model_whose_states_are_not_heard_once_is_named(train_value, model_class, heard):
+def test_unsupported_model_is_named(train_value, model_class, heard):
     with pytest.raises(ValueError, match=f"{heard}.*Choose a baseline that needs no states, such as 'rloo_pooled'"):
         train_value(model=model_class(tiny.config()), processing_class=tiny.tokenizer(), max_steps=1)
 
 
-def test_a_model_without_a_decoder_of_its_own_has_its_body_heard(train_value):
+def test_model_without_decoder_uses_body(train_value):
     assert train_value(model=NoDecoder(tiny.config()), processing_class=tiny.tokenizer(), max_steps=1)
 
 
@@ -332,7 +332,7 @@ def test_the_recipe_that_tracks_prompts(train, prompt_tracker):
     assert (rollout.baselines - others).abs().max() > 0.01 and rollout.advantages.isfinite().all()
 
 
-def test_the_recipe_that_tracks_prompts_by_hand(prompt_tracker):
+def test_prompt_tracking_recipe_works(prompt_tracker):
     tracker, keys = prompt_tracker(), torch.tensor([[7], [7], [9], [9]])
 
     def group(*returns, lengths=(1, 1, 1, 1)):

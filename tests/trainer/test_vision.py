@@ -84,7 +84,7 @@ def energies_by_row(layout, dataset, rollout, shift=0):
 @pytest.mark.parametrize(
     ("setting", "pictures"), in_turn(PARITY, ["patches, one picture or two", "rows, one picture each"])
 )
-def test_group_mean_gives_the_weights_of_grpo_trainer(train_on, pictures, setting):
+def test_group_mean_equals_grpo_trainer(train_on, pictures, setting):
     """To the bit."""
     options = {"scale_rewards": "none", **PARITY[setting]}
     grpo = train_on(pictures, GRPOTrainer, GRPOConfig, **options)
@@ -113,7 +113,7 @@ def test_energies_and_advantages_saw_the_pictures(train_on, pictures, source):
 
 
 @pytest.mark.parametrize("pictures", PICTURES)
-def test_the_forwards_that_sampled_say_what_one_more_says(train_on, pictures):
+def test_sampled_forwards_equal_an_extra_one(train_on, pictures):
     """Of energies, log-probs and hidden states."""
     trainer = train_on(pictures, train=False, baseline="value")
     differences = []

@@ -84,7 +84,7 @@ def server(tmp_path, model_path, monkeypatch):
     return server
 
 
-def test_the_check_against_vllm_runs_and_shows_what_it_promises(server, model_path, tmp_path, monkeypatch, capsys):
+def test_vllm_check_shows_what_it_promises(server, model_path, tmp_path, monkeypatch, capsys):
     trainers = []
 
     def main(argv):
@@ -116,7 +116,7 @@ def test_the_check_against_vllm_runs_and_shows_what_it_promises(server, model_pa
         assert f"\n{line}: " in f"\n{out}"
 
 
-def test_the_commands_that_it_names_are_its_own():
+def test_vllm_check_names_own_commands():
     commands = re.findall(r"python -m (\S+) (\w+)", vllm_on_cpu.__doc__)
     assert commands == [(vllm_on_cpu.__name__, verb) for verb in ("prepare", "serve", "train", "train_async")]
     command = [sys.executable, "-m", vllm_on_cpu.__name__, "help"]
@@ -126,7 +126,7 @@ def test_the_commands_that_it_names_are_its_own():
     )
 
 
-def test_what_takes_the_clients_place_takes_its_arguments():
+def test_stubbed_client_takes_same_arguments():
     replaced = {}
 
     class Client:

@@ -74,12 +74,12 @@ def test_wrong_rewards_are_named(train, function, message):
 
 
 @pytest.mark.parametrize("nan", [None, math.nan, torch.tensor(math.nan), torch.tensor([math.nan])], ids=str)
-def test_what_grpo_trainer_takes_for_unscorable_is_unscorable(train, nan):
+def test_unscorable_is_as_in_grpo_trainer(train, nan):
     batch = first_rollout(train(reward_funcs=with_first(nan), max_steps=1))
     assert (batch["advantages"][1] == 0).all() and (batch["advantages"][[0, 2, 3], 0] != 0).all()
 
 
-def test_rewards_may_be_any_iterable_of_numbers(train):
+def test_rewards_may_be_any_iterable(train):
     whole = train(reward_funcs=lambda completion_ids, **kwargs: [float(i) for i in range(len(completion_ids))])
     for form in (
         lambda completion_ids, **kwargs: torch.arange(len(completion_ids)),
@@ -90,7 +90,7 @@ def test_rewards_may_be_any_iterable_of_numbers(train):
 
 
 @pytest.mark.parametrize("weights", [[1e38, 1.0], [1.0, 1.0]])
-def test_rewards_that_are_not_finite_together_are_named(train, weights):
+def test_nonfinite_sums_of_rewards_are_named(train, weights):
     """Each is, in float32; their weighted sum, or the square of it, is not."""
 
     def large(completion_ids, **kwargs):
@@ -101,7 +101,7 @@ def test_rewards_that_are_not_finite_together_are_named(train, weights):
         train(reward_funcs=[large, large], reward_weights=weights, scale_rewards=scale, baseline="group_mean")
 
 
-def test_a_reward_function_may_work_on_the_lists_that_it_gets(train):
+def test_reward_function_may_change_its_lists(train):
     def first(completion_ids, **kwargs):
         return [float(ids[0]) for ids in completion_ids]
 
@@ -136,7 +136,7 @@ def numbers_of_tokens(form, ids=((1, 2, 3), (4, 5)), extra=0.0):
     ],
     ids="tuple numpy torch float16 bfloat16 grad tensors scalars generator".split(),
 )
-def test_rewards_of_tokens_may_be_any_numbers(form):
+def test_token_rewards_may_be_any_numbers(form):
     sums, rewards = numbers_of_tokens(form)
     assert sums == [1.5, 0.5] == numbers_of_tokens(list)[0]
     assert rewards.tolist() == [[0.0, 0.5, 1.0], [0.0, 0.5, 0.0]]
@@ -147,12 +147,12 @@ class OneByOne(np.ndarray):
         raise AssertionError("looked at one by one, which takes seconds for a million")
 
 
-def test_long_rewards_of_tokens_are_looked_at_in_one_go():
+def test_long_token_rewards_are_read_once():
     sums, rewards = numbers_of_tokens(lambda x: np.array(x).view(OneByOne))
     assert sums == [1.5, 0.5] and rewards.sum() == 2
 
 
-def test_an_array_of_one_number_is_one_number_with_tools_too(train):
+def test_one_number_arrays_work_with_tools(train):
     """A reward model's logits, (B, 1); a list of one is a reward per turn, of which there are more."""
 
     def logits(completion_ids, **kwargs):
