@@ -16,8 +16,6 @@ import sys
 if __name__ == "__main__":  # while this folder comes first, `import math` finds recipes/math.py
     sys.path += [os.getcwd(), os.path.dirname(os.path.abspath(sys.path.pop(0)))]
 
-import logging
-import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,13 +24,13 @@ from statistics import fmean, stdev
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, ProgressCallback, set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from trl import TrlParser
 
-from recipes import math
 from recipes.local_rollouts import LocalWorker, on_cpu, reading_answers
-from recipes.math import option
 from trl_otb import AsyncOTBGRPOConfig, AsyncOTBGRPOTrainer
+from trl_otb.scripts.problems import ProblemOptions, final_answer, is_right, load_problems, option
+from trl_otb.scripts.run import StopAfterStep, find_checkpoint, load_object, model_of, quieten, shorten_progress
 
 
 CONFIG = "async_math_cpu.yaml"
@@ -40,7 +38,7 @@ SAMPLES = 4  # of a held-out problem
 
 
 @dataclass
-class Options(math.Options):
+class Options(ProblemOptions):
     """This script's own options; the others are those of AsyncOTBGRPOConfig."""
 
     model_name_or_path: str | None = option(None, "A hub id, a folder, or `module:function`.")
@@ -59,7 +57,7 @@ async def accuracy(completions, answer, **kwargs) -> list[float]:
 
 
 def grades(completions, answers) -> list[float]:
-    return [float(math.is_right(math.final_answer(c), a)) for c, a in zip(completions, answers, strict=True)]
+    return [float(is_right(final_answer(c), a)) for c, a in zip(completions, answers, strict=True)]
 
 
 @torch.no_grad()
@@ -101,18 +99,17 @@ def parse(argv: list[str]) -> tuple[Options, AsyncOTBGRPOConfig, str | None]:
             raise ValueError("--model_name_or_path is missing: give a hub id or a folder.")
         if options.steps_ahead is None and not torch.cuda.is_available():
             raise ValueError("TRL sends weights to a vLLM server from a GPU. Without one, give --steps_ahead, as 1.")
-        return options, args, math.find_checkpoint(args)
+        return options, args, find_checkpoint(args)
     except (ValueError, OSError) as error:
         parser.error(str(error))
 
 
 def main(argv: list[str]) -> AsyncOTBGRPOTrainer:
     options, args, checkpoint = parse(argv)
-    train, held_out, _ = math.load_problems(options, args.seed)
-    model = options.model_name_or_path
-    model = str(math.load_object(model)()) if ":" in model else model
+    train, held_out, _ = load_problems(options, args.seed)
+    model = model_of(options.model_name_or_path)
     tokenizer = reading_answers(AutoTokenizer.from_pretrained(model, padding_side="left"))
-    rewards, local = [accuracy, *map(math.load_object, options.reward_funcs or [])], {}
+    rewards, local = [accuracy, *map(load_object, options.reward_funcs or [])], {}
     if options.steps_ahead is not None:
         worker = LocalWorker(model, args, train, rewards, tokenizer, steps_ahead=options.steps_ahead)
         local = {"rollout_worker": worker, "weight_transfer": worker}
@@ -126,10 +123,8 @@ def main(argv: list[str]) -> AsyncOTBGRPOTrainer:
             peft_config=LoraConfig(r=options.lora_r, target_modules="all-linear") if options.lora_r else None,
             **local,
         )
-        stop, main_process = math.StopAfterStep(), trainer.is_world_process_zero()
-        trainer.remove_callback(PrinterCallback)
-        if trainer.pop_callback(ProgressCallback):
-            trainer.add_callback(math.ShortProgress())
+        stop, main_process = StopAfterStep(), trainer.is_world_process_zero()
+        shorten_progress(trainer)
         trainer.add_callback(stop)
         if main_process:
             print(f"{len(train):,} problems to train on, {len(held_out)} held out. Baseline {args.baseline}.")
@@ -146,8 +141,6 @@ def main(argv: list[str]) -> AsyncOTBGRPOTrainer:
 
 
 if __name__ == "__main__":
-    warnings.filterwarnings("ignore", category=FutureWarning)  # of libraries, to each other
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
-    logging.basicConfig(format="%(message)s")
-    logging.getLogger("trl_otb").setLevel(logging.INFO)
+    quieten()
     main(sys.argv[1:])

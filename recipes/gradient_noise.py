@@ -16,15 +16,15 @@ from pathlib import Path
 from trl import get_peft_config, get_quantization_config
 
 import trl_otb
-from recipes.math import CONFIG, Options, load_object, load_problems, option, parse
-from recipes.tool_math import calculator_tool
+from trl_otb.scripts.problems import ProblemOptions, calculator_tool, load_problems, option
+from trl_otb.scripts.run import load_object, model_of, parse
 
 
 ARGUMENTS = "num_prompts completions_per_prompt baselines group_sizes parameters prompts_per_batch".split()
 
 
 @dataclass
-class NoiseOptions(Options):
+class Options(ProblemOptions):
     num_prompts: int = option(16, "Prompts to measure, from the training data.")
     completions_per_prompt: int = option(128, "Completions per prompt; more give narrower intervals.")
     baselines: list[str] | None = option(None, "Names, or module:function; by default all.")
@@ -38,12 +38,11 @@ class NoiseOptions(Options):
 
 
 def main(argv: list[str]) -> None:
-    options, args, model_args, _ = parse(argv, NoiseOptions, __file__, CONFIG)
+    options, args, model_args, _ = parse(argv, Options, __file__, "math_cpu.yaml")
     args.eval_strategy, args.eval_on_start, args.report_to, args.scale_rewards = "no", False, [], "none"
     train, _, accuracy = load_problems(options, args.seed)
-    name = model_args.model_name_or_path
     trainer = trl_otb.OTBGRPOTrainer(
-        model=str(load_object(name)()) if ":" in name else name,
+        model=model_of(model_args.model_name_or_path),
         reward_funcs=[accuracy, *map(load_object, options.reward_funcs or [])],
         args=args,
         train_dataset=train,

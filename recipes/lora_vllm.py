@@ -20,18 +20,18 @@ if __name__ == "__main__":  # while this folder comes first, `import math` finds
     sys.path += [os.path.dirname(os.path.abspath(sys.path.pop(0))), os.getcwd()]
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from datasets import Dataset, load_dataset
-from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
+from trl import get_peft_config, get_quantization_config
 from trl.rewards import accuracy_reward
 
-from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
+from trl_otb import OTBGRPOTrainer
+from trl_otb.scripts.run import parse
 
 
 @dataclass
 class Options:
-    """This script's own options; the others are those of OTBGRPOConfig and of TRL's ModelConfig."""
+    """Options beside those of OTBGRPOConfig and of TRL's ModelConfig."""
 
     dataset_name: str = field(default="openai/gsm8k", metadata={"help": "A hub dataset or a .jsonl file."})
     dataset_config: str | None = field(default=None, metadata={"help": "Configuration of the hub dataset."})
@@ -59,29 +59,8 @@ def load_problems(options: Options) -> Dataset:
     return data.map(example, remove_columns=data.column_names)
 
 
-def parse(argv: list[str]) -> tuple[Options, OTBGRPOConfig, ModelConfig]:
-    """The script's options, the trainer's and the model's. A wrong option ends the run before anything is loaded."""
-    usage = "%(prog)s [--config FILE.yaml] [--option value ...]"
-    parser = TrlParser((Options, OTBGRPOConfig, ModelConfig), prog="lora_vllm.py", usage=usage, allow_abbrev=False)
-    defaults = Path(__file__).with_suffix(".yaml")
-    if "--config" not in argv and defaults.is_file():
-        argv = ["--config", str(defaults), *argv]
-    try:
-        options, args, model_args = parser.parse_args_and_config(argv)
-        if model_args.model_name_or_path is None:
-            raise ValueError("--model_name_or_path is missing: give a hub id or a folder.")
-        args.run_name = args.run_name or f"{args.baseline}-seed{args.seed}"
-        if args.output_dir == "trainer_output":  # TRL's default, so none was given
-            args.output_dir = str(Path("runs/lora_vllm", args.run_name.replace(":", ".")))
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
-    loading = {"revision": model_args.model_revision, "attn_implementation": model_args.attn_implementation}
-    args.model_init_kwargs = {**loading, "dtype": model_args.dtype, **(args.model_init_kwargs or {})}
-    return options, args, model_args
-
-
 def main(argv: list[str]) -> OTBGRPOTrainer:
-    options, args, model_args = parse(argv)
+    options, args, model_args, checkpoint = parse(argv, Options, __file__, "lora_vllm.yaml")
     problems = load_problems(options).train_test_split(test_size=options.num_held_out_problems, seed=0)
     trainer = OTBGRPOTrainer(
         model=model_args.model_name_or_path,
@@ -92,8 +71,7 @@ def main(argv: list[str]) -> OTBGRPOTrainer:
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
     )
-    # `True` takes the last checkpoint of the output folder, and raises an error if there is none
-    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint == "latest" or args.resume_from_checkpoint)
+    trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()
     trainer.save_state()  # trainer_state.json, the log of all metrics
     return trainer

@@ -5,8 +5,7 @@ The energy of tokens means different things on them. *words*: a short story that
 free, in good and bad stories alike. *copy*: a text is to be repeated, and what departs from it is both improbable and
 wrong; the reward is the likeness, between 0 and 1. `words_trained` and `copy_trained` first train for a few steps.
 Two of reasoning-gym's tasks, which SmolLM2 never gets right by itself, begin after a short supervised training; their
-reward is the likeness, too. Gemma is a base model: it copies after a short supervised training, and tells stories
-without.
+reward is the likeness, too. Gemma, a base model, does them all; it tells stories without supervised training.
 """
 
 import difflib
@@ -20,9 +19,9 @@ from peft import LoraConfig
 from trl import SFTConfig, SFTTrainer
 
 from recipes import toy
-from recipes.math import Options, load_problems
 from recipes.studies.tasks import BFLOAT16, Task, trainer_of, with_prompts
 from trl_otb import OTBGRPOTrainer
+from trl_otb.scripts.problems import ProblemOptions, load_problems
 
 
 # Of tasks of reasoning-gym: options, steps of supervised training that bring SmolLM2 to 10 to 90 %, tokens
@@ -33,7 +32,8 @@ REASONING = {
 LORA = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 STEPS = {"words": 5, "copy": 4}  # which take rewards from 0.5 to 0.8 and from 0.3 to 0.7
 TOKENS = 80
-GEMMA = {"gemma_copy": 2, "gemma_words": 0}  # steps of supervised training
+# Steps of supervised training, by the task
+GEMMA = {"gemma_copy": 2, "gemma_words": 0, "gemma_word_sequence_reversal": 25, "gemma_word_sorting": 25}
 
 
 def measured(name: str) -> dict:
@@ -93,9 +93,10 @@ def task_of(name: str, seed: int = 0) -> Task:
     """One of `TASKS` or `GEMMA`, or of `REASONING`, whose problems to train on `seed` chooses."""
     lora = LoraConfig(**LORA)
     if name in GEMMA:
-        data, (_, reward) = gemma_problems(name, 550, seed=1), TASKS[name.removeprefix("gemma_")]
-        policy = fine_tuned(name) if GEMMA[name] else toy.gemma3()
-        return Task(policy, data.take(500), data.skip(500), reward, TOKENS, peft_config=lora)
+        train, held_out = gemma_problems(name, seed=1)
+        policy, of = fine_tuned(name) if GEMMA[name] else toy.gemma3(), name.removeprefix("gemma_")
+        reward, tokens = (likeness, REASONING[of][-1]) if of in REASONING else (TASKS[of][1], TOKENS)
+        return Task(policy, train, held_out, reward, tokens, peft_config=lora)
     if name in REASONING:
         train, held_out = reasoning_problems(name, seed)
         return Task(fine_tuned(name), train, held_out, likeness, REASONING[name][-1], peft_config=lora)
@@ -105,14 +106,20 @@ def task_of(name: str, seed: int = 0) -> Task:
 
 def reasoning_problems(name: str, seed: int) -> list[Dataset]:
     """Problems to train on, and held-out ones."""
-    data = {"dataset_name": f"reasoning_gym:{name}", "dataset_options": json.dumps(REASONING[name][0])}
-    return load_problems(Options(**data, num_train_problems=2000, num_held_out_problems=100, instruction=""), seed)[:2]
+    options = {"dataset_name": f"reasoning_gym:{name}", "dataset_options": json.dumps(REASONING[name][0])}
+    sizes = {"num_train_problems": 2000, "num_held_out_problems": 100}
+    return load_problems(ProblemOptions(**options, **sizes, instruction=""), seed)[:2]
 
 
-def gemma_problems(name: str, number: int, seed: int) -> Dataset:
-    """With plain prompts: the base model has no chat template."""
-    problems = problems_of(name.removeprefix("gemma_"), number, seed)
-    return Dataset.from_list([{**row, "prompt": f"{row['question']}\n\n"} for row in problems])
+def gemma_problems(name: str, seed: int) -> list[Dataset]:
+    """Problems to train on, and held-out ones, with plain prompts: the base model has no chat template."""
+    of = name.removeprefix("gemma_")
+    if of in REASONING:
+        some = [data.remove_columns("prompt") for data in reasoning_problems(of, seed)]
+    else:
+        data = Dataset.from_list(problems_of(of, 550, seed))
+        some = [data.take(500), data.skip(500)]
+    return [data.map(lambda row: {"prompt": f"{row['question']}\n\n"}) for data in some]
 
 
 def fine_tuned(name: str) -> Path:
@@ -120,7 +127,7 @@ def fine_tuned(name: str) -> Path:
 
     def make(folder: Path) -> None:
         if name in GEMMA:
-            model, problems, steps = toy.gemma3(), gemma_problems(name, 400, seed=1000), GEMMA[name]
+            model, problems, steps = toy.gemma3(), gemma_problems(name, seed=1000)[0].take(400), GEMMA[name]
             answers, sizes = problems["answer"], {"per_device_train_batch_size": 4}
         else:
             model, (problems, _), steps = toy.smollm2(), reasoning_problems(name, seed=1000), REASONING[name][1]

@@ -23,11 +23,11 @@ from statistics import fmean
 from filelock import FileLock, Timeout
 
 from recipes.local_rollouts import on_cpu
-from recipes.math import HeldOut
 from recipes.studies import language, render, tasks
 from recipes.studies.runs import TUNING_SEEDS, best_rates, summary
 from trl_otb import GradientNoiseCallback
 from trl_otb.baselines import BASELINES
+from trl_otb.scripts.run import HeldOut
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,7 @@ TASKS = {
     "calculator_async_4_low": Schedule({4: 80}, (4e-4,), problems="calculator", staleness=4),
     "copy": Schedule({4: 20}, (3e-4,), held_out_samples=1, prompts=4),
     **dict.fromkeys(language.REASONING, Schedule({4: 30}, (3e-4,), held_out_samples=2, prompts=4)),
+    **dict.fromkeys(language.GEMMA, Schedule({4: 20}, (3e-4,), held_out_samples=1, prompts=4)),
 }
 
 
@@ -103,7 +104,8 @@ class Run:
 def train(run: Run) -> dict:
     schedule = TASKS[run.task]
     problems = schedule.problems or run.task
-    task = (language if problems in language.TASKS | language.REASONING else tasks).task_of(problems, run.seed)
+    of_language = language.TASKS | language.REASONING | language.GEMMA
+    task = (language if problems in of_language else tasks).task_of(problems, run.seed)
     options = {
         "baseline": run.baseline,
         "num_generations": run.n,
@@ -127,11 +129,11 @@ def train(run: Run) -> dict:
 
 
 def train_with(task: tasks.Task, schedule: Schedule, options: dict) -> dict:
-    measure, step = HeldOut(task.reward), schedule.completions_per_step(options["num_generations"])
+    measure, step = HeldOut(task.reward, task.held_out), schedule.completions_per_step(options["num_generations"])
     micro_batch = max(step // 4, options["num_generations"])  # groups together; the meter measures the noise of these
     trainer = tasks.trainer_of(
         replace(task, reward=measure.reward),
-        eval_dataset=task.held_out.add_column("held_out", [*range(len(task.held_out))]),
+        eval_dataset=measure.problems,
         callbacks=[measure, GradientNoiseCallback()],  # `measure` evaluates after the last step
         keep_groups_together=True,
         per_device_eval_batch_size=40 if task.peft_config else 400,

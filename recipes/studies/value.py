@@ -50,6 +50,8 @@ TASKS = {
     "word_sorting": "SmolLM2 sorting words",
     "gemma_copy": "Gemma3 copying",
     "gemma_words": "Gemma3 stories",
+    "gemma_word_sequence_reversal": "Gemma3 reversing words",
+    "gemma_word_sorting": "Gemma3 sorting words",
 }
 TITLES = {"otb_loo": "otb, one left out"}  # of estimators, as they are published
 TOY = [task for task in TASKS if task.split("_")[0] not in ("word", "gemma", *language.TASKS)]

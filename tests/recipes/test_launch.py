@@ -74,7 +74,7 @@ def test_copy_runs_in_empty_folder(name, policy, data_file, alone, tmp_path):
     done = started([*program, *flags], folder, site)
     assert done.returncode == 0, done.stderr
     assert "32 problems to train on, 8 held out" in done.stdout
-    assert list(accuracies(folder / "runs" / name / "otb-seed42")) == [0, 1]
+    assert list(accuracies(folder / "runs" / name / "value-seed42")) == [0, 1]
     (folder / f"{name}_cpu.yaml").write_text("learning_speed: 1\n")
     assert "learning_speed" in started([*program, *flags], folder, site).stderr
 

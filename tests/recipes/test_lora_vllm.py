@@ -8,18 +8,23 @@ from trl.trainer import grpo_trainer
 from recipes import lora_vllm as recipe
 from tests.helpers import tiny
 from tests.trainer.test_importance_weights import Sampler
+from trl_otb.scripts.run import parse
 
 
 ROWS = [{"question": f"{i}+{i}", "answer": f"Twice {i}.\n#### {2 * i},000"} for i in range(1, 8)]
 
 
+def parsed(*flags):
+    return parse(["--use_cpu", "true", *flags], recipe.Options, recipe.__file__, "lora_vllm.yaml")
+
+
 def test_yaml_beside_has_the_defaults():
-    options, args, model_args = recipe.parse(["--use_cpu", "true", "--report_to", "none", "--seed", "3"])
+    options, args, model_args, checkpoint = parsed("--report_to", "none", "--seed", "3")
     assert (args.bf16, args.use_vllm, args.vllm_mode) == (True, True, "colocate")
     assert (args.baseline, args.num_generations, args.lr_scheduler_type) == ("value", 8, "linear")
     assert (model_args.use_peft, model_args.lora_dropout, args.model_init_kwargs["dtype"]) == (True, 0.0, "bfloat16")
     assert (options.dataset_name, options.dataset_config) == ("openai/gsm8k", "main")
-    assert args.output_dir == "runs/lora_vllm/value-seed3" and args.resume_from_checkpoint is None
+    assert args.output_dir == "runs/lora_vllm/value-seed3" and checkpoint is None
 
 
 def test_step_with_lora_and_stubbed_vllm(data_file, model_path, tmp_path, monkeypatch):
@@ -44,7 +49,7 @@ def test_reward_compares_boxed_number_with_answer(data_file):
 
 def test_wrong_input_is_named(data_file, capsys):
     with pytest.raises(SystemExit):
-        recipe.parse(["--use_cpu", "true", "--learning_speed", "1"])
+        parsed("--learning_speed", "1")
     assert "--learning_speed" in capsys.readouterr().err
     rows = data_file([{"question": "1+1", "result": "2"}])
     with pytest.raises(ValueError, match="columns question, result, and .*: rename a column to answer"):

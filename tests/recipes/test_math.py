@@ -1,6 +1,5 @@
-"""recipes/math.py: a run, its options, its data, its grading; and what tool_math.py has in common with it."""
+"""recipes/math.py: a run, its options, its data, its grading; and of the others their YAML files."""
 
-import inspect
 import os
 import re
 import signal
@@ -17,6 +16,8 @@ from recipes import math as recipe
 from recipes import tool_math
 from tests.recipes.conftest import accuracies, log_of, question_and_answer
 from trl_otb.baselines import BASELINES
+from trl_otb.scripts.problems import ProblemOptions, final_answer, is_right, load_problems
+from trl_otb.scripts.run import HeldOut, StopAfterStep, parse
 
 
 RECIPES = Path(recipe.__file__).parent
@@ -120,7 +121,7 @@ def test_stopped_run_resumes_to_same_weights(run, monkeypatch, capsys):
 
 
 def test_second_ctrl_c_stops_at_once(capsys):
-    stop = recipe.StopAfterStep()
+    stop = StopAfterStep()
     stop.stop(signal.SIGINT, None)
     stop.stop(signal.SIGTERM, None)  # what a launcher sends right after the terminal's Ctrl-C is the same request
     stop.stopped_at -= 2
@@ -137,7 +138,7 @@ def test_a_run_is_not_overwritten_unasked(tmp_path, capsys):
     )
     end = refused([*flags, "4", "--resume_from_checkpoint", "latest"], capsys)
     assert end == "run/checkpoint-4 is the end of a run of 4 steps: raise --max_steps to go on."
-    *_, checkpoint = recipe.parse([*flags, "8", "--resume_from_checkpoint", "true"])
+    *_, checkpoint = parse([*flags, "8", "--resume_from_checkpoint", "true"], ProblemOptions, recipe.__file__)
     assert checkpoint == "run/checkpoint-4"
     gone = refused([*flags, "8", "--resume_from_checkpoint", "run/checkpoint-3"], capsys)
     assert gone == "--resume_from_checkpoint is run/checkpoint-3: there is no checkpoint in run/checkpoint-3."
@@ -149,7 +150,7 @@ def test_a_run_is_not_overwritten_unasked(tmp_path, capsys):
 def refused(flags, capsys):
     """The error of flags that end the run before anything is loaded."""
     with pytest.raises(SystemExit) as ended:
-        recipe.parse(flags)
+        parse(flags, ProblemOptions, recipe.__file__)
     assert ended.value.code == 2
     return capsys.readouterr().err.split("error: ")[-1].strip()
 
@@ -175,8 +176,9 @@ def test_wrong_options_are_named_at_once(flags, named, tmp_path, capsys):
     "path", sorted({*RECIPES.glob("*.yaml")} - {*RECIPES.glob("async*.yaml")}), ids=lambda path: path.stem
 )
 def test_the_yaml_files_have_known_options(path):
-    of = tool_math if path.name.startswith("tool") else recipe
-    options, args, model_args, _ = of.parse(["--config", str(path), "--use_cpu", "true", "--bf16", "false"])
+    of = tool_math.Options if path.name.startswith("tool") else ProblemOptions
+    flags = ["--config", str(path), "--use_cpu", "true", "--bf16", "false"]
+    options, args, model_args, _ = parse(flags, of, recipe.__file__)
     values = yaml.safe_load(path.read_text())
     assert args.learning_rate == values["learning_rate"] and options.dataset_name == values["dataset_name"]
     assert args.model_init_kwargs["dtype"] == values.get("dtype", "float32")
@@ -184,9 +186,8 @@ def test_the_yaml_files_have_known_options(path):
 
 
 def test_flags_win_over_yaml(registry):
-    options, args, model_args, checkpoint = recipe.parse(
-        ["--seed", "3", "--baseline", "recipes.prompt_tracker:PromptTracker"]
-    )
+    flags = ["--seed", "3", "--baseline", "recipes.prompt_tracker:PromptTracker"]
+    options, args, model_args, checkpoint = parse(flags, ProblemOptions, recipe.__file__)
     assert (args.learning_rate, args.seed, model_args.model_name_or_path) == (8e-4, 3, "recipes.toy:sums")
     assert (
         args.output_dir == "runs/math/recipes.prompt_tracker.PromptTracker-seed3"
@@ -199,7 +200,7 @@ def test_flags_win_over_yaml(registry):
 
 
 def problems_of(name, **options):
-    return recipe.load_problems(recipe.Options(dataset_name=name, **options), seed=0)
+    return load_problems(ProblemOptions(dataset_name=name, **options), seed=0)
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet"])
@@ -225,7 +226,7 @@ def test_conversations_and_columns_of_other_names(data_file):
 def test_generated_problems_use_task_grading():
     kept = {"num_train_problems": 50, "num_held_out_problems": 10, "dataset_options": '{"min_words": 3}'}
     train, held_out, accuracy = problems_of("reasoning_gym:word_sorting", **kept)
-    other, same, _ = recipe.load_problems(recipe.Options(dataset_name="reasoning_gym:word_sorting", **kept), seed=1)
+    other, same, _ = load_problems(ProblemOptions(dataset_name="reasoning_gym:word_sorting", **kept), seed=1)
     assert held_out["question"] == same["question"] and train["question"] != other["question"]
     assert not {*train["question"]} & {*held_out["question"]}
     row = train[0]
@@ -250,7 +251,7 @@ def test_data_that_is_not_there(run):
         problems_of("absent.jsonl")
     with pytest.raises(ValueError, match="chain_sun"):
         problems_of("reasoning_gym:chain_sun")
-    with pytest.raises(ValueError, match="takes 16 problems, and there are 7 to train on"):
+    with pytest.raises(ValueError, match="`train_dataset` has too few prompts: a generation batch takes 16"):
         run("--num_train_problems", "7", "--per_device_train_batch_size", "128")
 
 
@@ -269,7 +270,7 @@ def test_data_that_is_not_there(run):
     ],
 )
 def test_the_final_answer_of_a_completion(completion, answer):
-    assert recipe.final_answer(completion) == answer
+    assert final_answer(completion) == answer
 
 
 @pytest.mark.parametrize(
@@ -285,7 +286,7 @@ def test_the_final_answer_of_a_completion(completion, answer):
     ],
 )  # fmt: skip
 def test_answers_are_words_numbers_or_mathematics(answer, gold, right):
-    assert recipe.is_right(answer, gold) is right
+    assert is_right(answer, gold) is right
 
 
 # Held-out accuracy
@@ -298,33 +299,14 @@ def test_accuracy_and_its_error_by_hand(monkeypatch, capsys):
     """
     processes = []
     for problems, scores in (([0, 0, 1, 1], [1, 0, 1, 1]), ([2, 2, 0, 0], [0, [0, 0], 1, 1])):
-        measure = recipe.HeldOut(lambda completions, scores=scores: scores)
+        measure = HeldOut(lambda completions, scores=scores: scores, Dataset.from_list(question_and_answer(3)))
+        assert measure.problems["held_out"] == [0, 1, 2]
         assert measure.reward(completions=["training"]) is scores and measure.scores == []
         measure.reward(completions=list("abcd"), held_out=problems)
         processes += measure.scores
-    monkeypatch.setattr(recipe, "gather_object", lambda scores: processes)
+    monkeypatch.setattr("trl_otb.scripts.run.gather_object", lambda scores: processes)
     state = TrainerState(global_step=3)
     measure.on_evaluate(SimpleNamespace(num_generations=8, num_generations_eval=2), state, None)
     (entry,) = measure.found(state)
     assert entry["held_out/accuracy"] == 0.5 and entry["held_out/standard_error"] == pytest.approx(0.5 / 3**0.5)
     assert "step 3: 50.0 % ± 28.9" in capsys.readouterr().out and measure.scores == []
-
-
-# The two recipes
-
-
-SHARED = "option messages final_answer is_right HeldOut StopAfterStep ShortProgress find_checkpoint load_object parse"
-
-
-@pytest.mark.parametrize("name", SHARED.split())
-def test_both_recipes_have_the_same_code(name):
-    """Each is one file; what is corrected in one is to be corrected in the other."""
-    assert inspect.getsource(getattr(recipe, name)) == inspect.getsource(getattr(tool_math, name))
-
-
-def test_both_recipes_take_the_same_problems(data_file):
-    task = {"dataset_options": '{"max_terms": 3}', "num_train_problems": 30, "num_held_out_problems": 9}
-    for options in (task, {"dataset_name": data_file(question_and_answer())}):
-        mine, theirs = (of.load_problems(of.Options(**options, instruction=""), seed=1) for of in (recipe, tool_math))
-        for own, other in zip(mine[:2], theirs[:2], strict=True):
-            assert isinstance(own, Dataset) and own["prompt"] == other["prompt"] and own["answer"] == other["answer"]

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from recipes.math import Options, load_problems
 from recipes.toy import worked_sums
 from tests.helpers import tiny
 from trl_otb import GradientNoiseCallback, OTBGRPOConfig, OTBGRPOTrainer
@@ -13,6 +12,7 @@ from trl_otb.baselines import BASELINES
 from trl_otb.comparison.efficiency import moments_of
 from trl_otb.comparison.gradients import CompletionGradients, Projection
 from trl_otb.comparison.moments import prompt_moments
+from trl_otb.scripts.problems import ProblemOptions, load_problems
 from trl_otb.seam.pools import at_rest, sample
 
 
@@ -31,7 +31,7 @@ def test_the_callback_agrees_with_compare_baselines(short_policy, tmp_path):
     The same eight prompts, without learning, and a reward for few tokens, whose gradient the prompts share. The
     callback's signal is ⟨g_p, g_q⟩ for prompts that differ, its noise the rest of E‖ĝ_p‖²: of completions and prompts.
     """
-    options = Options(dataset_options=json.dumps(worked_sums.CHAIN_SUM), num_train_problems=8, instruction="")
+    options = ProblemOptions(dataset_options=json.dumps(worked_sums.CHAIN_SUM), num_train_problems=8, instruction="")
     prompts, *_ = load_problems(replace(options, num_held_out_problems=1), seed=5)
     settings = {**tiny.SETTINGS, "max_completion_length": 24, "learning_rate": 0.0, "output_dir": str(tmp_path)}
 

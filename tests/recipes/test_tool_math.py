@@ -4,6 +4,7 @@ import pytest
 
 from recipes import tool_math
 from tests.recipes.conftest import accuracies, log_of
+from trl_otb.scripts.problems import calculator_tool
 
 
 @pytest.mark.parametrize(
@@ -14,7 +15,7 @@ from tests.recipes.conftest import accuracies, log_of
     ],
 )  # fmt: skip
 def test_the_calculator_works_out_arithmetic(expression, value):
-    assert tool_math.calculator_tool(max_operations=50)(expression) == value
+    assert calculator_tool(max_operations=50)(expression) == value
 
 
 @pytest.mark.parametrize(
@@ -29,7 +30,7 @@ def test_the_calculator_works_out_arithmetic(expression, value):
 def test_the_calculator_refuses_anything_else(expression, message):
     """Quickly, and with an error that the policy can read."""
     with pytest.raises(Exception, match=message):
-        tool_math.calculator_tool(max_operations=1)(expression)
+        calculator_tool(max_operations=1)(expression)
 
 
 @pytest.mark.slow

@@ -10,9 +10,8 @@ from jinja2.exceptions import TemplateError
 from trl.chat_template_utils import is_chat_template_prefix_preserving, parse_response, supports_tool_calling
 
 from recipes import toy
-from recipes.math import messages
-from recipes.tool_math import calculator_tool
 from recipes.toy import dialogues, warm_start, worked_sums
+from trl_otb.scripts.problems import calculator_tool, messages
 
 
 def test_demonstrations_slip_at_the_stated_rates():

@@ -1,0 +1,1 @@
+"""What training scripts share: problems and their grading, arguments, stopping and resuming. See recipes/."""
