@@ -33,7 +33,7 @@ LORA = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear", "task_type": 
 STEPS = {"words": 5, "copy": 4}  # which take rewards from 0.5 to 0.8 and from 0.3 to 0.7
 TOKENS = 80
 # Steps of supervised training, by the task
-GEMMA = {"gemma_copy": 2, "gemma_words": 0, "gemma_word_sequence_reversal": 25, "gemma_word_sorting": 25}
+GEMMA = {"gemma_copy": 2, "gemma_words": 0, "gemma_word_sequence_reversal": 15, "gemma_word_sorting": 8}
 
 
 def measured(name: str) -> dict:

@@ -175,9 +175,10 @@ def parse(argv: list[str], kind: type, file: str, config: str | None = None) -> 
         argv = ["--config", str(defaults), *argv]
     try:
         options, args, model_args = parser.parse_args_and_config(argv)
-        args.run_name = args.run_name or f"{args.baseline.replace(':', '.')}-seed{args.seed}"
+        name = f"{args.baseline.replace(':', '.')}-seed{args.seed}"
+        args.run_name = args.run_name or name
         if args.output_dir == "trainer_output":  # not given
-            args.output_dir = f"runs/{script.stem}/{args.run_name}"
+            args.output_dir = f"runs/{script.stem}/{name}"
         if model_args.model_name_or_path is None:
             raise ValueError("--model_name_or_path is missing: give a hub id or a folder.")
         checkpoint = find_checkpoint(args)
@@ -206,7 +207,11 @@ def run(trainer: OTBGRPOTrainer, measure: HeldOut, checkpoint: str | None) -> No
     shorten_progress(trainer)
     trainer.add_callback(measure)
     trainer.add_callback(stop)
-    print_once = print if trainer.is_world_process_zero() else (lambda *args, **kwargs: None)
+
+    def print_once(text: str) -> None:
+        if trainer.is_world_process_zero():
+            print(text, flush=True)
+
     print_once(f"{len(trainer.train_dataset):,} problems to train on, {problems} held out. Baseline {args.baseline}.")
     trainer.train(resume_from_checkpoint=checkpoint)
     stop.leave_if_stopped(trainer)
