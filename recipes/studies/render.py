@@ -133,13 +133,15 @@ def by_task(tables: Tables, n: int) -> str:
 def noise(tables: Tables, n: int, names: list[str]) -> str:
     """
     A task per row, one of these estimators per column: noise to signal over the group mean's. `explained` is what
-    `value` explained of the batches that it learned from.
+    `value` explained of the batches that it learned from, `removed` the share of `rloo_pooled`'s noise that it removes.
     """
     found = _frame(tables, n, lambda cell: interval(cell["noise"])).reindex([f"`{name}`" for name in names])
     for task, cells in tables.items():
-        for cell in cells:
-            if "explained" in names and cell["estimator"] == "value" and cell["n"] == n and task in found:
-                found.loc["`explained`", task] = number(cell.get("explained"), ".2f")
+        of = {cell["estimator"]: cell for cell in cells if cell["n"] == n}
+        if "explained" in names and "value" in of:
+            left = of["value"]["noise"][0] / of["rloo_pooled"]["noise"][0]
+            found.loc["`explained`", task] = number(of["value"].get("explained"), ".2f")
+            found.loc["`removed`", task] = number(1 - left, ".2f")
     found = found.dropna(axis="columns", how="all").T
     found = found.rename(index=lambda task: f"{task} ({tables[task][0]['prompts']})")
     return _markdown(found.rename_axis("task (prompts)").reset_index(), "–")

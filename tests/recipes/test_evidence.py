@@ -1,7 +1,6 @@
 """The studies of noise: scratchpad, lake, the language model's tasks; their results and the pages made of them."""
 
 import importlib
-import json
 import random
 import re
 import sys
@@ -12,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from recipes import toy
-from recipes.studies import explained, language, render, runs, tasks
+from recipes.studies import language, render, runs, tasks
 from recipes.toy import lake, scratchpad
 from tests.helpers import tiny
 from tests.recipes.conftest import shortly_trained
@@ -226,29 +225,17 @@ def test_reasoning_tasks_begin_after_supervised_training(name, tiny_smollm2, mon
     assert task.reward(completions=right, answer=right) == [1.0, 1.0]
 
 
-def test_gemmas_tasks_have_plain_prompts(tiny_smollm2, monkeypatch):
-    """It copies after a supervised training, and tells stories without."""
+@pytest.mark.parametrize("name", language.GEMMA)
+def test_gemmas_tasks_have_plain_prompts(name, tiny_smollm2, monkeypatch):
+    """It tells stories without supervised training."""
     monkeypatch.setattr(toy, "gemma3", lambda: tiny_smollm2)
-    monkeypatch.setitem(language.GEMMA, "gemma_copy", 1)
-    copying, stories = (language.task_of(name) for name in language.GEMMA)
-    assert copying.policy != tiny_smollm2 == stories.policy
-    for task in (copying, stories):
-        row, right = task.train[0], task.train["answer"][:2]
-        assert row["prompt"] == f"{row['question']}\n\n"
-        assert task.reward(completions=right, answer=right) == [1.0, 1.0]
-    assert language.measured("gemma_copy")["parameters"] != language.measured("copy")["parameters"]
-
-
-def test_what_value_explains_batch_by_batch(tiny_smollm2, tmp_path, monkeypatch):
-    def lengths(completions, **kwargs):
-        return [float(len(language.final_text(text)) % 3) for text in completions]
-
-    monkeypatch.setitem(language.TASKS, "words", (language.words_problem, lengths))
-    monkeypatch.setattr(explained, "BATCHES", 3)
-    monkeypatch.setattr(explained, "PROMPTS", 4)
-    first, *_ = explained.explained("words", tmp_path / "out")
-    assert first["explained"] == first["weight"] == 0.0  # before anything is learned
-    assert len(json.loads((tmp_path / "out" / "words.json").read_text())) == 3
+    monkeypatch.setitem(language.GEMMA, name, min(language.GEMMA[name], 1))
+    task = language.task_of(name)
+    assert (task.policy == tiny_smollm2) == (name == "gemma_words")
+    row, right = task.train[0], task.train["answer"][:2]
+    assert row["prompt"] == f"{row['question']}\n\n" and row["prompt"] not in task.held_out["prompt"]
+    assert task.reward(completions=right, answer=right) == [1.0, 1.0]
+    assert language.measured(name)["parameters"] != language.measured("copy")["parameters"]
 
 
 # Results and pages
