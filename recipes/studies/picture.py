@@ -5,13 +5,16 @@ The README's picture: how hard training pushes each token of some attempts at on
 
 A token's colour is √w A, its advantage times the norm of the score of its logits. The problem is the one, of
 those tried, where the mistakes of three failed attempts of sixteen stand out most: a picture, not a measurement.
+Under `value` the mistake is not the darkest token: its baseline is low where failures have most energy. How often
+it is the darkest, also without the weights, is printed for value.md.
 """
 
 import re
 from pathlib import Path
+from statistics import fmean
 
+import recipes.studies.value  # noqa: F401 - registers the parts of `value` as baselines
 from recipes.studies.tasks import task_of, trainer_of
-from trl_otb.rollout import Rollout
 from trl_otb.rollout.text import Group, ShownCompletion, Token, new_figure, read_group
 
 
@@ -22,7 +25,7 @@ PANELS = {
 }
 
 
-def sample(problems: int = 60) -> Rollout:
+def sample(baseline: str, problems: int = 60) -> list[Group]:
     """`SIZE` attempts at each problem. Nothing is trained but the baseline: the learning rate is 0."""
     task = task_of(TASK)
     asked = task.train.select(range(problems))
@@ -30,7 +33,7 @@ def sample(problems: int = 60) -> Rollout:
     trainer = trainer_of(
         task,
         eval_dataset=asked,
-        baseline="value",
+        baseline=baseline,
         learning_rate=0.0,
         seed=3,
         per_device_train_batch_size=4 * PROMPTS,
@@ -38,17 +41,22 @@ def sample(problems: int = 60) -> Rollout:
     )
     trainer.train()
     trainer.evaluate()
-    return trainer.rollouts["eval"]
+    return [read_group(trainer.rollouts["eval"], number, 1000) for number in range(problems)]
+
+
+def answers(completion: ShownCompletion) -> list[tuple[int, int]]:
+    """Places and values of the digits that follow from the ones before; a token is a letter."""
+    text = "".join(token.text for token in completion.tokens)
+    return [(step.start(1), int(step[1])) for step in re.finditer(r"[a-h]\d\d(\d)", text)]
 
 
 def mistake(question: str, completion: ShownCompletion) -> int | None:
-    """The place of the first digit that does not follow from the one before; a token is a letter."""
-    text = "".join(token.text for token in completion.tokens)
+    """The place of the first digit that is wrong."""
     digit, by = int(question[0]), int(question[2])
-    for step in re.finditer(r"[a-h]\d\d(\d)", text):
-        if int(step[1]) != (digit + by) % 10:
-            return step.start(1)
-        digit = int(step[1])
+    for at, answer in answers(completion):
+        if answer != (digit + by) % 10:
+            return at
+        digit = answer
     return None
 
 
@@ -63,6 +71,21 @@ def clearness(question: str, completion: ShownCompletion) -> float:
         return -9.0
     pushes = [push(token, "advantage") for token in completion.tokens]
     return min(x for i, x in enumerate(pushes) if i != at) - pushes[at]
+
+
+def blame(groups: list[Group]) -> str:
+    """How often the mistake of a failed attempt is pushed against hardest, and what the baseline is there, and why."""
+    all_of = [(group.prompt, completion) for group in groups for completion in group.completions]
+    failed = [(row, at) for prompt, row in all_of if row.reward == 0 and (at := mistake(prompt, row)) is not None]
+    hardest = [min(range(len(row.tokens)), key=lambda i: push(row.tokens[i], "advantage")) for row, _ in failed]
+    before = fmean(-row.tokens[at].values["advantage"] for row, at in failed)  # their return is 0
+    energy = {0.0: 0.0, 1.0: 0.0}
+    for _, row in all_of:
+        energy[row.reward] += sum(row.tokens[at].values["energy"] for at, _ in answers(row))
+    return (
+        f"{sum(i == at for i, (_, at) in zip(hardest, failed, strict=True))} of {len(failed)}, baseline {before:.2f}; "
+        f"failed attempts have {energy[0.0] / sum(energy.values()):.0%} of the energy of answers"
+    )
 
 
 def chosen(group: Group) -> list[ShownCompletion]:
@@ -106,7 +129,8 @@ def draw(group: Group, path: Path) -> None:
 
 
 if __name__ == "__main__":
-    rollout = sample()
-    groups = [read_group(rollout, number, 1000) for number in range(len(rollout) // SIZE)]
+    print(f"All tokens weighing alike, the mistake is the darkest in {blame(sample('value_weights_one'))}.")
+    groups = sample("value")
+    print(f"Under `value` in {blame(groups)}.")
     best = max(groups, key=lambda group: sum(clearness(group.prompt, row) for row in chosen(group)[ROWS // 2 :]))
     draw(best, Path(__file__).parents[1] / "group.png")

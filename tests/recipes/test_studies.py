@@ -3,6 +3,7 @@
 import json
 import runpy
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,7 +12,7 @@ from recipes.studies import learning_curves, picture, render, runs, tasks
 from recipes.studies.learning_curves import Run, Schedule
 from recipes.studies.runs import summary
 from tests.recipes.conftest import shortly_trained
-from trl_otb.rollout.text import ShownCompletion, Token, read_group
+from trl_otb.rollout.text import ShownCompletion, Token
 
 
 RATES = learning_curves.TASKS["sums"].learning_rates
@@ -159,6 +160,8 @@ def test_picture_frames_first_wrong_digit():
     wrong = attempt("a021!1b016c000", 0.0, [*[-0.2] * 9, -0.7, *[-0.1] * 4])
     assert picture.mistake("7+4*03=", wrong) == 9
     assert picture.clearness("7+4*03=", wrong) == pytest.approx(0.5) and picture.clearness("7+4*03=", right) < 0
+    said = picture.blame([SimpleNamespace(prompt="7+4*03=", completions=[right, wrong])])
+    assert said == "1 of 1, baseline 0.70; failed attempts have 60% of the energy of answers"
 
 
 @pytest.mark.slow
@@ -168,10 +171,11 @@ def test_the_picture_of_the_readme(tmp_path, monkeypatch):
     monkeypatch.setattr(toy, "scratchpad_10", lambda: policy)
     for name, value in {"TASK": "scratchpad_10", "SIZE": 4, "BATCHES": 3, "PROMPTS": 8}.items():
         monkeypatch.setattr(picture, name, value)
-    rollout = picture.sample(2)
-    assert len(rollout) == 8 and rollout.mask.sum() > 40
-    assert all(row[mask].unique().numel() > 1 for row, mask in zip(rollout.baselines, rollout.mask.bool(), strict=True))
-    picture.draw(read_group(rollout, 0, 1000), tmp_path / "group.png")
+    groups = picture.sample("value", 2)
+    rows = [row for group in groups for row in group.completions]
+    assert len(rows) == 8
+    assert all(len({token.values["advantage"] for token in row.tokens}) > 1 for row in rows)
+    picture.draw(groups[0], tmp_path / "group.png")
     assert (tmp_path / "group.png").stat().st_size > 10_000
 
 
