@@ -28,7 +28,7 @@ HERE = Path(__file__).parent
 RUN = ("task", "n", "baseline", "learning_rate", "seed", "policy")  # what tells one run from another
 LEARNING = {  # by picture, its tasks
     "learning": ("scratchpad_100, policy 71ea", "calculator_decay, policy b3cf", "scratchpad_mixed, policy e90f"),
-    "language": ("copy", "word_sequence_reversal", "word_sorting"),
+    "language": ("copy", "gemma_copy", "word_sequence_reversal", "word_sorting"),
 }
 PAGES = ("value", "language", "asynchronous", "relatives")
 THRESHOLDS = {"calculator": 0.85, "scratchpad_100": 0.8}  # of the mean reward
