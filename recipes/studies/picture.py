@@ -13,7 +13,6 @@ import re
 from pathlib import Path
 from statistics import fmean
 
-import recipes.studies.value  # noqa: F401 - registers the parts of `value` as baselines
 from recipes.studies.tasks import task_of, trainer_of
 from trl_otb.rollout.text import Group, ShownCompletion, Token, new_figure, read_group
 
@@ -129,6 +128,8 @@ def draw(group: Group, path: Path) -> None:
 
 
 if __name__ == "__main__":
+    import recipes.studies.value  # noqa: F401 - registers the parts of `value` as baselines
+
     print(f"All tokens weighing alike, the mistake is the darkest in {blame(sample('value_weights_one'))}.")
     groups = sample("value")
     print(f"Under `value` in {blame(groups)}.")

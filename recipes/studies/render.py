@@ -138,9 +138,9 @@ def noise(tables: Tables, n: int, names: list[str]) -> str:
     found = _frame(tables, n, lambda cell: interval(cell["noise"])).reindex([f"`{name}`" for name in names])
     for task, cells in tables.items():
         of = {cell["estimator"]: cell for cell in cells if cell["n"] == n}
-        if "explained" in names and "value" in of:
-            left = of["value"]["noise"][0] / of["rloo_pooled"]["noise"][0]
+        if "explained" in names and {"value", "rloo_pooled"} <= {*of}:
             found.loc["`explained`", task] = number(of["value"].get("explained"), ".2f")
+            left = of["value"]["noise"][0] / of["rloo_pooled"]["noise"][0]
             found.loc["`removed`", task] = number(1 - left, ".2f")
     found = found.dropna(axis="columns", how="all").T
     found = found.rename(index=lambda task: f"{task} ({tables[task][0]['prompts']})")

@@ -267,18 +267,18 @@ def test_study_cells_from_a_report(study):
         }  # fmt: skip
 
     rows = [row("group_mean", 4, 0.0, 1.0), row("group_mean", 2, -0.2, 1.0), row("value", 2, 1.0, 0.4)]
-    rows += [row("otb", 4, None, 0.8), row("otb", 2, None, 0.8)]
+    rows += [row("otb", 4, None, 0.8), row("otb", 2, None, 0.8), row("rloo_pooled", 2, 0.6, 0.5)]
     report = {"comparisons": rows, "num_prompts": 3, "group_size": 4, "learned": {"value/explained": 0.3}}
     cells = study.cells_of(report)
-    assert [cell["equal_completions"][0] for cell in cells] == pytest.approx([1, 1.25, 0.5, 0.8, 1.0])
-    assert [cell.get("explained") for cell in cells] == [None, None, 0.3, None, None]
+    assert [cell["equal_completions"][0] for cell in cells] == pytest.approx([1, 1.25, 0.5, 0.8, 1.0, 0.625])
+    assert [cell.get("explained") for cell in cells] == [None, None, 0.3, None, None, None]
     table = render.at_equal_completions({"task": cells}, ["group_mean", "otb", "value"]).splitlines()
     assert table[2:] == [
         "| task | 2 | 1.25 (1.25–1.25) | 1.00 | 0.50 (0.50–0.50) |",
         "| task | 4 | 1.00 (1.00–1.00) | 0.80 (0.80–0.80) | – |",
     ]
     of_value = render.noise({"task": cells}, 2, ["value", "explained"]).splitlines()
-    assert of_value[2] == "| task (3) | 0.40 (0.40–0.40) | 0.30 |"
+    assert of_value[2] == "| task (3) | 0.40 (0.40–0.40) | 0.30 | 0.20 |"  # of the noise of `rloo_pooled`, 0.5
 
 
 def test_tokens_until_a_reward():
