@@ -48,8 +48,7 @@ def load_problems(options: ProblemOptions, seed: int) -> tuple[Dataset, Dataset,
     Problems to train on, held-out problems, and the reward: 1 for a right answer, 0 for a wrong one.
 
     Both datasets have the columns `prompt` (messages), `question` and `answer`, and the dataset's other columns, which
-    rewards receive. The held-out problems are the same for every `seed`, and no question is in both. Replace this
-    function to use your own data and reward.
+    rewards receive. The held-out problems are the same for every `seed`, and no question is in both.
     """
     if options.dataset_name.startswith("reasoning_gym:"):
         return generate_problems(options, seed)

@@ -1,7 +1,7 @@
 """
 What scripts need around a trainer: arguments, held-out accuracy, stopping and resuming, and a short report.
 
-It needs `pip install trl-otb[recipes]`, and nothing else of this package imports it.
+Nothing else of this package imports it.
 """
 
 import functools
