@@ -26,7 +26,7 @@ from trl.experimental.async_grpo import async_grpo_trainer as trl_trainer
 from trl.experimental.async_grpo import async_rollout_worker as trl_worker
 from trl.experimental.async_grpo import packing as trl_packing
 
-from trl_otb.seam.asynchronous import stamping
+from trl_otb.experimental.async_grpo.worker import stamping
 
 
 def attention(q, k, v, cu_q, cu_k, max_q, max_k, softmax_scale=None, **options) -> torch.Tensor:

@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import baselines as baselines
     from . import energy as energy
-    from .asynchronous import AsyncOTBGRPOConfig as AsyncOTBGRPOConfig
-    from .asynchronous import AsyncOTBGRPOTrainer as AsyncOTBGRPOTrainer
     from .baselines import register_baseline as register_baseline
     from .comparison import BaselineReport as BaselineReport
     from .comparison import compare_baselines as compare_baselines
     from .config import OTBGRPOConfig as OTBGRPOConfig
+    from .experimental.async_grpo.trainer import AsyncOTBGRPOConfig as AsyncOTBGRPOConfig
+    from .experimental.async_grpo.trainer import AsyncOTBGRPOTrainer as AsyncOTBGRPOTrainer
     from .noise import GradientNoiseCallback as GradientNoiseCallback
     from .rewards import TokenRewards as TokenRewards
     from .trainer import OTBGRPOTrainer as OTBGRPOTrainer
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 __version__ = "0.6.1"  # which pyproject.toml reads
 # Imported on first use, so that `trl_otb.energy` and `trl_otb.baselines` need torch only.
 _MODULES = {
-    "AsyncOTBGRPOConfig": "asynchronous",
-    "AsyncOTBGRPOTrainer": "asynchronous",
+    "AsyncOTBGRPOConfig": "experimental.async_grpo.trainer",
+    "AsyncOTBGRPOTrainer": "experimental.async_grpo.trainer",
     "BaselineReport": "comparison",
     "GradientNoiseCallback": "noise",
     "OTBGRPOConfig": "config",

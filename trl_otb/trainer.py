@@ -14,11 +14,21 @@ from .config import OTBGRPOConfig, check_options
 from .metrics import STATISTICS, completion_statistics, summarize
 from .noise import GradientNoiseCallback
 from .rollout import Rollout, Rollouts, prompt_keys
-from .seam.contract import check_config, check_loss, check_trl, incompatible_trl, overriders, trl_utils
-from .seam.extensions import CollectiveToolLoop, TokenLoss
+from .seam.contract import (
+    GRPO,
+    LOSS,
+    check_config,
+    check_forward,
+    check_subclass,
+    incompatible_trl,
+    overriders,
+    trl_utils,
+)
 from .seam.forwards import PolicyRecorder, scores_anyway, values_of_batch
+from .seam.loss import TokenLoss
 from .seam.rollouts import groups_kept_together, recorded_rewards, rollout_of
 from .seam.sampled import SampledTurns
+from .seam.tool_turns import CollectiveToolLoop
 from .state import KeepsBaseline, RunningScale
 
 
@@ -60,7 +70,8 @@ class OTBGRPOTrainer(KeepsBaseline, CollectiveToolLoop, TokenLoss):
     def __init__(
         self, model: Any, reward_funcs: Any = None, args: GRPOConfig | None = None, *other_args: Any, **kwargs: Any
     ) -> None:
-        check_trl()
+        self.loss_is_known = not {*GRPO.check()} & LOSS
+        check_forward()
         if args is None:
             check_config(type(self))
             name = model if isinstance(model, str) else trl_utils.get_config_model_id(model.config)
@@ -73,11 +84,10 @@ class OTBGRPOTrainer(KeepsBaseline, CollectiveToolLoop, TokenLoss):
         self.needs = self._baseline.needs  # what rollouts are to hold; more during a comparison
         names = list(inspect.signature(GRPOTrainer.__init__).parameters)[4:]
         super().__init__(model, reward_funcs, args=args, **dict(zip(names, other_args, strict=False)), **kwargs)
-        check_trl(self)
+        GRPO.check_attributes("GRPOTrainer", self)
         if self.scale_rewards == "running":
             self.scale_rewards, self.running_scale = "none", RunningScale()  # GRPOTrainer's own are not scaled
-        if self._baseline.per_token:
-            check_loss(type(self), self._baseline.name)
+        check_subclass(type(self), self._baseline.name, self._baseline.per_token)
         self.recorder = PolicyRecorder(self.policy, self.temperature, self.args.cast_lm_head_to_fp32)
         if self._baseline.scope == "batch" and self.num_generations > 1 and self.prompts_per_batch < 3:
             logger.warning(
@@ -207,7 +217,7 @@ class OTBGRPOTrainer(KeepsBaseline, CollectiveToolLoop, TokenLoss):
 
     def failure(self, what: str, *methods: str) -> Exception:
         """A `TypeError` if a user's class overrides one of `methods`; an `ImportError` if TRL has changed."""
-        theirs = overriders(self, *methods)
+        theirs = overriders(self, methods)
         if not theirs:
             return incompatible_trl(what)
         return TypeError(

@@ -17,7 +17,7 @@ from tests.helpers import tiny
 from tests.helpers.settings import LORA, assert_same_weights, logged
 from trl_otb import AsyncOTBGRPOConfig, AsyncOTBGRPOTrainer, GradientNoiseCallback, OTBGRPOConfig, OTBGRPOTrainer
 from trl_otb.energy import token_energy
-from trl_otb.seam.asynchronous import carried_of, stamp_groups, stamped
+from trl_otb.experimental.async_grpo.worker import carried_of, stamp_groups, stamped
 
 
 SETTINGS = tiny.SETTINGS | {

@@ -1,24 +1,19 @@
-"""`make drift` checks the installed TRL against the seam; `make hashes` records the sources that were read."""
+"""`make drift` checks the installed TRL against what was read; `make hashes` records the sources that were read."""
 
 import json
 import sys
 
-import trl
+from ..experimental.async_grpo.contract import ASYNC_GRPO
+from .contract import COMMAND_LINE, GRPO, READ, versions
 
-from .contract import READ, check_trl, drift, source_hashes, versions
 
-
+CONTRACTS = (GRPO, ASYNC_GRPO, COMMAND_LINE)
 if sys.argv[1:] == ["--hashes"]:
-    READ.write_text(json.dumps({"versions": versions(), "sources": source_hashes()}, indent=2) + "\n")
+    sources = {name: source for contract in CONTRACTS for name, source in contract.sources().items()}
+    READ.write_text(json.dumps({"versions": versions(), "sources": sources}, indent=2) + "\n")
     sys.exit()
-try:
-    check_trl()
-    from .asynchronous import check_async_trl
-
-    check_async_trl()
-except ImportError as moved:
-    sys.exit(f"contract: {moved}")
-print(f"contract: trl {trl.__version__} has every part that trl_otb relies on, with the parameters it expects")
-if (message := drift()) is not None:
-    sys.exit(f"sources: {message}")
-print("sources: those that were read")
+found = {contract.trainer: (contract.gone(), contract.unread()) for contract in CONTRACTS}
+for trainer, (gone, unread) in found.items():
+    print(f"{trainer}: {'; '.join(gone) or 'every part is there, with the expected parameters'}")
+    print(f"{trainer}: {'changed since it was read: ' + ', '.join(unread) if unread else 'the sources that were read'}")
+sys.exit(any(gone for gone, _ in found.values()))

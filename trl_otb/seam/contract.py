@@ -3,100 +3,27 @@
 import hashlib
 import inspect
 import json
+import os
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import transformers
 import trl
-from transformers import Trainer
-from trl import GRPOTrainer
+from accelerate.logging import get_logger
 
+
+logger = get_logger(__name__)
 
 READ = Path(__file__).with_name("trl_sources.json")  # versions and hashes of the sources read; see `make hashes`
+ANY_TRL = "TRL_OTB_ANY_TRL"  # the environment variable that allows other versions than the tested one
 
 
-def incompatible_trl(what: str) -> ImportError:
-    tested = json.loads(READ.read_text())["versions"]["trl"]
-    return ImportError(
-        f"trl_otb relies on parts of TRL that have moved in trl {trl.__version__}: {what}. Install the version that "
-        f"was tested: pip install 'trl=={tested}'."
-    )
-
-
-try:
-    from trl.models import utils as trl_models
-    from trl.trainer import grpo_trainer as trl_grpo_trainer
-    from trl.trainer import utils as trl_utils
-except ImportError as error:
-    raise incompatible_trl(str(error)) from error
-
-# By owner: what is overridden, called or replaced, with its leading parameters
-PARTS: dict[Any, dict[str, str]] = {
-    GRPOTrainer: {
-        "_calculate_rewards": "self inputs prompts completions completion_ids_list",
-        "_compute_loss": "self model inputs",
-        "_generate_and_score_completions": "self inputs",
-        "_generate_single_turn": "self prompt_ids images multimodal_fields num_generations",
-        "_get_per_token_logps_and_entropies": "self model input_ids attention_mask logits_to_keep batch_size",
-        "_prepare_inputs": "self generation_batch",
-        "_tool_call_loop": "self prompts prompt_ids",
-        "get_gamma_weights": "advantages log_ratio_per_token mask",
-        "get_off_policy_mask": "advantages per_token_logps sampling_per_token_logps mask off_policy_threshold",
-    },
-    Trainer: {
-        "_load_optimizer_and_scheduler": "self checkpoint",
-        "_save_optimizer_and_scheduler": "self output_dir",
-        "training_step": "self model inputs",
-    },
-    trl_utils: {
-        "add_fused_lm_head": "model temperature cast_lm_head_to_fp32 outputs",
-        "FusedCausalLMOutput": "loss log_probs entropy log_sum_sq_probs",
-        "get_config_model_id": "config",
-        "is_async_callable": "func",
-        "nanstd": "tensor dim",
-        "split_pixel_values_by_grid": "batch",
-        "split_tensor_dict": "tensor_dict num_chunks",
-        "unsplit_pixel_values_by_grid": "batch",
-    },
-    trl_grpo_trainer: {"shuffle_sequence_dict": "seq_dict"},
-    trl_models: {"disable_gradient_checkpointing": "model gradient_checkpointing_kwargs"},
-}
-ATTRIBUTES = (
-    "_logs _metrics _pending_extra_logs _pending_metrics _tokenizer importance_sampling_level "
-    "multi_objective_aggregation num_generations num_generations_eval reward_func_names reward_funcs reward_weights "
-    "scale_rewards temperature tools use_vllm vllm_mode vllm_tensor_parallel_size"
-).split()
-# What `_compute_loss` passes to the forward, in addition to ids and masks.
-FORWARD_KWARGS = (
-    "pixel_values image_grid_thw num_images pixel_attention_mask spatial_shapes num_tiles image_sizes token_type_ids "
-    "mm_token_type_ids image_position_ids"
-).split()
-
-
-def check_trl(attributes_of: GRPOTrainer | None = None) -> None:
-    """Raise an `ImportError` if a part of TRL has moved, or an attribute of a constructed trainer, if given."""
-    messages = moved(PARTS)
-    forward = getattr(GRPOTrainer, "_get_per_token_logps_and_entropies", None)
-    known = inspect.signature(forward).parameters if forward is not None else FORWARD_KWARGS
-    gone = [name for name in FORWARD_KWARGS if name not in known]
-    messages += [f"`_get_per_token_logps_and_entropies` no longer takes `{name}`" for name in gone]
-    if attributes_of is not None:
-        messages += [f"`GRPOTrainer.{name}` is gone" for name in ATTRIBUTES if not hasattr(attributes_of, name)]
-    if messages:
-        raise incompatible_trl("; ".join(messages))
-
-
-def moved(parts: dict[Any, dict[str, str]]) -> list[str]:
-    """A message for each of `parts`, like `PARTS`, that is gone or takes other parameters."""
-    messages = []
-    for owner, expected in parts.items():
-        for name, parameters in expected.items():
-            function, names = getattr(owner, name, None), tuple(parameters.split())
-            if function is None:
-                messages.append(f"`{owner.__name__}.{name}` is gone")
-            elif tuple(inspect.signature(function).parameters)[: len(names)] != names:
-                messages.append(f"`{owner.__name__}.{name}` no longer takes ({', '.join(names)})")
-    return messages
+def tested() -> dict[str, Any]:
+    """The `versions` and `sources` that were read."""
+    return json.loads(READ.read_text())
 
 
 def versions() -> dict[str, str]:
@@ -104,15 +31,108 @@ def versions() -> dict[str, str]:
     return {package.__name__: package.__version__ for package in (trl, transformers)}
 
 
-def source_hashes() -> dict[str, str]:
-    """A short hash of the source of every part of TRL that is overridden, recomputed, intercepted or called."""
+def incompatible_trl(what: str) -> ImportError:
+    return ImportError(
+        f"trl_otb relies on parts of TRL that are different in trl {trl.__version__}: {what}. Install the version that "
+        f"was tested: pip install 'trl=={tested()['versions']['trl']}'."
+    )
+
+
+def check_version() -> None:
+    """Raise an `ImportError` if the installed TRL is of another minor version than the tested one."""
+    installed, known = versions()["trl"], tested()["versions"]["trl"]
+    if installed.split(".")[:2] != known.split(".")[:2] and not os.environ.get(ANY_TRL):
+        raise ImportError(
+            f"trl {installed} is installed, and trl_otb was tested with trl {known}. Install that: pip install "
+            f"'trl=={known}'. To try the installed one, set the environment variable {ANY_TRL}=1: the checks stay."
+        )
+
+
+try:
+    from trl.models import utils as trl_models  # noqa: F401
+    from trl.trainer import grpo_trainer as trl_grpo_trainer  # noqa: F401
+    from trl.trainer import utils as trl_utils  # noqa: F401
+    from trl.trainer.grpo_trainer import GRPOTrainer
+except ImportError as error:
+    check_version()
+    raise incompatible_trl(str(error)) from error
+
+
+@dataclass(frozen=True)
+class Contract:
+    """
+    What is relied on of one of TRL's trainers.
+
+    Args:
+        trainer (`str`): Its name.
+        parts (`dict`): By owner, `module` or `module:class`: functions and classes that are overridden, called or
+            replaced, with their leading parameters; no parameters if only the source matters.
+        attributes (`dict`): By class: attributes of its instances.
+    """
+
+    trainer: str
+    parts: dict[str, dict[str, str]]
+    attributes: dict[str, str]
+
+    def gone(self) -> list[str]:
+        """A message for each part that is gone or takes other parameters."""
+        messages = []
+        for owner, name, parameters in self._each():
+            function, names = _found(owner, name), tuple(parameters.split())
+            if function is None:
+                messages.append(f"`{_named(owner, name)}` is gone")
+            elif tuple(inspect.signature(function).parameters)[: len(names)] != names:
+                messages.append(f"`{_named(owner, name)}` no longer takes ({', '.join(names)})")
+        return messages
+
+    def sources(self) -> dict[str, str]:
+        """A short hash of the source of every part."""
+        parts = ((owner, name, _found(owner, name)) for owner, name, _ in self._each())
+        return {_named(owner, name): _hash(part) for owner, name, part in parts if part is not None}
+
+    def unread(self) -> list[str]:
+        """The parts whose source is not the one that was read."""
+        known = tested()["sources"]
+        return sorted(name for name, source in self.sources().items() if source != known.get(name))
+
+    def check(self) -> list[str]:
+        """
+        Raise an `ImportError` if the installed TRL does not keep the contract, and warn once if it was not read.
+        Returns the parts that were not read.
+        """
+        check_version()
+        if messages := self.gone():
+            raise incompatible_trl("; ".join(messages))
+        if unread := self.unread():
+            logger.warning_once(self.drift(unread))
+        return unread
+
+    def drift(self, unread: list[str]) -> str:
+        """A line on how the installed TRL differs from the one that was read."""
+        installed, known = (", ".join(map(" ".join, of.items())) for of in (versions(), tested()["versions"]))
+        return (
+            f"trl_otb was tested with {known}; installed: {installed}. Changed for {self.trainer}: {', '.join(unread)}."
+            " Signatures still match; the loss is tried before the first step, and rollouts are checked."
+        )
+
+    def check_attributes(self, owner: str, instance: Any) -> None:
+        """Raise an `ImportError` if an attribute of an instance of `owner` is gone."""
+        if gone := [name for name in self.attributes[owner].split() if not hasattr(instance, name)]:
+            raise incompatible_trl(", ".join(f"`{owner}.{name}` is gone" for name in gone))
+
+    def _each(self) -> list[tuple[str, str, str]]:
+        return [(owner, name, of) for owner, functions in self.parts.items() for name, of in functions.items()]
+
+
+def _found(owner: str, name: str) -> Any:
     try:
-        from .asynchronous import ASYNC_PARTS
-    except ImportError:  # experimental, and of no matter to OTBGRPOTrainer
-        ASYNC_PARTS = {}
-    parts = PARTS | ASYNC_PARTS
-    owned = [(owner, name) for owner, expected in parts.items() for name in expected if hasattr(owner, name)]
-    return {f"{owner.__name__}.{name}": _hash(getattr(owner, name)) for owner, name in owned}
+        return getattr(resolve_name(owner), name, None)
+    except (ImportError, AttributeError):
+        return None
+
+
+def _named(owner: str, name: str) -> str:
+    return f"{owner.rpartition(':')[2]}.{name}"
 
 
 def _hash(part: Any) -> str:
@@ -122,17 +142,68 @@ def _hash(part: Any) -> str:
         return "without source"
 
 
-def drift() -> str | None:
-    """A line on how the installed TRL differs from the one that was read; `None` if it does not."""
-    known, seen = json.loads(READ.read_text()), source_hashes()
-    changed = sorted(name for name in seen.keys() | known["sources"] if seen.get(name) != known["sources"].get(name))
-    if not changed:
-        return None
-    installed, tested = (" and ".join(map(" ".join, of.items())) for of in (versions(), known["versions"]))
-    return (
-        f"trl_otb was tested with {tested}, and {installed} is installed, where the source of {', '.join(changed)} is "
-        "another. All that is relied on has the expected arguments, and every rollout is compared with TRL's."
-    )
+# What `_compute_loss` passes to the forward, in addition to ids and masks
+FORWARD_KWARGS = (
+    "pixel_values image_grid_thw num_images pixel_attention_mask spatial_shapes num_tiles image_sizes token_type_ids "
+    "mm_token_type_ids image_position_ids"
+).split()
+LOSS = {"GRPOTrainer._compute_loss", "GRPOTrainer.get_gamma_weights", "GRPOTrainer.get_off_policy_mask"}
+GRPO = Contract(
+    "GRPOTrainer",
+    parts={
+        "trl:GRPOTrainer": {
+            "_calculate_rewards": "self inputs prompts completions completion_ids_list",
+            "_compute_loss": "self model inputs",
+            "_generate_and_score_completions": "self inputs",
+            "_generate_single_turn": "self prompt_ids images multimodal_fields num_generations",
+            "_get_per_token_logps_and_entropies": "self model input_ids attention_mask logits_to_keep batch_size",
+            "_prepare_inputs": "self generation_batch",
+            "_tool_call_loop": "self prompts prompt_ids",
+            "get_gamma_weights": "advantages log_ratio_per_token mask",
+            "get_off_policy_mask": "advantages per_token_logps sampling_per_token_logps mask off_policy_threshold",
+        },
+        "trl:GRPOConfig": {"__post_init__": "self"},
+        "transformers:Trainer": {
+            "_load_optimizer_and_scheduler": "self checkpoint",
+            "_save_optimizer_and_scheduler": "self output_dir",
+            "training_step": "self model inputs",
+        },
+        "trl.trainer.utils": {
+            "add_fused_lm_head": "model temperature cast_lm_head_to_fp32 outputs",
+            "FusedCausalLMOutput": "loss log_probs entropy log_sum_sq_probs",
+            "get_config_model_id": "config",
+            "is_async_callable": "func",
+            "nanstd": "tensor dim",
+            "split_pixel_values_by_grid": "batch",
+            "split_tensor_dict": "tensor_dict num_chunks",
+            "unsplit_pixel_values_by_grid": "batch",
+        },
+        "trl.trainer.grpo_trainer": {"shuffle_sequence_dict": "seq_dict"},
+        "trl.models.utils": {"disable_gradient_checkpointing": "model gradient_checkpointing_kwargs"},
+    },
+    attributes={
+        "GRPOTrainer": "_logs _metrics _pending_extra_logs _pending_metrics _tokenizer importance_sampling_level "
+        "multi_objective_aggregation num_generations num_generations_eval reward_func_names reward_funcs "
+        "reward_weights scale_rewards temperature tools use_vllm vllm_importance_sampling_correction vllm_mode "
+        "vllm_tensor_parallel_size"
+    },
+)
+COMMAND_LINE = Contract(
+    "trl grpo",
+    parts={
+        "trl.cli.accelerate_config": {"resolve_accelerate_config_argument": "launch_args"},
+        "trl.cli.commands.training": {"_subtract_subsequence": "lst subseq"},
+        "trl.scripts.grpo": {"main": "script_args training_args model_args dataset_args"},
+    },
+    attributes={},
+)
+
+
+def check_forward() -> None:
+    """Raise an `ImportError` if the forward no longer takes an argument that a batch may hold."""
+    known = inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters
+    if gone := [name for name in FORWARD_KWARGS if name not in known]:
+        raise incompatible_trl(f"`GRPOTrainer._get_per_token_logps_and_entropies` no longer takes {', '.join(gone)}")
 
 
 # A user's own subclass
@@ -144,12 +215,15 @@ def users_classes(cls: type) -> list[type]:
     return [base for base in cls.__mro__ if base not in core and not base.__module__.startswith("trl_otb.")]
 
 
-def check_loss(cls: type, baseline: str) -> None:
-    """Raise a `TypeError` if a user's class has a loss that is not known to support advantages per token."""
-    if getattr(cls, "takes_token_advantages", False):
-        return
+def check_subclass(cls: type, baseline: str, per_token: bool) -> None:
+    """Raise a `TypeError` if a user's class has a method that the baseline would undo, or that would misread it."""
     for base in users_classes(cls):
-        if "_compute_loss" in vars(base):
+        if "_transform_advantages" in vars(base):
+            raise TypeError(
+                f"`{base.__name__}._transform_advantages` would change advantages that `baseline={baseline!r}` then "
+                "replaces. Change rewards in `_calculate_rewards`, or `inputs['advantages']` in `_compute_loss`."
+            )
+        if per_token and "_compute_loss" in vars(base) and not getattr(cls, "takes_token_advantages", False):
             raise TypeError(
                 f"`baseline` is {baseline!r}, one per token, and `{base.__name__}._compute_loss` is not known to take "
                 "advantages of shape (B, T): a loss for (B,) fails, or silently mixes up completions. If it supports "
@@ -168,7 +242,7 @@ def check_config(cls: type) -> None:
             )
 
 
-def overriders(trainer: Any, *names: str) -> list[str]:
+def overriders(trainer: Any, names: Collection[str]) -> list[str]:
     """`Class.method` for the user's overrides of `names`, also for methods set on the trainer."""
     result = [f"{name}, set on the trainer" for name in names if name in vars(trainer)]
     return result + [f"{b.__name__}.{name}" for name in names for b in users_classes(type(trainer)) if name in vars(b)]

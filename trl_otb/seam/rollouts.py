@@ -12,6 +12,7 @@ from trl import GRPOTrainer
 from ..rewards import RewardRecorder
 from ..rollout import Rollout, generated_mask
 from .contract import trl_grpo_trainer, trl_utils
+from .forwards import scores_anyway
 
 
 _MAKING = ("_generate_and_score_completions", "_calculate_rewards")  # the methods that make a rollout
@@ -131,6 +132,8 @@ def rollout_of(trainer: Any, batch: dict[str, Any], recorders: list[RewardRecord
     rewards_per_func = recorders[-1].rewards_per_func if recorders else None
     if rewards_per_func is None:
         raise trainer.failure("rewards no longer come from `GRPOTrainer._calculate_rewards`", *_MAKING)
+    if missing := missing_keys(trainer, batch):
+        raise trainer.failure(f"a generation batch has no {', '.join(map(repr, missing))}", *_MAKING)
     recorder, options = recorders[-1], (trainer.scale_rewards, trainer.multi_objective_aggregation)
     weighed = weigh_rewards(rewards_per_func, trainer.reward_weights, num_generations, *options)
     ids, rewarded = batch["completion_ids"].cpu(), recorder.completion_ids
@@ -167,6 +170,15 @@ def rollout_of(trainer: Any, batch: dict[str, Any], recorders: list[RewardRecord
         first_row=first,
         processing_class=trainer.processing_class,
     )
+
+
+def missing_keys(trainer: GRPOTrainer, batch: dict[str, Any]) -> list[str]:
+    """The keys of a generation batch that the trainer's options promise, and that are not there."""
+    promised = dict.fromkeys(("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages"), True)
+    promised["old_per_token_logps"] = scores_anyway(trainer)
+    promised["importance_sampling_ratio"] = trainer.use_vllm and trainer.vllm_importance_sampling_correction
+    promised["tool_mask"] = bool(trainer.tools)
+    return [key for key, expected in promised.items() if expected and key not in batch]
 
 
 @contextmanager

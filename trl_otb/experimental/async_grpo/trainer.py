@@ -1,5 +1,6 @@
 """Baselines per token in TRL's AsyncGRPOTrainer, from the training forward alone."""
 
+import copy
 import math
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
@@ -10,20 +11,14 @@ from accelerate.logging import get_logger
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from .baselines import Baseline, Completions, Credit, find_baseline, squeeze
-from .energy import token_energy
-from .metrics import STATISTICS, completion_statistics, summarize
-from .seam.asynchronous import (
-    AfterStep,
-    AsyncGRPOConfig,
-    AsyncGRPOTrainer,
-    VersionedBuffer,
-    carried_with,
-    check_async_trl,
-    stamp_groups,
-)
-from .seam.forwards import PolicyRecorder
-from .state import KeepsBaseline
+from ...baselines import Baseline, Completions, Credit, find_baseline, squeeze
+from ...energy import token_energy
+from ...metrics import STATISTICS, completion_statistics, summarize
+from ...seam.forwards import PolicyRecorder
+from ...seam.loss import check_product
+from ...state import KeepsBaseline
+from .contract import ASYNC_GRPO, BATCH, LOSS, check_keys
+from .worker import AfterStep, AsyncGRPOConfig, AsyncGRPOTrainer, VersionedBuffer, carried_with, stamp_groups
 
 
 logger = get_logger(__name__)
@@ -151,7 +146,7 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
     def __init__(
         self, model: Any, reward_funcs: Any = None, args: AsyncGRPOConfig | None = None, *other: Any, **kwargs: Any
     ) -> None:
-        check_async_trl()
+        unread = ASYNC_GRPO.check()
         if args is None:
             args = AsyncOTBGRPOConfig(f"{model.rstrip('/').split('/')[-1]}-AsyncOTB")
         if not isinstance(args, AsyncGRPOConfig):
@@ -160,6 +155,8 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
             warn_of_scale()
         self._baseline = check_async_options(args).instance()
         super().__init__(model, reward_funcs, args, *other, **kwargs)
+        ASYNC_GRPO.check_attributes("AsyncGRPOTrainer", self)
+        self._loss_is_known = LOSS not in unread  # to multiply each token by its own advantage
         self.scale_rewards = getattr(args, "scale_rewards", "none")
         self.recorder = PolicyRecorder(self.policy, self.temperature, False)
         self._to_learn: list[Sample] = []
@@ -180,12 +177,15 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
         self._sums.clear()
         loader: Any = super().get_train_dataloader()
         if self._rollout_dataset is not None:  # on the main process
+            ASYNC_GRPO.check_attributes("RolloutQueueDataset", self._rollout_dataset)
             self._rollout_dataset.queue = VersionedBuffer(self._rollout_dataset.queue)
+        ASYNC_GRPO.check_attributes("DataLoaderDispatcher", loader)
         collate = loader.base_dataloader.collate_fn
         loader.base_dataloader.collate_fn = carried_with(collate, self.args.num_generations, self.is_trls)
         return loader
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        check_keys("batch", inputs, BATCH)
         inputs = dict(inputs)
         carried, groups = inputs.pop("otb_samples")[0].view(torch.float64), inputs.pop("otb_groups")[0]
         self._version = self.model_version
@@ -193,6 +193,8 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
         self._add(version=versions, samples=torch.ones_like(versions))
         if self.is_trls:
             return super().compute_loss(model, inputs, *args, **kwargs)
+        if not self._loss_is_known:
+            self._loss_is_known = self._check_loss(model, inputs)
         self._to_come.update(groups.tolist())
         selected = inputs["token_index"] >= 0
         index, sample_of = inputs["token_index"][selected], inputs["segment_id"][selected]
@@ -213,6 +215,35 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
             return outputs
 
         return super().compute_loss(forward, inputs | {"advantages": advantages}, *args, **kwargs)
+
+    def _check_loss(self, model: Any, inputs: dict[str, Any]) -> bool:
+        """
+        Raise an `ImportError` unless TRL's loss takes advantages that are known after the forward, one per token. One
+        forward without gradient; the trainer stays as it is. False if there are fewer than two tokens.
+        """
+        probe, computed = copy.copy(self), list[Any]()
+        probe._metrics = copy.deepcopy(self._metrics)
+        at_first = torch.arange((inputs["token_index"] >= 0).sum(), device=inputs["advantages"].device) % 2 == 0
+
+        def gradient(value: Tensor) -> Tensor:
+            filled = Filled(len(at_first), value.device)
+
+            def forward(**packed: Any) -> Any:
+                if not computed:
+                    with torch.no_grad(), torch.random.fork_rng([value.device] if value.is_cuda else []):
+                        computed.append(model(**packed))
+                    computed[0].log_probs = computed[0].log_probs.detach().requires_grad_()
+                filled.values.copy_(value)
+                return computed[0]
+
+            alike = value[0].expand_as(inputs["advantages"]) if (value == value[0]).all() else filled
+            loss = AsyncGRPOTrainer.compute_loss(probe, forward, inputs | {"advantages": alike})
+            index = inputs["token_index"][inputs["token_index"] >= 0]
+            return torch.autograd.grad(loss, computed[0].log_probs)[0].flatten()[index]
+
+        ones = torch.ones_like(at_first, dtype=torch.float32)
+        found = check_product(LOSS, gradient, (ones, 2 * ones, torch.where(at_first, ones, 2 * ones)), at_first)
+        return bool(self.accelerator.gather(found).all())
 
     def _advantages(self, carried: Tensor, sample_of: Tensor, of_tokens: tuple[Tensor, ...]) -> Tensor:
         """`(M,)`: one per term of the loss, whose terms of one sample are adjacent; 0 without a return or a base."""

@@ -1,4 +1,4 @@
-"""What is relied on of TRL's AsyncGRPOTrainer: its samples' stamps, its collator, and the loop of its worker."""
+"""What samples carry from the group that they were scored in to the loss: stamps of TRL's worker, and its collator."""
 
 import functools
 import math
@@ -10,31 +10,22 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from ..rewards import passing
-from .contract import incompatible_trl, moved, trl_utils
+from ...rewards import passing
+from ...seam.contract import check_version, incompatible_trl, trl_utils
+from .contract import ASYNC_GRPO, SAMPLE, check_keys
 
 
 try:
-    from trl.experimental.async_grpo import AsyncGRPOConfig as AsyncGRPOConfig
-    from trl.experimental.async_grpo import AsyncGRPOTrainer as AsyncGRPOTrainer
-    from trl.experimental.async_grpo import async_grpo_trainer as trl_trainer
+    try:  # where TRL has it from 1.18 on, so that users' configs are instances of this class
+        from trl import AsyncGRPOConfig as AsyncGRPOConfig
+        from trl import AsyncGRPOTrainer as AsyncGRPOTrainer
+    except ImportError:
+        from trl.experimental.async_grpo import AsyncGRPOConfig as AsyncGRPOConfig
+        from trl.experimental.async_grpo import AsyncGRPOTrainer as AsyncGRPOTrainer
     from trl.experimental.async_grpo import async_rollout_worker as trl_worker
-    from trl.experimental.async_grpo import packing as trl_packing
 except ImportError as error:
+    check_version()
     raise incompatible_trl(str(error)) from error
-
-# As in `trl_otb.seam.contract`
-ASYNC_PARTS: dict[Any, dict[str, str]] = {
-    AsyncGRPOTrainer: {
-        "compute_loss": "self model inputs return_outputs num_items_in_batch",
-        "get_train_dataloader": "self",
-    },
-    trl_trainer.DataCollatorForRollout: {"torch_call": "self examples"},
-    trl_trainer.RolloutQueueDataset: {"__iter__": "self"},
-    trl_worker._AsyncRolloutLoop: {"_score_group": "self group"},
-    trl_worker.AsyncRolloutWorker: {"start": "self", "stop": "self"},
-    trl_packing.TreeRow: {"pack": "self"},
-}
 
 MOST_OPEN = 10_000  # groups of which samples are awaited: dropped ones never come
 # In the metrics of a sample, which are all that TRL passes on; it logs their means
@@ -43,9 +34,11 @@ MEAN, OTHERS, ROWS, VERSION = "otb/mean", "otb/others", "otb/rows", "otb/version
 
 def stamping(loop: Any) -> Any:
     """The loop, whose samples also hold what a baseline needs from their group; TRL's or one derived from it."""
+    ASYNC_GRPO.check_attributes("_AsyncRolloutLoop", loop)
     score = loop._score_group
 
     async def score_and_stamp(group: Any) -> list[Any]:
+        ASYNC_GRPO.check_attributes("RolloutGroup", group)
         of_environments = [None if result is None else result[1] for result in group.env_rewards]
         one_number_each("get_reward", of_environments)
         sizes = [len(sequences) for sequences in group.completions_sequences]  # samples of each conversation
@@ -96,6 +89,7 @@ def stamped(samples: list[Any], sizes: list[int]) -> list[Any]:
 def stamp_groups(worker: Any) -> None:
     """Let TRL's worker stamp its samples. For a user's own, TRL's metrics suffice, except for `None` and forks."""
     if isinstance(worker, trl_worker.AsyncRolloutWorker):
+        ASYNC_GRPO.check_attributes("AsyncRolloutWorker", worker)
         kind = type(worker)._loop_cls
         worker._loop_cls = functools.partial(stamping_loop, kind)  # made in the child process
         worker.stop = functools.partial(stop_living, worker)
@@ -119,6 +113,7 @@ class VersionedBuffer:
 
     def get(self, **options: Any) -> Any:
         sample = self.buffer.get(**options)
+        ASYNC_GRPO.check_attributes("RolloutSample", sample)
         sample.metrics = {**sample.metrics, VERSION: float(sample.model_version)}
         return sample
 
@@ -129,13 +124,15 @@ def carried_of(sample: dict[str, Any], num_generations: int, is_trls: bool) -> t
     Stamps are taken out of its metrics, of which TRL logs the means. A `ValueError` if they leave B0 unknown, unless
     TRL's advantages are used.
     """
+    check_keys("sample", sample, SAMPLE)
     metrics, n = sample["metrics"], num_generations
     reward, std = metrics.get("reward", math.nan), metrics.get("reward_std", math.nan)
     if not is_trls and MEAN not in metrics and math.isnan(reward):
         raise ValueError(
             "The rollout worker gave a sample of a group without its reward (`None`, or no `metrics['reward']` and "
-            "'reward_std'): the mean of the others is unknown. Let it call `trl_otb.seam.asynchronous.stamped` on the "
-            "samples of each group, as TRL's own worker does here, or set 'group_mean' and `scale_rewards='group'`."
+            "'reward_std'): the mean of the others is unknown. Let it call "
+            "`trl_otb.experimental.async_grpo.worker.stamped` on the samples of each group, as TRL's own worker does "
+            "here, or set 'group_mean' and `scale_rewards='group'`."
         )
     mean = metrics.pop(MEAN, reward - sample["advantage"] * (std + 1e-8))
     others = metrics.pop(OTHERS, (n * mean - reward) / (n - 1) if n > 1 else torch.nan)
@@ -176,10 +173,3 @@ class AfterStep(TrainerCallback):
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         self.function()
-
-
-def check_async_trl() -> None:
-    """Raise an `ImportError` if a part of TRL's asynchronous trainer has moved."""
-    messages = moved(ASYNC_PARTS)
-    if messages:
-        raise incompatible_trl("; ".join(messages))

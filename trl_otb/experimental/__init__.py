@@ -1,0 +1,1 @@
+"""What builds on experimental parts of TRL."""
