@@ -31,15 +31,16 @@ format: $(VENV)/.test
 picture: $(VENV)/.recipes ## the README's picture, recipes/group.png
 	$(BIN)/python -W ignore -m recipes.studies.picture
 
-# What a newer TRL would break: it is installed beside the environment, and contract, sources and quick tests run with it.
-# That sources differ is printed, and no failure; so is what this TRL needs and the environment lacks.
-DRIFT := $(CURDIR)/.drift/$(or $(TRL),newest)
-drift: $(VENV)/.test ## with the newest TRL; or make drift TRL=1.17.0
-	rm -rf "$(DRIFT)"
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target "$(DRIFT)" "trl$(addprefix ==,$(TRL))"
-	@PYTHONPATH="$(DRIFT)" $(BIN)/pip check | sed -n 's/^trl /requirements: &/p'
-	-PYTHONPATH="$(DRIFT)" $(TEST_ENV) $(BIN)/python -m trl_otb.seam
-	PYTHONPATH="$(DRIFT)" $(TEST_ENV) $(BIN)/python -m pytest -q -p no:warnings -m "not slow" -k "not sources_in_trl" tests/maths tests/trainer $(ARGS)
+# What another TRL would break: it is installed beside the environment, and contract and tests run with it. That sources
+# differ is printed, and no failure; so is what this TRL needs and the environment lacks. Tests of what is about the
+# tested version alone are left out; tests of the asynchronous trainer are skipped if its parts are gone.
+DRIFT := $(or $(FOLDER),$(CURDIR)/.drift)
+DRIFT_ENV := PYTHONPATH="$(DRIFT)" TRL_OTB_ANY_TRL=1 $(TEST_ENV)
+drift: $(VENV)/.test ## with the newest TRL; or make drift TRL=1.17.0, or FOLDER=… that holds one
+	test -n "$(FOLDER)" || { rm -rf "$(DRIFT)"; $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target "$(DRIFT)" "trl$(addprefix ==,$(TRL))"; }
+	@$(DRIFT_ENV) $(BIN)/pip check | sed -n 's/^trl /requirements: &/p'
+	$(DRIFT_ENV) $(BIN)/python -m trl_otb.seam; moved=$$?; \
+	$(DRIFT_ENV) $(BIN)/python -m pytest -q -p no:warnings -m "not tested_trl" tests/maths tests/trainer tests/asynchronous $(ARGS) && exit $$moved
 
 hashes: $(VENV)/.test ## after reading what changed in TRL: the sources that were read
 	$(BIN)/python -m trl_otb.seam --hashes

@@ -12,7 +12,7 @@ import os
 import socket
 import sys
 import traceback
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
@@ -397,7 +397,10 @@ def main(folder: Path) -> None:
     import trl.trainer.grpo_trainer  # noqa: F401
 
     from tests.helpers import tiny, tiny_vision
-    from trl_otb import AsyncOTBGRPOTrainer, OTBGRPOTrainer  # noqa: F401
+    from trl_otb import OTBGRPOTrainer  # noqa: F401
+
+    with suppress(ImportError):  # where its parts of TRL have moved
+        from trl_otb import AsyncOTBGRPOTrainer  # noqa: F401
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled for a minute, and is not needed
     torch.set_num_threads(1)

@@ -1,10 +1,13 @@
 """What a user sees with a TRL that is not the one that was read: copies of the installed one, each with an edit."""
 
+import re
+
 import pytest
 
 from tests.helpers.edited_trl import EDITS, edited, run
 
 
+pytestmark = pytest.mark.tested_trl
 REFUSED = "relies on parts of TRL that are different in trl .*: "
 # The edit, what is trained, and what is seen: an error, or a warning with the same gradients
 CASES = {
@@ -34,8 +37,6 @@ def short_run(folder, kind, model_path, tmp_path, **environment):
 @pytest.mark.slow
 @pytest.mark.parametrize("edit", CASES)
 def test_an_edit_is_refused_or_said(edit, model_path, tmp_path):
-    import re
-
     kind, expected = CASES[edit]
     result, warnings = short_run(edited(tmp_path / "trl", edit), kind, model_path, tmp_path)
     if "comment" not in edit:

@@ -4,56 +4,72 @@ import json
 import subprocess
 import sys
 import tomllib
+from contextlib import nullcontext
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.version import Version
 from trl import GRPOTrainer
 
 from tests.helpers import tiny
 from tests.helpers.settings import SOURCES
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
+from trl_otb.experimental.async_grpo.contract import ASYNC_GRPO
 from trl_otb.seam import contract
+from trl_otb.seam.contract import COMMAND_LINE, GRPO
 
+
+CONTRACTS = (GRPO, ASYNC_GRPO, COMMAND_LINE)
 
 ROOT = Path(__file__).resolve().parents[2]
 READ = json.loads(contract.READ.read_text())
-as_read = pytest.mark.skipif(contract.versions() != READ["versions"], reason="another TRL: make drift")
 
 
+@pytest.mark.tested_trl
 def test_sources_in_trl_are_unchanged():
     """When this fails: read each of the named sources again, mend what builds on them, and run `make hashes`."""
-    assert contract.drift() is None and contract.versions() == READ["versions"]
+    assert not [name for of in CONTRACTS for name in of.unread()] and contract.versions() == READ["versions"]
 
 
 def test_changed_trl_gives_one_line(monkeypatch):
-    shuffle = contract.trl_grpo_trainer.shuffle_sequence_dict
-    monkeypatch.setattr(contract.trl_grpo_trainer, "shuffle_sequence_dict", lambda seq_dict: shuffle(seq_dict))
-    monkeypatch.setattr(contract, "versions", lambda: {"trl": "1.17.0", "transformers": "5.99"})
-    said = contract.drift()
-    assert "trl 1.17.0 and transformers 5.99 is installed" in said and READ["versions"]["trl"] in said
-    assert "trl.trainer.grpo_trainer.shuffle_sequence_dict" in said and " is another" in said and "\n" not in said
+    nanstd = contract.trl_utils.nanstd
+    monkeypatch.setattr(contract.trl_utils, "nanstd", lambda tensor, dim=None: nanstd(tensor, dim))
+    monkeypatch.setattr(contract, "versions", lambda: {"trl": "1.16.9", "transformers": "5.99"})
+    warnings = []
+    monkeypatch.setattr(contract.logger, "warning_once", warnings.append)
+    assert GRPO.check() == ["trl.trainer.utils.nanstd"]
+    (said,) = warnings
+    assert "installed: trl 1.16.9, transformers 5.99" in said and READ["versions"]["trl"] in said
+    assert "Changed for GRPOTrainer: trl.trainer.utils.nanstd." in said and "\n" not in said
 
 
-def test_later_trl_minors_are_allowed():
+def test_only_the_tested_minor_is_allowed(monkeypatch):
     (requirement,) = [
         Requirement(text)
         for text in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
         if text.startswith("trl")
     ]
-    taken = requirement.specifier.filter(["1.15", "1.16.0", "1.17.0", "1.99", "2.0"])
-    assert list(taken) == ["1.16.0", "1.17.0", "1.99"]
+    tested = Version(READ["versions"]["trl"])
+    others = [f"{tested.major}.{tested.minor - 1}.9", f"{tested.major}.{tested.minor + 1}.0", f"{tested.major + 1}.0.0"]
+    allowed = [str(tested), f"{tested.major}.{tested.minor}.99"]
+    assert list(requirement.specifier.filter([*allowed, *others])) == allowed
+    for version in allowed + others:
+        monkeypatch.setattr(contract, "versions", lambda version=version: {"trl": version})
+        with nullcontext() if version in allowed else pytest.raises(ImportError, match=f"trl {version} is installed"):
+            contract.check_version()
 
 
-@as_read
+@pytest.mark.tested_trl
 def test_module_prints_drift():
     command = [sys.executable, "-W", "ignore", "-m", "trl_otb.seam"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith("sources: those that were read\n")
+    assert done.stdout.count("the sources that were read\n") == len(CONTRACTS)
 
 
-OWNERS = {name: owner for owner, parts in contract.PARTS.items() for name in parts}
+OWNERS = {name: resolve_name(owner) for owner, parts in GRPO.parts.items() for name in parts}
 
 
 @pytest.mark.parametrize("name", OWNERS)
@@ -70,11 +86,16 @@ def test_moved_part_of_trl_is_named(name, how, monkeypatch, model_path, tmp_path
     assert name in str(caught.value) and f"pip install 'trl=={READ['versions']['trl']}'" in str(caught.value)
 
 
-@pytest.mark.parametrize("name", contract.ATTRIBUTES)
-def test_an_attribute_that_moved_is_named(name):
-    attributes = dict.fromkeys(set(contract.ATTRIBUTES) - {name})
-    with pytest.raises(ImportError, match=f"`GRPOTrainer.{name}` is gone"):
-        contract.check_trl(type("Trainer", (), attributes)())
+ATTRIBUTES = [
+    (of, owner, name) for of in CONTRACTS for owner, names in of.attributes.items() for name in names.split()
+]
+
+
+@pytest.mark.parametrize(("of", "owner", "name"), ATTRIBUTES)
+def test_an_attribute_that_moved_is_named(of, owner, name):
+    attributes = dict.fromkeys({*of.attributes[owner].split()} - {name})
+    with pytest.raises(ImportError, match=f"`{owner}.{name}` is gone"):
+        of.check_attributes(owner, type("Instance", (), attributes)())
 
 
 def test_a_replaced_lm_head_is_noticed(train):

@@ -360,7 +360,7 @@ def test_incomplete_worker_is_named(train_async, missing):
     )
     for trainer in trainers:
         trainer.rollout_worker.change = change
-    with pytest.raises(ValueError, match="a group without its reward .*`trl_otb.seam.asynchronous.stamped`"):
+    with pytest.raises(ValueError, match="a group without its reward .*`trl_otb.experimental.async_grpo.worker.stamped`"):
         trainers[0].train()
     trainers[1].train()  # TRL's own advantages
 
@@ -416,7 +416,8 @@ def two_rewards(**columns):
 
 
 def test_trls_workers_stamp_in_child_process():
-    worker = object.__new__(type("Worker", (trl_worker.AsyncRolloutWorker,), {"_loop_cls": Loop}))
+    stopped = {"_process": None, "_failed_event": None}
+    worker = object.__new__(type("Worker", (trl_worker.AsyncRolloutWorker,), {"_loop_cls": Loop, **stopped}))
     for _ in range(2):  # of two trainers
         stamp_groups(worker)
     made = pickle.loads(pickle.dumps(worker._loop_cls))(reward_funcs=[two_rewards])
@@ -428,9 +429,9 @@ def test_trls_workers_stamp_in_child_process():
 def test_worker_stops_with_its_child():
     """TRL's own would set an event that the child had waited for, and wait for it to wake."""
     worker = object.__new__(trl_worker.AsyncRolloutWorker)
-    stamp_groups(worker)
     worker._process = SimpleNamespace(join=lambda timeout: None, is_alive=lambda: False)
     worker._failed_event, worker._stop_event_mp = SimpleNamespace(is_set=lambda: True), None
+    stamp_groups(worker)
     worker.stop()
     assert worker._process is None
 
