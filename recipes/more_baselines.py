@@ -61,7 +61,7 @@ def otb_shrunk(x: Completions, kappa: float = 2.0) -> torch.Tensor:
     of 0.985 to 0.996 (the same page), and 0.41 to 0.52 with SmolLM2 copying a text (results/language.json).
     """
     # 1e-20: if all energies are 0, ended completions have the same weight as others
-    return x.mean(x.total_energy + kappa * x.weights + 1e-20)
+    return x.mean(x.total_energy + kappa * x.loss_energy + 1e-20)
 
 
 @trl_otb.register_baseline("ogb_pooled_damped", per_token=False, scope="batch")

@@ -206,7 +206,7 @@ def test_the_python_examples_of_the_readme(registry):
     assert (args.baseline, args.epsilon, args.scale_rewards) == ("ogb", 0.4, "none")
     exec(baseline.split("args =")[0], names)
     compile(baseline, "reference.md", "exec")
-    assert find_baseline("newest").rule is names["newest"]
+    assert find_baseline("newest").estimator is names["newest"]
     compile(trainer, "README.md", "exec")
     exec(reward, names)
     call = {"role": "assistant", "content": "", "tool_calls": [{}]}

@@ -128,13 +128,13 @@ def check_options(args: GRPOConfig) -> Baseline:
             f"`baseline` is {name!r}: a config holds text. Register the function with "
             "`trl_otb.register_baseline(name)` and set `baseline=name`."
         )
-    rule = find_baseline(name)
+    baseline = find_baseline(name)
     if args.scale_rewards not in (True, False, "group", "batch", "none", "running"):
         raise ValueError(
             f"`scale_rewards` is {args.scale_rewards!r}: it must be one of 'none', 'running', 'group' and 'batch'."
         )
     many = args.num_generations != 1
-    if args.scale_rewards not in (False, "none", "running") and not rule.scalable:
+    if args.scale_rewards not in (False, "none", "running") and not baseline.scalable:
         raise ValueError(
             f"`scale_rewards` is {args.scale_rewards!r} and `baseline` is {name!r}, under which completions have "
             "advantages where all returns are nearly equal: these would be divided by their standard deviation, which "
@@ -142,8 +142,8 @@ def check_options(args: GRPOConfig) -> Baseline:
             "'running'"
             + (f", or choose {', '.join(repr(of.name) for of in BASELINES.values() if of.scalable)}." if many else ".")
         )
-    if args.num_generations == 1 and (problem := _problem_of_one(args, rule)):
-        raise ValueError(f"`num_generations` is 1, and {problem}.")
+    if args.num_generations == 1 and (conflict := _conflict_with_single_completion(args, baseline)):
+        raise ValueError(f"`num_generations` is 1, and {conflict}.")
     together = getattr(args, "keep_groups_together", False)
     if together and args.num_generations and args.per_device_train_batch_size % args.num_generations != 0:
         raise ValueError(
@@ -156,22 +156,23 @@ def check_options(args: GRPOConfig) -> Baseline:
             f"`loss_type` is {args.loss_type!r}: OTBGRPOTrainer is known to be correct with "
             f"{', '.join(map(repr, LOSS_TYPES))} only. Set one of these."
         )
-    return rule
+    return baseline
 
 
-def _problem_of_one(args: GRPOConfig, rule: Baseline) -> str | None:
+def _conflict_with_single_completion(args: GRPOConfig, baseline: Baseline) -> str | None:
     """What does not go with one completion per prompt, and the remedy."""
     if args.multi_objective_aggregation == "normalize_then_sum":
         return (
             "`multi_objective_aggregation` is 'normalize_then_sum', which normalizes rewards within a prompt's "
             "completions. Set 'sum_then_normalize'"
         )
-    if rule.name == "none":
+    if baseline.name == "none":
         return None
-    if rule.scope == "group":
+    if baseline.scope == "group":
         return (
-            f"`baseline` is {rule.name!r}, which compares the completions of a prompt. Choose 'value', 'rloo_pooled', "
-            "'ogb_pooled' or one of your own with `scope='batch'`, which compare prompts, or 'none', or 2 completions"
+            f"`baseline` is {baseline.name!r}, which compares the completions of a prompt. Choose 'value', "
+            "'rloo_pooled', 'ogb_pooled' or one of your own with `scope='batch'`, which compare prompts, or 'none', or "
+            "2 completions"
         )
     if args.generation_batch_size == 1:
         return (

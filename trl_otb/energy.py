@@ -5,7 +5,24 @@ completion, V vocabulary; `mask` is 1 on tokens that the policy generated and 0 
 are from *The Optimal Token Baseline*, https://arxiv.org/abs/2602.07078.
 """
 
+from typing import NamedTuple
+
 import torch
+from torch import Tensor
+
+
+class TokenValues(NamedTuple):
+    """
+    What a forward computes for completions.
+
+    Args:
+        energy, logps (`(B, T)`): w_t and log π(y_t), at the sampling temperature.
+        states (`(B, T, k)`, *optional*): Projected hidden states at the positions that predict the tokens.
+    """
+
+    energy: Tensor
+    logps: Tensor
+    states: Tensor | None
 
 
 def token_energy(logps: torch.Tensor, log_sum_sq_probs: torch.Tensor) -> torch.Tensor:

@@ -1,14 +1,17 @@
 """Metrics of energies, baselines and the gradient's power. Pure torch, with the notation of `trl_otb.energy`."""
 
 import torch
+from torch import Tensor
 
 from .baselines import Completions, Credit
 
 
-STATISTICS = ("tokens", "energy", "advantage", "abs_advantage", "baseline", "power", "power_reference")
+STATISTICS = (
+    "tokens", "energy", "loss_energy", "advantage", "abs_advantage", "baseline", "power", "power_reference"
+)  # fmt: skip
 
 
-def completion_statistics(x: Completions, chosen: Credit, reference: Credit, scale: torch.Tensor) -> torch.Tensor:
+def completion_statistics(x: Completions, chosen: Credit, reference: Credit, scale: Tensor) -> Tensor:
     """
     Args:
         x ([`Completions`]): Completions; without energies, what depends on them is NaN.
@@ -17,23 +20,25 @@ def completion_statistics(x: Completions, chosen: Credit, reference: Credit, sca
         scale (`(B, 1)`): The divisor of both advantages.
 
     Returns:
-        `(B, len(STATISTICS))`, float32: sums over tokens, of w_t A_t² for `power`.
+        `(B, len(STATISTICS))`, float32: sums over tokens, of ρ_t² w_t A_t² for `power`.
     """
-    energy = x.mask.new_full((1, 1), torch.nan).expand_as(x.mask) if x.weights is None else x.weights
-    advantages, others = chosen.advantages / scale, reference.advantages / scale
+    unknown = x.mask.new_full((1, 1), torch.nan).expand_as(x.mask)
+    energy, loss_energy = (unknown if values is None else values for values in (x.energy, x.loss_energy))
+    advantages, of_reference = chosen.advantages / scale, reference.advantages / scale
     columns = {
         "tokens": x.mask.sum(dim=1),
         "energy": energy.sum(dim=1),
+        "loss_energy": loss_energy.sum(dim=1),
         "advantage": (advantages * x.mask).sum(dim=1),
         "abs_advantage": (advantages.abs() * x.mask).sum(dim=1),
         "baseline": (chosen.baselines * x.mask).sum(dim=1),
-        "power": (energy * advantages.square()).sum(dim=1),
-        "power_reference": (energy * others.square()).sum(dim=1),
+        "power": (loss_energy * advantages.square()).sum(dim=1),
+        "power_reference": (loss_energy * of_reference.square()).sum(dim=1),
     }
     return torch.stack([columns[name] for name in STATISTICS], dim=1)
 
 
-def summarize(statistics: torch.Tensor, num_generations: int) -> dict[str, float]:
+def summarize(statistics: Tensor, num_generations: int) -> dict[str, float]:
     """
     Args:
         statistics (`(B, len(STATISTICS))`): Rows of [`completion_statistics`] for whole groups, the N rows of a group
@@ -41,8 +46,8 @@ def summarize(statistics: torch.Tensor, num_generations: int) -> dict[str, float
         num_generations (`int`): N.
 
     Returns:
-        `dict[str, float]`: the metrics in recipes/reference.md, without their `otb/` prefix. Completions without
-        generated tokens (all masked) are excluded. A metric is NaN if it is undefined, as without energies.
+        `dict[str, float]`: the metrics without their `otb/` prefix. Completions without generated tokens (all masked)
+        are excluded. A metric is NaN if it is undefined, as without energies.
     """
     columns = dict(zip(STATISTICS, statistics.unbind(dim=1), strict=True))
     tokens = columns["tokens"]
@@ -54,8 +59,8 @@ def summarize(statistics: torch.Tensor, num_generations: int) -> dict[str, float
     lone_tail = (longest[:, 0] - second).sum()
 
     # The number of completions of equal energy that would determine the baseline equally well
-    energy = columns["energy"].view(-1, num_generations)
-    square_of_sum, sum_of_squares = energy.sum(dim=1).square(), energy.square().sum(dim=1)
+    realized_energy = columns["loss_energy"].view(-1, num_generations)
+    square_of_sum, sum_of_squares = realized_energy.sum(dim=1).square(), realized_energy.square().sum(dim=1)
     energetic = sum_of_squares > 0
     effective = (square_of_sum / sum_of_squares.where(energetic, 1.0) * energetic).sum() / energetic.sum()
 
@@ -64,7 +69,7 @@ def summarize(statistics: torch.Tensor, num_generations: int) -> dict[str, float
     ratio = torch.where(reference > 1e-6 * power, power / reference, torch.nan)
     metrics = {
         "energy/token_mean": columns["energy"].sum() / tokens.sum(),
-        "energy/completion_mean": columns["energy"].sum() / completions,
+        "energy/completion_mean": columns["loss_energy"].sum() / completions,
         "energy/effective_completions": effective,
         "baseline/mean": columns["baseline"].sum() / tokens.sum(),
         "advantage/abs_mean": columns["abs_advantage"].sum() / tokens.sum(),

@@ -9,27 +9,19 @@ import torch
 from accelerate.logging import get_logger
 from trl import GRPOConfig, GRPOTrainer
 
-from .baselines import Baseline, Completions, Credit, credit, find_baseline
+from .baselines import Completions
 from .config import OTBGRPOConfig, check_options
-from .metrics import STATISTICS, completion_statistics, summarize
+from .metrics import STATISTICS, summarize
 from .noise import GradientNoiseCallback
 from .rollout import Rollout, Rollouts, prompt_keys
-from .seam.contract import (
-    GRPO,
-    LOSS,
-    check_config,
-    check_forward,
-    check_subclass,
-    incompatible_trl,
-    overriders,
-    trl_utils,
-)
+from .run_baseline import Processes, RunBaseline, Step
+from .seam.contract import GRPO, LOSS, BrokenContract, check_config, check_forward, check_subclass, trl_utils
 from .seam.forwards import PolicyRecorder, scores_anyway, values_of_batch
 from .seam.loss import TokenLoss
 from .seam.rollouts import groups_kept_together, recorded_rewards, rollout_of
 from .seam.sampled import SampledTurns
 from .seam.tool_turns import CollectiveToolLoop
-from .state import KeepsBaseline, RunningScale
+from .state import KeepsBaseline
 
 
 logger = get_logger(__name__)
@@ -52,7 +44,9 @@ class OTBGRPOTrainer(KeepsBaseline, CollectiveToolLoop, TokenLoss):
             baseline.
 
     To combine it with your own subclass of [`~trl.GRPOTrainer`]: `class Mine(OTBGRPOTrainer, Theirs)`. A loss of your
-    own sets `takes_token_advantages = True` in its class if it supports advantages of shape `(B, T)`.
+    own sets `takes_token_advantages = True` in its class if it supports advantages of shape `(B, T)`. A
+    `_generate_and_score_completions` of your own returns the rewarded completions in order, with GRPOTrainer's
+    advantages; change rewards in `_calculate_rewards`.
 
     Raises an `ImportError` if a part of TRL has moved, a `TypeError` if a subclass's loss is not known to take
     advantages per token, and a `ValueError` if an option conflicts with the baseline.
@@ -63,8 +57,10 @@ class OTBGRPOTrainer(KeepsBaseline, CollectiveToolLoop, TokenLoss):
     _paper = {  # noqa: RUF012
         "title": "The Optimal Token Baseline: Variance Reduction for Long-Horizon LLM-RL",
         "id": "2602.07078",
-        "citation": "@article{li2026optimal,\n    title = {{The Optimal Token Baseline: Variance Reduction for "
-        "Long-Horizon LLM-RL}},\n    author = {Li and others},\n    year = 2026,\n    eprint = {arXiv:2602.07078},\n}",
+        "citation": "@inproceedings{li2026optimal,\n    title = {{The Optimal Token Baseline: Variance Reduction for "
+        "Long-Horizon LLM-RL}},\n    author = {Li, Yingru and others},\n    booktitle = {Proceedings of the 43rd "
+        "International Conference on Machine Learning},\n    series = {PMLR},\n    volume = 306,\n    pages = "
+        "{71553--71575},\n    year = 2026,\n    eprint = {arXiv:2602.07078},\n}",
     }
 
     def __init__(
@@ -78,20 +74,21 @@ class OTBGRPOTrainer(KeepsBaseline, CollectiveToolLoop, TokenLoss):
             args = OTBGRPOConfig(f"{name.rstrip('/').split('/')[-1]}-OTB")
         if not isinstance(args, GRPOConfig):
             raise TypeError(f"`args` is a {type(args).__name__}: OTBGRPOTrainer takes an OTBGRPOConfig.")
-        self._baseline: Baseline = check_options(args).instance()
+        self.baseline = RunBaseline(check_options(args), running_scale=args.scale_rewards == "running")
         self.rollouts: dict[str, Rollout] = Rollouts()  # the latest one of each mode, "train" and "eval"
         self.energy_source: str | None = None  # of the latest rollout in training
-        self.needs = self._baseline.needs  # what rollouts are to hold; more during a comparison
+        self.needs = self.baseline.entry.needs  # what rollouts are to hold; more during a comparison
         names = list(inspect.signature(GRPOTrainer.__init__).parameters)[4:]
         super().__init__(model, reward_funcs, args=args, **dict(zip(names, other_args, strict=False)), **kwargs)
         GRPO.check_attributes("GRPOTrainer", self)
         if self.scale_rewards == "running":
-            self.scale_rewards, self.running_scale = "none", RunningScale()  # GRPOTrainer's own are not scaled
-        check_subclass(type(self), self._baseline.name, self._baseline.per_token)
+            self.scale_rewards = "none"  # of GRPOTrainer's own advantages
+        entry = self.baseline.entry
+        check_subclass(type(self), entry.name, entry.per_token)
         self.recorder = PolicyRecorder(self.policy, self.temperature, self.args.cast_lm_head_to_fp32)
-        if self._baseline.scope == "batch" and self.num_generations > 1 and self.prompts_per_batch < 3:
+        if entry.scope == "batch" and self.num_generations > 1 and self.prompts_per_batch < 3:
             logger.warning(
-                f"`baseline` is {self._baseline.name!r}, which pools prompts, and a generation batch has "
+                f"`baseline` is {entry.name!r}, which pools prompts, and a generation batch has "
                 f"{self.prompts_per_batch}: with fewer than 3 nothing is pooled. Use more prompts, or choose 'rloo' or "
                 "'ogb_loo'."
             )
@@ -105,10 +102,10 @@ class OTBGRPOTrainer(KeepsBaseline, CollectiveToolLoop, TokenLoss):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """[`~trl.GRPOTrainer`]'s `train`; raises a `ValueError` if the dataset is too small for a single step."""
-        if (now := check_options(self.args)).name != self._baseline.name:
+        if (now := check_options(self.args).name) != (kept := self.baseline.entry.name):
             raise ValueError(
-                f"`args.baseline` was set to {now.name!r} after the trainer was made with {self._baseline.name!r}, "
-                "which it keeps. Make a new trainer."
+                f"`args.baseline` was set to {now!r} after the trainer was made with {kept!r}, which it keeps. Make "
+                "a new trainer."
             )
         before = self.rollouts.get("train")
         with GradientNoiseCallback.set_in(self, trainer=self):
@@ -129,62 +126,47 @@ class OTBGRPOTrainer(KeepsBaseline, CollectiveToolLoop, TokenLoss):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         mode = "train" if self.model.training else "eval"  # which a reward function may change
         rollout, completions, batch = self.collect(inputs)
-        rule, several = self._baseline, self.accelerator.num_processes > 1
-        if self.running_scale is not None:
-            rollout.scale *= self.running_scale.of(rollout.returns_of_all, rollout.num_generations, mode == "train")
-        spanning = len(rollout) % rollout.num_generations > 0  # groups span processes
-
-        def credited(by: Baseline) -> Credit:
-            if several and (by.scope == "batch" or spanning):
-                everyone = lambda own, tokens: own.gathered(self.accelerator.gather, tokens)  # noqa: E731
-                own_rows = slice(rollout.first_row, rollout.first_row + len(rollout))
-                return credit(by, completions, everyone, own_rows)
-            return credit(by, completions)
-
-        chosen, of_mean = credited(rule), credited(find_baseline("group_mean"))
-        one = rollout.num_generations == 1
-        of_others = credited(find_baseline("rloo_pooled" if one else "rloo")) if one or rule.unbiased else of_mean
-        advantages = rollout.keep(rule, chosen, of_mean)
-        if rule.name == "group_mean" and self.running_scale is None:  # GRPOTrainer's own advantages, to the bit
-            rollout.advantages = batch["advantages"].unsqueeze(1)
-        else:
-            batch["advantages"] = advantages if rule.per_token else advantages.squeeze(1)
-        statistics = self.accelerator.gather(completion_statistics(completions, chosen, of_others, rollout.scale))
-        metrics = summarize(statistics, rollout.num_generations)
-        if rule.learns and mode == "train":
-            metrics |= rule.learn(completions, chosen.base, self.accelerator.gather)
-            self._has_learned = True
-            if self.state.global_step == 0 and not rule.built_in:
-                rule.state()  # what no checkpoint could keep is an error now
-        for name, value in metrics.items():
-            if not math.isnan(value):  # what is undefined is left out
-                self._metrics[mode][f"otb/{name}"].append(value)
-        if self.num_generations == rollout.num_generations == 1:
-            self._metrics[mode].pop("frac_reward_zero_std", None)  # of groups, of which there are none
-        logged = self._logs["advantages"]  # the completions table, to which GRPOTrainer has added its own
-        for _ in range(min(len(statistics), len(logged))):
-            logged.pop()
-        of_completion = dict(zip(STATISTICS, statistics.unbind(dim=1), strict=True))
-        logged.extend((of_completion["advantage"] / of_completion["tokens"].clamp(min=1)).tolist())
+        processes = Processes(self.accelerator.gather, self.accelerator.num_processes, self.accelerator.process_index)
+        step = self.baseline.step(
+            completions, rollout.scale, processes, returns=rollout.returns_of_all, learn=mode == "train"
+        )
+        uses_trl_advantages = self.baseline.entry.name == "group_mean" and self.baseline.running_scale is None
+        rollout = rollout.credited(step, batch["advantages"] if uses_trl_advantages else None)
         self.rollouts[mode] = rollout
-        return batch
+        self._log_step(mode, step, rollout.num_generations)
+        return batch | {"advantages": rollout.loss_advantages(step.per_token)}
 
     def collect(self, inputs: list[dict[str, Any]]) -> tuple[Rollout, Completions, dict[str, Any]]:
         """Sampled and rewarded completions of `inputs`, one per row: to show, to credit, and as TRL's batch."""
         n = self.num_generations if self.model.training else self.num_generations_eval
         keys = prompt_keys(inputs) if "prompt_key" in self.needs else None
-        turns = SampledTurns() if self.needs_forward and not scores_anyway(self) else None
-        with self.recorder.recording(states="states" in self.needs, turns=turns) as recording:
-            with recorded_rewards(self) as recorders:
-                batch = super()._generate_and_score_completions(inputs)
-        rollout = rollout_of(self, batch, recorders, n)
-        values = values_of_batch(self, batch, rollout.mask, recording)
-        return rollout, rollout.completions(values, batch.get("importance_sampling_ratio"), keys), batch
+        needed = not self.needs.isdisjoint({"energy", "logps", "states"})  # what only a forward computes
+        turns = SampledTurns() if needed and not scores_anyway(self) else None
+        try:
+            with self.recorder.recording(needed=needed, states="states" in self.needs, turns=turns) as recording:
+                with recorded_rewards(self) as recorders:
+                    batch = super()._generate_and_score_completions(inputs)
+            rollout = rollout_of(self, batch, recorders, n)
+            values, source = values_of_batch(self, batch, rollout.mask, recording, self.recorder)
+        except BrokenContract as broken:
+            raise broken.named(self) from None
+        if values is not None and self.energy_source != source:
+            self.energy_source = source
+            logger.info(f"Energies come from {source}.")
+        rollout = rollout.read(values, batch.get("importance_sampling_ratio"))
+        return rollout, rollout.completions(None if values is None else values.states, keys), batch
 
-    @property
-    def needs_forward(self) -> bool:
-        """Whether rollouts are to hold what only a forward of the policy computes."""
-        return not self.needs.isdisjoint({"energy", "logps", "states"})
+    def _log_step(self, mode: str, step: Step, num_generations: int) -> None:
+        for name, value in (summarize(step.statistics, num_generations) | step.learned).items():
+            if not math.isnan(value):  # what is undefined is left out
+                self._metrics[mode][f"otb/{name}"].append(value)
+        if self.num_generations == num_generations == 1:
+            self._metrics[mode].pop("frac_reward_zero_std", None)  # of groups, of which there are none
+        logged = self._logs["advantages"]  # the completions table, to which GRPOTrainer has added its own
+        for _ in range(min(len(step.statistics), len(logged))):
+            logged.pop()
+        of_completion = dict(zip(STATISTICS, step.statistics.unbind(dim=1), strict=True))
+        logged.extend((of_completion["advantage"] / of_completion["tokens"].clamp(min=1)).tolist())
 
     @property
     def keeps_groups_together(self) -> bool:
@@ -211,16 +193,8 @@ class OTBGRPOTrainer(KeepsBaseline, CollectiveToolLoop, TokenLoss):
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss = super().training_step(*args, **kwargs)
         if "train" not in self.rollouts:
-            what = "OTBGRPOTrainer's own `_generate_and_score_completions` is passed by, and with it the baseline"
-            raise self.failure(what, "_generate_and_score_completions", "_prepare_inputs", "training_step")
+            what = "`_generate_and_score_completions` is bypassed, so the baseline is never applied"
+            raise BrokenContract(what, "_generate_and_score_completions", "_prepare_inputs", "training_step").named(
+                self
+            )
         return loss
-
-    def failure(self, what: str, *methods: str) -> Exception:
-        """A `TypeError` if a user's class overrides one of `methods`; an `ImportError` if TRL has changed."""
-        theirs = overriders(self, methods)
-        if not theirs:
-            return incompatible_trl(what)
-        return TypeError(
-            f"{what[:1].upper()}{what[1:]}. In `{type(self).__name__}`, look at {', '.join(theirs)}; "
-            "recipes/reference.md lists what OTBGRPOTrainer needs from such a class."
-        )

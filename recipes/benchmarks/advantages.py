@@ -18,11 +18,12 @@ import torch
 from torch.utils.benchmark import Timer
 
 from recipes.benchmarks import allocated
-from trl_otb.baselines import BASELINES, Baseline, credit
-from trl_otb.metrics import completion_statistics, summarize
+from trl_otb.baselines import BASELINES
+from trl_otb.energy import TokenValues
+from trl_otb.metrics import summarize
 from trl_otb.rollout import Rollout
-from trl_otb.seam.forwards import NUMBERS
-from trl_otb.seam.sampled import TokenValues
+from trl_otb.run_baseline import RunBaseline
+from trl_otb.seam.forwards import PROJECTED_SIZE
 
 
 SIZES = [(64, 2048), (1024, 2048), (1024, 8192), (1024, 32768)]
@@ -37,20 +38,17 @@ def inputs_of(rows: int, length: int, device: str, states: bool) -> list[torch.T
     mask = (position < ends) & ~((position >= begin) & (position < begin + length // 8))
     energy = torch.rand(rows, length, generator=g)
     found = [torch.randn(rows, generator=g), energy, mask.long(), -energy]
-    return [x.to(device) for x in [*found, *([torch.rand(rows, length, NUMBERS, generator=g)] if states else [])]]
+    found += [torch.rand(rows, length, PROJECTED_SIZE, generator=g)] if states else []
+    return [x.to(device) for x in found]
 
 
-def training_step(rule: Baseline, rewards, energy, mask, logps, states=None) -> Rollout:
+def training_step(baseline: RunBaseline, rewards, energy, mask, logps, states=None) -> Rollout:
     """Everything that a step does after the energies are known."""
     rollout = Rollout(mask, mask, mask, mask, mask, N, rewards, torch.ones_like(rewards)[:, None])
-    x = rollout.completions(TokenValues(energy, logps, states), None, None)
-    found, of_mean = credit(rule, x), credit(BASELINES["group_mean"], x)
-    of_others = credit(BASELINES["rloo"], x) if rule.unbiased else of_mean
-    rollout.keep(rule, found, of_mean)
-    summarize(completion_statistics(x, found, of_others, rollout.scale), N)
-    if rule.learns:
-        rule.learn(x, found.base, lambda values: values)
-    return rollout
+    rollout = rollout.read(TokenValues(energy, logps, states), None)
+    step = baseline.step(rollout.completions(states), rollout.scale, learn=True)
+    summarize(step.statistics, N)
+    return rollout.credited(step)
 
 
 def peak_and_kept(function, *inputs) -> tuple[int, int]:
@@ -80,9 +78,9 @@ def main(argv):
         columns = ["ms", "ns per token", "B per token beyond kept"]
         table = pandas.DataFrame(columns=columns, dtype=float)
         for baseline in args.baselines:
-            rule = BASELINES[baseline].instance()
-            inputs = inputs_of(rows, length, args.device, "states" in rule.needs)
-            step = partial(training_step, rule)
+            entry = BASELINES[baseline]
+            inputs = inputs_of(rows, length, args.device, "states" in entry.needs)
+            step = partial(training_step, RunBaseline(entry))
             timer = Timer("step(*inputs)", globals=locals(), num_threads=torch.get_num_threads())
             seconds, (peak, kept) = timer.timeit(args.repeats).mean, peak_and_kept(step, *inputs)
             table.loc[baseline] = [1e3 * seconds, *(x / (rows * length) for x in (1e9 * seconds, peak - kept))]

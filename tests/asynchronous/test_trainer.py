@@ -143,7 +143,7 @@ def test_every_baseline_trains_under_every_option(train_async, baseline, name):
     steps = trainer.state.global_step
     for name in ("effective_sample_share", "advantage/abs_mean", "staleness"):
         assert len(logged(trainer, f"otb/{name}")) == steps
-    assert baseline != "value" or (trainer._baseline.rule._batches >= 1 and trainer.trained_baseline is not None)
+    assert baseline != "value" or (trainer.baseline.entry.estimator._batches >= 1 and trainer.baseline.has_learned)
 
 
 class Watched(AsyncOTBGRPOTrainer):
@@ -189,7 +189,7 @@ def test_read_values_match_plain_forwards(train_async, model_path, stamps):
         torch.testing.assert_close(read.energy, energy, atol=2e-5, rtol=0)
         rewards = groups[sample.group_id]
         others = (sum(rewards) - sample.metrics["reward"]) / 3
-        assert read.base.item() == pytest.approx(others, abs=1e-6) and read.group.item() == sample.group_id
+        assert read.b0.item() == pytest.approx(others, abs=1e-6) and read.group.item() == sample.group_id
 
 
 def each_token(trainer):
@@ -237,7 +237,7 @@ def test_ratios_weight_learning_not_predictions(train_async, ratio):
     two.train()
     torch.testing.assert_close(one.advantages[-1], two.advantages[-1], atol=1e-4, rtol=0)  # all weights are alike
     for a, b in zip(one.samples, two.samples, strict=True):
-        torch.testing.assert_close(b.weights, ratio**2 * a.weights, rtol=1e-3, atol=1e-6)
+        torch.testing.assert_close(b.loss_energy, ratio**2 * a.loss_energy, rtol=1e-3, atol=1e-6)
         assert torch.equal(a.energy, b.energy)
     assert logged(two, "ratio")[0] == pytest.approx(ratio, rel=1e-3)
     assert logged(two, "otb/effective_sample_share")[0] == pytest.approx(1.0, rel=1e-3)
@@ -280,8 +280,8 @@ def test_one_completion_uses_earlier_returns(train_async):
     assert (trainer.advantages[0] == 0).all()  # nothing is known
     first, second = (trainer.samples[i : i + 16] for i in (0, 16))
     mean = torch.stack([sample.returns for sample in first]).mean().item()
-    assert {round(sample.base.item(), 6) for sample in second} == {round(mean, 6)}
-    assert trainer.advantages[1].abs().max() > 0.01 and trainer._baseline.rule._batches > 1
+    assert {round(sample.b0.item(), 6) for sample in second} == {round(mean, 6)}
+    assert trainer.advantages[1].abs().max() > 0.01 and trainer.baseline.entry.estimator._batches > 1
 
 
 @pytest.mark.parametrize(("micro_batches", "expected"), [(1, [0, 1, 1]), (2, [0, 0.5, 0.5])])
@@ -307,7 +307,7 @@ def test_forked_rows_share_base_and_wait(train_async):
     assert {*map(len, of_group)} == {5, 6}
     for samples in of_group:
         returns = {round(float(s.returns), 6) for s in samples}
-        bases = {(round(float(s.returns), 6), round(float(s.base), 6)) for s in samples}
+        bases = {(round(float(s.returns), 6), round(float(s.b0), 6)) for s in samples}
         assert len(bases) == len(returns)  # rows of one conversation have one return and one base
     learned = [group for _, groups in trainer.learned for group in groups]
     assert len(learned) == len({*learned}) > 6
@@ -360,7 +360,7 @@ def test_incomplete_worker_is_named(train_async, missing):
     )
     for trainer in trainers:
         trainer.rollout_worker.change = change
-    with pytest.raises(ValueError, match="a group without its reward .*`trl_otb.experimental.async_grpo.worker.stamped`"):
+    with pytest.raises(ValueError, match="a group without its reward .*async_grpo.worker.stamped`"):
         trainers[0].train()
     trainers[1].train()  # TRL's own advantages
 
@@ -456,7 +456,7 @@ def test_learned_state_is_in_checkpoints(train_async, tmp_path):
     resumed = train_async(train=False, **run | {"max_steps": 3})
     resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
     assert torch.equal(resumed.recorder.projection, first.recorder.projection)
-    assert resumed._baseline.rule._batches == pytest.approx(1 + 0.9 * first._baseline.rule._batches)
+    assert resumed.baseline.entry.estimator._batches == pytest.approx(1 + 0.9 * first.baseline.entry.estimator._batches)
     assert resumed._earlier[1] > first._earlier[1]
 
 

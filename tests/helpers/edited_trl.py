@@ -12,23 +12,25 @@ import trl
 
 GRPO = "trainer/grpo_trainer.py"
 ASYNC = "experimental/async_grpo"
+PRODUCT = "per_token_loss1 = coef_1 * advantages"
+TURN = "_generate_single_turn(self, prompt_ids,"
+ASYNC_TRAINER = f"{ASYNC}/async_grpo_trainer.py"
+SELECTED = 'advantages = inputs["advantages"][selected]'
 # By name: the file, what it holds, and what stands there instead
 EDITS = {
     "one number per completion": (GRPO, "if advantages.dim() == 1:", "if True:"),
-    "mean instead of a product": (
-        GRPO, "per_token_loss1 = coef_1 * advantages", "per_token_loss1 = coef_1 * advantages.mean(-1, keepdim=True)"
-    ),
+    "mean instead of a product": (GRPO, PRODUCT, PRODUCT + ".mean(-1, keepdim=True)"),
     "renamed ratio": (GRPO, '"importance_sampling_ratio"', '"is_ratio"'),
     "renamed tool mask": (GRPO, '"tool_mask"', '"mask_of_tools"'),
     "renamed old log-probs": (GRPO, '"old_per_token_logps"', '"logps_before"'),
-    "another parameter": (GRPO, "_generate_single_turn(self, prompt_ids, images,", "_generate_single_turn(self, prompt_ids, prompts, images,"),
+    "another parameter": (GRPO, f"{TURN} images,", f"{TURN} prompts, images,"),
     "method gone": (GRPO, "_tool_call_loop(", "_call_tools("),
     "comment": (GRPO, "# Compute the loss\n", "# The loss\n"),
-    "async product": (f"{ASYNC}/async_grpo_trainer.py", "per_token_loss1 = coef_1 * advantages", "per_token_loss1 = coef_1 * advantages.mean()"),
-    "async order": (f"{ASYNC}/async_grpo_trainer.py", 'advantages = inputs["advantages"][selected]', 'advantages = inputs["advantages"][selected] + 0'),
-    "async key": (f"{ASYNC}/async_grpo_trainer.py", '"segment_id"', '"segment"'),
-    "async comment": (f"{ASYNC}/async_grpo_trainer.py", "# DDP/FSDP averages", "# DDP averages"),
-}  # fmt: skip
+    "async product": (ASYNC_TRAINER, PRODUCT, PRODUCT + ".mean()"),
+    "async order": (ASYNC_TRAINER, SELECTED, SELECTED + " + 0"),
+    "async key": (ASYNC_TRAINER, '"segment_id"', '"segment"'),
+    "async comment": (ASYNC_TRAINER, "# DDP/FSDP averages", "# DDP averages"),
+}
 
 
 def edited(folder: Path, edit: str = "", version: str = "") -> Path:

@@ -186,7 +186,7 @@ def case(model: str, folder: str, part: Part) -> dict:
             batch = super()._generate_and_score_completions(inputs)
             if part.energies_from == SAMPLED:
                 mine = self.rollouts["train"]
-                difference = (mine.energy - extra_forward(self, batch, False).energy) * mine.mask
+                difference = (mine.energy - extra_forward(self, batch, False, self.recorder).energy) * mine.mask
                 differences.append(difference.abs().max().item())
             first.setdefault("advantages", batch["advantages"].view(len(batch["advantages"]), -1))
             first.setdefault("energy", self.rollouts["train"].energy)
@@ -232,7 +232,7 @@ def case(model: str, folder: str, part: Part) -> dict:
         "metrics": [{k: v for k, v in entry.items() if k.startswith("otb/")} for entry in log],
         "source": trainer.energy_source,
         "differences": differences,
-        "state": trainer._baseline.state() if trainer._baseline.learns else None,
+        "state": trainer.baseline.entry.state() if trainer.baseline.entry.learns else None,
     }
 
 
@@ -333,7 +333,7 @@ def async_case(model: str, folder: str) -> dict:
     trainer.save_model(os.path.join(folder, "saved"))
     log = [entry for entry in trainer.state.log_history if "loss" in entry]
     metrics = [{k: v for k, v in entry.items() if "otb/" in k or k == "kl"} for entry in log]
-    return {"processes": trainer.accelerator.num_processes, "state": trainer._baseline.state(), "metrics": metrics}
+    return {"processes": trainer.accelerator.num_processes, "state": trainer.baseline.entry.state(), "metrics": metrics}
 
 
 def failing_case(model: str, folder: str) -> dict:

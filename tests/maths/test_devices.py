@@ -6,10 +6,11 @@ from torch.overrides import TorchFunctionMode
 
 from tests.helpers.oracles import ALIGNED, RULES, Rollouts
 from trl_otb.baselines import credit, find_baseline
-from trl_otb.metrics import completion_statistics, summarize
+from trl_otb.energy import TokenValues
+from trl_otb.metrics import summarize
 from trl_otb.rewards import RewardRecorder, TokenRewards
 from trl_otb.rollout import Rollout
-from trl_otb.seam.sampled import TokenValues
+from trl_otb.run_baseline import RunBaseline
 
 
 READ = [getattr(torch.Tensor, name) for name in ("item", "tolist", "cpu", "__int__", "__float__")]
@@ -68,7 +69,7 @@ def test_advantages_stay_on_their_device(x, baseline, alignment, dense):
 def test_every_declared_need_arrives(x, mode, tool_output, dense):
     def own(c):
         read = c.logps + c.states.sum(-1) + c.prompt_key + c.prompt.unsqueeze(1)
-        return c.mean(read + c.energy + c.weights + c.total_energy + c.lengths + c.scored + c.members)
+        return c.mean(read + c.energy + c.loss_energy + c.total_energy + c.lengths + c.scored + c.members)
 
     x.rewards = x.energy if dense else x.rewards
     mode.decides = tool_output
@@ -80,21 +81,18 @@ def test_every_declared_need_arrives(x, mode, tool_output, dense):
 @pytest.mark.parametrize("dense", [False, True], ids=["terminal", "dense"])
 @pytest.mark.parametrize("baseline", [name for name, rule in RULES.items() if isinstance(rule, str)])
 def test_a_rollout_from_energies_to_metrics(x, baseline, dense):
-    rule = find_baseline(baseline).instance()
+    run = RunBaseline(find_baseline(baseline))
     rollout = Rollout(*[x.mask] * 5, x.n, x.energy if dense else x.rewards, torch.ones_like(x.rewards).unsqueeze(1))
-    values = TokenValues(x.energy, x.energy, x.more["states"])
-    own = rollout.completions(values, x.ratios, x.more["prompt_key"])
-    found, of_mean = credit(rule, own), credit(find_baseline("group_mean"), own)
-    rollout.keep(rule, found, of_mean)
-    statistics = completion_statistics(own, found, of_mean, rollout.scale)
-    assert rollout.advantages.is_meta and statistics.is_meta
-    assert "grad_power" in summarize(statistics, x.n)
+    rollout = rollout.read(TokenValues(x.energy, x.energy, x.more["states"]), x.ratios)
+    local = rollout.completions(x.more["states"], x.more["prompt_key"])
+    step = run.step(local, rollout.scale, learn=True)
+    rollout = rollout.credited(step)
+    assert rollout.advantages.is_meta and rollout.baselines.is_meta and step.statistics.is_meta
+    assert "grad_power" in summarize(step.statistics, x.n)
     if baseline == "value":
-        assert {"value/explained", "value/weight", "value/restarted"} == {
-            *rule.learn(own, found.base, lambda values: values)
-        }
-        rule.rule.theta, rule.rule.weight = torch.ones(9 + 2 * 4), 0.5
-        assert all(values.is_meta for values in credit(rule, own))
+        assert {"value/explained", "value/weight", "value/restarted"} == {*step.learned}
+        run.entry.estimator.theta, run.entry.estimator.weight = torch.ones(9 + 2 * 4), 0.5
+        assert run.step(local, rollout.scale).advantages.is_meta
 
 
 def test_rewards_of_tokens(x):

@@ -40,12 +40,12 @@ def test_crediting_and_measuring_take_little(baseline):
 def test_predicting_and_learning_take_little():
     x = completions(logps=-torch.rand(ROWS, LENGTH), states=torch.randn(ROWS, LENGTH, 32))
     rule = find_baseline("value").instance()
-    rule.rule.update(x, rule.rule(x), lambda values: values)
-    rule.rule.weight = 1.0
+    rule.estimator.update(x, rule.estimator(x), lambda values: values)
+    rule.estimator.weight = 1.0
 
     def score():
         found = credit(rule, x)
-        rule.rule.update(x, found.base, lambda values: values)
+        rule.estimator.update(x, found.b0, lambda values: values)
         return found
 
     peak, kept = peak_and_kept(score)

@@ -27,7 +27,7 @@ def plain_mean(x):
 def test_baselines_have_docstring_and_oracle():
     assert {*RULES} <= {*WEIGHTS}
     for entry in map(find_baseline, BASELINES):
-        docstring = entry.rule.__doc__
+        docstring = entry.estimator.__doc__
         assert "B" in docstring and "ω" not in entry.summary and entry.summary.startswith("Per ")
         assert "biased" in docstring.lower(), f"{entry.name} does not say whether it is biased"
 
@@ -126,7 +126,7 @@ def test_a_name_is_given_once():
         trl_otb.register_baseline("mine")(plain_mean)
 
 
-@pytest.mark.parametrize("name", ["energy", "weights", "logps", "states", "prompt_key"])
+@pytest.mark.parametrize("name", ["energy", "loss_energy", "logps", "states", "prompt_key"])
 def test_undeclared_needs_cannot_be_read(name):
     trl_otb.register_baseline("mine", needs=())(lambda x: x.mean(x.need(name)))
     with pytest.raises(ValueError, match=f"reads `{name}`, which is not there"):
@@ -178,10 +178,10 @@ def test_trainers_get_instances_with_class_flags():
     trl_otb.register_baseline("mine", needs=(), scope="batch", unbiased=True)(Learns)
     entry = find_baseline("mine")
     one, two = entry.instance(), entry.instance()
-    assert isinstance(one.rule, Learns) and one.rule is not two.rule and one.learns and not one.adjusts
-    of_instance = find_baseline(one.rule)
-    assert of_instance.rule is one.rule and (of_instance.scope, of_instance.unbiased) == ("batch", True)
-    assert of_instance.instance().rule is one.rule
+    assert isinstance(one.estimator, Learns) and one.estimator is not two.estimator and one.learns and not one.adjusts
+    of_instance = find_baseline(one.estimator)
+    assert of_instance.estimator is one.estimator and (of_instance.scope, of_instance.unbiased) == ("batch", True)
+    assert of_instance.instance().estimator is one.estimator
     assert find_baseline("value").adjusts and find_baseline("value").instance().adjusts
 
 
@@ -195,7 +195,7 @@ def test_base_may_be_per_token():
         return own.gathered(lambda values: torch.cat([values, values]), tokens)
 
     found = credit(find_baseline("mine").instance(), x.completions(), twice, slice(12, 24))
-    assert found.base.shape == found.advantages.shape == (12, 12)
+    assert found.b0.shape == found.advantages.shape == (12, 12)
 
 
 def test_what_an_update_returns_is_numbers():

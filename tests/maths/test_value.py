@@ -32,7 +32,7 @@ class Batch:
     def power(self, baseline):
         """Of a baseline, or of what `value` says."""
         baseline = self.baseline(baseline) if isinstance(baseline, Value) else baseline
-        return (self.x.weights * (self.x.returns - baseline).square()).sum().item()
+        return (self.x.loss_energy * (self.x.returns - baseline).square()).sum().item()
 
 
 class Task:
@@ -110,7 +110,7 @@ class OnRloo(Value):
     """On a B0 that compares no prompts; 0 for N = 1."""
 
     def __call__(self, x):
-        return BASELINES["rloo"].rule(x)
+        return BASELINES["rloo"].estimator(x)
 
 
 @pytest.mark.parametrize("sampler", [None, "other"])
@@ -127,7 +127,7 @@ def test_fixed_theta_is_unbiased(n, sampler):
     value = OnRloo()
     value.theta, value.weight = torch.randn(9 + 2 * V, generator=torch.Generator().manual_seed(0)), 0.7
     value._returns_seen = (-10.0, 10.0)
-    rule = replace(BASELINES["value"], rule=value)
+    rule = replace(BASELINES["value"], estimator=value)
     # A state that predicts token t: the tokens before it
     tokens = torch.tensor([[*history, 0, 0][:3] for history, _, _ in policy.completions])
     before = torch.nn.functional.one_hot(tokens, V).float() * policy.mask.unsqueeze(2)
@@ -308,7 +308,7 @@ def test_rewards_along_the_way_are_read():
 def test_ratios_weight_only_learning():
     value, other, task = learnt(), learnt(), Task(100)
     ratio = 0.5 + torch.rand(len(task.mask), 1, generator=torch.Generator().manual_seed(0))
-    plain, weighted = task.batch(), task.batch(weights=ratio.square() * task.energy)
+    plain, weighted = task.batch(), task.batch(loss_energy=ratio.square() * task.energy)
     assert torch.equal(weighted.baseline(value), plain.baseline(value))
     explained = 1 - of_batches([weighted], value)
     plain.teach(value)
@@ -337,8 +337,8 @@ def test_tool_output_and_unscored_teach_nothing(broken):
 
 def test_blocks_change_nothing_but_rounding(monkeypatch):
     batch, found = Task(100).batch(), []
-    for block in (module.BLOCK, 2 * T * N):
-        monkeypatch.setattr(module, "BLOCK", block)
+    for block in (module.FEATURE_BLOCK, 2 * T * N):
+        monkeypatch.setattr(module, "FEATURE_BLOCK", block)
         value = learnt()
         before = batch.baseline(value)
         batch.teach(value)

@@ -43,7 +43,7 @@ def test_run_resumes_and_names_used_folder(run_async, capsys):
         run_async()
     assert "holds a run already" in capsys.readouterr().err
     trainer, _ = run_async("--resume_from_checkpoint", "latest", "--max_steps", "3")
-    assert trainer.state.global_step == 3 and trainer.trained_baseline is not None
+    assert trainer.state.global_step == 3 and trainer.baseline.has_learned
 
 
 @pytest.mark.parametrize(

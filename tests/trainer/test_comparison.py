@@ -172,8 +172,8 @@ def test_groups_meet_those_of_other_prompts(sampled, one_partition, baseline, pe
     trainer, pool, rows = sampled
     rule = BASELINES[baseline].instance()
     if baseline == "value":  # that has learned something
-        rule.rule.theta = 0.1 * torch.randn(9 + 2 * 3, generator=torch.Generator().manual_seed(0))
-        rule.rule.weight, rule.rule._returns_seen = 0.7, (-3.0, 3.0)
+        rule.estimator.theta = 0.1 * torch.randn(9 + 2 * 3, generator=torch.Generator().manual_seed(0))
+        rule.estimator.weight, rule.estimator._returns_seen = 0.7, (-3.0, 3.0)
     others = [[rewarded(10 * batch + prompt, per_token) for prompt in range(3)] for batch in range(2)]
     rewards = pool.returns[:, 0]
     if per_token:
@@ -256,7 +256,7 @@ def test_baselines_learn_from_other_prompts(train, calls_of_prompt_moments):
     compare_baselines(train(train=False), **SMALL | {"baselines": ["learner"]})  # 2 prompts a batch
     measured = {int(pool.prompt_key[0]) for pool, _, _ in calls_of_prompt_moments}
     for _, rules, beside in calls_of_prompt_moments:
-        seen = rules["learner"].rule.seen
+        seen = rules["learner"].estimator.seen
         assert [len(keys) for keys in seen] == [2 * 4] * 8 and measured.isdisjoint(chain(*seen))
         assert len({key for keys in seen for key in keys}) == 5  # of 8 there are
         assert len(measured) == 3 and [len(batch) for batch in beside[4]] == [1] * 3
@@ -270,13 +270,13 @@ def test_baselines_learn_from_other_prompts(train, calls_of_prompt_moments):
 
 def test_value_is_measured_as_trained(train, calls_of_prompt_moments):
     own = train(baseline="value", max_steps=3)
-    state = own._baseline.rule.theta.clone()
+    state = own.baseline.entry.estimator.theta.clone()
     as_trained = compare_baselines(own, **SMALL | {"baselines": ["value"]})
-    trained = calls_of_prompt_moments[-1][1]["value"].rule
-    assert trained is not own._baseline.rule
-    assert all(torch.equal(rule.theta, state) for rule in (trained, own._baseline.rule))
+    trained = calls_of_prompt_moments[-1][1]["value"].estimator
+    assert trained is not own.baseline.entry.estimator
+    assert all(torch.equal(rule.theta, state) for rule in (trained, own.baseline.entry.estimator))
     report = compare_baselines(train(train=False), **SMALL | {"baselines": ["value"]})
-    assert not torch.equal(calls_of_prompt_moments[-1][1]["value"].rule.theta, state)
+    assert not torch.equal(calls_of_prompt_moments[-1][1]["value"].estimator.theta, state)
     assert all(math.isfinite(row.noise_over_group_mean.value) for row in report.comparisons)
     # While it learned in the comparison
     assert as_trained.learned == {} and "explained" not in repr(as_trained)
@@ -404,7 +404,7 @@ def test_tools(train, monkeypatch, calls_of_prompt_moments, rewards):
 
 @pytest.mark.usefixtures("registry")
 def test_own_baseline_equals_built_in(train):
-    register_baseline("mine", needs=(), per_token=False, unbiased=True)(lambda x: BASELINES["rloo"].rule(x))
+    register_baseline("mine", needs=(), per_token=False, unbiased=True)(lambda x: BASELINES["rloo"].estimator(x))
     report = compare_baselines(train(train=False), **SMALL | {"baselines": ["mine", "rloo"]})
     mine, rloo = (next(row for row in report.at() if row.name == name) for name in ("mine", "rloo"))
     assert replace(mine, name="rloo") == rloo and mine.unbiased

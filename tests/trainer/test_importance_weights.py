@@ -125,7 +125,7 @@ def test_ratios_affect_values_learning_only(mode, model_path, tmp_path, monkeypa
             train_dataset=tiny.prompts(),
         )
         if memory is not None:
-            trainer._baseline.rule.load_state_dict(memory)
+            trainer.baseline.entry.estimator.load_state_dict(memory)
         trainer.train()
         return trainer
 
@@ -140,7 +140,7 @@ def test_ratios_affect_values_learning_only(mode, model_path, tmp_path, monkeypa
     assert (rollout.energy - other.energy)[mask].abs().max() > 1e-3
     assert torch.equal(rollout.baselines[mask], other.baselines[mask])
     assert predicted(rollout).abs().max() > 1e-3
-    sums, others = (trainer._baseline.state()["_sums"]["φφ"] for trainer in (one, two))
+    sums, others = (trainer.baseline.entry.state()["_sums"]["φφ"] for trainer in (one, two))
     assert not torch.equal(sums, others)
 
     if mode == "sequence_truncate":  # the gradients of a comparison have no ratios, and so no energies with them

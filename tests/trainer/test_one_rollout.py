@@ -38,7 +38,7 @@ def test_completion_is_compared_across_batch(train, baseline, source):
 def test_it_trains_under_every_setting(train, setting):
     trainer = train(**ONE | {"max_steps": 4} | SETTINGS[setting])
     assert all(p.isfinite().all() for p in weights(trainer).values())
-    assert trainer._baseline.rule._batches > 0 and len(logged(trainer, "otb/value/weight")) > 1
+    assert trainer.baseline.entry.estimator._batches > 0 and len(logged(trainer, "otb/value/weight")) > 1
 
 
 def test_evaluation_may_use_larger_n(train, tmp_path):

@@ -153,7 +153,7 @@ def test_moe_auxiliary_loss(train, tmp_path):
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_own_baseline_trains_as_ours(train, registry, source):
-    register_baseline("own")(lambda x: x.mean(x.weights.cumsum(1) * x.mask, leave_one_out=True))
+    register_baseline("own")(lambda x: x.mean(x.loss_energy.cumsum(1) * x.mask, leave_one_out=True))
     options = {**SGD, **SOURCES[source]}
     ours = train(baseline="otb_loo", **options)
     own = train(baseline="own", **options)

@@ -86,9 +86,7 @@ def test_moved_part_of_trl_is_named(name, how, monkeypatch, model_path, tmp_path
     assert name in str(caught.value) and f"pip install 'trl=={READ['versions']['trl']}'" in str(caught.value)
 
 
-ATTRIBUTES = [
-    (of, owner, name) for of in CONTRACTS for owner, names in of.attributes.items() for name in names.split()
-]
+ATTRIBUTES = [(of, owner, name) for of in CONTRACTS for owner, names in of.attributes.items() for name in names.split()]
 
 
 @pytest.mark.parametrize(("of", "owner", "name"), ATTRIBUTES)

@@ -61,7 +61,7 @@ def test_rollout_keeps_its_initial_mode(train, options):
     trainer = train(OTBGRPOTrainer, baseline="value", reward_funcs=Eval(), train=False, **options)
     know(trainer)
     trainer.train()
-    assert [*trainer.rollouts] == ["train"] and trainer._baseline.rule._batches > 1
+    assert [*trainer.rollouts] == ["train"] and trainer.baseline.entry.estimator._batches > 1
 
 
 class Share:
@@ -121,7 +121,8 @@ def test_another_default_dtype(train, dtype):
         trainer = train(OTBGRPOTrainer, baseline="value")
     finally:
         torch.set_default_dtype(usual)
-    assert trainer._baseline.rule.theta.isfinite().all() and trainer.recorder.projection.dtype == torch.float32
+    assert trainer.baseline.entry.estimator.theta.isfinite().all()
+    assert trainer.recorder.projection.dtype == torch.float32
 
 
 def test_two_trainers_of_one_model_alive(train, model_path):
@@ -242,13 +243,13 @@ def test_trainer_works_after_failed_step(train, place, baseline, monkeypatch):
     def fails(*args, **kwargs):
         raise KeyboardInterrupt
 
-    before = copy.deepcopy(trainer._baseline.rule.__dict__.get("theta")) if baseline == "value" else None
+    before = copy.deepcopy(trainer.baseline.entry.estimator.__dict__.get("theta")) if baseline == "value" else None
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(trainer, place, fails)
         trainer.train()
     assert math.isfinite(trainer.evaluate()["eval_reward"])
     if before is not None and place == "_calculate_rewards":  # a trained baseline is measured as it was trained
-        assert trainer.state.global_step == 0 and torch.equal(trainer.trained_baseline.rule.theta, before)
+        assert trainer.state.global_step == 0 and torch.equal(trainer.baseline.entry.estimator.theta, before)
     few = {"num_prompts": 3, "completions_per_prompt": 16, "group_sizes": [4]}
     assert compare_baselines(trainer, **few, baselines=[baseline]).comparisons
     other = train(OTBGRPOTrainer, model=trainer.model, processing_class=trainer.processing_class, **options)

@@ -40,7 +40,7 @@ def even_at_the_end(completion_ids, **kwargs):
 
 
 def state_of(trainer):
-    return trainer._baseline.state()
+    return trainer.baseline.entry.state()
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def memory(train_value):
 def test_every_layout_gives_the_same_advantages(train_value, memory, layout):
     def one_step(**options):
         trainer = train_value(train=False, **{"max_steps": 1, "learning_rate": 0.0, **options})
-        trainer._baseline.rule.load_state_dict(memory)
+        trainer.baseline.entry.estimator.load_state_dict(memory)
         trainer.train()
         return trainer
 
@@ -95,7 +95,7 @@ def test_mixed_precision_ends_at_the_forward(train_value):
     """States are projected, and baselines formed, in float32."""
     trainer = train_value(train=False, max_steps=2, bf16=True)
     seen = []
-    rule = trainer._baseline.rule
+    rule = trainer.baseline.entry.estimator
     update = rule.update
     rule.update = lambda own, *args: (seen.append(own.states), update(own, *args))[1]
     trainer.train()
@@ -107,7 +107,7 @@ def test_mixed_precision_ends_at_the_forward(train_value):
 def test_states_come_from_two_thirds_depth(train_value, model_path):
     trainer = train_value(train=False, max_steps=1, learning_rate=0.0)
     seen = []
-    trainer._baseline.rule.update = lambda own, base, gather: seen.append(own)
+    trainer.baseline.entry.estimator.update = lambda own, base, gather: seen.append(own)
     trainer.train()
     rollout, (own,) = trainer.rollouts["train"], seen
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
@@ -172,7 +172,7 @@ def test_a_damaged_memory_is_named(train_value, tmp_path, content, message):
 
 def test_evaluation_does_not_change_value(train_value, memory):
     trainer = train_value(train=False, rollout_func=None, eval_dataset=tiny.prompts(), num_generations_eval=2)
-    trainer._baseline.rule.load_state_dict(memory)
+    trainer.baseline.entry.estimator.load_state_dict(memory)
     before = {name: values.clone() for name, values in state_of(trainer)["_sums"].items()}
     trainer.evaluate()
     rollout = trainer.rollouts["eval"]
@@ -188,7 +188,7 @@ def test_a_compiled_model(train_value, memory, options):
 
     def one_step(**more):
         trainer = train_value(train=False, max_steps=1, learning_rate=0.0, **options, **more)
-        trainer._baseline.rule.load_state_dict(memory)
+        trainer.baseline.entry.estimator.load_state_dict(memory)
         trainer.train()
         return trainer.rollouts["train"]
 
@@ -234,16 +234,16 @@ class Counting:
 def test_own_class_gets_batches_once(train, flags, options):
     register_baseline("counting", **flags)(Counting)
     trainer = train(baseline="counting", max_steps=4, save_strategy="steps", save_steps=2, **options)
-    mine = trainer._baseline.rule
+    mine = trainer.baseline.entry.estimator
     rollouts = 4 // trainer.num_iterations
     assert mine.calls == len(mine.updates) == rollouts
     rows, length = trainer.rollouts["train"].mask.shape
     assert mine.updates[-1] == (rows, length if flags.get("per_token", True) else 1)
     assert logged(trainer, "otb/counting/updates")[-1] == rollouts
     again = train(baseline="counting", max_steps=4, train=False, **options)
-    assert again._baseline.rule is not mine  # one for each trainer
+    assert again.baseline.entry.estimator is not mine  # one for each trainer
     again.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-2")
-    assert again._baseline.rule.updates == mine.updates
+    assert again.baseline.entry.estimator.updates == mine.updates
 
 
 @pytest.mark.usefixtures("registry")
@@ -325,7 +325,7 @@ def test_model_without_decoder_uses_body(train_value):
 def test_the_recipe_that_tracks_prompts(train, prompt_tracker):
     run = {"baseline": "recipes.prompt_tracker:PromptTracker", "num_generations": 2, "reward_funcs": even_at_the_end}
     trainer = train(max_steps=4, **run)
-    tracker = trainer._baseline.rule
+    tracker = trainer.baseline.entry.estimator
     assert len(tracker.seen) == 8 == logged(trainer, "otb/prompt_tracker/prompts")[-1]  # twice through the data
     rollout = trainer.rollouts["train"]
     others = rollout.rewards.view(-1, 2).flip(1).reshape(-1, 1)

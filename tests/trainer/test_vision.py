@@ -120,7 +120,7 @@ def test_sampled_forwards_equal_an_extra_one(train_on, pictures):
 
     def compared(self, inputs):
         rollout, x, batch = OTBGRPOTrainer.collect(self, inputs)
-        other = extra_forward(self, batch, True)
+        other = extra_forward(self, batch, True, self.recorder)
         for name in ("energy", "logps", "states"):
             found, expected = getattr(x, name), getattr(other, name)
             mask = rollout.mask if found.dim() == 2 else rollout.mask.unsqueeze(-1)

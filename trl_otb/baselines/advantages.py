@@ -21,71 +21,77 @@ class Credit(NamedTuple):
     Args:
         advantages, baselines (`(B, T)`): A = G − B, which is 0 for completions without a reward and where there is no
             token; and B.
-        base (`(B, T)` or `(B, 1)`): What calling the baseline returned, before its `adjust`.
+        b0 (`(B, T)` or `(B, 1)`): What calling the baseline returned, before its `adjust`.
     """
 
     advantages: Tensor
     baselines: Tensor
-    base: Tensor
+    b0: Tensor
 
 
 def credit(
-    rule: Baseline,
-    own: Completions,
-    everyone: Callable[[Completions, bool], Completions] | None = None,
+    baseline: Baseline,
+    local: Completions,
+    gather_batch: Callable[[Completions, bool], Completions] | None = None,
     rows: slice = slice(None),
+    b0: Tensor | None = None,
 ) -> Credit:
     """
-    The advantages of `own`, this process's completions, with all that `rule.needs`. If rows that the rule must see
-    together are elsewhere, such as on other processes, `everyone` adds them to `own` (its second argument says whether
-    the rule compares tokens), and `rows` is the place of `own` among all. A `ValueError` is raised if a user's
-    baseline returned values that are not finite or of the wrong shape.
+    The advantages of `local`, this process's completions, with all that `baseline.needs`. If rows that the baseline
+    must see together are elsewhere, such as on other processes, `gather_batch` adds them to `local` (its second
+    argument says whether the baseline compares tokens), and `rows` is the place of `local` among all. `b0`, if it is
+    known, replaces the baseline's call. A `ValueError` is raised if a user's baseline returned values that are not
+    finite or of the wrong shape.
     """
-    if not rule.per_token:
-        own = own.totals()
-    if rule.scope == "group" and everyone is None and rule.per_token:
-        parts = [_credit(rule, block, block) for block in own.blocks(BLOCK)]
+    if not baseline.per_token:
+        local = local.totals()
+    if baseline.scope == "group" and gather_batch is None and baseline.per_token and b0 is None:
+        parts = [_credit(baseline, block, _b0(baseline, block)) for block in local.blocks(BLOCK)]
         return parts[0] if len(parts) == 1 else Credit(*map(torch.cat, zip(*parts, strict=True)))
-    return _credit(rule, own, own if everyone is None else everyone(own, not rule.adjusts), rows)
+    if b0 is None:
+        batch = local if gather_batch is None else gather_batch(local, not baseline.adjusts)
+        b0 = _b0(baseline, batch)[rows][:, : local.mask.size(1)]
+    return _credit(baseline, local, b0)
 
 
-def _credit(rule: Baseline, own: Completions, everyone: Completions, rows: slice = slice(None)) -> Credit:
-    length = own.mask.size(1)
-    if own.num_generations == 1 and rule.scope == "group":
-        base = torch.zeros_like(own.scored)  # there is nothing to compare
-    else:
-        base = _checked(rule.rule(everyone), rule, everyone)[rows][:, :length]
-    baseline = _checked(rule.rule.adjust(own, base), rule, own) if rule.adjusts else base
-    present = own.mask if rule.per_token else own.scored
-    return Credit((own.returns - baseline) * present, baseline, base)
+def _b0(baseline: Baseline, batch: Completions) -> Tensor:
+    if batch.num_generations == 1 and baseline.scope == "group":
+        return torch.zeros_like(batch.scored)  # there is nothing to compare
+    return _checked(baseline.estimator(batch), baseline, batch)
 
 
-def _checked(baseline: Any, rule: Baseline, x: Completions) -> Tensor:
+def _credit(baseline: Baseline, local: Completions, b0: Tensor) -> Credit:
+    subtracted = _checked(baseline.estimator.adjust(local, b0), baseline, local) if baseline.adjusts else b0
+    present = local.mask if baseline.per_token else local.scored
+    return Credit((local.returns - subtracted) * present, subtracted, b0)
+
+
+def _checked(result: Any, baseline: Baseline, x: Completions) -> Tensor:
     """The result of a user's function, broadcast to `(B, T)` or `(B, 1)`; only values at tokens must be finite."""
-    if rule.built_in:
-        return baseline
+    if baseline.built_in:
+        return result
     length = max(x.mask.size(1), x.returns.size(1))  # of other processes there may be returns per token alone
-    shape = (len(x), length if rule.per_token else 1)
+    shape = (len(x), length if baseline.per_token else 1)
     try:
-        baseline = torch.as_tensor(baseline, dtype=torch.float32, device=x.returns.device)
-        baseline = baseline if baseline.shape == (len(x), 1) else baseline.expand(shape)
+        result = torch.as_tensor(result, dtype=torch.float32, device=x.returns.device)
+        result = result if result.shape == (len(x), 1) else result.expand(shape)
     except (RuntimeError, TypeError, ValueError) as error:
-        what = f"shape {tuple(baseline.shape)}" if isinstance(baseline, Tensor) else f"type {type(baseline).__name__}"
+        what = f"shape {tuple(result.shape)}" if isinstance(result, Tensor) else f"type {type(result).__name__}"
         raise ValueError(
-            f"The baseline {rule.name!r} returned a result of {what}: it must be a tensor of real numbers that can be "
-            f"broadcast to {'(B, T)' if rule.per_token else '(B, 1)'} = {shape}."
+            f"The baseline {baseline.name!r} returned a result of {what}: it must be a tensor of real numbers that can "
+            f"be broadcast to {'(B, T)' if baseline.per_token else '(B, 1)'} = {shape}."
         ) from error
-    present = x.mask if rule.per_token else x.scored
-    broken = ~baseline.isfinite() & present.bool()
+    present = x.mask if baseline.per_token else x.scored
+    broken = ~result.isfinite() & present.bool()
     if broken.any():
         row, token = broken.nonzero()[0].tolist()
-        value = baseline.expand(shape)[row, token].item()
+        value = result.expand(shape)[row, token].item()
         raise ValueError(
-            f"The baseline {rule.name!r} returned {value} for completion {row}, token {token}: it must be finite "
+            f"The baseline {baseline.name!r} returned {value} for completion {row}, token {token}: it must be finite "
             "wherever there is a token. A weighted mean whose weights are all 0 is a usual cause; `x.mean` takes the "
             "plain mean there."
         )
-    return baseline.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    return result.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def compute_advantages(
@@ -130,13 +136,16 @@ def compute_advantages(
     _check_shapes(rewards, energy, mask, num_generations, importance_weights)
     if alignment not in ALIGNMENTS:
         raise ValueError(f"`alignment` is {alignment!r}: it must be one of {', '.join(map(repr, ALIGNMENTS))}.")
-    rule, mask, weights = find_baseline(baseline).instance(), mask.bool(), None
-    if "energy" in rule.needs:
-        weights = None if importance_weights is None else importance_weighted(energy, importance_weights)
-        check_energies(energy if weights is None else weights, mask)
-    options: dict[str, Any] = {"alignment": alignment, "weights": weights, **more}
-    x = squeeze(rewards, mask, num_generations, energy=energy if "energy" in rule.needs else None, **options)
-    advantages = credit(rule, x).advantages
+    entry, mask = find_baseline(baseline).instance(), mask.bool()
+    energies: dict[str, Tensor] = {}
+    if "energy" in entry.needs:
+        energies["energy"] = energy
+        if importance_weights is not None:
+            energies["loss_energy"] = importance_weighted(energy, importance_weights)
+        check_energies(energies.get("loss_energy", energy), mask)
+    options: dict[str, Any] = {"alignment": alignment, **energies, **more}
+    x = squeeze(rewards, mask, num_generations, **options)
+    advantages = credit(entry, x).advantages
     return put_back(advantages, mask) if alignment == "generated" else advantages.expand(mask.shape) * mask
 
 

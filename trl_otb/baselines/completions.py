@@ -13,7 +13,7 @@ from ..energy import prefix_sums
 LEAST_WEIGHT = 1e-30  # added to all weights: lost in rounding unless all of them are 0
 # What a baseline may need in addition to returns, mask and lengths
 NEEDS = ("energy", "logps", "states", "prompt_key")
-OF_TOKENS = ("mask", "energy", "weights", "logps", "states")
+OF_TOKENS = ("mask", "energy", "loss_energy", "logps", "states")
 ALIGNMENTS = ("generated", "position")
 
 
@@ -34,9 +34,9 @@ class Completions:
         num_generations (`int`): N.
         prompt (`(B,)`): The index of each row's prompt among the prompts of all processes.
         energy (`(B, T)`, *optional*): w_t, 0 where `mask` is 0.
-        weights (`(B, T)`, *optional*): ρ_t² w_t, the squared score of a token in the loss: `energy`, unless there are
-            importance ratios ρ. A ratio may depend on later tokens: compare completions with `weights`, predict from
-            `energy`.
+        loss_energy (`(B, T)`, *optional*): ρ_t² w_t, the squared score of a token in the loss: `energy`, unless there
+            are importance ratios ρ. A ratio may depend on later tokens: compare completions with `loss_energy`, predict
+            from `energy`.
         logps (`(B, T)`, *optional*): log π(y_t), 0 where `mask` is 0.
         states (`(B, T, k)`, *optional*): The policy's hidden state at the position that predicts the token, from a
             layer at two thirds of the depth, randomly projected to k numbers.
@@ -51,7 +51,7 @@ class Completions:
     num_generations: int
     prompt: Tensor
     energy: Tensor | None = None
-    weights: Tensor | None = None
+    loss_energy: Tensor | None = None
     logps: Tensor | None = None
     states: Tensor | None = None
     prompt_key: Tensor | None = None
@@ -67,7 +67,7 @@ class Completions:
     @property
     def total_energy(self) -> Tensor:
         """`(B, 1)` W_T = Σ_t ρ_t² w_t."""
-        return prefix_sums(self.need("weights"))[:, -1:]  # in order, so that padding does not change rounding
+        return prefix_sums(self.need("loss_energy"))[:, -1:]  # in order, so that padding does not change rounding
 
     def need(self, name: str) -> Tensor:
         """A field that may be missing; a `ValueError` if it is, because the baseline did not ask for it."""
@@ -104,10 +104,11 @@ class Completions:
         return mean.expand(of_groups.shape).reshape(weights.shape)
 
     def totals(self) -> "Completions":
-        """The same completions as one number each, T = 1: whole returns, W_T in the place of energies."""
-        total = None if self.weights is None else self.total_energy
+        """The same completions as one number each, T = 1: whole returns, sums of energies."""
         none = dict.fromkeys(("logps", "states"))
-        return self._with(**none, returns=self.whole_returns, mask=self.members, energy=total, weights=total)
+        in_loss = None if self.loss_energy is None else self.total_energy
+        energy = in_loss if self.energy is self.loss_energy else prefix_sums(self.need("energy"))[:, -1:]
+        return self._with(**none, energy=energy, loss_energy=in_loss, returns=self.whole_returns, mask=self.members)
 
     def rows(self, rows: slice | Tensor, num_generations: int | None = None) -> "Completions":
         """Some rows, by default in groups of the same size."""
@@ -126,14 +127,14 @@ class Completions:
     def gathered(self, gather: Callable[[Tensor], Tensor], tokens: bool) -> "Completions":
         """
         The rows of all processes: `gather` concatenates their tensors, which have one shape; all must call it. Mask
-        and weights are sent if the baseline compares `tokens`; states and log-probs never are.
+        and energies are sent if the baseline compares `tokens`; states and log-probs never are.
         """
         length = int(gather(torch.tensor([self.mask.size(1)], device=self.mask.device)).max())
-        none = dict.fromkeys(("energy", "logps", "states"))
-        own = self._with(**none, weights=self.weights if tokens else None).padded(length)
-        everyone = {name: gather(x) for name, x in own.tensors().items() if tokens or name != "mask"}
-        everyone.setdefault("mask", everyone["scored"] * (everyone["lengths"] > 0))
-        return own._with(**everyone, energy=everyone.get("weights"))
+        unsent = ["logps", "states"] + ["energy"] * (self.energy is self.loss_energy)
+        local = self._with(**dict.fromkeys(unsent if tokens else ("energy", "loss_energy", "logps", "states")))
+        batch = {name: gather(x) for name, x in local.padded(length).tensors().items() if tokens or name != "mask"}
+        batch.setdefault("mask", batch["scored"] * (batch["lengths"] > 0))
+        return local._with(**{"energy": batch.get("loss_energy"), **batch})
 
     def padded(self, length: int) -> "Completions":
         """The same completions with T = `length`; a return keeps its last value."""
@@ -199,7 +200,6 @@ def squeeze(
     *,
     alignment: str = "generated",
     first_row: int = 0,
-    weights: Tensor | None = None,
     prompt_key: Tensor | None = None,
     **of_tokens: Tensor | None,
 ) -> Completions:
@@ -212,8 +212,8 @@ def squeeze(
         alignment (`str`, *optional*): `"position"` leaves tool output in its place, with mask 0, as the reference's
             single-turn form does.
         first_row (`int`, *optional*): The index of the first row among those of all processes.
-        weights, prompt_key, and in `of_tokens` energy, logps and states: As in [`Completions`], before squeezing.
-            Values where `mask` is 0 are ignored and may be NaN.
+        prompt_key, and in `of_tokens` energy, loss_energy, logps and states: As in [`Completions`], before squeezing.
+            Values where `mask` is 0 are ignored and may be NaN. Without `loss_energy`, it is `energy`.
     """
     missing = rewards.isnan() if rewards.dim() == 1 else rewards.isnan().any(1)
     scored = (~missing).float().unsqueeze(1)
@@ -241,8 +241,7 @@ def squeeze(
         last = torch.where(lengths > 0, at_tokens.gather(1, (ends - 1).clamp(min=0)), whole)
         returns = torch.where(columns < ends, at_tokens, last)
     placed = {name: place(values) for name, values in of_tokens.items() if values is not None}
-    if "energy" in placed:
-        placed["energy"] = placed["energy"].float()
+    placed |= {name: placed[name].float() for name in ("energy", "loss_energy") if name in placed}
     return Completions(
         returns=returns.masked_fill(scored == 0, 0.0),
         whole_returns=whole,
@@ -251,9 +250,8 @@ def squeeze(
         lengths=lengths.float(),
         num_generations=num_generations,
         prompt=torch.arange(first_row, first_row + len(mask), device=mask.device) // num_generations,
-        weights=placed.get("energy") if weights is None else place(weights.float()),
         prompt_key=prompt_key,
-        **placed,
+        **{"loss_energy": placed.get("energy"), **placed},
     )
 
 

@@ -5,10 +5,8 @@ from torch import Tensor
 
 from ..energy import prefix_sums
 from .completions import Completions
-from .registry import built_in
 
 
-@built_in(needs={"energy"}, per_token=True)
 def otb(x: Completions, zero_tail: bool = True) -> Tensor:
     """Per token: the group's mean return, weighted by each completion's realized energy up to that token.
 
@@ -19,15 +17,15 @@ def otb(x: Completions, zero_tail: bool = True) -> Tensor:
     norm. Estimated from N completions it need not, since few of them reach a late token.
 
     Bias: biased for finite N, because B contains the completion's own return: A_i = (1 − W_i/ΣW) (G_i − B_{(−i)}).
-    This damps completions of high energy, most of all a lone improbable success (recipes/reference.md).
+    This damps completions of high energy, most of all a lone improbable success.
 
     Where only the longest completion still generates, B = 0, as in the reference implementation, so A = G, even if all
     returns of the group are equal. (With `zero_tail=False`, A = 0.) If all energies are 0, B is the plain mean.
 
     Use it to follow the paper. Do not use it for long completions with one reward at the end, for small groups of very
-    unequal lengths or for rare successes. Evidence: recipes/studies/results/value.json.
+    unequal lengths or for rare successes.
     """
-    baseline = x.mean(prefix_sums(x.need("weights")).mul_(x.mask))
+    baseline = x.mean(prefix_sums(x.need("loss_energy")).mul_(x.mask))
     if not zero_tail:
         return baseline
     columns = torch.arange(1, x.mask.size(1) + 1, device=x.mask.device)
@@ -36,7 +34,6 @@ def otb(x: Completions, zero_tail: bool = True) -> Tensor:
     return x.grouped(baseline).masked_fill(columns > second, 0.0).reshape(baseline.shape)
 
 
-@built_in(needs={"energy"}, per_token=True, unbiased=True)
 def otb_loo(x: Completions) -> Tensor:
     """Per token: `otb` without the completion's own return.
 
@@ -46,12 +43,11 @@ def otb_loo(x: Completions) -> Tensor:
     t-th token B = 0, which is unbiased too.
 
     Use it with rewards per turn or token when a step has few prompts. Do not use it with one reward at the end, where
-    `rloo_pooled` and `value` have less noise. Evidence: recipes/studies/value.md.
+    `rloo_pooled` and `value` have less noise.
     """
-    return x.mean(prefix_sums(x.need("weights")).mul_(x.mask), leave_one_out=True)
+    return x.mean(prefix_sums(x.need("loss_energy")).mul_(x.mask), leave_one_out=True)
 
 
-@built_in(needs={"energy"}, scalable=True)
 def ogb(x: Completions) -> Tensor:
     """Per completion: the mean weighted by total energy W_T.
 
@@ -64,12 +60,11 @@ def ogb(x: Completions) -> Tensor:
     energies are 0, B is the plain mean.
 
     Use it with one reward at the end, when the per-token means of `otb` rest on too few completions. Do not use it for
-    rare successes. Evidence: recipes/studies/value.md.
+    rare successes.
     """
     return x.completion_mean(x.total_energy)
 
 
-@built_in(needs={"energy"}, unbiased=True, scalable=True)
 def ogb_loo(x: Completions) -> Tensor:
     """Per completion: `ogb` without the completion's own return.
 
@@ -82,7 +77,6 @@ def ogb_loo(x: Completions) -> Tensor:
     return x.completion_mean(x.total_energy, leave_one_out=True)
 
 
-@built_in(unbiased=True, scalable=True)
 def rloo(x: Completions) -> Tensor:
     """Per completion: the mean of the other completions' returns.
 
@@ -98,7 +92,6 @@ def rloo(x: Completions) -> Tensor:
     return x.completion_mean(torch.ones_like(x.scored), leave_one_out=True)
 
 
-@built_in(scalable=True)
 def group_mean(x: Completions) -> Tensor:
     """Per completion: the mean of the group's returns, GRPO's own baseline.
 
@@ -113,7 +106,6 @@ def group_mean(x: Completions) -> Tensor:
     return x.completion_mean(torch.ones_like(x.scored))
 
 
-@built_in(unbiased=True)
 def none(x: Completions) -> Tensor:
     """Per completion: nothing.
 

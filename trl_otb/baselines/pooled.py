@@ -3,10 +3,8 @@
 import torch
 
 from .completions import Completions
-from .registry import built_in
 
 
-@built_in(needs={"energy"}, scope="batch", unbiased=True)
 def ogb_pooled(x: Completions) -> torch.Tensor:
     """Per completion: the others' mean weighted by total energy W_T, pooled with the other prompts' mean.
 
@@ -16,8 +14,8 @@ def ogb_pooled(x: Completions) -> torch.Tensor:
     [`partial_pooling`].
 
     Source: this project, after https://arxiv.org/abs/2511.03710, which pools plain means ([`rloo_pooled`]). It assumes
-    that the prompts of a batch are similar enough to predict each other. If they are not, it gains and loses little
-    (tests/maths/test_pooling.py).
+    that the prompts of a batch are similar enough to predict each other. If they are not, it gains and loses
+    little.
 
     Bias: unbiased, since b_(−i), λ and m do not depend on completion i.
 
@@ -26,12 +24,10 @@ def ogb_pooled(x: Completions) -> torch.Tensor:
 
     Use it for N of 2 to 8 and 4 or more prompts per generation batch. Do not use it where high energy marks success,
     as in long games (`rloo_pooled` does as well), or where hidden states predict the return (`value` has less noise).
-    Evidence: recipes/studies/value.md.
     """
     return pooled(x, x.whole_returns, x.total_energy)
 
 
-@built_in(scope="batch", unbiased=True)
 def rloo_pooled(x: Completions) -> torch.Tensor:
     """Per completion: the mean of the others' returns, pooled with the other prompts' mean.
 
@@ -94,25 +90,28 @@ def partial_pooling(left_one_out: torch.Tensor, members: torch.Tensor) -> tuple[
     unit = torch.ldexp(torch.ones_like(left_one_out[:1, :1, :1]), exponent)  # a power of 2: squares stay finite
     left_one_out = left_one_out / unit
     size = members.sum(dim=1, keepdim=True)
-    there, several = (size > 0).float(), (size > 1).float()
-    others = there.sum() - there  # k
+    has_member, has_pair = (size > 0).float(), (size > 1).float()
+    others = has_member.sum() - has_member  # k
 
-    def of_others(values: torch.Tensor, kind: torch.Tensor = there) -> torch.Tensor:
+    def mean_of_other_prompts(values: torch.Tensor, kind: torch.Tensor = has_member) -> torch.Tensor:
         values = values * kind
         return (values.sum(dim=0) - values) / (kind.sum() - kind).clamp(min=1)
 
     centre = (left_one_out * members).sum(dim=1, keepdim=True) / size.clamp(min=1)
     noise = ((left_one_out - centre).square() * members).sum(dim=1, keepdim=True)
     # Relative to their mean, so that squares do not cancel
-    origin = (centre * there).sum(dim=0) / there.sum().clamp(min=1)
-    target, square = of_others(centre - origin), of_others((centre - origin).square())
-    of_one = of_others(noise, several)  # v
-    of_mean = of_others(noise * (size - 1) / size.clamp(min=1))  # u, and of single members that of one completion
-    of_mean = of_mean + of_others(there - several) * of_others(noise * (size - 1).clamp(min=0), several)
+    origin = (centre * has_member).sum(dim=0) / has_member.sum().clamp(min=1)
+    target = mean_of_other_prompts(centre - origin)
+    square = mean_of_other_prompts((centre - origin).square())
+    variance_of_one = mean_of_other_prompts(noise, has_pair)  # v
+    # u, and of single members that of one completion
+    variance_of_mean = mean_of_other_prompts(noise * (size - 1) / size.clamp(min=1))
+    of_pairs = mean_of_other_prompts(noise * (size - 1).clamp(min=0), has_pair)
+    variance_of_mean = variance_of_mean + mean_of_other_prompts(has_member - has_pair) * of_pairs
     about_target = (square - target.square()).clamp(min=0)
-    between = (about_target * others / (others - 1).clamp(min=1) - of_mean).clamp(min=0)  # τ²
+    between = (about_target * others / (others - 1).clamp(min=1) - variance_of_mean).clamp(min=0)  # τ²
     with_own = about_target + (left_one_out - origin - target).square() / (others + 1)  # S²
-    of_target = (between + of_mean + 2 * with_own) / others.clamp(min=1)
-    share = of_one / (of_one + between + of_target).clamp(min=1e-20)
-    share = torch.where(several > 0, share * (others > 1), 1.0)
+    variance_of_target = (between + variance_of_mean + 2 * with_own) / others.clamp(min=1)
+    share = variance_of_one / (variance_of_one + between + variance_of_target).clamp(min=1e-20)
+    share = torch.where(has_pair > 0, share * (others > 1), 1.0)
     return share, torch.where(others > 0, target + origin, 0.0) * unit

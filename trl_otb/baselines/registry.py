@@ -1,4 +1,4 @@
-"""The registry of baselines: their names, what they need, and lookup."""
+"""The baselines by name, what they need, and lookup."""
 
 import difflib
 import importlib
@@ -8,25 +8,59 @@ import os
 import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
-from .completions import NEEDS
+from .completions import NEEDS, Completions
+from .means import group_mean, none, ogb, ogb_loo, otb, otb_loo, rloo
+from .pooled import ogb_pooled, rloo_pooled
+from .value import Value
 
 
-MEMORY = ("update", "state_dict", "load_state_dict")  # methods of a baseline that learns
+Gather = Callable[[Tensor], Tensor]  # concatenates the tensors of all processes, which have one shape; all call it
+
+
+class LearningBaseline(Protocol):
+    """
+    A baseline that learns. Each trainer makes an instance, without arguments. What it learns from a generation batch
+    applies from the next one on, so an unbiased baseline stays unbiased. It may also have
+
+        def adjust(self, local: Completions, b0: Tensor) -> Tensor
+
+    which returns B for the completions of this process, from what each has written so far and from B0, the result of
+    the call. Then the call receives returns and lengths only; energies, log-probs and states are in `local`.
+    """
+
+    def __call__(self, batch: Completions) -> Tensor:
+        """B (or B0), as a function returns it."""
+
+    def update(self, local: Completions, b0: Tensor, gather: Gather) -> dict[str, float] | None:
+        """
+        Learn from a generation batch of training, after its advantages are computed: the completions of this process,
+        and what the call returned for them, `(B, 1)` or `(B, T)`. Numbers that it returns are logged as `otb/<name>/…`.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """What checkpoints hold: tensors, numbers and text."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore it."""
+
+
+LEARNING_METHODS = ("__call__", "update", "state_dict", "load_state_dict")
 
 
 @dataclass(frozen=True)
 class Baseline:
     """
     An entry of `BASELINES`: what [`register_baseline`] was given, and whether the baseline is `built_in`, so that its
-    results are not checked. `rule` is a function, a class, or an instance of one.
+    results are not checked. `estimator` is a function, a class, or an instance of one.
     """
 
     name: str
-    rule: Any
+    estimator: Any
     needs: frozenset[str] = frozenset()
     per_token: bool = False
     scope: str = "group"
@@ -37,25 +71,25 @@ class Baseline:
     @property
     def adjusts(self) -> bool:
         """Whether it depends on each completion's own prefix, in `adjust`."""
-        return hasattr(self.rule, "adjust")
+        return hasattr(self.estimator, "adjust")
 
     @property
     def learns(self) -> bool:
         """Whether it has an `update`."""
-        return hasattr(self.rule, "update")
+        return hasattr(self.estimator, "update")
 
     @property
     def summary(self) -> str:
         """The first line of its docstring."""
-        return (self.rule.__doc__ or "").strip().partition("\n")[0]
+        return (self.estimator.__doc__ or "").strip().partition("\n")[0]
 
     def instance(self) -> "Baseline":
         """The same entry with a class replaced by a new instance."""
-        return replace(self, rule=self.rule()) if isinstance(self.rule, type) else self
+        return replace(self, estimator=self.estimator()) if isinstance(self.estimator, type) else self
 
-    def learn(self, own: Any, base: torch.Tensor, gather: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
+    def learn(self, local: Completions, b0: Tensor, gather: Gather) -> dict[str, float]:
         """Let it learn, and return its metrics as `name/…`."""
-        metrics = self.rule.update(own if self.per_token else own.totals(), base, gather)
+        metrics = self.estimator.update(local if self.per_token else local.totals(), b0, gather)
         if not isinstance(metrics, dict | None):
             raise ValueError(
                 f"The baseline {self.name!r} returned {metrics!r} from `update`: give a `dict` of numbers."
@@ -64,8 +98,8 @@ class Baseline:
         return {f"{self.name}/{name}": float(value) for name, value in metrics.items()}
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint would give back of what it has learned; a `ValueError` if that is no `dict`."""
-        state, file = self.rule.state_dict(), io.BytesIO()
+        """The learned state, as a checkpoint restores it; a `ValueError` if it is no `dict`."""
+        state, file = self.estimator.state_dict(), io.BytesIO()
         try:
             torch.save(state, file)
             file.seek(0)
@@ -77,7 +111,25 @@ class Baseline:
             ) from error
 
 
-BASELINES: dict[str, Baseline] = {}
+def _built_in(name: str, estimator: Any, needs: str = "", **flags: Any) -> Baseline:
+    return Baseline(name, estimator, needs=frozenset(needs.split()), built_in=True, **flags)
+
+
+BASELINES: dict[str, Baseline] = {
+    entry.name: entry
+    for entry in (
+        _built_in("otb", otb, needs="energy", per_token=True),
+        _built_in("otb_loo", otb_loo, needs="energy", per_token=True, unbiased=True),
+        _built_in("ogb", ogb, needs="energy", scalable=True),
+        _built_in("ogb_loo", ogb_loo, needs="energy", unbiased=True, scalable=True),
+        _built_in("rloo", rloo, unbiased=True, scalable=True),
+        _built_in("group_mean", group_mean, scalable=True),
+        _built_in("none", none, unbiased=True),
+        _built_in("ogb_pooled", ogb_pooled, needs="energy", scope="batch", unbiased=True),
+        _built_in("rloo_pooled", rloo_pooled, scope="batch", unbiased=True),
+        _built_in("value", Value, needs="energy logps states", per_token=True, scope="batch", unbiased=True),
+    )
+}
 
 
 def register_baseline(
@@ -96,29 +148,18 @@ def register_baseline(
     @trl_otb.register_baseline("newest")
     def newest(x):
         "The group's mean, weighted by each token's own energy."
-        return x.mean(x.weights)
+        return x.mean(x.loss_energy)
     ```
 
     The function receives [`Completions`], which it must not modify, and returns B, broadcastable to `(B, T)`, or to
-    `(B, 1)` if `per_token` is `False`, and finite wherever there is a token.
-
-    **A baseline that learns** is a class. Each trainer makes an instance, without arguments, and calls it like the
-    function. Its other methods:
-
-    - `update(own, base, gather)`, called once per generation batch in training, after its advantages. `own` are the
-      completions of this process, as the call sees them, `base`, `(B, 1)` or `(B, T)`, is what it returned, and
-      `gather(tensor)` concatenates the tensors of all processes, which must have one shape; all call it. What it
-      learns applies from the next batch on, so an unbiased baseline stays unbiased. It may return a `dict` of numbers,
-      which are logged as `otb/<name>/…`.
-    - `state_dict()`, a `dict` of tensors, numbers and text, and `load_state_dict(state)`, for checkpoints.
-    - `adjust(own, base)`, *optional*: B for this process's completions, from what each has written so far. Then the
-      call itself receives returns and lengths only; energies, log-probs and states are in `own`.
+    `(B, 1)` if `per_token` is `False`, and finite wherever there is a token. A baseline that learns is a class with the
+    methods of [`LearningBaseline`].
 
     Args:
         name (`str`): A name that no other baseline has. The same function may be registered again, as in a notebook's
             cell; existing trainers keep the old one.
         needs (`Collection[str]`, *optional*): What it reads in addition to returns, mask and lengths: some of `NEEDS`.
-            `"energy"` includes `weights`.
+            `"energy"` includes `loss_energy`.
         per_token (`bool`, *optional*): Whether B is subtracted from the reward-to-go of every token, or is one number
             per completion.
         scope (`str`, *optional*): The rows that it must see together: `"group"` or `"batch"`, the generation batch of
@@ -131,7 +172,7 @@ def register_baseline(
 
     Raises:
         ValueError: The name is taken, empty, or contains a colon; or `needs` or `scope` is unknown.
-        TypeError: The decorated object is neither a function nor a class with the methods above.
+        TypeError: The decorated object is neither a function nor a class with these methods.
     """
     needs = frozenset((needs,) if isinstance(needs, str) else needs)
     if not isinstance(name, str) or not name or ":" in name:
@@ -141,24 +182,17 @@ def register_baseline(
             f"The baseline {name!r} has `needs={sorted(needs)}` and `scope={scope!r}`: they must be some of "
             f"{', '.join(map(repr, NEEDS))}, and 'group' or 'batch'."
         )
-    return _register(name, needs=needs, per_token=per_token, scope=scope, unbiased=unbiased, scalable=scalable)
 
-
-def built_in(name: str = "", needs: Collection[str] = (), **flags: Any) -> Callable[[Callable], Callable]:
-    """Register one of this package's own baselines, by default under its function's name."""
-    return lambda rule: _register(name or rule.__name__, needs=frozenset(needs), built_in=True, **flags)(rule)
-
-
-def _register(name: str, **flags: Any) -> Callable[[Callable], Callable]:
-    def entered(rule: Callable) -> Callable:
-        _check_rule(name, rule)
+    def entered(estimator: Callable) -> Callable:
+        _check_estimator(name, estimator)
         taken = BASELINES.get(name)
-        if taken is not None and (taken.built_in or _origin(taken.rule) != _origin(rule)):
+        if taken is not None and (taken.built_in or _origin(taken.estimator) != _origin(estimator)):
             raise ValueError(
-                f"The baseline {name!r} is already registered by {'.'.join(_origin(taken.rule))}: choose another name."
+                f"The baseline {name!r} is already registered by {'.'.join(_origin(taken.estimator))}: choose another "
+                "name."
             )
-        BASELINES[name] = Baseline(name, rule, **flags)
-        return rule
+        BASELINES[name] = Baseline(name, estimator, needs, per_token, scope, unbiased, scalable)
+        return estimator
 
     return entered
 
@@ -177,12 +211,12 @@ def find_baseline(baseline: "str | Callable | Baseline") -> Baseline:
         return find_baseline(_imported(baseline))
     if callable(baseline):
         for entry in BASELINES.values():
-            if entry.rule is baseline:
+            if entry.estimator is baseline:
                 return entry
-            if entry.rule is type(baseline):
-                return replace(entry, rule=baseline)
+            if entry.estimator is type(baseline):
+                return replace(entry, estimator=baseline)
         name = _origin(baseline)[1]
-        _check_rule(name, baseline, shared=False)
+        _check_estimator(name, baseline, shared=False)
         return Baseline(name, baseline, needs=frozenset({"energy"}), per_token=True)
     close = difflib.get_close_matches(str(baseline), BASELINES, n=1)
     raise ValueError(
@@ -198,41 +232,42 @@ def _imported(path: str) -> Any:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # at the end, so that it hides no other module
     try:
-        rule = getattr(importlib.import_module(module_name), name)
+        estimator = getattr(importlib.import_module(module_name), name)
     except (Exception, SystemExit) as error:  # a user's module can raise anything
         raise ValueError(
             f"`baseline` is {path!r}, which cannot be imported: {type(error).__name__}: {error}. Write "
             "'module:function', with the module's file in the current folder or on PYTHONPATH."
         ) from error
-    _check_rule(path, rule)
-    return rule
+    _check_estimator(path, estimator)
+    return estimator
 
 
-def _check_rule(name: str, rule: Any, shared: bool = True) -> None:
-    """Raise a `TypeError` unless `rule` can be called as it will be, and by several trainers."""
+def _check_estimator(name: str, estimator: Any, shared: bool = True) -> None:
+    """Raise a `TypeError` unless `estimator` can be called as it will be, and by several trainers."""
     problem, arguments = None, list[Any]()
-    if not callable(rule):
+    if not callable(estimator):
         problem = "it must be a function"
-    elif isinstance(rule, type):
-        lacking = [m for m in ("__call__", *MEMORY) if not any(m in vars(parent) for parent in rule.__mro__)]
+    elif isinstance(estimator, type):
+        lacking = [m for m in LEARNING_METHODS if not any(m in vars(parent) for parent in estimator.__mro__)]
         if lacking:
-            problem = f"a baseline that learns lacks `{'`, `'.join(lacking)}`, see `trl_otb.register_baseline`"
+            lacking_text = "`, `".join(lacking)
+            problem = f"a baseline that learns lacks `{lacking_text}`, see `help(trl_otb.baselines.LearningBaseline)`"
     else:
         arguments = [None]
-        if shared and hasattr(rule, "update"):
+        if shared and hasattr(estimator, "update"):
             problem = "all trainers would share what this instance learns. Give the class"
     try:
         if problem is None:
-            inspect.signature(rule).bind(*arguments)
+            inspect.signature(estimator).bind(*arguments)
     except TypeError:
         given = "the completions" if arguments else "nothing"
-        problem = f"it takes {inspect.signature(rule)}, and is called with {given}"
+        problem = f"it takes {inspect.signature(estimator)}, and is called with {given}"
     except ValueError:
         pass  # a signature that cannot be read
     if problem is not None:
-        kind = "class" if isinstance(rule, type) else type(rule).__name__
+        kind = "class" if isinstance(estimator, type) else type(estimator).__name__
         raise TypeError(f"The baseline {name!r} is a {kind}: {problem}.")
 
 
-def _origin(rule: Callable) -> tuple[str, str]:
-    return rule.__module__, getattr(rule, "__qualname__", type(rule).__qualname__)
+def _origin(estimator: Callable) -> tuple[str, str]:
+    return estimator.__module__, getattr(estimator, "__qualname__", type(estimator).__qualname__)

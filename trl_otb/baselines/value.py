@@ -11,18 +11,17 @@ import torch
 from ..energy import prefix_sums
 from .completions import Completions
 from .pooled import pooled
-from .registry import built_in
 
 
 logger = logging.getLogger(__name__)
 
-BASE = 1  # the index of B0 among the features
+B0_COLUMN = 1  # among the features
 ROUNDING = 1e-12  # of squared float32 numbers, relative
-RUINOUS, SURELY = 2.0, 100.0  # times B0's power: nothing that was learned is of use, if twice in a row, or once
-BLOCK = 2**13  # tokens whose features, some 75 numbers each, are in memory at once, in small batches
+RESET_RATIO = 2.0  # of the power that B left to B0's: `value` is reset after two such batches in a row
+RESET_AT_ONCE_RATIO = 100.0
+FEATURE_BLOCK = 2**13  # tokens whose features, some 75 numbers each, are in memory at once, in small batches
 
 
-@built_in("value", needs={"energy", "logps", "states"}, per_token=True, scope="batch", unbiased=True)
 class Value:
     """Per token: `rloo_pooled` plus a prediction from what the completion has written so far.
 
@@ -42,19 +41,19 @@ class Value:
     the range of returns seen so far.
 
     Assumption: what states predict about returns carries over from earlier prompts and a slightly older policy.
-    `value` is reset after a batch of which B left over twice B0's power, if that is over twice B0's usual power, too,
-    or 100 times B0's, or if it happened in the batch before.
+    `value` is reset after a batch of which B left over twice B0's power, if one of these holds: it is over twice B0's
+    usual power, too; it is over 100 times B0's; it happened in the batch before.
 
     Bias: unbiased, since B_t depends on what precedes y_t, and θ and c on earlier batches. Importance ratios, which
     may depend on later tokens, weight what it learns from; B itself does not depend on them.
 
     Use it for N of 1 to 8 and 4 or more prompts per step. It gains nothing over `rloo_pooled` where
-    `otb/value/explained` stays near 0. Evidence: recipes/studies/value.md.
+    `otb/value/explained` stays near 0.
     """
 
-    decay = 0.9  # of a batch's weight, per further batch
+    decay_per_batch = 0.9  # of a batch's weight
     ridges = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)  # in average batches
-    folds = 4  # of prompts
+    prompt_folds = 4
     weighted_by = "energy"  # anything else makes it an ordinary value function
 
     def __init__(self) -> None:
@@ -74,29 +73,29 @@ class Value:
         """B0, `rloo_pooled`: `(B, 1)` of returns, or `(B, T)` of rewards-to-go."""
         return pooled(x, x.returns, torch.ones_like(x.scored))
 
-    def adjust(self, own: Completions, base: torch.Tensor) -> torch.Tensor:
-        """`(B, T)` B; or `base`, B0, before anything is predicted."""
+    def adjust(self, local: Completions, b0: torch.Tensor) -> torch.Tensor:
+        """`(B, T)` B; or B0, before anything is predicted."""
         if self.theta is None or self.weight == 0.0:
-            return base
-        blocks = _with_base(own, base)
+            return b0
+        blocks = _with_b0(local, b0)
         return torch.cat([self._baseline(b, self._predicted(self._features(x, b))) for x, b in blocks])
 
     def update(
-        self, own: Completions, base: torch.Tensor, gather: Callable[[torch.Tensor], torch.Tensor]
+        self, local: Completions, b0: torch.Tensor, gather: Callable[[torch.Tensor], torch.Tensor]
     ) -> dict[str, float]:
         """
         Learn from a generation batch. Returns `explained`, 1 − Σ w (G − B)² / Σ w (G − B0)² for the θ and c that were
         used, NaN if B0 is each return; `weight`, c; and `restarted`, 1 if it was reset.
         """
-        sums = self._sums_of(own, base)
+        sums = self._sums_of(local, b0)
         flat = gather(torch.cat([values.flatten() for values in sums.values()]).unsqueeze(0)).sum(dim=0)
         split = flat.cpu().double().split([values.numel() for values in sums.values()])
         new = {name: part.view_as(values) for (name, values), part in zip(sums.items(), split, strict=True)}
         power, left, squares, excluded = (new.pop(name).item() for name in ("power", "left", "squares", "excluded"))
         varies = power > ROUNDING * squares
-        ruinous = self._is_ruinous(power, left, varies)
+        reset = self._needs_reset(power, left, varies)
         explained = 1 - left / power if varies else math.nan
-        metrics = {"explained": explained, "weight": self.weight, "restarted": float(ruinous)}
+        metrics = {"explained": explained, "weight": self.weight, "restarted": float(reset)}
         if excluded > 0 and not self._warned:
             self._warned = True
             logger.warning(
@@ -105,22 +104,23 @@ class Value:
             )
         if new["φφ"][:, 0, 0].sum() == 0:
             return metrics  # there is no token to learn from
-        if ruinous:
+        if reset:
             self._reset(f"it left {left / power:.1f} times the power of 'rloo_pooled', as after a change of rewards")
         elif varies and self.weight > 0:
             self._limit_weight(power - left)
 
-        present, returns = own.mask > 0, own.returns.expand_as(own.mask)
+        present, returns = local.mask > 0, local.returns.expand_as(local.mask)
         ends = torch.stack([-returns.where(present, math.inf).amin(), returns.where(present, -math.inf).amax()])
         least, most = gather(ends.unsqueeze(0)).amax(dim=0).tolist()
         self._returns_seen = min(self._returns_seen[0], -least), max(self._returns_seen[1], most)
-        self._prompts += int(gather(own.prompt.amax().view(1)).amax()) + 1
+        self._prompts += int(gather(local.prompt.amax().view(1)).amax()) + 1
         if not all(values.isfinite().all() for values in new.values()):
             self._reset("a generation batch has sums that are not finite")
             return metrics
-        self._batches, self._power = self.decay * self._batches + 1, self.decay * self._power + power
+        self._batches = self.decay_per_batch * self._batches + 1
+        self._power = self.decay_per_batch * self._power + power
         for name, values in new.items():
-            self._sums[name] = self.decay * self._sums.get(name, torch.zeros_like(values)) + values
+            self._sums[name] = self.decay_per_batch * self._sums.get(name, torch.zeros_like(values)) + values
         self._fit()
         return metrics
 
@@ -136,7 +136,7 @@ class Value:
             )
         vars(self).update(copy.deepcopy(new | state))
 
-    def _features(self, x: Completions, base: torch.Tensor) -> torch.Tensor:
+    def _features(self, x: Completions, b0: torch.Tensor) -> torch.Tensor:
         """`(B, T, K)` φ, from what precedes each token, never from the token itself."""
         mask = x.mask
 
@@ -146,7 +146,7 @@ class Value:
         count = before(mask)
         sums = [before(x.need("energy")), before(-x.need("logps").float()).clamp(min=0), count]
         earned = x.returns[:, :1] - x.returns
-        numbers = [torch.ones_like(mask), base, earned, *sums, *(values.sqrt() for values in sums)]
+        numbers = [torch.ones_like(mask), b0, earned, *sums, *(values.sqrt() for values in sums)]
         states = x.need("states")
         mean = prefix_sums(states) / (count + 1).unsqueeze(-1)
         return torch.cat([torch.stack([x.expand_as(mask) for x in numbers], dim=-1), states, mean], dim=-1)
@@ -163,25 +163,26 @@ class Value:
         predicted = features @ self.theta.to(features)
         return predicted.where(predicted.isfinite(), 0.0)
 
-    def _baseline(self, base: torch.Tensor, predicted: torch.Tensor) -> torch.Tensor:
+    def _baseline(self, b0: torch.Tensor, predicted: torch.Tensor) -> torch.Tensor:
         """`(B, T)` B0 + c θ·φ, clamped to the range of returns seen, extended to B0."""
         least, most = self._returns_seen
-        return (base + self.weight * predicted).clamp(base.clamp(max=least), base.clamp(min=most))
+        return (b0 + self.weight * predicted).clamp(b0.clamp(max=least), b0.clamp(min=most))
 
-    def _sums_of(self, own: Completions, base: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _sums_of(self, local: Completions, b0: torch.Tensor) -> dict[str, torch.Tensor]:
         """Sums over the tokens of a generation batch, in float64 if the device supports it."""
-        precise = torch.float32 if base.device.type == "mps" else torch.float64
+        precise = torch.float32 if b0.device.type == "mps" else torch.float64
         total: dict[str, torch.Tensor] = {}
-        for x, b in _with_base(own, base):
+        for x, b in _with_b0(local, b0):
             features = self._features(x, b)
             left = (x.returns - self._baseline(b, self._predicted(features))).to(precise)
             residual = (x.returns - b).expand_as(x.mask).to(precise)
-            in_loss = x.need("weights").to(precise)
+            loss_energy = x.need("loss_energy").to(precise)
             finite = features.sum(dim=-1).isfinite()
             features = features.where(finite.unsqueeze(-1), 0.0)
-            weights = (in_loss if self.weighted_by == "energy" else x.mask.to(precise)) * finite
-            products = torch.zeros(self.folds, *[features.size(-1) + 1] * 2, dtype=precise, device=in_loss.device)
-            fold_of = ((x.prompt + self._prompts) % self.folds).tolist()
+            weights = (loss_energy if self.weighted_by == "energy" else x.mask.to(precise)) * finite
+            columns = features.size(-1) + 1
+            products = torch.zeros(self.prompt_folds, columns, columns, dtype=precise, device=b0.device)
+            fold_of = ((x.prompt + self._prompts) % self.prompt_folds).tolist()
             for fold in set(fold_of):
                 rows = [row for row, of_row in enumerate(fold_of) if of_row == fold]
                 table = torch.cat([features[rows], residual[rows].unsqueeze(-1)], dim=-1).flatten(0, 1)
@@ -189,28 +190,28 @@ class Value:
             sums = {
                 "φφ": products[:, :-1, :-1],
                 "φ residual": products[:, :-1, -1],
-                "power": (in_loss * residual.square()).sum(),
-                "left": (in_loss * left.square()).sum(),
-                "squares": (in_loss * (x.returns.to(precise).square() + b.to(precise).square())).sum(),
+                "power": (loss_energy * residual.square()).sum(),
+                "left": (loss_energy * left.square()).sum(),
+                "squares": (loss_energy * (x.returns.to(precise).square() + b.to(precise).square())).sum(),
                 "excluded": (x.mask * ~finite).sum().to(precise),
             }
             for name, values in sums.items():
                 total[name] = total[name] + values if name in total else values
         return total
 
-    def _is_ruinous(self, power: float, left: float, varies: bool) -> bool:
+    def _needs_reset(self, power: float, left: float, varies: bool) -> bool:
         """Whether what was learned is of no use any more, from the power that B0 and B left of a batch."""
-        usual, lost = self._power / max(self._batches, 1.0), varies and left > RUINOUS * power
+        usual, lost = self._power / max(self._batches, 1.0), varies and left > RESET_RATIO * power
         # In a batch in which returns happen to be nearly equal, usual errors are large compared with B0's
-        ruinous = lost and (self._doubted or left > min(RUINOUS * max(power, usual), SURELY * power))
-        self._doubted = lost and not ruinous
-        return ruinous
+        reset = lost and (self._doubted or left > min(RESET_RATIO * max(power, usual), RESET_AT_ONCE_RATIO * power))
+        self._doubted = lost and not reset
+        return reset
 
     def _limit_weight(self, gain: float) -> None:
         """Change the limit of c by how much less power B left of a batch than B0."""
         gain /= self.weight
-        gains = self.decay * self._gains[0] + gain
-        squares = self.decay**2 * self._gains[1] + gain**2
+        gains = self.decay_per_batch * self._gains[0] + gain
+        squares = self.decay_per_batch**2 * self._gains[1] + gain**2
         self._gains = gains, squares
         if gains < 0:
             self._most_weight = max(self._most_weight / 2, 1 / 64)
@@ -220,10 +221,10 @@ class Value:
     def _fit(self) -> None:
         """Fit θ and c to the sums, with the ridge that predicts held-out prompts best."""
         squares, products = self._sums["φφ"], self._sums["φ residual"]
-        of_others = squares.sum(dim=0) - squares, products.sum(dim=0) - products
-        thetas = torch.stack([self._solution(*of_others, ridge) for ridge in self.ridges])  # (ridges, folds, K)
+        without_fold = squares.sum(dim=0) - squares, products.sum(dim=0) - products
+        thetas = torch.stack([self._solution(*without_fold, ridge) for ridge in self.ridges])  # (ridges, folds, K)
         of_folds = torch.einsum("rfk,fk->rf", thetas, products)
-        agreement, error = of_folds.sum(dim=1), self.folds * of_folds.var(dim=1)  # the squared standard error
+        agreement, error = of_folds.sum(dim=1), self.prompt_folds * of_folds.var(dim=1)  # the squared standard error
         size = torch.einsum("rfk,fkl,rfl->r", thetas, squares, thetas)
         trust = (1 - error / agreement.square().clamp(min=1e-300)).clamp(min=0)
         weights = trust * (agreement / size.clamp(min=1e-30)).clamp(0, 1)
@@ -243,11 +244,11 @@ class Value:
         squares = squares + torch.diag_embed(penalty)
         # The coefficient of B0 in B lies between 0 and 1. In a few batches the fit would leave that range: the others'
         # returns predict a completion's own there, since all of them have the same sum
-        of_base = torch.linalg.solve_ex(squares, products)[0][..., BASE].clamp(-1, 0).unsqueeze(-1)
-        rest = [i for i in range(products.size(-1)) if i != BASE]
-        others = products[..., rest] - squares[..., rest, BASE] * of_base
+        of_b0 = torch.linalg.solve_ex(squares, products)[0][..., B0_COLUMN].clamp(-1, 0).unsqueeze(-1)
+        rest = [i for i in range(products.size(-1)) if i != B0_COLUMN]
+        others = products[..., rest] - squares[..., rest, B0_COLUMN] * of_b0
         theta = torch.linalg.solve_ex(squares[..., rest, :][..., rest], others)[0]
-        return torch.cat([theta[..., :BASE], of_base, theta[..., BASE:]], dim=-1)
+        return torch.cat([theta[..., :B0_COLUMN], of_b0, theta[..., B0_COLUMN:]], dim=-1)
 
     def _reset(self, reason: str) -> None:
         logger.warning(f"The baseline 'value' discards what it has learned: {reason}. It continues as 'rloo_pooled'.")
@@ -255,9 +256,9 @@ class Value:
         self._sums, self._batches, self._power, self._returns_seen = {}, 0.0, 0.0, (math.inf, -math.inf)
 
 
-def _with_base(own: Completions, base: torch.Tensor) -> Iterator[tuple[Completions, torch.Tensor]]:
+def _with_b0(local: Completions, b0: torch.Tensor) -> Iterator[tuple[Completions, torch.Tensor]]:
     """Blocks of rows with their B0."""
     first = 0
-    for x in own.blocks(max(BLOCK, own.mask.numel() // 256)):
-        yield x, base[first : first + len(x)]
+    for x in local.blocks(max(FEATURE_BLOCK, local.mask.numel() // 256)):
+        yield x, b0[first : first + len(x)]
         first += len(x)

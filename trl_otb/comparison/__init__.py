@@ -1,6 +1,5 @@
 """Which baseline for my run? Measures the gradient noise under each baseline, on an existing trainer."""
 
-import copy
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -14,8 +13,9 @@ from accelerate.utils import gather_object
 from datasets.fingerprint import Hasher
 from tqdm import tqdm
 
-from ..baselines import BASELINES, Baseline, Completions, credit, find_baseline, joined
+from ..baselines import BASELINES, Completions, find_baseline, joined
 from ..rollout import generated_mask
+from ..run_baseline import RunBaseline
 from ..seam.pools import at_rest, sample, training_examples
 from ..trainer import OTBGRPOTrainer
 from .efficiency import Comparison, Estimate, control
@@ -89,16 +89,17 @@ def compare_baselines(
         raise ValueError(f"`{wrong[0]}` is or holds {counts[wrong[0]]}: give 1 or more.")
     names = [baselines] if isinstance(baselines, str) else BASELINES if baselines is None else baselines
     names = list(dict.fromkeys(["none", *map(control, sizes), *names]))
-    rules = {name: _instance(trainer, name) for name in names}
-    if lost := [name for name in rules if not any(comparable(rules[name], n) for n in sizes)]:
+    runs = {name: _instance(trainer, name) for name in names}
+    if lost := [name for name in runs if not any(comparable(runs[name].entry, n) for n in sizes)]:
         raise ValueError(
             f"`baselines` holds {lost[0]!r}, which compares the completions of a prompt, and `group_sizes` is {sizes}: "
             "add 2 or more."
         )
-    if group_sizes is None and 1 not in sizes and any(rule.scope == "batch" for rule in rules.values()):
-        sizes, rules = [1, *sizes], {control(1): _instance(trainer, control(1))} | rules
+    if group_sizes is None and 1 not in sizes and any(run.entry.scope == "batch" for run in runs.values()):
+        sizes, runs = [1, *sizes], {control(1): _instance(trainer, control(1))} | runs
+    entries = {name: run.entry for name, run in runs.items()}
     parameters_studied = studied_parameters(trainer, parameters)
-    alone = all(rule.scope == "group" and not rule.learns for rule in rules.values())
+    alone = all(entry.scope == "group" and not entry.learns for entry in entries.values())
     drawn = _different_examples(trainer, num_prompts + (0 if alone else BATCHES * batch), seed)
     if num_prompts < 3 or len(drawn) < num_prompts:
         raise ValueError(
@@ -106,7 +107,7 @@ def compare_baselines(
             "measure at least 3, and no more than there are."
         )
     examples, others = drawn[:num_prompts], drawn[num_prompts:]
-    needs = frozenset({"energy"}).union(*(rule.needs for rule in rules.values()))
+    needs = frozenset({"energy"}).union(*(entry.needs for entry in entries.values()))
     gradients = CompletionGradients(
         trainer, parameters_studied, Projection([p.numel() for p in parameters_studied], projection, seed)
     )
@@ -118,7 +119,9 @@ def compare_baselines(
     )
     measured: list[dict[Any, Any]] = []
     with bar, at_rest(trainer, needs):
-        companions, learned = ([], {}) if alone else _learn(trainer, rules, others or examples, batch, sizes, seed)
+        companions, learned = (
+            ([], {}) if alone else _learn(trainer, [*runs.values()], others or examples, batch, sizes, seed)
+        )
         for first in range(0, num_prompts, processes):
             index = min(first + rank, num_prompts - 1)  # spare processes repeat the last one
             name, example = examples[index]
@@ -131,7 +134,7 @@ def compare_baselines(
             other_prompts = {n: _other_prompts(companions, name, n, max(batch, batch * own // n) - 1) for n in sizes}
             masks = [generated_mask(row)[0].cpu() for row in rows]
             with torch.autocast("cpu", enabled=False):
-                moments = prompt_moments(pool, masks, gradient_of, rules, sizes, other_prompts, seed + index)
+                moments = prompt_moments(pool, masks, gradient_of, entries, sizes, other_prompts, seed + index)
             returns = pool.whole_returns[pool.scored > 0]
             moments |= {"reward": returns.mean().item(), "length": pool.lengths.mean().item()}
             moments |= {"varies": bool((returns.diff() != 0).any()), "along_the_way": pool.returns.size(1) > 1}
@@ -140,7 +143,7 @@ def compare_baselines(
     along = any(prompt["along_the_way"] for prompt in measured)
     return BaselineReport.of(
         measured,
-        unbiased={name: not (along and rule.per_token) for name, rule in rules.items() if rule.unbiased},
+        unbiased={name: not (along and entry.per_token) for name, entry in entries.items() if entry.unbiased},
         scores_have_mean_zero=_scores_have_mean_zero(args),
         group_size=own if own in sizes else next((n for n in sizes if n > 1), 1),
         group_sizes=sizes,
@@ -153,7 +156,7 @@ def compare_baselines(
 
 def _learn(
     trainer: OTBGRPOTrainer,
-    rules: dict[str, Baseline],
+    runs: list[RunBaseline],
     examples: list[Example],
     prompts_per_batch: int,
     sizes: list[int],
@@ -163,8 +166,7 @@ def _learn(
     Let baselines that have not learned yet learn from sampled batches, which others are compared with. Returns these
     batches, and what was learned: the metrics, as their means over the last half of the batches.
     """
-    own = trainer.trained_baseline
-    fresh = [rule for rule in rules.values() if rule.learns and not (own and own.name == rule.name)]
+    fresh = [run for run in runs if run.entry.learns and not run.has_learned]
     some, n, companions = cycle(examples), trainer.num_generations, []
     metrics: dict[str, list[float]] = {}
     # A smaller N is put in a batch with more prompts
@@ -181,14 +183,14 @@ def _learn(
     return companions, {name: fmean(values) if values else math.nan for name, values in metrics.items()}
 
 
-def learn_from(pools: list[Completions], rules: list[Baseline], n: int) -> dict[str, float]:
+def learn_from(pools: list[Completions], runs: list[RunBaseline], n: int) -> dict[str, float]:
     """Let baselines learn from a batch of prompts, the first `n` completions of each pool; returns their metrics."""
     prompt = torch.arange(len(pools)).repeat_interleave(n)
     whole = replace(joined([pool.rows(slice(0, n), n) for pool in pools]), prompt=prompt)
     metrics: dict[str, float] = {}
     with torch.autocast("cpu", enabled=False):
-        for rule in rules:
-            metrics |= rule.learn(whole, credit(rule, whole).base, lambda values: values)
+        for run in runs:
+            metrics |= run.step(whole, learn=True).learned
     return metrics
 
 
@@ -204,12 +206,12 @@ def _other_prompts(companions: list[dict[str, Completions]], own: str, n: int, m
     return batches
 
 
-def _instance(trainer: OTBGRPOTrainer, name: str) -> Baseline:
+def _instance(trainer: OTBGRPOTrainer, name: str) -> RunBaseline:
     """A baseline ready to be called: a copy of the trainer's own as it is trained, or a new one."""
     if not isinstance(name, str):
         raise ValueError(f"`baselines` holds {name!r}: give names, or 'module:function'.")
-    rule, own = find_baseline(name), trainer.trained_baseline
-    return replace(rule, rule=copy.deepcopy(own.rule)) if own and own.name == rule.name else rule.instance()
+    entry, own = find_baseline(name), trainer.baseline
+    return own.copied() if own.has_learned and own.entry.name == entry.name else RunBaseline(entry)
 
 
 def _sizes(own: int, group_sizes: Sequence[int] | int | None, completions: int) -> list[int]:

@@ -20,7 +20,7 @@ def prompt_moments(
     pool: Completions,
     masks: list[Tensor],
     gradient_of: Callable[[int, Tensor], Tensor],
-    rules: dict[str, Baseline],
+    baselines: dict[str, Baseline],
     sizes: list[int],
     companions: dict[int, list[list[Completions]]],
     seed: int = 0,
@@ -40,7 +40,7 @@ def prompt_moments(
         masks (`list[torch.Tensor]` of length M): Of each completion, `(T,)` 1 on generated tokens, 0 on tool output.
         gradient_of (`Callable`): A function from a row of the pool and weights `(E, T)` to `(E, k)`: Σ_t A_t ∇ log
             π(y_t).
-        rules (`dict[str, Baseline]`): Baselines by name.
+        baselines (`dict[str, Baseline]`): Baselines by name.
         sizes (`list[int]`): Values of N.
         companions (`dict[int, list[list[Completions]]]`): By N, batches of other prompts with at least N completions.
 
@@ -51,15 +51,18 @@ def prompt_moments(
     rng = torch.Generator().manual_seed(seed)
     halves = torch.arange(len(pool)).chunk(2)
     parts = {n: [[random_groups(half, n, rng) for half in halves] for _ in range(PARTITIONS)] for n in sizes}
-    advantages = {name: _advantages(rule, pool, companions, rng) for name, rule in rules.items()}
-    controls = {name: find_baseline("ogb_loo" if rule.unbiased else "ogb") for name, rule in rules.items()}
+    advantages = {name: _advantages(entry, pool, companions, rng) for name, entry in baselines.items()}
+    controls = {name: find_baseline("ogb_loo" if entry.unbiased else "ogb") for name, entry in baselines.items()}
     if pool.returns.size(1) == 1:  # not with rewards along the way, where B0 has tokens
-        bases = {name: rule for name, rule in rules.items() if rule.adjusts}
-        controls |= {name: replace(rule, rule=rule.rule.__call__, per_token=False) for name, rule in bases.items()}
-    controlled = {name: _advantages(rule, pool, companions, rng) for name, rule in controls.items()}
+        adjusted = {name: entry for name, entry in baselines.items() if entry.adjusts}
+        controls |= {
+            name: replace(entry, estimator=entry.estimator.__call__, per_token=False)
+            for name, entry in adjusted.items()
+        }
+    controlled = {name: _advantages(entry, pool, companions, rng) for name, entry in controls.items()}
     of_truth = _advantages(find_baseline("ogb_loo"), pool, {}, rng)
-    studied = [(name, n) for n in sizes for name, rule in rules.items() if comparable(rule, n)]
-    per_token = [(name, n) for name, n in studied if rules[name].per_token]
+    studied = [(name, n) for n in sizes for name, entry in baselines.items() if comparable(entry, n)]
+    per_token = [(name, n) for name, n in studied if baselines[name].per_token]
     weights = torch.zeros(len(pool), 1 + len(per_token), pool.mask.size(1))
     weights[:, 0] = 1.0
     for i, (name, n) in enumerate(per_token, start=1):
@@ -82,7 +85,7 @@ def prompt_moments(
 
     def of_half(name: str, n: int, partitions: list[Tensor]) -> tuple[Tensor, Tensor]:
         """The same under a baseline."""
-        many = partitions[: OF_BATCHES if rules[name].scope == "batch" else PARTITIONS]
+        many = partitions[: OF_BATCHES if baselines[name].scope == "batch" else PARTITIONS]
         if (name, n) not in weighted:
             return of_completions(advantages[name], n, many)
         gradients = weighted[name, n][partitions[0]].unflatten(0, (-1, n)).mean(dim=1)
@@ -101,9 +104,9 @@ def prompt_moments(
     return moments
 
 
-def comparable(rule: Baseline, n: int) -> bool:
+def comparable(baseline: Baseline, n: int) -> bool:
     """Whether groups of `n` give the baseline something to compare, or it compares nothing."""
-    return n > 1 or rule.scope == "batch" or rule.name == "none"
+    return n > 1 or baseline.scope == "batch" or baseline.name == "none"
 
 
 def random_groups(rows: Tensor, n: int, rng: torch.Generator) -> Tensor:
@@ -117,26 +120,26 @@ def _in_place(weights: Tensor, mask: Tensor) -> Tensor:
 
 
 def _advantages(
-    rule: Baseline, pool: Completions, companions: dict[int, list[list[Completions]]], rng: torch.Generator
+    baseline: Baseline, pool: Completions, companions: dict[int, list[list[Completions]]], rng: torch.Generator
 ) -> Advantages:
-    """The advantages of whole groups of the pool, each in a batch with companions if the rule compares prompts."""
+    """The advantages of whole groups of the pool, each in a batch with companions if the baseline compares prompts."""
     turns = {n: cycle(batches or [[]]) for n, batches in companions.items()}
 
     def of(rows: Tensor, n: int) -> Tensor:
-        if rule.scope == "group":
-            return credit(rule, pool.rows(rows, n)).advantages
+        if baseline.scope == "group":
+            return credit(baseline, pool.rows(rows, n)).advantages
         advantages = []
         drawn: Iterator[list[Completions]] = (groups_of(batch, n) for batch in turns[n])
         if n == 1:  # many batches of many prompts: drawn once for all of `rows`
             drawn = cycle([groups_of(batch, n) for batch in companions[n] or [[]]])
         for group, others in zip(rows.split(n), drawn, strict=False):
-            everyone = lambda own, tokens, others=others: joined([own, *others])  # noqa: E731
-            advantages.append(credit(rule, pool.rows(group, n), everyone, slice(0, n)).advantages)
+            gather_batch = lambda local, tokens, others=others: joined([local, *others])  # noqa: E731
+            advantages.append(credit(baseline, pool.rows(group, n), gather_batch, slice(0, n)).advantages)
         return torch.cat(advantages)
 
     def groups_of(batch: list[Completions], n: int) -> list[Completions]:
         """A group of each companion, put together: one or none."""
         others = [x.rows(torch.randperm(len(x), generator=rng)[:n], n) for x in batch]
-        return [joined([x if rule.per_token else x.totals() for x in others])] if others else []
+        return [joined([x if baseline.per_token else x.totals() for x in others])] if others else []
 
     return of

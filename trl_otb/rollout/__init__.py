@@ -1,6 +1,6 @@
 """A generation batch, row by row: completions, rewards, energies and advantages, as text, table and picture."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +8,9 @@ import torch
 from datasets.fingerprint import Hasher
 from torch import Tensor
 
-from ..baselines import Baseline, Completions, Credit, put_back, squeeze
-from ..energy import check_energies, importance_weighted
+from ..baselines import Completions, put_back, squeeze
+from ..energy import TokenValues, check_energies, importance_weighted
+from ..run_baseline import Step
 from . import text
 
 
@@ -19,7 +20,7 @@ def generated_mask(batch: dict[str, Any]) -> Tensor:
     return mask * batch["tool_mask"] if "tool_mask" in batch else mask
 
 
-@dataclass
+@dataclass(frozen=True)
 class Rollout:
     """
     A generation batch of one process: completions, rewards, energies and advantages.
@@ -39,9 +40,9 @@ class Rollout:
         returns_of_all (`(B_all,)`): The returns of the completions of all processes.
         processing_class: The trainer's tokenizer or processor.
 
-    Attributes:
-        energy, logps (`(B, T)`, *optional*): ρ_t² w_t and log π(y_t), at the sampling temperature; `None` if the
-            baseline needs none, and TRL ran no forward that yields them.
+        energy, logps (`(B, T)`, *optional*): w_t and log π(y_t), at the sampling temperature; `None` if the baseline
+            needs none, and TRL ran no forward that yields them.
+        loss_energy (`(B, T)`, *optional*): ρ_t² w_t: `energy`, unless there are importance ratios ρ.
         advantages, baselines (`(B, T)`, or `(B, 1)` under a baseline per completion): (G − B) / scale, and B.
         group_mean_advantages (`(B, 1)`): Advantages under the group mean, for comparison; `None` for N = 1.
     """
@@ -57,38 +58,56 @@ class Rollout:
     first_row: int = 0
     returns_of_all: Tensor = field(default_factory=lambda: torch.empty(0), compare=False)
     processing_class: Any = field(default=None, compare=False)
-    energy: Tensor | None = field(default=None, init=False)
-    logps: Tensor | None = field(default=None, init=False)
-    advantages: Tensor | None = field(default=None, init=False)
-    baselines: Tensor | None = field(default=None, init=False)
-    group_mean_advantages: Tensor | None = field(default=None, init=False)
+    energy: Tensor | None = None
+    loss_energy: Tensor | None = None
+    logps: Tensor | None = None
+    advantages: Tensor | None = None
+    baselines: Tensor | None = None
+    group_mean_advantages: Tensor | None = None
 
-    def completions(self, values: Any, ratio: Tensor | None, prompt_key: Tensor | None) -> Completions:
+    def read(self, values: TokenValues | None, ratio: Tensor | None) -> "Rollout":
         """
-        The argument of a baseline, from [`~trl_otb.seam.sampled.TokenValues`], if there are, and importance ratios ρ,
-        `(B, T)` or `(B, 1)`; stores energies and log-probs. A `ValueError` if an energy is not finite.
+        The rollout with energies and log-probs from `values`, and importance ratios ρ, `(B, T)` or `(B, 1)`. A
+        `ValueError` if an energy is not finite.
         """
-        more: dict[str, Any] = {}
-        if values is not None:
-            weights = None if ratio is None else importance_weighted(values.energy, ratio)
-            self.energy, self.logps = values.energy if weights is None else weights, values.logps
-            check_energies(self.energy, self.mask)
-            more = {"energy": values.energy, "logps": values.logps, "states": values.states, "weights": weights}
-        more["prompt_key"] = None if prompt_key is None else prompt_key.to(self.mask.device)
-        return squeeze(self.rewards, self.mask, self.num_generations, first_row=self.first_row, **more)
+        if values is None:
+            return self
+        loss_energy = values.energy if ratio is None else importance_weighted(values.energy, ratio)
+        check_energies(loss_energy, self.mask)
+        return replace(self, energy=values.energy, loss_energy=loss_energy, logps=values.logps)
 
-    def keep(self, rule: Baseline, chosen: Credit, of_mean: Credit) -> Tensor:
-        """Store advantages and baselines, at the places of their tokens under a baseline per token."""
-        place = (lambda values: put_back(values, self.mask)) if rule.per_token else (lambda values: values)
-        self.advantages, self.baselines = place(chosen.advantages / self.scale), place(chosen.baselines)
-        self.group_mean_advantages = of_mean.advantages / self.scale if self.num_generations > 1 else None
-        if (~self.advantages.isfinite()).any():
-            most = self.rewards.abs().nan_to_num(nan=0.0).max().item()
-            raise ValueError(
-                f"Advantages are not finite: sums of rewards of up to {most:.1e} overflow float32, which holds up to "
-                "3.4e+38. Scale the rewards, or `reward_weights`, down."
-            )
-        return self.advantages
+    def completions(self, states: Tensor | None = None, prompt_key: Tensor | None = None) -> Completions:
+        """What a baseline is computed from."""
+        return squeeze(
+            self.rewards,
+            self.mask,
+            self.num_generations,
+            first_row=self.first_row,
+            prompt_key=None if prompt_key is None else prompt_key.to(self.mask.device),
+            energy=self.energy,
+            loss_energy=None if self.loss_energy is self.energy else self.loss_energy,
+            logps=self.logps,
+            states=states,
+        )
+
+    def credited(self, step: Step, trl_advantages: Tensor | None = None) -> "Rollout":
+        """
+        The rollout with what a baseline made of it, at the places of the tokens; with `trl_advantages`, `(B,)`, in
+        place of the computed ones.
+        """
+        place = (lambda values: put_back(values, self.mask)) if step.per_token else (lambda values: values)
+        return replace(
+            self,
+            scale=step.scale,
+            advantages=place(step.advantages) if trl_advantages is None else trl_advantages.unsqueeze(1),
+            baselines=place(step.baselines),
+            group_mean_advantages=step.group_mean_advantages,
+        )
+
+    def loss_advantages(self, per_token: bool) -> Tensor:
+        """What the loss multiplies: `(B, T)` under a baseline per token, else `(B,)`."""
+        assert self.advantages is not None  # after `credited`
+        return self.advantages if per_token else self.advantages.squeeze(1)
 
     def __len__(self) -> int:
         return len(self.mask)

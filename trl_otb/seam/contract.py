@@ -38,6 +38,27 @@ def incompatible_trl(what: str) -> ImportError:
     )
 
 
+class BrokenContract(Exception):
+    """
+    What a user's override of one of `methods` has changed, or TRL itself: [`named`] makes it a `TypeError` or an
+    `ImportError`.
+    """
+
+    def __init__(self, what: str, *methods: str) -> None:
+        super().__init__(what)
+        self.what, self.methods = what, methods
+
+    def named(self, trainer: Any) -> Exception:
+        """A `TypeError` if the trainer's class overrides one of the methods; an `ImportError` if TRL has changed."""
+        theirs = overriders(trainer, self.methods)
+        if not theirs:
+            return incompatible_trl(self.what)
+        return TypeError(
+            f"{self.what[:1].upper()}{self.what[1:]}. In `{type(trainer).__name__}`, look at {', '.join(theirs)}; "
+            "help(trl_otb.OTBGRPOTrainer) says what such a class must do."
+        )
+
+
 def check_version() -> None:
     """Raise an `ImportError` if the installed TRL is of another minor version than the tested one."""
     installed, known = versions()["trl"], tested()["versions"]["trl"]

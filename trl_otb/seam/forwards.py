@@ -12,22 +12,24 @@ import torch
 from accelerate.logging import get_logger
 from torch import Tensor
 from transformers import PreTrainedModel
+from trl import GRPOTrainer
 
-from ..energy import token_energy
-from .contract import FORWARD_KWARGS, trl_models, trl_utils
-from .sampled import SampledTurn, SampledTurns, TokenValues
+from ..energy import TokenValues, token_energy
+from .contract import FORWARD_KWARGS, BrokenContract, trl_models, trl_utils
+from .sampled import SampledTurn, SampledTurns
 
 
 logger = get_logger(__name__)
 
-NUMBERS = 32  # of a projected hidden state
-DEPTH = 2 / 3  # of the layer whose states are recorded
+PROJECTED_SIZE = 32  # of a hidden state
+LAYER_DEPTH = 2 / 3  # of the layer whose states are recorded
 
 
 @dataclass
 class Recording:
     """What is recorded: scoring forwards without gradient, turns that are sampled, hidden states in both."""
 
+    needed: bool = True
     states: bool = False
     turns: SampledTurns | None = None
     scored: list[tuple[Tensor, TokenValues]] = field(default_factory=list)  # with the log-probs that TRL got
@@ -68,7 +70,7 @@ class PolicyRecorder:
         decoder = (policy.get_decoder() if hasattr(policy, "get_decoder") else None) or policy.base_model
         lists = [child for child in decoder.children() if isinstance(child, torch.nn.ModuleList) and len(child)]
         layers = max(lists, key=len, default=None)
-        self._layer = decoder if layers is None else layers[math.ceil(DEPTH * len(layers)) - 1]
+        self._layer = decoder if layers is None else layers[math.ceil(LAYER_DEPTH * len(layers)) - 1]
         self._layer_name = f"{type(self._layer).__name__} of {type(decoder).__name__}"
 
     @contextmanager
@@ -177,21 +179,23 @@ class PolicyRecorder:
 
 def projection(size: int) -> Tensor:
     """`(size, k)` a fixed random projection of hidden states, float32."""
-    generator, numbers = torch.Generator().manual_seed(0), min(size, NUMBERS)
+    generator, numbers = torch.Generator().manual_seed(0), min(size, PROJECTED_SIZE)
     return torch.randn(size, numbers, generator=generator, dtype=torch.float32, device="cpu") / math.sqrt(size)
 
 
-def scores_anyway(trainer: Any) -> bool:
+def scores_anyway(trainer: GRPOTrainer) -> bool:
     """Whether GRPOTrainer itself scores a generation batch without gradient."""
     args = trainer.args
     reused = args.gradient_accumulation_steps % (args.steps_per_generation * args.num_iterations) != 0
     return reused or (trainer.use_vllm and args.vllm_importance_sampling_correction)
 
 
-def values_of_batch(trainer: Any, batch: dict[str, Any], mask: Tensor, recording: Recording) -> TokenValues | None:
+def values_of_batch(
+    trainer: GRPOTrainer, batch: dict[str, Any], mask: Tensor, recording: Recording, recorder: PolicyRecorder
+) -> tuple[TokenValues | None, str | None]:
     """
-    The values of TRL's `batch` from where they cost least, as `trainer.energy_source` then says; `None` if nothing
-    needs them.
+    The values of TRL's `batch` from where they cost least, and where that is. `None` and `None` if neither turns nor
+    states were to be recorded, and TRL ran no forward.
     """
     source = values = None
     if (logps := batch.get("old_per_token_logps")) is not None:
@@ -200,33 +204,30 @@ def values_of_batch(trainer: Any, batch: dict[str, Any], mask: Tensor, recording
         values = next((values for of_forward, values in recording.scored if of_forward is logps), None)
         if values is None:
             what = "the old log-probs of the rollout are not those that any forward of the policy returned"
-            raise trainer.failure(what, "_get_per_token_logps_and_entropies", "_generate_and_score_completions")
-    elif not trainer.needs_forward:
-        return None
+            raise BrokenContract(what, "_get_per_token_logps_and_entropies", "_generate_and_score_completions")
+    elif not recording.needed:
+        return None, None
     elif recording.turns is not None:
         source, values = "the forwards that sampled", recording.turns.of_batch(batch, mask)
     missing = torch.tensor([values is None], device=mask.device)
     if trainer.accelerator.gather(missing).any():  # all processes take part in the forward
-        source, values = "one extra no-gradient forward", extra_forward(trainer, batch, recording.states)
-    if trainer.energy_source != source:
-        trainer.energy_source = source
-        logger.info(f"Energies come from {source}.")
-    return values
+        source, values = "one extra no-gradient forward", extra_forward(trainer, batch, recording.states, recorder)
+    return values, source
 
 
 @torch.no_grad()
-def extra_forward(trainer: Any, batch: dict[str, Any], states: bool) -> TokenValues:
+def extra_forward(trainer: GRPOTrainer, batch: dict[str, Any], states: bool, recorder: PolicyRecorder) -> TokenValues:
     """The values of TRL's `batch` from one more no-gradient forward of the trainer's policy."""
     args = trainer.args
     checkpointing = trl_models.disable_gradient_checkpointing(trainer.model, args.gradient_checkpointing_kwargs)
-    with checkpointing, trainer.recorder.recording(states=states) as recording:
+    with checkpointing, recorder.recording(states=states) as recording:
         score(trainer, batch, min(args.per_device_train_batch_size, args.per_device_eval_batch_size))
     if not recording.scored:
-        raise trainer.failure("the forward that yields energies is not taken", "_get_per_token_logps_and_entropies")
+        raise BrokenContract("the forward that yields energies is not taken", "_get_per_token_logps_and_entropies")
     return recording.scored[0][1]
 
 
-def score(trainer: Any, batch: dict[str, Any], batch_size: int) -> Tensor:
+def score(trainer: GRPOTrainer, batch: dict[str, Any], batch_size: int) -> Tensor:
     """`(B, T)` log-probs of TRL's `batch`, by its training forward."""
     logps, *_ = trainer._get_per_token_logps_and_entropies(
         trainer.model,

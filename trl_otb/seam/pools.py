@@ -69,7 +69,7 @@ def sample(trainer: Any, examples: list[dict[str, Any]], completions: int, seed:
     for part in parts:
         whole = joined([record for record, _ in part])
         # Gradients of a comparison have no importance ratios
-        whole = replace(whole, weights=whole.energy, num_generations=completions)
+        whole = replace(whole, loss_energy=whole.energy, num_generations=completions)
         pools.append((whole, [row for _, rows in part for row in rows]))
     return pools
 

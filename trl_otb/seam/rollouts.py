@@ -11,7 +11,7 @@ from trl import GRPOTrainer
 
 from ..rewards import RewardRecorder
 from ..rollout import Rollout, generated_mask
-from .contract import trl_grpo_trainer, trl_utils
+from .contract import BrokenContract, trl_grpo_trainer, trl_utils
 from .forwards import scores_anyway
 
 
@@ -127,13 +127,15 @@ def recorded_rewards(trainer: GRPOTrainer) -> Iterator[list[RewardRecorder]]:
             yield recorders
 
 
-def rollout_of(trainer: Any, batch: dict[str, Any], recorders: list[RewardRecorder], num_generations: int) -> Rollout:
+def rollout_of(
+    trainer: GRPOTrainer, batch: dict[str, Any], recorders: list[RewardRecorder], num_generations: int
+) -> Rollout:
     """The rollout of TRL's `batch`, after a check that it holds what was rewarded, with TRL's advantages."""
     rewards_per_func = recorders[-1].rewards_per_func if recorders else None
     if rewards_per_func is None:
-        raise trainer.failure("rewards no longer come from `GRPOTrainer._calculate_rewards`", *_MAKING)
+        raise BrokenContract("rewards no longer come from `GRPOTrainer._calculate_rewards`", *_MAKING)
     if missing := missing_keys(trainer, batch):
-        raise trainer.failure(f"a generation batch has no {', '.join(map(repr, missing))}", *_MAKING)
+        raise BrokenContract(f"a generation batch has no {', '.join(map(repr, missing))}", *_MAKING)
     recorder, options = recorders[-1], (trainer.scale_rewards, trainer.multi_objective_aggregation)
     weighed = weigh_rewards(rewards_per_func, trainer.reward_weights, num_generations, *options)
     ids, rewarded = batch["completion_ids"].cpu(), recorder.completion_ids
@@ -141,16 +143,16 @@ def rollout_of(trainer: Any, batch: dict[str, Any], recorders: list[RewardRecord
     own = slice(first, first + len(ids))
     if len(ids) != len(rewarded):
         what = f"{len(rewarded)} completions were rewarded and {len(ids)} are to be trained on"
-        raise trainer.failure(what, *_MAKING)
+        raise BrokenContract(what, *_MAKING)
     for row, of_row in enumerate(rewarded):
         if not torch.equal(ids[row, : len(of_row)], of_row):
             what = f"completion {row} of a rollout is not the one that was rewarded in its place"
-            raise trainer.failure(what, *_MAKING)
+            raise BrokenContract(what, *_MAKING)
     expected, actual, scale = weighed.group_mean_advantages[own], batch["advantages"], weighed.scale[own]
     difference = ((expected - actual) * scale.nan_to_num(posinf=1.0)).abs()
     if (difference > 1e-5 * (1 + weighed.returns.abs().nan_to_num(nan=0.0).max())).any():
         row = int(difference.argmax())
-        raise trainer.failure(
+        raise BrokenContract(
             f"how GRPOTrainer forms its advantages: for completion {row} of a rollout it has {actual[row].item():.6g}, "
             f"and the rewards, weights and scale that trl_otb relies on give {expected[row].item():.6g}",
             *_MAKING,

@@ -1,25 +1,11 @@
 """Energies, log-probs and hidden states of what `generate` samples, matched by their ids."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..energy import token_energy
-
-
-class TokenValues(NamedTuple):
-    """
-    What a forward computes for completions.
-
-    Args:
-        energy, logps (`(B, T)`): w_t and log π(y_t), at the sampling temperature.
-        states (`(B, T, k)`, *optional*): Projected hidden states at the positions that predict the tokens.
-    """
-
-    energy: Tensor
-    logps: Tensor
-    states: Tensor | None
+from ..energy import TokenValues, token_energy
 
 
 class SampledTurn:

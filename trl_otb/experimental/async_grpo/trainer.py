@@ -11,9 +11,10 @@ from accelerate.logging import get_logger
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ...baselines import Baseline, Completions, Credit, find_baseline, squeeze
+from ...baselines import Baseline, Completions, find_baseline, squeeze
 from ...energy import token_energy
-from ...metrics import STATISTICS, completion_statistics, summarize
+from ...metrics import STATISTICS, summarize
+from ...run_baseline import RunBaseline
 from ...seam.forwards import PolicyRecorder
 from ...seam.loss import check_product
 from ...state import KeepsBaseline
@@ -93,27 +94,26 @@ class Sample(NamedTuple):
     """A trained row: numbers of its completion, and a tensor per token."""
 
     returns: Tensor
-    base: Tensor  # B0
+    b0: Tensor
     group: Tensor
     logps: Tensor
     energy: Tensor  # w, of the policy that is trained
-    weights: Tensor  # ρ² w, ρ = π / μ: to learn from, never to predict with
+    loss_energy: Tensor  # ρ² w, ρ = π / μ: to learn from, never to predict with
     states: Tensor
 
 
 def completions_of(samples: list[Sample]) -> tuple[Completions, Tensor]:
     """[`Completions`] of one per group, and B0, `(B, 1)`; those without a return or B0 are unscored."""
-    returns, base, group, *of_tokens = zip(*samples, strict=True)
-    logps, energy, weights, states = (pad_sequence([*values], batch_first=True) for values in of_tokens)
+    returns, b0, group, *of_tokens = zip(*samples, strict=True)
+    logps, energy, loss_energy, states = (pad_sequence([*values], batch_first=True) for values in of_tokens)
     mask = pad_sequence([torch.ones_like(values) for values in of_tokens[1]], batch_first=True)
-    total, known = torch.stack(returns).float(), torch.stack(base).float()
-    x = squeeze(
-        total.where(known.isfinite(), torch.nan), mask, 1, energy=energy, weights=weights, logps=logps, states=states
-    )
+    total, known = torch.stack(returns).float(), torch.stack(b0).float()
+    scored = total.where(known.isfinite(), torch.nan)
+    x = squeeze(scored, mask, 1, energy=energy, loss_energy=loss_energy, logps=logps, states=states)
     return replace(x, prompt=torch.stack(group).long()), known.nan_to_num(nan=0.0).unsqueeze(1)
 
 
-class Filled:
+class DeferredAdvantages:
     """Stands for `inputs["advantages"]`, which TRL's loss indexes before the forward and multiplies after it."""
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -153,7 +153,7 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
             raise TypeError(f"`args` is a {type(args).__name__}: AsyncOTBGRPOTrainer takes an AsyncOTBGRPOConfig.")
         if not hasattr(args, "scale_rewards"):
             warn_of_scale()
-        self._baseline = check_async_options(args).instance()
+        self.baseline = RunBaseline(check_async_options(args))
         super().__init__(model, reward_funcs, args, *other, **kwargs)
         ASYNC_GRPO.check_attributes("AsyncGRPOTrainer", self)
         self._loss_is_known = LOSS not in unread  # to multiply each token by its own advantage
@@ -168,9 +168,9 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
         self.add_callback(AfterStep(self._after_step))
 
     @property
-    def is_trls(self) -> bool:
+    def uses_trl_advantages(self) -> bool:
         """Whether advantages are those that TRL's worker has stamped."""
-        return self._baseline.name == "group_mean" and self.scale_rewards == "group"
+        return self.baseline.entry.name == "group_mean" and self.scale_rewards == "group"
 
     def get_train_dataloader(self) -> Any:
         self._to_learn, self._to_come = [], {}  # of a training that was interrupted
@@ -181,7 +181,7 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
             self._rollout_dataset.queue = VersionedBuffer(self._rollout_dataset.queue)
         ASYNC_GRPO.check_attributes("DataLoaderDispatcher", loader)
         collate = loader.base_dataloader.collate_fn
-        loader.base_dataloader.collate_fn = carried_with(collate, self.args.num_generations, self.is_trls)
+        loader.base_dataloader.collate_fn = carried_with(collate, self.args.num_generations, self.uses_trl_advantages)
         return loader
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -191,17 +191,17 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
         self._version = self.model_version
         versions = carried[:, -1][: int(inputs["segment_id"].max()) + 1]  # padded, if other processes have more
         self._add(version=versions, samples=torch.ones_like(versions))
-        if self.is_trls:
+        if self.uses_trl_advantages:
             return super().compute_loss(model, inputs, *args, **kwargs)
         if not self._loss_is_known:
             self._loss_is_known = self._check_loss(model, inputs)
         self._to_come.update(groups.tolist())
         selected = inputs["token_index"] >= 0
         index, sample_of = inputs["token_index"][selected], inputs["segment_id"][selected]
-        old_logps, advantages = inputs["old_log_probs"][selected], Filled(len(index), carried.device)
+        old_logps, advantages = inputs["old_log_probs"][selected], DeferredAdvantages(len(index), carried.device)
 
         def forward(**packed: Any) -> Any:
-            with_states = "states" in self._baseline.needs
+            with_states = "states" in self.baseline.entry.needs
             with self.recorder.reading(with_states) as states:
                 outputs = model(**packed)
             with torch.no_grad(), torch.autocast(carried.device.type, enabled=False):
@@ -226,7 +226,7 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
         at_first = torch.arange((inputs["token_index"] >= 0).sum(), device=inputs["advantages"].device) % 2 == 0
 
         def gradient(value: Tensor) -> Tensor:
-            filled = Filled(len(at_first), value.device)
+            filled = DeferredAdvantages(len(at_first), value.device)
 
             def forward(**packed: Any) -> Any:
                 if not computed:
@@ -247,24 +247,23 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
 
     def _advantages(self, carried: Tensor, sample_of: Tensor, of_tokens: tuple[Tensor, ...]) -> Tensor:
         """`(M,)`: one per term of the loss, whose terms of one sample are adjacent; 0 without a return or a base."""
-        total, std, mean, others, group, _ = carried.unbind(dim=1)
+        total, std, mean, leave_one_out_mean, group, _ = carried.unbind(dim=1)
         sizes = torch.bincount(sample_of, minlength=len(carried)).tolist()
-        base = {"group_mean": mean, "none": torch.zeros_like(mean)}.get(self._baseline.name, others)
-        if self._baseline.adjusts:
+        b0 = {"group_mean": mean, "none": torch.zeros_like(mean)}.get(self.baseline.entry.name, leave_one_out_mean)
+        if self.baseline.entry.adjusts:
             earlier = self._earlier[0] / self._earlier[1]  # NaN before anything is known
-            base = base.where(base.isfinite(), earlier.to(base))
+            b0 = b0.where(b0.isfinite(), earlier.to(b0))
         by_sample = [values.split(sizes) for values in of_tokens]
-        samples = [Sample(*row) for row in zip(total, base, group, *by_sample, strict=True) if len(row[3])]
-        own, first = completions_of(samples)
-        second = self._baseline.rule.adjust(own, first) if self._baseline.adjusts else first
-        chosen, plain = (Credit((own.returns - b) * own.mask, b, first) for b in (second, first))
-        scale = torch.ones_like(first)
+        samples = [Sample(*row) for row in zip(total, b0, group, *by_sample, strict=True) if len(row[3])]
+        local, known = completions_of(samples)
+        scale = torch.ones_like(known)
         if self.scale_rewards == "group":
             kept = torch.tensor(sizes, device=std.device) > 0
             scale = (std[kept].float() + 1e-8).unsqueeze(1).nan_to_num(nan=1.0)
+        step = self.baseline.step(local, scale, b0=known)
         self._to_learn += samples
-        self._add(**dict(zip(STATISTICS, completion_statistics(own, chosen, plain, scale).unbind(dim=1), strict=True)))
-        rows = zip(chosen.advantages / scale, samples, strict=True)
+        self._add(**dict(zip(STATISTICS, step.statistics.unbind(dim=1), strict=True)))
+        rows = zip(step.advantages.expand_as(local.mask), samples, strict=True)
         return torch.cat([row[: len(sample.logps)] for row, sample in rows])
 
     def _add(self, **values: Tensor) -> None:
@@ -276,7 +275,7 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
         of = dict(zip(self._sums, sums.tolist(), strict=True))
         self._sums.clear()
         metrics = {"staleness": self._version - of["version"] / of["samples"]}
-        if not self.is_trls:
+        if not self.uses_trl_advantages:
             row = torch.tensor([[of[name] for name in STATISTICS]])
             metrics |= {name: summarize(row, 1)[name] for name in METRICS}
             metrics["effective_sample_share"] = of["ratio"] ** 2 / max(of["terms"] * of["square"], 1e-300)
@@ -290,19 +289,18 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
         ready = [sample for sample in self._to_learn if self._to_come.get(int(sample.group), 0) <= 0]
         self._to_learn = [sample for sample in self._to_learn if self._to_come.get(int(sample.group), 0) > 0]
         self._to_come, metrics = {}, dict[str, float]()
-        if self._baseline.learns:
-            own, base = completions_of(ready or [self._nothing()])
-            metrics |= self._baseline.learn(own, base, self.accelerator.gather)
-            self._has_learned = True
+        if self.baseline.entry.learns:
+            local, b0 = completions_of(ready or [self._nothing()])
+            metrics |= self.baseline.learn(local, b0, self.accelerator.gather)
         returns = torch.stack([sample.returns for sample in ready or [self._nothing()]]).double()
         known = torch.stack([returns.nansum(), returns.isfinite().sum().double()])
         self._earlier = 0.9 * self._earlier + self.accelerator.gather(known.unsqueeze(0)).sum(dim=0).cpu()
         return metrics
 
-    def more_state(self) -> dict[str, Any]:
+    def extra_state(self) -> dict[str, Any]:
         return {"earlier": self._earlier}
 
-    def load_more(self, state: dict[str, Any]) -> None:
+    def load_extra_state(self, state: dict[str, Any]) -> None:
         self._earlier = state.get("earlier", self._earlier)  # not of OTBGRPOTrainer
 
     def _nothing(self) -> Sample:

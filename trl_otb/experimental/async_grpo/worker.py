@@ -74,7 +74,9 @@ def checking(function: Callable) -> Callable:
 
 
 def stamped(samples: list[Any], sizes: list[int]) -> list[Any]:
-    """Samples of one group, conversation by conversation, with the mean of the others' rewards and their number."""
+    """
+    Adds to each sample the mean reward of the group's other conversations, and the number of samples in the group.
+    """
     sizes = [size for size in sizes if size]
     firsts = [sum(sizes[:i]) for i in range(len(sizes))]
     rewards = torch.tensor([samples[first].metrics["reward"] for first in firsts], dtype=torch.float64)
@@ -118,7 +120,7 @@ class VersionedBuffer:
         return sample
 
 
-def carried_of(sample: dict[str, Any], num_generations: int, is_trls: bool) -> tuple[list[float], int]:
+def carried_of(sample: dict[str, Any], num_generations: int, uses_trl_advantages: bool) -> tuple[list[float], int]:
     """
     Reward, deviation, mean, the others' mean, group and version of a sample; and how many samples its group has.
     Stamps are taken out of its metrics, of which TRL logs the means. A `ValueError` if they leave B0 unknown, unless
@@ -127,7 +129,7 @@ def carried_of(sample: dict[str, Any], num_generations: int, is_trls: bool) -> t
     check_keys("sample", sample, SAMPLE)
     metrics, n = sample["metrics"], num_generations
     reward, std = metrics.get("reward", math.nan), metrics.get("reward_std", math.nan)
-    if not is_trls and MEAN not in metrics and math.isnan(reward):
+    if not uses_trl_advantages and MEAN not in metrics and math.isnan(reward):
         raise ValueError(
             "The rollout worker gave a sample of a group without its reward (`None`, or no `metrics['reward']` and "
             "'reward_std'): the mean of the others is unknown. Let it call "
@@ -140,7 +142,9 @@ def carried_of(sample: dict[str, Any], num_generations: int, is_trls: bool) -> t
     return numbers, int(metrics.pop(ROWS, n))
 
 
-def carried_with(collate: Callable[[list[Any]], dict[str, Any]], num_generations: int, is_trls: bool) -> Callable:
+def carried_with(
+    collate: Callable[[list[Any]], dict[str, Any]], num_generations: int, uses_trl_advantages: bool
+) -> Callable:
     """
     TRL's collator, which runs on the main process and makes a row for each process, with what samples carry: the bits
     of float64 numbers as integers, since DeepSpeed casts all other tensors of a batch, to bfloat16 for one.
@@ -150,7 +154,7 @@ def carried_with(collate: Callable[[list[Any]], dict[str, Any]], num_generations
     def carrying(examples: list[Any]) -> dict[str, Any]:
         (rows,), carried, groups = examples, [], {}
         for row in rows:
-            stamps = [carried_of(sample, num_generations, is_trls) for sample in row.samples]
+            stamps = [carried_of(sample, num_generations, uses_trl_advantages) for sample in row.samples]
             carried.append(torch.tensor([numbers for numbers, _ in stamps], dtype=torch.float64))
             for sample, (_, size) in zip(row.samples, stamps, strict=True):
                 group = sample["group_id"]
