@@ -94,8 +94,13 @@ def test_energies_carry_the_squared_ratio(mode, baseline, model_path, tmp_path, 
 
     # Σ_t ρ_t² w_t A_t², as the gradient's power under the correction
     power = (ratio.square() * energy * mask * expected.double().square()).sum(1).mean().item()
-    (logged,) = (h["otb/grad_power"] for h in trainer.state.log_history if "otb/grad_power" in h)
-    assert logged == pytest.approx(power, rel=1e-4)
+    (log,) = (h for h in trainer.state.log_history if "otb/grad_power" in h)
+    assert log["otb/grad_power"] == pytest.approx(power, rel=1e-4)
+    # w alone, and W_T = Σ_t ρ_t² w_t
+    assert log["otb/energy/token_mean"] == pytest.approx(((energy * mask).sum() / mask.sum()).item(), rel=1e-4)
+    realized = (ratio.square() * energy * mask).sum(1).mean().item()
+    assert log["otb/energy/completion_mean"] == pytest.approx(realized, rel=1e-4)
+    assert (realized / (energy * mask).sum(1).mean() - 1).abs() > 0.01
 
 
 @pytest.mark.parametrize("mode", [None, "token_truncate", "token_mask", "sequence_truncate"])
@@ -129,7 +134,7 @@ def test_ratios_affect_values_learning_only(mode, model_path, tmp_path, monkeypa
         trainer.train()
         return trainer
 
-    memory = run(4)._baseline.state()
+    memory = run(4).baseline.entry.state()
     memory["weight"] = 0.5
     one = run(1, memory)
     monkeypatch.setattr(Off, "by", 0.3)
@@ -137,7 +142,8 @@ def test_ratios_affect_values_learning_only(mode, model_path, tmp_path, monkeypa
     rollout, other = one.rollouts["train"], two.rollouts["train"]
     mask = rollout.mask.bool()
     assert torch.equal(rollout.completion_ids, other.completion_ids)
-    assert (rollout.energy - other.energy)[mask].abs().max() > 1e-3
+    assert (rollout.loss_energy - other.loss_energy)[mask].abs().max() > 1e-3
+    assert torch.equal(rollout.energy, other.energy)
     assert torch.equal(rollout.baselines[mask], other.baselines[mask])
     assert predicted(rollout).abs().max() > 1e-3
     sums, others = (trainer.baseline.entry.state()["_sums"]["φφ"] for trainer in (one, two))
@@ -146,6 +152,6 @@ def test_ratios_affect_values_learning_only(mode, model_path, tmp_path, monkeypa
     if mode == "sequence_truncate":  # the gradients of a comparison have no ratios, and so no energies with them
         with at_rest(two, frozenset({"energy"})):
             ((sampled, rows),) = sample(two, [{"prompt": "abc"}], 4, seed=0)
-        for row, weights, mask in zip(rows, sampled.weights, sampled.mask.bool(), strict=True):
+        for row, weights, mask in zip(rows, sampled.loss_energy, sampled.mask.bool(), strict=True):
             expected = energies_by_softmax(two.policy, row)[0].float()
             torch.testing.assert_close(weights[mask], expected, atol=1e-5, rtol=0)
