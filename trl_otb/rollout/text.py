@@ -3,11 +3,15 @@
 import math
 from dataclasses import dataclass
 from io import BytesIO
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..baselines import completion_returns
+
+
+if TYPE_CHECKING:
+    from . import Rollout
 
 
 # The numbers of tokens, and how they are called
@@ -58,7 +62,7 @@ class Group:
         return max(sizes, default=0.0) or 1.0
 
 
-def read_group(rollout: Any, prompt: int, max_tokens: int, max_completions: int | None = None) -> Group:
+def read_group(rollout: "Rollout", prompt: int, max_tokens: int, max_completions: int | None = None) -> Group:
     """The completions of prompt number `prompt`, at most `max_completions` of them with `max_tokens` tokens each."""
     rows, tokenizer = rows_of_prompt(rollout, prompt), rollout.processing_class
     values = {"energy": rollout.energy, "advantage": rollout.advantages}
@@ -81,7 +85,7 @@ def read_group(rollout: Any, prompt: int, max_tokens: int, max_completions: int 
     return Group(prompt, text, completions, [*columns])
 
 
-def rows_of_prompt(rollout: Any, prompt: int) -> slice:
+def rows_of_prompt(rollout: "Rollout", prompt: int) -> slice:
     """The rows of prompt number `prompt`; an `IndexError` if there is no such prompt."""
     prompts = (rollout.first_row + torch.arange(len(rollout))) // rollout.num_generations
     at = (prompts - prompts[0] == prompt).nonzero().flatten().tolist()
@@ -133,7 +137,7 @@ def as_text(group: Group) -> str:
     return "\n".join(lines)
 
 
-def summary(rollout: Any) -> str:
+def summary(rollout: "Rollout") -> str:
     """A few lines on sizes, rewards, and which values are available."""
     n, generated, shown = rollout.num_generations, int(rollout.mask.sum()), int(rollout.completion_mask.sum())
     prompts = -(-(len(rollout) + rollout.first_row % n) // n)

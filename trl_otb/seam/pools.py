@@ -5,7 +5,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,12 +17,16 @@ from .contract import trl_utils
 from .forwards import score
 
 
+if TYPE_CHECKING:
+    from ..trainer import OTBGRPOTrainer
+
+
 # State that sampling changes, in addition to random states and the modes of modules
 _RECORDS = ("_metrics", "_logs", "_pending_extra_logs", "_pending_metrics")
 
 
 @contextmanager
-def at_rest(trainer: Any, needs: frozenset[str]) -> Iterator[None]:
+def at_rest(trainer: "OTBGRPOTrainer", needs: frozenset[str]) -> Iterator[None]:
     """Context in which `trainer` samples in eval mode what baselines need; its state is restored afterwards."""
     records = {name: getattr(trainer, name) for name in _RECORDS}
     kept = {name: getattr(trainer, name) for name in ("num_generations_eval", "needs", "energy_source")}
@@ -51,7 +55,7 @@ def at_rest(trainer: Any, needs: frozenset[str]) -> Iterator[None]:
 Pool = tuple[Completions, list[dict[str, Any]]]  # of one example, with the rows of TRL's batch one by one
 
 
-def sample(trainer: Any, examples: list[dict[str, Any]], completions: int, seed: int) -> list[Pool]:
+def sample(trainer: "OTBGRPOTrainer", examples: list[dict[str, Any]], completions: int, seed: int) -> list[Pool]:
     """So many completions of each example, as in an evaluation; the record is on the CPU."""
     set_seed(seed % 2**32)
     at_once = max(trainer.args.per_device_train_batch_size, trainer.args.per_device_eval_batch_size)
@@ -87,7 +91,7 @@ def single_rows(batch: dict[str, Any]) -> list[dict[str, Any]]:
     return result
 
 
-def logps_and_states(trainer: Any, row: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def logps_and_states(trainer: "OTBGRPOTrainer", row: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """
     The training forward with gradient for one of [`single_rows`], cut before the LM head.
 
@@ -113,7 +117,7 @@ def logps_and_states(trainer: Any, row: dict[str, Any]) -> tuple[torch.Tensor, t
     return logps, leaf, body
 
 
-def training_examples(trainer: Any) -> Any:
+def training_examples(trainer: "OTBGRPOTrainer") -> Any:
     """The training data as the trainer's dataloader reads it."""
     data = trainer.train_dataset
     if hasattr(data, "column_names") and trainer.args.remove_unused_columns and data.column_names is not None:
