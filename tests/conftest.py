@@ -10,6 +10,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are too small for mo
 import inspect
 
 import pytest
+from jaxtyping import install_import_hook
+
+
+# The shapes in signatures hold in every test
+CHECKED = ["baselines", "energy", "metrics", "run_baseline"]
+install_import_hook([f"trl_otb.{name}" for name in CHECKED], "beartype.beartype")
 
 
 # TRL is imported where a test runs: pytest-xdist loads this file once more, in a process that runs none.

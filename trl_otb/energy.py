@@ -8,6 +8,7 @@ are from *The Optimal Token Baseline*, https://arxiv.org/abs/2602.07078.
 from typing import NamedTuple
 
 import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 
@@ -16,16 +17,16 @@ class TokenValues(NamedTuple):
     What a forward computes for completions.
 
     Args:
-        energy, logps (`(B, T)`): w_t and log π(y_t), at the sampling temperature.
-        states (`(B, T, k)`, *optional*): Projected hidden states at the positions that predict the tokens.
+        energy, logps: w_t and log π(y_t), at the sampling temperature.
+        states (*optional*): Projected hidden states at the positions that predict the tokens.
     """
 
-    energy: Tensor
-    logps: Tensor
-    states: Tensor | None
+    energy: Float[Tensor, "B T"]
+    logps: Float[Tensor, "B T"]
+    states: Float[Tensor, "B T k"] | None
 
 
-def token_energy(logps: torch.Tensor, log_sum_sq_probs: torch.Tensor) -> torch.Tensor:
+def token_energy(logps: Float[Tensor, "*shape"], log_sum_sq_probs: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """
     The squared norm of each token's score with respect to the logits: the logit-gradient proxy (Proposition 4.2).
 
@@ -34,31 +35,32 @@ def token_energy(logps: torch.Tensor, log_sum_sq_probs: torch.Tensor) -> torch.T
     Computed as (1 − π_t(y_t))² + Σ_{v≠y_t} π_t(v)², which rounding cannot make negative.
 
     Args:
-        logps, log_sum_sq_probs (both of one shape, such as `(B, T)`): log π_t(y_t) and log Σ_v π_t(v)², natural
-            logarithms, at the sampling temperature. Where both are 0, as TRL leaves masked positions, w_t is 0.
+        logps, log_sum_sq_probs: log π_t(y_t) and log Σ_v π_t(v)², natural logarithms, at the sampling temperature.
+            Where both are 0, as TRL leaves masked positions, w_t is 0.
 
     Returns:
-        The same shape, float32, in [0, 2]: near 0 for a token that the policy was sure of, near 2 for a confident
-        mistake.
+        float32, in [0, 2]: near 0 for a token that the policy was sure of, near 2 for a confident mistake.
     """
     logps, log_sum_sq_probs = logps.float(), log_sum_sq_probs.float()
     probs_of_others = (log_sum_sq_probs.exp() - (2 * logps).exp()).clamp_(min=0)
     return torch.expm1(logps).square_().add_(probs_of_others)
 
 
-def importance_weighted(energy: torch.Tensor, importance_weights: torch.Tensor | None) -> torch.Tensor:
+def importance_weighted(
+    energy: Float[Tensor, "B T"], importance_weights: Float[Tensor, "B #T"] | None
+) -> Float[Tensor, "B T"]:
     """
-    `(B, T)` ρ_t² w_t, float32: the energy of a token in a loss that multiplies it by its importance ratio.
+    ρ_t² w_t, float32: the energy of a token in a loss that multiplies it by its importance ratio.
 
-    `importance_weights`, `(B, T)` or `(B, 1)`, are the ratios ρ_t = π(y_t) / μ(y_t) of policy π over sampler μ, per
-    token or per completion; 1 if `None`.
+    `importance_weights` are the ratios ρ_t = π(y_t) / μ(y_t) of policy π over sampler μ, per token or per completion; 1
+    if `None`.
     """
     energy = energy.float()
     return energy if importance_weights is None else energy * importance_weights.float().square()
 
 
-def check_energies(energy: torch.Tensor, mask: torch.Tensor) -> None:
-    """Raise a `ValueError` that names row and token if an energy, `(B, T)`, is not finite where `mask` is 1."""
+def check_energies(energy: Float[Tensor, "B T"], mask: Int[Tensor, "B T"] | Bool[Tensor, "B T"]) -> None:
+    """Raise a `ValueError` that names row and token if an energy is not finite where `mask` is 1."""
     broken = ~energy.isfinite() & mask.bool()
     if broken.any():
         row, token = broken.nonzero()[0].tolist()
@@ -69,7 +71,7 @@ def check_energies(energy: torch.Tensor, mask: torch.Tensor) -> None:
         )
 
 
-def prefix_sums(x: torch.Tensor) -> torch.Tensor:
+def prefix_sums(x: Float[Tensor, "B T *more"]) -> Float[Tensor, "B T *more"]:
     """Sums along dimension 1; on the CPU under `full_determinism`, where PyTorch has none of floats on a GPU."""
     if x.is_cuda and torch.are_deterministic_algorithms_enabled():
         return x.cpu().cumsum(dim=1).to(x.device)

@@ -1,6 +1,7 @@
 """Metrics of energies, baselines and the gradient's power. Pure torch, with the notation of `trl_otb.energy`."""
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from .baselines import Completions, Credit
@@ -11,16 +12,18 @@ STATISTICS = (
 )  # fmt: skip
 
 
-def completion_statistics(x: Completions, chosen: Credit, reference: Credit, scale: Tensor) -> Tensor:
+def completion_statistics(
+    x: Completions, chosen: Credit, reference: Credit, scale: Float[Tensor, "B 1"]
+) -> Float[Tensor, "B S"]:
     """
     Args:
         x ([`Completions`]): Completions; without energies, what depends on them is NaN.
         chosen, reference ([`Credit`]): Their credit under the chosen baseline, and under the one that it is compared
             with.
-        scale (`(B, 1)`): The divisor of both advantages.
+        scale: The divisor of both advantages.
 
     Returns:
-        `(B, len(STATISTICS))`, float32: sums over tokens, of ρ_t² w_t A_t² for `power`.
+        float32, a column for each of `STATISTICS`: sums over tokens, of ρ_t² w_t A_t² for `power`.
     """
     unknown = x.mask.new_full((1, 1), torch.nan).expand_as(x.mask)
     energy, loss_energy = (unknown if values is None else values for values in (x.energy, x.loss_energy))
@@ -38,10 +41,10 @@ def completion_statistics(x: Completions, chosen: Credit, reference: Credit, sca
     return torch.stack([columns[name] for name in STATISTICS], dim=1)
 
 
-def summarize(statistics: Tensor, num_generations: int) -> dict[str, float]:
+def summarize(statistics: Float[Tensor, "B S"], num_generations: int) -> dict[str, float]:
     """
     Args:
-        statistics (`(B, len(STATISTICS))`): Rows of [`completion_statistics`] for whole groups, the N rows of a group
+        statistics: Rows of [`completion_statistics`] for whole groups, the N rows of a group
             adjacent.
         num_generations (`int`): N.
 

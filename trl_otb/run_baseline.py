@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from .baselines import Baseline, Completions, credit, find_baseline
@@ -28,21 +29,21 @@ class Step:
     What a run's baseline makes of a generation batch, for the completions of this process.
 
     Args:
-        advantages (`(B, T)` or `(B, 1)`): (G − B) / scale, by generated token or per completion.
-        baselines (`(B, T)` or `(B, 1)`): B.
-        group_mean_advantages (`(B, 1)`): (G − group mean) / scale; `None` for N = 1.
-        scale (`(B, 1)`): The divisor of advantages.
-        per_token (`bool`): Whether there is an advantage for every token.
-        statistics (`(B_all, len(STATISTICS))`): Of the completions of all processes.
-        learned (`dict[str, float]`): The metrics of a baseline that learned.
+        advantages: (G − B) / scale, by generated token, or one per completion.
+        baselines: B.
+        group_mean_advantages: (G − group mean) / scale; `None` for N = 1.
+        scale: The divisor of advantages.
+        per_token: Whether there is an advantage for every token.
+        statistics: Of the completions of all processes, a column for each of `STATISTICS`.
+        learned: The metrics of a baseline that learned.
     """
 
-    advantages: Tensor
-    baselines: Tensor
-    group_mean_advantages: Tensor | None
-    scale: Tensor
+    advantages: Float[Tensor, "B #T"]
+    baselines: Float[Tensor, "B #T"]
+    group_mean_advantages: Float[Tensor, "B 1"] | None
+    scale: Float[Tensor, "B 1"]
     per_token: bool
-    statistics: Tensor
+    statistics: Float[Tensor, "B_all S"]
     learned: dict[str, float]
 
 

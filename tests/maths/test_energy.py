@@ -53,3 +53,8 @@ def test_energy_is_never_negative(p):
 def test_float32_whatever_the_inputs(dtype):
     x = torch.full((1, 1), -1.0, dtype=dtype)
     assert token_energy(x, x).dtype == torch.float32
+
+
+def test_shapes_in_signatures_are_checked():
+    with pytest.raises(TypeError, match="token_energy"):
+        token_energy(torch.zeros(2, 3), torch.zeros(3, 2))

@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from ..energy import prefix_sums
@@ -60,13 +61,13 @@ class Completions:
         return len(self.mask)
 
     @property
-    def members(self) -> Tensor:
-        """`(B, 1)` 1.0 for completions with a reward and a token that is trained on: truncated ones may have none."""
+    def members(self) -> Float[Tensor, "B 1"]:
+        """1.0 for completions with a reward and a token that is trained on: truncated ones may have none."""
         return self.scored * (self.lengths > 0)
 
     @property
-    def total_energy(self) -> Tensor:
-        """`(B, 1)` W_T = Σ_t ρ_t² w_t."""
+    def total_energy(self) -> Float[Tensor, "B 1"]:
+        """W_T = Σ_t ρ_t² w_t."""
         return prefix_sums(self.need("loss_energy"))[:, -1:]  # in order, so that padding does not change rounding
 
     def need(self, name: str) -> Tensor:
@@ -79,22 +80,28 @@ class Completions:
             )
         return value
 
-    def grouped(self, x: Tensor) -> Tensor:
-        """`(B, T)` -> `(G, N, T)`"""
+    def grouped(self, x: Float[Tensor, "B T"]) -> Float[Tensor, "G N T"]:
+        """The rows by group."""
         return x.reshape(-1, self.num_generations, x.size(1))
 
-    def mean(self, weights: Tensor, leave_one_out: bool = False) -> Tensor:
+    def mean(self, weights: Float[Tensor, "B T"], leave_one_out: bool = False) -> Float[Tensor, "B T"]:
         """
-        `(B, T)` per token: Σ_i ω_i G_i / Σ_i ω_i over the group, or over the others. `weights`, ω, are not negative;
+        Per token: Σ_i ω_i G_i / Σ_i ω_i over the group, or over the others. `weights`, ω, are not negative;
         if all are 0, the plain mean of the completions that have a t-th token, or 0.
         """
         return self.weighted_mean(weights, self.returns, self.mask, leave_one_out)
 
-    def completion_mean(self, weights: Tensor, leave_one_out: bool = False) -> Tensor:
-        """`(B, 1)` the same per completion, of whole returns; if all weights are 0, the plain mean of all returns."""
+    def completion_mean(self, weights: Float[Tensor, "B 1"], leave_one_out: bool = False) -> Float[Tensor, "B 1"]:
+        """The same per completion, of whole returns; if all weights are 0, the plain mean of all returns."""
         return self.weighted_mean(weights, self.whole_returns, self.scored, leave_one_out)
 
-    def weighted_mean(self, weights: Tensor, returns: Tensor, members: Tensor, leave_one_out: bool) -> Tensor:
+    def weighted_mean(
+        self,
+        weights: Float[Tensor, "B T"],
+        returns: Float[Tensor, "B #T"],
+        members: Float[Tensor, "B #T"],
+        leave_one_out: bool,
+    ) -> Float[Tensor, "B T"]:
         """The mean of `returns`; that of `members`, unweighted, if all weights are 0."""
         weights = torch.add(weights.float(), members, alpha=LEAST_WEIGHT).mul_(self.scored)
         of_groups = self.grouped(weights)
@@ -173,8 +180,8 @@ def joined(parts: list[Completions]) -> Completions:
     return parts[0]._with(**none, **{name: torch.cat([of[name] for of in tensors]) for name in names})
 
 
-def _sum_of_group(x: Tensor, leave_one_out: bool) -> Tensor:
-    """`(G, N, T)` -> `(G, 1, T)`, or `(G, N, T)` the sum over the others."""
+def _sum_of_group(x: Float[Tensor, "G N T"], leave_one_out: bool) -> Float[Tensor, "G #N T"]:
+    """The sum of each group, or over the others."""
     if not leave_one_out:
         return x.sum(dim=1, keepdim=True)
     # Sums before and after: the total minus the own term would cancel where the own term dominates
@@ -183,13 +190,13 @@ def _sum_of_group(x: Tensor, leave_one_out: bool) -> Tensor:
     return before.add_(after)
 
 
-def reward_to_go(token_rewards: Tensor) -> Tensor:
-    """`(B, T)` r_t -> G_t = Σ_{k≥t} r_k, undiscounted, float32. Rewards count at every position; padding holds 0."""
+def reward_to_go(token_rewards: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+    """r_t -> G_t = Σ_{k≥t} r_k, undiscounted, float32. Rewards count at every position; padding holds 0."""
     return prefix_sums(token_rewards.float().flip(1)).flip(1)
 
 
-def completion_returns(rewards: Tensor) -> Tensor:
-    """`(B,)` float32 return of every completion: its reward, or the sum over its tokens; NaN without a reward."""
+def completion_returns(rewards: Float[Tensor, "B *more"]) -> Float[Tensor, " B"]:
+    """The float32 return of every completion: its reward, or the sum over its tokens; NaN without a reward."""
     return rewards.float() if rewards.dim() == 1 else rewards.float().sum(dim=1)
 
 

@@ -1,13 +1,14 @@
 """Baselines that are a weighted mean of the group's returns, B = Σ_i ω_i G_i / Σ_i ω_i, and B = 0."""
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from ..energy import prefix_sums
 from .completions import Completions
 
 
-def otb(x: Completions, zero_tail: bool = True) -> Tensor:
+def otb(x: Completions, zero_tail: bool = True) -> Float[Tensor, "B T"]:
     """Per token: the group's mean return, weighted by each completion's realized energy up to that token.
 
         B_t = Σ_i W_{t,i} G_{t,i} / Σ_i W_{t,i}   over the completions i that have a t-th generated token.
@@ -34,7 +35,7 @@ def otb(x: Completions, zero_tail: bool = True) -> Tensor:
     return x.grouped(baseline).masked_fill(columns > second, 0.0).reshape(baseline.shape)
 
 
-def otb_loo(x: Completions) -> Tensor:
+def otb_loo(x: Completions) -> Float[Tensor, "B T"]:
     """Per token: `otb` without the completion's own return.
 
         B_{t,i} = Σ_{j≠i} W_{t,j} G_{t,j} / Σ_{j≠i} W_{t,j}   over the others that have a t-th generated token.
@@ -48,7 +49,7 @@ def otb_loo(x: Completions) -> Tensor:
     return x.mean(prefix_sums(x.need("loss_energy")).mul_(x.mask), leave_one_out=True)
 
 
-def ogb(x: Completions) -> Tensor:
+def ogb(x: Completions) -> Float[Tensor, "B 1"]:
     """Per completion: the mean weighted by total energy W_T.
 
         B = Σ_i W_{T,i} R_i / Σ_i W_{T,i}
@@ -65,7 +66,7 @@ def ogb(x: Completions) -> Tensor:
     return x.completion_mean(x.total_energy)
 
 
-def ogb_loo(x: Completions) -> Tensor:
+def ogb_loo(x: Completions) -> Float[Tensor, "B 1"]:
     """Per completion: `ogb` without the completion's own return.
 
         B_i = Σ_{j≠i} W_{T,j} R_j / Σ_{j≠i} W_{T,j}
@@ -77,7 +78,7 @@ def ogb_loo(x: Completions) -> Tensor:
     return x.completion_mean(x.total_energy, leave_one_out=True)
 
 
-def rloo(x: Completions) -> Tensor:
+def rloo(x: Completions) -> Float[Tensor, "B 1"]:
     """Per completion: the mean of the other completions' returns.
 
         B_i = Σ_{j≠i} R_j / (N − 1)
@@ -92,7 +93,7 @@ def rloo(x: Completions) -> Tensor:
     return x.completion_mean(torch.ones_like(x.scored), leave_one_out=True)
 
 
-def group_mean(x: Completions) -> Tensor:
+def group_mean(x: Completions) -> Float[Tensor, "B 1"]:
     """Per completion: the mean of the group's returns, GRPO's own baseline.
 
         B = Σ_i R_i / N
@@ -106,7 +107,7 @@ def group_mean(x: Completions) -> Tensor:
     return x.completion_mean(torch.ones_like(x.scored))
 
 
-def none(x: Completions) -> Tensor:
+def none(x: Completions) -> Float[Tensor, "B 1"]:
     """Per completion: nothing.
 
         B = 0

@@ -1,11 +1,13 @@
 """Baselines that also use other prompts: partial pooling of leave-one-out means."""
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from .completions import Completions
 
 
-def ogb_pooled(x: Completions) -> torch.Tensor:
+def ogb_pooled(x: Completions) -> Float[Tensor, "B 1"]:
     """Per completion: the others' mean weighted by total energy W_T, pooled with the other prompts' mean.
 
         B_i = (1 − λ) b_(−i) + λ m,   b_(−i) = Σ_{j≠i} W_{T,j} R_j / Σ_{j≠i} W_{T,j}
@@ -28,7 +30,7 @@ def ogb_pooled(x: Completions) -> torch.Tensor:
     return pooled(x, x.whole_returns, x.total_energy)
 
 
-def rloo_pooled(x: Completions) -> torch.Tensor:
+def rloo_pooled(x: Completions) -> Float[Tensor, "B 1"]:
     """Per completion: the mean of the others' returns, pooled with the other prompts' mean.
 
         B_i = (1 − λ) b_(−i) + λ m,   b_(−i) = Σ_{j≠i} R_j / (N − 1)
@@ -45,11 +47,11 @@ def rloo_pooled(x: Completions) -> torch.Tensor:
     return pooled(x, x.whole_returns, torch.ones_like(x.scored))
 
 
-def pooled(x: Completions, returns: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def pooled(x: Completions, returns: Float[Tensor, "B T"], weights: Float[Tensor, "B 1"]) -> Float[Tensor, "B T"]:
     """
-    `(B, 1)` or `(B, T)` the mean of the others' `returns`, pooled with the other prompts' mean; each column by itself.
+    The mean of the others' `returns`, pooled with the other prompts' mean; each column by itself.
 
-    `weights`, `(B, 1)`, are those of completions; masked ones have none. If all are 0, the mean is plain.
+    `weights` are those of completions; masked ones have none. If all are 0, the mean is plain.
     """
     weights, members = (weights * x.members).expand(returns.shape), x.grouped(x.members)
     left_one_out = x.grouped(x.weighted_mean(weights, returns, x.members, leave_one_out=True))
@@ -59,7 +61,9 @@ def pooled(x: Completions, returns: torch.Tensor, weights: torch.Tensor) -> torc
     return (left_one_out + share * (target - left_one_out)).reshape(returns.shape)
 
 
-def partial_pooling(left_one_out: torch.Tensor, members: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def partial_pooling(
+    left_one_out: Float[Tensor, "G N T"], members: Float[Tensor, "G N 1"]
+) -> tuple[Float[Tensor, "G N T"], Float[Tensor, "G 1 T"]]:
     """
     The share λ of the other prompts' mean in a completion's baseline, and that mean, m.
 
@@ -79,12 +83,11 @@ def partial_pooling(left_one_out: torch.Tensor, members: torch.Tensor) -> tuple[
     https://arxiv.org/abs/2511.03710 uses v / (v + s²), the same for all prompts of a batch: about a half at most.
 
     Args:
-        left_one_out (`(G, N, 1)` or `(G, N, T)`): b_(−j), the baseline with completion j left out; the return itself of
-            a prompt's single member.
-        members (`(G, N, 1)`): 1 for completions to count, else 0.
+        left_one_out: b_(−j), the baseline with completion j left out; the return itself of a prompt's single member.
+        members: 1 for completions to count, else 0.
 
     Returns:
-        λ, with the shape of `left_one_out`, and m, with 1 instead of N.
+        λ and m.
     """
     _, exponent = torch.frexp(left_one_out.abs().amax())
     unit = torch.ldexp(torch.ones_like(left_one_out[:1, :1, :1]), exponent)  # a power of 2: squares stay finite

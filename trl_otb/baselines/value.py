@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from ..energy import prefix_sums
 from .completions import Completions
@@ -57,11 +59,11 @@ class Value:
     weighted_by = "energy"  # anything else makes it an ordinary value function
 
     def __init__(self) -> None:
-        self.theta: torch.Tensor | None = None  # (K,)
+        self.theta: Tensor | None = None  # (K,)
         self.weight = 0.0  # c
         self._most_weight = 0.25
         self._gains = (0.0, 0.0)  # over c, of earlier batches: the decayed sum, and that of their squares
-        self._sums: dict[str, torch.Tensor] = {}  # over earlier batches; float64, on the CPU
+        self._sums: dict[str, Tensor] = {}  # over earlier batches; float64, on the CPU
         self._batches = 0.0  # the sum of their weights
         self._prompts = 0  # in all batches
         self._returns_seen = (math.inf, -math.inf)  # minimum and maximum
@@ -69,19 +71,19 @@ class Value:
         self._doubted = False  # whether B left too much of the last batch, which had little power
         self._warned = False  # that something is not finite
 
-    def __call__(self, x: Completions) -> torch.Tensor:
-        """B0, `rloo_pooled`: `(B, 1)` of returns, or `(B, T)` of rewards-to-go."""
+    def __call__(self, x: Completions) -> Float[Tensor, "B #T"]:
+        """B0, `rloo_pooled`, of returns or of rewards-to-go."""
         return pooled(x, x.returns, torch.ones_like(x.scored))
 
-    def adjust(self, local: Completions, b0: torch.Tensor) -> torch.Tensor:
-        """`(B, T)` B; or B0, before anything is predicted."""
+    def adjust(self, local: Completions, b0: Float[Tensor, "B #T"]) -> Float[Tensor, "B #T"]:
+        """B; or B0, before anything is predicted."""
         if self.theta is None or self.weight == 0.0:
             return b0
         blocks = _with_b0(local, b0)
         return torch.cat([self._baseline(b, self._predicted(self._features(x, b))) for x, b in blocks])
 
     def update(
-        self, local: Completions, b0: torch.Tensor, gather: Callable[[torch.Tensor], torch.Tensor]
+        self, local: Completions, b0: Float[Tensor, "B #T"], gather: Callable[[Tensor], Tensor]
     ) -> dict[str, float]:
         """
         Learn from a generation batch. Returns `explained`, 1 − Σ w (G − B)² / Σ w (G − B0)² for the θ and c that were
@@ -136,11 +138,11 @@ class Value:
             )
         vars(self).update(copy.deepcopy(new | state))
 
-    def _features(self, x: Completions, b0: torch.Tensor) -> torch.Tensor:
-        """`(B, T, K)` φ, from what precedes each token, never from the token itself."""
+    def _features(self, x: Completions, b0: Float[Tensor, "B #T"]) -> Float[Tensor, "B T K"]:
+        """φ, from what precedes each token, never from the token itself."""
         mask = x.mask
 
-        def before(values: torch.Tensor) -> torch.Tensor:
+        def before(values: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
             return torch.nn.functional.pad(prefix_sums(values), (1, 0))[:, :-1]
 
         count = before(mask)
@@ -151,8 +153,8 @@ class Value:
         mean = prefix_sums(states) / (count + 1).unsqueeze(-1)
         return torch.cat([torch.stack([x.expand_as(mask) for x in numbers], dim=-1), states, mean], dim=-1)
 
-    def _predicted(self, features: torch.Tensor) -> torch.Tensor:
-        """`(B, T)` θ·φ; 0 where it is not finite."""
+    def _predicted(self, features: Float[Tensor, "B T K"]) -> Float[Tensor, "B T"]:
+        """θ·φ; 0 where it is not finite."""
         if self.theta is None:
             return torch.zeros_like(features[..., 0])
         if features.size(-1) != len(self.theta):
@@ -163,15 +165,15 @@ class Value:
         predicted = features @ self.theta.to(features)
         return predicted.where(predicted.isfinite(), 0.0)
 
-    def _baseline(self, b0: torch.Tensor, predicted: torch.Tensor) -> torch.Tensor:
-        """`(B, T)` B0 + c θ·φ, clamped to the range of returns seen, extended to B0."""
+    def _baseline(self, b0: Float[Tensor, "B #T"], predicted: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+        """B0 + c θ·φ, clamped to the range of returns seen, extended to B0."""
         least, most = self._returns_seen
         return (b0 + self.weight * predicted).clamp(b0.clamp(max=least), b0.clamp(min=most))
 
-    def _sums_of(self, local: Completions, b0: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _sums_of(self, local: Completions, b0: Float[Tensor, "B #T"]) -> dict[str, Tensor]:
         """Sums over the tokens of a generation batch, in float64 if the device supports it."""
         precise = torch.float32 if b0.device.type == "mps" else torch.float64
-        total: dict[str, torch.Tensor] = {}
+        total: dict[str, Tensor] = {}
         for x, b in _with_b0(local, b0):
             features = self._features(x, b)
             left = (x.returns - self._baseline(b, self._predicted(features))).to(precise)
@@ -235,8 +237,10 @@ class Value:
         if not (self.theta.isfinite().all() and math.isfinite(self.weight)):
             self._reset("its linear system has no finite solution")
 
-    def _solution(self, squares: torch.Tensor, products: torch.Tensor, ridge: float) -> torch.Tensor:
-        """`(…, K)` θ; shifting or scaling features does not change the predictions."""
+    def _solution(
+        self, squares: Float[Tensor, "*folds K K"], products: Float[Tensor, "*folds K"], ridge: float
+    ) -> Float[Tensor, "*folds K"]:
+        """θ; shifting or scaling features does not change the predictions."""
         diagonal, constant = squares.diagonal(dim1=-2, dim2=-1), squares[..., 0]
         varies = (diagonal - constant.square() / constant[..., :1].clamp(min=1e-30)).clamp(min=0)
         penalty = ridge / self._batches * varies + 1e-9 * diagonal
@@ -256,7 +260,7 @@ class Value:
         self._sums, self._batches, self._power, self._returns_seen = {}, 0.0, 0.0, (math.inf, -math.inf)
 
 
-def _with_b0(local: Completions, b0: torch.Tensor) -> Iterator[tuple[Completions, torch.Tensor]]:
+def _with_b0(local: Completions, b0: Tensor) -> Iterator[tuple[Completions, Tensor]]:
     """Blocks of rows with their B0."""
     first = 0
     for x in local.blocks(max(FEATURE_BLOCK, local.mask.numel() // 256)):
