@@ -2,19 +2,15 @@
 
 import asyncio
 import json
-from pathlib import Path
 
 import pytest
 import torch
 import yaml
 
 from recipes import async_math
-from recipes.studies import learning_curves
-from recipes.studies.learning_curves import Run, Schedule
-from tests.recipes.conftest import shortly_trained
+from tests.recipes.conftest import RECIPES
 
 
-RECIPES = Path(async_math.__file__).parent
 SMALL = "--max_steps 2 --per_device_train_batch_size 16 --num_held_out_problems 10 --disable_tqdm true".split()
 
 
@@ -74,14 +70,3 @@ def test_the_yaml_files_have_known_options(path, monkeypatch):
 def test_right_answers_are_rewarded_one():
     said = ["1+1=2", [{"role": "assistant", "content": r"so \boxed{3}"}], ""]
     assert asyncio.run(async_math.accuracy(said, ["2", "2", "2"])) == [1.0, 0.0, 0.0]
-
-
-@pytest.mark.parametrize("kind", ["sums", "calculator"])
-def test_learning_study_counts_tokens_and_rewards(kind, tmp_path, monkeypatch):
-    policy = shortly_trained(kind, 5, tmp_path / kind)
-    monkeypatch.setattr(learning_curves.tasks.toy, kind, lambda: policy)
-    schedule = Schedule({4: 3}, (4e-4,), prompts=2, problems=kind, staleness=1)
-    monkeypatch.setattr(learning_curves, "TASKS", {"asynchronous": schedule})
-    found = learning_curves.train(Run("asynchronous", "value", 4, 4e-4, 1))
-    assert len(found["reward"]) == 3 and 0 <= found["held_out"] <= 1
-    assert 3 * 8 <= found["tokens"][-1] <= 3 * 8 * 72 and found["tokens"] == sorted(found["tokens"])

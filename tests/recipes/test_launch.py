@@ -1,9 +1,8 @@
-"""The recipes as programs: copied away, launched in several processes, compared; `make gpu`."""
+"""The recipes as programs: copied away, launched in several processes, compared."""
 
 import ast
 import itertools
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -16,19 +15,12 @@ from accelerate.commands.config.config_args import load_config_from_file
 import trl_otb
 from recipes import compare, gradient_noise
 from recipes import math as recipe
-from tests.recipes.conftest import SMALL, accuracies, shortly_trained
+from tests.recipes.conftest import RECIPES, SMALL, accuracies, shortly_trained, started
 
 
-RECIPES = Path(recipe.__file__).parent
-MINIMAL, GPU = RECIPES / "minimal.py", RECIPES / "benchmarks" / "gpu.sh"
+MINIMAL = RECIPES / "minimal.py"
 ACCELERATE = [str(Path(sys.executable).with_name("accelerate")), "launch", "--mixed_precision", "no"]
 ACCELERATE += ["--dynamo_backend", "no"]
-
-
-def started(command, folder, path=RECIPES.parent, **environment):
-    """Run to its end in `folder`, with `path` alone on Python's path."""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(path), **environment}
-    return subprocess.run(list(map(str, command)), cwd=folder, env=environment, capture_output=True, text=True)
 
 
 @pytest.fixture
@@ -179,39 +171,3 @@ def test_gradient_noise_ends_in_a_verdict(short_policy, capsys):
     assert {row["name"] for row in report["comparisons"]} == {"none", "group_mean", "ogb"}
     first = capsys.readouterr().out
     assert "group_mean" in first and f"{folder}: report.json" in first and (folder / "noise.png").is_file()
-
-
-# `make gpu`
-
-
-# In the place of Python: the tests fail, the other parts print a number
-STANDS_IN = """#!/bin/sh
-case "$*" in
-    "- "*) echo "A machine, torch 2" ;;
-    *test_gpu.py) echo "so it goes"; exit 3 ;;
-    *) echo 7 ;;
-esac
-"""
-
-
-def test_failing_part_stops_no_other(tmp_path):
-    python, page = tmp_path / "python", tmp_path / "gpu" / "report.md"
-    python.write_text(STANDS_IN)
-    python.chmod(0o755)
-    environment = {"PYTHON": str(python), "FOLDER": str(tmp_path / "gpu")}
-    done = started([GPU], tmp_path, **environment)
-    assert done.returncode == 1 and done.stdout.endswith("Failed: tests.\n"), done.stderr
-    sections = page.read_text().split("### ")[1:]
-    failed, *others = sections
-    assert failed.startswith("tests: failed with exit status 3") and "\nso it goes\n" in failed
-    assert "A machine, torch 2" in failed and all("\n7\n```" in text for text in others)
-    done = [f"{part}: done" for part in "step-lora step-full step-generated advantages main".split()]
-    assert [text.split(", ")[0] for text in others] == done
-    # A part that is run alone keeps what is known of the others
-    assert started([GPU, "advantages"], tmp_path, **environment).returncode == 0
-    assert page.read_text().split("### ")[1:4] == sections[:3]
-
-
-def test_all_limits_sum_to_25_minutes():
-    limits = re.findall(r"^part \S+ (\d+) ", GPU.read_text(), flags=re.MULTILINE)
-    assert len(limits) == 6 and sum(map(int, limits)) <= 25

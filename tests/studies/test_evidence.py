@@ -174,7 +174,7 @@ def pages(tmp_path, monkeypatch):
 @pytest.fixture
 def study(registry, monkeypatch):
     """The study of value, imported anew, so that it registers its baselines."""
-    for name in ("recipes.studies.value", "recipes.more_baselines", "recipes.relatives"):
+    for name in ("recipes.studies.value", "recipes.more_baselines", "recipes.studies.relatives"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     return importlib.import_module("recipes.studies.value")
 
