@@ -2,7 +2,6 @@
 
 import inspect
 import math
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,12 +11,11 @@ from trl import GRPOConfig, GRPOTrainer
 from .baselines import Baseline, Completions, Credit, credit, find_baseline
 from .config import OTBGRPOConfig, check_options
 from .metrics import STATISTICS, completion_statistics, summarize
-from .noise import GradientNoiseCallback
 from .rollout import Rollout, Rollouts, prompt_keys
 from .seam.contract import check_config, check_loss, check_trl, incompatible_trl, overriders, trl_utils
 from .seam.extensions import CollectiveToolLoop, TokenLoss
 from .seam.forwards import PolicyRecorder, scores_anyway, values_of_batch
-from .seam.rollouts import groups_kept_together, recorded_rewards, rollout_of
+from .seam.rollouts import recorded_rewards, rollout_of
 from .seam.sampled import SampledTurns
 from .state import KeepsBaseline, RunningScale
 
@@ -101,8 +99,7 @@ class OTBGRPOTrainer(KeepsBaseline, CollectiveToolLoop, TokenLoss):
                 "which it keeps. Make a new trainer."
             )
         before = self.rollouts.get("train")
-        with GradientNoiseCallback.set_in(self, trainer=self):
-            result = super().train(*args, **kwargs)
+        result = super().train(*args, **kwargs)
         # Where data ran out transformers stops training, too, but before the first rollout
         stopped = self.control.should_training_stop and self.rollouts.get("train") is not before
         if self.state.global_step > 0 or self.state.max_steps == 0 or stopped:
@@ -175,16 +172,6 @@ class OTBGRPOTrainer(KeepsBaseline, CollectiveToolLoop, TokenLoss):
     def needs_forward(self) -> bool:
         """Whether rollouts are to hold what only a forward of the policy computes."""
         return not self.needs.isdisjoint({"energy", "logps", "states"})
-
-    @property
-    def keeps_groups_together(self) -> bool:
-        """Whether each micro-batch holds whole groups."""
-        return getattr(self.args, "keep_groups_together", False)
-
-    def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
-        together = self.model.training and self.keeps_groups_together
-        with groups_kept_together(self.num_generations) if together else nullcontext():
-            return super()._prepare_inputs(generation_batch)
 
     def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
         with self.recorder.sampling() as keep:

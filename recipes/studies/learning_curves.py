@@ -23,9 +23,9 @@ from statistics import fmean
 from filelock import FileLock, Timeout
 
 from recipes.local_rollouts import on_cpu
+from recipes.noise_scale import NoiseScaleTrainer
 from recipes.studies import language, render, tasks
 from recipes.studies.runs import TUNING_SEEDS, best_rates, summary
-from trl_otb import GradientNoiseCallback
 from trl_otb.baselines import BASELINES
 from trl_otb.scripts.run import HeldOut
 
@@ -133,9 +133,9 @@ def train_with(task: tasks.Task, schedule: Schedule, options: dict) -> dict:
     micro_batch = max(step // 4, options["num_generations"])  # groups together; the meter measures the noise of these
     trainer = tasks.trainer_of(
         replace(task, reward=measure.reward),
+        cls=NoiseScaleTrainer,
         eval_dataset=measure.problems,
-        callbacks=[measure, GradientNoiseCallback()],  # `measure` evaluates after the last step
-        keep_groups_together=True,
+        callbacks=[measure],  # which evaluates after the last step
         per_device_eval_batch_size=40 if task.peft_config else 400,
         num_generations_eval=schedule.held_out_samples,
         per_device_train_batch_size=micro_batch,

@@ -78,14 +78,16 @@ def with_prompts(problems: Dataset) -> Dataset:
     return problems.map(lambda row: {"prompt": [{"role": "user", "content": row["question"]}]})
 
 
-def trainer_of(task: Task, *, callbacks=(), eval_dataset: Dataset | None = None, **options) -> OTBGRPOTrainer:
+def trainer_of(
+    task: Task, *, cls=OTBGRPOTrainer, callbacks=(), eval_dataset: Dataset | None = None, **options
+) -> OTBGRPOTrainer:
     """It samples and rewards `task`, by default in groups of 4 and with 16 prompts per batch, and saves nothing."""
     sizes = {"num_generations": 4, "per_device_train_batch_size": 4 * PROMPTS_PER_BATCH}
     lengths = {"max_completion_length": task.max_completion_length, "max_tool_calling_iterations": task.max_calls}
     settings = {"output_dir": "runs/studies/work", **sizes, **lengths}
     if task.peft_config:
         settings |= BFLOAT16
-    trainer = OTBGRPOTrainer(
+    trainer = cls(
         str(task.policy),
         task.reward,
         args=OTBGRPOConfig(**(toy.QUIET | settings | options)),

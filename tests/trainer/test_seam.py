@@ -27,12 +27,12 @@ def test_sources_in_trl_are_unchanged():
 
 
 def test_changed_trl_gives_one_line(monkeypatch):
-    shuffle = contract.trl_grpo_trainer.shuffle_sequence_dict
-    monkeypatch.setattr(contract.trl_grpo_trainer, "shuffle_sequence_dict", lambda seq_dict: shuffle(seq_dict))
+    deviation = contract.trl_utils.nanstd
+    monkeypatch.setattr(contract.trl_utils, "nanstd", lambda tensor, dim=None: deviation(tensor, dim))
     monkeypatch.setattr(contract, "versions", lambda: {"trl": "1.17.0", "transformers": "5.99"})
     said = contract.drift()
     assert "trl 1.17.0 and transformers 5.99 is installed" in said and READ["versions"]["trl"] in said
-    assert "trl.trainer.grpo_trainer.shuffle_sequence_dict" in said and " is another" in said and "\n" not in said
+    assert "trl.trainer.utils.nanstd" in said and " is another" in said and "\n" not in said
 
 
 def test_later_trl_minors_are_allowed():

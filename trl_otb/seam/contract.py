@@ -25,7 +25,6 @@ def incompatible_trl(what: str) -> ImportError:
 
 try:
     from trl.models import utils as trl_models
-    from trl.trainer import grpo_trainer as trl_grpo_trainer
     from trl.trainer import utils as trl_utils
 except ImportError as error:
     raise incompatible_trl(str(error)) from error
@@ -58,7 +57,6 @@ PARTS: dict[Any, dict[str, str]] = {
         "split_tensor_dict": "tensor_dict num_chunks",
         "unsplit_pixel_values_by_grid": "batch",
     },
-    trl_grpo_trainer: {"shuffle_sequence_dict": "seq_dict"},
     trl_models: {"disable_gradient_checkpointing": "model gradient_checkpointing_kwargs"},
 }
 ATTRIBUTES = (
