@@ -12,9 +12,10 @@ from transformers import AutoTokenizer, PrinterCallback
 
 from recipes import toy
 from recipes.local_rollouts import LocalWorker
+from recipes.math import Options, load_problems
+from recipes.tool_math import calculator_tool
 from recipes.toy import dialogues, lake, scratchpad, worked_sums
 from trl_otb import AsyncOTBGRPOConfig, AsyncOTBGRPOTrainer, OTBGRPOConfig, OTBGRPOTrainer
-from trl_otb.scripts.problems import ProblemOptions, calculator_tool, load_problems
 
 
 BFLOAT16 = {"model_init_kwargs": {"dtype": "bfloat16"}, "bf16": True}  # of a language model
@@ -50,7 +51,7 @@ def task_of(name: str, seed: int = 0) -> Task:
     policy = getattr(toy, "scratchpad_30" if name in LUCKY else name.removesuffix("_turns"))()
     if name in CHAIN_SUMS:
         dial, tokens, calls = CHAIN_SUMS[name]
-        options = ProblemOptions(dataset_options=json.dumps(dial), instruction="")
+        options = Options(dataset_options=json.dumps(dial), instruction="")
         train, held_out, accuracy = load_problems(options, seed)
         tools = [calculator_tool(max_operations=1)] if calls else None
         return Task(policy, train, held_out, accuracy, tokens, tools, max_calls=calls)

@@ -81,4 +81,4 @@ def log_of(folder):
 
 def accuracies(folder):
     """The held-out accuracy by step."""
-    return {entry["step"]: entry["held_out/accuracy"] for entry in log_of(folder) if "held_out/accuracy" in entry}
+    return {entry["step"]: entry[recipe.ACCURACY] for entry in log_of(folder) if recipe.ACCURACY in entry}

@@ -4,11 +4,11 @@ import asyncio
 import json
 
 import pytest
-import torch
 import yaml
 
 from recipes import async_math
 from tests.recipes.conftest import RECIPES
+from trl_otb import AsyncOTBGRPOConfig
 
 
 SMALL = "--max_steps 2 --per_device_train_batch_size 16 --num_held_out_problems 10 --disable_tqdm true".split()
@@ -27,7 +27,7 @@ def run_async(short_policy, tmp_path):
 def test_run_measures_before_and_after(run_async, capsys):
     _, folder = run_async("--lora_r", "4", "--max_steps", "4", "--logging_steps", "1")
     said = capsys.readouterr().out
-    assert "held out. Baseline value." in said and said.count("(avg@4, 10 problems)") == 2
+    assert "held out. Baseline value." in said and said.count("% (avg@4, 10 problems)") == 2
     log = [entry for entry in json.loads((folder / "trainer_state.json").read_text())["log_history"] if "loss" in entry]
     assert "otb/value/weight" in log[-1] and [entry["otb/staleness"] for entry in log] == [0, 1, 2, 2]
     assert (folder / "adapter_model.safetensors").is_file()
@@ -53,20 +53,21 @@ def test_run_resumes_and_names_used_folder(run_async, capsys):
 )
 def test_wrong_options_end_at_once(flags, message, tmp_path, capsys):
     (tmp_path / "empty.yaml").write_text("use_cpu: true\nbf16: false\n")
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as ended:
         async_math.main(flags)
-    assert message in capsys.readouterr().err
+    assert message in capsys.readouterr().err + str(ended.value)
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("async*.yaml")), ids=lambda path: path.stem)
-def test_the_yaml_files_have_known_options(path, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # without one, there is no vLLM server to send to
-    options, args, _ = async_math.parse(["--config", str(path), "--use_cpu", "true", "--bf16", "false"])
+def test_the_yaml_files_have_known_options(path):
+    kinds = (async_math.Options, AsyncOTBGRPOConfig)
+    flags = ["--config", str(path), "--use_cpu", "true", "--bf16", "false"]
+    options, args, _ = async_math.parse(flags, kinds, async_math.__file__)
     values = yaml.safe_load(path.read_text())
     assert (args.learning_rate, args.baseline) == (values["learning_rate"], "value")
     assert options.model_name_or_path == values["model_name_or_path"]
 
 
 def test_right_answers_are_rewarded_one():
-    said = ["1+1=2", [{"role": "assistant", "content": r"so \boxed{3}"}], ""]
-    assert asyncio.run(async_math.accuracy(said, ["2", "2", "2"])) == [1.0, 0.0, 0.0]
+    said = ["1+1=2", [{"role": "assistant", "content": r"so \boxed{3}"}], "", r"\boxed{\frac{4}{2}}"]
+    assert asyncio.run(async_math.accuracy(said, ["2"] * 4)) == [1.0, 0.0, 0.0, 1.0]

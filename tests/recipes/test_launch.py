@@ -13,7 +13,7 @@ import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 
 import trl_otb
-from recipes import compare, gradient_noise
+from recipes import compare
 from recipes import math as recipe
 from tests.recipes.conftest import RECIPES, SMALL, accuracies, shortly_trained, started
 
@@ -57,38 +57,51 @@ def test_minimal_learns_in_any_folder(alone):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "policy"), [("math", "sums"), ("tool_math", "calculator")])
 def test_copy_runs_in_empty_folder(name, policy, data_file, alone, tmp_path):
-    """Where the package is installed and nothing else of this project; it reads the YAML file of its own folder."""
+    """With common.py, where the package is installed and nothing else; it reads the YAML file of its own folder."""
     site, folder = alone
+    shutil.copy(RECIPES / "common.py", folder)
     program = [sys.executable, shutil.copy(RECIPES / f"{name}.py", folder), *SMALL, "--max_steps", "1"]
-    rows = [{"question": f"{10 + i}+{i}", "answer": 10 + 2 * i} for i in range(40)]
-    flags = ["--dataset_name", data_file(rows), "--instruction=", "--max_completion_length", "24"]
+    rows = [{"prompt": f"{10 + i}+{i}", "solution": str(10 + 2 * i)} for i in range(40)]
+    flags = ["--num_held_out_problems", "8", "--num_train_problems", "32", "--dataset_name", data_file(rows), "--instruction=", "--max_completion_length", "24"]
     flags += ["--model_name_or_path", shortly_trained(policy, 20, tmp_path / "policy")]
     done = started([*program, *flags], folder, site)
     assert done.returncode == 0, done.stderr
-    assert "32 problems to train on, 8 held out" in done.stdout
+    assert "after (8 problems)" in done.stdout
     assert list(accuracies(folder / "runs" / name / "value-seed42")) == [0, 1]
     (folder / f"{name}_cpu.yaml").write_text("learning_speed: 1\n")
     assert "learning_speed" in started([*program, *flags], folder, site).stderr
 
 
 @pytest.mark.slow
-def test_two_processes_share_warm_start(tmp_path):
-    """From an empty cache: one process makes the policy, the other waits. Every held-out problem counts as often."""
-    (tmp_path / "toys.py").write_text(
-        "from recipes.toy.warm_start import policy\n\ndef short():\n    return policy('sums', 20)\n"
+def test_two_processes_stop_and_resume(tmp_path):
+    """
+    From an empty cache: one process makes the policy, the other waits. A signal that reaches one process alone, in the
+    second step, ends both after it; the resumed run has the weights of an unstopped one.
+    """
+    (tmp_path / "of_this_test.py").write_text(
+        "import os, signal\nfrom recipes.toy.warm_start import policy\n\n"
+        "def short():\n    return policy('sums', 20)\n\n"
+        "def stop(completions, trainer_state, **kwargs):\n"
+        "    if os.environ['RANK'] == os.environ.get('STOPPED') and trainer_state.global_step == 1:\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "    return [0.0] * len(completions)\n"
     )
     launch = [*ACCELERATE, "--num_machines", "1", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
-    flags = (
-        "--max_steps 2 --per_device_train_batch_size 12 --num_generations 8 --num_held_out_problems 13 "
-        "--per_device_eval_batch_size 20 --gradient_accumulation_steps 2 --num_generations_eval 5"
-    )
-    command = [*launch, recipe.__file__, "--model_name_or_path", "toys:short", *SMALL, *flags.split()]
-    done = started(command, tmp_path, TRL_OTB_CACHE=str(tmp_path / "cache"))
+    flags = "--max_steps 3 --per_device_train_batch_size 12 --num_generations 8 --gradient_accumulation_steps 2"
+    flags += " --per_device_eval_batch_size 20 --model_name_or_path of_this_test:short"
+    flags += " --reward_funcs of_this_test:stop --reward_weights 1 0 --output_dir"
+    command = [*launch, recipe.__file__, *SMALL, *flags.split()]
+    cache = {"TRL_OTB_CACHE": str(tmp_path / "cache")}
+    done = started([*command, "whole"], tmp_path, **cache)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("Held-out accuracy after") == 1 and "(avg@5, 13 problems)" in done.stdout
-    after = accuracies(tmp_path / "runs" / "math" / "value-seed42")[2]
-    assert 13 * 5 * after == pytest.approx(round(13 * 5 * after))
+    assert done.stdout.count("Held-out accuracy: ") == 1
     assert len([f for f in (tmp_path / "cache").iterdir() if f.is_dir()]) == 1
+    done = started([*command, "stopped"], tmp_path, **cache, STOPPED="1")
+    assert done.stdout.count("Stopped after step 2; its checkpoint is in stopped.") == 1, done.stderr[-3000:]
+    done = started([*command, "stopped", "--resume_from_checkpoint", "latest"], tmp_path, **cache)
+    assert done.returncode == 0, done.stderr[-3000:]
+    whole, resumed = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "stopped"))
+    assert whole == resumed
 
 
 @pytest.mark.slow
@@ -134,7 +147,7 @@ def test_finished_runs_become_table_and_picture(tmp_path, capsys):
     folder = tmp_path / "runs" / "compare" / "math"
     for name, seed in itertools.product(("otb", "group_mean"), (1, 2)):
         gain = {"otb": 0.1, "group_mean": 0.2}[name]
-        log = [{"step": step, "held_out/accuracy": seed / 10 + gain * step / 4} for step in (0, 4)]
+        log = [{"step": step, "eval_rewards/accuracy/mean": seed / 10 + gain * step / 4} for step in (0, 4)]
         log += [{"step": step, "reward": 0.1 * step} for step in range(1, 5)]
         (folder / f"{name}-seed{seed}").mkdir(parents=True)
         (folder / f"{name}-seed{seed}" / "trainer_state.json").write_text(json.dumps({"log_history": log}))
@@ -150,24 +163,3 @@ def test_finished_runs_become_table_and_picture(tmp_path, capsys):
     assert "has runs with the flags '--max_steps 4'" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="otb with seed 3 ended with exit code 1"):
         compare.main([*flags, "3"])
-
-
-# Gradient noise
-
-
-SHORT = "--num_prompts 3 --completions_per_prompt 32 --group_sizes 4 --baselines ogb --num_train_problems 60 --seed 1"
-
-
-def measure(short_policy, *flags):
-    gradient_noise.main(["--model_name_or_path", str(short_policy), "--disable_tqdm", "true", *SHORT.split(), *flags])
-    return Path("runs/gradient_noise/value-seed1")
-
-
-@pytest.mark.slow
-def test_gradient_noise_ends_in_a_verdict(short_policy, capsys):
-    folder = measure(short_policy)
-    report = json.loads((folder / "report.json").read_text())
-    assert {row["n"] for row in report["comparisons"]} >= {4}
-    assert {row["name"] for row in report["comparisons"]} == {"none", "group_mean", "ogb"}
-    first = capsys.readouterr().out
-    assert "group_mean" in first and f"{folder}: report.json" in first and (folder / "noise.png").is_file()

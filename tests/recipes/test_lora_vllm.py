@@ -3,19 +3,21 @@
 import json
 
 import pytest
+from trl import ModelConfig
 from trl.trainer import grpo_trainer
 
 from recipes import lora_vllm as recipe
 from tests.helpers import tiny
 from tests.trainer.test_importance_weights import Sampler
-from trl_otb.scripts.run import parse
+from trl_otb import OTBGRPOConfig
 
 
 ROWS = [{"question": f"{i}+{i}", "answer": f"Twice {i}.\n#### {2 * i},000"} for i in range(1, 8)]
 
 
 def parsed(*flags):
-    return parse(["--use_cpu", "true", *flags], recipe.Options, recipe.__file__, "lora_vllm.yaml")
+    kinds = (recipe.Options, OTBGRPOConfig, ModelConfig)
+    return recipe.parse(["--use_cpu", "true", *flags], kinds, recipe.__file__, "lora_vllm.yaml")
 
 
 def test_yaml_beside_has_the_defaults():

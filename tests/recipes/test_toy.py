@@ -9,9 +9,10 @@ import pytest
 from jinja2.exceptions import TemplateError
 from trl.chat_template_utils import is_chat_template_prefix_preserving, parse_response, supports_tool_calling
 
+from common import messages
 from recipes import toy
+from recipes.tool_math import calculator_tool
 from recipes.toy import dialogues, warm_start, worked_sums
-from trl_otb.scripts.problems import calculator_tool, messages
 
 
 def test_demonstrations_slip_at_the_stated_rates():

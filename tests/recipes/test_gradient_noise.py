@@ -1,4 +1,4 @@
-"""recipes/noise_scale.py: unbiased, equal to brute force and to the comparison, and without effect on training."""
+"""recipes/gradient_noise.py: unbiased, equal to brute force and to the comparison, and without effect on training."""
 
 import json
 from dataclasses import replace
@@ -7,7 +7,8 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from recipes.noise_scale import NoiseScaleTrainer, noise_and_signal
+from recipes.gradient_noise import NoiseScaleTrainer, noise_and_signal
+from recipes.math import Options, load_problems
 from recipes.toy import worked_sums
 from tests.helpers import tiny
 from tests.helpers.recording import Recording
@@ -17,7 +18,6 @@ from trl_otb.baselines import BASELINES
 from trl_otb.comparison.efficiency import moments_of
 from trl_otb.comparison.gradients import CompletionGradients, Projection
 from trl_otb.comparison.moments import prompt_moments
-from trl_otb.scripts.problems import ProblemOptions, load_problems
 from trl_otb.seam.pools import at_rest, sample
 
 
@@ -160,7 +160,7 @@ def test_the_callback_agrees_with_compare_baselines(short_policy, tmp_path):
     The same eight prompts, without learning, and a reward for few tokens, whose gradient the prompts share. The
     callback's signal is ⟨g_p, g_q⟩ for prompts that differ, its noise the rest of E‖ĝ_p‖²: of completions and prompts.
     """
-    options = ProblemOptions(dataset_options=json.dumps(worked_sums.CHAIN_SUM), num_train_problems=8, instruction="")
+    options = Options(dataset_options=json.dumps(worked_sums.CHAIN_SUM), num_train_problems=8, instruction="")
     prompts, *_ = load_problems(replace(options, num_held_out_problems=1), seed=5)
     settings = {**tiny.SETTINGS, "max_completion_length": 24, "learning_rate": 0.0, "output_dir": str(tmp_path)}
 
