@@ -29,10 +29,9 @@ from math_verify import verify
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
-from common import final_answer, load_object, model_of, option, parse, prepare, quieten
-from recipes.local_rollouts import LocalWorker, on_cpu, reading_answers
-from recipes.math import Options as MathOptions
+from common import ProblemOptions, final_answer, load_object, model_of, option, parse, prepare, quieten
 from recipes.math import load_problems
+from recipes.toy.local_rollouts import LocalWorker, on_cpu, reading_answers
 from trl_otb import AsyncOTBGRPOConfig, AsyncOTBGRPOTrainer
 
 
@@ -40,7 +39,7 @@ SAMPLES = 4  # of a held-out problem
 
 
 @dataclass
-class Options(MathOptions):
+class Options(ProblemOptions):
     """This script's own options; the others are those of AsyncOTBGRPOConfig."""
 
     model_name_or_path: str | None = option(None, "A hub id, a folder, or `module:function`.")

@@ -1,6 +1,6 @@
 """
 What the recipes share, beside them: copy it with a recipe. The command line, checkpoints, stopping, and problems of
-reasoning-gym.
+datasets and reasoning-gym.
 """
 
 import json
@@ -16,10 +16,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import math_verify
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
-from datasets import Dataset
+from datasets import Dataset, load_dataset
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 from trl import TrlParser
@@ -174,6 +175,8 @@ class ProblemOptions:
     dataset_options: str = option("{}", "Options of the reasoning-gym task, as JSON.")
     dataset_config: str | None = option(None, "Configuration of the hub dataset.")
     dataset_split: str = option("train", "Split of the hub dataset.")
+    prompt_column: str | None = option(None, "Column of the problem; by default prompt, question or problem.")
+    answer_column: str | None = option(None, "Column of the answer; by default answer, solution or target.")
     num_train_problems: int | None = option(None, "Training problems; by default 20,000 of a task, all of a dataset.")
     num_held_out_problems: int = option(200, "Held-out problems; of a dataset at most a fifth.")
     instruction: str = option(r"Put your final answer within \boxed{}.", "Appended to every problem.")
@@ -187,6 +190,42 @@ def messages(question: str | list[dict[str, str]], instruction: str) -> list[dic
     """The question as a conversation that ends with the instruction."""
     *before, last = question if isinstance(question, list) else [{"role": "user", "content": str(question)}]
     return [*before, {**last, "content": f"{last['content']}\n{instruction}" if instruction else last["content"]}]
+
+
+def read_problems(options: ProblemOptions) -> Dataset:
+    """The rows of a file or hub dataset, each question once, with the columns `question`, `answer` and `solution`."""
+    name, formats = options.dataset_name, {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+    if file := formats.get(Path(name).suffix):
+        data = load_dataset(file, data_files=name, split="train")
+    else:
+        data = load_dataset(name, options.dataset_config, split=options.dataset_split)
+    asked = find_column(data, options.prompt_column, "prompt", "question", "problem")
+    wanted = find_column(data, options.answer_column, "answer", "solution", "target")
+
+    def problem(row: dict[str, Any], i: int) -> dict[str, Any]:
+        answer = str(row[wanted]).split("####")[-1].strip()  # as GSM8K marks the final answer
+        # math_verify reads a formula in $…$ whole; of words it would read letters as factors
+        solution = answer if "$" in answer or re.match(r"[^\W\d_]{2}", answer) else f"${answer}$"
+        if not row[asked] or not math_verify.parse(solution):
+            raise ValueError(
+                f"row {i} of {name} has {row[asked]!r} in {asked!r} and {row[wanted]!r} in {wanted!r}: remove it, or "
+                "give a question, and a number or a formula in $…$."
+            )
+        return {"question": row[asked], "answer": answer, "solution": solution}
+
+    data = data.map(problem, with_indices=True)
+    return data.select(sorted({str(question): i for i, question in enumerate(data["question"])}.values()))
+
+
+def find_column(data: Dataset, chosen: str | None, *usual: str) -> str:
+    for name in [chosen] if chosen else usual:
+        if name in data.column_names:
+            return name
+    wanted = repr(chosen) if chosen else ", ".join(usual)
+    raise ValueError(
+        f"the dataset has the columns {', '.join(data.column_names)}, and none of {wanted}: "
+        "name yours with --prompt_column and --answer_column."
+    )
 
 
 def generate_problems(options: ProblemOptions, seed: int) -> tuple[Dataset, Dataset, Callable[..., list[float]]]:

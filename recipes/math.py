@@ -21,72 +21,30 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path = [path for path in sys.path if os.path.abspath(path) != HERE] + [HERE]  # last: `import math` is not this file
 
 import json
-import re
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import math_verify
-from datasets import Dataset, load_dataset
+from datasets import Dataset
 from trl import ModelConfig, get_peft_config, get_quantization_config
 from trl.rewards import accuracy_reward
 
-from common import ProblemOptions, generate_problems, load_object, messages, model_of, option, parse, prepare, quieten
+import common
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer, compare_baselines
-
-
-@dataclass
-class Options(ProblemOptions):
-    """Options beside those of OTBGRPOConfig and of TRL's ModelConfig."""
-
-    prompt_column: str | None = option(None, "Column of the problem; by default prompt, question or problem.")
-    answer_column: str | None = option(None, "Column of the answer; by default answer, solution or target.")
 
 
 # Data, and the reward: 1 for a right answer, 0 for a wrong one
 
 
-def load_problems(options: Options, seed: int) -> tuple[Dataset, Dataset, Callable[..., list[float]]]:
+def load_problems(options: common.ProblemOptions, seed: int) -> tuple[Dataset, Dataset, Callable[..., list[float]]]:
     """Problems to train on, held-out problems, and the reward that reads their columns. No question is in both."""
     if options.dataset_name.startswith("reasoning_gym:"):
-        return generate_problems(options, seed)
-    formats = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
-    if file := formats.get(Path(options.dataset_name).suffix):
-        data = load_dataset(file, data_files=options.dataset_name, split="train")
-    else:
-        data = load_dataset(options.dataset_name, options.dataset_config, split=options.dataset_split)
-    asked = find_column(data, options.prompt_column, "prompt", "question", "problem")
-    wanted = find_column(data, options.answer_column, "answer", "solution", "target")
-
-    def problem(row: dict[str, Any], i: int) -> dict[str, Any]:
-        question, answer = row[asked], str(row[wanted]).split("####")[-1].strip()  # as GSM8K marks the final answer
-        solution = answer if "$" in answer or re.match(r"[^\W\d_]{2}", answer) else f"${answer}$"  # not of words
-        if not question or not math_verify.parse(solution):
-            raise ValueError(
-                f"row {i} of {options.dataset_name} has {question!r} in {asked!r} and {row[wanted]!r} in {wanted!r}: "
-                "remove it, or give a question, and a number or a formula in $…$."
-            )
-        prompt = messages(question, options.instruction)
-        return {"prompt": prompt, "question": str(question), "answer": answer, "solution": solution}
-
-    data = data.map(problem, with_indices=True)
-    data = data.select(sorted({question: i for i, question in enumerate(data["question"])}.values()))
+        return common.generate_problems(options, seed)
+    data = common.read_problems(options)  # with the columns question and solution
+    data = data.map(lambda row: {"prompt": common.messages(row["question"], options.instruction)})
     held_out = max(1, min(options.num_held_out_problems, len(data) // 5))
     train = min(options.num_train_problems or len(data), len(data) - held_out)
     split = data.train_test_split(train_size=train, test_size=held_out, seed=0)
     return split["train"], split["test"], accuracy
-
-
-def find_column(data: Dataset, chosen: str | None, *usual: str) -> str:
-    for name in [chosen] if chosen else usual:
-        if name in data.column_names:
-            return name
-    wanted = repr(chosen) if chosen else ", ".join(usual)
-    raise ValueError(
-        f"the dataset has the columns {', '.join(data.column_names)}, and none of {wanted}: "
-        "name yours with --prompt_column and --answer_column."
-    )
 
 
 def accuracy(completions: list[list[dict]], solution: list[str], **kwargs: Any) -> list[float | None]:
@@ -101,21 +59,23 @@ ACCURACY = "eval_rewards/accuracy/mean"  # of `num_generations_eval` samples per
 
 
 def main(argv: list[str]) -> OTBGRPOTrainer:
-    options, args, model_args, checkpoint = parse(argv, (Options, OTBGRPOConfig, ModelConfig), __file__)
+    options, args, model_args, checkpoint = common.parse(
+        argv, (common.ProblemOptions, OTBGRPOConfig, ModelConfig), __file__
+    )
     args.eval_on_start = checkpoint is None
     train, held_out, reward = load_problems(options, args.seed)
     trainer = OTBGRPOTrainer(
-        model=model_of(model_args.model_name_or_path),
-        reward_funcs=[reward, *map(load_object, options.reward_funcs or [])],
+        model=common.model_of(model_args.model_name_or_path),
+        reward_funcs=[reward, *map(common.load_object, options.reward_funcs or [])],
         args=args,
         train_dataset=train,
         eval_dataset=held_out,
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
     )
-    prepare(trainer)
+    common.prepare(trainer)
     if options.compare_baselines is not None:
-        print(compare_baselines(trainer, **json.loads(options.compare_baselines), seed=args.seed))
+        trainer.accelerator.print(compare_baselines(trainer, **json.loads(options.compare_baselines), seed=args.seed))
         return trainer
     trainer.train(resume_from_checkpoint=checkpoint)
     if args.eval_strategy == "no":  # else the last step was evaluated
@@ -131,5 +91,5 @@ def main(argv: list[str]) -> OTBGRPOTrainer:
 
 
 if __name__ == "__main__":
-    quieten()
+    common.quieten()
     main(sys.argv[1:])

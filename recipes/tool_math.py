@@ -26,61 +26,54 @@ from dataclasses import dataclass
 from typing import Any
 
 import simpleeval
-from datasets import Dataset, load_dataset
+from datasets import Dataset
 from trl import ModelConfig, get_peft_config, get_quantization_config
 from trl.rewards import accuracy_reward
 
-from common import ProblemOptions, generate_problems, load_object, messages, model_of, option, parse, prepare, quieten
+import common
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer, compare_baselines
 
 
-LARGEST = 10**40  # number in the calculator
-
-
 @dataclass
-class Options(ProblemOptions):
+class Options(common.ProblemOptions):
     """Options beside those of OTBGRPOConfig and of TRL's ModelConfig."""
 
-    instruction: str = option(
+    instruction: str = common.option(
         "Work out every number with the calculator, step by step, and look at each result before the next call. Put "
         r"your final answer within \boxed{}.",
         "Appended to every problem.",
     )
-    max_operations: int = option(50, "Most operations in one call of the calculator.")
+    max_operations: int = common.option(50, "Most operations in one call of the calculator.")
 
 
 # Data, and the reward: 1 for a right answer, 0 for a wrong one
 
 
 def load_problems(options: Options, seed: int) -> tuple[Dataset, Dataset, Callable[..., list[float]]]:
-    """Problems to train on, held-out problems, and the reward that reads their columns."""
+    """Problems to train on, held-out problems, and the reward that reads their columns. No question is in both."""
     if options.dataset_name.startswith("reasoning_gym:"):
-        return generate_problems(options, seed)
-    if options.dataset_name.endswith(".jsonl"):
-        data = load_dataset("json", data_files=options.dataset_name, split="train")
-    else:
-        data = load_dataset(options.dataset_name, options.dataset_config, split=options.dataset_split)
-    if missing := {"prompt", "solution"} - {*data.column_names}:
-        raise ValueError(
-            f"{options.dataset_name} has the columns {', '.join(data.column_names)}: rename one to "
-            f"{' and another to '.join(sorted(missing))}."
-        )
-    data = data.map(lambda row: {"prompt": messages(row["prompt"], options.instruction)})
-    split = data.train_test_split(options.num_held_out_problems, options.num_train_problems, seed=0)
+        return common.generate_problems(options, seed)
+    data = common.read_problems(options)  # with the columns question and solution
+    data = data.map(lambda row: {"prompt": common.messages(row["question"], options.instruction)})
+    held_out = max(1, min(options.num_held_out_problems, len(data) // 5))
+    train = min(options.num_train_problems or len(data), len(data) - held_out)
+    split = data.train_test_split(train_size=train, test_size=held_out, seed=0)
     return split["train"], split["test"], accuracy
 
 
 def accuracy(completions: list[list[dict]], solution: list[str], **kwargs: Any) -> list[float | None]:
     r"""Whether the \boxed{} of the last message equals the solution as mathematics: TRL's reward."""
-    return accuracy_reward([[{"content": messages[-1].get("content") or ""}] for messages in completions], solution)
+    return accuracy_reward([[{"content": said[-1].get("content") or ""}] for said in completions], solution)
 
 
 # The tool: TRL shows its name, arguments and docstring to the policy, and an error as the result of a call
 
 
 def calculator_tool(max_operations: int) -> Callable[[str], str]:
+    largest = 10**40
+
     def power(base: Any, exponent: Any) -> Any:
-        if abs(exponent) > 100 or abs(base) > LARGEST:
+        if abs(exponent) > 100 or abs(base) > largest:
             raise ValueError(f"the power {base} ** {exponent} is too large")
         return base**exponent
 
@@ -108,7 +101,7 @@ def calculator_tool(max_operations: int) -> Callable[[str], str]:
         if operations > max_operations:
             raise ValueError(f"the expression has {operations} operations, more than {max_operations}")
         value = evaluator.eval(expression, tree)
-        if type(value) not in (int, float) or not abs(value) < LARGEST:
+        if type(value) not in (int, float) or not abs(value) < largest:
             raise ValueError(f"{expression} is not a real number of at most 40 digits")
         return str(int(value) if value == int(value) and abs(value) < 2**53 else value)
 
@@ -122,12 +115,12 @@ ACCURACY = "eval_rewards/accuracy/mean"  # of `num_generations_eval` samples per
 
 
 def main(argv: list[str]) -> OTBGRPOTrainer:
-    options, args, model_args, checkpoint = parse(argv, (Options, OTBGRPOConfig, ModelConfig), __file__)
+    options, args, model_args, checkpoint = common.parse(argv, (Options, OTBGRPOConfig, ModelConfig), __file__)
     args.eval_on_start = checkpoint is None
     train, held_out, reward = load_problems(options, args.seed)
     trainer = OTBGRPOTrainer(
-        model=model_of(model_args.model_name_or_path),
-        reward_funcs=[reward, *map(load_object, options.reward_funcs or [])],
+        model=common.model_of(model_args.model_name_or_path),
+        reward_funcs=[reward, *map(common.load_object, options.reward_funcs or [])],
         args=args,
         train_dataset=train,
         eval_dataset=held_out,
@@ -135,9 +128,9 @@ def main(argv: list[str]) -> OTBGRPOTrainer:
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
     )
-    prepare(trainer)
+    common.prepare(trainer)
     if options.compare_baselines is not None:
-        print(compare_baselines(trainer, **json.loads(options.compare_baselines), seed=args.seed))
+        trainer.accelerator.print(compare_baselines(trainer, **json.loads(options.compare_baselines), seed=args.seed))
         return trainer
     trainer.train(resume_from_checkpoint=checkpoint)
     if args.eval_strategy == "no":  # else the last step was evaluated
@@ -153,5 +146,5 @@ def main(argv: list[str]) -> OTBGRPOTrainer:
 
 
 if __name__ == "__main__":
-    quieten()
+    common.quieten()
     main(sys.argv[1:])

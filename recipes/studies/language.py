@@ -19,7 +19,8 @@ from peft import LoraConfig
 from trl import SFTConfig, SFTTrainer
 
 from recipes import toy
-from recipes.math import Options, load_problems
+from recipes.common import ProblemOptions
+from recipes.math import load_problems
 from recipes.studies.tasks import BFLOAT16, Task, trainer_of, with_prompts
 from trl_otb import OTBGRPOTrainer
 
@@ -108,7 +109,7 @@ def reasoning_problems(name: str, seed: int) -> list[Dataset]:
     """Problems to train on, and held-out ones."""
     options = {"dataset_name": f"reasoning_gym:{name}", "dataset_options": json.dumps(REASONING[name][0])}
     sizes = {"num_train_problems": 2000, "num_held_out_problems": 100}
-    return load_problems(Options(**options, **sizes, instruction=""), seed)[:2]
+    return load_problems(ProblemOptions(**options, **sizes, instruction=""), seed)[:2]
 
 
 def gemma_problems(name: str, seed: int) -> list[Dataset]:

@@ -23,9 +23,9 @@ from statistics import fmean
 from filelock import FileLock, Timeout
 
 from recipes.gradient_noise import NoiseScaleTrainer
-from recipes.local_rollouts import on_cpu
 from recipes.studies import language, render, tasks
 from recipes.studies.runs import TUNING_SEEDS, best_rates, summary
+from recipes.toy.local_rollouts import on_cpu
 from trl_otb.baselines import BASELINES
 
 

@@ -11,10 +11,11 @@ from peft import LoraConfig
 from transformers import AutoTokenizer, PrinterCallback
 
 from recipes import toy
-from recipes.local_rollouts import LocalWorker
-from recipes.math import Options, load_problems
+from recipes.common import ProblemOptions
+from recipes.math import load_problems
 from recipes.tool_math import calculator_tool
 from recipes.toy import dialogues, lake, scratchpad, worked_sums
+from recipes.toy.local_rollouts import LocalWorker
 from trl_otb import AsyncOTBGRPOConfig, AsyncOTBGRPOTrainer, OTBGRPOConfig, OTBGRPOTrainer
 
 
@@ -51,7 +52,7 @@ def task_of(name: str, seed: int = 0) -> Task:
     policy = getattr(toy, "scratchpad_30" if name in LUCKY else name.removesuffix("_turns"))()
     if name in CHAIN_SUMS:
         dial, tokens, calls = CHAIN_SUMS[name]
-        options = Options(dataset_options=json.dumps(dial), instruction="")
+        options = ProblemOptions(dataset_options=json.dumps(dial), instruction="")
         train, held_out, accuracy = load_problems(options, seed)
         tools = [calculator_tool(max_operations=1)] if calls else None
         return Task(policy, train, held_out, accuracy, tokens, tools, max_calls=calls)

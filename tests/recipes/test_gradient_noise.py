@@ -7,8 +7,9 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
+from recipes.common import ProblemOptions
 from recipes.gradient_noise import NoiseScaleTrainer, noise_and_signal
-from recipes.math import Options, load_problems
+from recipes.math import load_problems
 from recipes.toy import worked_sums
 from tests.helpers import tiny
 from tests.helpers.recording import Recording
@@ -160,7 +161,7 @@ def test_the_callback_agrees_with_compare_baselines(short_policy, tmp_path):
     The same eight prompts, without learning, and a reward for few tokens, whose gradient the prompts share. The
     callback's signal is ⟨g_p, g_q⟩ for prompts that differ, its noise the rest of E‖ĝ_p‖²: of completions and prompts.
     """
-    options = Options(dataset_options=json.dumps(worked_sums.CHAIN_SUM), num_train_problems=8, instruction="")
+    options = ProblemOptions(dataset_options=json.dumps(worked_sums.CHAIN_SUM), num_train_problems=8, instruction="")
     prompts, *_ = load_problems(replace(options, num_held_out_problems=1), seed=5)
     settings = {**tiny.SETTINGS, "max_completion_length": 24, "learning_rate": 0.0, "output_dir": str(tmp_path)}
 

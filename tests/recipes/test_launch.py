@@ -61,8 +61,8 @@ def test_copy_runs_in_empty_folder(name, policy, data_file, alone, tmp_path):
     site, folder = alone
     shutil.copy(RECIPES / "common.py", folder)
     program = [sys.executable, shutil.copy(RECIPES / f"{name}.py", folder), *SMALL, "--max_steps", "1"]
-    rows = [{"prompt": f"{10 + i}+{i}", "solution": str(10 + 2 * i)} for i in range(40)]
-    flags = ["--num_held_out_problems", "8", "--num_train_problems", "32", "--dataset_name", data_file(rows), "--instruction=", "--max_completion_length", "24"]
+    rows = [{"question": f"{10 + i}+{i}", "answer": 10 + 2 * i} for i in range(40)]
+    flags = ["--dataset_name", data_file(rows), "--instruction=", "--max_completion_length", "24"]
     flags += ["--model_name_or_path", shortly_trained(policy, 20, tmp_path / "policy")]
     done = started([*program, *flags], folder, site)
     assert done.returncode == 0, done.stderr

@@ -11,7 +11,8 @@ import pytest
 import yaml
 from trl import ModelConfig
 
-from common import final_answer
+from common import ProblemOptions, final_answer
+from common import parse as parse_options
 from recipes import math as recipe
 from recipes import tool_math
 from tests.recipes.conftest import RECIPES, accuracies, log_of, question_and_answer
@@ -156,8 +157,8 @@ def test_a_run_is_not_overwritten_unasked(tmp_path, capsys):
 # Options
 
 
-def parse(flags, options=recipe.Options):
-    return recipe.parse(flags, (options, OTBGRPOConfig, ModelConfig), recipe.__file__)
+def parse(flags, options=ProblemOptions):
+    return parse_options(flags, (options, OTBGRPOConfig, ModelConfig), recipe.__file__)
 
 
 def refused(flags, capsys):
@@ -189,7 +190,7 @@ def test_wrong_options_are_named_at_once(flags, named, tmp_path, capsys):
     "path", sorted({*RECIPES.glob("*.yaml")} - {*RECIPES.glob("async*.yaml")}), ids=lambda path: path.stem
 )
 def test_the_yaml_files_have_known_options(path):
-    of = tool_math.Options if path.name.startswith("tool") else recipe.Options
+    of = tool_math.Options if path.name.startswith("tool") else ProblemOptions
     flags = ["--config", str(path), "--use_cpu", "true", "--bf16", "false"]
     options, args, model_args, _ = parse(flags, of)
     values = yaml.safe_load(path.read_text())
@@ -213,7 +214,7 @@ def test_flags_win_over_yaml(registry):
 
 
 def problems_of(name, **options):
-    return recipe.load_problems(recipe.Options(dataset_name=name, **options), seed=0)
+    return recipe.load_problems(ProblemOptions(dataset_name=name, **options), seed=0)
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet"])
@@ -238,7 +239,7 @@ def test_conversations_and_columns_of_other_names(data_file):
 def test_generated_problems_use_task_grading():
     kept = {"num_train_problems": 50, "num_held_out_problems": 10, "dataset_options": '{"min_words": 3}'}
     train, held_out, accuracy = problems_of("reasoning_gym:word_sorting", **kept)
-    other, same, _ = recipe.load_problems(recipe.Options(dataset_name="reasoning_gym:word_sorting", **kept), seed=1)
+    other, same, _ = recipe.load_problems(ProblemOptions(dataset_name="reasoning_gym:word_sorting", **kept), seed=1)
     assert held_out["question"] == same["question"] and train["question"] != other["question"]
     assert not {*train["question"]} & {*held_out["question"]}
     row = train[0]

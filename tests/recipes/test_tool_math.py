@@ -38,14 +38,11 @@ def test_large_base_is_refused():
 
 
 def test_last_message_has_the_answer(data_file):
-    rows = [{"prompt": f"{i}", "solution": "6"} for i in range(5)]
-    options = tool_math.Options(dataset_name=data_file(rows), num_held_out_problems=2, instruction="Box it.")
+    options = tool_math.Options(dataset_name=data_file(question_and_answer(5)), instruction="Box it.")
     train, held_out, accuracy = tool_math.load_problems(options, seed=0)
-    assert (len(train), len(held_out)) == (3, 2) and train["prompt"][0][0]["content"].endswith("\nBox it.")
+    assert (len(train), len(held_out)) == (4, 1) and train["prompt"][0][0]["content"].endswith("\nBox it.")
     said = [[{"content": r"\boxed{5}"}, {"content": text}] for text in (r"\boxed{6}", r"\boxed{5}", None)]
     assert accuracy(said, ["6"] * 3) == [1, 0, 0]
-    with pytest.raises(ValueError, match="columns question, answer: rename one to prompt and another to solution"):
-        tool_math.load_problems(tool_math.Options(dataset_name=data_file(question_and_answer())), seed=0)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from datasets import Dataset
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 from trl.experimental.async_grpo import async_rollout_worker as trl_worker
 
-from recipes.local_rollouts import LocalWorker, on_cpu
+from recipes.toy.local_rollouts import LocalWorker, on_cpu
 from tests.helpers import tiny
 from tests.helpers.settings import LORA, assert_same_weights, logged
 from trl_otb import AsyncOTBGRPOConfig, AsyncOTBGRPOTrainer, OTBGRPOConfig, OTBGRPOTrainer
