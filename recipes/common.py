@@ -1,6 +1,7 @@
 """
-What the recipes share, beside them: copy it with a recipe. The command line, checkpoints, stopping, and problems of
-datasets and reasoning-gym.
+What the recipes share: the command line, checkpoints, stopping, problems of datasets and of reasoning-gym.
+
+Copy it with a recipe. It needs `pip install '.[recipes]'`, and nothing else of this folder.
 """
 
 import json
@@ -54,6 +55,8 @@ def parse(argv: list[str], kinds: tuple[type, ...], file: str, config: str | Non
         argv = ["--config", str(defaults), *argv]
     try:
         options, args, *model_args = parser.parse_args_and_config(argv)
+        for name in ("dataset_options", "compare_baselines"):
+            check_json(name, getattr(options, name, None))
         name = f"{args.baseline.replace(':', '.')}-seed{args.seed}"
         args.run_name = args.run_name or name
         if args.output_dir == "trainer_output":  # not given
@@ -67,6 +70,13 @@ def parse(argv: list[str], kinds: tuple[type, ...], file: str, config: str | Non
         loading = {"revision": of.model_revision, "attn_implementation": of.attn_implementation, "dtype": of.dtype}
         args.model_init_kwargs = {**loading, **(args.model_init_kwargs or {})}
     return options, args, *model_args, checkpoint
+
+
+def check_json(name: str, text: str | None) -> None:
+    try:
+        json.loads(text or "{}")
+    except ValueError as error:
+        raise ValueError(f"--{name} is {text}, which is not JSON: {error}.") from error
 
 
 def find_checkpoint(args: TrainingArguments) -> str | None:

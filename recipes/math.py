@@ -75,7 +75,8 @@ def main(argv: list[str]) -> OTBGRPOTrainer:
     )
     common.prepare(trainer)
     if options.compare_baselines is not None:
-        trainer.accelerator.print(compare_baselines(trainer, **json.loads(options.compare_baselines), seed=args.seed))
+        chosen = {"seed": args.seed, **json.loads(options.compare_baselines)}
+        trainer.accelerator.print(compare_baselines(trainer, **chosen))
         return trainer
     trainer.train(resume_from_checkpoint=checkpoint)
     if args.eval_strategy == "no":  # else the last step was evaluated

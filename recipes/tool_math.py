@@ -93,14 +93,13 @@ def calculator_tool(max_operations: int) -> Callable[[str], str]:
         """
         if len(expression) > 200:
             raise ValueError(f"the expression has {len(expression)} characters, more than 200")
-        tree = ast.parse(expression.strip(), mode="eval").body
-        nodes = [*ast.walk(tree)]
+        nodes = [*ast.walk(ast.parse(expression.strip(), mode="eval").body)]
         if any(type(node.value) not in (int, float) for node in nodes if isinstance(node, ast.Constant)):
             raise ValueError(f"{expression!r} is not arithmetic on numbers")
         operations = sum(isinstance(node, ast.BinOp) for node in nodes)
         if operations > max_operations:
             raise ValueError(f"the expression has {operations} operations, more than {max_operations}")
-        value = evaluator.eval(expression, tree)
+        value = evaluator.eval(expression, nodes[0])
         if type(value) not in (int, float) or not abs(value) < largest:
             raise ValueError(f"{expression} is not a real number of at most 40 digits")
         return str(int(value) if value == int(value) and abs(value) < 2**53 else value)
@@ -130,7 +129,8 @@ def main(argv: list[str]) -> OTBGRPOTrainer:
     )
     common.prepare(trainer)
     if options.compare_baselines is not None:
-        trainer.accelerator.print(compare_baselines(trainer, **json.loads(options.compare_baselines), seed=args.seed))
+        chosen = {"seed": args.seed, **json.loads(options.compare_baselines)}
+        trainer.accelerator.print(compare_baselines(trainer, **chosen))
         return trainer
     trainer.train(resume_from_checkpoint=checkpoint)
     if args.eval_strategy == "no":  # else the last step was evaluated

@@ -177,6 +177,7 @@ def refused(flags, capsys):
         ("--num_generations 7", "7"),
         ("--learning_rate fast", "'fast'"),
         ("--config absent.yaml", "absent.yaml"),
+        ("--dataset_options {3}", "--dataset_options is {3}, which is not JSON: "),
         ("--config wrong.yaml", "learning_speed"),
         ("--resume_from_checkpoint latest", "latest"),
     ],
