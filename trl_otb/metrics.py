@@ -41,7 +41,7 @@ def summarize(statistics: torch.Tensor, num_generations: int) -> dict[str, float
         num_generations (`int`): N.
 
     Returns:
-        `dict[str, float]`: the metrics in recipes/reference.md, without their `otb/` prefix. Completions without
+        `dict[str, float]`: the logged metrics, without their `otb/` prefix. Completions without
         generated tokens (all masked) are excluded. A metric is NaN if it is undefined, as without energies.
     """
     columns = dict(zip(STATISTICS, statistics.unbind(dim=1), strict=True))

@@ -4,11 +4,8 @@ import asyncio
 import json
 
 import pytest
-import yaml
 
 from recipes import async_math
-from tests.recipes.conftest import RECIPES
-from trl_otb import AsyncOTBGRPOConfig
 
 
 SMALL = "--max_steps 2 --per_device_train_batch_size 16 --num_held_out_problems 10 --disable_tqdm true".split()
@@ -56,16 +53,6 @@ def test_wrong_options_end_at_once(flags, message, tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         async_math.main(flags)
     assert message in capsys.readouterr().err + str(ended.value)
-
-
-@pytest.mark.parametrize("path", sorted(RECIPES.glob("async*.yaml")), ids=lambda path: path.stem)
-def test_the_yaml_files_have_known_options(path):
-    kinds = (async_math.Options, AsyncOTBGRPOConfig)
-    flags = ["--config", str(path), "--use_cpu", "true", "--bf16", "false"]
-    options, args, _ = async_math.parse(flags, kinds, async_math.__file__)
-    values = yaml.safe_load(path.read_text())
-    assert (args.learning_rate, args.baseline) == (values["learning_rate"], "value")
-    assert options.model_name_or_path == values["model_name_or_path"]
 
 
 def test_right_answers_are_rewarded_one():

@@ -1,6 +1,5 @@
 """The recipes as programs: copied away, launched in several processes, compared."""
 
-import ast
 import itertools
 import json
 import re
@@ -31,15 +30,6 @@ def alone(tmp_path):
     folder.mkdir()
     (site / "trl_otb").symlink_to(Path(trl_otb.__file__).parent)
     return site, folder
-
-
-def test_minimal_is_short_and_alone():
-    written = MINIMAL.read_text()
-    assert len(written.splitlines()) <= 80
-    imports = [node for node in ast.walk(ast.parse(written)) if isinstance(node, ast.Import | ast.ImportFrom)]
-    names = {alias.name for node in imports if isinstance(node, ast.Import) for alias in node.names}
-    names |= {node.module.partition(".")[0] for node in imports if isinstance(node, ast.ImportFrom)}
-    assert names - set(sys.stdlib_module_names) <= {"trl", "trl_otb", "datasets", "transformers"}
 
 
 @pytest.mark.slow
@@ -114,22 +104,12 @@ def test_the_main_job_learns(tmp_path):
     assert after - before >= 0.1
 
 
-@pytest.mark.parametrize(
-    ("name", "distributed_type", "processes"),
-    [
-        ("cpu", "NO", 1), ("single_gpu", "NO", 1), ("multi_cpu", "MULTI_GPU", 2), ("multi_gpu", "MULTI_GPU", 8),
-        ("multi_machine", "MULTI_GPU", 16), ("zero1", "DEEPSPEED", 8), ("zero2", "DEEPSPEED", 8),
-        ("zero3", "DEEPSPEED", 8), ("fsdp2", "FSDP", 8),
-    ],
-)  # fmt: skip
-def test_accelerate_takes_its_configurations(name, distributed_type, processes):
-    config = load_config_from_file(str(RECIPES / "accelerate" / f"{name}.yaml"))
-    assert (config.distributed_type, config.num_processes) == (distributed_type, processes)
-    if name.startswith("zero"):
-        assert config.deepspeed_config["zero_stage"] == int(name[-1])
-        assert config.deepspeed_config["zero3_init_flag"] == (name == "zero3")
-    assert name != "fsdp2" or config.fsdp_config["fsdp_version"] == 2
-    assert config.num_machines == (2 if name == "multi_machine" else 1)
+@pytest.mark.parametrize("path", sorted((RECIPES / "accelerate").glob("*.yaml")), ids=lambda path: path.stem)
+def test_accelerate_takes_its_configurations(path):
+    config, kind = load_config_from_file(str(path)), path.stem.partition("_")[0].rstrip("123")
+    kinds = {"cpu": "NO", "single": "NO", "multi": "MULTI_GPU", "zero": "DEEPSPEED", "fsdp": "FSDP"}
+    assert config.distributed_type == kinds[kind]
+    assert kind != "zero" or config.deepspeed_config["zero_stage"] == int(path.stem[-1])
 
 
 def test_slurm_and_make_pass_flags_on():

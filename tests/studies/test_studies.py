@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from recipes import toy
 from recipes.studies import learning_curves, picture, render, runs, tasks
 from recipes.studies.learning_curves import Run, Schedule
 from recipes.studies.runs import summary
@@ -160,21 +159,6 @@ def test_picture_frames_first_wrong_digit():
     assert picture.clearness("7+4*03=", wrong) == pytest.approx(0.5) and picture.clearness("7+4*03=", right) < 0
     said = picture.blame([SimpleNamespace(prompt="7+4*03=", completions=[right, wrong])])
     assert said == "1 of 1, baseline 0.70; failed attempts have 60% of the energy of answers"
-
-
-@pytest.mark.slow
-def test_the_picture_of_the_readme(tmp_path, monkeypatch):
-    """On a shorter task: what is drawn is under `value`, which has learned."""
-    policy = shortly_trained("scratchpad_10", 100, tmp_path / "policy")
-    monkeypatch.setattr(toy, "scratchpad_10", lambda: policy)
-    for name, value in {"TASK": "scratchpad_10", "SIZE": 4, "BATCHES": 3, "PROMPTS": 8}.items():
-        monkeypatch.setattr(picture, name, value)
-    groups = picture.sample("value", 2)
-    rows = [row for group in groups for row in group.completions]
-    assert len(rows) == 8
-    assert all(len({token.values["advantage"] for token in row.tokens}) > 1 for row in rows)
-    picture.draw(groups[0], tmp_path / "group.png")
-    assert (tmp_path / "group.png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize("kind", ["sums", "calculator"])
