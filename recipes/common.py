@@ -130,7 +130,7 @@ class StopAfterStep(TrainerCallback):
 
     def stop(self, signum: int, frame: Any) -> None:
         if not self.asked and os.environ.get("RANK", "0") == "0":
-            print("\nFinishing this step and saving a checkpoint. Ctrl-\\ stops at once.", flush=True)
+            os.write(2, b"\nFinishing this step and saving a checkpoint. Ctrl-\\ stops at once.\n")  # amid any print
         self.asked = True
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
