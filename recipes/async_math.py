@@ -5,35 +5,36 @@ Train a policy asynchronously, with a baseline for every token: recipes/math.py'
     accelerate launch recipes/async_math.py --baseline group_mean --scale_rewards group     # the same with TRL's own
     accelerate launch recipes/async_math.py --config recipes/async_math_vllm.yaml           # GPUs and a vLLM server
 
-Two x86-64 cores, 2026-11-25, seed 1: 2 min, plus 40 s of warm start on first use; held-out accuracy 36.9 % ± 2.3
-before and 76.6 % ± 2.7 after; 72.6 % ± 2.7 with TRL's own baseline and scale at the same rate (avg@4, 176 problems).
+Two x86-64 cores, 2026-11-25, seed 1: 2 min, plus 40 s of warm start on first use; held-out accuracy 36.9 %
+before and 76.6 % after; 72.6 % with TRL's own baseline and scale at the same rate (avg@4, 176 problems).
+
+It needs the folder recipes: common.py, math.py, and local_rollouts.py, which samples without a server.
 """
 
 import os
 import sys
 
 
-if __name__ == "__main__":  # while this folder comes first, `import math` finds recipes/math.py
-    sys.path += [os.getcwd(), os.path.dirname(os.path.abspath(sys.path.pop(0)))]
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path = [path for path in sys.path if os.path.abspath(path) != HERE] + [HERE]  # last: `import math` is not math.py
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 
 import torch
 from datasets import Dataset
+from math_verify import parse as parse_math
+from math_verify import verify
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
-from trl import TrlParser
 
-from recipes.local_rollouts import LocalWorker, on_cpu, reading_answers
+from common import ProblemOptions, final_answer, load_object, model_of, option, parse, prepare, quieten
+from recipes.math import load_problems
+from recipes.toy.local_rollouts import LocalWorker, on_cpu, reading_answers
 from trl_otb import AsyncOTBGRPOConfig, AsyncOTBGRPOTrainer
-from trl_otb.scripts.problems import ProblemOptions, final_answer, is_right, load_problems, option
-from trl_otb.scripts.run import StopAfterStep, find_checkpoint, load_object, model_of, quieten, shorten_progress
 
 
-CONFIG = "async_math_cpu.yaml"
 SAMPLES = 4  # of a held-out problem
 
 
@@ -57,16 +58,22 @@ async def accuracy(completions, answer, **kwargs) -> list[float]:
 
 
 def grades(completions, answers) -> list[float]:
-    return [float(is_right(final_answer(c), a)) for c, a in zip(completions, answers, strict=True)]
+    return [float(is_right(c, answer)) for c, answer in zip(completions, answers, strict=True)]
+
+
+def is_right(completion: str | list[dict], answer: str) -> bool:
+    r"""Whether the final answer is `answer` or, in \boxed{}, equals it as mathematics."""
+    said = final_answer(completion)
+    return said == answer or ("boxed" in str(completion) and verify(parse_math(f"${answer}$"), parse_math(f"${said}$")))
 
 
 @torch.no_grad()
 def held_out_accuracy(folder: str, problems: Dataset, args: AsyncOTBGRPOConfig) -> str:
-    """avg@4 of the policy in `folder`, a model or an adapter, in percent with its standard error."""
+    """avg@4 of the policy in `folder`, a model or an adapter."""
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=args.dtype).to(args.device).eval()
     set_seed(0)
-    means = []
+    scores: list[float] = []
     for first in range(0, len(problems), 50):
         some = problems[first : first + 50]
         texts = tokenizer.apply_chat_template(some["prompt"], add_generation_prompt=True, tokenize=False)
@@ -77,35 +84,16 @@ def held_out_accuracy(folder: str, problems: Dataset, args: AsyncOTBGRPOConfig) 
             **asked, do_sample=True, num_return_sequences=SAMPLES, max_new_tokens=args.max_completion_length, **sampling
         )
         said = tokenizer.batch_decode(ids[:, asked["input_ids"].size(1) :], skip_special_tokens=True)
-        scores = grades(said, [answer for answer in some["answer"] for _ in range(SAMPLES)])
-        means += [fmean(scores[i : i + SAMPLES]) for i in range(0, len(scores), SAMPLES)]
-    error = stdev(means) / len(means) ** 0.5 if len(means) > 1 else float("nan")
-    return f"{100 * fmean(means):.1f} % ± {100 * error:.1f} (avg@{SAMPLES}, {len(means)} problems)"
-
-
-def parse(argv: list[str]) -> tuple[Options, AsyncOTBGRPOConfig, str | None]:
-    """The options, the trainer's arguments, and the checkpoint to resume from. Wrong ones end the run."""
-    usage = "%(prog)s [--config FILE.yaml] [--option value ...]"
-    parser = TrlParser((Options, AsyncOTBGRPOConfig), prog=Path(__file__).name, usage=usage, allow_abbrev=False)
-    if not torch.accelerator.is_available():
-        parser.set_defaults(use_cpu=True, bf16=False)
-    if "--config" not in argv:
-        argv = ["--config", str(Path(__file__).with_name(CONFIG)), *argv]
-    try:
-        options, args = parser.parse_args_and_config(argv)
-        if args.output_dir == "trainer_output":  # not given
-            args.output_dir = f"runs/async_math/{args.baseline}-seed{args.seed}"
-        if options.model_name_or_path is None:
-            raise ValueError("--model_name_or_path is missing: give a hub id or a folder.")
-        if options.steps_ahead is None and not torch.cuda.is_available():
-            raise ValueError("TRL sends weights to a vLLM server from a GPU. Without one, give --steps_ahead, as 1.")
-        return options, args, find_checkpoint(args)
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
+        scores += grades(said, [answer for answer in some["answer"] for _ in range(SAMPLES)])
+    return f"{fmean(scores):.1%} (avg@{SAMPLES}, {len(problems)} problems)"
 
 
 def main(argv: list[str]) -> AsyncOTBGRPOTrainer:
-    options, args, checkpoint = parse(argv)
+    options, args, checkpoint = parse(argv, (Options, AsyncOTBGRPOConfig), __file__)
+    if options.steps_ahead is None and not torch.cuda.is_available():
+        sys.exit("async_math.py: TRL sends weights to a vLLM server from a GPU. Without one, give --steps_ahead, as 1.")
+    if options.compare_baselines is not None:
+        sys.exit("async_math.py: --compare_baselines measures synchronous training: give it to math.py.")
     train, held_out, _ = load_problems(options, args.seed)
     model = model_of(options.model_name_or_path)
     tokenizer = reading_answers(AutoTokenizer.from_pretrained(model, padding_side="left"))
@@ -123,14 +111,12 @@ def main(argv: list[str]) -> AsyncOTBGRPOTrainer:
             peft_config=LoraConfig(r=options.lora_r, target_modules="all-linear") if options.lora_r else None,
             **local,
         )
-        stop, main_process = StopAfterStep(), trainer.is_world_process_zero()
-        shorten_progress(trainer)
-        trainer.add_callback(stop)
+        main_process = trainer.is_world_process_zero()
+        prepare(trainer)
         if main_process:
             print(f"{len(train):,} problems to train on, {len(held_out)} held out. Baseline {args.baseline}.")
             print(f"Held-out accuracy before: {held_out_accuracy(model, held_out, args)}", flush=True)
         trainer.train(resume_from_checkpoint=checkpoint)
-    stop.leave_if_stopped(trainer)
     trainer.save_model()
     trainer.save_state()
     if main_process:

@@ -26,7 +26,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 
 RECIPES = Path(__file__).parent
-ACCURACY = "held_out/accuracy"
+ACCURACY = "eval_rewards/accuracy/mean"
 
 
 def run(recipe: str, launcher: str, flags: list[str], baseline: str, seed: int, folder: Path) -> pandas.DataFrame:

@@ -9,35 +9,35 @@ Train Qwen2.5-1.5B-Instruct on GSM8K with LoRA and vLLM, on one GPU of 24 GB.
     accelerate launch recipes/lora_vllm.py --resume_from_checkpoint latest
 
 Not yet run on a GPU: duration, memory and result are unknown. The tests run one step on a CPU, without vLLM.
-The file needs only lora_vllm.yaml: copy both anywhere and change what you like.
+It needs common.py and lora_vllm.yaml beside it: copy the three anywhere and change what you like.
 """
 
 import os
 import sys
 
 
-if __name__ == "__main__":  # while this folder comes first, `import math` finds math.py
-    sys.path += [os.path.dirname(os.path.abspath(sys.path.pop(0))), os.getcwd()]
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path = [path for path in sys.path if os.path.abspath(path) != HERE] + [HERE]  # last: `import math` is not math.py
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from datasets import Dataset, load_dataset
-from trl import get_peft_config, get_quantization_config
+from trl import ModelConfig, get_peft_config, get_quantization_config
 from trl.rewards import accuracy_reward
 
-from trl_otb import OTBGRPOTrainer
-from trl_otb.scripts.run import parse
+from common import option, parse, prepare
+from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 
 
 @dataclass
 class Options:
     """Options beside those of OTBGRPOConfig and of TRL's ModelConfig."""
 
-    dataset_name: str = field(default="openai/gsm8k", metadata={"help": "A hub dataset or a .jsonl file."})
-    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of the hub dataset."})
-    dataset_split: str = field(default="train", metadata={"help": "Split of the hub dataset."})
-    num_held_out_problems: int = field(default=200, metadata={"help": "Problems for evaluation, not trained on."})
-    instruction: str = field(default=r"Put your final answer within \boxed{}.", metadata={"help": "Ends a question."})
+    dataset_name: str = option("openai/gsm8k", "A hub dataset or a .jsonl file.")
+    dataset_config: str | None = option(None, "Configuration of the hub dataset.")
+    dataset_split: str = option("train", "Split of the hub dataset.")
+    num_held_out_problems: int = option(200, "Problems for evaluation, not trained on.")
+    instruction: str = option(r"Put your final answer within \boxed{}.", "Ends a question.")
 
 
 def load_problems(options: Options) -> Dataset:
@@ -60,7 +60,9 @@ def load_problems(options: Options) -> Dataset:
 
 
 def main(argv: list[str]) -> OTBGRPOTrainer:
-    options, args, model_args, checkpoint = parse(argv, Options, __file__, "lora_vllm.yaml")
+    options, args, model_args, checkpoint = parse(
+        argv, (Options, OTBGRPOConfig, ModelConfig), __file__, "lora_vllm.yaml"
+    )
     problems = load_problems(options).train_test_split(test_size=options.num_held_out_problems, seed=0)
     trainer = OTBGRPOTrainer(
         model=model_args.model_name_or_path,
@@ -71,6 +73,7 @@ def main(argv: list[str]) -> OTBGRPOTrainer:
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
     )
+    prepare(trainer)
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()
     trainer.save_state()  # trainer_state.json, the log of all metrics

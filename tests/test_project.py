@@ -239,6 +239,7 @@ def test_tested_versions_are_in_promised_ranges():
     for text in [
         *project["dependencies"],
         *extras["recipes"],
+        *extras["studies"],
         *extras["deepspeed"],
         *extras["test"],
         *extras["quality"],

@@ -8,9 +8,8 @@ Baselines per token for TRL's GRPOTrainer.
     trainer.rollouts["train"].show(prompt=0)               # the last batch, token by token
     trl_otb.compare_baselines(trainer)                     # which baseline suits this run
 
-Also: `AsyncOTBGRPOTrainer` for asynchronous training, `register_baseline` for your own baselines,
-`GradientNoiseCallback` to log the noise of the gradient, `TokenRewards` for rewards per token, and the pure torch
-functions in `trl_otb.energy` and `trl_otb.baselines`.
+Also: `AsyncOTBGRPOTrainer` for asynchronous training, `register_baseline` for your own baselines, `TokenRewards` for
+rewards per token, and the pure torch functions in `trl_otb.energy` and `trl_otb.baselines`.
 """
 
 from importlib import import_module
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from .config import OTBGRPOConfig as OTBGRPOConfig
     from .experimental.async_grpo.trainer import AsyncOTBGRPOConfig as AsyncOTBGRPOConfig
     from .experimental.async_grpo.trainer import AsyncOTBGRPOTrainer as AsyncOTBGRPOTrainer
-    from .noise import GradientNoiseCallback as GradientNoiseCallback
     from .rewards import TokenRewards as TokenRewards
     from .trainer import OTBGRPOTrainer as OTBGRPOTrainer
 
@@ -37,7 +35,6 @@ _MODULES = {
     "AsyncOTBGRPOConfig": "experimental.async_grpo.trainer",
     "AsyncOTBGRPOTrainer": "experimental.async_grpo.trainer",
     "BaselineReport": "comparison",
-    "GradientNoiseCallback": "noise",
     "OTBGRPOConfig": "config",
     "OTBGRPOTrainer": "trainer",
     "TokenRewards": "rewards",

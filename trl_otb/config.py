@@ -43,9 +43,6 @@ class OTBGRPOConfig(GRPOConfig):
         credit_whole_return (`bool`, *optional*, defaults to `False`): Whether every token is credited with the
             completion's summed reward, in place of the rewards from it on. Set it if a reward of a turn or token
             depends on later tokens, as a judge's that reads the whole transcript: rewards-to-go are biased then.
-        keep_groups_together (`bool`, *optional*, defaults to `False`): Whether each micro-batch holds whole groups, so
-            that [`GradientNoiseCallback`] can compare micro-batches. `per_device_train_batch_size` must be a multiple
-            of `num_generations`.
 
     Where `scale_rewards` is not set, a warning says that it is `"none"`, once per process.
     """
@@ -62,10 +59,6 @@ class OTBGRPOConfig(GRPOConfig):
     credit_whole_return: bool = field(
         default=False,
         metadata={"help": "Whether every token is credited with the summed reward, not with the rewards from it on."},
-    )
-    keep_groups_together: bool = field(
-        default=False,
-        metadata={"help": "Whether each micro-batch holds whole groups, so that the gradient's noise can be measured."},
     )
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -144,13 +137,6 @@ def check_options(args: GRPOConfig) -> Baseline:
         )
     if args.num_generations == 1 and (conflict := _conflict_with_single_completion(args, baseline)):
         raise ValueError(f"`num_generations` is 1, and {conflict}.")
-    together = getattr(args, "keep_groups_together", False)
-    if together and args.num_generations and args.per_device_train_batch_size % args.num_generations != 0:
-        raise ValueError(
-            "`keep_groups_together` is True and `per_device_train_batch_size` "
-            f"{args.per_device_train_batch_size}: whole groups need a multiple of `num_generations`, "
-            f"{args.num_generations}."
-        )
     if args.loss_type not in LOSS_TYPES:
         raise ValueError(
             f"`loss_type` is {args.loss_type!r}: OTBGRPOTrainer is known to be correct with "

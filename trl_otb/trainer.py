@@ -2,7 +2,6 @@
 
 import inspect
 import math
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,13 +11,12 @@ from trl import GRPOConfig, GRPOTrainer
 from .baselines import Completions
 from .config import OTBGRPOConfig, check_options
 from .metrics import STATISTICS, summarize
-from .noise import GradientNoiseCallback
 from .rollout import Rollout, Rollouts, prompt_keys
 from .run_baseline import Processes, RunBaseline, Step
 from .seam.contract import GRPO, LOSS, BrokenContract, check_config, check_forward, check_subclass, trl_utils
 from .seam.forwards import PolicyRecorder, scores_anyway, values_of_batch
 from .seam.loss import TokenLoss
-from .seam.rollouts import groups_kept_together, recorded_rewards, rollout_of
+from .seam.rollouts import recorded_rewards, rollout_of
 from .seam.sampled import SampledTurns
 from .seam.tool_turns import CollectiveToolLoop
 from .state import KeepsBaseline
@@ -108,8 +106,7 @@ class OTBGRPOTrainer(KeepsBaseline, CollectiveToolLoop, TokenLoss):
                 "a new trainer."
             )
         before = self.rollouts.get("train")
-        with GradientNoiseCallback.set_in(self, trainer=self):
-            result = super().train(*args, **kwargs)
+        result = super().train(*args, **kwargs)
         # Where data ran out transformers stops training, too, but before the first rollout
         stopped = self.control.should_training_stop and self.rollouts.get("train") is not before
         if self.state.global_step > 0 or self.state.max_steps == 0 or stopped:
@@ -167,16 +164,6 @@ class OTBGRPOTrainer(KeepsBaseline, CollectiveToolLoop, TokenLoss):
             logged.pop()
         of_completion = dict(zip(STATISTICS, step.statistics.unbind(dim=1), strict=True))
         logged.extend((of_completion["advantage"] / of_completion["tokens"].clamp(min=1)).tolist())
-
-    @property
-    def keeps_groups_together(self) -> bool:
-        """Whether each micro-batch holds whole groups."""
-        return getattr(self.args, "keep_groups_together", False)
-
-    def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
-        together = self.model.training and self.keeps_groups_together
-        with groups_kept_together(self.num_generations) if together else nullcontext():
-            return super()._prepare_inputs(generation_batch)
 
     def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
         with self.recorder.sampling() as keep:

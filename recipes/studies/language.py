@@ -19,9 +19,10 @@ from peft import LoraConfig
 from trl import SFTConfig, SFTTrainer
 
 from recipes import toy
+from recipes.common import ProblemOptions
+from recipes.math import load_problems
 from recipes.studies.tasks import BFLOAT16, Task, trainer_of, with_prompts
 from trl_otb import OTBGRPOTrainer
-from trl_otb.scripts.problems import ProblemOptions, load_problems
 
 
 # Of tasks of reasoning-gym: options, steps of supervised training that bring SmolLM2 to 10 to 90 %, tokens

@@ -22,12 +22,11 @@ from statistics import fmean
 
 from filelock import FileLock, Timeout
 
-from recipes.local_rollouts import on_cpu
+from recipes.gradient_noise import NoiseScaleTrainer
 from recipes.studies import language, render, tasks
 from recipes.studies.runs import TUNING_SEEDS, best_rates, summary
-from trl_otb import GradientNoiseCallback
+from recipes.toy.local_rollouts import on_cpu
 from trl_otb.baselines import BASELINES
-from trl_otb.scripts.run import HeldOut
 
 
 @dataclass(frozen=True)
@@ -129,15 +128,16 @@ def train(run: Run) -> dict:
 
 
 def train_with(task: tasks.Task, schedule: Schedule, options: dict) -> dict:
-    measure, step = HeldOut(task.reward, task.held_out), schedule.completions_per_step(options["num_generations"])
+    step, samples = schedule.completions_per_step(options["num_generations"]), schedule.held_out_samples
     micro_batch = max(step // 4, options["num_generations"])  # groups together; the meter measures the noise of these
+    most, problems = (40 if task.peft_config else 400) // samples, len(task.held_out)
+    at_once = max(n for n in range(1, most + 1) if problems % n == 0)  # batches of equal size, over which TRL averages
     trainer = tasks.trainer_of(
-        replace(task, reward=measure.reward),
-        eval_dataset=measure.problems,
-        callbacks=[measure, GradientNoiseCallback()],  # `measure` evaluates after the last step
-        keep_groups_together=True,
-        per_device_eval_batch_size=40 if task.peft_config else 400,
-        num_generations_eval=schedule.held_out_samples,
+        task,
+        cls=NoiseScaleTrainer,
+        eval_dataset=task.held_out,
+        per_device_eval_batch_size=at_once * samples,
+        num_generations_eval=samples,
         per_device_train_batch_size=micro_batch,
         gradient_accumulation_steps=step // micro_batch,
         **options,
@@ -153,7 +153,7 @@ def train_with(task: tasks.Task, schedule: Schedule, options: dict) -> dict:
         "noise_scale": [entry.get("noise/scale") for entry in log],
         "tokens": list(itertools.accumulate(step * length for length in lengths)),
         "seconds": seconds,
-        "held_out": measure.found(trainer.state)[-1]["held_out/accuracy"],
+        "held_out": trainer.evaluate()["eval_reward"],
     }
 
 

@@ -11,10 +11,12 @@ from peft import LoraConfig
 from transformers import AutoTokenizer, PrinterCallback
 
 from recipes import toy
-from recipes.local_rollouts import LocalWorker
+from recipes.common import ProblemOptions
+from recipes.math import load_problems
+from recipes.tool_math import calculator_tool
 from recipes.toy import dialogues, lake, scratchpad, worked_sums
+from recipes.toy.local_rollouts import LocalWorker
 from trl_otb import AsyncOTBGRPOConfig, AsyncOTBGRPOTrainer, OTBGRPOConfig, OTBGRPOTrainer
-from trl_otb.scripts.problems import ProblemOptions, calculator_tool, load_problems
 
 
 BFLOAT16 = {"model_init_kwargs": {"dtype": "bfloat16"}, "bf16": True}  # of a language model
@@ -78,14 +80,16 @@ def with_prompts(problems: Dataset) -> Dataset:
     return problems.map(lambda row: {"prompt": [{"role": "user", "content": row["question"]}]})
 
 
-def trainer_of(task: Task, *, callbacks=(), eval_dataset: Dataset | None = None, **options) -> OTBGRPOTrainer:
+def trainer_of(
+    task: Task, *, cls=OTBGRPOTrainer, callbacks=(), eval_dataset: Dataset | None = None, **options
+) -> OTBGRPOTrainer:
     """It samples and rewards `task`, by default in groups of 4 and with 16 prompts per batch, and saves nothing."""
     sizes = {"num_generations": 4, "per_device_train_batch_size": 4 * PROMPTS_PER_BATCH}
     lengths = {"max_completion_length": task.max_completion_length, "max_tool_calling_iterations": task.max_calls}
     settings = {"output_dir": "runs/studies/work", **sizes, **lengths}
     if task.peft_config:
         settings |= BFLOAT16
-    trainer = OTBGRPOTrainer(
+    trainer = cls(
         str(task.policy),
         task.reward,
         args=OTBGRPOConfig(**(toy.QUIET | settings | options)),

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 import recipes.more_baselines
-import recipes.relatives  # noqa: F401 - registers other authors' baselines
+import recipes.studies.relatives  # noqa: F401 - registers other authors' baselines
 import trl_otb
 from recipes.studies import language, render
 from recipes.studies.tasks import PROMPTS_PER_BATCH, task_of, trainer_of

@@ -2,7 +2,7 @@
 Policies that need no hub and no GPU, for trying the recipes: `--model_name_or_path recipes.toy:sums`.
 
 Each function returns a model folder, which is made once and cached in `~/.cache/trl_otb`, or in the folder that the
-environment variable `TRL_OTB_CACHE` names.
+environment variable `TRL_OTB_CACHE` names. local_rollouts.py samples for asynchronous training without a vLLM server.
 """
 
 import importlib.util

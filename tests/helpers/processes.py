@@ -304,7 +304,7 @@ def async_case(model: str, folder: str) -> dict:
     """Steps of 24 samples, packed into a row for each process; groups of 4 are cut by micro-batches of 6."""
     from datasets import Dataset
 
-    from recipes.local_rollouts import LocalWorker, on_cpu
+    from recipes.toy.local_rollouts import LocalWorker, on_cpu
     from tests.helpers import tiny
     from trl_otb import AsyncOTBGRPOConfig, AsyncOTBGRPOTrainer
 

@@ -55,7 +55,7 @@ def data(conversations):
 
 
 def asynchronous(model, folder):
-    from recipes.local_rollouts import LocalWorker, on_cpu
+    from recipes.toy.local_rollouts import LocalWorker, on_cpu
     from trl_otb import AsyncOTBGRPOConfig, AsyncOTBGRPOTrainer
 
     options = {"token_budget": 0, "max_completion_length": 12, "max_staleness": 0, "scale_rewards": "none"}

@@ -1,7 +1,10 @@
 """What the tests of the recipes share: a policy after a short warm start, small runs in this process, data files."""
 
 import json
+import os
+import subprocess
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from datasets import Dataset
@@ -10,6 +13,7 @@ from recipes import math as recipe
 from recipes.toy import warm_start
 
 
+RECIPES = Path(recipe.__file__).parent
 SMALL = (
     "--max_steps 4 --per_device_train_batch_size 16 --num_held_out_problems 20 --per_device_eval_batch_size 40 "
     "--num_train_problems 200 --logging_steps 1 --eval_strategy no --disable_tqdm true"
@@ -61,6 +65,12 @@ def data_file(tmp_path):
     return write
 
 
+def started(command, folder, path=RECIPES.parent, **environment):
+    """Run to its end in `folder`, with `path` alone on Python's path."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(path), **environment}
+    return subprocess.run(list(map(str, command)), cwd=folder, env=environment, capture_output=True, text=True)
+
+
 def question_and_answer(rows=10):
     return [{"question": f"What is {i} + {i}?", "answer": f"Twice {i}. #### {2 * i}"} for i in range(rows)]
 
@@ -71,4 +81,4 @@ def log_of(folder):
 
 def accuracies(folder):
     """The held-out accuracy by step."""
-    return {entry["step"]: entry["held_out/accuracy"] for entry in log_of(folder) if "held_out/accuracy" in entry}
+    return {entry["step"]: entry[recipe.ACCURACY] for entry in log_of(folder) if recipe.ACCURACY in entry}

@@ -2,19 +2,12 @@
 
 import asyncio
 import json
-from pathlib import Path
 
 import pytest
-import torch
-import yaml
 
 from recipes import async_math
-from recipes.studies import learning_curves
-from recipes.studies.learning_curves import Run, Schedule
-from tests.recipes.conftest import shortly_trained
 
 
-RECIPES = Path(async_math.__file__).parent
 SMALL = "--max_steps 2 --per_device_train_batch_size 16 --num_held_out_problems 10 --disable_tqdm true".split()
 
 
@@ -31,7 +24,7 @@ def run_async(short_policy, tmp_path):
 def test_run_measures_before_and_after(run_async, capsys):
     _, folder = run_async("--lora_r", "4", "--max_steps", "4", "--logging_steps", "1")
     said = capsys.readouterr().out
-    assert "held out. Baseline value." in said and said.count("(avg@4, 10 problems)") == 2
+    assert "held out. Baseline value." in said and said.count("% (avg@4, 10 problems)") == 2
     log = [entry for entry in json.loads((folder / "trainer_state.json").read_text())["log_history"] if "loss" in entry]
     assert "otb/value/weight" in log[-1] and [entry["otb/staleness"] for entry in log] == [0, 1, 2, 2]
     assert (folder / "adapter_model.safetensors").is_file()
@@ -57,31 +50,11 @@ def test_run_resumes_and_names_used_folder(run_async, capsys):
 )
 def test_wrong_options_end_at_once(flags, message, tmp_path, capsys):
     (tmp_path / "empty.yaml").write_text("use_cpu: true\nbf16: false\n")
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as ended:
         async_math.main(flags)
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("path", sorted(RECIPES.glob("async*.yaml")), ids=lambda path: path.stem)
-def test_the_yaml_files_have_known_options(path, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # without one, there is no vLLM server to send to
-    options, args, _ = async_math.parse(["--config", str(path), "--use_cpu", "true", "--bf16", "false"])
-    values = yaml.safe_load(path.read_text())
-    assert (args.learning_rate, args.baseline) == (values["learning_rate"], "value")
-    assert options.model_name_or_path == values["model_name_or_path"]
+    assert message in capsys.readouterr().err + str(ended.value)
 
 
 def test_right_answers_are_rewarded_one():
-    said = ["1+1=2", [{"role": "assistant", "content": r"so \boxed{3}"}], ""]
-    assert asyncio.run(async_math.accuracy(said, ["2", "2", "2"])) == [1.0, 0.0, 0.0]
-
-
-@pytest.mark.parametrize("kind", ["sums", "calculator"])
-def test_learning_study_counts_tokens_and_rewards(kind, tmp_path, monkeypatch):
-    policy = shortly_trained(kind, 5, tmp_path / kind)
-    monkeypatch.setattr(learning_curves.tasks.toy, kind, lambda: policy)
-    schedule = Schedule({4: 3}, (4e-4,), prompts=2, problems=kind, staleness=1)
-    monkeypatch.setattr(learning_curves, "TASKS", {"asynchronous": schedule})
-    found = learning_curves.train(Run("asynchronous", "value", 4, 4e-4, 1))
-    assert len(found["reward"]) == 3 and 0 <= found["held_out"] <= 1
-    assert 3 * 8 <= found["tokens"][-1] <= 3 * 8 * 72 and found["tokens"] == sorted(found["tokens"])
+    said = ["1+1=2", [{"role": "assistant", "content": r"so \boxed{3}"}], "", r"\boxed{\frac{4}{2}}"]
+    assert asyncio.run(async_math.accuracy(said, ["2"] * 4)) == [1.0, 0.0, 0.0, 1.0]

@@ -3,28 +3,21 @@
 import json
 
 import pytest
+from trl import ModelConfig
 from trl.trainer import grpo_trainer
 
 from recipes import lora_vllm as recipe
 from tests.helpers import tiny
 from tests.trainer.test_importance_weights import Sampler
-from trl_otb.scripts.run import parse
+from trl_otb import OTBGRPOConfig
 
 
 ROWS = [{"question": f"{i}+{i}", "answer": f"Twice {i}.\n#### {2 * i},000"} for i in range(1, 8)]
 
 
 def parsed(*flags):
-    return parse(["--use_cpu", "true", *flags], recipe.Options, recipe.__file__, "lora_vllm.yaml")
-
-
-def test_yaml_beside_has_the_defaults():
-    options, args, model_args, checkpoint = parsed("--report_to", "none", "--seed", "3")
-    assert (args.bf16, args.use_vllm, args.vllm_mode) == (True, True, "colocate")
-    assert (args.baseline, args.num_generations, args.lr_scheduler_type) == ("value", 8, "linear")
-    assert (model_args.use_peft, model_args.lora_dropout, args.model_init_kwargs["dtype"]) == (True, 0.0, "bfloat16")
-    assert (options.dataset_name, options.dataset_config) == ("openai/gsm8k", "main")
-    assert args.output_dir == "runs/lora_vllm/value-seed3" and checkpoint is None
+    kinds = (recipe.Options, OTBGRPOConfig, ModelConfig)
+    return recipe.parse(["--use_cpu", "true", *flags], kinds, recipe.__file__, "lora_vllm.yaml")
 
 
 def test_step_with_lora_and_stubbed_vllm(data_file, model_path, tmp_path, monkeypatch):
@@ -38,13 +31,6 @@ def test_step_with_lora_and_stubbed_vllm(data_file, model_path, tmp_path, monkey
     assert trainer.state.global_step == 1 and log["grad_norm"] > 0 and "otb/value/weight" in log
     assert trainer.energy_source == "the no-gradient forward that GRPOTrainer runs anyway"
     assert len(trainer.train_dataset) == 5 and (tmp_path / "run" / "adapter_model.safetensors").is_file()
-
-
-def test_reward_compares_boxed_number_with_answer(data_file):
-    data = recipe.load_problems(recipe.Options(dataset_name=data_file(ROWS)))
-    assert data[0]["prompt"] == [{"role": "user", "content": "1+1\nPut your final answer within \\boxed{}."}]
-    answers = [[{"role": "assistant", "content": text}] for text in (r"\boxed{2000}", r"so \boxed{3}", "2000")]
-    assert recipe.accuracy_reward(answers, data[0:1]["solution"] * 3) == [1.0, 0.0, 0.0]
 
 
 def test_wrong_input_is_named(data_file, capsys):

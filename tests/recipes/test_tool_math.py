@@ -3,8 +3,7 @@
 import pytest
 
 from recipes import tool_math
-from tests.recipes.conftest import accuracies, log_of
-from trl_otb.scripts.problems import calculator_tool
+from tests.recipes.conftest import accuracies, log_of, question_and_answer
 
 
 @pytest.mark.parametrize(
@@ -15,22 +14,35 @@ from trl_otb.scripts.problems import calculator_tool
     ],
 )  # fmt: skip
 def test_the_calculator_works_out_arithmetic(expression, value):
-    assert calculator_tool(max_operations=50)(expression) == value
+    assert tool_math.calculator_tool(max_operations=50)(expression) == value
 
 
 @pytest.mark.parametrize(
     ("expression", "message"),
     [
         ("1+2+3", "2 operations, more than 1"), ("__import__('os')", "is not arithmetic"),
-        ("True", "is not arithmetic"), ("'a'*9", "is not arithmetic"), ("9**999", "too large"),
+        ("True", "is not arithmetic"), ("'%99999999d' % 5", "is not arithmetic"), ("9**999", "too large"),
         ("9**99", "at most 40 digits"), ("(-8)**0.5", "not a real number"), ("1e999", "at most 40 digits"),
-        ("1/0", "zero"), ("12+", "invalid syntax"), ("1" * 201, "201 characters"),
+        ("1/0", "zero"), ("12+", "invalid syntax"), ("1" * 201, "201 characters"), ("open(1)", "not defined"),
     ],
 )  # fmt: skip
 def test_the_calculator_refuses_anything_else(expression, message):
     """Quickly, and with an error that the policy can read."""
     with pytest.raises(Exception, match=message):
-        calculator_tool(max_operations=1)(expression)
+        tool_math.calculator_tool(max_operations=1)(expression)
+
+
+def test_large_base_is_refused():
+    with pytest.raises(ValueError, match="too large"):
+        tool_math.calculator_tool(max_operations=5)("((9**99)**99)**99")
+
+
+def test_last_message_has_the_answer(data_file):
+    options = tool_math.Options(dataset_name=data_file(question_and_answer(5)), instruction="Box it.")
+    train, held_out, accuracy = tool_math.load_problems(options, seed=0)
+    assert (len(train), len(held_out)) == (4, 1) and train["prompt"][0][0]["content"].endswith("\nBox it.")
+    said = [[{"content": r"\boxed{5}"}, {"content": text}] for text in (r"\boxed{6}", r"\boxed{5}", None)]
+    assert accuracy(said, ["6"] * 3) == [1, 0, 0]
 
 
 @pytest.mark.slow

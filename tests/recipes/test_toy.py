@@ -1,28 +1,14 @@
 """The toy policies: what they are taught, what they see, and when they are taught again."""
 
-import random
-import re
-import statistics
 from dataclasses import replace
 
 import pytest
 from jinja2.exceptions import TemplateError
-from trl.chat_template_utils import is_chat_template_prefix_preserving, parse_response, supports_tool_calling
 
+from common import messages
 from recipes import toy
+from recipes.tool_math import calculator_tool
 from recipes.toy import dialogues, warm_start, worked_sums
-from trl_otb.scripts.problems import calculator_tool, messages
-
-
-def test_demonstrations_slip_at_the_stated_rates():
-    rng = random.Random(0)
-    written = [worked_sums._demonstration("3 + 4 - 2", rng) for _ in range(4000)]
-    worked = [re.fullmatch(r"(-?\d+)-2=(-?\d+)", text) for text in written]
-    assert all(match or re.fullmatch(r"-?\d+", text) for match, text in zip(worked, written, strict=True))
-    steps = [(int(m[1]), int(m[2])) for m in worked if m]
-    assert len(steps) / len(written) == pytest.approx(0.7, abs=0.03)
-    assert statistics.fmean(first == 7 for first, _ in steps) == pytest.approx(0.8, abs=0.03)
-    assert statistics.fmean(second == first - 2 for first, second in steps) == pytest.approx(0.8, abs=0.03)
 
 
 def test_demonstrations_are_dialogues_with_slips():
@@ -41,10 +27,6 @@ def test_demonstrations_are_dialogues_with_slips():
             except (ValueError, SyntaxError):
                 result = "?"
             assert shown == f"{{{result}}}>"
-    guesses = sum(len(segments) == 2 and segments[1][0][0] == "=" for segments in demonstrated)
-    calls = [said for segments in demonstrated for said, by_policy in segments if by_policy and said[0] == "["]
-    assert sum("]" not in said for said in calls) == pytest.approx(0.06 * len(calls), rel=0.2)
-    assert guesses == pytest.approx(0.35 * 2000, rel=0.1)
     assert 0.3 < right / 2000 < 0.5
 
 
@@ -74,44 +56,6 @@ def test_foreign_character_is_named(tokenizer):
     for content in ("What is 3 + 4?", "3 × 4", f"{ASKED}\nBox it."):
         with pytest.raises(TemplateError, match=r"reads only the characters 0123456789.*--model_name_or_path"):
             tokenizer.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
-
-
-@pytest.fixture(scope="module")
-def caller():
-    return warm_start.character_tokenizer(warm_start.WARM_STARTS["calculator"])
-
-
-def call(expression):
-    return {"type": "function", "function": {"name": "calculator", "arguments": {"expression": expression}}}
-
-
-def test_conversations_match_demonstrations(caller):
-    assert supports_tool_calling(caller) and is_chat_template_prefix_preserving(caller)
-    messages = [
-        {"role": "user", "content": "12+7-35"},
-        {"role": "assistant", "content": "", "tool_calls": [call("12+7")]},
-        {"role": "tool", "name": "calculator", "content": "19"},
-        {"role": "assistant", "content": "", "tool_calls": [call("19-")]},
-        {"role": "tool", "name": "calculator", "content": "{'error': 'no'}"},
-    ]
-    text = caller.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert text == "12+7-35>[12+7]<eos>{19}>[19-]<eos>{?}>"
-    assert caller.decode(caller(text)["input_ids"]) == text
-
-
-@pytest.mark.parametrize(
-    ("said", "calls", "content"),
-    [
-        ("[12+7]<eos>", ["12+7"], ""), ("=-16<eos>", None, "=-16"), ("12+7]<eos>", None, None),
-        ("[12+7<eos>", ["12+7<eos>"], ""),  # left open: a call that the calculator refuses
-        ("[1+1][2+2]<eos>", ["1+1", "2+2"], ""),
-    ],
-)  # fmt: skip
-def test_what_the_pupil_says_is_read(caller, said, calls, content):
-    prefix = caller("12+7-35>")["input_ids"]
-    message = parse_response(caller, caller(said)["input_ids"], prefix=prefix)
-    assert [c["function"]["arguments"]["expression"] for c in message.get("tool_calls") or []] == (calls or [])
-    assert content is None or (message.get("content") or "") == content
 
 
 # When a policy is made again

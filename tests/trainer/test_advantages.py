@@ -3,14 +3,12 @@
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from trl.trainer import grpo_trainer
 
 from tests.helpers import tiny
 from tests.helpers.oracles import energies_by_softmax, generated, mask_of
 from tests.helpers.recording import Recording, first_rollout
 from tests.helpers.settings import LORA, SOURCES
 from trl_otb.baselines import BASELINES, compute_advantages
-from trl_otb.seam.rollouts import groups_kept_together
 
 
 @pytest.mark.parametrize("baseline", BASELINES)
@@ -112,22 +110,3 @@ def test_reference_pass_is_not_policys(train, peft):
     actual = trainer.rollouts["train"].energy.double() * mask_of(batch)
     assert trainer.energy_source == "the no-gradient forward that GRPOTrainer runs anyway"
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
-
-
-def test_group_shuffle_moves_all_values_alike():
-    rows = torch.arange(12)
-    batch = {
-        "completion_ids": rows.unsqueeze(1),
-        "pixel_values": [torch.tensor(i) for i in range(12)],
-        "num_images": list(range(12)),
-        "absent": None,
-        "num_items_in_batch": torch.tensor(5.0),
-    }
-    torch.manual_seed(0)
-    with groups_kept_together(3):
-        shuffled = grpo_trainer.shuffle_sequence_dict(batch)
-    order = shuffled["completion_ids"].flatten().tolist()
-    assert order != rows.tolist() and sorted(order) == rows.tolist()
-    assert all(order[i : i + 3] == list(range(order[i], order[i] + 3)) and order[i] % 3 == 0 for i in range(0, 12, 3))
-    assert shuffled["num_images"] == order == [int(x) for x in shuffled["pixel_values"]]
-    assert shuffled["absent"] is None and shuffled["num_items_in_batch"] == 5

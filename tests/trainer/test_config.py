@@ -49,10 +49,6 @@ WRONG = [
     ({"loss_type": "ppo"}, "`loss_type` is 'ppo'.*'dapo'"),
     ({"baseline": "rloo_pooled", "scale_rewards": "group"}, f"'group' and `baseline` is 'rloo_pooled', {SCALED}"),
     ({"baseline": "otb", "scale_rewards": "batch"}, f"'batch' and `baseline` is 'otb', {SCALED}.*'ogb', 'ogb_loo'"),
-    (
-        {"keep_groups_together": True, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
-        "`keep_groups_together` is True and `per_device_train_batch_size` 4: whole groups need a multiple of .* 8",
-    ),
     ({"baseline": len}, "`baseline` is <built-in function len>: a config holds text. Register the function"),
     ({"baseline": "nowhere:mine"}, "`baseline` is 'nowhere:mine', which cannot be imported"),
 ]
@@ -67,13 +63,13 @@ def test_what_cannot_be_honoured_is_rejected(option, message):
 def test_command_line_and_yaml(tmp_path):
     from trl import TrlParser
 
-    (tmp_path / "config.yaml").write_text("baseline: ogb\nkeep_groups_together: true\nlearning_rate: 1.0e-5\n")
+    (tmp_path / "config.yaml").write_text("baseline: ogb\ncredit_whole_return: true\nlearning_rate: 1.0e-5\n")
     parser = TrlParser(OTBGRPOConfig)
     common = ["--config", str(tmp_path / "config.yaml"), "--output_dir", str(tmp_path), "--use_cpu", "--bf16", "false"]
     (args,) = parser.parse_args_and_config(common)
-    assert (args.baseline, args.keep_groups_together, args.scale_rewards) == ("ogb", True, "none")
-    (args,) = parser.parse_args_and_config([*common, "--baseline", "otb", "--keep_groups_together", "false"])
-    assert (args.baseline, args.keep_groups_together) == ("otb", False)
+    assert (args.baseline, args.credit_whole_return, args.scale_rewards) == ("ogb", True, "none")
+    (args,) = parser.parse_args_and_config([*common, "--baseline", "otb", "--credit_whole_return", "false"])
+    assert (args.baseline, args.credit_whole_return) == ("otb", False)
     assert json.loads(args.to_json_string())["baseline"] == "otb"
 
 
@@ -107,7 +103,7 @@ class Theirs(GMPOConfig):
 
 @dataclass
 class OursFirst(OTBGRPOConfig, Theirs):
-    keep_groups_together: bool = True
+    credit_whole_return: bool = True
 
 
 @dataclass
@@ -120,7 +116,7 @@ def test_merged_config_keeps_both_defaults():
         args = cls(**ON_CPU)
         assert (args.alpha, args.epsilon, args.scale_rewards, args.baseline) == (0.25, 0.4, "none", "otb")
         assert cls(**ON_CPU, epsilon=0.3, scale_rewards="none").epsilon == 0.3
-    assert OursFirst(**ON_CPU).keep_groups_together and TheirsFirst(**ON_CPU).beta == 0.5
+    assert OursFirst(**ON_CPU).credit_whole_return and TheirsFirst(**ON_CPU).beta == 0.5
     assert OnCPU(output_dir="unused").epsilon == OTBGRPOConfig(**ON_CPU).epsilon == 0.2
 
 

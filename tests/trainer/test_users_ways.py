@@ -207,14 +207,9 @@ def test_resumed_run_projects_states_alike(train, monkeypatch):
 
 
 def test_what_the_package_imports_is_declared():
-    """Of the scripts' modules, by the extra `recipes`."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    declared, extra = (
-        {re.split(r"[^\w-]", name)[0].replace("-", "_") for name in names}
-        for names in (project["dependencies"], project["optional-dependencies"]["recipes"])
-    )
-    assert imported_by("trl_otb/scripts") <= declared | extra
-    assert imported_by("trl_otb") - {"matplotlib"} == declared | {"math_verify", "reasoning_gym"}
+    declared = {re.split(r"[^\w-]", name)[0].replace("-", "_") for name in project["dependencies"]}
+    assert imported_by("trl_otb") - {"matplotlib"} == declared
 
 
 def imported_by(folder):

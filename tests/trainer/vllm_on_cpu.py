@@ -43,8 +43,8 @@ from trl.generation.vllm_client import VLLMClient
 
 from recipes import async_math
 from recipes import math as math_recipe
-from recipes.local_rollouts import on_cpu
 from recipes.toy import smollm2
+from recipes.toy.local_rollouts import on_cpu
 from trl_otb import OTBGRPOTrainer
 
 

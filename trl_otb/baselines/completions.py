@@ -195,7 +195,7 @@ def reward_to_go(token_rewards: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
     return prefix_sums(token_rewards.float().flip(1)).flip(1)
 
 
-def completion_returns(rewards: Float[Tensor, "B *more"]) -> Float[Tensor, " B"]:
+def completion_returns(rewards: Float[Tensor, "B ..."]) -> Float[Tensor, " B"]:
     """The float32 return of every completion: its reward, or the sum over its tokens; NaN without a reward."""
     return rewards.float() if rewards.dim() == 1 else rewards.float().sum(dim=1)
 

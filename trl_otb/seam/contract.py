@@ -71,7 +71,6 @@ def check_version() -> None:
 
 try:
     from trl.models import utils as trl_models  # noqa: F401
-    from trl.trainer import grpo_trainer as trl_grpo_trainer  # noqa: F401
     from trl.trainer import utils as trl_utils  # noqa: F401
     from trl.trainer.grpo_trainer import GRPOTrainer
 except ImportError as error:
@@ -199,7 +198,6 @@ GRPO = Contract(
             "split_tensor_dict": "tensor_dict num_chunks",
             "unsplit_pixel_values_by_grid": "batch",
         },
-        "trl.trainer.grpo_trainer": {"shuffle_sequence_dict": "seq_dict"},
         "trl.models.utils": {"disable_gradient_checkpointing": "model gradient_checkpointing_kwargs"},
     },
     attributes={

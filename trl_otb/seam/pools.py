@@ -12,7 +12,6 @@ import torch
 from transformers import set_seed
 
 from ..baselines import Completions, joined
-from ..noise import GradientNoiseCallback
 from .contract import trl_utils
 from .forwards import score
 
@@ -40,7 +39,7 @@ def at_rest(trainer: "OTBGRPOTrainer", needs: frozenset[str]) -> Iterator[None]:
         for name, record in records.items():
             setattr(trainer, name, copy.deepcopy(record))
         try:
-            with trainer.accelerator.autocast(), GradientNoiseCallback.set_in(trainer, paused=True):
+            with trainer.accelerator.autocast():
                 yield
         finally:
             for module, training in modes.items():

@@ -11,7 +11,7 @@ from trl import GRPOTrainer
 
 from ..rewards import RewardRecorder
 from ..rollout import Rollout, generated_mask
-from .contract import BrokenContract, trl_grpo_trainer, trl_utils
+from .contract import BrokenContract, trl_utils
 from .forwards import scores_anyway
 
 
@@ -181,22 +181,3 @@ def missing_keys(trainer: GRPOTrainer, batch: dict[str, Any]) -> list[str]:
     promised["importance_sampling_ratio"] = trainer.use_vllm and trainer.vllm_importance_sampling_correction
     promised["tool_mask"] = bool(trainer.tools)
     return [key for key, expected in promised.items() if expected and key not in batch]
-
-
-@contextmanager
-def groups_kept_together(num_generations: int) -> Iterator[None]:
-    """Context in which GRPOTrainer shuffles a generation batch group by group."""
-
-    def shuffle_groups(batch: dict[str, Any]) -> dict[str, Any]:
-        order = torch.randperm(len(batch["completion_ids"]))  # draws as many random numbers as GRPOTrainer
-        rows = (order[order % num_generations == 0].unsqueeze(1) + torch.arange(num_generations)).flatten()
-
-        def permute(value: Any) -> Any:
-            if value is None or (isinstance(value, Tensor) and value.dim() == 0):
-                return value
-            return value[rows] if isinstance(value, Tensor) else [value[i] for i in rows.tolist()]
-
-        return {key: permute(value) for key, value in batch.items()}
-
-    with patch.object(trl_grpo_trainer, "shuffle_sequence_dict", shuffle_groups):
-        yield

@@ -1,7 +1,7 @@
 """
-Baselines of others from 2025 and 2026, to compare with; recipes/studies/relatives.md has what each needs and its noise.
+Baselines of others from 2025 and 2026, to compare with; relatives.md has what each needs, and its noise.
 
-    OTBGRPOConfig(baseline="recipes.relatives:Tether")
+    OTBGRPOConfig(baseline="recipes.studies.relatives:Tether")
 
 Importing this module registers `tether`, `poise`, `ebpo` and `v05`. Each is this project's reading of a paper, in the
 terms of `trl_otb.baselines.Completions`, in one process, and simpler than the original where the docstring says so.

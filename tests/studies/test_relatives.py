@@ -1,4 +1,4 @@
-"""Other authors' baselines in recipes/relatives.py: their formulas by hand, and what they must not look at."""
+"""Other authors' baselines in recipes/studies/relatives.py: their formulas by hand, and what they must not look at."""
 
 import sys
 from dataclasses import replace
@@ -16,8 +16,8 @@ NAMES = ["tether", "poise", "v05", "ebpo"]
 
 @pytest.fixture(autouse=True)
 def relatives(registry, monkeypatch):
-    monkeypatch.delitem(sys.modules, "recipes.relatives", raising=False)
-    return import_module("recipes.relatives")
+    monkeypatch.delitem(sys.modules, "recipes.studies.relatives", raising=False)
+    return import_module("recipes.studies.relatives")
 
 
 def taught(name):

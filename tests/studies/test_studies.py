@@ -1,13 +1,10 @@
-"""The studies and benchmarks from end to end, small; and what their tables are made of."""
+"""The studies from end to end, small; and what their tables are made of."""
 
 import json
-import runpy
-import sys
 from types import SimpleNamespace
 
 import pytest
 
-from recipes import toy
 from recipes.studies import learning_curves, picture, render, runs, tasks
 from recipes.studies.learning_curves import Run, Schedule
 from recipes.studies.runs import summary
@@ -164,32 +161,12 @@ def test_picture_frames_first_wrong_digit():
     assert said == "1 of 1, baseline 0.70; failed attempts have 60% of the energy of answers"
 
 
-@pytest.mark.slow
-def test_the_picture_of_the_readme(tmp_path, monkeypatch):
-    """On a shorter task: what is drawn is under `value`, which has learned."""
-    policy = shortly_trained("scratchpad_10", 100, tmp_path / "policy")
-    monkeypatch.setattr(toy, "scratchpad_10", lambda: policy)
-    for name, value in {"TASK": "scratchpad_10", "SIZE": 4, "BATCHES": 3, "PROMPTS": 8}.items():
-        monkeypatch.setattr(picture, name, value)
-    groups = picture.sample("value", 2)
-    rows = [row for group in groups for row in group.completions]
-    assert len(rows) == 8
-    assert all(len({token.values["advantage"] for token in row.tokens}) > 1 for row in rows)
-    picture.draw(groups[0], tmp_path / "group.png")
-    assert (tmp_path / "group.png").stat().st_size > 10_000
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("script", "flags", "said"),
-    [
-        ("step", "--rounds 1 --steps 1 --length 8 --lora --baselines otb --regimes stored", "one extra no-gradient"),
-        ("step", "--rounds 1 --steps 1 --length 8 --baselines value --regimes generated", "the forwards that sampled"),
-        ("advantages", "--repeats 1 --longest 2048", "1024 × 2048"),
-    ],
-)
-def test_benchmarks_run(script, flags, said, monkeypatch, capsys):
-    """In this process, which has imported what takes longest."""
-    monkeypatch.setattr(sys, "argv", [script, *flags.split()])
-    runpy.run_module(f"recipes.benchmarks.{script}", run_name="__main__")
-    assert said in capsys.readouterr().out
+@pytest.mark.parametrize("kind", ["sums", "calculator"])
+def test_learning_study_counts_tokens_and_rewards(kind, tmp_path, monkeypatch):
+    policy = shortly_trained(kind, 5, tmp_path / kind)
+    monkeypatch.setattr(learning_curves.tasks.toy, kind, lambda: policy)
+    schedule = Schedule({4: 3}, (4e-4,), prompts=2, problems=kind, staleness=1)
+    monkeypatch.setattr(learning_curves, "TASKS", {"asynchronous": schedule})
+    found = learning_curves.train(Run("asynchronous", "value", 4, 4e-4, 1))
+    assert len(found["reward"]) == 3 and 0 <= found["held_out"] <= 1
+    assert 3 * 8 <= found["tokens"][-1] <= 3 * 8 * 72 and found["tokens"] == sorted(found["tokens"])

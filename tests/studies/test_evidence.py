@@ -73,18 +73,6 @@ def test_games_and_their_rewards():
     assert lake.progress(games, [asked] * 3) == of_turns
 
 
-def test_impossible_move_is_an_error():
-    game = lake.Lake()
-    game.reset(lake=" ".join(LAKE))
-    with pytest.raises(ValueError, match="'X': use L, D, R or U"):
-        game.move("X")
-    game.move("D")
-    with pytest.raises(ValueError, match="the game is over"):
-        game.move("R")
-    with pytest.raises(ValueError, match="the game is over"):
-        lake.Lake().move("R")
-
-
 @pytest.mark.parametrize("turns", lake.SIDES)
 def test_demonstrated_games_match_the_lake(turns):
     """What the pupil is shown is what gymnasium's lake does, and it wins as often, in as many turns, as is said."""
@@ -111,14 +99,13 @@ def test_demonstrated_games_match_the_lake(turns):
 
 
 @pytest.mark.parametrize(
-    ("name", "length", "calls", "rewards"),
+    ("name", "length", "calls", "right"),
     [
-        ("sums", 24, None, 1.0), ("calculator", 72, 6, 1.0), ("scratchpad_10", 20, None, 1.0),
-        ("lake_6", 192, 12, 1.0), ("lake_6_turns", 192, 12, list), ("scratchpad_mixed", 200, None, 1.0),
-        ("lucky_even", 60, None, 1.0),
+        ("sums", 24, None, "{}"), ("calculator", 72, 6, "={}"), ("scratchpad_10", 20, None, "a00{}"),
+        ("lake_6_turns", 192, 12, None), ("scratchpad_mixed", 200, None, "a00{}"), ("lucky_even", 60, None, "{}"),
     ],
 )  # fmt: skip
-def test_trainer_samples_its_task(name, length, calls, rewards, tmp_path, monkeypatch):
+def test_trainer_samples_its_task(name, length, calls, right, tmp_path, monkeypatch):
     """A policy, problems of which none is held out and trained on, and a reward that knows a right answer."""
     kind = {"lucky_even": "scratchpad_30"}.get(name, name.removesuffix("_turns"))
     monkeypatch.setattr(toy, kind, lambda: shortly_trained(kind, 1, tmp_path / "policy"))
@@ -128,15 +115,10 @@ def test_trainer_samples_its_task(name, length, calls, rewards, tmp_path, monkey
     assert (trainer.args.max_completion_length, trainer.args.max_tool_calling_iterations) == (length, calls)
     assert (trainer.args.num_generations, trainer.args.generation_batch_size, trainer.args.seed) == (4, 64, 3)
     row = task.held_out[0]
-    right = {
-        "sums": f"{row['answer']}", "calculator": [{"role": "assistant", "content": f"={row['answer']}"}],
-        "scratchpad_10": f"a00{row['answer']}", "lake_6": [{"role": "tool", "content": "*"}],
-        "scratchpad_mixed": f"a00{row['answer']}", "lucky_even": [{"content": row["answer"]}],
-    }.get(name)  # fmt: skip
-    if name == "lake_6_turns":
-        right = [{"role": "assistant", "content": ""}, {"role": "tool", "content": "*"}]
-    (earned,) = task.reward(completions=[right], **{key: [value] for key, value in row.items()})
-    assert earned == [1.0] if rewards is list else earned == 1.0
+    said = [{"role": "assistant", "content": right.format(row["answer"]) if right else ""}]
+    said += [] if right else [{"role": "tool", "content": "*"}]
+    (earned,) = task.reward(completions=[said], **{key: [value] for key, value in row.items()})
+    assert earned == (1.0 if right else [1.0])
 
 
 # Tasks of the language model
@@ -174,7 +156,7 @@ def pages(tmp_path, monkeypatch):
 @pytest.fixture
 def study(registry, monkeypatch):
     """The study of value, imported anew, so that it registers its baselines."""
-    for name in ("recipes.studies.value", "recipes.more_baselines", "recipes.relatives"):
+    for name in ("recipes.studies.value", "recipes.more_baselines", "recipes.studies.relatives"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     return importlib.import_module("recipes.studies.value")
 
@@ -223,19 +205,6 @@ def test_reasoning_tasks_begin_after_supervised_training(name, tiny_smollm2, mon
     assert not {*task.train["question"]} & {*task.held_out["question"]} and len(task.held_out) == 100
     right = task.train["answer"][:2]
     assert task.reward(completions=right, answer=right) == [1.0, 1.0]
-
-
-@pytest.mark.parametrize("name", language.GEMMA)
-def test_gemmas_tasks_have_plain_prompts(name, tiny_smollm2, monkeypatch):
-    """It tells stories without supervised training."""
-    monkeypatch.setattr(toy, "gemma3", lambda: tiny_smollm2)
-    monkeypatch.setitem(language.GEMMA, name, min(language.GEMMA[name], 1))
-    task = language.task_of(name)
-    assert (task.policy == tiny_smollm2) == (name == "gemma_words")
-    row, right = task.train[0], task.train["answer"][:2]
-    assert row["prompt"] == f"{row['question']}\n\n" and row["prompt"] not in task.held_out["prompt"]
-    assert task.reward(completions=right, answer=right) == [1.0, 1.0]
-    assert language.measured(name)["parameters"] != language.measured("copy")["parameters"]
 
 
 # Results and pages
