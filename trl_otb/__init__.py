@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .comparison import BaselineReport as BaselineReport
     from .comparison import compare_baselines as compare_baselines
     from .config import OTBGRPOConfig as OTBGRPOConfig
-    from .experimental.async_grpo.trainer import AsyncOTBGRPOConfig as AsyncOTBGRPOConfig
+    from .experimental.async_grpo.config import AsyncOTBGRPOConfig as AsyncOTBGRPOConfig
     from .experimental.async_grpo.trainer import AsyncOTBGRPOTrainer as AsyncOTBGRPOTrainer
     from .rewards import TokenRewards as TokenRewards
     from .trainer import OTBGRPOTrainer as OTBGRPOTrainer
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __version__ = "0.6.1"  # which pyproject.toml reads
 # Imported on first use, so that `trl_otb.energy` and `trl_otb.baselines` need torch only.
 _MODULES = {
-    "AsyncOTBGRPOConfig": "experimental.async_grpo.trainer",
+    "AsyncOTBGRPOConfig": "experimental.async_grpo.config",
     "AsyncOTBGRPOTrainer": "experimental.async_grpo.trainer",
     "BaselineReport": "comparison",
     "OTBGRPOConfig": "config",

@@ -25,37 +25,19 @@ class Processes(NamedTuple):
 
 @dataclass(frozen=True)
 class Step:
-    """
-    What a run's baseline makes of a generation batch, for the completions of this process.
+    """What a run's baseline makes of a generation batch, for the completions of this process."""
 
-    Args:
-        advantages: (G − B) / scale, by generated token, or one per completion.
-        baselines: B.
-        group_mean_advantages: (G − group mean) / scale; `None` for N = 1.
-        scale: The divisor of advantages.
-        per_token: Whether there is an advantage for every token.
-        statistics: Of the completions of all processes, a column for each of `STATISTICS`.
-        learned: The metrics of a baseline that learned.
-    """
-
-    advantages: Float[Tensor, "B #T"]
+    advantages: Float[Tensor, "B #T"]  # (G − B) / scale, by generated token, or one per completion
     baselines: Float[Tensor, "B #T"]
-    group_mean_advantages: Float[Tensor, "B 1"] | None
+    group_mean_advantages: Float[Tensor, "B 1"] | None  # (G − group mean) / scale; None for N = 1
     scale: Float[Tensor, "B 1"]
     per_token: bool
-    statistics: Float[Tensor, "B_all S"]
-    learned: dict[str, float]
+    statistics: Float[Tensor, "B_all S"]  # of the completions of all processes, a column for each of `STATISTICS`
+    learned: dict[str, float]  # metrics of a baseline that learned
 
 
 class RunBaseline:
-    """
-    A run's baseline, with what it has learned, and the running scale of advantages if there is one.
-
-    Args:
-        baseline ([`Baseline`]): An entry of the registry; of a class, an instance is made.
-        running_scale (`bool`, *optional*): Whether advantages are divided by the deviation of returns within groups
-            over earlier batches.
-    """
+    """A run's baseline, with what it has learned, and the running scale of advantages if there is one."""
 
     def __init__(self, baseline: Baseline, running_scale: bool = False) -> None:
         self.entry = baseline.instance()
@@ -65,29 +47,25 @@ class RunBaseline:
     def step(
         self,
         local: Completions,
-        scale: Tensor | float = 1.0,
+        scale: Float[Tensor, "B 1"] | float = 1.0,
         processes: Processes | None = None,
         *,
-        b0: Tensor | None = None,
-        returns: Tensor | None = None,
+        b0: Float[Tensor, "B 1"] | None = None,
+        returns: Float[Tensor, " B_all"] | None = None,
         learn: bool = False,
     ) -> Step:
         """
         Compute the advantages of a generation batch, compare them with a reference, and learn from it.
 
-        Args:
-            local ([`Completions`]): Of this process, with all that the baseline needs.
-            scale (`(B, 1)`, *optional*): The divisor of advantages.
-            processes ([`Processes`], *optional*): By default this one alone.
-            b0 (`(B, 1)`, *optional*): B0 if it is known already: then groups need not be whole, and B0 is the
-                reference. Otherwise that is the group mean, `rloo` if the baseline is unbiased, and `rloo_pooled` for
-                N = 1.
-            returns (`(B_all,)`, *optional*): Of the completions of all processes, NaN without a reward, for the running
-                scale.
-            learn (`bool`, *optional*): Whether it is a batch of training.
+        The reference is the group mean; `rloo` if the baseline is unbiased; `rloo_pooled` for N = 1. A `ValueError` is
+        raised if advantages are not finite, or a user's baseline returned a wrong result.
 
-        Raises:
-            ValueError: Advantages are not finite, or a user's baseline returned a wrong result.
+        Args:
+            local: The completions of this process, with all that the baseline needs.
+            scale, processes: The divisor of advantages, by default 1; by default this process alone.
+            b0: B0 if it is known already: then groups need not be whole, and B0 is the reference.
+            returns: Of the completions of all processes, NaN without a reward, for the running scale.
+            learn: Whether it is a batch of training.
         """
         processes, n = processes or Processes(), local.num_generations
         if self.running_scale is not None and returns is not None:
@@ -172,9 +150,9 @@ class RunningScale:
     def __init__(self) -> None:
         self.sums = (0.0, 0.0)  # of the variances of groups, and of their number; groups of equal returns left out
 
-    def of(self, returns: Tensor, num_generations: int, learn: bool) -> float:
+    def of(self, returns: Float[Tensor, " B_all"], num_generations: int, learn: bool) -> float:
         """
-        The scale of a batch with these returns, `(B_all,)`: by earlier batches, and by its own if there are none. 1 if
+        The scale of a batch with these returns: by earlier batches, and by its own if there are none. 1 if
         nothing varied. N = 1: the whole batch is one group.
         """
         groups = returns.view(-1, num_generations if num_generations > 1 else len(returns)).double()

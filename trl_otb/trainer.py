@@ -64,7 +64,7 @@ class OTBGRPOTrainer(KeepsBaseline, CollectiveToolLoop, TokenLoss):
     def __init__(
         self, model: Any, reward_funcs: Any = None, args: GRPOConfig | None = None, *other_args: Any, **kwargs: Any
     ) -> None:
-        self.loss_is_known = not {*GRPO.check()} & LOSS
+        GRPO.check()
         check_forward()
         if args is None:
             check_config(type(self))
@@ -79,6 +79,7 @@ class OTBGRPOTrainer(KeepsBaseline, CollectiveToolLoop, TokenLoss):
         names = list(inspect.signature(GRPOTrainer.__init__).parameters)[4:]
         super().__init__(model, reward_funcs, args=args, **dict(zip(names, other_args, strict=False)), **kwargs)
         GRPO.check_attributes("GRPOTrainer", self)
+        self.loss_is_known = not {*GRPO.warn_if_unread()} & LOSS
         if self.scale_rewards == "running":
             self.scale_rewards = "none"  # of GRPOTrainer's own advantages
         entry = self.baseline.entry

@@ -39,7 +39,8 @@ def test_changed_trl_gives_one_line(monkeypatch):
     monkeypatch.setattr(contract, "versions", lambda: {"trl": "1.16.9", "transformers": "5.99"})
     warnings = []
     monkeypatch.setattr(contract.logger, "warning_once", warnings.append)
-    assert GRPO.check() == ["trl.trainer.utils.nanstd"]
+    GRPO.check()
+    assert GRPO.warn_if_unread() == ["trl.trainer.utils.nanstd"]
     (said,) = warnings
     assert "installed: trl 1.16.9, transformers 5.99" in said and READ["versions"]["trl"] in said
     assert "Changed for GRPOTrainer: trl.trainer.utils.nanstd." in said and "\n" not in said

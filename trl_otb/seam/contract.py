@@ -39,17 +39,14 @@ def incompatible_trl(what: str) -> ImportError:
 
 
 class BrokenContract(Exception):
-    """
-    What a user's override of one of `methods` has changed, or TRL itself: [`named`] makes it a `TypeError` or an
-    `ImportError`.
-    """
+    """What a user's override of one of `methods` has changed, or TRL itself."""
 
     def __init__(self, what: str, *methods: str) -> None:
         super().__init__(what)
         self.what, self.methods = what, methods
 
     def named(self, trainer: Any) -> Exception:
-        """A `TypeError` if the trainer's class overrides one of the methods; an `ImportError` if TRL has changed."""
+        """The `TypeError` if the trainer's class overrides one of the methods; else the `ImportError`."""
         theirs = overriders(trainer, self.methods)
         if not theirs:
             return incompatible_trl(self.what)
@@ -80,19 +77,11 @@ except ImportError as error:
 
 @dataclass(frozen=True)
 class Contract:
-    """
-    What is relied on of one of TRL's trainers.
-
-    Args:
-        trainer (`str`): Its name.
-        parts (`dict`): By owner, `module` or `module:class`: functions and classes that are overridden, called or
-            replaced, with their leading parameters; no parameters if only the source matters.
-        attributes (`dict`): By class: attributes of its instances.
-    """
+    """What is relied on of one of TRL's trainers."""
 
     trainer: str
-    parts: dict[str, dict[str, str]]
-    attributes: dict[str, str]
+    parts: dict[str, dict[str, str]]  # by `module` or `module:class`: functions, with their leading parameters
+    attributes: dict[str, str]  # of instances, by class
 
     def gone(self) -> list[str]:
         """A message for each part that is gone or takes other parameters."""
@@ -115,25 +104,22 @@ class Contract:
         known = tested()["sources"]
         return sorted(name for name, source in self.sources().items() if source != known.get(name))
 
-    def check(self) -> list[str]:
-        """
-        Raise an `ImportError` if the installed TRL does not keep the contract, and warn once if it was not read.
-        Returns the parts that were not read.
-        """
+    def check(self) -> None:
+        """Raise an `ImportError` if the installed TRL is another version, or does not keep the contract."""
         check_version()
         if messages := self.gone():
             raise incompatible_trl("; ".join(messages))
-        if unread := self.unread():
-            logger.warning_once(self.drift(unread))
-        return unread
 
-    def drift(self, unread: list[str]) -> str:
-        """A line on how the installed TRL differs from the one that was read."""
-        installed, known = (", ".join(map(" ".join, of.items())) for of in (versions(), tested()["versions"]))
-        return (
-            f"trl_otb was tested with {known}; installed: {installed}. Changed for {self.trainer}: {', '.join(unread)}."
-            " Signatures still match; the loss is tried before the first step, and rollouts are checked."
-        )
+    def warn_if_unread(self) -> list[str]:
+        """Say once how the installed TRL differs from the one that was read; returns the parts that were not read."""
+        if unread := self.unread():
+            installed, known = (", ".join(map(" ".join, of.items())) for of in (versions(), tested()["versions"]))
+            logger.warning_once(
+                f"trl_otb was tested with {known}; installed: {installed}. Changed for {self.trainer}: "
+                f"{', '.join(unread)}. Signatures still match; the loss is tried before the first step, and rollouts are "
+                "checked."
+            )
+        return unread
 
     def check_attributes(self, owner: str, instance: Any) -> None:
         """Raise an `ImportError` if an attribute of an instance of `owner` is gone."""
