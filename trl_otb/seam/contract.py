@@ -116,8 +116,8 @@ class Contract:
             installed, known = (", ".join(map(" ".join, of.items())) for of in (versions(), tested()["versions"]))
             logger.warning_once(
                 f"trl_otb was tested with {known}; installed: {installed}. Changed for {self.trainer}: "
-                f"{', '.join(unread)}. Signatures still match; the loss is tried before the first step, and rollouts are "
-                "checked."
+                f"{', '.join(unread)}. Signatures still match; the loss is tried before the first step, and rollouts "
+                "are checked."
             )
         return unread
 
