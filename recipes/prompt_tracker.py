@@ -27,8 +27,8 @@ class PromptTracker:
         others, size = ((x.grouped(of).sum(dim=1, keepdim=True) - x.grouped(of)).view(-1, 1) for of in own)
         return (others + total + mean_of_all) / (size + count + 1)
 
-    def update(self, own, base, gather):
-        keys, returns, members = map(gather, (own.prompt_key, own.returns, own.members))
+    def update(self, local, b0, gather):
+        keys, returns, members = map(gather, (local.prompt_key, local.returns, local.members))
         keys, where = keys.flatten().unique(return_inverse=True)
         sums = torch.zeros(len(keys), 2).index_add_(0, where.cpu(), torch.cat([returns * members, members], 1).cpu())
         for key, (total, size) in zip(keys.tolist(), sums.tolist(), strict=True):

@@ -14,7 +14,8 @@ from jaxtyping import install_import_hook
 
 
 # The shapes in signatures hold in every test
-CHECKED = ["baselines", "energy", "metrics", "run_baseline"]
+CHECKED = [f"baselines.{name}" for name in ("completions", "means", "pooled", "value")]
+CHECKED += ["energy", "metrics", "run_baseline"]
 install_import_hook([f"trl_otb.{name}" for name in CHECKED], "beartype.beartype")
 
 

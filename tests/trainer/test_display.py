@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,10 +14,11 @@ from tests.helpers import tiny, tiny_vision
 from tests.helpers.agents import AGENT
 from tests.helpers.scripted import TOOLS, script_turns
 from trl_otb import OTBGRPOTrainer
-from trl_otb.baselines import credit, find_baseline
+from trl_otb.baselines import find_baseline
+from trl_otb.energy import TokenValues
 from trl_otb.rollout import Rollout
 from trl_otb.rollout.text import token_texts, visible
-from trl_otb.seam.sampled import TokenValues
+from trl_otb.run_baseline import RunBaseline
 
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -63,10 +65,9 @@ def energies(rollout):
 
 
 def credited(*texts_and_rewards, baseline="otb", **options):
-    rollout, rule = rollout_of(*texts_and_rewards, **options), find_baseline(baseline)
-    x = rollout.completions(TokenValues(energies(rollout), -energies(rollout), None), None, None)
-    rollout.keep(rule, credit(rule, x), credit(find_baseline("group_mean"), x))
-    return rollout
+    rollout, run = rollout_of(*texts_and_rewards, **options), RunBaseline(find_baseline(baseline))
+    rollout = rollout.read(TokenValues(energies(rollout), -energies(rollout), None), None)
+    return rollout.credited(run.step(rollout.completions(), rollout.scale))
 
 
 def text_of(capsys, rollout, **options):
@@ -212,10 +213,10 @@ def test_a_notebook_shows_the_picture():
 
 def test_the_advantage_panels_share_their_scale():
     rollout = credited(["ab", "cd"], [1.0, 0.0], baseline="group_mean")
-    rollout.group_mean_advantages = 2 * rollout.advantages
+    rollout = replace(rollout, group_mean_advantages=2 * rollout.advantages)
     _, advantage, group_mean = panels_of(rollout.plot())
     assert faces(advantage)[0] != faces(group_mean)[0]
-    rollout.advantages = 2 * rollout.advantages
+    rollout = replace(rollout, advantages=2 * rollout.advantages)
     _, advantage, group_mean = panels_of(rollout.plot())
     assert faces(advantage) == faces(group_mean)
 
@@ -254,7 +255,7 @@ def test_only_what_is_there_is_drawn():
     rollout = rollout_of()
     with pytest.raises(ValueError, match="neither energies nor advantages"):
         rollout.plot()
-    rollout.energy = energies(rollout).bfloat16()
+    rollout = replace(rollout, energy=energies(rollout).bfloat16())
     (panel,) = panels_of(rollout.plot(prompt=1))
     assert panel.get_yticklabels()[0].get_text() == "no reward"
 

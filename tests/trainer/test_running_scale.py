@@ -6,7 +6,7 @@ from statistics import stdev
 import pytest
 import torch
 
-from trl_otb.state import RunningScale
+from trl_otb.run_baseline import RunningScale
 
 
 def test_batch_is_scaled_by_earlier_ones():

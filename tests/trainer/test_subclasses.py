@@ -179,7 +179,7 @@ def test_bypassing_rollout_is_noticed_at_once(train, how):
     trainer = train(type("Mine", (OTBGRPOTrainer,), method if how == "in a class" else {}), train=False)
     if how == "set on the trainer":
         trainer._generate_and_score_completions = own_rollout.__get__(trainer)
-    with pytest.raises(TypeError, match="is passed by.*look at .*_generate_and_score_completions"):
+    with pytest.raises(TypeError, match="is bypassed.*look at .*_generate_and_score_completions"):
         trainer.train()
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from ..energy import prefix_sums
@@ -190,12 +190,12 @@ def _sum_of_group(x: Float[Tensor, "G N T"], leave_one_out: bool) -> Float[Tenso
     return before.add_(after)
 
 
-def reward_to_go(token_rewards: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+def reward_to_go(token_rewards: Shaped[Tensor, "B T"]) -> Float[Tensor, "B T"]:
     """r_t -> G_t = Σ_{k≥t} r_k, undiscounted, float32. Rewards count at every position; padding holds 0."""
     return prefix_sums(token_rewards.float().flip(1)).flip(1)
 
 
-def completion_returns(rewards: Float[Tensor, "B ..."]) -> Float[Tensor, " B"]:
+def completion_returns(rewards: Shaped[Tensor, "B ..."]) -> Float[Tensor, " B"]:
     """The float32 return of every completion: its reward, or the sum over its tokens; NaN without a reward."""
     return rewards.float() if rewards.dim() == 1 else rewards.float().sum(dim=1)
 

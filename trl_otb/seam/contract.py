@@ -157,7 +157,7 @@ LOSS = {"GRPOTrainer._compute_loss", "GRPOTrainer.get_gamma_weights", "GRPOTrain
 GRPO = Contract(
     "GRPOTrainer",
     parts={
-        "trl:GRPOTrainer": {
+        "trl.trainer.grpo_trainer:GRPOTrainer": {
             "_calculate_rewards": "self inputs prompts completions completion_ids_list",
             "_compute_loss": "self model inputs",
             "_generate_and_score_completions": "self inputs",
@@ -168,8 +168,8 @@ GRPO = Contract(
             "get_gamma_weights": "advantages log_ratio_per_token mask",
             "get_off_policy_mask": "advantages per_token_logps sampling_per_token_logps mask off_policy_threshold",
         },
-        "trl:GRPOConfig": {"__post_init__": "self"},
-        "transformers:Trainer": {
+        "trl.trainer.grpo_config:GRPOConfig": {"__post_init__": "self"},
+        "transformers.trainer:Trainer": {
             "_load_optimizer_and_scheduler": "self checkpoint",
             "_save_optimizer_and_scheduler": "self output_dir",
             "training_step": "self model inputs",
