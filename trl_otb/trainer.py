@@ -13,7 +13,7 @@ from .config import OTBGRPOConfig, check_options
 from .metrics import STATISTICS, summarize
 from .rollout import Rollout, Rollouts, prompt_keys
 from .run_baseline import Processes, RunBaseline, Step
-from .seam.contract import GRPO, LOSS, BrokenContract, check_config, check_forward, check_subclass, trl_utils
+from .seam.contract import GRPO, LOSS, BrokenContract, check_config, check_subclass, trl_utils
 from .seam.forwards import PolicyRecorder, scores_anyway, values_of_batch
 from .seam.loss import TokenLoss
 from .seam.rollouts import recorded_rewards, rollout_of
@@ -65,7 +65,6 @@ class OTBGRPOTrainer(KeepsBaseline, CollectiveToolLoop, TokenLoss):
         self, model: Any, reward_funcs: Any = None, args: GRPOConfig | None = None, *other_args: Any, **kwargs: Any
     ) -> None:
         GRPO.check()
-        check_forward()
         if args is None:
             check_config(type(self))
             name = model if isinstance(model, str) else trl_utils.get_config_model_id(model.config)

@@ -148,11 +148,6 @@ def _hash(part: Any) -> str:
         return "without source"
 
 
-# What `_compute_loss` passes to the forward, in addition to ids and masks
-FORWARD_KWARGS = (
-    "pixel_values image_grid_thw num_images pixel_attention_mask spatial_shapes num_tiles image_sizes token_type_ids "
-    "mm_token_type_ids image_position_ids"
-).split()
 LOSS = {"GRPOTrainer._compute_loss", "GRPOTrainer.get_gamma_weights", "GRPOTrainer.get_off_policy_mask"}
 GRPO = Contract(
     "GRPOTrainer",
@@ -202,13 +197,6 @@ COMMAND_LINE = Contract(
     },
     attributes={},
 )
-
-
-def check_forward() -> None:
-    """Raise an `ImportError` if the forward no longer takes an argument that a batch may hold."""
-    known = inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters
-    if gone := [name for name in FORWARD_KWARGS if name not in known]:
-        raise incompatible_trl(f"`GRPOTrainer._get_per_token_logps_and_entropies` no longer takes {', '.join(gone)}")
 
 
 # A user's own subclass

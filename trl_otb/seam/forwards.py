@@ -1,6 +1,7 @@
 """Energies, log-probs and hidden states from forwards of the policy that run anyway, or from one more."""
 
 import functools
+import inspect
 import math
 import types
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from transformers import PreTrainedModel
 from trl import GRPOTrainer
 
 from ..energy import TokenValues, token_energy
-from .contract import FORWARD_KWARGS, BrokenContract, trl_models, trl_utils
+from .contract import BrokenContract, trl_models, trl_utils
 from .sampled import SampledTurn, SampledTurns
 
 
@@ -229,12 +230,13 @@ def extra_forward(trainer: GRPOTrainer, batch: dict[str, Any], states: bool, rec
 
 def score(trainer: GRPOTrainer, batch: dict[str, Any], batch_size: int) -> Tensor:
     """`(B, T)` log-probs of TRL's `batch`, by its training forward."""
+    forward = GRPOTrainer._get_per_token_logps_and_entropies
     logps, *_ = trainer._get_per_token_logps_and_entropies(
         trainer.model,
         input_ids=torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
         attention_mask=torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
         logits_to_keep=batch["completion_ids"].size(1),
         batch_size=batch_size,
-        **{key: batch[key] for key in FORWARD_KWARGS if key in batch},
+        **{key: batch[key] for key in inspect.signature(forward).parameters if key in batch},  # as of images
     )
     return logps
