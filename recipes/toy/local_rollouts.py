@@ -27,6 +27,24 @@ from trl.experimental.async_grpo import async_rollout_worker as trl_worker
 from trl.experimental.async_grpo import packing as trl_packing
 
 from trl_otb.experimental.async_grpo.worker import stamping
+from trl_otb.seam.contract import Contract
+
+
+PACKAGE = "trl.experimental.async_grpo"
+Contract(  # what is relied on here beside the trainer's own
+    "AsyncGRPOTrainer in one process",
+    parts={
+        f"{PACKAGE}.async_grpo_trainer": {"get_peak_flops_per_device": ""},
+        f"{PACKAGE}.async_rollout_worker:_AsyncRolloutLoop": {
+            "_generate_one": "self prompt tool_dict tools",
+            "_generate_one_turn": "self prompt_ids",
+            "_score_group": "self group",
+        },
+        f"{PACKAGE}.packing": {"_flash_attn": ""},
+        "trl.chat_template_utils": {"add_response_schema": "processing_class"},
+    },
+    attributes={},
+).check()
 
 
 def attention(q, k, v, cu_q, cu_k, max_q, max_k, softmax_scale=None, **options) -> torch.Tensor:
