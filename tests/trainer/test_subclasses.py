@@ -169,6 +169,18 @@ def test_adding_loss_may_declare_itself(train):
     assert_same_weights(halved, whole, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("baseline", ["group_mean", "value"])
+def test_transformed_advantages_are_refused(train, baseline):
+    """A method that TRL may get, whose result a baseline would replace."""
+
+    class Transforms(GRPOTrainer):
+        def _transform_advantages(self, advantages):
+            return 2 * advantages
+
+    with pytest.raises(TypeError, match=f"`Transforms._transform_advantages` would .* `baseline='{baseline}'`"):
+        train(type("Own", (OTBGRPOTrainer, Transforms), {}), train=False, baseline=baseline)
+
+
 def own_rollout(self, inputs):
     return GRPOTrainer._generate_and_score_completions(self, inputs)
 
@@ -221,6 +233,10 @@ def each_of(batch, change):
             "Completion 0 of a rollout is not the one that was rewarded",
         ),
         (lambda batch: each_of(batch, lambda x: x[:4]), "8 completions were rewarded and 4 are to be trained on"),
+        (
+            lambda batch: {key: of for key, of in batch.items() if key != "completion_mask"},
+            "A generation batch has no 'completion_mask'",
+        ),
     ],
 )
 @pytest.mark.parametrize("baseline", ["otb", "group_mean"])
