@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 
-MOST = torch.finfo(torch.float32).max  # rewards are float32, in TRL too
+MAX_REWARD = torch.finfo(torch.float32).max  # rewards are float32, in TRL too
 
 
 class TokenRewards(list):
@@ -93,16 +93,16 @@ class RewardRecorder:
             reward = reward if several else next(iter(reward))  # one number, as GRPOTrainer reads it
         if not several and getattr(reward, "ndim", 0) == 0:
             number = _float(reward)
-            if reward is None or (number is not None and (self._weights[index] == 0 or not abs(number) > MOST)):
+            if reward is None or (number is not None and (self._weights[index] == 0 or not abs(number) > MAX_REWARD)):
                 return reward
             raise ValueError(
                 f"The reward function '{name}' returned {_shown(reward)} for completion {row}: a reward must be a "
-                f"finite number (in float32, up to {MOST:.1e}), or None for a completion that cannot be scored."
+                f"finite number (in float32, up to {MAX_REWARD:.1e}), or None for a completion that cannot be scored."
             )
         numbers = [_float(number) for number in reward]
-        culprit = next((i for i, x in enumerate(numbers) if x is None or not abs(x) <= MOST), None)
+        culprit = next((i for i, x in enumerate(numbers) if x is None or not abs(x) <= MAX_REWARD), None)
         total = math.fsum(x for x in numbers if x is not None) if culprit is None else math.nan
-        if not abs(total) <= MOST:
+        if not abs(total) <= MAX_REWARD:
             what = f"rewards that sum to {total:g}"
             what = what if culprit is None else f"{_shown(reward[culprit])} as reward {culprit}"
             raise ValueError(

@@ -9,7 +9,7 @@ import torch
 import trl_otb
 from tests.helpers.oracles import RULES, WEIGHTS, Rollouts
 from trl_otb.baselines import BASELINES, Value, credit, find_baseline
-from trl_otb.baselines.completions import LEAST_WEIGHT
+from trl_otb.baselines.completions import MIN_WEIGHT
 
 
 pytestmark = pytest.mark.usefixtures("registry")
@@ -217,7 +217,7 @@ def test_state_returns_from_checkpoint(state):
 @pytest.mark.parametrize("baseline", RULES)
 def test_no_baseline_needs_subnormal_numbers(baseline):
     """GPUs flush them to zero, and so does this test where the CPU can."""
-    assert LEAST_WEIGHT > torch.finfo(torch.float32).tiny
+    assert MIN_WEIGHT > torch.finfo(torch.float32).tiny
     lone = Rollouts(groups=1, n=2, tools=False)
     lone.mask[:] = 0
     lone.mask[0] = lone.mask[1, 0] = 1  # one goes on alone, and left out of its own baseline it leaves nobody

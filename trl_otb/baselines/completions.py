@@ -11,7 +11,7 @@ from torch import Tensor
 from ..energy import prefix_sums
 
 
-LEAST_WEIGHT = 1e-30  # added to all weights: lost in rounding unless all of them are 0
+MIN_WEIGHT = 1e-30  # added to all weights: lost in rounding unless all of them are 0
 # What a baseline may need in addition to returns, mask and lengths
 NEEDS = ("energy", "logps", "states", "prompt_key")
 OF_TOKENS = ("mask", "energy", "loss_energy", "logps", "states")
@@ -103,11 +103,11 @@ class Completions:
         leave_one_out: bool,
     ) -> Float[Tensor, "B T"]:
         """The mean of `returns`; that of `members`, unweighted, if all weights are 0."""
-        weights = torch.add(weights.float(), members, alpha=LEAST_WEIGHT).mul_(self.scored)
+        weights = torch.add(weights.float(), members, alpha=MIN_WEIGHT).mul_(self.scored)
         of_groups = self.grouped(weights)
         mass = _sum_of_group(of_groups, leave_one_out)
         total = _sum_of_group(of_groups * self.grouped(returns.expand(weights.shape)), leave_one_out)
-        mean = total / mass.clamp_(min=LEAST_WEIGHT)
+        mean = total / mass.clamp_(min=MIN_WEIGHT)
         return mean.expand(of_groups.shape).reshape(weights.shape)
 
     def totals(self) -> "Completions":
@@ -225,16 +225,16 @@ def squeeze(
     missing = rewards.isnan() if rewards.dim() == 1 else rewards.isnan().any(1)
     scored = (~missing).float().unsqueeze(1)
     columns = torch.arange(mask.size(1), device=mask.device)
-    taken = mask.bool() & ~missing.unsqueeze(1)
-    lengths = taken.sum(1, keepdim=True)
-    ends = (taken * (columns + 1)).amax(1, keepdim=True)
+    included = mask.bool() & ~missing.unsqueeze(1)
+    lengths = included.sum(1, keepdim=True)
+    ends = (included * (columns + 1)).amax(1, keepdim=True)
     slots = None  # where each token goes, counted from 1; a column 0 for others is dropped
     if alignment == "generated" and bool((ends != lengths).any()):
-        slots, ends = taken.cumsum(1) * taken, lengths
+        slots, ends = included.cumsum(1) * included, lengths
 
     def place(values: Tensor) -> Tensor:
         one_each = values.dim() == 2
-        values = values.masked_fill(~(taken if one_each else taken.unsqueeze(-1)), 0)
+        values = values.masked_fill(~(included if one_each else included.unsqueeze(-1)), 0)
         if slots is None:
             return values
         at = slots if one_each else slots.unsqueeze(-1).expand_as(values)
@@ -252,7 +252,7 @@ def squeeze(
     return Completions(
         returns=returns.masked_fill(scored == 0, 0.0),
         whole_returns=whole,
-        mask=taken.float() if slots is None else (columns < lengths).float(),
+        mask=included.float() if slots is None else (columns < lengths).float(),
         scored=scored,
         lengths=lengths.float(),
         num_generations=num_generations,

@@ -94,7 +94,7 @@ def partial_pooling(
     left_one_out = left_one_out / unit
     size = members.sum(dim=1, keepdim=True)
     has_member, has_pair = (size > 0).float(), (size > 1).float()
-    others = has_member.sum() - has_member  # k
+    other_prompts = has_member.sum() - has_member  # k
 
     def mean_of_other_prompts(values: torch.Tensor, kind: torch.Tensor = has_member) -> torch.Tensor:
         values = values * kind
@@ -112,9 +112,9 @@ def partial_pooling(
     of_pairs = mean_of_other_prompts(noise * (size - 1).clamp(min=0), has_pair)
     variance_of_mean = variance_of_mean + mean_of_other_prompts(has_member - has_pair) * of_pairs
     about_target = (square - target.square()).clamp(min=0)
-    between = (about_target * others / (others - 1).clamp(min=1) - variance_of_mean).clamp(min=0)  # τ²
-    with_own = about_target + (left_one_out - origin - target).square() / (others + 1)  # S²
-    variance_of_target = (between + variance_of_mean + 2 * with_own) / others.clamp(min=1)
+    between = (about_target * other_prompts / (other_prompts - 1).clamp(min=1) - variance_of_mean).clamp(min=0)  # τ²
+    with_own = about_target + (left_one_out - origin - target).square() / (other_prompts + 1)  # S²
+    variance_of_target = (between + variance_of_mean + 2 * with_own) / other_prompts.clamp(min=1)
     share = variance_of_one / (variance_of_one + between + variance_of_target).clamp(min=1e-20)
-    share = torch.where(has_pair > 0, share * (others > 1), 1.0)
-    return share, torch.where(others > 0, target + origin, 0.0) * unit
+    share = torch.where(has_pair > 0, share * (other_prompts > 1), 1.0)
+    return share, torch.where(other_prompts > 0, target + origin, 0.0) * unit

@@ -26,8 +26,8 @@ from .report import BaselineReport
 
 __all__ = ["BaselineReport", "Comparison", "Estimate", "compare_baselines"]
 
-BATCHES = 8  # generation batches that a baseline learns from before it is measured
-COMPANIONS = 3  # how many batches the baselines that compare prompts see in turn
+LEARN_BATCHES = 8  # generation batches that a baseline learns from before it is measured
+COMPANION_BATCHES = 3  # how many batches the baselines that compare prompts see in turn
 Example = tuple[str, dict[str, Any]]  # of the training data, with its hash
 
 
@@ -100,7 +100,7 @@ def compare_baselines(
     entries = {name: run.entry for name, run in runs.items()}
     parameters_studied = studied_parameters(trainer, parameters)
     alone = all(entry.scope == "group" and not entry.learns for entry in entries.values())
-    drawn = _different_examples(trainer, num_prompts + (0 if alone else BATCHES * batch), seed)
+    drawn = _different_examples(trainer, num_prompts + (0 if alone else LEARN_BATCHES * batch), seed)
     if num_prompts < 3 or len(drawn) < num_prompts:
         raise ValueError(
             f"`num_prompts` is {num_prompts}, and {len(drawn)} different examples were found in the training data: "
@@ -170,10 +170,10 @@ def _learn(
     some, n, companions = cycle(examples), trainer.num_generations, []
     metrics: dict[str, list[float]] = {}
     # A smaller N is put in a batch with more prompts
-    many = BATCHES if fresh else min(max(COMPANIONS, n // min(sizes)), BATCHES)
+    many = LEARN_BATCHES if fresh else min(max(COMPANION_BATCHES, n // min(sizes)), LEARN_BATCHES)
     for batch in range(many):
         of_batch = list(islice(some, min(prompts_per_batch, len(examples))))
-        size = max(n, *sizes) if batch < COMPANIONS else n
+        size = max(n, *sizes) if batch < COMPANION_BATCHES else n
         pools = [pool for pool, _ in sample(trainer, [row for _, row in of_batch], size, seed + 7919 * (batch + 1))]
         for name, value in learn_from(pools, fresh, n).items():
             metrics.setdefault(name, [])
@@ -197,7 +197,7 @@ def learn_from(pools: list[Completions], runs: list[RunBaseline], n: int) -> dic
 def _other_prompts(companions: list[dict[str, Completions]], own: str, n: int, most: int) -> list[list[Completions]]:
     """A few batches of at most `most` prompts other than `own`, of which each has `n` completions or more."""
     batches = []
-    for first in range(min(COMPANIONS, len(companions))):
+    for first in range(min(COMPANION_BATCHES, len(companions))):
         others: dict[str, Completions] = {}
         for name, pool in chain.from_iterable(of.items() for of in companions[first:] + companions[:first]):
             if name != own and len(pool) >= n:

@@ -9,8 +9,8 @@ from ..seam.pools import logps_and_states
 from ..trainer import OTBGRPOTrainer
 
 
-SMALL = 2**22  # parameters; backward passes of a smaller model are taken together, as they wait for the calls
-GRADIENTS = 2**26  # numbers of gradients that are projected together, a quarter of a GiB
+SMALL_MODEL = 2**22  # parameters; backward passes of a smaller model are taken together, as they wait for the calls
+PROJECT_AT_ONCE = 2**26  # numbers of gradients that are projected together, a quarter of a GiB
 
 
 def studied_parameters(trainer: OTBGRPOTrainer, pattern: str | None) -> list[torch.nn.Parameter]:
@@ -65,8 +65,8 @@ class CompletionGradients:
         self.trainer, self.parameters, self.projection = trainer, parameters, projection
         of_head = {id(p) for p in trainer.policy.get_output_embeddings().parameters()}
         self.in_head = [i for i, p in enumerate(parameters) if id(p) in of_head]
-        self.small = sum(p.numel() for p in trainer.policy.parameters()) <= SMALL
-        self.together = max(1, GRADIENTS // sum(p.numel() for p in parameters))
+        self.is_small = sum(p.numel() for p in trainer.policy.parameters()) <= SMALL_MODEL
+        self.together = max(1, PROJECT_AT_ONCE // sum(p.numel() for p in parameters))
 
     def __call__(self, row: dict[str, Any], weights: torch.Tensor) -> torch.Tensor:
         """
@@ -93,8 +93,8 @@ class CompletionGradients:
         if not body.requires_grad:  # the head alone is trained
             return result
         pulls = pulls.to(body.dtype)
-        how: dict[str, Any] = {"retain_graph": True, "allow_unused": True, "is_grads_batched": self.small}
-        for at, pull in [(slice(None), pulls)] if self.small else enumerate(pulls):
+        how: dict[str, Any] = {"retain_graph": True, "allow_unused": True, "is_grads_batched": self.is_small}
+        for at, pull in [(slice(None), pulls)] if self.is_small else enumerate(pulls):
             gradients = torch.autograd.grad(body, self.parameters, pull, **how)
             for of_parameter, gradient in zip(result, gradients, strict=True):
                 if gradient is not None:

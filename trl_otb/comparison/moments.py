@@ -12,7 +12,7 @@ from ..baselines import Baseline, Completions, credit, find_baseline, joined
 
 
 PARTITIONS = 20  # random splits of a pool into groups, for baselines that compare a group
-OF_BATCHES = 5  # and for those that compare prompts, whose batches are credited one by one
+BATCH_PARTITIONS = 5  # and for those that compare prompts, whose batches are credited one by one
 Advantages = Callable[[Tensor, int], Tensor]  # from rows of whole groups, and N, to A, `(b, T)` or `(b, 1)`
 
 
@@ -85,7 +85,7 @@ def prompt_moments(
 
     def of_half(name: str, n: int, partitions: list[Tensor]) -> tuple[Tensor, Tensor]:
         """The same under a baseline."""
-        many = partitions[: OF_BATCHES if baselines[name].scope == "batch" else PARTITIONS]
+        many = partitions[: BATCH_PARTITIONS if baselines[name].scope == "batch" else PARTITIONS]
         if (name, n) not in weighted:
             return of_completions(advantages[name], n, many)
         gradients = weighted[name, n][partitions[0]].unflatten(0, (-1, n)).mean(dim=1)

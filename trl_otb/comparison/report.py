@@ -9,10 +9,10 @@ from ..rollout.text import new_figure
 from .efficiency import Comparison, Estimate, compare, control, moments_of, percent
 
 
-FEW = 30  # prompts below which the bootstrap's intervals are too narrow
-LEAST = 0.005  # the smallest share of more prompts that is called a gain
-CLOSE = 0.15  # if the best is better by at most this share, measuring more prompts is not recommended
-WIDEST = 3.0  # the share of more prompts at which intervals are cut off in the picture
+MIN_PROMPTS = 30  # prompts below which the bootstrap's intervals are too narrow
+MIN_GAIN = 0.005  # the smallest share of more prompts that is called a gain
+SETTLED_BELOW = 0.15  # if the best is better by at most this share, measuring more prompts is not recommended
+PLOT_LIMIT = 3.0  # the share of more prompts at which intervals are cut off in the picture
 
 
 @dataclass
@@ -85,7 +85,9 @@ class BaselineReport:
     def best(self) -> Comparison | None:
         """The baseline to set at the run's own N; `None` if none is surely better than the control."""
         # Without `none`, whose noise grows as successes become common
-        better = [row for row in self.at() if row.more_prompts.low > LEAST and row.name not in ("none", self.control)]
+        better = [
+            row for row in self.at() if row.more_prompts.low > MIN_GAIN and row.name not in ("none", self.control)
+        ]
         return next((row for row in better if row.unbiased is not False), better[0] if better else None)
 
     @property
@@ -111,7 +113,7 @@ class BaselineReport:
         first = next((row for row in known if row.name != "none"), known[0])
         gain = first.more_prompts
         interval = f"{percent(gain.value)} % ({percent(gain.low)} to {percent(gain.high)})"
-        settled = gain.value <= 0 or gain.high < CLOSE
+        settled = gain.value <= 0 or gain.high < SETTLED_BELOW
         return (
             f"No baseline is significantly better: baseline={first.name!r} is worth {interval} more prompts. Measuring "
             f"more prompts {'is unlikely to change that' if settled else 'may decide it'}."
@@ -135,7 +137,7 @@ class BaselineReport:
             caveats.append(f"baseline={row.name!r} measures {percent(row.more_prompts.value)} %, but {caution}")
         if lost := len(rows) - len(known):
             caveats.append(f"{lost} of {len(rows)} baselines cannot be compared, as the signal is lost in noise")
-        if self.num_prompts < FEW:
+        if self.num_prompts < MIN_PROMPTS:
             caveats.append(f"with {self.num_prompts} prompts, intervals are too narrow")
         caveats.append("this may change during training, so measure again later")
         return f"Caveats: {'; '.join(caveats)}."
@@ -244,9 +246,9 @@ def _draw(axis: Any, place: int, gain: Estimate, is_control: bool) -> None:
         return
     color = "tab:blue" if gain.low > 0 else "tab:red" if gain.high < 0 else "0.6"
     known = math.isfinite(gain.low) and math.isfinite(gain.high)
-    ends = [100 * max(gain.low, -1), 100 * min(gain.high, WIDEST)]
+    ends = [100 * max(gain.low, -1), 100 * min(gain.high, PLOT_LIMIT)]
     axis.plot(ends, [place, place], color=color, linewidth=2, alpha=0.5, linestyle="-" if known else ":")
-    at = (100 * min(gain.value, WIDEST), place)
+    at = (100 * min(gain.value, PLOT_LIMIT), place)
     axis.plot(*at, "o", color=color)
     text = f"{100 * gain.value:+.0f}"
     axis.annotate(text, at, xytext=(0, 6), textcoords="offset points", ha="center", fontsize=8)

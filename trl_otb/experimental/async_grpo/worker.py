@@ -27,9 +27,9 @@ except ImportError as error:
     check_version()
     raise incompatible_trl(str(error)) from error
 
-MOST_OPEN = 10_000  # groups of which samples are awaited: dropped ones never come
+MAX_OPEN_GROUPS = 10_000  # groups of which samples are awaited: dropped ones never come
 # In the metrics of a sample, which are all that TRL passes on; it logs their means
-MEAN, OTHERS, ROWS, VERSION = "otb/mean", "otb/others", "otb/rows", "otb/version"
+MEAN, LEAVE_ONE_OUT_MEAN, ROWS, VERSION = "otb/mean", "otb/others", "otb/rows", "otb/version"
 
 
 def stamping(loop: Any) -> Any:
@@ -81,10 +81,10 @@ def stamped(samples: list[Any], sizes: list[int]) -> list[Any]:
     firsts = [sum(sizes[:i]) for i in range(len(sizes))]
     rewards = torch.tensor([samples[first].metrics["reward"] for first in firsts], dtype=torch.float64)
     count, total = rewards.isfinite().sum(), rewards.nansum()
-    others = (total - rewards) / (count - 1)  # NaN of what has no reward, and of a single one
+    leave_one_out = (total - rewards) / (count - 1)  # NaN of what has no reward, and of a single one
     of_group = {MEAN: (total / count).item(), ROWS: float(len(samples))}
-    for sample, mean in zip(samples, others.repeat_interleave(torch.tensor(sizes).long()).tolist(), strict=True):
-        sample.metrics.update(of_group | {OTHERS: mean})
+    for sample, mean in zip(samples, leave_one_out.repeat_interleave(torch.tensor(sizes).long()).tolist(), strict=True):
+        sample.metrics.update(of_group | {LEAVE_ONE_OUT_MEAN: mean})
     return samples
 
 
@@ -122,7 +122,7 @@ class VersionedBuffer:
 
 def carried_of(sample: dict[str, Any], num_generations: int, uses_trl_advantages: bool) -> tuple[list[float], int]:
     """
-    Reward, deviation, mean, the others' mean, group and version of a sample; and how many samples its group has.
+    Reward, deviation, mean, leave-one-out mean, group and version of a sample; and how many samples its group has.
     Stamps are taken out of its metrics, of which TRL logs the means. A `ValueError` if they leave B0 unknown, unless
     TRL's advantages are used.
     """
@@ -137,8 +137,8 @@ def carried_of(sample: dict[str, Any], num_generations: int, uses_trl_advantages
             "here, or set 'group_mean' and `scale_rewards='group'`."
         )
     mean = metrics.pop(MEAN, reward - sample["advantage"] * (std + 1e-8))
-    others = metrics.pop(OTHERS, (n * mean - reward) / (n - 1) if n > 1 else torch.nan)
-    numbers = [reward, std, mean, others, float(sample["group_id"]), metrics.pop(VERSION)]
+    leave_one_out_mean = metrics.pop(LEAVE_ONE_OUT_MEAN, (n * mean - reward) / (n - 1) if n > 1 else torch.nan)
+    numbers = [reward, std, mean, leave_one_out_mean, float(sample["group_id"]), metrics.pop(VERSION)]
     return numbers, int(metrics.pop(ROWS, n))
 
 
@@ -162,7 +162,7 @@ def carried_with(
         for group, left in groups.items():
             if left <= 0:
                 del to_come[group]
-        while len(to_come) > MOST_OPEN:
+        while len(to_come) > MAX_OPEN_GROUPS:
             del to_come[next(iter(to_come))]
         of_groups = torch.tensor([*groups.items()]).long().expand(len(rows), -1, -1)
         of_samples = trl_utils.pad(carried).view(torch.int64)
