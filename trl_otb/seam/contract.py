@@ -45,7 +45,7 @@ class BrokenContract(Exception):
         super().__init__(what)
         self.what, self.methods = what, methods
 
-    def named(self, trainer: Any) -> Exception:
+    def named(self, trainer: "GRPOTrainer") -> Exception:
         """The `TypeError` if the trainer's class overrides one of the methods; else the `ImportError`."""
         theirs = overriders(trainer, self.methods)
         if not theirs:
@@ -82,6 +82,7 @@ class Contract:
     trainer: str
     parts: dict[str, dict[str, str]]  # by `module` or `module:class`: functions, with their leading parameters
     attributes: dict[str, str]  # of instances, by class
+    checked: str = ""  # what is checked while it trains
 
     def gone(self) -> list[str]:
         """A message for each part that is gone or takes other parameters."""
@@ -116,8 +117,7 @@ class Contract:
             installed, known = (", ".join(map(" ".join, of.items())) for of in (versions(), tested()["versions"]))
             logger.warning_once(
                 f"trl_otb was tested with {known}; installed: {installed}. Changed for {self.trainer}: "
-                f"{', '.join(unread)}. Signatures still match; the loss is tried before the first step, and rollouts "
-                "are checked."
+                f"{', '.join(unread)}. Signatures still match; {self.checked}."
             )
         return unread
 
@@ -187,6 +187,7 @@ GRPO = Contract(
         "reward_weights scale_rewards temperature tools use_vllm vllm_importance_sampling_correction vllm_mode "
         "vllm_tensor_parallel_size"
     },
+    checked="the loss is tried before the first step, and every rollout is compared with TRL's",
 )
 COMMAND_LINE = Contract(
     "trl grpo",
@@ -235,7 +236,7 @@ def check_config(cls: type) -> None:
             )
 
 
-def overriders(trainer: Any, names: Collection[str]) -> list[str]:
+def overriders(trainer: GRPOTrainer, names: Collection[str]) -> list[str]:
     """`Class.method` for the user's overrides of `names`, also for methods set on the trainer."""
     result = [f"{name}, set on the trainer" for name in names if name in vars(trainer)]
     return result + [f"{b.__name__}.{name}" for name in names for b in users_classes(type(trainer)) if name in vars(b)]

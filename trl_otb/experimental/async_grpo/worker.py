@@ -13,6 +13,7 @@ from transformers import TrainerCallback
 from ...rewards import passing
 from ...seam.contract import check_version, incompatible_trl, trl_utils
 from .contract import ASYNC_GRPO, SAMPLE, check_keys
+from .stopping import stop_living
 
 
 try:
@@ -95,16 +96,6 @@ def stamp_groups(worker: Any) -> None:
         kind = type(worker)._loop_cls
         worker._loop_cls = functools.partial(stamping_loop, kind)  # made in the child process
         worker.stop = functools.partial(stop_living, worker)
-
-
-def stop_living(worker: Any) -> None:
-    """TRL's `stop`, which never returns if the child has died: `Event.set` waits for each process that waits for it."""
-    child = worker._process
-    if child is not None and worker._failed_event.is_set():
-        child.join(timeout=10)
-    if child is not None and not child.is_alive():
-        worker._process = None
-    type(worker).stop(worker)
 
 
 class VersionedBuffer:
