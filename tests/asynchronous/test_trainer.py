@@ -1,6 +1,7 @@
 """Baselines in TRL's AsyncGRPOTrainer, with samples from a loop of TRL's own that needs no server and no GPU."""
 
 import asyncio
+import copy
 import functools
 import math
 import pickle
@@ -17,7 +18,7 @@ from tests.helpers import tiny
 from tests.helpers.settings import LORA, assert_same_weights, logged
 from trl_otb import AsyncOTBGRPOConfig, AsyncOTBGRPOTrainer, OTBGRPOConfig, OTBGRPOTrainer
 from trl_otb.energy import token_energy
-from trl_otb.experimental.async_grpo.worker import carried_of, stamp_groups, stamped
+from trl_otb.experimental.async_grpo.worker import carried_of, carried_with, stamp_groups, stamped
 
 
 SETTINGS = tiny.SETTINGS | {
@@ -329,6 +330,15 @@ def test_carried_values_survive_deepspeed_rounding(train_async):
     carried = batch["otb_samples"][0].view(torch.float64)
     taken = {(s.group_id, s.metrics["reward"], 0.0) for s in trainer.rollout_worker.taken}
     assert {(int(row[4]), row[0].item(), row[5].item()) for row in carried} <= taken and len(carried) == 16
+
+
+def test_every_process_gets_the_groups():
+    """A broadcast sends as much memory as a tensor has numbers, from where it begins."""
+    sample = {"advantage": 0.0, "group_id": 3, "metrics": {"reward": 1.0, "otb/mean": 1.0, "otb/version": 0.0}}
+    rows = [SimpleNamespace(samples=[copy.deepcopy(sample)]) for _ in range(2)]
+    batch = carried_with(lambda examples: {}, 4, False)([rows])
+    assert batch["otb_groups"].tolist() == [[[3, 2]], [[3, 2]]]
+    assert all(of.is_contiguous() for of in batch.values())
 
 
 def one_of_four(completion_ids, **kwargs):

@@ -71,9 +71,9 @@ def test_report_of_moved_asynchronous_part(tmp_path):
     done = run(edited(tmp_path / "trl", "async moved"), "-m", "trl_otb.seam")
     assert done.returncode == 1
     lines = done.stdout.splitlines()
-    assert "GRPOTrainer: every part is there, with the expected parameters" in lines
-    assert "GRPOTrainer: the sources that were read" in lines
-    (gone,) = [line for line in lines if line.startswith("AsyncGRPOTrainer: `")]
+    assert "contract: GRPOTrainer: every part is there, with the expected parameters" in lines
+    assert "sources: GRPOTrainer: those that were read" in lines
+    (gone,) = [line for line in lines if line.startswith("contract: AsyncGRPOTrainer: `")]
     assert "`TreeRow.pack` is gone" in gone and "AsyncGRPOTrainer.compute_loss" not in gone
 
 

@@ -14,6 +14,6 @@ if sys.argv[1:] == ["--hashes"]:
     sys.exit()
 found = {contract.trainer: (contract.gone(), contract.unread()) for contract in CONTRACTS}
 for trainer, (gone, unread) in found.items():
-    print(f"{trainer}: {'; '.join(gone) or 'every part is there, with the expected parameters'}")
-    print(f"{trainer}: {'changed since it was read: ' + ', '.join(unread) if unread else 'the sources that were read'}")
+    print(f"contract: {trainer}: {'; '.join(gone) or 'every part is there, with the expected parameters'}")
+    print(f"sources: {trainer}: {', '.join(unread) + ' changed' if unread else 'those that were read'}")
 sys.exit(any(gone for gone, _ in found.values()))
