@@ -155,9 +155,8 @@ def carried_with(
                 del to_come[group]
         while len(to_come) > MAX_OPEN_GROUPS:
             del to_come[next(iter(to_come))]
-        of_groups = (
-            torch.tensor([*groups.items()]).long().repeat(len(rows), 1, 1)
-        )  # a broadcast reads memory as it lies
+        # Not expanded: a broadcast sends memory as it lies
+        of_groups = torch.tensor([*groups.items()]).long().repeat(len(rows), 1, 1)
         of_samples = trl_utils.pad(carried).view(torch.int64)
         return collate(examples) | {"otb_samples": of_samples, "otb_groups": of_groups}
 
