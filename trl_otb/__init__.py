@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 __version__ = "0.7.0"  # which pyproject.toml reads
-# Imported on first use, so that `trl_otb.energy` and `trl_otb.baselines` need torch only.
+# Imported on first use, so that `trl_otb.energy` and `trl_otb.baselines` need torch and jaxtyping only.
 _MODULES = {
     "AsyncOTBGRPOConfig": "experimental.async_grpo.config",
     "AsyncOTBGRPOTrainer": "experimental.async_grpo.trainer",

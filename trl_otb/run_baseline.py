@@ -15,7 +15,8 @@ from .metrics import completion_statistics
 
 class Processes(NamedTuple):
     """
-    The processes that share a generation batch: `gather` concatenates their tensors, which have one shape; all call it.
+    The processes that share a generation batch. Every process must call `gather`, with tensors of one shape; it
+    concatenates them.
     """
 
     gather: Callable[[Tensor], Tensor] = lambda values: values
@@ -103,19 +104,17 @@ class RunBaseline:
         )
 
     def learn(self, local: Completions, b0: Tensor, gather: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """Let a baseline that learns do so from completions with their B0; returns its metrics."""
+        """Updates a learning baseline from completions with their B0; returns its metrics."""
         if not self.entry.learns:
             return {}
-        first, self.has_learned = not self.has_learned, True
         metrics = self.entry.learn(local, b0, gather)
-        if first and not self.entry.built_in:
-            self.entry.state()  # what no checkpoint could keep is an error now
+        self.has_learned = True
         return metrics
 
     def copied(self) -> "RunBaseline":
-        """A copy that learns by itself."""
+        """A copy with its own learned state, which does not scale."""
         other = copy.copy(self)
-        other.entry = replace(self.entry, estimator=copy.deepcopy(self.entry.estimator))
+        other.entry, other.running_scale = replace(self.entry, estimator=copy.deepcopy(self.entry.estimator)), None
         return other
 
     # In checkpoints
@@ -131,17 +130,17 @@ class RunBaseline:
         return state | ({"baseline": self.entry.name, "state": self.entry.state()} if self.entry.learns else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:
-        """Restore it. False if the baseline learns, and the state is not of it: then it starts with empty state."""
+        """Restore it. Returns False, and resets, if `state` is another baseline's, or none."""
         if self.running_scale is not None:
             self.running_scale.sums = tuple(state.get("scale", (0.0, 0.0)))
         if not self.entry.learns:
             return True
-        self.has_learned = state.get("baseline") == self.entry.name
-        if self.has_learned:
+        if state.get("baseline") == self.entry.name:
             self.entry.estimator.load_state_dict(state["state"])
-        else:
-            self.entry = find_baseline(type(self.entry.estimator)).instance()
-        return self.has_learned
+            self.has_learned = True
+            return True
+        self.entry, self.has_learned = replace(self.entry, estimator=type(self.entry.estimator)()), False
+        return False
 
 
 class RunningScale:

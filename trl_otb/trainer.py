@@ -13,7 +13,7 @@ from .config import OTBGRPOConfig, check_options
 from .metrics import STATISTICS, summarize
 from .rollout import Rollout, Rollouts, prompt_keys
 from .run_baseline import Processes, RunBaseline, Step
-from .seam.contract import GRPO, LOSS, BrokenContract, check_config, check_subclass, trl_utils
+from .seam.contract import GRPO, BrokenContract, check_config, check_subclass, trl_utils
 from .seam.forwards import PolicyRecorder, scores_anyway, values_of_batch
 from .seam.loss import TokenLoss
 from .seam.rollouts import recorded_rewards, rollout_of
@@ -78,7 +78,7 @@ class OTBGRPOTrainer(KeepsBaseline, CollectiveToolLoop, TokenLoss):
         names = list(inspect.signature(GRPOTrainer.__init__).parameters)[4:]
         super().__init__(model, reward_funcs, args=args, **dict(zip(names, other_args, strict=False)), **kwargs)
         GRPO.check_attributes("GRPOTrainer", self)
-        self.loss_is_known = not {*GRPO.warn_if_unread()} & LOSS
+        self.loss_is_known = not {*GRPO.warn_if_unread()} & GRPO.loss
         if self.scale_rewards == "running":
             self.scale_rewards = "none"  # of GRPOTrainer's own advantages
         entry = self.baseline.entry
@@ -127,6 +127,8 @@ class OTBGRPOTrainer(KeepsBaseline, CollectiveToolLoop, TokenLoss):
         step = self.baseline.step(
             completions, rollout.scale, processes, returns=rollout.returns_of_all, learn=mode == "train"
         )
+        if mode == "train" and self.state.global_step == 0 and not self.baseline.entry.built_in:
+            self.baseline.state_dict()  # raises early if the state cannot be saved
         uses_trl_advantages = self.baseline.entry.name == "group_mean" and self.baseline.running_scale is None
         rollout = rollout.credited(step, batch["advantages"] if uses_trl_advantages else None)
         self.rollouts[mode] = rollout

@@ -9,12 +9,13 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 import pytest
+import torch
 from packaging.requirements import Requirement
 from packaging.version import Version
 from trl import GRPOTrainer
 
 from tests.helpers import tiny
-from tests.helpers.settings import SOURCES
+from tests.helpers.settings import SOURCES, assert_same_weights
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 from trl_otb.experimental.async_grpo.contract import ASYNC_GRPO
 from trl_otb.seam import contract
@@ -129,6 +130,39 @@ def test_differing_advantages_stop_first_rollout(train, monkeypatch, scale, fact
         return
     with pytest.raises(ImportError, match="how GRPOTrainer forms its advantages: for completion"):
         trainer.train()
+
+
+WRONG = {
+    "ignored": torch.ones_like,
+    "their signs": torch.sign,
+    "squared": torch.square,
+    "negative": torch.neg,
+    "of another row": lambda advantages: advantages.roll(1, 0),
+    "of another token": lambda advantages: advantages.roll(1, -1),
+    "their mean": lambda advantages: advantages.mean(-1, keepdim=True).expand_as(advantages),
+}
+
+
+@pytest.mark.parametrize("name", [*WRONG, "as they are"])
+def test_loss_of_other_advantages_is_refused(train, monkeypatch, name):
+    loss, change = GRPOTrainer._compute_loss, WRONG.get(name, lambda advantages: advantages)
+
+    def changed(self, model, inputs):
+        return loss(self, model, inputs | {"advantages": change(inputs["advantages"])})
+
+    plain = train(OTBGRPOTrainer, baseline="value") if name == "as they are" else None
+    monkeypatch.setattr(GRPOTrainer, "_compute_loss", changed)
+    trainer = train(OTBGRPOTrainer, baseline="value", train=False)
+    assert not trainer.loss_is_known
+    with (
+        pytest.raises(ImportError, match="`GRPOTrainer._compute_loss` does not weight")
+        if plain is None
+        else nullcontext()
+    ):
+        trainer.train()
+    if plain is not None:
+        assert_same_weights(plain, trainer)
+        assert trainer.loss_is_known
 
 
 def test_rewards_past_the_seam_are_errors(train, monkeypatch):

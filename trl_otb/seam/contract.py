@@ -39,7 +39,7 @@ def incompatible_trl(what: str) -> ImportError:
 
 
 class BrokenContract(Exception):
-    """What a user's override of one of `methods` has changed, or TRL itself."""
+    """An assumption that TRL, or a user's override of one of `methods`, breaks."""
 
     def __init__(self, what: str, *methods: str) -> None:
         super().__init__(what)
@@ -59,10 +59,10 @@ class BrokenContract(Exception):
 def check_version() -> None:
     """Raise an `ImportError` if the installed TRL is of another minor version than the tested one."""
     installed, known = versions()["trl"], tested()["versions"]["trl"]
-    if installed.split(".")[:2] != known.split(".")[:2] and not os.environ.get(ANY_TRL):
+    if installed.split(".")[:2] != known.split(".")[:2] and os.environ.get(ANY_TRL, "0") in ("", "0"):
         raise ImportError(
             f"trl {installed} is installed, and trl_otb was tested with trl {known}. Install that: pip install "
-            f"'trl=={known}'. To try the installed one, set the environment variable {ANY_TRL}=1: the checks stay."
+            f"'trl=={known}'. To try the installed one, set the environment variable {ANY_TRL}=1: all checks still run."
         )
 
 
@@ -82,7 +82,7 @@ class Contract:
     trainer: str
     parts: dict[str, dict[str, str]]  # by `module` or `module:class`: functions, with their leading parameters
     attributes: dict[str, str]  # of instances, by class
-    checked: str = ""  # what is checked while it trains
+    loss: frozenset[str] = frozenset()  # of the parts, those that multiply advantages
 
     def gone(self) -> list[str]:
         """A message for each part that is gone or takes other parameters."""
@@ -112,12 +112,15 @@ class Contract:
             raise incompatible_trl("; ".join(messages))
 
     def warn_if_unread(self) -> list[str]:
-        """Say once how the installed TRL differs from the one that was read; returns the parts that were not read."""
+        """Warns once of the parts whose source is not the one that was read, and returns them."""
         if unread := self.unread():
+            tried = (
+                "; before the first step with a baseline per token the loss is tried" if {*unread} & self.loss else ""
+            )
             installed, known = (", ".join(map(" ".join, of.items())) for of in (versions(), tested()["versions"]))
             logger.warning_once(
                 f"trl_otb was tested with {known}; installed: {installed}. Changed for {self.trainer}: "
-                f"{', '.join(unread)}. Signatures still match; {self.checked}."
+                f"{', '.join(unread)}. Signatures still match{tried}."
             )
         return unread
 
@@ -148,7 +151,6 @@ def _hash(part: Any) -> str:
         return "without source"
 
 
-LOSS = {"GRPOTrainer._compute_loss", "GRPOTrainer.get_gamma_weights", "GRPOTrainer.get_off_policy_mask"}
 GRPO = Contract(
     "GRPOTrainer",
     parts={
@@ -158,7 +160,6 @@ GRPO = Contract(
             "_generate_and_score_completions": "self inputs",
             "_generate_single_turn": "self prompt_ids images multimodal_fields num_generations",
             "_get_per_token_logps_and_entropies": "self model input_ids attention_mask logits_to_keep batch_size",
-            "_prepare_inputs": "self generation_batch",
             "_tool_call_loop": "self prompts prompt_ids",
             "get_gamma_weights": "advantages log_ratio_per_token mask",
             "get_off_policy_mask": "advantages per_token_logps sampling_per_token_logps mask off_policy_threshold",
@@ -184,10 +185,10 @@ GRPO = Contract(
     attributes={
         "GRPOTrainer": "_logs _metrics _pending_extra_logs _pending_metrics _tokenizer importance_sampling_level "
         "multi_objective_aggregation num_generations num_generations_eval reward_func_names reward_funcs "
-        "reward_weights scale_rewards temperature tools use_vllm vllm_importance_sampling_correction vllm_mode "
+        "reward_weights scale_rewards temperature tools use_vllm vllm_mode "
         "vllm_tensor_parallel_size"
     },
-    checked="the loss is tried before the first step, and every rollout is compared with TRL's",
+    loss=frozenset(("GRPOTrainer._compute_loss", "GRPOTrainer.get_gamma_weights", "GRPOTrainer.get_off_policy_mask")),
 )
 COMMAND_LINE = Contract(
     "trl grpo",

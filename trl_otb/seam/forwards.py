@@ -195,8 +195,8 @@ def values_of_batch(
     trainer: GRPOTrainer, batch: dict[str, Any], mask: Tensor, recording: Recording, recorder: PolicyRecorder
 ) -> tuple[TokenValues | None, str | None]:
     """
-    The values of TRL's `batch` from where they cost least, and where that is. `None` and `None` if neither turns nor
-    states were to be recorded, and TRL ran no forward.
+    The values of TRL's `batch` from where they cost least, and where that is. `None` and `None` if nothing is needed,
+    and TRL ran no forward.
     """
     source = values = None
     if (logps := batch.get("old_per_token_logps")) is not None:
@@ -230,13 +230,14 @@ def extra_forward(trainer: GRPOTrainer, batch: dict[str, Any], states: bool, rec
 
 def score(trainer: GRPOTrainer, batch: dict[str, Any], batch_size: int) -> Tensor:
     """`(B, T)` log-probs of TRL's `batch`, by its training forward."""
-    forward = GRPOTrainer._get_per_token_logps_and_entropies
+    named = {"input_ids", "attention_mask", "logits_to_keep", "batch_size"}
+    taken = inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters.keys() - named
     logps, *_ = trainer._get_per_token_logps_and_entropies(
         trainer.model,
         input_ids=torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
         attention_mask=torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
         logits_to_keep=batch["completion_ids"].size(1),
         batch_size=batch_size,
-        **{key: batch[key] for key in inspect.signature(forward).parameters if key in batch},  # as of images
+        **{key: batch[key] for key in taken if key in batch},  # as of images
     )
     return logps

@@ -72,10 +72,11 @@ def _completion_advantage(advantages: torch.Tensor, mask: torch.Tensor) -> torch
 def check_token_loss(trainer: GRPOTrainer, inputs: dict[str, Any]) -> bool:
     """
     Raise an `ImportError` unless TRL's loss of a micro-batch weights each token by its own advantage. One forward
-    without gradient; trainer and random numbers stay as they are. False if no completion has two tokens.
+    without gradient; trainer and random numbers stay as they are. False if no advantage has an effect.
     """
     probe = copy.copy(trainer)  # which gets the metrics, and the state of controllers
     probe._metrics, probe.importance_sampling_level = copy.deepcopy(trainer._metrics), "token"
+    inputs = {key: value for key, value in inputs.items() if key != "old_per_token_logps"}  # so that nothing is clipped
     computed, mask = list[Any](), generated_mask(inputs)
 
     def gradient(advantages: torch.Tensor) -> torch.Tensor:
@@ -90,32 +91,37 @@ def check_token_loss(trainer: GRPOTrainer, inputs: dict[str, Any]) -> bool:
         loss = GRPOTrainer._compute_loss(probe, trainer.model, inputs | {"advantages": advantages})
         return torch.autograd.grad(loss, computed[0])[0] * mask
 
-    low = 1 + torch.arange(len(mask), device=mask.device) / len(mask)
-    at_first = torch.arange(mask.size(1), device=mask.device) < mask.sum(dim=1, keepdim=True) // 2
-    mixed = torch.where(at_first, low.unsqueeze(1), 2 * low.unsqueeze(1))
-    found = check_product("GRPOTrainer._compute_loss", gradient, (low, 2 * low, mixed), at_first)
-    return bool(trainer.accelerator.gather(found).all())  # for all processes, as the loss calls collectives
+    zeros = torch.zeros(len(mask), device=mask.device)  # and ones, as GRPOTrainer's own, one for each completion
+    mixed = 1 + torch.arange(mask.numel(), device=mask.device).view_as(mask) / mask.numel()
+    return check_product("GRPOTrainer._compute_loss", gradient, zeros, mixed, trainer.accelerator.gather)
 
 
 def check_product(
     loss: str,
     gradient: Callable[[torch.Tensor], torch.Tensor],
-    advantages: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    at_first: torch.Tensor,
-) -> torch.Tensor:
+    zeros: torch.Tensor,
+    mixed: torch.Tensor,
+    gather: Callable[[torch.Tensor], torch.Tensor],
+) -> bool:
     """
-    Raise an `ImportError` unless the `gradient` of the `loss` with respect to log-probs is, for advantages that differ
-    within completions, where `at_first` that for the first of three `advantages`, and elsewhere that for the second.
-    Returns whether some were different, `(1,)`.
+    Raise an `ImportError`, on all processes, unless the `gradient` of the `loss` with respect to log-probs is linear in
+    each token's own advantage, and falls with it: from the gradients for advantages of 0 and 1 that for the positive
+    advantages `mixed` follows. Returns whether advantages have an effect on all processes.
     """
+    problem, effect = "", False
     try:
         with torch.enable_grad():
-            first, second, mixed = map(gradient, advantages)
-        expected = torch.where(at_first, first, second)
-        same = torch.allclose(mixed, expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item())
-        problem = "" if same else f": gradients differ by {(mixed - expected).abs().max().item():.3g}"
-    except Exception as error:  # of shapes, of all kinds
+            at_zero, at_one, at_mixed = map(gradient, (zeros, zeros + 1, mixed))
+        slope = at_one - at_zero
+        size, error = slope.abs().max(), (at_mixed - at_zero - mixed * slope).abs().max()
+        effect = bool(size > 0)
+        right = error <= 1e-3 * size and slope.max() <= 1e-3 * size and (effect or not at_zero.any())
+        problem = "" if right else f": its gradient is off by {error.item():.3g} of {size.item():.3g}"
+    except torch.OutOfMemoryError:
+        raise
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:  # as of shapes
         problem = f": {type(error).__name__}: {error}"
-    if problem:
+    failed, found = gather(torch.tensor([[problem != "", effect]], device=zeros.device).long()).unbind(dim=1)
+    if failed.any():
         raise incompatible_trl(f"`{loss}` does not weight each token by its own advantage{problem}")
-    return ((first * at_first).any() & (second * ~at_first).any()).long().view(1)
+    return bool(found.all())

@@ -35,7 +35,7 @@ ASYNC_GRPO = Contract(
         "RolloutSample": "metrics model_version",
         "_AsyncRolloutLoop": "_score_group reward_funcs",
     },
-    checked="the loss is tried before the first step, and the keys of samples and batches are checked",
+    loss=frozenset((LOSS,)),
 )
 BATCH = "token_index segment_id old_log_probs advantages".split()
 SAMPLE = "advantage group_id metrics".split()

@@ -154,34 +154,32 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
     def _check_loss(self, model: Any, inputs: dict[str, Any]) -> bool:
         """
         Raise an `ImportError` unless TRL's loss takes advantages that are known after the forward, one per token. One
-        forward without gradient; the trainer stays as it is. False if there are fewer than two tokens.
+        forward without gradient; the trainer stays as it is. False if no advantage has an effect.
         """
         probe, computed = copy.copy(self), list[Any]()
         probe._metrics = copy.deepcopy(self._metrics)
-        at_first = torch.arange((inputs["token_index"] >= 0).sum(), device=inputs["advantages"].device) % 2 == 0
+        selected = inputs["token_index"] >= 0
+        index, zeros = inputs["token_index"][selected], torch.zeros(int(selected.sum()), device=selected.device)
 
-        def gradient(value: Tensor) -> Tensor:
-            filled = DeferredAdvantages(len(at_first), value.device)
+        def gradient(advantages: Tensor) -> Tensor:
+            deferred = DeferredAdvantages(len(index), index.device)
 
             def forward(**packed: Any) -> Any:
                 if not computed:
-                    with torch.no_grad(), torch.random.fork_rng([value.device] if value.is_cuda else []):
+                    with torch.no_grad(), torch.random.fork_rng([index.device] if index.is_cuda else []):
                         computed.append(model(**packed))
                     computed[0].log_probs = computed[0].log_probs.detach().requires_grad_()
-                filled.values.copy_(value)
+                deferred.values.copy_(advantages)
                 return computed[0]
 
-            alike = value[0].expand_as(inputs["advantages"]) if (value == value[0]).all() else filled
-            loss = AsyncGRPOTrainer.compute_loss(probe, forward, inputs | {"advantages": alike})
-            index = inputs["token_index"][inputs["token_index"] >= 0]
+            loss = AsyncGRPOTrainer.compute_loss(probe, forward, inputs | {"advantages": deferred})
             return torch.autograd.grad(loss, computed[0].log_probs)[0].flatten()[index]
 
-        ones = torch.ones_like(at_first, dtype=torch.float32)
-        found = check_product(LOSS, gradient, (ones, 2 * ones, torch.where(at_first, ones, 2 * ones)), at_first)
-        return bool(self.accelerator.gather(found).all())
+        mixed = 1 + torch.arange(len(index), device=index.device) / len(index)
+        return check_product(LOSS, gradient, zeros, mixed, self.accelerator.gather)
 
     def _advantages(self, carried: Tensor, sample_of: Tensor, of_tokens: tuple[Tensor, ...]) -> Tensor:
-        """`(M,)`: one per term of the loss, whose terms of one sample are adjacent; 0 without a return or a base."""
+        """`(M,)`: one per term of the loss, whose terms of one sample are adjacent; 0 without a return or B0."""
         total, std, mean, leave_one_out_mean, group, _ = carried.unbind(dim=1)
         sizes = torch.bincount(sample_of, minlength=len(carried)).tolist()
         b0 = {"group_mean": mean, "none": torch.zeros_like(mean)}.get(self.baseline.entry.name, leave_one_out_mean)
