@@ -54,7 +54,7 @@ def exact_gradients(trainer, parameters):
 @pytest.mark.parametrize("together", [False, True], ids=["one by one", "together"])
 def test_weighted_gradients_sum_over_tokens(studied, tied, together, tmp_path, train, monkeypatch):
     """One backward pass per token through the model's own logits, against one for all through the fused head."""
-    monkeypatch.setattr(gradients_module, "SMALL", 10**9 if together else 0)
+    monkeypatch.setattr(gradients_module, "SMALL_MODEL", 10**9 if together else 0)
     path = tiny.save_model(tmp_path / "m", model_config=tiny.config(tie_word_embeddings=tied))
     trainer = train(train=False, model=path, temperature=20.0)  # a tied head is very sure
     head = {id(p) for p in trainer.model.get_output_embeddings().parameters()}
