@@ -63,7 +63,7 @@ def parse(argv: list[str], kinds: tuple[type, ...], file: str, config: str | Non
             args.output_dir = f"runs/{script.stem}/{name}"
         if (model_args or [options])[0].model_name_or_path is None:
             raise ValueError("--model_name_or_path is missing: give a hub id or a folder.")
-        checkpoint = find_checkpoint(args)
+        checkpoint = None if getattr(options, "compare_baselines", None) else find_checkpoint(args)
     except (ValueError, OSError) as error:
         parser.error(str(error))
     for of in model_args:

@@ -56,9 +56,12 @@ def test_metric_of_trl_is_accuracy(run, monkeypatch):
 
 
 def test_baselines_are_compared_without_training(run, capsys):
+    """Also where the folder holds a run."""
     options = '{"num_prompts": 3, "completions_per_prompt": 16, "group_sizes": [4], "baselines": ["ogb"]}'
-    folder = run("--compare_baselines", options)
-    assert "more prompts" in capsys.readouterr().out and not (folder / "trainer_state.json").exists()
+    folder = run("--max_steps", "1")
+    log = (folder / "trainer_state.json").read_text()
+    run("--compare_baselines", options)
+    assert "more prompts" in capsys.readouterr().out and (folder / "trainer_state.json").read_text() == log
 
 
 def test_own_data_rewards_and_model(run, data_file, model_path, tmp_path):
