@@ -38,13 +38,10 @@ from unittest.mock import patch
 import requests
 import torch
 from safetensors.torch import save_file
-from trl.experimental.async_grpo.vllm_client import VLLMClient as AsyncVLLMClient
 from trl.generation.vllm_client import VLLMClient
 
-from recipes import async_math
 from recipes import math as math_recipe
 from recipes.toy import smollm2
-from recipes.toy.local_rollouts import on_cpu
 from trl_otb import OTBGRPOTrainer
 
 
@@ -133,6 +130,8 @@ class Rewriting:
     """Instead of TRL's transfer over NCCL; the server pauses as for that one, which empties its caches."""
 
     def __init__(self):
+        from trl.experimental.async_grpo.vllm_client import VLLMClient as AsyncVLLMClient
+
         client = AsyncVLLMClient(ADDRESS)
         self.pause, self.resume = client.pause, client.resume
 
@@ -149,6 +148,9 @@ class Rewriting:
 
 def train_async(argv: list[str]) -> None:
     """TRL's own worker in its own process; attention and weights without a GPU."""
+    from recipes import async_math
+    from recipes.toy.local_rollouts import on_cpu
+
     trainer, parse = async_math.AsyncOTBGRPOTrainer, async_math.parse
     async_math.AsyncOTBGRPOTrainer = functools.partial(trainer, weight_transfer=Rewriting())
     flags = ["--config", str(Path(async_math.__file__).with_name("async_math_vllm.yaml"))]
@@ -162,8 +164,9 @@ def train_async(argv: list[str]) -> None:
     flags += ["--dataset_options", '{"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}']
     flags += ["--instruction", r"Answer with the number alone, as \boxed{number}."]
     with patch("torch.cuda.is_available", lambda: True):
-        parsed = parse([*flags, *argv])
-    async_math.parse = lambda argv: parsed
+        kinds = (async_math.Options, async_math.AsyncOTBGRPOConfig)
+        parsed = parse([*flags, *argv], kinds, async_math.__file__)
+    async_math.parse = lambda *args: parsed
     with on_cpu():
         log = [entry for entry in async_math.main([]).state.log_history if "loss" in entry]
     for name in ("reward", "kl", "otb/staleness", "otb/effective_sample_share", "otb/value/explained"):
