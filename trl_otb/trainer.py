@@ -14,6 +14,7 @@ from .metrics import STATISTICS, summarize
 from .rollout import Rollout, Rollouts, prompt_keys
 from .run_baseline import Processes, RunBaseline, Step
 from .seam.contract import GRPO, BrokenContract, check_config, check_subclass, trl_utils
+from .seam.draws import draw_ratio
 from .seam.forwards import PolicyRecorder, scores_anyway, values_of_batch
 from .seam.loss import TokenLoss
 from .seam.rollouts import recorded_rewards, rollout_of
@@ -153,7 +154,12 @@ class OTBGRPOTrainer(KeepsBaseline, CollectiveToolLoop, TokenLoss):
             self.energy_source = source
             logger.info(f"Energies come from {source}.")
         rollout = rollout.read(values, batch.get("importance_sampling_ratio"))
-        return rollout, rollout.completions(None if values is None else values.states, keys), batch
+        if values is None:
+            return rollout, rollout.completions(prompt_key=keys), batch
+        ratio, unknown = draw_ratio(self, batch, source, values.logps)
+        if unknown is not None and "logps" in self.needs:
+            logger.warning_once(f"Later luck is not subtracted: {unknown}.")
+        return rollout, rollout.completions(values.states, keys, ratio), batch
 
     def _log_step(self, mode: str, step: Step, num_generations: int) -> None:
         for name, value in (summarize(step.statistics, num_generations) | step.learned).items():

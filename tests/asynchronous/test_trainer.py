@@ -227,7 +227,7 @@ def test_groups_teach_when_complete_or_dropped(train_async, staleness):
 
 
 @pytest.mark.parametrize("ratio", [0.5, 2.0])
-def test_ratios_weight_learning_not_predictions(train_async, ratio):
+def test_ratios_weight_learning_and_luck_alone(train_async, ratio):
     def change(sample):
         sample.old_log_probs -= math.log(ratio) * sample.completion_mask.astype("float32")
 
@@ -236,8 +236,10 @@ def test_ratios_weight_learning_not_predictions(train_async, ratio):
     two.rollout_worker.change = change
     one.train()
     two.train()
-    torch.testing.assert_close(one.advantages[-1], two.advantages[-1], atol=1e-4, rtol=0)  # all weights are alike
+    # Where all weights are alike, the same is learned; the clamps of what was learned differ a little
+    torch.testing.assert_close(one.advantages[-1], two.advantages[-1], atol=0.01, rtol=0)
     for a, b in zip(one.samples, two.samples, strict=True):
+        torch.testing.assert_close(b.draw_ratio, torch.full_like(b.draw_ratio, ratio), rtol=1e-3, atol=0)
         torch.testing.assert_close(b.loss_energy, ratio**2 * a.loss_energy, rtol=1e-3, atol=1e-6)
         assert torch.equal(a.energy, b.energy)
     assert logged(two, "ratio")[0] == pytest.approx(ratio, rel=1e-3)

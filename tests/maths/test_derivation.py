@@ -20,9 +20,9 @@ END = V - 1
 
 
 class Enumeration:
-    """Every completion with its probability, reward, scores, energies and mask."""
+    """Every completion with its probability, reward, scores, energies and mask; `scale` of the logits."""
 
-    def __init__(self):
+    def __init__(self, scale=1.0):
         g = torch.Generator().manual_seed(0)
         logits = {}  # by history
         self.completions = []
@@ -32,7 +32,7 @@ class Enumeration:
                 self.completions.append((history, probability, scores))
                 return
             z = logits.setdefault(history, torch.randn(V, generator=g, dtype=torch.float64))
-            pi = z.softmax(0)
+            pi = (scale * z).softmax(0)
             for y in range(V):
                 score = torch.nn.functional.one_hot(torch.tensor(y), V) - pi
                 extend((*history, y), probability * pi[y], [*scores, score])
@@ -46,6 +46,9 @@ class Enumeration:
         for i, (_, _, scores) in enumerate(self.completions):
             self.scores[i, : len(scores)] = torch.stack(scores)
         self.energy = self.scores.square().sum(2)
+        self.logps = torch.zeros(size, T, dtype=torch.float64)
+        for i, (history, _, scores) in enumerate(self.completions):
+            self.logps[i, : len(scores)] = torch.stack([(1 - s[y]).log() for s, y in zip(scores, history, strict=True)])
 
     def mean(self, values):
         """E over completions, of values with one row for each."""
@@ -63,9 +66,10 @@ class Enumeration:
     def inputs(self, rows):
         return self.rewards[rows].float(), self.energy[rows].float(), self.mask[rows]
 
-    def expectation(self, groups, advantages):
-        """E of ĝ = 1/N Σ_i Σ_t A_{t,i} s_{t,i}, over all groups of N."""
-        estimates = (advantages.double().unsqueeze(2) * self.scores[groups.flatten()]).sum(1)
+    def expectation(self, groups, advantages, scores=None):
+        """E of ĝ = 1/N Σ_i Σ_t A_{t,i} s_{t,i}, over all groups of N; by the scores of another policy, if given."""
+        scores = self.scores if scores is None else scores
+        estimates = (advantages.double().unsqueeze(2) * scores[groups.flatten()]).sum(1)
         return torch.einsum("g,gv->v", self.probability[groups].prod(1), estimates.view(*groups.shape, V).mean(1))
 
     def expected_gradient(self, n, baseline):

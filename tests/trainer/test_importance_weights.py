@@ -105,7 +105,10 @@ def test_energies_carry_the_squared_ratio(mode, baseline, model_path, tmp_path, 
 
 @pytest.mark.parametrize("mode", [None, "token_truncate", "token_mask", "sequence_truncate"])
 def test_ratios_affect_values_learning_only(mode, model_path, tmp_path, monkeypatch):
-    """A ratio of a completion depends on all of its tokens, on which no earlier baseline may depend."""
+    """
+    A ratio of a completion depends on all of its tokens, on which no earlier baseline may depend. That of a token
+    weights its own luck, if the loss weights tokens one by one.
+    """
 
     class Off(Sampler):
         """The last token's log-prob is off by `by`."""
@@ -144,9 +147,12 @@ def test_ratios_affect_values_learning_only(mode, model_path, tmp_path, monkeypa
     assert torch.equal(rollout.completion_ids, other.completion_ids)
     assert (rollout.loss_energy - other.loss_energy)[mask].abs().max() > 1e-3
     assert torch.equal(rollout.energy, other.energy)
-    assert torch.equal(rollout.baselines[mask], other.baselines[mask])
+    last = mask & (mask.cumsum(1) == mask.sum(1, keepdim=True))  # whose ratio differs
+    by_token = mode is not None and mode.startswith("token")
+    assert by_token != torch.equal(rollout.baselines[mask], other.baselines[mask])
+    assert torch.equal(rollout.baselines[last], other.baselines[last])
     assert predicted(rollout).abs().max() > 1e-3
-    sums, others = (trainer.baseline.entry.state()["_sums"]["φφ"] for trainer in (one, two))
+    sums, others = (trainer.baseline.entry.state()["_sums"] for trainer in (one, two))
     assert not torch.equal(sums, others)
 
     if mode == "sequence_truncate":  # the gradients of a comparison have no ratios, and so no energies with them

@@ -14,7 +14,7 @@ from ..energy import prefix_sums
 MIN_WEIGHT = 1e-30  # added to all weights: lost in rounding unless all of them are 0
 # What a baseline may need in addition to returns, mask and lengths
 NEEDS = ("energy", "logps", "states", "prompt_key")
-OF_TOKENS = ("mask", "energy", "loss_energy", "logps", "states")
+OF_TOKENS = ("mask", "energy", "loss_energy", "logps", "states", "draw_ratio")
 ALIGNMENTS = ("generated", "position")
 
 
@@ -41,6 +41,9 @@ class Completions:
         logps (`(B, T)`, *optional*): log π(y_t), 0 where `mask` is 0.
         states (`(B, T, k)`, *optional*): The policy's hidden state at the position that predicts the token, from a
             layer at two thirds of the depth, randomly projected to k numbers.
+        draw_ratio (`(B, T)`, *optional*): What Σ_v π(v)² − π(y_t) is multiplied by for its mean to be 0 given what
+            precedes y_t: π(y_t) / μ(y_t) where μ drew it and the loss weights each token by itself, 0 where the
+            sampler is not known; 1 if `None`, for tokens drawn from π, or weighted by completion.
         prompt_key (`(B, 1)`, *optional*): int64, the same for the same prompt in every step and run.
     """
 
@@ -55,6 +58,7 @@ class Completions:
     loss_energy: Tensor | None = None
     logps: Tensor | None = None
     states: Tensor | None = None
+    draw_ratio: Tensor | None = None
     prompt_key: Tensor | None = None
 
     def __len__(self) -> int:
@@ -112,7 +116,7 @@ class Completions:
 
     def totals(self) -> "Completions":
         """The same completions as one number each, T = 1: whole returns, sums of energies."""
-        none = dict.fromkeys(("logps", "states"))
+        none = dict.fromkeys(("logps", "states", "draw_ratio"))
         in_loss = None if self.loss_energy is None else self.total_energy
         energy = in_loss if self.energy is self.loss_energy else prefix_sums(self.need("energy"))[:, -1:]
         return self._with(**none, energy=energy, loss_energy=in_loss, returns=self.whole_returns, mask=self.members)
@@ -137,8 +141,8 @@ class Completions:
         and energies are sent if the baseline compares `tokens`; states and log-probs never are.
         """
         length = int(gather(torch.tensor([self.mask.size(1)], device=self.mask.device)).max())
-        unsent = ["logps", "states"] + ["energy"] * (self.energy is self.loss_energy)
-        local = self._with(**dict.fromkeys(unsent if tokens else ("energy", "loss_energy", "logps", "states")))
+        unsent = ["logps", "states", "draw_ratio"] + ["energy"] * (self.energy is self.loss_energy)
+        local = self._with(**dict.fromkeys(unsent + ([] if tokens else ["energy", "loss_energy"])))
         batch = {name: gather(x) for name, x in local.padded(length).tensors().items() if tokens or name != "mask"}
         batch.setdefault("mask", batch["scored"] * (batch["lengths"] > 0))
         return local._with(**{"energy": batch.get("loss_energy"), **batch})
@@ -219,8 +223,8 @@ def squeeze(
         alignment (`str`, *optional*): `"position"` leaves tool output in its place, with mask 0, as the reference's
             single-turn form does.
         first_row (`int`, *optional*): The index of the first row among those of all processes.
-        prompt_key, and in `of_tokens` energy, loss_energy, logps and states: As in [`Completions`], before squeezing.
-            Values where `mask` is 0 are ignored and may be NaN. Without `loss_energy`, it is `energy`.
+        prompt_key, and in `of_tokens` energy, loss_energy, logps, states, draw_ratio: As in [`Completions`], before
+            squeezing. Values where `mask` is 0 are ignored and may be NaN. Without `loss_energy`, it is `energy`.
     """
     missing = rewards.isnan() if rewards.dim() == 1 else rewards.isnan().any(1)
     scored = (~missing).float().unsqueeze(1)

@@ -1,71 +1,78 @@
-"""A baseline that depends on the state: linear in prefix sums and hidden states, fitted to earlier batches."""
+"""A baseline that predicts returns from the text so far, and subtracts the luck of later tokens."""
 
 import copy
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..energy import prefix_sums
 from .completions import Completions
 from .pooled import pooled
+from .value_parts import Reading, blocks, features, later, products, read, solution
 
 
 logger = logging.getLogger(__name__)
 
-B0_COLUMN = 1  # among the features
 ROUNDING = 1e-12  # of squared float32 numbers, relative
 RESET_RATIO = 2.0  # of the power that B left to B0's: `value` is reset after two such batches in a row
 RESET_AT_ONCE_RATIO = 100.0
-FEATURE_BLOCK = 2**13  # tokens whose features, some 75 numbers each, are in memory at once, in small batches
 
 
 class Value:
-    """Per token: `rloo_pooled` plus a prediction from what the completion has written so far.
+    """Per token: `rloo_pooled`, plus a prediction from what is written so far, plus the luck of later tokens.
 
-        B_{t,i} = B0_i + c θ·φ(x_{t,i}),   θ = argmin Σ w_t (G_t − B0 − θ·φ(x_t))²   over earlier generation batches
+        B_t = B0 + c₁ θ·φ(x_t) + c₂ Σ_{t'>t} d_t' Γ·ψ(x_t'),   d_t = Σ_v π(v|x_t)² − π(y_t|x_t)
+        (θ, Γ) = argmin Σ w_t (G_t − B0 − θ·φ − Γ·Σ d ψ)²   over earlier generation batches
 
-    Source: this project. To first order b_t adds E‖s_t‖² (G_t − b_t)² to the variance of the gradient, so the best
-    baseline of a state x_t (prompt and y_<t) is E[‖s_t‖² G_t | x_t] / E[‖s_t‖² | x_t] (Greensmith, Bartlett and
-    Baxter, 2004). With w_t for ‖s_t‖² this is weighted least squares, which has a closed form in a linear class.
+    Source: this project. Σ w (G − B)² is the gradient's noise to first order (Greensmith, Bartlett and Baxter, 2004).
+    A return is what the prefix x_t promises plus the luck of the tokens after it. d_t', how lucky the draw of y_t' was,
+    has mean 0 given what precedes y_t', so subtracting it leaves the gradient unbiased: a control variate, as in AIVAT
+    for poker (Burch et al., 2018), here in closed form.
 
-    φ holds 1, B0 (its coefficient in B is kept between 0 and 1), the rewards earned before t, sums over the tokens
-    before t (energy, surprisal, their number, and the square roots of these), and the policy's hidden states at two
-    thirds of its depth, randomly projected: at the position that predicts y_t, and the mean up to it. The weight of a
-    batch decays by 0.9 per batch. c, between 0 and 1, and the ridge are chosen by cross-validation over four folds of
-    prompts; c is shrunk as the folds disagree (positive-part James–Stein), and has a limit, 1/4 after the first batch:
-    it doubles while the decayed sum of what B gained, Σ w (G − B0)² − Σ w (G − B)² per unit of c, exceeds its standard
-    error, and halves while the sum is negative. So B falls back to B0, and is B0 in the first batch. B stays within
-    the range of returns seen so far.
+    V, a value of the state, is fitted first, by plain least squares on sums over the prefix (energy, surprisal, length,
+    rewards earned), randomly projected hidden states (at the position that predicts y_t, and their mean so far), σ =
+    Σ_v π(v)² and m, the largest d so far. φ and ψ are products of (1, V, V², m, V m) with powers of σ; φ holds the
+    sums, too. For the batch that they are fitted to, V is of its other prompts.
 
-    Assumption: what states predict about returns carries over from earlier prompts and a slightly older policy.
-    `value` is reset after a batch of which B left over twice B0's power, if one of these holds: it is over twice B0's
-    usual power, too; it is over 100 times B0's; it happened in the batch before.
+    The weight of a batch decays by 0.9 per batch. c₁ and c₂, between 0 and 1, and the ridge are chosen by
+    cross-validation over four folds of prompts, and shrunk as the folds disagree (positive-part James–Stein). Their
+    limit is low while prompts or tokens are few; it doubles while the decayed sum of what B gained over B0 exceeds its
+    standard error, and halves while it is negative. So B falls back to B0, and is B0 in the first batch. B0 + c₁ θ·φ
+    stays within the range of returns seen so far, and Γ·ψ within its width.
 
-    Bias: unbiased, since B_t depends on what precedes y_t, and θ and c on earlier batches. Importance ratios, which
-    may depend on later tokens, weight what it learns from; B itself does not depend on them.
+    Assumption: what was learned carries over to other prompts and a slightly newer policy. `value` is reset after a
+    batch of which B left over twice B0's power, if one of these holds: it is over twice B0's usual power, too; it is
+    over 100 times B0's; it happened in the batch before.
+
+    Bias: unbiased, since B_t depends on what precedes y_t, and on sums of later terms whose mean is 0 given what
+    precedes them; θ, Γ and c on earlier batches. Where tokens are drawn from a distribution that is not recorded, later
+    luck is left out (`Completions.draw_ratio`). Importance ratios of the loss weight only what it learns from.
 
     Use it for N of 1 to 8 and 4 or more prompts per step. It gains nothing over `rloo_pooled` where
     `otb/value/explained` stays near 0.
     """
 
     decay_per_batch = 0.9  # of a batch's weight
-    ridges = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)  # in average batches
+    ridges = (0.001, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)  # in average batches
     prompt_folds = 4
+    prompts_enough, tokens_enough = 16, 16  # for c = 1 after the first batch: prompts, and tokens per feature
     weighted_by = "energy"  # anything else makes it an ordinary value function
 
     def __init__(self) -> None:
-        self.theta: Tensor | None = None  # (K,)
-        self.weight = 0.0  # c
-        self._most_weight = 0.25
+        self.eta: Tensor | None = None  # (K,) of V
+        self.theta: Tensor | None = None  # (k,)
+        self.gamma: Tensor | None = None  # (l,)
+        self.weight = self.luck_weight = 0.0  # c₁, c₂
+        self._most_weight = 1.0  # their limit, by what B gained so far
         self._gains = (0.0, 0.0)  # over c, of earlier batches: the decayed sum, and that of their squares
-        self._sums: dict[str, Tensor] = {}  # over earlier batches; float64, on the CPU
-        self._batches = 0.0  # the sum of their weights
-        self._prompts = 0  # in all batches
+        self._value_sums: Tensor | None = None  # over earlier batches; float64, on the CPU
+        self._sums: Tensor | None = None  # the same by fold
+        self._batches = self._tokens = 0.0  # the sums of their weights
+        self._prompts, self._prompts_before = 0, 0  # in all batches, and before the last reset
         self._returns_seen = (math.inf, -math.inf)  # minimum and maximum
         self._power = 0.0  # of B0 in earlier batches, the decayed sum
         self._doubted = False  # whether B left too much of the last batch, which had little power
@@ -77,38 +84,37 @@ class Value:
 
     def adjust(self, local: Completions, b0: Float[Tensor, "B #T"]) -> Float[Tensor, "B #T"]:
         """B; or B0, before anything is predicted."""
-        if self.theta is None or self.weight == 0.0:
+        if self.theta is None or max(self.weight, self.luck_weight) == 0.0:
             return b0
-        blocks = _with_b0(local, b0)
-        return torch.cat([self._baseline(b, self._predicted(self._features(x, b))) for x, b in blocks])
+        return torch.cat([self._baseline(read(x, b), b)[1] for x, b, _ in blocks(local, b0)])
 
     def update(
         self, local: Completions, b0: Float[Tensor, "B #T"], gather: Callable[[Tensor], Tensor]
     ) -> dict[str, float]:
         """
-        Learn from a generation batch. Returns `explained`, 1 − Σ w (G − B)² / Σ w (G − B0)² for the θ and c that were
-        used, NaN if B0 is each return; `weight`, c; and `restarted`, 1 if it was reset.
+        Learn from a generation batch. Returns `explained`, 1 − Σ w (G − B)² / Σ w (G − B0)² for what was used, NaN if
+        B0 is each return; `explained_by_state`, the same without later luck; `weight` and `luck_weight`, c₁ and c₂;
+        and `restarted`, 1 if it was reset.
         """
-        sums = self._sums_of(local, b0)
-        flat = gather(torch.cat([values.flatten() for values in sums.values()]).unsqueeze(0)).sum(dim=0)
-        split = flat.cpu().double().split([values.numel() for values in sums.values()])
-        new = {name: part.view_as(values) for (name, values), part in zip(sums.items(), split, strict=True)}
-        power, left, squares, excluded = (new.pop(name).item() for name in ("power", "left", "squares", "excluded"))
+        fold = ((local.prompt + self._prompts) % self.prompt_folds).tolist()
+        of_value, measured = _gathered(self._measure(local, b0, fold), gather)
+        power, left, left_by_state, squares, excluded, tokens = measured.tolist()
         varies = power > ROUNDING * squares
         reset = self._needs_reset(power, left, varies)
-        explained = 1 - left / power if varies else math.nan
-        metrics = {"explained": explained, "weight": self.weight, "restarted": float(reset)}
+        shares = [1 - part / power if varies else math.nan for part in (left, left_by_state)]
+        metrics = dict(zip(("explained", "explained_by_state"), shares, strict=True))
+        metrics |= {"weight": self.weight, "luck_weight": self.luck_weight, "restarted": float(reset)}
         if excluded > 0 and not self._warned:
             self._warned = True
             logger.warning(
                 f"Hidden states or log-probs before {int(excluded)} tokens of a generation batch are not finite: there "
                 "'value' predicts nothing and learns nothing. If the model runs in float16, try bfloat16."
             )
-        if new["φφ"][:, 0, 0].sum() == 0:
+        if of_value[:, 0, 0].sum() == 0:
             return metrics  # there is no token to learn from
         if reset:
             self._reset(f"it left {left / power:.1f} times the power of 'rloo_pooled', as after a change of rewards")
-        elif varies and self.weight > 0:
+        elif varies and max(self.weight, self.luck_weight) > 0:
             self._limit_weight(power - left)
 
         present, returns = local.mask > 0, local.returns.expand_as(local.mask)
@@ -116,13 +122,18 @@ class Value:
         least, most = gather(ends.unsqueeze(0)).amax(dim=0).tolist()
         self._returns_seen = min(self._returns_seen[0], -least), max(self._returns_seen[1], most)
         self._prompts += int(gather(local.prompt.amax().view(1)).amax()) + 1
-        if not all(values.isfinite().all() for values in new.values()):
+        whole = of_value.sum(dim=0) + (0 if self._value_sums is None else self.decay_per_batch * self._value_sums)
+        ridge = 0.02 + 4 / (self._prompts - self._prompts_before)
+        (of_both,) = _gathered([self._sums_of(local, b0, fold, solution(whole - of_value, ridge))], gather)
+        if not (whole.isfinite().all() and of_both.isfinite().all()):
             self._reset("a generation batch has sums that are not finite")
             return metrics
+        self.eta = solution(whole, ridge)
+        self._value_sums = whole
+        self._sums = of_both if self._sums is None else self.decay_per_batch * self._sums + of_both
         self._batches = self.decay_per_batch * self._batches + 1
+        self._tokens = self.decay_per_batch * self._tokens + tokens
         self._power = self.decay_per_batch * self._power + power
-        for name, values in new.items():
-            self._sums[name] = self.decay_per_batch * self._sums.get(name, torch.zeros_like(values)) + values
         self._fit()
         return metrics
 
@@ -130,76 +141,69 @@ class Value:
         return copy.deepcopy({name: value for name, value in vars(self).items() if name != "_warned"})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        new = {"_doubted": False, "_power": 0.0}  # since 0.4
-        if (new | state).keys() != self.state_dict().keys():
+        if state.keys() != self.state_dict().keys():
             raise ValueError(
-                "The state of 'value' is damaged or another version's: it holds "
-                f"{', '.join(map(repr, state)) or 'nothing'}. Without the checkpoint's `baseline.pt` it starts empty."
+                "The state of 'value' is damaged, or of a release before 0.8, which predicted from other numbers: it "
+                f"holds {', '.join(map(repr, state)) or 'nothing'}. Without the checkpoint's `baseline.pt` it starts "
+                "empty."
             )
-        vars(self).update(copy.deepcopy(new | state))
+        vars(self).update(copy.deepcopy(state))
 
-    def _features(self, x: Completions, b0: Float[Tensor, "B #T"]) -> Float[Tensor, "B T K"]:
-        """φ, from what precedes each token, never from the token itself."""
-        mask = x.mask
-
-        def before(values: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-            return torch.nn.functional.pad(prefix_sums(values), (1, 0))[:, :-1]
-
-        count = before(mask)
-        sums = [before(x.need("energy")), before(-x.need("logps").float()).clamp(min=0), count]
-        earned = x.returns[:, :1] - x.returns
-        numbers = [torch.ones_like(mask), b0, earned, *sums, *(values.sqrt() for values in sums)]
-        states = x.need("states")
-        mean = prefix_sums(states) / (count + 1).unsqueeze(-1)
-        return torch.cat([torch.stack([x.expand_as(mask) for x in numbers], dim=-1), states, mean], dim=-1)
-
-    def _predicted(self, features: Float[Tensor, "B T K"]) -> Float[Tensor, "B T"]:
-        """θ·φ; 0 where it is not finite."""
-        if self.theta is None:
-            return torch.zeros_like(features[..., 0])
-        if features.size(-1) != len(self.theta):
+    def _value(self, of: Reading, b0: Tensor, eta: Tensor | None) -> Float[Tensor, "B T"]:
+        """V less the middle of the returns seen, by coefficients `(K,)` or, for each row, `(B, K)`; 0 without any."""
+        if eta is None:
+            return torch.zeros_like(of.sure)
+        if of.numbers.size(-1) != eta.size(-1):
             raise ValueError(
-                f"'value' has learned from {len(self.theta)} numbers per token, and here are {features.size(-1)}: its "
+                f"'value' has learned from {eta.size(-1)} numbers per token, and here are {of.numbers.size(-1)}: its "
                 "state is of another model or version. Without the checkpoint's `baseline.pt` it starts empty."
             )
-        predicted = features @ self.theta.to(features)
-        return predicted.where(predicted.isfinite(), 0.0)
-
-    def _baseline(self, b0: Float[Tensor, "B #T"], predicted: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-        """B0 + c θ·φ, clamped to the range of returns seen, extended to B0."""
         least, most = self._returns_seen
-        return (b0 + self.weight * predicted).clamp(b0.clamp(max=least), b0.clamp(min=most))
+        predicted = (of.numbers @ eta.to(of.numbers).unsqueeze(-1)).squeeze(-1)
+        return (b0 + predicted).clamp(least, most) - (least + most) / 2
 
-    def _sums_of(self, local: Completions, b0: Float[Tensor, "B #T"]) -> dict[str, Tensor]:
-        """Sums over the tokens of a generation batch, in float64 if the device supports it."""
-        precise = torch.float32 if b0.device.type == "mps" else torch.float64
-        total: dict[str, Tensor] = {}
-        for x, b in _with_b0(local, b0):
-            features = self._features(x, b)
-            left = (x.returns - self._baseline(b, self._predicted(features))).to(precise)
-            residual = (x.returns - b).expand_as(x.mask).to(precise)
+    def _baseline(self, of: Reading, b0: Float[Tensor, "B #T"]) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
+        """B without later luck, and B."""
+        if self.theta is None or self.gamma is None:
+            return (b0.expand_as(of.sure),) * 2
+        phi, psi = features(of, self._value(of, b0, self.eta))
+        least, most = self._returns_seen
+        predicted = b0 + self.weight * (phi @ self.theta.to(phi))
+        state = predicted.clamp(b0.clamp(max=least), b0.clamp(min=most))
+        # Known before the draw, so that it may be bounded; the sum may not, or its mean would not be 0
+        per_draw = (psi @ self.gamma.to(psi)).clamp(least - most, most - least)
+        return state, state + self.luck_weight * later(of.luck * per_draw)
+
+    def _measure(self, local: Completions, b0: Tensor, fold: list[int]) -> list[Tensor]:
+        """Sums that V is fitted to, by fold; and the power that B0 and B leave, with what else a batch tells."""
+        precise = _precise(b0)
+        sums, total = b0.new_zeros(1, dtype=precise), b0.new_zeros(6, dtype=precise)
+        for x, b, rows in blocks(local, b0):
+            of = read(x, b)
+            target = (x.returns - b).expand_as(x.mask)
             loss_energy = x.need("loss_energy").to(precise)
-            finite = features.sum(dim=-1).isfinite()
-            features = features.where(finite.unsqueeze(-1), 0.0)
-            weights = (loss_energy if self.weighted_by == "energy" else x.mask.to(precise)) * finite
-            columns = features.size(-1) + 1
-            products = torch.zeros(self.prompt_folds, columns, columns, dtype=precise, device=b0.device)
-            fold_of = ((x.prompt + self._prompts) % self.prompt_folds).tolist()
-            for fold in set(fold_of):
-                rows = [row for row, of_row in enumerate(fold_of) if of_row == fold]
-                table = torch.cat([features[rows], residual[rows].unsqueeze(-1)], dim=-1).flatten(0, 1)
-                products[fold] = (table * weights[rows].flatten().unsqueeze(1)).T @ table
-            sums = {
-                "φφ": products[:, :-1, :-1],
-                "φ residual": products[:, :-1, -1],
-                "power": (loss_energy * residual.square()).sum(),
-                "left": (loss_energy * left.square()).sum(),
-                "squares": (loss_energy * (x.returns.to(precise).square() + b.to(precise).square())).sum(),
-                "excluded": (x.mask * ~finite).sum().to(precise),
-            }
-            for name, values in sums.items():
-                total[name] = total[name] + values if name in total else values
-        return total
+            state, whole = (x.returns - values for values in self._baseline(of, b))
+            powers = [(loss_energy * left.to(precise).square()).sum() for left in (target, whole, state)]
+            squares = (loss_energy * (x.returns.to(precise).square() + b.to(precise).square())).sum()
+            excluded = (x.mask * ~of.known).sum()
+            present = (x.mask * of.known).to(precise)
+            total += torch.stack([*powers, squares, excluded.to(precise), present.sum()])
+            columns = torch.cat([of.numbers, target.unsqueeze(-1)], dim=-1)
+            sums = sums + products(columns, present, fold[rows], self.prompt_folds)
+        return [sums, total]
+
+    def _sums_of(self, local: Completions, b0: Tensor, fold: list[int], etas: Tensor) -> Tensor:
+        """Sums that θ and Γ are fitted to, by fold, with V of the other folds' prompts."""
+        precise = _precise(b0)
+        sums = b0.new_zeros(1, dtype=precise)
+        for x, b, rows in blocks(local, b0):
+            of = read(x, b)
+            phi, psi = features(of, self._value(of, b, etas[fold[rows]]))
+            target = (x.returns - b).expand_as(x.mask)
+            weights = x.need("loss_energy") if self.weighted_by == "energy" else x.mask
+            columns = torch.cat([phi, later(of.luck.unsqueeze(-1) * psi), target.unsqueeze(-1)], dim=-1)
+            sums = sums + products(columns, (weights * of.known).to(precise), fold[rows], self.prompt_folds)
+        return sums
 
     def _needs_reset(self, power: float, left: float, varies: bool) -> bool:
         """Whether what was learned is of no use any more, from the power that B0 and B left of a batch."""
@@ -211,7 +215,7 @@ class Value:
 
     def _limit_weight(self, gain: float) -> None:
         """Change the limit of c by how much less power B left of a batch than B0."""
-        gain /= self.weight
+        gain /= max(self.weight, self.luck_weight)
         gains = self.decay_per_batch * self._gains[0] + gain
         squares = self.decay_per_batch**2 * self._gains[1] + gain**2
         self._gains = gains, squares
@@ -221,48 +225,57 @@ class Value:
             self._most_weight = min(2 * self._most_weight, 1.0)
 
     def _fit(self) -> None:
-        """Fit θ and c to the sums, with the ridge that predicts held-out prompts best."""
-        squares, products = self._sums["φφ"], self._sums["φ residual"]
-        without_fold = squares.sum(dim=0) - squares, products.sum(dim=0) - products
-        thetas = torch.stack([self._solution(*without_fold, ridge) for ridge in self.ridges])  # (ridges, folds, K)
-        of_folds = torch.einsum("rfk,fk->rf", thetas, products)
-        agreement, error = of_folds.sum(dim=1), self.prompt_folds * of_folds.var(dim=1)  # the squared standard error
-        size = torch.einsum("rfk,fkl,rfl->r", thetas, squares, thetas)
-        trust = (1 - error / agreement.square().clamp(min=1e-300)).clamp(min=0)
-        weights = trust * (agreement / size.clamp(min=1e-30)).clamp(0, 1)
-        gain = 2 * weights * agreement - weights.square() * size
-        best = int(gain.nan_to_num(nan=-math.inf).argmax())
-        self.theta = self._solution(squares.sum(dim=0), products.sum(dim=0), self.ridges[best])
-        self.weight = min(weights[best].item(), self._most_weight)
-        if not (self.theta.isfinite().all() and math.isfinite(self.weight)):
+        """Fit θ, Γ and c to the sums, with the ridge that predicts held-out prompts best."""
+        assert self._sums is not None
+        whole, size = self._sums.sum(dim=0), self._sums.size(-1)
+        enough = self.prompts_enough, self.tokens_enough * size
+        known = (self._prompts - self._prompts_before) / enough[0], self._tokens / enough[1]
+        most = min(self._most_weight, *known)
+        # In parts of the whole; never less than features over tokens
+        ridges = {max(ridge / self._batches, size / max(self._tokens, 1.0)) for ridge in self.ridges}
+        choices = [(*self._weights(solution(whole - self._sums, ridge)), ridge) for ridge in sorted(ridges)]
+        _, weight, luck_weight, ridge = max(choices)
+        both = solution(whole, ridge)
+        self.theta, self.gamma = both[: -self._of_luck], both[-self._of_luck :]
+        self.weight, self.luck_weight = min(weight, most), min(luck_weight, most)
+        if not both.isfinite().all():
             self._reset("its linear system has no finite solution")
 
-    def _solution(
-        self, squares: Float[Tensor, "*folds K K"], products: Float[Tensor, "*folds K"], ridge: float
-    ) -> Float[Tensor, "*folds K"]:
-        """θ; shifting or scaling features does not change the predictions."""
-        diagonal, constant = squares.diagonal(dim1=-2, dim2=-1), squares[..., 0]
-        varies = (diagonal - constant.square() / constant[..., :1].clamp(min=1e-30)).clamp(min=0)
-        penalty = ridge / self._batches * varies + 1e-9 * diagonal
-        penalty = penalty.where(diagonal > 0, 1.0)  # for a feature that is always 0
-        squares = squares + torch.diag_embed(penalty)
-        # The coefficient of B0 in B lies between 0 and 1. In a few batches the fit would leave that range: the others'
-        # returns predict a completion's own there, since all of them have the same sum
-        of_b0 = torch.linalg.solve_ex(squares, products)[0][..., B0_COLUMN].clamp(-1, 0).unsqueeze(-1)
-        rest = [i for i in range(products.size(-1)) if i != B0_COLUMN]
-        others = products[..., rest] - squares[..., rest, B0_COLUMN] * of_b0
-        theta = torch.linalg.solve_ex(squares[..., rest, :][..., rest], others)[0]
-        return torch.cat([theta[..., :B0_COLUMN], of_b0, theta[..., B0_COLUMN:]], dim=-1)
+    def _weights(self, of_others: Float[Tensor, "folds K"]) -> tuple[float, float, float]:
+        """For (θ, Γ) fitted to the other folds: what c₁ and c₂ gain in each fold, and these, each given the other."""
+        assert self._sums is not None
+        parts = of_others.clone(), of_others.clone()
+        parts[0][:, -self._of_luck :] = 0
+        parts[1][:, : -self._of_luck] = 0
+        both = torch.stack(parts, dim=1)  # (folds, 2, K)
+        agreement = torch.einsum("fpk,fk->fp", both, self._sums[:, :-1, -1])
+        squares = torch.einsum("fpk,fkl,fql->fpq", both, self._sums[:, :-1, :-1], both)
+        c = torch.ones(2, dtype=squares.dtype)
+        for part in (0, 1) * 3:
+            left = agreement[:, part] - c[1 - part] * squares[:, 0, 1]
+            error = self.prompt_folds * left.var()  # the squared standard error of the sum
+            trust = (1 - error / left.sum().square().clamp(min=1e-300)).clamp(min=0)
+            c[part] = trust * (left.sum() / squares[:, part, part].sum().clamp(min=1e-30)).clamp(0, 1)
+        gain = 2 * c @ agreement.sum(dim=0) - c @ squares.sum(dim=0) @ c
+        return gain.nan_to_num(nan=-math.inf).item(), *c.nan_to_num().tolist()
+
+    _of_luck = 10  # features ψ
 
     def _reset(self, reason: str) -> None:
         logger.warning(f"The baseline 'value' discards what it has learned: {reason}. It continues as 'rloo_pooled'.")
-        self.theta, self.weight, self._most_weight, self._gains = None, 0.0, 0.25, (0.0, 0.0)
-        self._sums, self._batches, self._power, self._returns_seen = {}, 0.0, 0.0, (math.inf, -math.inf)
+        prompts, warned = self._prompts, self._warned
+        Value.__init__(self)
+        self._prompts = self._prompts_before = prompts
+        self._warned = warned
 
 
-def _with_b0(local: Completions, b0: Tensor) -> Iterator[tuple[Completions, Tensor]]:
-    """Blocks of rows with their B0."""
-    first = 0
-    for x in local.blocks(max(FEATURE_BLOCK, local.mask.numel() // 256)):
-        yield x, b0[first : first + len(x)]
-        first += len(x)
+def _precise(of: Tensor) -> torch.dtype:
+    """float64 if the device supports it."""
+    return torch.float32 if of.device.type == "mps" else torch.float64
+
+
+def _gathered(parts: list[Tensor], gather: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """The sums of all processes; float64, on the CPU."""
+    flat = gather(torch.cat([values.flatten() for values in parts]).unsqueeze(0)).sum(dim=0).cpu().double()
+    split = flat.split([values.numel() for values in parts])
+    return [part.view_as(values) for part, values in zip(split, parts, strict=True)]

@@ -16,6 +16,7 @@ from tqdm import tqdm
 from ..baselines import BASELINES, Completions, find_baseline, joined
 from ..rollout import generated_mask
 from ..run_baseline import RunBaseline
+from ..seam.draws import changed_distribution
 from ..seam.pools import at_rest, sample, training_examples
 from ..trainer import OTBGRPOTrainer
 from .efficiency import Comparison, Estimate, control
@@ -258,5 +259,4 @@ def _different_examples(trainer: OTBGRPOTrainer, most: int, seed: int) -> list[E
 
 def _scores_have_mean_zero(args: Any) -> bool:
     """Whether completions come from the policy whose log-probs are differentiated, each with all of its tokens."""
-    cut = args.top_p < 1 or (args.top_k or 0) > 0 or (args.min_p or 0) > 0 or args.repetition_penalty != 1
-    return not (cut or args.mask_truncated_completions or args.generation_kwargs)
+    return changed_distribution(args) is None and not args.mask_truncated_completions

@@ -76,7 +76,9 @@ class Rollout:
         check_energies(loss_energy, self.mask)
         return replace(self, energy=values.energy, loss_energy=loss_energy, logps=values.logps)
 
-    def completions(self, states: Tensor | None = None, prompt_key: Tensor | None = None) -> Completions:
+    def completions(
+        self, states: Tensor | None = None, prompt_key: Tensor | None = None, draw_ratio: Tensor | None = None
+    ) -> Completions:
         """What a baseline is computed from."""
         return squeeze(
             self.rewards,
@@ -88,6 +90,7 @@ class Rollout:
             loss_energy=None if self.loss_energy is self.energy else self.loss_energy,
             logps=self.logps,
             states=states,
+            draw_ratio=draw_ratio,
         )
 
     def credited(self, step: Step, trl_advantages: Tensor | None = None) -> "Rollout":

@@ -24,6 +24,7 @@ logger = get_logger(__name__)
 
 PROJECTED_SIZE = 32  # of a hidden state
 LAYER_DEPTH = 2 / 3  # of the layer whose states are recorded
+SAMPLED = "the forwards that sampled"  # a source of energies
 
 
 @dataclass
@@ -134,8 +135,10 @@ class PolicyRecorder:
         turn = SampledTurn(self.temperature)
 
         def keep(prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> None:
-            of_all = self.checked(states, turn.calls) if to.states else None
-            turns.add(turn.rows(prompt_ids, completion_ids, of_all), prompt_ids, completion_ids)
+            # Generation that calls the model in other ways, as with soft prompts or guidance, needs the extra forward
+            readable = not to.states or _one_call_each(states, turn.calls)
+            rows = turn.rows(prompt_ids, completion_ids, states if to.states else None) if readable else []
+            turns.add(rows or [None] * len(prompt_ids), prompt_ids, completion_ids)
 
         hook = self.policy.register_forward_hook(turn.on_forward, with_kwargs=True)
         try:
@@ -167,8 +170,8 @@ class PolicyRecorder:
 
     def checked(self, states: list[Tensor], forwards: int) -> list[Tensor]:
         """`states`; a `ValueError` if the layer was not called once in each forward, or returned no `(b, T, d)`."""
-        shapes = [tuple(of.shape) for of in states]
-        if len(states) != forwards or any(len(shape) != 3 for shape in shapes):
+        if not _one_call_each(states, forwards):
+            shapes = [tuple(of.shape) for of in states]
             odd = next((f", of shape {shape[:-1]} and more" for shape in shapes if len(shape) != 3), "")
             raise ValueError(
                 f"The baseline expected one call of {self._layer_name} per forward, with hidden states for rows and "
@@ -176,6 +179,10 @@ class PolicyRecorder:
                 "compiled by hand (set `torch_compile`). Choose a baseline that needs no states, such as 'rloo_pooled'."
             )
         return states
+
+
+def _one_call_each(states: list[Tensor], forwards: int) -> bool:
+    return len(states) == forwards and all(of.dim() == 3 for of in states)
 
 
 def projection(size: int) -> Tensor:
@@ -209,7 +216,7 @@ def values_of_batch(
     elif not recording.needed:
         return None, None
     elif recording.turns is not None:
-        source, values = "the forwards that sampled", recording.turns.of_batch(batch, mask)
+        source, values = SAMPLED, recording.turns.of_batch(batch, mask)
     missing = torch.tensor([values is None], device=mask.device)
     if trainer.accelerator.gather(missing).any():  # all processes take part in the forward
         source, values = "one extra no-gradient forward", extra_forward(trainer, batch, recording.states, recorder)

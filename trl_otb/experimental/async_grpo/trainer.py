@@ -14,6 +14,7 @@ from ...baselines import Completions, squeeze
 from ...energy import token_energy
 from ...metrics import STATISTICS, summarize
 from ...run_baseline import RunBaseline
+from ...seam.draws import changed_distribution
 from ...seam.forwards import PolicyRecorder
 from ...seam.loss import check_product
 from ...state import KeepsBaseline
@@ -31,20 +32,21 @@ class Sample(NamedTuple):
     returns: Tensor
     b0: Tensor
     group: Tensor
-    logps: Tensor
     energy: Tensor  # w, of the policy that is trained
     loss_energy: Tensor  # ρ² w, ρ = π / μ: to learn from, never to predict with
+    logps: Tensor
     states: Tensor
+    draw_ratio: Tensor  # ρ, since the loss weights each token by itself; 0 if μ is cut
 
 
 def completions_of(samples: list[Sample]) -> tuple[Completions, Tensor]:
     """[`Completions`] of one per group, and B0, `(B, 1)`; those without a return or B0 are unscored."""
-    returns, b0, group, *of_tokens = zip(*samples, strict=True)
-    logps, energy, loss_energy, states = (pad_sequence([*values], batch_first=True) for values in of_tokens)
-    mask = pad_sequence([torch.ones_like(values) for values in of_tokens[1]], batch_first=True)
+    returns, b0, group, *tensors = zip(*samples, strict=True)
+    named = zip(Sample._fields[3:], tensors, strict=True)
+    of_tokens: dict[str, Any] = {name: pad_sequence([*values], batch_first=True) for name, values in named}
+    mask = pad_sequence([torch.ones_like(sample.energy) for sample in samples], batch_first=True)
     total, known = torch.stack(returns).float(), torch.stack(b0).float()
-    scored = total.where(known.isfinite(), torch.nan)
-    x = squeeze(scored, mask, 1, energy=energy, loss_energy=loss_energy, logps=logps, states=states)
+    x = squeeze(total.where(known.isfinite(), torch.nan), mask, num_generations=1, **of_tokens)
     return replace(x, prompt=torch.stack(group).long()), known.nan_to_num(nan=0.0).unsqueeze(1)
 
 
@@ -94,6 +96,7 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
         self._loss_is_known = LOSS not in ASYNC_GRPO.warn_if_unread()  # to multiply each token by its own advantage
         self.scale_rewards = getattr(args, "scale_rewards", "none")
         self.recorder = PolicyRecorder(self.policy, self.temperature, False)
+        self._luck_is_known = changed_distribution(args) is None
         self._to_learn: list[Sample] = []
         self._to_come: dict[int, int] = {}  # of the groups of this step, the samples that are still to come
         self._earlier = torch.zeros(2, dtype=torch.float64)  # decayed sums of earlier returns, and of 1
@@ -144,7 +147,7 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
                 energy = token_energy(logps, outputs.log_sum_sq_probs.flatten()[index])
                 ratio = torch.exp(logps - old_logps)
                 read = self.recorder.checked(states, 1)[0][0][index] if with_states else energy[:, None]
-                of_tokens = logps, energy, ratio.square() * energy, read
+                of_tokens = energy, ratio.square() * energy, logps, read, ratio * self._luck_is_known
                 advantages.values.copy_(self._advantages(carried, sample_of, of_tokens))
                 self._add(terms=torch.ones_like(ratio), ratio=ratio, square=ratio.square())
             return outputs
@@ -241,4 +244,6 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
         projection, device = self.recorder.projection, self.accelerator.device
         width = 1 if projection is None else projection.size(1)
         nan, one = torch.tensor(torch.nan, device=device), torch.zeros(1, device=device)
-        return Sample(nan, nan, torch.zeros((), device=device), one, one, one, torch.zeros(1, width, device=device))
+        return Sample(
+            nan, nan, torch.zeros((), device=device), one, one, one, torch.zeros(1, width, device=device), one
+        )

@@ -1,0 +1,68 @@
+"""From which distribution tokens were drawn: later luck counts only where its mean is 0."""
+
+import accelerate.logging
+import pytest
+import torch
+from peft import LoraConfig
+from trl.trainer import grpo_trainer
+
+from tests.helpers.settings import scripted_rollout
+from tests.trainer.test_importance_weights import Sampler
+from trl_otb.seam import draws
+
+
+DROPPING = LoraConfig(r=2, target_modules="all-linear", lora_dropout=0.5)
+VLLM = {"use_vllm": True, "vllm_mode": "colocate"}
+
+
+def with_logprobs(prompts, trainer):
+    rollout = scripted_rollout(prompts, trainer)
+    return rollout | {"logprobs": [[-2.0] * len(ids) for ids in rollout["completion_ids"]]}
+
+
+CASES = {  # options, the ratio (None: 1), and what is said
+    "recorded while sampling": ({}, None, None),
+    "with dropout": ({"peft_config": DROPPING}, None, None),
+    "TRL's own forward": ({"num_iterations": 2}, None, None),
+    "dropout in TRL's own forward": ({"num_iterations": 2, "peft_config": DROPPING}, 0, "dropout was another one"),
+    "top-p": ({"top_p": 0.9}, 0, "`top_p` is 0.9"),
+    "top-k": ({"top_k": 5}, 0, "`top_k` is 5"),
+    "min-p": ({"min_p": 0.1}, 0, "`min_p` is 0.1"),
+    "repetition": ({"repetition_penalty": 1.2}, 0, "`repetition_penalty` is 1.2"),
+    "generation_kwargs": ({"generation_kwargs": {"typical_p": 0.5}}, 0, "`generation_kwargs` is {'typical_p': 0.5}"),
+    "neutral": ({"top_p": 1.0, "min_p": 0.0, "generation_kwargs": {}}, None, None),
+    "cut by vLLM": ({**VLLM, "top_p": 0.9}, 0, "`top_p` is 0.9"),
+    "weighted by completion": ({**VLLM, "vllm_importance_sampling_mode": "sequence_mask"}, None, None),
+    "weighted by token": ({**VLLM, "vllm_importance_sampling_mode": "token_mask"}, "π / μ", None),
+    "not weighted": ({**VLLM, "vllm_importance_sampling_correction": False}, "π / μ", None),
+    "rollout_func": ({"rollout_func": with_logprobs}, "π / μ", None),
+    "rollout_func without log-probs": ({"rollout_func": scripted_rollout}, 0, "the forwards that sampled could not"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ratio_is_that_of_the_sampler(case, train, monkeypatch, caplog):
+    options, expected, said = CASES[case]
+    found = []
+
+    def watched(trainer, batch, source, logps):
+        result = draw_ratio(trainer, batch, source, logps)
+        found.append((result[0], logps, batch))
+        return result
+
+    draw_ratio = draws.draw_ratio
+    monkeypatch.setattr("trl_otb.trainer.draw_ratio", watched)
+    monkeypatch.setattr(grpo_trainer, "VLLMGeneration", Sampler)
+    accelerate.logging.MultiProcessAdapter.warning_once.cache_clear()
+    trainer = train(baseline="value", max_steps=1, **options)
+    assert len(found) == 1
+    assert f"Later luck is not subtracted: {said}" in caplog.text if said else "Later luck" not in caplog.text
+    for ratio, logps, batch in found:
+        if expected is None:
+            assert ratio is None
+        elif expected == 0:
+            assert torch.equal(ratio, torch.zeros_like(logps))
+        else:
+            wanted = (logps - batch["sampling_per_token_logps"]).exp()
+            torch.testing.assert_close(ratio, wanted, equal_nan=True)
+    assert trainer.baseline.entry.estimator.gamma.isfinite().all()

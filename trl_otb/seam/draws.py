@@ -1,0 +1,45 @@
+"""Whether tokens were drawn from the distribution that energies and log-probs are of, and their ratio if not."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from trl import GRPOTrainer
+
+from .forwards import SAMPLED
+
+
+# With these values they leave the distribution as it is
+_NEUTRAL = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "generation_kwargs": {}}
+
+
+def changed_distribution(args: Any) -> str | None:
+    """The first option that samples from another distribution than the softmax at the temperature."""
+    values = {name: getattr(args, name, None) for name in _NEUTRAL}
+    return next((f"`{name}` is {value}" for name, value in values.items() if value and value != _NEUTRAL[name]), None)
+
+
+def draw_ratio(
+    trainer: GRPOTrainer, batch: dict[str, Any], source: str | None, logps: Tensor
+) -> tuple[Tensor | None, str | None]:
+    """
+    `Completions.draw_ratio` for TRL's `batch`, whose values, such as `logps`, come from `source`; and, where it is 0
+    since the distribution that was sampled from is not recorded, the reason.
+    """
+    unknown, of_sampler = changed_distribution(trainer.args), batch.get("sampling_per_token_logps")
+    if unknown is None and of_sampler is not None:
+        corrected = trainer.use_vllm and trainer.args.vllm_importance_sampling_correction
+        by_completion = corrected and trainer.vllm_importance_sampling_mode.startswith("sequence")
+        return None if by_completion else torch.exp(logps - of_sampler), None
+    if unknown is None and source != SAMPLED:
+        if any(m.training and _drops(m) for m in trainer.policy.modules()):
+            unknown = "dropout was another one when tokens were sampled"
+        elif batch.get("old_per_token_logps") is None:
+            unknown = "the forwards that sampled could not be read"
+    return (None, None) if unknown is None else (torch.zeros_like(logps), unknown)
+
+
+def _drops(module: torch.nn.Module) -> bool:
+    """Whether it is a dropout, or an attention with one."""
+    rates = (getattr(module, name, None) for name in ("p", "dropout", "attention_dropout"))
+    return any(isinstance(rate, float) and rate > 0 for rate in rates)
