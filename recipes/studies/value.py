@@ -16,6 +16,7 @@ import json
 import math
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -63,35 +64,38 @@ MEASURED = {"completions_per_prompt": 128, "group_sizes": [4, 8, 32], "projectio
 class Part(Value):
     """Per token: `value` without one of its parts."""
 
-    without = slice(0, 0)  # which of the features
+    states = luck = value = True
+    one_stage = False  # what V is linear in predicts returns itself, as in `value` up to 0.7
     batches = math.inf  # that it learns from
-    whole = False  # whether c = 1 from the first batch on
 
     def __init__(self):
         super().__init__()
         self.left = self.batches
 
-    def _features(self, *given):
-        features = super()._features(*given)
-        return torch.cat([features[..., : self.without.start], features[..., self.without.stop :]], dim=-1)
+    def _seen(self, local):
+        states = local.states if self.states else local.states[..., :0]
+        return replace(local, states=states, **({} if self.luck else {"draw_ratio": torch.zeros_like(local.mask)}))
 
-    def _fit(self):
-        super()._fit()
-        if self.whole:
-            self.weight = 1.0
+    def _features(self, of, v):
+        phi, psi = super()._features(of, v if self.value else torch.zeros_like(v))
+        return (of.numbers, psi) if self.one_stage else (phi, psi)
 
-    def update(self, *given):
+    def adjust(self, local, b0):
+        return super().adjust(self._seen(local), b0)
+
+    def update(self, local, *given):
         self.left -= 1
-        return super().update(*given) if self.left >= 0 else None
+        return super().update(self._seen(local), *given) if self.left >= 0 else None
 
 
 ABLATIONS = {
     "value_weights_one": {"weighted_by": "one"},  # an ordinary value function: every token counts alike
-    "value_no_states": {"without": slice(9, 10**6)},
-    "value_no_sums": {"without": slice(3, 9)},  # over the prefix
-    "value_whole": {"whole": True},
+    "value_no_states": {"states": False},
+    "value_no_luck": {"luck": False},  # later luck is left out
+    "value_no_v": {"value": False},
+    "value_one_stage": {"one_stage": True, "luck": False},
     "value_one_batch": {"batches": 1},
-    "value_three_batches": {"batches": 3},
+    "value_two_batches": {"batches": 2},
 }
 FLAGS = {name: getattr(BASELINES["value"], name) for name in ("needs", "per_token", "scope", "unbiased")}
 for _name, _options in ABLATIONS.items():

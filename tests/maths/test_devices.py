@@ -92,7 +92,7 @@ def test_a_rollout_from_energies_to_metrics(x, baseline, dense):
     if baseline == "value":
         assert "value/explained" in step.learned
         value = run.entry.estimator
-        value.eta, value.theta, value.gamma = torch.ones(11 + 2 * 4), torch.ones(23), torch.ones(10)
+        value.eta, value.theta, value.gamma = torch.ones(11 + 2 * 4), torch.ones(28), torch.ones(14)
         value.weight, value._returns_seen = 0.5, (0.0, 1.0)
         assert run.step(local, rollout.scale).advantages.is_meta
 

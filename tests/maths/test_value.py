@@ -152,7 +152,7 @@ def test_what_it_subtracts_is_unbiased(n, weighted):
     of_tokens = (policy.logps - sampler.logps).exp()
     ratio = of_tokens if weighted == "by token" else of_tokens.prod(1, keepdim=True)
     value, g = OnRloo(), torch.Generator().manual_seed(0)
-    value.eta, value.theta, value.gamma = (torch.randn(k, generator=g) for k in (9 + 2 * V + 2, 23, 10))
+    value.eta, value.theta, value.gamma = (torch.randn(k, generator=g) for k in (9 + 2 * V + 2, 28, 14))
     value.weight, value.luck_weight, value._returns_seen = 0.7, 0.9, (-10.0, 10.0)
     rule = replace(BASELINES["value"], estimator=value)
     # A state that predicts token t: the tokens before it
@@ -234,16 +234,17 @@ def test_coefficients_are_least_squares_of_earlier_batches():
         psi, phi = {}, {}
         for i, t in numbers:
             v = (base[i] + new[i, t][:-2] @ etas[fold[i]].float()).clamp(0, 1) - 0.5
-            q = torch.stack([torch.tensor(1.0), v, v * v, worst[i, t], v * worst[i, t]])
-            phi[i, t] = torch.cat([numbers[i, t], q[1:], sure[i, t] * q, sure[i, t] ** 2 * q])
+            m, root = worst[i, t], torch.tensor(t**0.5)
+            q = torch.stack([torch.tensor(1.0), root, v, v * v, m, v * m, v * root])
+            phi[i, t] = torch.cat([numbers[i, t], q[2:], sure[i, t] * q, sure[i, t] ** 2 * q])
             psi[i, t] = torch.cat([q, sure[i, t] * q])
         for i, t in numbers:
-            later = sum((luck[i, j] * psi[i, j] for j in range(t + 1, T) if (i, j) in psi), torch.zeros(10))
+            later = sum((luck[i, j] * psi[i, j] for j in range(t + 1, T) if (i, j) in psi), torch.zeros(14))
             of_both.append(torch.cat([phi[i, t], later, new[i, t][-2:-1], x.energy[i, t : t + 1]]))
     torch.testing.assert_close(value.eta.float(), least_squares(of_value, ridge).float(), atol=1e-3, rtol=1e-3)
     found, difference = torch.cat([value.theta, value.gamma]), []
     x = torch.stack(of_both)[:, :-2].double()
-    for ridge in {max(r / (1 + 0.9 + 0.81), 34 / value._tokens) for r in Value.ridges}:
+    for ridge in {max(r / (1 + 0.9 + 0.81), 43 / value._tokens) for r in Value.ridges}:
         difference.append((x @ (least_squares(of_both, ridge) - found)).abs().max().item())
     assert min(difference) < 2e-3 < sorted(difference)[1]
 
@@ -280,7 +281,7 @@ def test_spurious_slope_of_base_is_limited():
 def test_weight_follows_success():
     value = Value()
     weights = [Task(seed, prompts=4).batch().teach(value)["weight"] for seed in range(6)]
-    assert weights[0] == 0 and weights[4] > 0.9  # 16 prompts are enough
+    assert weights[0] == 0 and weights[5] > 0.9  # 16 prompts are enough, and 16 tokens for each number
     assert all(weight <= number / 4 for number, weight in enumerate(weights[:4]))
     for seed in range(6, 13):  # the opposite of all that it has learnt
         rewards = Task(seed, prompts=4).batch().baseline(value).mean(dim=1)
@@ -505,7 +506,7 @@ def test_unsolvable_sums_give_base(monkeypatch, caplog):
     value, batch = learnt(), Task(101).batch()
     with monkeypatch.context() as broken, caplog.at_level(logging.WARNING):
         solution = parts.solution
-        of_both = lambda sums, ridge: solution(sums, ridge) * (math.nan if sums.size(-1) == 34 else 1.0)  # noqa: E731
+        of_both = lambda sums, ridge: solution(sums, ridge) * (math.nan if sums.size(-1) == 43 else 1.0)  # noqa: E731
         broken.setattr(module, "solution", of_both)
         Task(100).batch().teach(value)
     assert "discards what it has learned: its linear system has no finite solution" in caplog.text

@@ -173,7 +173,7 @@ def test_groups_meet_those_of_other_prompts(sampled, one_partition, baseline, pe
     rule = BASELINES[baseline].instance()
     if baseline == "value":  # that has learned something
         value, g = rule.estimator, torch.Generator().manual_seed(0)
-        value.eta, value.theta, value.gamma = (0.1 * torch.randn(k, generator=g) for k in (11 + 2 * 3, 23, 10))
+        value.eta, value.theta, value.gamma = (0.1 * torch.randn(k, generator=g) for k in (11 + 2 * 3, 28, 14))
         value.weight, value.luck_weight, value._returns_seen = 0.7, 0.9, (-3.0, 3.0)
     others = [[rewarded(10 * batch + prompt, per_token) for prompt in range(3)] for batch in range(2)]
     rewards = pool.returns[:, 0]

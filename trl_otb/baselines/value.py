@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .completions import Completions
 from .pooled import pooled
-from .value_parts import Reading, blocks, features, later, products, read, solution
+from .value_parts import OF_LUCK, Reading, blocks, features, later, products, read, solution
 
 
 logger = logging.getLogger(__name__)
@@ -35,8 +35,8 @@ class Value:
 
     V, a value of the state, is fitted first, by plain least squares on sums over the prefix (energy, surprisal, length,
     rewards earned), randomly projected hidden states (at the position that predicts y_t, and their mean so far), σ =
-    Σ_v π(v)² and m, the largest d so far. φ and ψ are products of (1, V, V², m, V m) with powers of σ; φ holds the
-    sums, too. For the batch that they are fitted to, V is of its other prompts.
+    Σ_v π(v)² and m, the largest d so far. φ and ψ are products of (1, √n, V, V², m, V m, V √n) with powers of σ, where
+    n is the number of tokens before; φ also holds the sums. To fit them to a batch, V is of the batch's other prompts.
 
     The weight of a batch decays by 0.9 per batch. c₁ and c₂, between 0 and 1, and the ridge are chosen by
     cross-validation over four folds of prompts, and shrunk as the folds disagree (positive-part James–Stein). Their
@@ -149,6 +149,10 @@ class Value:
             )
         vars(self).update(copy.deepcopy(state))
 
+    def _features(self, of: Reading, v: Float[Tensor, "B T"]) -> tuple[Float[Tensor, "B T k"], Float[Tensor, "B T l"]]:
+        """φ and ψ; studies leave out some."""
+        return features(of, v)
+
     def _value(self, of: Reading, b0: Tensor, eta: Tensor | None) -> Float[Tensor, "B T"]:
         """V less the middle of the returns seen, by coefficients `(K,)` or, for each row, `(B, K)`; 0 without any."""
         if eta is None:
@@ -166,7 +170,7 @@ class Value:
         """B without later luck, and B."""
         if self.theta is None or self.gamma is None:
             return (b0.expand_as(of.sure),) * 2
-        phi, psi = features(of, self._value(of, b0, self.eta))
+        phi, psi = self._features(of, self._value(of, b0, self.eta))
         least, most = self._returns_seen
         predicted = b0 + self.weight * (phi @ self.theta.to(phi))
         state = predicted.clamp(b0.clamp(max=least), b0.clamp(min=most))
@@ -198,7 +202,7 @@ class Value:
         sums = b0.new_zeros(1, dtype=precise)
         for x, b, rows in blocks(local, b0):
             of = read(x, b)
-            phi, psi = features(of, self._value(of, b, etas[fold[rows]]))
+            phi, psi = self._features(of, self._value(of, b, etas[fold[rows]]))
             target = (x.returns - b).expand_as(x.mask)
             weights = x.need("loss_energy") if self.weighted_by == "energy" else x.mask
             columns = torch.cat([phi, later(of.luck.unsqueeze(-1) * psi), target.unsqueeze(-1)], dim=-1)
@@ -236,7 +240,7 @@ class Value:
         choices = [(*self._weights(solution(whole - self._sums, ridge)), ridge) for ridge in sorted(ridges)]
         _, weight, luck_weight, ridge = max(choices)
         both = solution(whole, ridge)
-        self.theta, self.gamma = both[: -self._of_luck], both[-self._of_luck :]
+        self.theta, self.gamma = both[:-OF_LUCK], both[-OF_LUCK:]
         self.weight, self.luck_weight = min(weight, most), min(luck_weight, most)
         if not both.isfinite().all():
             self._reset("its linear system has no finite solution")
@@ -245,8 +249,8 @@ class Value:
         """For (θ, Γ) fitted to the other folds: what c₁ and c₂ gain in each fold, and these, each given the other."""
         assert self._sums is not None
         parts = of_others.clone(), of_others.clone()
-        parts[0][:, -self._of_luck :] = 0
-        parts[1][:, : -self._of_luck] = 0
+        parts[0][:, -OF_LUCK:] = 0
+        parts[1][:, :-OF_LUCK] = 0
         both = torch.stack(parts, dim=1)  # (folds, 2, K)
         agreement = torch.einsum("fpk,fk->fp", both, self._sums[:, :-1, -1])
         squares = torch.einsum("fpk,fkl,fql->fpq", both, self._sums[:, :-1, :-1], both)
@@ -258,8 +262,6 @@ class Value:
             c[part] = trust * (left.sum() / squares[:, part, part].sum().clamp(min=1e-30)).clamp(0, 1)
         gain = 2 * c @ agreement.sum(dim=0) - c @ squares.sum(dim=0) @ c
         return gain.nan_to_num(nan=-math.inf).item(), *c.nan_to_num().tolist()
-
-    _of_luck = 10  # features ψ
 
     def _reset(self, reason: str) -> None:
         logger.warning(f"The baseline 'value' discards what it has learned: {reason}. It continues as 'rloo_pooled'.")

@@ -13,7 +13,7 @@ from .completions import Completions
 
 FEATURE_BLOCK = 2**13  # tokens whose features, some hundred numbers each, are in memory at once, in small batches
 PRODUCT_BLOCK = 2**12  # and so many in float64
-B0_COLUMN = 1  # among the features
+B0_COLUMN, OF_LUCK = 1, 14  # among the features that of B0; how many are of later luck
 
 
 class Reading(NamedTuple):
@@ -57,13 +57,14 @@ def read(x: Completions, b0: Float[Tensor, "B #T"]) -> Reading:
 
 def features(of: Reading, v: Float[Tensor, "B T"]) -> tuple[Float[Tensor, "B T k"], Float[Tensor, "B T l"]]:
     """
-    φ of the state and ψ of the luck to come, from V: the sums, and products of q = (1, V, V², m, V m) with powers of σ,
-    where m is `worst`.
+    φ of the state and ψ of the luck to come, from V: sums over the tokens before, and products of q = (1, √n, V, V², m,
+    V m, V √n) with powers of σ, where n is the number of tokens before and m is `worst`.
     """
     powers = torch.stack([torch.ones_like(v), of.sure, of.sure.square()], dim=-1)
-    q = torch.stack([torch.ones_like(v), v, v.square(), of.worst, v * of.worst], dim=-1) * of.known.unsqueeze(-1)
-    products = (powers.unsqueeze(-1) * q.unsqueeze(-2)).flatten(-2)  # of 1 first, then of σ, then of σ²
-    return torch.cat([of.numbers[..., :9], products[..., 1:]], dim=-1), products[..., : 2 * q.size(-1)]
+    root, m = of.numbers[..., 8], of.worst
+    q = torch.stack([torch.ones_like(v), root, v, v.square(), m, v * m, v * root], dim=-1) * of.known.unsqueeze(-1)
+    products = (powers.unsqueeze(-1) * q.unsqueeze(-2)).flatten(-2)  # with 1 first, then with σ, then with σ²
+    return torch.cat([of.numbers[..., :9], products[..., 2:]], dim=-1), products[..., :OF_LUCK]
 
 
 def later(values: Float[Tensor, "B T *more"]) -> Float[Tensor, "B T *more"]:
