@@ -162,8 +162,7 @@ SHARED = Learns()
     ("rule", "message"),
     [
         (3, "'mine' is a int: "),
-        (lambda x, other: 0.0, r"'mine' is a function: it takes \(x, other\), and is called with the completions"),
-        (type("Forgets", (), {"__call__": own_otb}), "learns lacks `update`, `state_dict`, `load_state_dict`"),
+        (type("Forgets", (), {"__call__": own_otb}), "'mine' is a class: it lacks methods .* see `help"),
         (SHARED, "'mine' is a Learns: all trainers would share what this instance learns. Give the class"),
     ],
 )

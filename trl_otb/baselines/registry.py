@@ -2,13 +2,12 @@
 
 import difflib
 import importlib
-import inspect
 import io
 import os
 import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ from .value import Value
 Gather = Callable[[Tensor], Tensor]  # concatenates the tensors of all processes, which have one shape; all call it
 
 
+@runtime_checkable
 class LearningBaseline(Protocol):
     """
     A baseline that learns. Each trainer makes an instance, without arguments. What it learns from a generation batch
@@ -47,9 +47,6 @@ class LearningBaseline(Protocol):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore it."""
-
-
-LEARNING_METHODS = ("__call__", "update", "state_dict", "load_state_dict")
 
 
 @dataclass(frozen=True)
@@ -94,8 +91,7 @@ class Baseline:
             raise ValueError(
                 f"The baseline {self.name!r} returned {metrics!r} from `update`: give a `dict` of numbers."
             )
-        metrics = metrics or {}
-        return {f"{self.name}/{name}": float(value) for name, value in metrics.items()}
+        return {f"{self.name}/{name}": float(value) for name, value in (metrics or {}).items()}
 
     def state(self) -> dict[str, Any]:
         """The learned state, as a checkpoint restores it; a `ValueError` if it is no `dict`."""
@@ -142,14 +138,8 @@ def register_baseline(
     scalable: bool = False,
 ) -> Callable[[Callable], Callable]:
     """
-    Register a baseline of your own, for `OTBGRPOConfig(baseline=name)` and [`compute_advantages`].
-
-    ```python
-    @trl_otb.register_baseline("newest")
-    def newest(x):
-        "The group's mean, weighted by each token's own energy."
-        return x.mean(x.loss_energy)
-    ```
+    Register a baseline of your own, for `OTBGRPOConfig(baseline=name)` and [`compute_advantages`]; recipes/reference.md
+    has an example.
 
     The function receives [`Completions`], which it must not modify, and returns B, broadcastable to `(B, T)`, or to
     `(B, 1)` if `per_token` is `False`, and finite wherever there is a token. A baseline that learns is a class with the
@@ -187,10 +177,8 @@ def register_baseline(
         _check_estimator(name, estimator)
         taken = BASELINES.get(name)
         if taken is not None and (taken.built_in or _origin(taken.estimator) != _origin(estimator)):
-            raise ValueError(
-                f"The baseline {name!r} is already registered by {'.'.join(_origin(taken.estimator))}: choose another "
-                "name."
-            )
+            origin = ".".join(_origin(taken.estimator))
+            raise ValueError(f"The baseline {name!r} is already registered by {origin}: choose another name.")
         BASELINES[name] = Baseline(name, estimator, needs, per_token, scope, unbiased, scalable)
         return estimator
 
@@ -215,9 +203,7 @@ def find_baseline(baseline: "str | Callable | Baseline") -> Baseline:
                 return entry
             if entry.estimator is type(baseline):
                 return replace(entry, estimator=baseline)
-        name = _origin(baseline)[1]
-        _check_estimator(name, baseline, shared=False)
-        return Baseline(name, baseline, needs=frozenset({"energy"}), per_token=True)
+        return Baseline(_origin(baseline)[1], baseline, needs=frozenset({"energy"}), per_token=True)
     close = difflib.get_close_matches(str(baseline), BASELINES, n=1)
     raise ValueError(
         f"`baseline` is {baseline!r}: it must be one of {', '.join(map(repr, BASELINES))}, a name registered with "
@@ -242,31 +228,17 @@ def _imported(path: str) -> Any:
     return estimator
 
 
-def _check_estimator(name: str, estimator: Any, shared: bool = True) -> None:
-    """Raise a `TypeError` unless `estimator` can be called as it will be, and by several trainers."""
-    problem, arguments = None, list[Any]()
-    if not callable(estimator):
-        problem = "it must be a function"
-    elif isinstance(estimator, type):
-        lacking = [m for m in LEARNING_METHODS if not any(m in vars(parent) for parent in estimator.__mro__)]
-        if lacking:
-            lacking_text = "`, `".join(lacking)
-            problem = f"a baseline that learns lacks `{lacking_text}`, see `help(trl_otb.baselines.LearningBaseline)`"
+def _check_estimator(name: str, estimator: Any) -> None:
+    """Raise a `TypeError` unless it is a function, or a class with the methods of a baseline that learns."""
+    if isinstance(estimator, type) and not issubclass(estimator, LearningBaseline):
+        problem = "class: it lacks methods of a baseline that learns, see `help(trl_otb.baselines.LearningBaseline)`"
+    elif not callable(estimator):
+        problem = f"{type(estimator).__name__}: it must be a function"
+    elif hasattr(estimator, "update") and not isinstance(estimator, type):
+        problem = f"{type(estimator).__name__}: all trainers would share what this instance learns. Give the class"
     else:
-        arguments = [None]
-        if shared and hasattr(estimator, "update"):
-            problem = "all trainers would share what this instance learns. Give the class"
-    try:
-        if problem is None:
-            inspect.signature(estimator).bind(*arguments)
-    except TypeError:
-        given = "the completions" if arguments else "nothing"
-        problem = f"it takes {inspect.signature(estimator)}, and is called with {given}"
-    except ValueError:
-        pass  # a signature that cannot be read
-    if problem is not None:
-        kind = "class" if isinstance(estimator, type) else type(estimator).__name__
-        raise TypeError(f"The baseline {name!r} is a {kind}: {problem}.")
+        return
+    raise TypeError(f"The baseline {name!r} is a {problem}.")
 
 
 def _origin(estimator: Callable) -> tuple[str, str]:
