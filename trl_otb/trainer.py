@@ -78,7 +78,7 @@ class OTBGRPOTrainer(KeepsBaseline, CollectiveToolLoop, TokenLoss):
         names = list(inspect.signature(GRPOTrainer.__init__).parameters)[4:]
         super().__init__(model, reward_funcs, args=args, **dict(zip(names, other_args, strict=False)), **kwargs)
         GRPO.check_attributes("GRPOTrainer", self)
-        self.loss_is_known = not {*GRPO.warn_if_unread()} & GRPO.loss
+        self.loss_is_known = not {*GRPO.warn_if_changed()} & GRPO.loss
         if self.scale_rewards == "running":
             self.scale_rewards = "none"  # of GRPOTrainer's own advantages
         entry = self.baseline.entry

@@ -109,8 +109,8 @@ def compute_advantages(
         mask (`(B, T)`): 1 on tokens that the policy generated.
         num_generations (`int`): N. The N rows of a group are adjacent.
         baseline (`str` or `Callable`, *optional*, defaults to `"otb"`): A name in `BASELINES`, `"module:function"`, or
-            a function of [`Completions`]. A name gives a new instance of a baseline that learns; an instance has what it
-            has learned.
+            a function of [`Completions`]. A name gives a new instance of a baseline that learns; an instance keeps
+            what it has learned.
         importance_weights (`(B, T)` or `(B, 1)`, *optional*): Ratios ρ, which scale every w_j, not G, by ρ_j².
         alignment (`str`, *optional*, defaults to `"generated"`): Whether t counts generated tokens, or positions of
             the completion (`"position"`, the reference's single-turn form), which differs around tool output.

@@ -1,6 +1,5 @@
 """Baselines per token in TRL's AsyncGRPOTrainer, from the training forward alone."""
 
-import copy
 import math
 from collections import defaultdict
 from dataclasses import replace
@@ -18,8 +17,8 @@ from ...seam.forwards import PolicyRecorder
 from ...seam.loss import check_product
 from ...state import KeepsBaseline
 from .config import AsyncOTBGRPOConfig, check_async_options, warn_of_scale
-from .contract import ASYNC_GRPO, BATCH, LOSS, check_keys
-from .worker import AfterStep, AsyncGRPOConfig, AsyncGRPOTrainer, VersionedBuffer, carried_with, stamp_groups
+from .contract import ASYNC_GRPO, LOSS
+from .worker import AfterStep, AsyncGRPOConfig, AsyncGRPOTrainer, carried_with, stamp_groups
 
 
 METRICS = ("baseline/mean", "advantage/abs_mean", "grad_power_ratio")  # as OTBGRPOTrainer's
@@ -91,16 +90,16 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
         self.baseline = RunBaseline(check_async_options(args))
         super().__init__(model, reward_funcs, args, *other, **kwargs)
         ASYNC_GRPO.check_attributes("AsyncGRPOTrainer", self)
-        self._loss_is_known = LOSS not in ASYNC_GRPO.warn_if_unread()  # to multiply each token by its own advantage
+        self._loss_is_known = LOSS not in ASYNC_GRPO.warn_if_changed()  # to multiply each token by its own advantage
         self.scale_rewards = getattr(args, "scale_rewards", "none")
         self.recorder = PolicyRecorder(self.policy, self.temperature, False)
         self._to_learn: list[Sample] = []
         self._to_come: dict[int, int] = {}  # of the groups of this step, the samples that are still to come
         self._earlier = torch.zeros(2, dtype=torch.float64)  # decayed sums of earlier returns, and of 1
         self._sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64))  # of this step
-        self._version = 0  # of the weights that are trained, on the main process
         stamp_groups(self.rollout_worker)
-        self.add_callback(AfterStep(self._after_step))
+        if not self.uses_trl_advantages:
+            self.add_callback(AfterStep(self._after_step))
 
     @property
     def uses_trl_advantages(self) -> bool:
@@ -111,28 +110,22 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
         self._to_learn, self._to_come = [], {}  # of a training that was interrupted
         self._sums.clear()
         loader: Any = super().get_train_dataloader()
-        if self._rollout_dataset is not None:  # on the main process
-            ASYNC_GRPO.check_attributes("RolloutQueueDataset", self._rollout_dataset)
-            self._rollout_dataset.queue = VersionedBuffer(self._rollout_dataset.queue)
         ASYNC_GRPO.check_attributes("DataLoaderDispatcher", loader)
         collate = loader.base_dataloader.collate_fn
         loader.base_dataloader.collate_fn = carried_with(collate, self.args.num_generations, self.uses_trl_advantages)
         return loader
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        check_keys("batch", inputs, BATCH)
+        ASYNC_GRPO.check_attributes("AsyncGRPOTrainer's batch", inputs)
         inputs = dict(inputs)
         carried, groups = inputs.pop("otb_samples")[0].view(torch.float64), inputs.pop("otb_groups")[0]
-        self._version = self.model_version
-        versions = carried[:, -1][: int(inputs["segment_id"].max()) + 1]  # padded, if other processes have more
-        self._add(version=versions, samples=torch.ones_like(versions))
         if self.uses_trl_advantages:
             return super().compute_loss(model, inputs, *args, **kwargs)
-        if not self._loss_is_known:
-            self._loss_is_known = self._check_loss(model, inputs)
-        self._to_come.update(groups.tolist())
         selected = inputs["token_index"] >= 0
         index, sample_of = inputs["token_index"][selected], inputs["segment_id"][selected]
+        if not self._loss_is_known:
+            self._loss_is_known = self._check_loss(model, inputs, index)
+        self._to_come.update(groups.tolist())
         old_logps, advantages = inputs["old_log_probs"][selected], DeferredAdvantages(len(index), carried.device)
 
         def forward(**packed: Any) -> Any:
@@ -151,36 +144,31 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
 
         return super().compute_loss(forward, inputs | {"advantages": advantages}, *args, **kwargs)
 
-    def _check_loss(self, model: Any, inputs: dict[str, Any]) -> bool:
-        """
-        Raise an `ImportError` unless TRL's loss takes advantages that are known after the forward, one per token. One
-        forward without gradient; the trainer stays as it is. False if no advantage has an effect.
-        """
-        probe, computed = copy.copy(self), list[Any]()
-        probe._metrics = copy.deepcopy(self._metrics)
-        selected = inputs["token_index"] >= 0
-        index, zeros = inputs["token_index"][selected], torch.zeros(int(selected.sum()), device=selected.device)
+    def _check_loss(self, model: Any, inputs: dict[str, Any], index: Tensor) -> bool:
+        """[`check_product`] of TRL's loss, with advantages that are known after the forward."""
 
-        def gradient(advantages: Tensor) -> Tensor:
+        def forward(**packed: Any) -> tuple[Any, Tensor]:
+            outputs = model(**packed)
+            outputs.log_probs = outputs.log_probs.detach().requires_grad_()
+            return outputs, outputs.log_probs
+
+        def loss(probe: Any, forward: Any, advantages: Tensor) -> Tensor:
             deferred = DeferredAdvantages(len(index), index.device)
 
-            def forward(**packed: Any) -> Any:
-                if not computed:
-                    with torch.no_grad(), torch.random.fork_rng([index.device] if index.is_cuda else []):
-                        computed.append(model(**packed))
-                    computed[0].log_probs = computed[0].log_probs.detach().requires_grad_()
+            def known_afterwards(**packed: Any) -> Any:
+                outputs = forward(**packed)
                 deferred.values.copy_(advantages)
-                return computed[0]
+                return outputs
 
-            loss = AsyncGRPOTrainer.compute_loss(probe, forward, inputs | {"advantages": deferred})
-            return torch.autograd.grad(loss, computed[0].log_probs)[0].flatten()[index]
+            return AsyncGRPOTrainer.compute_loss(probe, known_afterwards, inputs | {"advantages": deferred})
 
+        zeros = torch.zeros(len(index), device=index.device)
         mixed = 1 + torch.arange(len(index), device=index.device) / len(index)
-        return check_product(LOSS, gradient, zeros, mixed, self.accelerator.gather)
+        return check_product(LOSS, self, forward, loss, zeros, mixed, lambda gradient: gradient.flatten()[index])
 
     def _advantages(self, carried: Tensor, sample_of: Tensor, of_tokens: tuple[Tensor, ...]) -> Tensor:
         """`(M,)`: one per term of the loss, whose terms of one sample are adjacent; 0 without a return or B0."""
-        total, std, mean, leave_one_out_mean, group, _ = carried.unbind(dim=1)
+        total, std, mean, leave_one_out_mean, group = carried.unbind(dim=1)
         sizes = torch.bincount(sample_of, minlength=len(carried)).tolist()
         b0 = {"group_mean": mean, "none": torch.zeros_like(mean)}.get(self.baseline.entry.name, leave_one_out_mean)
         if self.baseline.entry.adjusts:
@@ -207,12 +195,9 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
         sums = self.accelerator.gather(torch.stack([*self._sums.values()]).unsqueeze(0)).sum(dim=0)
         of = dict(zip(self._sums, sums.tolist(), strict=True))
         self._sums.clear()
-        metrics = {"staleness": self._version - of["version"] / of["samples"]}
-        if not self.uses_trl_advantages:
-            row = torch.tensor([[of[name] for name in STATISTICS]])
-            metrics |= {name: summarize(row, 1)[name] for name in METRICS}
-            metrics["effective_sample_share"] = of["ratio"] ** 2 / max(of["terms"] * of["square"], 1e-300)
-            metrics |= self._learn()
+        of_step = summarize(torch.tensor([[of[name] for name in STATISTICS]]), 1)
+        metrics = {name: of_step[name] for name in METRICS} | self._learn()
+        metrics["effective_sample_share"] = of["ratio"] ** 2 / max(of["terms"] * of["square"], 1e-300)
         for name, value in metrics.items():
             if not math.isnan(value):
                 self._metrics["train"][f"otb/{name}"].append(value)
