@@ -50,15 +50,8 @@ def compare_baselines(
     into groups, and computes the gradient of every group under every baseline, with the current policy. Nothing is
     trained, and the trainer's state is restored: training afterwards gives the same weights, to the bit, unless vLLM
     samples. Baselines that compare prompts or learn get batches of other prompts, sampled before the bar moves: those
-    that learn, from 8 of them; the trainer's own baseline is measured as it is trained. Several processes share the
-    prompts. Returns are not scaled, and the loss is the plain sum over tokens. On a GPU, a language model takes as
-    long as sampling the completions and about three training steps on them.
-
-    ```python
-    report = trl_otb.compare_baselines(trainer)
-    print(report)  # what to set, and what it is worth
-    report.plot("noise.png")
-    ```
+    that learn, 8 of them; the trainer's own baseline is measured as it is trained. Several processes share the prompts.
+    Returns are not scaled, and the loss is the plain sum over tokens.
 
     Args:
         trainer ([`OTBGRPOTrainer`]): With any data, reward functions, tools, environment, adapter or processor.
@@ -84,12 +77,11 @@ def compare_baselines(
     seed, batch = args.seed if seed is None else seed, trainer.prompts_per_batch
     batch = batch if prompts_per_batch is None else prompts_per_batch
     sizes = _sizes(own, group_sizes, completions)
-    counts = {"group_sizes": min(sizes), "prompts_per_batch": batch, "projection": projection}
-    if wrong := [name for name, least in counts.items() if least < 1]:
-        raise ValueError(f"`{wrong[0]}` is or holds {counts[wrong[0]]}: give 1 or more.")
+    for name, least in {"group_sizes": min(sizes), "prompts_per_batch": batch, "projection": projection}.items():
+        if least < 1:
+            raise ValueError(f"`{name}` is or holds {least}: give 1 or more.")
     names = [baselines] if isinstance(baselines, str) else BASELINES if baselines is None else baselines
-    names = list(dict.fromkeys(["none", *map(control, sizes), *names]))
-    runs = {name: _instance(trainer, name) for name in names}
+    runs = {name: _instance(trainer, name) for name in ["none", *map(control, sizes), *names]}
     if lost := [name for name in runs if not any(comparable(runs[name].entry, n) for n in sizes)]:
         raise ValueError(
             f"`baselines` holds {lost[0]!r}, which compares the completions of a prompt, and `group_sizes` is {sizes}: "
@@ -108,20 +100,16 @@ def compare_baselines(
         )
     examples, others = drawn[:num_prompts], drawn[num_prompts:]
     needs = frozenset({"energy"}).union(*(entry.needs for entry in entries.values()))
-    gradients = CompletionGradients(
-        trainer, parameters_studied, Projection([p.numel() for p in parameters_studied], projection, seed)
-    )
+    project = Projection([p.numel() for p in parameters_studied], projection, seed)
+    gradients = CompletionGradients(trainer, parameters_studied, project)
     processes, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
-    bar = tqdm(
-        total=num_prompts * completions,
-        desc="completions measured",
-        disable=args.disable_tqdm or not trainer.accelerator.is_main_process,
-    )
+    silent = args.disable_tqdm or not trainer.accelerator.is_main_process
+    bar = tqdm(total=num_prompts * completions, desc="completions measured", disable=silent)
     measured: list[dict[Any, Any]] = []
     with bar, at_rest(trainer, needs):
-        companions, learned = (
-            ([], {}) if alone else _learn(trainer, [*runs.values()], others or examples, batch, sizes, seed)
-        )
+        companions, learned = [], dict[str, float]()
+        if not alone:
+            companions, learned = _learn(trainer, [*runs.values()], others or examples, batch, sizes, seed)
         for first in range(0, num_prompts, processes):
             index = min(first + rank, num_prompts - 1)  # spare processes repeat the last one
             name, example = examples[index]
