@@ -107,7 +107,8 @@ def compare_baselines(
     bar = tqdm(total=num_prompts * completions, desc="completions measured", disable=silent)
     measured: list[dict[Any, Any]] = []
     with bar, at_rest(trainer, needs):
-        companions, learned = [], dict[str, float]()
+        companions: list[dict[str, Completions]] = []
+        learned: dict[str, float] = {}
         if not alone:
             companions, learned = _learn(trainer, [*runs.values()], others or examples, batch, sizes, seed)
         for first in range(0, num_prompts, processes):
