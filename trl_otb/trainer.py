@@ -12,7 +12,7 @@ from .baselines import Completions
 from .config import OTBGRPOConfig, check_options
 from .metrics import STATISTICS, summarize
 from .rollout import Rollout, Rollouts, prompt_keys
-from .run_baseline import Processes, RunBaseline, Step
+from .run_baseline import RunBaseline, Step
 from .seam.contract import GRPO, BrokenContract, check_config, check_subclass, trl_utils
 from .seam.forwards import PolicyRecorder, scores_anyway, values_of_batch
 from .seam.loss import TokenLoss
@@ -118,25 +118,30 @@ class OTBGRPOTrainer(KeepsBaseline, CollectiveToolLoop, TokenLoss):
             "`gradient_accumulation_steps` or `steps_per_generation`."
         )
 
-    # A generation batch: sampled, rewarded, credited
+    # A generation batch: sampled, rewarded, with advantages
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         mode = "train" if self.model.training else "eval"  # which a reward function may change
         rollout, completions, batch = self.collect(inputs)
-        processes = Processes(self.accelerator.gather, self.accelerator.num_processes, self.accelerator.process_index)
+        gather = self.accelerator.gather if self.accelerator.num_processes > 1 else None
         step = self.baseline.step(
-            completions, rollout.scale, processes, returns=rollout.returns_of_all, learn=mode == "train"
+            completions,
+            rollout.scale,
+            gather=gather,
+            first_row=rollout.first_row,
+            returns=rollout.returns_of_all,
+            learn=mode == "train",
         )
         if mode == "train" and self.state.global_step == 0 and not self.baseline.entry.built_in:
             self.baseline.state_dict()  # raises early if the state cannot be saved
         uses_trl_advantages = self.baseline.entry.name == "group_mean" and self.baseline.running_scale is None
-        rollout = rollout.credited(step, batch["advantages"] if uses_trl_advantages else None)
+        rollout = rollout.with_advantages(step, batch["advantages"] if uses_trl_advantages else None)
         self.rollouts[mode] = rollout
         self._log_step(mode, step, rollout.num_generations)
-        return batch | {"advantages": rollout.loss_advantages(step.per_token)}
+        return batch | {"advantages": rollout.advantages if step.per_token else rollout.advantages[:, 0]}
 
     def collect(self, inputs: list[dict[str, Any]]) -> tuple[Rollout, Completions, dict[str, Any]]:
-        """Sampled and rewarded completions of `inputs`, one per row: to show, to credit, and as TRL's batch."""
+        """Sampled and rewarded completions of `inputs`, one per row: to show, for baselines, and as TRL's batch."""
         n = self.num_generations if self.model.training else self.num_generations_eval
         keys = prompt_keys(inputs) if "prompt_key" in self.needs else None
         needed = not self.needs.isdisjoint({"energy", "logps", "states"})  # what only a forward computes

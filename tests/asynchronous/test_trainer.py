@@ -449,7 +449,7 @@ def test_learned_state_is_in_checkpoints(train_async, tmp_path):
     resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
     assert torch.equal(resumed.recorder.projection, first.recorder.projection)
     assert resumed.baseline.entry.estimator._batches == pytest.approx(1 + 0.9 * first.baseline.entry.estimator._batches)
-    assert resumed._earlier[1] > first._earlier[1]
+    assert resumed.extra_state["earlier"][1] > first.extra_state["earlier"][1]
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,12 @@
 
 import difflib
 import importlib
-import io
 import os
 import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
-import torch
 from torch import Tensor
 
 from .completions import NEEDS, Completions
@@ -83,28 +81,6 @@ class Baseline:
     def instance(self) -> "Baseline":
         """The same entry with a class replaced by a new instance."""
         return replace(self, estimator=self.estimator()) if isinstance(self.estimator, type) else self
-
-    def learn(self, local: Completions, b0: Tensor, gather: Gather) -> dict[str, float]:
-        """Let it learn, and return its metrics as `name/…`."""
-        metrics = self.estimator.update(local if self.per_token else local.totals(), b0, gather)
-        if not isinstance(metrics, dict | None):
-            raise ValueError(
-                f"The baseline {self.name!r} returned {metrics!r} from `update`: give a `dict` of numbers."
-            )
-        return {f"{self.name}/{name}": float(value) for name, value in (metrics or {}).items()}
-
-    def state(self) -> dict[str, Any]:
-        """The learned state, as a checkpoint restores it; a `ValueError` if it is no `dict`."""
-        state, file = self.estimator.state_dict(), io.BytesIO()
-        try:
-            torch.save(state, file)
-            file.seek(0)
-            return dict(torch.load(file, weights_only=True, map_location="cpu"))
-        except Exception as error:  # of pickle, of all kinds
-            raise ValueError(
-                f"The baseline {self.name!r} returned a {type(state).__name__} from `state_dict`, which no checkpoint "
-                f"would give back ({type(error).__name__}): it must return a `dict` of tensors, numbers and text."
-            ) from error
 
 
 def _built_in(name: str, estimator: Any, needs: str = "", **flags: Any) -> Baseline:

@@ -95,7 +95,8 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
         self.recorder = PolicyRecorder(self.policy, self.temperature, False)
         self._to_learn: list[Sample] = []
         self._to_come: dict[int, int] = {}  # of the groups of this step, the samples that are still to come
-        self._earlier = torch.zeros(2, dtype=torch.float64)  # decayed sums of earlier returns, and of 1
+        # Decayed sums of earlier returns, and of 1
+        self.extra_state = {"earlier": torch.zeros(2, dtype=torch.float64)}
         self._sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64))  # of this step
         stamp_groups(self.rollout_worker)
         if not self.uses_trl_advantages:
@@ -172,8 +173,8 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
         sizes = torch.bincount(sample_of, minlength=len(carried)).tolist()
         b0 = {"group_mean": mean, "none": torch.zeros_like(mean)}.get(self.baseline.entry.name, leave_one_out_mean)
         if self.baseline.entry.adjusts:
-            earlier = self._earlier[0] / self._earlier[1]  # NaN before anything is known
-            b0 = b0.where(b0.isfinite(), earlier.to(b0))
+            total_of_earlier, number = self.extra_state["earlier"]
+            b0 = b0.where(b0.isfinite(), (total_of_earlier / number).to(b0))  # NaN before anything is known
         by_sample = [values.split(sizes) for values in of_tokens]
         samples = [Sample(*row) for row in zip(total, b0, group, *by_sample, strict=True) if len(row[3])]
         local, known = completions_of(samples)
@@ -206,20 +207,13 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
         """From groups that are complete, since B0 holds the returns of all their samples."""
         ready = [sample for sample in self._to_learn if self._to_come.get(int(sample.group), 0) <= 0]
         self._to_learn = [sample for sample in self._to_learn if self._to_come.get(int(sample.group), 0) > 0]
-        self._to_come, metrics = {}, dict[str, float]()
-        if self.baseline.entry.learns:
-            local, b0 = completions_of(ready or [self._nothing()])
-            metrics |= self.baseline.learn(local, b0, self.accelerator.gather)
-        returns = torch.stack([sample.returns for sample in ready or [self._nothing()]]).double()
+        self._to_come, ready = {}, ready or [self._nothing()]
+        metrics = self.baseline.learn(*completions_of(ready), self.accelerator.gather)
+        returns = torch.stack([sample.returns for sample in ready]).double()
         known = torch.stack([returns.nansum(), returns.isfinite().sum().double()])
-        self._earlier = 0.9 * self._earlier + self.accelerator.gather(known.unsqueeze(0)).sum(dim=0).cpu()
+        known = self.accelerator.gather(known.unsqueeze(0)).sum(dim=0).cpu()
+        self.extra_state["earlier"] = 0.9 * self.extra_state["earlier"] + known
         return metrics
-
-    def extra_state(self) -> dict[str, Any]:
-        return {"earlier": self._earlier}
-
-    def load_extra_state(self, state: dict[str, Any]) -> None:
-        self._earlier = state.get("earlier", self._earlier)  # not of OTBGRPOTrainer
 
     def _nothing(self) -> Sample:
         """An unscored token, as all processes learn together."""
