@@ -35,24 +35,21 @@ class OTBGRPOConfig(GRPOConfig):
 
     Parameters:
         scale_rewards (`str`, *optional*, defaults to `"none"`): What advantages are divided by: as in
-            [`~trl.GRPOConfig`], or `"running"`, the standard deviation of returns within groups, over earlier batches:
-            GRPO's scale without its bias, under any baseline.
+            [`~trl.GRPOConfig`], or `"running"`, the standard deviation of returns within groups, over earlier batches.
+            Where it is not set, a warning says so once.
         baseline (`str`, *optional*, defaults to `"otb"`): The baseline to subtract from returns: a name in
-            `trl_otb.baselines.BASELINES`, whose docstrings say when to use each; a name that you registered with
-            [`trl_otb.register_baseline`] before making the config; or `"module:function"`.
+            `trl_otb.baselines.BASELINES` or registered before with [`trl_otb.register_baseline`], or
+            `"module:function"`.
         credit_whole_return (`bool`, *optional*, defaults to `False`): Whether every token is credited with the
-            completion's summed reward, in place of the rewards from it on. Set it if a reward of a turn or token
-            depends on later tokens, as a judge's that reads the whole transcript: rewards-to-go are biased then.
-
-    Where `scale_rewards` is not set, a warning says that it is `"none"`, once per process.
+            completion's summed reward, not with the rewards from it on. Set it if a reward of a turn or token depends
+            on later tokens, as a judge's that reads the whole transcript: rewards-to-go are biased then.
     """
 
     scale_rewards: str | None = field(
         default=None,  # becomes "none"; `None` shows that it was not set
         metadata={
-            "help": "What advantages are divided by: `'none'` (default), the standard deviation of rewards within each "
-            "group (`'group'`) or across the batch (`'batch'`), or its running estimate within the groups of earlier "
-            "batches (`'running'`), with any baseline."
+            "help": "What advantages are divided by: `'none'` (default), or the standard deviation of rewards within "
+            "each group (`'group'`), across the batch (`'batch'`), or within groups of earlier batches (`'running'`)."
         },
     )
     baseline: str = field(default="otb", metadata={"help": _baseline_help()})

@@ -1,12 +1,11 @@
 """The trainer: what is overridden of GRPOTrainer, in the order in which TRL calls it."""
 
-import inspect
 import math
 from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig
 
 from .baselines import Completions
 from .config import OTBGRPOConfig, check_options
@@ -75,14 +74,13 @@ class OTBGRPOTrainer(KeepsBaseline, CollectiveToolLoop, TokenLoss):
         self.rollouts: dict[str, Rollout] = Rollouts()  # the latest one of each mode, "train" and "eval"
         self.energy_source: str | None = None  # of the latest rollout in training
         self.needs = self.baseline.entry.needs  # what rollouts are to hold; more during a comparison
-        names = list(inspect.signature(GRPOTrainer.__init__).parameters)[4:]
-        super().__init__(model, reward_funcs, args=args, **dict(zip(names, other_args, strict=False)), **kwargs)
+        super().__init__(model, reward_funcs, args, *other_args, **kwargs)
         GRPO.check_attributes("GRPOTrainer", self)
         self.loss_is_known = not {*GRPO.warn_if_changed()} & GRPO.loss
         if self.scale_rewards == "running":
             self.scale_rewards = "none"  # of GRPOTrainer's own advantages
         entry = self.baseline.entry
-        check_subclass(type(self), entry.name, entry.per_token)
+        check_subclass(type(self), entry)
         self.recorder = PolicyRecorder(self.policy, self.temperature, self.args.cast_lm_head_to_fp32)
         if entry.scope == "batch" and self.num_generations > 1 and self.prompts_per_batch < 3:
             logger.warning(
@@ -188,7 +186,6 @@ class OTBGRPOTrainer(KeepsBaseline, CollectiveToolLoop, TokenLoss):
         loss = super().training_step(*args, **kwargs)
         if "train" not in self.rollouts:
             what = "`_generate_and_score_completions` is bypassed, so the baseline is never applied"
-            raise BrokenContract(what, "_generate_and_score_completions", "_prepare_inputs", "training_step").named(
-                self
-            )
+            methods = ("_generate_and_score_completions", "_prepare_inputs", "training_step")
+            raise BrokenContract(what, *methods).named(self)
         return loss

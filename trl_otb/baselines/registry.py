@@ -23,12 +23,9 @@ Gather = Callable[[Tensor], Tensor]  # concatenates the tensors of all processes
 class LearningBaseline(Protocol):
     """
     A baseline that learns. Each trainer makes an instance, without arguments. What it learns from a generation batch
-    applies from the next one on, so an unbiased baseline stays unbiased. It may also have
-
-        def adjust(self, local: Completions, b0: Tensor) -> Tensor
-
-    which returns B for the completions of this process, from what each has written so far and from B0, the result of
-    the call. Then the call receives returns and lengths only; energies, log-probs and states are in `local`.
+    applies from the next one on, so an unbiased baseline stays unbiased. It may also have `adjust(local, b0)`, which
+    returns B for the completions of this process, from what each has written so far and from B0, the result of the
+    call. Then the call receives returns and lengths only; energies, log-probs and states are in `local`.
     """
 
     def __call__(self, batch: Completions) -> Tensor:

@@ -82,7 +82,7 @@ class BaselineReport:
 
     @property
     def control(self) -> str:
-        """What baselines are compared with at the run's own N."""
+        """What baselines are compared with at the run's N."""
         return control(self.group_size)
 
     @property
@@ -159,10 +159,7 @@ class BaselineReport:
         return json.loads(json.dumps(asdict(self)), parse_constant=lambda constant: None)
 
     def plot(self, path: str | Path | None = None) -> Any:
-        """
-        A `matplotlib` figure with one panel per group size: how many more prompts the control would need; blue:
-        significantly better, red: significantly worse. Saves it to `path`, if given.
-        """
+        """A `matplotlib` figure, a panel per group size: how many more prompts the control needs. Saved to `path`."""
         sizes, names = self.group_sizes, [row.name for row in [*self.at(), *self.comparisons]]
         order = [*reversed(dict.fromkeys(names))]
         figure = new_figure(figsize=(4.2 * len(sizes) + 1.5, 0.36 * len(order) + 1.6), layout="constrained")

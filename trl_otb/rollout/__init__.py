@@ -51,10 +51,7 @@ class Rollout:
     group_mean_advantages: Tensor | None = None  # (B, 1) under the group mean, for comparison; `None` for N = 1
 
     def read(self, values: TokenValues | None, ratio: Tensor | None) -> "Rollout":
-        """
-        The rollout with energies and log-probs from `values`, and importance ratios ρ, `(B, T)` or `(B, 1)`. A
-        `ValueError` if an energy is not finite.
-        """
+        """With energies and log-probs, and ratios ρ, `(B, T)` or `(B, 1)`; a `ValueError` if one is not finite."""
         if values is None:
             return self
         loss_energy = values.energy if ratio is None else importance_weighted(values.energy, ratio)
@@ -92,11 +89,8 @@ class Rollout:
 
     def show(self, prompt: int = 0, max_tokens: int = 1000) -> None:
         """
-        Print the completions of a prompt; [`plot`] has the number of each token, as its colour.
-
-        Args:
-            prompt (`int`, *optional*, defaults to 0): Its index in this rollout; an `IndexError` if there is none.
-            max_tokens (`int`, *optional*, defaults to 1,000): Tokens to show per completion.
+        Print the completions of a prompt, by its index in this rollout, at most `max_tokens` of each; an `IndexError`
+        if there is no such prompt. [`plot`] has the number of each token, as its colour.
         """
         print(text.as_text(text.read_group(self, prompt, max_tokens)))
 
@@ -106,10 +100,7 @@ class Rollout:
         """
         A `matplotlib` figure of a prompt's completions, with tokens coloured by energy, advantage, and the advantage
         under the group mean; the latter two share a scale. Saves it to `path`, if given, in any format of matplotlib.
-
-        Args:
-            prompt, max_tokens: As in [`show`].
-            max_completions (`int`, *optional*, defaults to 8): Completions to draw, the first ones of the group.
+        `prompt` and `max_tokens` are as in [`show`]; the first `max_completions` of the group are drawn.
         """
         from .picture import draw
 

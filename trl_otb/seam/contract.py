@@ -14,6 +14,8 @@ import transformers
 import trl
 from accelerate.logging import get_logger
 
+from ..baselines import Baseline
+
 
 logger = get_logger(__name__)
 
@@ -200,20 +202,20 @@ def users_classes(cls: type) -> list[type]:
     return [base for base in cls.__mro__ if base not in core and not base.__module__.startswith("trl_otb.")]
 
 
-def check_subclass(cls: type, baseline: str, per_token: bool) -> None:
+def check_subclass(cls: type, entry: Baseline) -> None:
     """Raise a `TypeError` if a user's class has a method that the baseline would undo, or that would misread it."""
     for base in users_classes(cls):
         if "_transform_advantages" in vars(base):
             raise TypeError(
-                f"`{base.__name__}._transform_advantages` would change advantages that `baseline={baseline!r}` then "
+                f"`{base.__name__}._transform_advantages` would change advantages that `baseline={entry.name!r}` then "
                 "replaces. Change rewards in `_calculate_rewards`, or `inputs['advantages']` in `_compute_loss`."
             )
-        if per_token and "_compute_loss" in vars(base) and not getattr(cls, "takes_token_advantages", False):
+        if entry.per_token and "_compute_loss" in vars(base) and not getattr(cls, "takes_token_advantages", False):
             raise TypeError(
-                f"`baseline` is {baseline!r}, one per token, and `{base.__name__}._compute_loss` is not known to take "
-                "advantages of shape (B, T): a loss for (B,) fails, or silently mixes up completions. If it supports "
-                "both, as one that only adds to `super()`'s does, set `takes_token_advantages = True` in the class. "
-                "Otherwise choose a baseline per completion, such as 'ogb_pooled' or 'rloo'."
+                f"`baseline` is {entry.name!r}, one per token, and `{base.__name__}._compute_loss` is not known to "
+                "take advantages of shape (B, T): a loss for (B,) fails, or silently mixes up completions. If it "
+                "supports both, as one that only adds to `super()`'s does, set `takes_token_advantages = True` in the "
+                "class. Otherwise choose a baseline per completion, such as 'ogb_pooled' or 'rloo'."
             )
 
 

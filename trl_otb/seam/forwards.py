@@ -39,11 +39,9 @@ class Recording:
 
 class PolicyRecorder:
     """
-    Records what forwards of the policy, the model without the PEFT wrapper, compute.
-
-    GRPOTrainer's fused LM head returns ("log_probs", "entropy"). A second head, which also returns log Σπ², takes its
-    place while a scoring forward is recorded; all other forwards use GRPOTrainer's. A `ValueError` is raised if the LM
-    head is quantized.
+    Records what forwards of the policy, the model without the PEFT wrapper, compute. While a scoring forward is
+    recorded, a fused LM head that also returns log Σπ² takes the place of GRPOTrainer's. A `ValueError` is raised if
+    the LM head is quantized.
     """
 
     def __init__(self, policy: PreTrainedModel, temperature: float, cast_lm_head_to_fp32: bool) -> None:
@@ -98,9 +96,10 @@ class PolicyRecorder:
                     "The policy's forward returned no log Σπ²: something replaced the fused LM head of the model after "
                     "OTBGRPOTrainer was constructed. Construct the trainer last."
                 )
-            length = logps.size(1)
-            of_all = self.checked(states, len(chunks)) if to.states else None
-            of_tokens = None if of_all is None else torch.cat([x[:, -length - 1 : -1] for x in of_all]).to(logps.device)
+            length, of_tokens = logps.size(1), None
+            if to.states:
+                read = [of[:, -length - 1 : -1] for of in self.checked(states, len(chunks))]
+                of_tokens = torch.cat(read).to(logps.device)
             energy = token_energy(logps, torch.cat(chunks)[:, -length:])
             to.scored.append((logps, TokenValues(energy, logps, of_tokens)))
 
@@ -127,8 +126,7 @@ class PolicyRecorder:
     def sampling(self) -> Iterator[Callable[[list[list[int]], list[list[int]]], None]]:
         """Context of one `generate` of the policy; the yielded function takes the ids of prompts and completions."""
         to = self._recording
-        turns = None if to is None else to.turns
-        if to is None or turns is None:
+        if to is None or (turns := to.turns) is None:
             yield lambda prompt_ids, completion_ids: None
             return
         turn = SampledTurn(self.temperature)
@@ -194,10 +192,7 @@ def scores_anyway(trainer: GRPOTrainer) -> bool:
 def values_of_batch(
     trainer: GRPOTrainer, batch: dict[str, Any], mask: Tensor, recording: Recording, recorder: PolicyRecorder
 ) -> tuple[TokenValues | None, str | None]:
-    """
-    The values of TRL's `batch` from where they cost least, and where that is. `None` and `None` if nothing is needed,
-    and TRL ran no forward.
-    """
+    """The values of TRL's `batch` from where they cost least, and where that is; `None` if nothing is needed or run."""
     source = values = None
     if (logps := batch.get("old_per_token_logps")) is not None:
         source = "the no-gradient forward that GRPOTrainer runs anyway"

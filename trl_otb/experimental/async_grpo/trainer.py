@@ -62,12 +62,11 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
     TRL's [`~trl.experimental.async_grpo.AsyncGRPOTrainer`] with a baseline of one's choice, by default `value`, one per
     token. It takes the same arguments; rollout worker and loss are TRL's.
 
-    `value` starts from the mean of the other completions' returns; for `num_generations=1`, or where no other
-    completion was scored, from the mean return of earlier steps. What it learns with is weighted by ρ² w, ρ the ratio
-    of the trained policy to the one that sampled; what it predicts with does not depend on ρ. It learns from a group
-    once the last of its samples has been trained on or dropped as stale, so that no return of a sample still to come
-    is in θ; a worker must give the samples of a group one after another, as TRL's does. Advantages are unbiased up to
-    TRL's clipping, as leave-one-out means are.
+    `value` starts from the mean of the other completions' returns or, without one, from that of earlier steps. What it
+    learns with is weighted by ρ² w, ρ the ratio of the trained policy to the one that sampled; its predictions do not
+    depend on ρ. It learns from a group once the last of its samples has been trained on or dropped as stale, so that θ
+    holds no return of a sample still to come; a worker must give the samples of a group one after another, as TRL's
+    does. Advantages are unbiased up to TRL's clipping, as leave-one-out means are.
 
     Args:
         model, reward_funcs, train_dataset, ...: As for TRL's trainer.
@@ -112,8 +111,8 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
         self._sums.clear()
         loader: Any = super().get_train_dataloader()
         ASYNC_GRPO.check_attributes("DataLoaderDispatcher", loader)
-        collate = loader.base_dataloader.collate_fn
-        loader.base_dataloader.collate_fn = carried_with(collate, self.args.num_generations, self.uses_trl_advantages)
+        of = loader.base_dataloader
+        of.collate_fn = carried_with(of.collate_fn, self.args.num_generations, self.uses_trl_advantages)
         return loader
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:

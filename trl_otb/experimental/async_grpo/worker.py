@@ -82,7 +82,8 @@ def stamped(samples: list[Any], sizes: list[int]) -> list[Any]:
     count, total = rewards.isfinite().sum(), rewards.nansum()
     leave_one_out = (total - rewards) / (count - 1)  # NaN of what has no reward, and of a single one
     of_group = {MEAN: (total / count).item(), ROWS: float(len(samples))}
-    for sample, mean in zip(samples, leave_one_out.repeat_interleave(torch.tensor(sizes).long()).tolist(), strict=True):
+    means = leave_one_out.repeat_interleave(torch.tensor(sizes).long()).tolist()
+    for sample, mean in zip(samples, means, strict=True):
         sample.metrics.update(of_group | {LEAVE_ONE_OUT_MEAN: mean})
     return samples
 
@@ -91,16 +92,14 @@ def stamp_groups(worker: Any) -> None:
     """Let TRL's worker stamp its samples. For a user's own, TRL's metrics suffice, except for `None` and forks."""
     if isinstance(worker, trl_worker.AsyncRolloutWorker):
         ASYNC_GRPO.check_attributes("AsyncRolloutWorker", worker)
-        kind = type(worker)._loop_cls
-        worker._loop_cls = functools.partial(stamping_loop, kind)  # made in the child process
+        worker._loop_cls = functools.partial(stamping_loop, type(worker)._loop_cls)  # made in the child process
         worker.stop = functools.partial(stop_living, worker)
 
 
 def carried_of(sample: dict[str, Any], num_generations: int, uses_trl_advantages: bool) -> tuple[list[float], int]:
     """
-    Reward, deviation, mean, leave-one-out mean and group of a sample; and how many samples its group has.
-    Stamps are taken out of its metrics, of which TRL logs the means. A `ValueError` if they leave B0 unknown, unless
-    TRL's advantages are used.
+    Reward, deviation, mean, leave-one-out mean and group of a sample; and how many samples its group has. Takes stamps
+    out of its metrics, of which TRL logs the means. A `ValueError` if B0 is needed and unknown.
     """
     ASYNC_GRPO.check_attributes("AsyncGRPOTrainer's sample", sample)
     metrics, n = sample["metrics"], num_generations
@@ -108,9 +107,8 @@ def carried_of(sample: dict[str, Any], num_generations: int, uses_trl_advantages
     if not uses_trl_advantages and MEAN not in metrics and math.isnan(reward):
         raise ValueError(
             "The rollout worker gave a sample of a group without its reward (`None`, or no `metrics['reward']` and "
-            "'reward_std'): the mean of the others is unknown. Let it call "
-            "`trl_otb.experimental.async_grpo.worker.stamped` on the samples of each group, as TRL's own worker does "
-            "here, or set 'group_mean' and `scale_rewards='group'`."
+            "'reward_std'): the mean of the others is unknown. Let it call `trl_otb.experimental.async_grpo.worker."
+            "stamped` on the samples of each group, or set 'group_mean' and `scale_rewards='group'`."
         )
     mean = metrics.pop(MEAN, reward - sample["advantage"] * (std + 1e-8))
     leave_one_out_mean = metrics.pop(LEAVE_ONE_OUT_MEAN, (n * mean - reward) / (n - 1) if n > 1 else torch.nan)
