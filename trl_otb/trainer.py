@@ -1,11 +1,12 @@
 """The trainer: what is overridden of GRPOTrainer, in the order in which TRL calls it."""
 
+import inspect
 import math
 from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from trl import GRPOConfig
+from trl import GRPOConfig, GRPOTrainer
 
 from .baselines import Completions
 from .config import OTBGRPOConfig, check_options
@@ -74,7 +75,9 @@ class OTBGRPOTrainer(KeepsBaseline, CollectiveToolLoop, TokenLoss):
         self.rollouts: dict[str, Rollout] = Rollouts()  # the latest one of each mode, "train" and "eval"
         self.energy_source: str | None = None  # of the latest rollout in training
         self.needs = self.baseline.entry.needs  # what rollouts are to hold; more during a comparison
-        super().__init__(model, reward_funcs, args, *other_args, **kwargs)
+        # By name, as a user's class may take them so only
+        names = list(inspect.signature(GRPOTrainer.__init__).parameters)[4:]
+        super().__init__(model, reward_funcs, args=args, **dict(zip(names, other_args, strict=False)), **kwargs)
         GRPO.check_attributes("GRPOTrainer", self)
         self.loss_is_known = not {*GRPO.warn_if_changed()} & GRPO.loss
         if self.scale_rewards == "running":

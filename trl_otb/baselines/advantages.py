@@ -30,11 +30,10 @@ def credit(
     b0: Tensor | None = None,
 ) -> Credit:
     """
-    The advantages of `local`, this process's completions, with all that `baseline.needs`. If rows that the baseline
-    must see together are elsewhere, such as on other processes, `gather_batch` adds them to `local` (its second
-    argument says whether the baseline compares tokens), and `rows` is the place of `local` among all. `b0`, if it is
-    known, replaces the baseline's call. A `ValueError` is raised if a user's baseline returned values that are not
-    finite or of the wrong shape.
+    The advantages of `local`, this process's completions, with all that `baseline.needs`. `gather_batch` adds the rows
+    that the baseline must see, too, as of other processes (its second argument says whether it compares tokens), and
+    `rows` is the place of `local` among all. `b0`, if it is known, replaces the baseline's call. A `ValueError` if a
+    user's baseline returned values that are not finite or of the wrong shape.
     """
     if not baseline.per_token:
         local = local.totals()
@@ -81,8 +80,7 @@ def _checked(result: Any, baseline: Baseline, x: Completions) -> Tensor:
         value = result.expand(shape)[row, token].item()
         raise ValueError(
             f"The baseline {baseline.name!r} returned {value} for completion {row}, token {token}: it must be finite "
-            "wherever there is a token. A weighted mean whose weights are all 0 is a usual cause; `x.mean` takes the "
-            "plain mean there."
+            "wherever there is a token. Where all weights of a mean are 0, `x.mean` takes the plain mean."
         )
     return result.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 

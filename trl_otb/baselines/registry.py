@@ -123,10 +123,8 @@ def register_baseline(
             cell; existing trainers keep the old one.
         needs (`Collection[str]`, *optional*): What it reads in addition to returns, mask and lengths: some of `NEEDS`.
             `"energy"` includes `loss_energy`.
-        per_token (`bool`, *optional*): Whether B is subtracted from the reward-to-go of every token, or is one number
-            per completion.
-        scope (`str`, *optional*): The rows that it must see together: `"group"` or `"batch"`, the generation batch of
-            all processes.
+        per_token (`bool`, *optional*): Whether B has a number for every token's reward-to-go, or one per completion.
+        scope (`str`, *optional*): What it must see together: a `"group"`, or the `"batch"` of all processes.
         unbiased (`bool`, *optional*): Whether B never depends on the completion it is subtracted from, except that B_t
             may depend on what precedes token t. Then the plain sum of gradients is unbiased, if no completion is
             excluded because of its content (masked for its length, or without a reward).

@@ -68,9 +68,9 @@ def prompt_moments(
     by_completion = [
         gradient_of(i, weights[i][:, at] * mask) for i, (at, mask) in enumerate(zip(places, masks, strict=True))
     ]
-    own, *of_tokens = torch.stack(by_completion, dim=1)  # each (M, k)
+    scores, *of_tokens = torch.stack(by_completion, dim=1)  # each (M, k)
     weighted = dict(zip(per_token, of_tokens, strict=True))
-    products = own.double() @ own.double().T
+    products = scores.double() @ scores.double().T
 
     def of_completions(advantages_of: Advantages, n: int, partitions: list[Tensor]) -> tuple[Tensor, Tensor]:
         """E‖ĝ‖² and Eĝ over the groups of `n` that each partition holds one after the other."""
@@ -79,8 +79,8 @@ def prompt_moments(
         c = advantages_of(rows, n)[:, 0].double().view(-1, n) / n
         at = rows.view(-1, n)
         squares = torch.einsum("gi,gij,gj->g", c, products[at.unsqueeze(2), at.unsqueeze(1)], c)
-        total = torch.zeros(len(own), dtype=c.dtype).index_add_(0, at.flatten(), c.flatten())
-        return squares.mean(), (total / len(at)).to(own) @ own
+        total = torch.zeros(len(scores), dtype=c.dtype).index_add_(0, at.flatten(), c.flatten())
+        return squares.mean(), (total / len(at)).to(scores) @ scores
 
     def of_half(name: str, n: int, partitions: list[Tensor]) -> tuple[Tensor, Tensor]:
         """The same under a baseline."""

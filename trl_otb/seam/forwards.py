@@ -33,7 +33,7 @@ class Recording:
     needed: bool = True
     states: bool = False
     turns: SampledTurns | None = None
-    scored: list[tuple[Tensor, TokenValues]] = field(default_factory=list)  # with the log-probs that TRL got
+    scored: list[TokenValues] = field(default_factory=list)  # with the log-probs that TRL got
     on_logps: Callable[[Tensor], None] | None = None  # called with the log-probs of forwards with gradient
 
 
@@ -101,7 +101,7 @@ class PolicyRecorder:
                 read = [of[:, -length - 1 : -1] for of in self.checked(states, len(chunks))]
                 of_tokens = torch.cat(read).to(logps.device)
             energy = token_energy(logps, torch.cat(chunks)[:, -length:])
-            to.scored.append((logps, TokenValues(energy, logps, of_tokens)))
+            to.scored.append(TokenValues(energy, logps, of_tokens))
 
         hook = model.register_forward_hook(
             lambda module, args, outputs: chunks.append(getattr(outputs, "log_sum_sq_probs", None))
@@ -197,7 +197,7 @@ def values_of_batch(
     if (logps := batch.get("old_per_token_logps")) is not None:
         source = "the no-gradient forward that GRPOTrainer runs anyway"
         # By identity, so never those of a reference model
-        values = next((values for of_forward, values in recording.scored if of_forward is logps), None)
+        values = next((of_forward for of_forward in recording.scored if of_forward.logps is logps), None)
         if values is None:
             what = "the old log-probs of the rollout are not those that any forward of the policy returned"
             raise BrokenContract(what, "_get_per_token_logps_and_entropies", "_generate_and_score_completions")
@@ -220,7 +220,7 @@ def extra_forward(trainer: GRPOTrainer, batch: dict[str, Any], states: bool, rec
         score(trainer, batch, min(args.per_device_train_batch_size, args.per_device_eval_batch_size))
     if not recording.scored:
         raise BrokenContract("the forward that yields energies is not taken", "_get_per_token_logps_and_entropies")
-    return recording.scored[0][1]
+    return recording.scored[0]
 
 
 def score(trainer: GRPOTrainer, batch: dict[str, Any], batch_size: int) -> Tensor:

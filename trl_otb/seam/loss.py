@@ -106,18 +106,11 @@ def check_product(
     of_tokens: Callable[[Tensor], Tensor],
 ) -> bool:
     """
-    Raise an `ImportError`, on all processes, unless the gradient of a loss with respect to log-probs is linear in each
-    token's own advantage, and falls with it: from the gradients for advantages of 0 and 1 that for the positive
-    advantages `mixed` follows. Takes one forward without gradient; trainer and random numbers stay as they are.
-
-    Args:
-        name, trainer: What is called so in errors, and its trainer.
-        forward: The forward of the loss: its result, and in it the log-probs as a leaf.
-        loss: A function from a copy of the trainer, a stored `forward`, and advantages.
-        zeros, mixed, of_tokens: Advantages; and from a gradient of the leaf, what belongs to tokens, like `mixed`.
-
-    Returns:
-        Whether advantages have an effect on all processes.
+    Raise an `ImportError`, on all processes, unless the gradient of the `loss` called `name` with respect to log-probs
+    is linear in each token's own advantage, and falls with it: from the gradients for advantages of 0 and 1 that for
+    the positive advantages `mixed` follows. Takes one `forward` without gradient, which returns its result and in it
+    the log-probs as a leaf; trainer and random numbers stay as they are. `of_tokens` makes a gradient of the leaf look
+    like `mixed`. Returns whether advantages have an effect on all processes.
     """
     probe, computed = copy.copy(trainer), list[tuple[Any, Tensor]]()  # a copy gets metrics and controllers' state
     probe._metrics = copy.deepcopy(trainer._metrics)

@@ -23,10 +23,8 @@ if TYPE_CHECKING:
 @contextmanager
 def at_rest(trainer: "OTBGRPOTrainer", needs: frozenset[str]) -> Iterator[None]:
     """Context in which `trainer` samples in eval mode what baselines need; its state is restored afterwards."""
-    records = {
-        name: getattr(trainer, name) for name in ("_metrics", "_logs", "_pending_extra_logs", "_pending_metrics")
-    }
-    kept = {name: getattr(trainer, name) for name in ("num_generations_eval", "needs", "energy_source")}
+    names = ("_metrics", "_logs", "_pending_extra_logs", "_pending_metrics")
+    kept = {name: getattr(trainer, name) for name in (*names, "num_generations_eval", "needs", "energy_source")}
     tokens_seen = trainer.state.num_input_tokens_seen
     modes = {module: module.training for module in trainer.model.modules()}
     python, numpy = random.getstate(), np.random.get_state()
@@ -34,8 +32,8 @@ def at_rest(trainer: "OTBGRPOTrainer", needs: frozenset[str]) -> Iterator[None]:
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         trainer.model.eval()
         trainer.needs = trainer.needs | needs
-        for name, record in records.items():
-            setattr(trainer, name, copy.deepcopy(record))
+        for name in names:
+            setattr(trainer, name, copy.deepcopy(kept[name]))
         try:
             with trainer.accelerator.autocast():
                 yield
@@ -45,8 +43,8 @@ def at_rest(trainer: "OTBGRPOTrainer", needs: frozenset[str]) -> Iterator[None]:
             random.setstate(python)
             np.random.set_state(numpy)
             trainer.state.num_input_tokens_seen = tokens_seen
-            for name, record in (kept | records).items():
-                setattr(trainer, name, record)
+            for name, value in kept.items():
+                setattr(trainer, name, value)
 
 
 Pool = tuple[Completions, list[dict[str, Any]]]  # of one example, with the rows of TRL's batch one by one

@@ -15,9 +15,6 @@ from .contract import BrokenContract, trl_utils
 from .forwards import scores_anyway
 
 
-_MAKING = ("_generate_and_score_completions", "_calculate_rewards")  # the methods that make a rollout
-
-
 class Returns(NamedTuple):
     """The weighted rewards of all processes' completions, in order of process."""
 
@@ -93,13 +90,13 @@ def recorded_rewards(trainer: GRPOTrainer) -> Iterator[list[RewardRecorder]]:
         return rewards
 
     def innermost(self: Any, *args: Any, **kwargs: Any) -> Any:
-        functions, names = self.reward_funcs, self.reward_func_names
+        functions = self.reward_funcs
         if self is trainer and recorders:
             self.reward_funcs = [
-                function
-                if isinstance(function, torch.nn.Module)
-                else recorders[-1].wrap(i, names[i], function, trl_utils.is_async_callable(function))
-                for i, function in enumerate(functions)
+                of
+                if isinstance(of, torch.nn.Module)
+                else recorders[-1].wrap(i, name, of, trl_utils.is_async_callable(of))
+                for i, (of, name) in enumerate(zip(functions, self.reward_func_names, strict=True))
             ]
         try:
             return of_trl(self, *args, **kwargs)
@@ -116,32 +113,32 @@ def rollout_of(
     trainer: GRPOTrainer, batch: dict[str, Any], recorders: list[RewardRecorder], num_generations: int
 ) -> Rollout:
     """The rollout of TRL's `batch`, after a check that it holds what was rewarded, with TRL's advantages."""
+
+    def broken(what: str) -> BrokenContract:
+        return BrokenContract(what, "_generate_and_score_completions", "_calculate_rewards")
+
     rewards_per_func = recorders[-1].rewards_per_func if recorders else None
     if rewards_per_func is None:
-        raise BrokenContract("rewards no longer come from `GRPOTrainer._calculate_rewards`", *_MAKING)
+        raise broken("rewards no longer come from `GRPOTrainer._calculate_rewards`")
     if missing := missing_keys(trainer, batch):
-        raise BrokenContract(f"a generation batch has no {', '.join(map(repr, missing))}", *_MAKING)
+        raise broken(f"a generation batch has no {', '.join(map(repr, missing))}")
     recorder, options = recorders[-1], (trainer.scale_rewards, trainer.multi_objective_aggregation)
     weighed = weigh_rewards(rewards_per_func, trainer.reward_weights, num_generations, *options)
     ids, rewarded = batch["completion_ids"].cpu(), recorder.completion_ids
     first = trainer.accelerator.process_index * len(ids)
     local = slice(first, first + len(ids))
     if len(ids) != len(rewarded):
-        what = f"{len(rewarded)} completions were rewarded and {len(ids)} are to be trained on"
-        raise BrokenContract(what, *_MAKING)
+        raise broken(f"{len(rewarded)} completions were rewarded and {len(ids)} are to be trained on")
     for row, of_row in enumerate(rewarded):
         if not torch.equal(ids[row, : len(of_row)], of_row):
-            raise BrokenContract(
-                f"completion {row} of a rollout is not the one that was rewarded in its place", *_MAKING
-            )
+            raise broken(f"completion {row} of a rollout is not the one that was rewarded in its place")
     expected, actual, scale = weighed.group_mean_advantages[local], batch["advantages"], weighed.scale[local]
     difference = ((expected - actual) * scale.nan_to_num(posinf=1.0)).abs()
     if (difference > 1e-5 * (1 + weighed.returns.abs().nan_to_num(nan=0.0).max())).any():
         row = int(difference.argmax())
-        raise BrokenContract(
+        raise broken(
             f"how GRPOTrainer forms its advantages: for completion {row} of a rollout it has {actual[row].item():.6g}, "
-            f"and the rewards, weights and scale that trl_otb relies on give {expected[row].item():.6g}",
-            *_MAKING,
+            f"and the rewards, weights and scale that trl_otb relies on give {expected[row].item():.6g}"
         )
     rewards, mask = weighed.returns[local], generated_mask(batch)
     along_the_way = torch.tensor([bool(recorder)], device=rewards.device)
