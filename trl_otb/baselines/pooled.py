@@ -17,8 +17,7 @@ def ogb_pooled(x: Completions) -> Float[Tensor, "B 1"]:
 
     Source: this project, after https://arxiv.org/abs/2511.03710, which pools plain means ([`rloo_pooled`]). It assumes
     that the prompts of a batch predict each other; if they do not, it gains and loses little. Unbiased, since b_(−i), λ
-    and m do not depend on completion i. With fewer than 3 prompts λ = 0; a prompt's only completion with a reward gets
-    m.
+    and m do not depend on completion i. With fewer than 3 prompts λ = 0; a prompt's only scored completion gets m.
     """
     return pooled(x, x.whole_returns, x.total_energy)
 

@@ -124,28 +124,19 @@ class Comparison:
     """
     A baseline compared with the group mean at the same group size (for N = 1, with `rloo_pooled`).
 
-    Args:
-        name (`str`): The baseline.
-        n (`int`): Group size.
-        unbiased (`bool`, *optional*): Whether the estimator is unbiased up to a factor; `None` if it is under
-            conditions that are not certain here. Unless `True`, its bias is measured.
-        more_prompts ([`Estimate`]): How many more prompts per step the group mean needs to be as efficient, as a
-            share: 0.13 for 13 % more.
-        more_completions ([`Estimate`]): The same in completions, of the control at the run's own N: what this N is
-            worth if a step's completions stay as many. NaN unless it is certainly unbiased.
-        over_group_mean, noise_over_group_mean ([`Estimate`]): The ratio of a step's efficiency, and that of noise to
-            signal, to the group mean's.
-        cosine ([`Estimate`]): The cosine of the expected gradient to the true one.
+    Estimates but `cosine` are relative to that control: `more_prompts` is 0.13 if the control needs 13 % more prompts
+    per step to be as efficient.
     """
 
     name: str
-    n: int
-    unbiased: bool | None
+    n: int  # group size
+    unbiased: bool | None  # up to a factor; `None` if under conditions that are not certain here. Else bias is measured
     more_prompts: Estimate
+    # Than the control at the run's own N, if a step's completions stay as many; NaN unless it is certainly unbiased
     more_completions: Estimate
-    over_group_mean: Estimate
-    noise_over_group_mean: Estimate
-    cosine: Estimate
+    over_group_mean: Estimate  # the ratio of the efficiencies of a step
+    noise_over_group_mean: Estimate  # of noise to signal
+    cosine: Estimate  # of the expected gradient to the true one
 
 
 def compare(moments: dict[tuple[str, int], Moments], prompts_per_batch: int, group_size: int) -> list[Comparison]:

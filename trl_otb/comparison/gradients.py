@@ -16,8 +16,7 @@ PROJECT_AT_ONCE = 2**26  # numbers of gradients that are projected together, a q
 def studied_parameters(trainer: OTBGRPOTrainer, pattern: str | None) -> list[torch.nn.Parameter]:
     """The trainable parameters whose name matches `pattern`, by default all; a `ValueError` if there is none."""
     named = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
-    studied = [p for name, p in named.items() if re.search(pattern or "", name)]
-    if not studied:
+    if not (studied := [p for name, p in named.items() if re.search(pattern or "", name)]):
         raise ValueError(
             f"`parameters` is {pattern!r}, which none of {len(named)} trainable parameters holds: their names read "
             f"like {next(iter(named), None)!r}."

@@ -4,7 +4,7 @@ import hashlib
 import inspect
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
@@ -49,7 +49,9 @@ class BrokenContract(Exception):
 
     def named(self, trainer: "GRPOTrainer") -> Exception:
         """The `TypeError` if the trainer's class overrides one of the methods; else the `ImportError`."""
-        theirs = overriders(trainer, self.methods)
+        theirs = [f"{name}, set on the trainer" for name in self.methods if name in vars(trainer)]
+        classes = users_classes(type(trainer))
+        theirs += [f"{of.__name__}.{name}" for name in self.methods for of in classes if name in vars(of)]
         if not theirs:
             return incompatible_trl(self.what)
         return TypeError(
@@ -227,9 +229,3 @@ def check_config(cls: type) -> None:
                 f"`args` is missing, and {base.__name__} may have its own config, whose defaults would be lost. Pass "
                 "one: `class Config(OTBGRPOConfig, TheirConfig)`, decorated with `@dataclass`."
             )
-
-
-def overriders(trainer: GRPOTrainer, names: Collection[str]) -> list[str]:
-    """`Class.method` for the user's overrides of `names`, also for methods set on the trainer."""
-    result = [f"{name}, set on the trainer" for name in names if name in vars(trainer)]
-    return result + [f"{b.__name__}.{name}" for name in names for b in users_classes(type(trainer)) if name in vars(b)]

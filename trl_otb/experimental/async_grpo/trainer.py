@@ -218,5 +218,5 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
         """An unscored token, as all processes learn together."""
         projection, device = self.recorder.projection, self.accelerator.device
         width = 1 if projection is None else projection.size(1)
-        nan, one = torch.tensor(torch.nan, device=device), torch.zeros(1, device=device)
-        return Sample(nan, nan, torch.zeros((), device=device), one, one, one, torch.zeros(1, width, device=device))
+        nan, zero = torch.tensor(torch.nan, device=device), torch.zeros(1, device=device)
+        return Sample(nan, nan, zero[0], zero, zero, zero, torch.zeros(1, width, device=device))
