@@ -91,9 +91,7 @@ def check_token_loss(trainer: GRPOTrainer, inputs: dict[str, Any]) -> bool:
         probe._get_per_token_logps_and_entropies, probe.importance_sampling_level = forward, "token"
         return GRPOTrainer._compute_loss(probe, trainer.model, inputs | {"advantages": advantages})
 
-    zeros = torch.zeros(len(mask), device=mask.device)  # and ones, as GRPOTrainer's own, one for each completion
-    mixed = 1 + torch.arange(mask.numel(), device=mask.device).view_as(mask) / mask.numel()
-    return check_product("GRPOTrainer._compute_loss", trainer, forward, loss, zeros, mixed, lambda of: of * mask)
+    return check_product("GRPOTrainer._compute_loss", trainer, forward, loss, mask, lambda gradient: gradient * mask)
 
 
 def check_product(
@@ -101,8 +99,7 @@ def check_product(
     trainer: Any,
     forward: Callable[..., tuple[Any, Tensor]],
     loss: Callable[[Any, Callable, Tensor], Tensor],
-    zeros: Tensor,
-    mixed: Tensor,
+    tokens: Tensor,
     of_tokens: Callable[[Tensor], Tensor],
 ) -> bool:
     """
@@ -110,8 +107,10 @@ def check_product(
     is linear in each token's own advantage, and falls with it: from the gradients for advantages of 0 and 1 that for
     the positive advantages `mixed` follows. Takes one `forward` without gradient, which returns its result and in it
     the log-probs as a leaf; trainer and random numbers stay as they are. `of_tokens` makes a gradient of the leaf look
-    like `mixed`. Returns whether advantages have an effect on all processes.
+    like `tokens`. Returns whether advantages have an effect on all processes.
     """
+    zeros = torch.zeros(len(tokens), device=tokens.device)  # and ones, one for each row
+    mixed = 1 + torch.arange(tokens.numel(), device=tokens.device).view_as(tokens) / tokens.numel()
     probe, computed = copy.copy(trainer), list[tuple[Any, Tensor]]()  # a copy gets metrics and controllers' state
     probe._metrics = copy.deepcopy(trainer._metrics)
 

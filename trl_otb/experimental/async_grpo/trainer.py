@@ -162,9 +162,7 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
 
             return AsyncGRPOTrainer.compute_loss(probe, known_afterwards, inputs | {"advantages": deferred})
 
-        zeros = torch.zeros(len(index), device=index.device)
-        mixed = 1 + torch.arange(len(index), device=index.device) / len(index)
-        return check_product(LOSS, self, forward, loss, zeros, mixed, lambda gradient: gradient.flatten()[index])
+        return check_product(LOSS, self, forward, loss, index, lambda gradient: gradient.flatten()[index])
 
     def _advantages(self, carried: Tensor, sample_of: Tensor, of_tokens: tuple[Tensor, ...]) -> Tensor:
         """`(M,)`: one per term of the loss, whose terms of one sample are adjacent; 0 without a return or B0."""
