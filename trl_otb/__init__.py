@@ -8,8 +8,7 @@ Baselines per token for TRL's GRPOTrainer.
     trainer.rollouts["train"].show(prompt=0)               # the last batch, token by token
     trl_otb.compare_baselines(trainer)                     # which baseline suits this run
 
-Also: `AsyncOTBGRPOTrainer` for asynchronous training, `register_baseline` for your own baselines, `TokenRewards` for
-rewards per token, and the pure torch functions in `trl_otb.energy` and `trl_otb.baselines`.
+Also: `AsyncOTBGRPOTrainer`, `register_baseline`, `TokenRewards`, and pure torch in `energy` and `baselines`.
 """
 
 from importlib import import_module

@@ -46,10 +46,6 @@ def main(argv: list[str] | None = None) -> None:
     if command not in COMMANDS:
         sys.exit(__doc__ if command in ("", "-h", "--help") else f"trl-otb: {command!r} is none of {COMMANDS}.")
     from accelerate.commands.launch import launch_command, launch_command_parser
-
-    from trl_otb.seam.contract import COMMAND_LINE
-
-    COMMAND_LINE.check()
     from trl.cli.accelerate_config import resolve_accelerate_config_argument
     from trl.cli.commands.training import _subtract_subsequence
 

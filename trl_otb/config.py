@@ -35,24 +35,21 @@ class OTBGRPOConfig(GRPOConfig):
 
     Parameters:
         scale_rewards (`str`, *optional*, defaults to `"none"`): What advantages are divided by: as in
-            [`~trl.GRPOConfig`], or `"running"`, the standard deviation of returns within groups, over earlier batches:
-            GRPO's scale without its bias, under any baseline.
+            [`~trl.GRPOConfig`], or `"running"`, the standard deviation of returns within groups, over earlier batches.
+            Where it is not set, a warning says so once.
         baseline (`str`, *optional*, defaults to `"otb"`): The baseline to subtract from returns: a name in
-            `trl_otb.baselines.BASELINES`, whose docstrings say when to use each; a name that you registered with
-            [`trl_otb.register_baseline`] before making the config; or `"module:function"`.
+            `trl_otb.baselines.BASELINES` or registered before with [`trl_otb.register_baseline`], or
+            `"module:function"`.
         credit_whole_return (`bool`, *optional*, defaults to `False`): Whether every token is credited with the
-            completion's summed reward, in place of the rewards from it on. Set it if a reward of a turn or token
-            depends on later tokens, as a judge's that reads the whole transcript: rewards-to-go are biased then.
-
-    Where `scale_rewards` is not set, a warning says that it is `"none"`, once per process.
+            completion's summed reward, not with the rewards from it on. Set it if a reward of a turn or token depends
+            on later tokens, as a judge's that reads the whole transcript: rewards-to-go are biased then.
     """
 
     scale_rewards: str | None = field(
         default=None,  # becomes "none"; `None` shows that it was not set
         metadata={
-            "help": "What advantages are divided by: `'none'` (default), the standard deviation of rewards within each "
-            "group (`'group'`) or across the batch (`'batch'`), or its running estimate within the groups of earlier "
-            "batches (`'running'`), with any baseline."
+            "help": "What advantages are divided by: `'none'` (default), or the standard deviation of rewards within "
+            "each group (`'group'`), across the batch (`'batch'`), or within groups of earlier batches (`'running'`)."
         },
     )
     baseline: str = field(default="otb", metadata={"help": _baseline_help()})
@@ -126,14 +123,13 @@ def check_options(args: GRPOConfig) -> Baseline:
         raise ValueError(
             f"`scale_rewards` is {args.scale_rewards!r}: it must be one of 'none', 'running', 'group' and 'batch'."
         )
-    many = args.num_generations != 1
     if args.scale_rewards not in (False, "none", "running") and not baseline.scalable:
+        scalable = ", ".join(repr(of.name) for of in BASELINES.values() if of.scalable)
         raise ValueError(
             f"`scale_rewards` is {args.scale_rewards!r} and `baseline` is {name!r}, under which completions have "
             "advantages where all returns are nearly equal: these would be divided by their standard deviation, which "
             "is nearly 0. Set `scale_rewards` to 'none', the default of OTBGRPOConfig (GRPOConfig's is 'group'), or to "
-            "'running'"
-            + (f", or choose {', '.join(repr(of.name) for of in BASELINES.values() if of.scalable)}." if many else ".")
+            f"'running'{f', or choose {scalable}' if args.num_generations != 1 else ''}."
         )
     if args.num_generations == 1 and (conflict := _conflict_with_single_completion(args, baseline)):
         raise ValueError(f"`num_generations` is 1, and {conflict}.")
@@ -152,15 +148,13 @@ def _conflict_with_single_completion(args: GRPOConfig, baseline: Baseline) -> st
             "`multi_objective_aggregation` is 'normalize_then_sum', which normalizes rewards within a prompt's "
             "completions. Set 'sum_then_normalize'"
         )
-    if baseline.name == "none":
-        return None
-    if baseline.scope == "group":
+    if baseline.scope == "group" and baseline.name != "none":
         return (
             f"`baseline` is {baseline.name!r}, which compares the completions of a prompt. Choose 'value', "
             "'rloo_pooled', 'ogb_pooled' or one of your own with `scope='batch'`, which compare prompts, or 'none', or "
             "2 completions"
         )
-    if args.generation_batch_size == 1:
+    if baseline.scope == "batch" and args.generation_batch_size == 1:
         return (
             "a generation batch is a single completion, with nothing to compare it with. Raise `generation_batch_size` "
             "or what it is made of, `per_device_train_batch_size` and `steps_per_generation`"

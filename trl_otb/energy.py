@@ -13,17 +13,11 @@ from torch import Tensor
 
 
 class TokenValues(NamedTuple):
-    """
-    What a forward computes for completions.
+    """What a forward computes for completions."""
 
-    Args:
-        energy, logps: w_t and log π(y_t), at the sampling temperature.
-        states (*optional*): Projected hidden states at the positions that predict the tokens.
-    """
-
-    energy: Float[Tensor, "B T"]
-    logps: Float[Tensor, "B T"]
-    states: Float[Tensor, "B T k"] | None
+    energy: Float[Tensor, "B T"]  # w_t, at the sampling temperature
+    logps: Float[Tensor, "B T"]  # log π(y_t)
+    states: Float[Tensor, "B T k"] | None  # projected hidden states at the positions that predict the tokens
 
 
 def token_energy(logps: Float[Tensor, "*shape"], log_sum_sq_probs: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
@@ -32,14 +26,9 @@ def token_energy(logps: Float[Tensor, "*shape"], log_sum_sq_probs: Float[Tensor,
 
         w_t = ‖e_{y_t} − π_t‖² = 1 − 2·π_t(y_t) + Σ_v π_t(v)²
 
-    Computed as (1 − π_t(y_t))² + Σ_{v≠y_t} π_t(v)², which rounding cannot make negative.
-
-    Args:
-        logps, log_sum_sq_probs: log π_t(y_t) and log Σ_v π_t(v)², natural logarithms, at the sampling temperature.
-            Where both are 0, as TRL leaves masked positions, w_t is 0.
-
-    Returns:
-        float32, in [0, 2]: near 0 for a token that the policy was sure of, near 2 for a confident mistake.
+    Computed as (1 − π_t(y_t))² + Σ_{v≠y_t} π_t(v)², which rounding cannot make negative; float32, in [0, 2]: near 0 for
+    a token that the policy was sure of, near 2 for a confident mistake. `logps` and `log_sum_sq_probs` are log π_t(y_t)
+    and log Σ_v π_t(v)² at the sampling temperature. Where both are 0, as TRL leaves masked positions, w_t is 0.
     """
     logps, log_sum_sq_probs = logps.float(), log_sum_sq_probs.float()
     probs_of_others = (log_sum_sq_probs.exp() - (2 * logps).exp()).clamp_(min=0)
@@ -49,12 +38,7 @@ def token_energy(logps: Float[Tensor, "*shape"], log_sum_sq_probs: Float[Tensor,
 def importance_weighted(
     energy: Float[Tensor, "B T"], importance_weights: Float[Tensor, "B #T"] | None
 ) -> Float[Tensor, "B T"]:
-    """
-    ρ_t² w_t, float32: the energy of a token in a loss that multiplies it by its importance ratio.
-
-    `importance_weights` are the ratios ρ_t = π(y_t) / μ(y_t) of policy π over sampler μ, per token or per completion; 1
-    if `None`.
-    """
+    """ρ_t² w_t, float32, for importance ratios ρ_t = π(y_t) / μ(y_t) of policy π over sampler μ; 1 if `None`."""
     energy = energy.float()
     return energy if importance_weights is None else energy * importance_weights.float().square()
 

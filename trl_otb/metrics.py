@@ -16,14 +16,8 @@ def completion_statistics(
     x: Completions, chosen: Credit, reference: Credit, scale: Float[Tensor, "B 1"]
 ) -> Float[Tensor, "B S"]:
     """
-    Args:
-        x ([`Completions`]): Completions; without energies, what depends on them is NaN.
-        chosen, reference ([`Credit`]): Their credit under the chosen baseline, and under the one that it is compared
-            with.
-        scale: The divisor of both advantages.
-
-    Returns:
-        float32, a column for each of `STATISTICS`: sums over tokens, of ρ_t² w_t A_t² for `power`.
+    float32, a column for each of `STATISTICS`: sums over tokens, of ρ_t² w_t A_t² for `power`; NaN without energies.
+    `scale` divides the advantages under the chosen baseline and under the reference that it is compared with.
     """
     unknown = x.mask.new_full((1, 1), torch.nan).expand_as(x.mask)
     energy, loss_energy = (unknown if values is None else values for values in (x.energy, x.loss_energy))
@@ -43,14 +37,8 @@ def completion_statistics(
 
 def summarize(statistics: Float[Tensor, "B S"], num_generations: int) -> dict[str, float]:
     """
-    Args:
-        statistics: Rows of [`completion_statistics`] for whole groups, the N rows of a group
-            adjacent.
-        num_generations (`int`): N.
-
-    Returns:
-        `dict[str, float]`: the metrics without their `otb/` prefix. Completions without generated tokens (all masked)
-        are excluded. A metric is NaN if it is undefined, as without energies.
+    The metrics of [`completion_statistics`] of whole groups, the N rows of a group adjacent, without their `otb/`
+    prefix. Completions without generated tokens (all masked) are excluded. A metric is NaN if it is undefined.
     """
     columns = dict(zip(STATISTICS, statistics.unbind(dim=1), strict=True))
     tokens = columns["tokens"]

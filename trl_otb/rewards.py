@@ -49,25 +49,20 @@ def passing(function: Callable, is_async: bool, on: Callable[[Any], Any]) -> Cal
 
 class RewardRecorder:
     """
-    Wraps GRPOTrainer's reward functions for one rollout: it stores rewards per turn and token, and passes on their
-    sum, which GRPOTrainer logs and weights like any reward. `rewards_per_func`, `(B_all, F)`, is then GRPOTrainer's
-    tensor of rewards, from all processes.
-
-    Args:
-        completion_ids (`list` of length B): The tokens of each completion, including tool output.
-        weights (`list` of length F): The weight of each function: of weight 0, rewards may be infinite.
+    Wraps the reward functions of one rollout: it stores rewards per turn and token, and passes on their sum, which
+    GRPOTrainer logs and weights like any reward. `completion_ids` are the tokens of each completion, including tool
+    output, and `weights` those of the F functions: of weight 0, rewards may be infinite.
     """
 
     def __init__(self, completion_ids: Sequence[torch.Tensor], weights: Sequence[float]):
-        self.rewards_per_func: torch.Tensor | None = None
-        self.completion_ids = completion_ids
-        self._weights = weights
-        self._credited: dict[tuple[int, int], tuple[torch.Tensor, bool]] = {}  # by function and row; of tokens?
+        self.rewards_per_func: torch.Tensor | None = None  # (B_all, F), GRPOTrainer's, from all processes
+        self.completion_ids, self._weights = completion_ids, weights
+        self._rewards: dict[tuple[int, int], tuple[torch.Tensor, bool]] = {}  # by function and row; of tokens?
         self._names: dict[int, str] = {}
 
     def __bool__(self) -> bool:
         """Whether any turn or token was rewarded."""
-        return bool(self._credited)
+        return bool(self._rewards)
 
     def wrap(self, index: int, name: str, function: Callable, is_async: bool) -> Callable:
         """
@@ -109,39 +104,31 @@ class RewardRecorder:
                 f"The reward function '{name}' returned {what} of completion {row}: rewards of turns or tokens, and "
                 "their sum, must be finite in float32. Return None for a completion that cannot be scored."
             )
-        self._credited[index, row] = torch.tensor(numbers, dtype=torch.float32), isinstance(reward, TokenRewards)
+        self._rewards[index, row] = torch.tensor(numbers, dtype=torch.float32), isinstance(reward, TokenRewards)
         return total
 
     def token_rewards(self, mask: torch.Tensor, returns: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
         """
-        `(B, T)` float32: the rewards at the tokens where they were earned; each row sums to its return.
-
-        Args:
-            mask (`(B, T)`): 1 on generated tokens. Rows of zeros are skipped.
-            returns (`(B,)`): Each completion's return. The part that was not given to a turn or token is earned at the
-                last generated token.
-            factors (`(B, F)`): The factor of each of the F functions' rewards.
-
-        Raises:
-            ValueError: The number of rewards is not that of turns or tokens. The message names function and row.
+        `(B, T)` float32: rewards at the tokens where they were earned; each row sums to its return, `(B,)`. What was
+        not given to a turn or token is earned at the last generated token. `factors`, `(B, F)`, are those of the
+        functions' rewards. A `ValueError` if the number of rewards is not that of turns or tokens.
         """
         rewards = torch.zeros_like(mask, dtype=torch.float32)
-        ends = turn_ends(mask)
-        generated = mask.any(dim=1).tolist()
-        for (index, row), (credited, per_token) in self._credited.items():
+        ends, generated = turn_ends(mask), mask.any(dim=1).tolist()
+        for (index, row), (earned, per_token) in self._rewards.items():
             if not generated[row]:
                 continue
             at: Any = slice(len(self.completion_ids[row])) if per_token else ends[row].nonzero().squeeze(1)
             length = len(self.completion_ids[row]) if per_token else len(at)
-            if len(credited) != length:
+            if len(earned) != length:
                 what = "tokens" if per_token else "turns (stretches of generated tokens)"
                 remedy = "id in `completion_ids`" if per_token else "assistant message, or `trl_otb.TokenRewards`"
                 raise ValueError(
-                    f"The reward function '{self._names[index]}' returned {len(credited)} rewards for completion "
+                    f"The reward function '{self._names[index]}' returned {len(earned)} rewards for completion "
                     f"{row}, which has {length} {what}. Return one number for each {remedy}, or one for the whole "
                     "completion."
                 )
-            rewards[row, at] += factors[row, index] * credited.to(mask.device)
+            rewards[row, at] += factors[row, index] * earned.to(mask.device)
         positions = torch.arange(1, mask.size(1) + 1, device=mask.device)
         last = torch.nn.functional.one_hot((mask * positions).argmax(dim=1), mask.size(1))
         return rewards + last * (returns - rewards.sum(dim=1)).unsqueeze(1)
@@ -154,7 +141,6 @@ def turn_ends(mask: torch.Tensor) -> torch.Tensor:
 
 
 def _float(value: Any) -> float | None:
-    """A number; `None` if it is none."""
     try:
         return None if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):

@@ -1,27 +1,17 @@
 """A run's baseline: what it does with a generation batch, what it has learned, and what checkpoints keep of it."""
 
 import copy
+import io
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from .baselines import Baseline, Completions, credit, find_baseline
+from .baselines import Baseline, Completions, Credit, credit, find_baseline
 from .metrics import completion_statistics
-
-
-class Processes(NamedTuple):
-    """
-    The processes that share a generation batch. Every process must call `gather`, with tensors of one shape; it
-    concatenates them.
-    """
-
-    gather: Callable[[Tensor], Tensor] = lambda values: values
-    number: int = 1
-    rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -49,8 +39,9 @@ class RunBaseline:
         self,
         local: Completions,
         scale: Float[Tensor, "B 1"] | float = 1.0,
-        processes: Processes | None = None,
         *,
+        gather: Callable[[Tensor], Tensor] | None = None,
+        first_row: int = 0,
         b0: Float[Tensor, "B 1"] | None = None,
         returns: Float[Tensor, " B_all"] | None = None,
         learn: bool = False,
@@ -63,71 +54,82 @@ class RunBaseline:
 
         Args:
             local: The completions of this process, with all that the baseline needs.
-            scale, processes: The divisor of advantages, by default 1; by default this process alone.
+            scale: The divisor of advantages.
+            gather: With several processes, concatenates their tensors of one shape; all must call it.
+            first_row: The place of `local` among the completions of all processes.
             b0: B0 if it is known already: then groups need not be whole, and B0 is the reference.
             returns: Of the completions of all processes, NaN without a reward, for the running scale.
             learn: Whether it is a batch of training.
         """
-        processes, n = processes or Processes(), local.num_generations
+        n = local.num_generations
         if self.running_scale is not None and returns is not None:
             scale = scale * self.running_scale.of(returns, n, learn)
         scale = torch.as_tensor(scale, device=local.mask.device).expand(len(local), 1)
-        spanning = len(local) % n > 0  # groups span processes
-        rows = slice(processes.rank * len(local), (processes.rank + 1) * len(local))
 
-        def credited(by: Baseline) -> Any:
-            if b0 is not None:
-                return credit(by, local, b0=b0)
-            if processes.number > 1 and (by.scope == "batch" or spanning):
-                return credit(by, local, lambda part, tokens: part.gathered(processes.gather, tokens), rows)
-            return credit(by, local)
+        def credit_by(baseline: Baseline) -> Credit:
+            spanning = len(local) % n > 0  # groups span processes
+            if b0 is not None or gather is None or not (baseline.scope == "batch" or spanning):
+                return credit(baseline, local, b0=b0)
+            rows = slice(first_row, first_row + len(local))
+            return credit(baseline, local, lambda part, tokens: part.gathered(gather, tokens), rows)
 
-        chosen, group_mean = credited(self.entry), credited(find_baseline("group_mean"))
+        chosen, group_mean = credit_by(self.entry), credit_by(find_baseline("group_mean"))
         reference = group_mean
         if b0 is None and (n == 1 or self.entry.unbiased):
-            reference = credited(find_baseline("rloo_pooled" if n == 1 else "rloo"))
+            reference = credit_by(find_baseline("rloo_pooled" if n == 1 else "rloo"))
         advantages = chosen.advantages / scale
         if (~advantages.isfinite()).any():
             raise ValueError(
                 f"Advantages are not finite: sums of rewards of up to {local.returns.abs().max().item():.1e} overflow "
                 "float32, which holds up to 3.4e+38. Scale the rewards, or `reward_weights`, down."
             )
-        statistics = processes.gather(completion_statistics(local, chosen, reference, scale))
+        statistics = completion_statistics(local, chosen, reference, scale)
         return Step(
             advantages=advantages,
             baselines=chosen.baselines,
             group_mean_advantages=group_mean.advantages / scale if n > 1 else None,
             scale=scale,
             per_token=self.entry.per_token,
-            statistics=statistics,
-            learned=self.learn(local, chosen.b0, processes.gather) if learn else {},
+            statistics=statistics if gather is None else gather(statistics),
+            learned=self.learn(local, chosen.b0, gather) if learn else {},
         )
 
-    def learn(self, local: Completions, b0: Tensor, gather: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """Updates a learning baseline from completions with their B0; returns its metrics."""
+    def learn(self, local: Any, b0: Any, gather: Callable[[Tensor], Tensor] | None = None) -> dict[str, float]:
+        """Updates a learning baseline from completions with their B0; returns its metrics as `name/…`."""
         if not self.entry.learns:
             return {}
-        metrics = self.entry.learn(local, b0, gather)
+        local = local if self.entry.per_token else local.totals()
+        metrics = self.entry.estimator.update(local, b0, gather or (lambda values: values))
+        if not isinstance(metrics, dict | None):
+            raise ValueError(
+                f"The baseline {self.entry.name!r} returned {metrics!r} from `update`: give a `dict` of numbers."
+            )
         self.has_learned = True
-        return metrics
+        return {f"{self.entry.name}/{name}": float(value) for name, value in (metrics or {}).items()}
 
     def copied(self) -> "RunBaseline":
         """A copy with its own learned state, which does not scale."""
-        other = copy.copy(self)
-        other.entry, other.running_scale = replace(self.entry, estimator=copy.deepcopy(self.entry.estimator)), None
+        other = copy.deepcopy(self)
+        other.running_scale = None
         return other
 
-    # In checkpoints
-
-    @property
-    def has_state(self) -> bool:
-        """Whether there is anything to keep in checkpoints."""
-        return self.entry.learns or self.running_scale is not None
-
     def state_dict(self) -> dict[str, Any]:
-        """The learned state, as a checkpoint restores it."""
+        """What checkpoints keep, as one restores it, or nothing; a `ValueError` if what was learned is no `dict`."""
         state: dict[str, Any] = {} if self.running_scale is None else {"scale": self.running_scale.sums}
-        return state | ({"baseline": self.entry.name, "state": self.entry.state()} if self.entry.learns else {})
+        if not self.entry.learns:
+            return state
+        learned, file = self.entry.estimator.state_dict(), io.BytesIO()
+        try:
+            torch.save(learned, file)
+            file.seek(0)
+            learned = dict(torch.load(file, weights_only=True, map_location="cpu"))
+        except Exception as error:  # of pickle, of all kinds
+            raise ValueError(
+                f"The baseline {self.entry.name!r} returned a {type(learned).__name__} from `state_dict`, which no "
+                f"checkpoint would give back ({type(error).__name__}): it must return a `dict` of tensors, numbers and "
+                "text."
+            ) from error
+        return state | {"baseline": self.entry.name, "state": learned}
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:
         """Restore it. Returns False, and resets, if `state` is another baseline's, or none."""
@@ -150,10 +152,7 @@ class RunningScale:
         self.sums = (0.0, 0.0)  # of the variances of groups, and of their number; groups of equal returns left out
 
     def of(self, returns: Float[Tensor, " B_all"], num_generations: int, learn: bool) -> float:
-        """
-        The scale of a batch with these returns: by earlier batches, and by its own if there are none. 1 if
-        nothing varied. N = 1: the whole batch is one group.
-        """
+        """By earlier batches, or by these returns if there are none; 1 if nothing varied. For N = 1 one group."""
         groups = returns.view(-1, num_generations if num_generations > 1 else len(returns)).double()
         number = (~groups.isnan()).sum(dim=1)
         squares = (groups - groups.nanmean(dim=1, keepdim=True)).square().nanmean(dim=1)

@@ -26,6 +26,7 @@ class KeepsBaseline(Trainer):
     baseline: RunBaseline
     recorder: PolicyRecorder
     scale_rewards: Any
+    extra_state: dict[str, Any] = {}  # noqa: RUF012  # what else checkpoints of a learning baseline hold
 
     @property
     def policy(self) -> Any:
@@ -34,7 +35,7 @@ class KeepsBaseline(Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is None or not self.baseline.has_state:
+        if checkpoint is None or not (self.baseline.entry.learns or self.baseline.running_scale):
             return
         path, name = Path(checkpoint) / STATE_FILE, self.baseline.entry.name
         try:
@@ -52,15 +53,15 @@ class KeepsBaseline(Trainer):
             )
         elif self.baseline.entry.learns:
             self.recorder.projection = state["projection"]
-            self.load_extra_state(state)
+            # Less in a file of OTBGRPOTrainer
+            self.extra_state = {key: state.get(key, value) for key, value in self.extra_state.items()}
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
-        if self.baseline.has_state and self.args.should_save:
-            state = self.baseline.state_dict()
+        if self.args.should_save and (state := self.baseline.state_dict()):
             if self.baseline.entry.learns:
                 state["projection"] = None if self.recorder.projection is None else self.recorder.projection.cpu()
-            torch.save(state | self.extra_state(), Path(output_dir) / STATE_FILE)
+            torch.save(state | self.extra_state, Path(output_dir) / STATE_FILE)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         super().create_model_card(*args, **kwargs)
@@ -73,10 +74,3 @@ class KeepsBaseline(Trainer):
                     f"`baseline={self.baseline.entry.name!r}`, `num_generations={self.args.num_generations}`, "
                     f"`scale_rewards={getattr(self.args, 'scale_rewards', 'none')!r}`.\n"
                 )
-
-    def extra_state(self) -> dict[str, Any]:
-        """What else the file holds."""
-        return {}
-
-    def load_extra_state(self, state: dict[str, Any]) -> None:
-        """Take it from a file that was read."""

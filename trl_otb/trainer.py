@@ -12,7 +12,7 @@ from .baselines import Completions
 from .config import OTBGRPOConfig, check_options
 from .metrics import STATISTICS, summarize
 from .rollout import Rollout, Rollouts, prompt_keys
-from .run_baseline import Processes, RunBaseline, Step
+from .run_baseline import RunBaseline, Step
 from .seam.contract import GRPO, BrokenContract, check_config, check_subclass, trl_utils
 from .seam.draws import draw_ratio
 from .seam.forwards import PolicyRecorder, scores_anyway, values_of_batch
@@ -76,14 +76,15 @@ class OTBGRPOTrainer(KeepsBaseline, CollectiveToolLoop, TokenLoss):
         self.rollouts: dict[str, Rollout] = Rollouts()  # the latest one of each mode, "train" and "eval"
         self.energy_source: str | None = None  # of the latest rollout in training
         self.needs = self.baseline.entry.needs  # what rollouts are to hold; more during a comparison
+        # By name, as a user's class may take them so only
         names = list(inspect.signature(GRPOTrainer.__init__).parameters)[4:]
         super().__init__(model, reward_funcs, args=args, **dict(zip(names, other_args, strict=False)), **kwargs)
         GRPO.check_attributes("GRPOTrainer", self)
-        self.loss_is_known = not {*GRPO.warn_if_unread()} & GRPO.loss
+        self.loss_is_known = not {*GRPO.warn_if_changed()} & GRPO.loss
         if self.scale_rewards == "running":
             self.scale_rewards = "none"  # of GRPOTrainer's own advantages
         entry = self.baseline.entry
-        check_subclass(type(self), entry.name, entry.per_token)
+        check_subclass(type(self), entry)
         self.recorder = PolicyRecorder(self.policy, self.temperature, self.args.cast_lm_head_to_fp32)
         if entry.scope == "batch" and self.num_generations > 1 and self.prompts_per_batch < 3:
             logger.warning(
@@ -119,25 +120,30 @@ class OTBGRPOTrainer(KeepsBaseline, CollectiveToolLoop, TokenLoss):
             "`gradient_accumulation_steps` or `steps_per_generation`."
         )
 
-    # A generation batch: sampled, rewarded, credited
+    # A generation batch: sampled, rewarded, with advantages
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         mode = "train" if self.model.training else "eval"  # which a reward function may change
         rollout, completions, batch = self.collect(inputs)
-        processes = Processes(self.accelerator.gather, self.accelerator.num_processes, self.accelerator.process_index)
+        gather = self.accelerator.gather if self.accelerator.num_processes > 1 else None
         step = self.baseline.step(
-            completions, rollout.scale, processes, returns=rollout.returns_of_all, learn=mode == "train"
+            completions,
+            rollout.scale,
+            gather=gather,
+            first_row=rollout.first_row,
+            returns=rollout.returns_of_all,
+            learn=mode == "train",
         )
         if mode == "train" and self.state.global_step == 0 and not self.baseline.entry.built_in:
             self.baseline.state_dict()  # raises early if the state cannot be saved
         uses_trl_advantages = self.baseline.entry.name == "group_mean" and self.baseline.running_scale is None
-        rollout = rollout.credited(step, batch["advantages"] if uses_trl_advantages else None)
+        rollout = rollout.with_advantages(step, batch["advantages"] if uses_trl_advantages else None)
         self.rollouts[mode] = rollout
         self._log_step(mode, step, rollout.num_generations)
-        return batch | {"advantages": rollout.loss_advantages(step.per_token)}
+        return batch | {"advantages": rollout.advantages if step.per_token else rollout.advantages[:, 0]}
 
     def collect(self, inputs: list[dict[str, Any]]) -> tuple[Rollout, Completions, dict[str, Any]]:
-        """Sampled and rewarded completions of `inputs`, one per row: to show, to credit, and as TRL's batch."""
+        """Sampled and rewarded completions of `inputs`, one per row: to show, for baselines, and as TRL's batch."""
         n = self.num_generations if self.model.training else self.num_generations_eval
         keys = prompt_keys(inputs) if "prompt_key" in self.needs else None
         needed = not self.needs.isdisjoint({"energy", "logps", "states"})  # what only a forward computes
@@ -189,7 +195,6 @@ class OTBGRPOTrainer(KeepsBaseline, CollectiveToolLoop, TokenLoss):
         loss = super().training_step(*args, **kwargs)
         if "train" not in self.rollouts:
             what = "`_generate_and_score_completions` is bypassed, so the baseline is never applied"
-            raise BrokenContract(what, "_generate_and_score_completions", "_prepare_inputs", "training_step").named(
-                self
-            )
+            methods = ("_generate_and_score_completions", "_prepare_inputs", "training_step")
+            raise BrokenContract(what, *methods).named(self)
         return loss

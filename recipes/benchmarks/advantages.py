@@ -48,7 +48,7 @@ def training_step(baseline: RunBaseline, rewards, energy, mask, logps, states=No
     rollout = rollout.read(TokenValues(energy, logps, states), None)
     step = baseline.step(rollout.completions(states), rollout.scale, learn=True)
     summarize(step.statistics, N)
-    return rollout.credited(step)
+    return rollout.with_advantages(step)
 
 
 def peak_and_kept(function, *inputs) -> tuple[int, int]:

@@ -232,7 +232,7 @@ def case(model: str, folder: str, part: Part) -> dict:
         "metrics": [{k: v for k, v in entry.items() if k.startswith("otb/")} for entry in log],
         "source": trainer.energy_source,
         "differences": differences,
-        "state": trainer.baseline.entry.state() if trainer.baseline.entry.learns else None,
+        "state": trainer.baseline.state_dict()["state"] if trainer.baseline.entry.learns else None,
     }
 
 
@@ -333,7 +333,11 @@ def async_case(model: str, folder: str) -> dict:
     trainer.save_model(os.path.join(folder, "saved"))
     log = [entry for entry in trainer.state.log_history if "loss" in entry]
     metrics = [{k: v for k, v in entry.items() if "otb/" in k or k == "kl"} for entry in log]
-    return {"processes": trainer.accelerator.num_processes, "state": trainer.baseline.entry.state(), "metrics": metrics}
+    return {
+        "processes": trainer.accelerator.num_processes,
+        "state": trainer.baseline.state_dict()["state"],
+        "metrics": metrics,
+    }
 
 
 def failing_case(model: str, folder: str) -> dict:

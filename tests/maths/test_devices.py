@@ -86,7 +86,7 @@ def test_a_rollout_from_energies_to_metrics(x, baseline, dense):
     rollout = rollout.read(TokenValues(x.energy, x.energy, x.more["states"]), x.ratios)
     local = rollout.completions(x.more["states"], x.more["prompt_key"])
     step = run.step(local, rollout.scale, learn=True)
-    rollout = rollout.credited(step)
+    rollout = rollout.with_advantages(step)
     assert rollout.advantages.is_meta and rollout.baselines.is_meta and step.statistics.is_meta
     assert "grad_power" in summarize(step.statistics, x.n)
     if baseline == "value":

@@ -10,6 +10,7 @@ import trl_otb
 from tests.helpers.oracles import RULES, WEIGHTS, Rollouts
 from trl_otb.baselines import BASELINES, Value, credit, find_baseline
 from trl_otb.baselines.completions import MIN_WEIGHT
+from trl_otb.run_baseline import RunBaseline
 
 
 pytestmark = pytest.mark.usefixtures("registry")
@@ -162,8 +163,7 @@ SHARED = Learns()
     ("rule", "message"),
     [
         (3, "'mine' is a int: "),
-        (lambda x, other: 0.0, r"'mine' is a function: it takes \(x, other\), and is called with the completions"),
-        (type("Forgets", (), {"__call__": own_otb}), "learns lacks `update`, `state_dict`, `load_state_dict`"),
+        (type("Forgets", (), {"__call__": own_otb}), "'mine' is a class: it lacks methods .* see `help"),
         (SHARED, "'mine' is a Learns: all trainers would share what this instance learns. Give the class"),
     ],
 )
@@ -199,16 +199,16 @@ def test_base_may_be_per_token():
 
 
 def test_what_an_update_returns_is_numbers():
-    learnt = find_baseline(Learns({"a": torch.tensor(2.0), 3: True})).learn(None, None, None)
-    assert learnt == {"Learns/a": 2.0, "Learns/3": 1.0} and find_baseline(Learns()).learn(None, None, None) == {}
+    learnt = RunBaseline(find_baseline(Learns({"a": torch.tensor(2.0), 3: True}))).learn(None, None)
+    assert learnt == {"Learns/a": 2.0, "Learns/3": 1.0} and RunBaseline(find_baseline(Learns())).learn(None, None) == {}
 
 
 @pytest.mark.parametrize("state", [[1], {"a": Learns}, {"a": np.ones(2)}], ids=["list", "class", "array"])
 def test_state_returns_from_checkpoint(state):
     with pytest.raises(ValueError, match="'Learns' returned a .* from `state_dict`.*: it must return a `dict` of"):
-        find_baseline(Learns(state=state)).state()
+        RunBaseline(find_baseline(Learns(state=state))).state_dict()
     kept = {"a": torch.ones(2), "b": {7: (0.5, "text")}}
-    assert str(find_baseline(Learns(state=kept)).state()) == str(kept)
+    assert str(RunBaseline(find_baseline(Learns(state=kept))).state_dict()["state"]) == str(kept)
 
 
 # Numbers at the end of their range

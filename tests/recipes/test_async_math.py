@@ -26,7 +26,7 @@ def test_run_measures_before_and_after(run_async, capsys):
     said = capsys.readouterr().out
     assert "held out. Baseline value." in said and said.count("% (avg@4, 10 problems)") == 2
     log = [entry for entry in json.loads((folder / "trainer_state.json").read_text())["log_history"] if "loss" in entry]
-    assert "otb/value/weight" in log[-1] and [entry["otb/staleness"] for entry in log] == [0, 1, 2, 2]
+    assert "otb/value/weight" in log[-1]
     assert (folder / "adapter_model.safetensors").is_file()
 
 

@@ -67,7 +67,7 @@ def energies(rollout):
 def credited(*texts_and_rewards, baseline="otb", **options):
     rollout, run = rollout_of(*texts_and_rewards, **options), RunBaseline(find_baseline(baseline))
     rollout = rollout.read(TokenValues(energies(rollout), -energies(rollout), None), None)
-    return rollout.credited(run.step(rollout.completions(), rollout.scale))
+    return rollout.with_advantages(run.step(rollout.completions(), rollout.scale))
 
 
 def text_of(capsys, rollout, **options):

@@ -21,7 +21,7 @@ CASES = {
     "comment": ("value", "Changed for GRPOTrainer: GRPOTrainer._compute_loss. Signatures still match"),
     "async product": ("async", REFUSED + "`AsyncGRPOTrainer.compute_loss` does not weight each token"),
     "async order": ("async", REFUSED + "`AsyncGRPOTrainer.compute_loss` does not weight each token"),
-    "async key": ("async", REFUSED + "a batch of AsyncGRPOTrainer has no 'segment_id'"),
+    "async key": ("async", REFUSED + "`AsyncGRPOTrainer's batch.segment_id` is gone"),
     "async comment": ("async", "Changed for AsyncGRPOTrainer: AsyncGRPOTrainer.compute_loss. Signatures still match"),
 }
 

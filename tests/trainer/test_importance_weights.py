@@ -137,7 +137,7 @@ def test_ratios_affect_values_learning_only(mode, model_path, tmp_path, monkeypa
         trainer.train()
         return trainer
 
-    memory = run(4).baseline.entry.state()
+    memory = run(4).baseline.state_dict()["state"]
     memory["weight"] = 0.5
     one = run(1, memory)
     monkeypatch.setattr(Off, "by", 0.3)
@@ -152,7 +152,7 @@ def test_ratios_affect_values_learning_only(mode, model_path, tmp_path, monkeypa
     assert by_token != torch.equal(rollout.baselines[mask], other.baselines[mask])
     assert torch.equal(rollout.baselines[last], other.baselines[last])
     assert predicted(rollout).abs().max() > 1e-3
-    sums, others = (trainer.baseline.entry.state()["_sums"] for trainer in (one, two))
+    sums, others = (trainer.baseline.state_dict()["state"]["_sums"] for trainer in (one, two))
     assert not torch.equal(sums, others)
 
     if mode == "sequence_truncate":  # the gradients of a comparison have no ratios, and so no energies with them

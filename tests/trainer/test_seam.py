@@ -19,19 +19,19 @@ from tests.helpers.settings import SOURCES, assert_same_weights
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 from trl_otb.experimental.async_grpo.contract import ASYNC_GRPO
 from trl_otb.seam import contract
-from trl_otb.seam.contract import COMMAND_LINE, GRPO
+from trl_otb.seam.contract import GRPO
 
 
-CONTRACTS = (GRPO, ASYNC_GRPO, COMMAND_LINE)
+CONTRACTS = (GRPO, ASYNC_GRPO)
 
 ROOT = Path(__file__).resolve().parents[2]
-READ = json.loads(contract.READ.read_text())
+TESTED = json.loads(contract.PINNED.read_text())
 
 
 @pytest.mark.tested_trl
 def test_sources_in_trl_are_unchanged():
     """When this fails: read each of the named sources again, mend what builds on them, and run `make hashes`."""
-    assert not [name for of in CONTRACTS for name in of.unread()] and contract.versions() == READ["versions"]
+    assert not [name for of in CONTRACTS for name in of.changed()] and contract.versions() == TESTED["versions"]
 
 
 def test_changed_trl_gives_one_line(monkeypatch):
@@ -41,9 +41,9 @@ def test_changed_trl_gives_one_line(monkeypatch):
     warnings = []
     monkeypatch.setattr(contract.logger, "warning_once", warnings.append)
     GRPO.check()
-    assert GRPO.warn_if_unread() == ["trl.trainer.utils.nanstd"]
+    assert GRPO.warn_if_changed() == ["trl.trainer.utils.nanstd"]
     (said,) = warnings
-    assert "installed: trl 1.16.9, transformers 5.99" in said and READ["versions"]["trl"] in said
+    assert "installed: trl 1.16.9, transformers 5.99" in said and TESTED["versions"]["trl"] in said
     assert "Changed for GRPOTrainer: trl.trainer.utils.nanstd." in said and "\n" not in said
 
 
@@ -54,7 +54,7 @@ def test_only_the_tested_minor_is_allowed(monkeypatch):
         if text.startswith("trl")
     ]
     monkeypatch.delenv(contract.ANY_TRL, raising=False)
-    tested = Version(READ["versions"]["trl"])
+    tested = Version(TESTED["versions"]["trl"])
     others = [f"{tested.major}.{tested.minor - 1}.9", f"{tested.major}.{tested.minor + 1}.0", f"{tested.major + 1}.0.0"]
     allowed = [str(tested), f"{tested.major}.{tested.minor}.99"]
     assert list(requirement.specifier.filter([*allowed, *others])) == allowed
@@ -85,11 +85,11 @@ def test_moved_part_of_trl_is_named(name, how, monkeypatch, model_path, tmp_path
         monkeypatch.setattr(owner, name, lambda nothing: None)
     args = OTBGRPOConfig(**tiny.SETTINGS, output_dir=str(tmp_path))
     if getattr(owner, name, None) is not None and how == "gone":  # its base has one
-        assert any(part.endswith(f".{name}") for part in GRPO.unread())
+        assert any(part.endswith(f".{name}") for part in GRPO.changed())
         return
     with pytest.raises(ImportError) as caught:
         OTBGRPOTrainer(model_path, tiny.even_bytes, args=args, train_dataset=tiny.prompts())
-    assert name in str(caught.value) and f"pip install 'trl=={READ['versions']['trl']}'" in str(caught.value)
+    assert name in str(caught.value) and f"pip install 'trl=={TESTED['versions']['trl']}'" in str(caught.value)
 
 
 ATTRIBUTES = [(of, owner, name) for of in CONTRACTS for owner, names in of.attributes.items() for name in names.split()]

@@ -40,7 +40,7 @@ def even_at_the_end(completion_ids, **kwargs):
 
 
 def state_of(trainer):
-    return trainer.baseline.entry.state()
+    return trainer.baseline.state_dict()["state"]
 
 
 @pytest.fixture

@@ -169,7 +169,7 @@ def train_async(argv: list[str]) -> None:
     async_math.parse = lambda *args: parsed
     with on_cpu():
         log = [entry for entry in async_math.main([]).state.log_history if "loss" in entry]
-    for name in ("reward", "kl", "otb/staleness", "otb/effective_sample_share", "otb/value/explained"):
+    for name in ("reward", "kl", "otb/effective_sample_share", "otb/value/explained"):
         print(f"{name}: {', '.join(f'{float(entry.get(name, math.nan)):.4g}' for entry in log)}")
 
 

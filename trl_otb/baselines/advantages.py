@@ -15,18 +15,11 @@ BLOCK = 2**18  # tokens of whole groups that are credited at once, to keep inter
 
 
 class Credit(NamedTuple):
-    """
-    What [`credit`] returns; T is 1 under a baseline per completion.
+    """What [`credit`] returns, each `(B, T)`; T is 1 under a baseline per completion."""
 
-    Args:
-        advantages, baselines (`(B, T)`): A = G − B, which is 0 for completions without a reward and where there is no
-            token; and B.
-        b0 (`(B, T)` or `(B, 1)`): What calling the baseline returned, before its `adjust`.
-    """
-
-    advantages: Tensor
+    advantages: Tensor  # A = G − B; 0 for completions without a reward and where there is no token
     baselines: Tensor
-    b0: Tensor
+    b0: Tensor  # what calling the baseline returned, before its `adjust`; may be `(B, 1)`
 
 
 def credit(
@@ -37,11 +30,10 @@ def credit(
     b0: Tensor | None = None,
 ) -> Credit:
     """
-    The advantages of `local`, this process's completions, with all that `baseline.needs`. If rows that the baseline
-    must see together are elsewhere, such as on other processes, `gather_batch` adds them to `local` (its second
-    argument says whether the baseline compares tokens), and `rows` is the place of `local` among all. `b0`, if it is
-    known, replaces the baseline's call. A `ValueError` is raised if a user's baseline returned values that are not
-    finite or of the wrong shape.
+    The advantages of `local`, this process's completions, with all that `baseline.needs`. `gather_batch` adds the rows
+    that the baseline must see, too, as of other processes (its second argument says whether it compares tokens), and
+    `rows` is the place of `local` among all. `b0`, if it is known, replaces the baseline's call. A `ValueError` if a
+    user's baseline returned values that are not finite or of the wrong shape.
     """
     if not baseline.per_token:
         local = local.totals()
@@ -88,8 +80,7 @@ def _checked(result: Any, baseline: Baseline, x: Completions) -> Tensor:
         value = result.expand(shape)[row, token].item()
         raise ValueError(
             f"The baseline {baseline.name!r} returned {value} for completion {row}, token {token}: it must be finite "
-            "wherever there is a token. A weighted mean whose weights are all 0 is a usual cause; `x.mean` takes the "
-            "plain mean there."
+            "wherever there is a token. Where all weights of a mean are 0, `x.mean` takes the plain mean."
         )
     return result.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
@@ -106,9 +97,7 @@ def compute_advantages(
     **more: Tensor,
 ) -> Tensor:
     """
-    Advantages A_{t,i} = G_{t,i} − B_{t,i}; for `"otb"` (Theorem 4.1)
-
-        B_t = Σ_i W_{t,i} G_{t,i} / Σ_i W_{t,i}   over the completions i of the group with a t-th generated token.
+    Advantages A_{t,i} = G_{t,i} − B_{t,i}, B by the formula in the baseline's docstring.
 
     Args:
         rewards (`(B,)` or `(B, T)`): One return per completion, or one reward per token, of which a baseline per token
@@ -118,10 +107,9 @@ def compute_advantages(
         mask (`(B, T)`): 1 on tokens that the policy generated.
         num_generations (`int`): N. The N rows of a group are adjacent.
         baseline (`str` or `Callable`, *optional*, defaults to `"otb"`): A name in `BASELINES`, `"module:function"`, or
-            a function of [`Completions`]. For a baseline that learns, a name gives a new instance; pass an instance to
-            use what it has learned.
-        importance_weights (`(B, T)` or `(B, 1)`, *optional*): Rollout importance ratios ρ, which scale every w_j by
-            ρ_j². They do not weight the returns.
+            a function of [`Completions`]. A name gives a new instance of a baseline that learns; an instance keeps
+            what it has learned.
+        importance_weights (`(B, T)` or `(B, 1)`, *optional*): Ratios ρ, which scale every w_j, not G, by ρ_j².
         alignment (`str`, *optional*, defaults to `"generated"`): Whether t counts generated tokens, or positions of
             the completion (`"position"`, the reference's single-turn form), which differs around tool output.
         more: What else the baseline needs, by name, such as `logps`: see [`Completions`].
@@ -130,8 +118,7 @@ def compute_advantages(
         `(B, T)`, always float32; 0 where `mask` is 0.
 
     Raises:
-        ValueError: An option is unknown, the shapes disagree, an energy is not finite, or a user's baseline returned
-            values that are not finite or of the wrong shape.
+        ValueError: An option is unknown, shapes disagree, or an energy or a user's baseline is not finite.
     """
     _check_shapes(rewards, energy, mask, num_generations, importance_weights)
     if alignment not in ALIGNMENTS:
@@ -150,12 +137,11 @@ def compute_advantages(
 
 
 def _check_shapes(rewards: Tensor, energy: Tensor, mask: Tensor, n: int, ratios: Tensor | None) -> None:
-    shape, one = tuple(mask.shape), (len(mask), 1)
-    tensors: dict[str, tuple[Tensor, tuple[Any, ...]]]
-    tensors = {"energy": (energy, (shape,)), "rewards": (rewards, (one[:1], shape))}
-    tensors |= {} if ratios is None else {"importance_weights": (ratios, (shape, one))}
-    for name, (values, expected) in tensors.items():
-        if tuple(values.shape) not in expected or mask.dim() != 2:
+    shape, rows = tuple(mask.shape), len(mask)
+    shapes: dict[str, Any] = {"energy": (energy, [shape]), "rewards": (rewards, [(rows,), shape])}
+    shapes["importance_weights"] = ratios, [shape, (rows, 1)]
+    for name, (values, expected) in shapes.items():
+        if values is not None and (tuple(values.shape) not in expected or mask.dim() != 2):
             raise ValueError(
                 f"`{name}` has shape {tuple(values.shape)} and `mask` {shape}: they must be "
                 f"{' or '.join(map(str, expected))} and (B, T)."

@@ -1,4 +1,7 @@
-"""Baselines that are a weighted mean of the group's returns, B = Σ_i ω_i G_i / Σ_i ω_i, and B = 0."""
+"""
+Baselines that are a weighted mean of the group's returns, B = Σ_i ω_i G_i / Σ_i ω_i, and B = 0. The page
+recipes/reference.md says when to use each.
+"""
 
 import torch
 from jaxtyping import Float
@@ -17,14 +20,11 @@ def otb(x: Completions, zero_tail: bool = True) -> Float[Tensor, "B T"]:
     minimizes the variance of the gradient if scores of different tokens are uncorrelated and w_t is the squared score
     norm. Estimated from N completions it need not, since few of them reach a late token.
 
-    Bias: biased for finite N, because B contains the completion's own return: A_i = (1 − W_i/ΣW) (G_i − B_{(−i)}).
-    This damps completions of high energy, most of all a lone improbable success.
+    Biased for finite N, because B contains the completion's own return: A_i = (1 − W_i/ΣW) (G_i − B_{(−i)}). This
+    damps completions of high energy, most of all a lone improbable success.
 
     Where only the longest completion still generates, B = 0, as in the reference implementation, so A = G, even if all
     returns of the group are equal. (With `zero_tail=False`, A = 0.) If all energies are 0, B is the plain mean.
-
-    Use it to follow the paper. Do not use it for long completions with one reward at the end, for small groups of very
-    unequal lengths or for rare successes.
     """
     baseline = x.mean(prefix_sums(x.need("loss_energy")).mul_(x.mask))
     if not zero_tail:
@@ -38,13 +38,9 @@ def otb(x: Completions, zero_tail: bool = True) -> Float[Tensor, "B T"]:
 def otb_loo(x: Completions) -> Float[Tensor, "B T"]:
     """Per token: `otb` without the completion's own return.
 
-        B_{t,i} = Σ_{j≠i} W_{t,j} G_{t,j} / Σ_{j≠i} W_{t,j}   over the others that have a t-th generated token.
+        B_{t,i} = Σ_{j≠i} W_{t,j} G_{t,j} / Σ_{j≠i} W_{t,j}   over the others that have a t-th token; 0 if none has.
 
-    Bias: unbiased, since B does not depend on the completion it is subtracted from. Where no other completion has a
-    t-th token B = 0, which is unbiased too.
-
-    Use it with rewards per turn or token when a step has few prompts. Do not use it with one reward at the end, where
-    `rloo_pooled` and `value` have less noise.
+    Unbiased, since B does not depend on the completion it is subtracted from.
     """
     return x.mean(prefix_sums(x.need("loss_energy")).mul_(x.mask), leave_one_out=True)
 
@@ -52,16 +48,10 @@ def otb_loo(x: Completions) -> Float[Tensor, "B T"]:
 def ogb(x: Completions) -> Float[Tensor, "B 1"]:
     """Per completion: the mean weighted by total energy W_T.
 
-        B = Σ_i W_{T,i} R_i / Σ_i W_{T,i}
+        B = Σ_i W_{T,i} R_i / Σ_i W_{T,i}   the plain mean if all energies are 0.
 
     Source: the optimal global baseline. Among constants per group it minimizes the variance of the gradient for known
-    expectations, if E‖S‖² = E W_T, where S is the completion's score.
-
-    Bias: biased for finite N by the completion's own weight, like `otb`, so rare successes teach little. If all
-    energies are 0, B is the plain mean.
-
-    Use it with one reward at the end, when the per-token means of `otb` rest on too few completions. Do not use it for
-    rare successes.
+    expectations, if E‖S‖² = E W_T, where S is the completion's score. Biased for finite N, like `otb`.
     """
     return x.completion_mean(x.total_energy)
 
@@ -69,11 +59,9 @@ def ogb(x: Completions) -> Float[Tensor, "B 1"]:
 def ogb_loo(x: Completions) -> Float[Tensor, "B 1"]:
     """Per completion: `ogb` without the completion's own return.
 
-        B_i = Σ_{j≠i} W_{T,j} R_j / Σ_{j≠i} W_{T,j}
+        B_i = Σ_{j≠i} W_{T,j} R_j / Σ_{j≠i} W_{T,j}   0 if no other completion has a reward.
 
-    Bias: unbiased. If no other completion has a reward, B = 0.
-
-    Use it if the gradient must be unbiased and a step has one or two prompts; with more, `ogb_pooled` had less noise.
+    Unbiased.
     """
     return x.completion_mean(x.total_energy, leave_one_out=True)
 
@@ -81,14 +69,9 @@ def ogb_loo(x: Completions) -> Float[Tensor, "B 1"]:
 def rloo(x: Completions) -> Float[Tensor, "B 1"]:
     """Per completion: the mean of the other completions' returns.
 
-        B_i = Σ_{j≠i} R_j / (N − 1)
+        B_i = Σ_{j≠i} R_j / (N − 1)   0 if no other completion has a reward.
 
-    Source: RLOO, https://arxiv.org/abs/2402.14740.
-
-    Bias: unbiased, since B_i does not depend on the completion's own return. Its advantages are N/(N−1) times those of
-    `group_mean`. If no other completion has a reward, B = 0.
-
-    Use it if the gradient must be unbiased and a step has one or two prompts; with more, `rloo_pooled` had less noise.
+    Source: RLOO, https://arxiv.org/abs/2402.14740. Unbiased; its advantages are N/(N−1) times those of `group_mean`.
     """
     return x.completion_mean(torch.ones_like(x.scored), leave_one_out=True)
 
@@ -98,11 +81,7 @@ def group_mean(x: Completions) -> Float[Tensor, "B 1"]:
 
         B = Σ_i R_i / N
 
-    Source: GRPO, https://arxiv.org/abs/2402.03300.
-
-    Bias: biased by the factor (N−1)/N only.
-
-    Use it as the control: with equal `scale_rewards`, a run has GRPOTrainer's weights to the bit.
+    Source: GRPO, https://arxiv.org/abs/2402.03300. Biased by the factor (N−1)/N only.
     """
     return x.completion_mean(torch.ones_like(x.scored))
 
@@ -110,12 +89,6 @@ def group_mean(x: Completions) -> Float[Tensor, "B 1"]:
 def none(x: Completions) -> Float[Tensor, "B 1"]:
     """Per completion: nothing.
 
-        B = 0
-
-    Source: REINFORCE (Williams, 1992), A = G.
-
-    Bias: unbiased.
-
-    Use it as a control. Do not use it for training when most completions succeed.
+    B = 0, so A = G. Source: REINFORCE (Williams, 1992). Unbiased.
     """
     return torch.zeros_like(x.scored)

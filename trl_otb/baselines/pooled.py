@@ -16,16 +16,8 @@ def ogb_pooled(x: Completions) -> Float[Tensor, "B 1"]:
     [`partial_pooling`].
 
     Source: this project, after https://arxiv.org/abs/2511.03710, which pools plain means ([`rloo_pooled`]). It assumes
-    that the prompts of a batch are similar enough to predict each other. If they are not, it gains and loses
-    little.
-
-    Bias: unbiased, since b_(−i), λ and m do not depend on completion i.
-
-    Special cases: with fewer than 3 prompts in a generation batch, λ = 0. The only completion of a prompt with a
-    reward gets m.
-
-    Use it for N of 2 to 8 and 4 or more prompts per generation batch. Do not use it where high energy marks success,
-    as in long games (`rloo_pooled` does as well), or where hidden states predict the return (`value` has less noise).
+    that the prompts of a batch predict each other; if they do not, it gains and loses little. Unbiased, since b_(−i), λ
+    and m do not depend on completion i. With fewer than 3 prompts λ = 0; a prompt's only scored completion gets m.
     """
     return pooled(x, x.whole_returns, x.total_energy)
 
@@ -35,14 +27,8 @@ def rloo_pooled(x: Completions) -> Float[Tensor, "B 1"]:
 
         B_i = (1 − λ) b_(−i) + λ m,   b_(−i) = Σ_{j≠i} R_j / (N − 1)
 
-    λ and m are as in [`ogb_pooled`], with its assumptions and special cases. Needs no energies.
-
-    Source: a James–Stein estimator, after https://arxiv.org/abs/2511.03710.
-
-    Bias: unbiased.
-
-    Use it if the energies of `ogb_pooled` would cost a forward, or as its control. Do not use it where wrong tokens
-    are improbable, as in arithmetic: `ogb_pooled` has less noise there.
+    λ, m, source, assumption and special cases are those of [`ogb_pooled`]; a James–Stein estimator. Needs no energies.
+    Unbiased.
     """
     return pooled(x, x.whole_returns, torch.ones_like(x.scored))
 
@@ -74,20 +60,12 @@ def partial_pooling(
     Means and s², the variance of the prompts' b, are over the k other prompts; b is the mean of a prompt's b_(−j). v
     is the jackknife variance of b_(−i), σ² / (n − 1) for the plain mean; τ² is the true variance between prompts, and
     τ² + (τ² + u) / k the squared error of m: with these terms alone λ minimizes the squared error of the mixture.
-    2 S² / k allows for the error of τ², which is estimated from k prompts; S² is the variance of the k others' b and
-    b_(−i), so a prompt unlike the others is pooled less. b_(−i), λ and m do not depend on completion i.
+    2 S² / k allows for the error of τ²; S² is the variance of the k others' b and b_(−i), so a prompt unlike the others
+    is pooled less.
 
     A prompt with a single member, as all are for N = 1, has λ = 1. To the others its return is its b, with the u of one
-    of their completions; it does not determine v. With no other prompt m = 0.
-
-    https://arxiv.org/abs/2511.03710 uses v / (v + s²), the same for all prompts of a batch: about a half at most.
-
-    Args:
-        left_one_out: b_(−j), the baseline with completion j left out; the return itself of a prompt's single member.
-        members: 1 for completions to count, else 0.
-
-    Returns:
-        λ and m.
+    of their completions; it does not determine v. With no other prompt m = 0. `left_one_out` holds b_(−j), and for a
+    single member its return; `members` is 1 for completions to count, else 0.
     """
     _, exponent = torch.frexp(left_one_out.abs().amax())
     unit = torch.ldexp(torch.ones_like(left_one_out[:1, :1, :1]), exponent)  # a power of 2: squares stay finite

@@ -2,15 +2,12 @@
 
 import difflib
 import importlib
-import inspect
-import io
 import os
 import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
-import torch
 from torch import Tensor
 
 from .completions import NEEDS, Completions
@@ -22,15 +19,13 @@ from .value import Value
 Gather = Callable[[Tensor], Tensor]  # concatenates the tensors of all processes, which have one shape; all call it
 
 
+@runtime_checkable
 class LearningBaseline(Protocol):
     """
     A baseline that learns. Each trainer makes an instance, without arguments. What it learns from a generation batch
-    applies from the next one on, so an unbiased baseline stays unbiased. It may also have
-
-        def adjust(self, local: Completions, b0: Tensor) -> Tensor
-
-    which returns B for the completions of this process, from what each has written so far and from B0, the result of
-    the call. Then the call receives returns and lengths only; energies, log-probs and states are in `local`.
+    applies from the next one on, so an unbiased baseline stays unbiased. It may also have `adjust(local, b0)`, which
+    returns B for the completions of this process, from what each has written so far and from B0, the result of the
+    call. Then the call receives returns and lengths only; energies, log-probs and states are in `local`.
     """
 
     def __call__(self, batch: Completions) -> Tensor:
@@ -47,9 +42,6 @@ class LearningBaseline(Protocol):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore it."""
-
-
-LEARNING_METHODS = ("__call__", "update", "state_dict", "load_state_dict")
 
 
 @dataclass(frozen=True)
@@ -87,29 +79,6 @@ class Baseline:
         """The same entry with a class replaced by a new instance."""
         return replace(self, estimator=self.estimator()) if isinstance(self.estimator, type) else self
 
-    def learn(self, local: Completions, b0: Tensor, gather: Gather) -> dict[str, float]:
-        """Let it learn, and return its metrics as `name/…`."""
-        metrics = self.estimator.update(local if self.per_token else local.totals(), b0, gather)
-        if not isinstance(metrics, dict | None):
-            raise ValueError(
-                f"The baseline {self.name!r} returned {metrics!r} from `update`: give a `dict` of numbers."
-            )
-        metrics = metrics or {}
-        return {f"{self.name}/{name}": float(value) for name, value in metrics.items()}
-
-    def state(self) -> dict[str, Any]:
-        """The learned state, as a checkpoint restores it; a `ValueError` if it is no `dict`."""
-        state, file = self.estimator.state_dict(), io.BytesIO()
-        try:
-            torch.save(state, file)
-            file.seek(0)
-            return dict(torch.load(file, weights_only=True, map_location="cpu"))
-        except Exception as error:  # of pickle, of all kinds
-            raise ValueError(
-                f"The baseline {self.name!r} returned a {type(state).__name__} from `state_dict`, which no checkpoint "
-                f"would give back ({type(error).__name__}): it must return a `dict` of tensors, numbers and text."
-            ) from error
-
 
 def _built_in(name: str, estimator: Any, needs: str = "", **flags: Any) -> Baseline:
     return Baseline(name, estimator, needs=frozenset(needs.split()), built_in=True, **flags)
@@ -142,14 +111,8 @@ def register_baseline(
     scalable: bool = False,
 ) -> Callable[[Callable], Callable]:
     """
-    Register a baseline of your own, for `OTBGRPOConfig(baseline=name)` and [`compute_advantages`].
-
-    ```python
-    @trl_otb.register_baseline("newest")
-    def newest(x):
-        "The group's mean, weighted by each token's own energy."
-        return x.mean(x.loss_energy)
-    ```
+    Register a baseline of your own, for `OTBGRPOConfig(baseline=name)` and [`compute_advantages`]; recipes/reference.md
+    has an example.
 
     The function receives [`Completions`], which it must not modify, and returns B, broadcastable to `(B, T)`, or to
     `(B, 1)` if `per_token` is `False`, and finite wherever there is a token. A baseline that learns is a class with the
@@ -160,10 +123,8 @@ def register_baseline(
             cell; existing trainers keep the old one.
         needs (`Collection[str]`, *optional*): What it reads in addition to returns, mask and lengths: some of `NEEDS`.
             `"energy"` includes `loss_energy`.
-        per_token (`bool`, *optional*): Whether B is subtracted from the reward-to-go of every token, or is one number
-            per completion.
-        scope (`str`, *optional*): The rows that it must see together: `"group"` or `"batch"`, the generation batch of
-            all processes.
+        per_token (`bool`, *optional*): Whether B has a number for every token's reward-to-go, or one per completion.
+        scope (`str`, *optional*): What it must see together: a `"group"`, or the `"batch"` of all processes.
         unbiased (`bool`, *optional*): Whether B never depends on the completion it is subtracted from, except that B_t
             may depend on what precedes token t. Then the plain sum of gradients is unbiased, if no completion is
             excluded because of its content (masked for its length, or without a reward).
@@ -187,10 +148,8 @@ def register_baseline(
         _check_estimator(name, estimator)
         taken = BASELINES.get(name)
         if taken is not None and (taken.built_in or _origin(taken.estimator) != _origin(estimator)):
-            raise ValueError(
-                f"The baseline {name!r} is already registered by {'.'.join(_origin(taken.estimator))}: choose another "
-                "name."
-            )
+            origin = ".".join(_origin(taken.estimator))
+            raise ValueError(f"The baseline {name!r} is already registered by {origin}: choose another name.")
         BASELINES[name] = Baseline(name, estimator, needs, per_token, scope, unbiased, scalable)
         return estimator
 
@@ -215,9 +174,7 @@ def find_baseline(baseline: "str | Callable | Baseline") -> Baseline:
                 return entry
             if entry.estimator is type(baseline):
                 return replace(entry, estimator=baseline)
-        name = _origin(baseline)[1]
-        _check_estimator(name, baseline, shared=False)
-        return Baseline(name, baseline, needs=frozenset({"energy"}), per_token=True)
+        return Baseline(_origin(baseline)[1], baseline, needs=frozenset({"energy"}), per_token=True)
     close = difflib.get_close_matches(str(baseline), BASELINES, n=1)
     raise ValueError(
         f"`baseline` is {baseline!r}: it must be one of {', '.join(map(repr, BASELINES))}, a name registered with "
@@ -242,31 +199,17 @@ def _imported(path: str) -> Any:
     return estimator
 
 
-def _check_estimator(name: str, estimator: Any, shared: bool = True) -> None:
-    """Raise a `TypeError` unless `estimator` can be called as it will be, and by several trainers."""
-    problem, arguments = None, list[Any]()
-    if not callable(estimator):
-        problem = "it must be a function"
-    elif isinstance(estimator, type):
-        lacking = [m for m in LEARNING_METHODS if not any(m in vars(parent) for parent in estimator.__mro__)]
-        if lacking:
-            lacking_text = "`, `".join(lacking)
-            problem = f"a baseline that learns lacks `{lacking_text}`, see `help(trl_otb.baselines.LearningBaseline)`"
+def _check_estimator(name: str, estimator: Any) -> None:
+    """Raise a `TypeError` unless it is a function, or a class with the methods of a baseline that learns."""
+    if isinstance(estimator, type) and not issubclass(estimator, LearningBaseline):
+        problem = "class: it lacks methods of a baseline that learns, see `help(trl_otb.baselines.LearningBaseline)`"
+    elif not callable(estimator):
+        problem = f"{type(estimator).__name__}: it must be a function"
+    elif hasattr(estimator, "update") and not isinstance(estimator, type):
+        problem = f"{type(estimator).__name__}: all trainers would share what this instance learns. Give the class"
     else:
-        arguments = [None]
-        if shared and hasattr(estimator, "update"):
-            problem = "all trainers would share what this instance learns. Give the class"
-    try:
-        if problem is None:
-            inspect.signature(estimator).bind(*arguments)
-    except TypeError:
-        given = "the completions" if arguments else "nothing"
-        problem = f"it takes {inspect.signature(estimator)}, and is called with {given}"
-    except ValueError:
-        pass  # a signature that cannot be read
-    if problem is not None:
-        kind = "class" if isinstance(estimator, type) else type(estimator).__name__
-        raise TypeError(f"The baseline {name!r} is a {kind}: {problem}.")
+        return
+    raise TypeError(f"The baseline {name!r} is a {problem}.")
 
 
 def _origin(estimator: Callable) -> tuple[str, str]:

@@ -51,15 +51,8 @@ def compare_baselines(
     into groups, and computes the gradient of every group under every baseline, with the current policy. Nothing is
     trained, and the trainer's state is restored: training afterwards gives the same weights, to the bit, unless vLLM
     samples. Baselines that compare prompts or learn get batches of other prompts, sampled before the bar moves: those
-    that learn, from 8 of them; the trainer's own baseline is measured as it is trained. Several processes share the
-    prompts. Returns are not scaled, and the loss is the plain sum over tokens. On a GPU, a language model takes as
-    long as sampling the completions and about three training steps on them.
-
-    ```python
-    report = trl_otb.compare_baselines(trainer)
-    print(report)  # what to set, and what it is worth
-    report.plot("noise.png")
-    ```
+    that learn, 8 of them; the trainer's own baseline is measured as it is trained. Several processes share the prompts.
+    Returns are not scaled, and the loss is the plain sum over tokens.
 
     Args:
         trainer ([`OTBGRPOTrainer`]): With any data, reward functions, tools, environment, adapter or processor.
@@ -81,21 +74,21 @@ def compare_baselines(
         ValueError: An argument is invalid, the model is sharded over processes, or no reward varies.
     """
     _check_trainer(trainer)
-    args, own, completions = trainer.args, trainer.num_generations, completions_per_prompt
+    args, n_of_run, completions = trainer.args, trainer.num_generations, completions_per_prompt
     seed, batch = args.seed if seed is None else seed, trainer.prompts_per_batch
     batch = batch if prompts_per_batch is None else prompts_per_batch
-    sizes = _sizes(own, group_sizes, completions)
-    counts = {"group_sizes": min(sizes), "prompts_per_batch": batch, "projection": projection}
-    if wrong := [name for name, least in counts.items() if least < 1]:
-        raise ValueError(f"`{wrong[0]}` is or holds {counts[wrong[0]]}: give 1 or more.")
+    sizes = _sizes(n_of_run, group_sizes, completions)
+    for name, least in {"group_sizes": min(sizes), "prompts_per_batch": batch, "projection": projection}.items():
+        if least < 1:
+            raise ValueError(f"`{name}` is or holds {least}: give 1 or more.")
     names = [baselines] if isinstance(baselines, str) else BASELINES if baselines is None else baselines
-    names = list(dict.fromkeys(["none", *map(control, sizes), *names]))
-    runs = {name: _instance(trainer, name) for name in names}
-    if lost := [name for name in runs if not any(comparable(runs[name].entry, n) for n in sizes)]:
-        raise ValueError(
-            f"`baselines` holds {lost[0]!r}, which compares the completions of a prompt, and `group_sizes` is {sizes}: "
-            "add 2 or more."
-        )
+    runs = {name: _instance(trainer, name) for name in ["none", *map(control, sizes), *names]}
+    for name, run in runs.items():
+        if not any(comparable(run.entry, n) for n in sizes):
+            raise ValueError(
+                f"`baselines` holds {name!r}, which compares the completions of a prompt, and `group_sizes` is {sizes}"
+                ": add 2 or more."
+            )
     if group_sizes is None and 1 not in sizes and any(run.entry.scope == "batch" for run in runs.values()):
         sizes, runs = [1, *sizes], {control(1): _instance(trainer, control(1))} | runs
     entries = {name: run.entry for name, run in runs.items()}
@@ -109,20 +102,17 @@ def compare_baselines(
         )
     examples, others = drawn[:num_prompts], drawn[num_prompts:]
     needs = frozenset({"energy"}).union(*(entry.needs for entry in entries.values()))
-    gradients = CompletionGradients(
-        trainer, parameters_studied, Projection([p.numel() for p in parameters_studied], projection, seed)
-    )
+    project = Projection([p.numel() for p in parameters_studied], projection, seed)
+    gradients = CompletionGradients(trainer, parameters_studied, project)
     processes, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
-    bar = tqdm(
-        total=num_prompts * completions,
-        desc="completions measured",
-        disable=args.disable_tqdm or not trainer.accelerator.is_main_process,
-    )
+    silent = args.disable_tqdm or not trainer.accelerator.is_main_process
+    bar = tqdm(total=num_prompts * completions, desc="completions measured", disable=silent)
     measured: list[dict[Any, Any]] = []
     with bar, at_rest(trainer, needs):
-        companions, learned = (
-            ([], {}) if alone else _learn(trainer, [*runs.values()], others or examples, batch, sizes, seed)
-        )
+        companions: list[dict[str, Completions]] = []
+        learned: dict[str, float] = {}
+        if not alone:
+            companions, learned = _learn(trainer, [*runs.values()], others or examples, batch, sizes, seed)
         for first in range(0, num_prompts, processes):
             index = min(first + rank, num_prompts - 1)  # spare processes repeat the last one
             name, example = examples[index]
@@ -132,7 +122,9 @@ def compare_baselines(
                 bar.update(processes)
                 return gradients(rows[row], weights.to(trainer.accelerator.device))
 
-            other_prompts = {n: _other_prompts(companions, name, n, max(batch, batch * own // n) - 1) for n in sizes}
+            other_prompts = {
+                n: _other_prompts(companions, name, n, max(batch, batch * n_of_run // n) - 1) for n in sizes
+            }
             masks = [generated_mask(row)[0].cpu() for row in rows]
             with torch.autocast("cpu", enabled=False):
                 moments = prompt_moments(pool, masks, gradient_of, entries, sizes, other_prompts, seed + index)
@@ -146,7 +138,7 @@ def compare_baselines(
         measured,
         unbiased={name: not (along and entry.per_token) for name, entry in entries.items() if entry.unbiased},
         scores_have_mean_zero=_scores_have_mean_zero(args),
-        group_size=own if own in sizes else next((n for n in sizes if n > 1), 1),
+        group_size=n_of_run if n_of_run in sizes else next((n for n in sizes if n > 1), 1),
         group_sizes=sizes,
         completions_per_prompt=completions,
         prompts_per_batch=batch,
@@ -164,8 +156,8 @@ def _learn(
     seed: int,
 ) -> tuple[list[dict[str, Completions]], dict[str, float]]:
     """
-    Let baselines that have not learned yet learn from sampled batches, which others are compared with. Returns these
-    batches, and what was learned: the metrics, as their means over the last half of the batches.
+    Let baselines that have not learned yet learn from sampled batches; returns these, for others to be compared with,
+    and the metrics' means over the last half of them.
     """
     fresh = [run for run in runs if run.entry.learns and not run.has_learned]
     some, n, companions = cycle(examples), trainer.num_generations, []
@@ -176,7 +168,11 @@ def _learn(
         of_batch = list(islice(some, min(prompts_per_batch, len(examples))))
         size = max(n, *sizes) if batch < COMPANION_BATCHES else n
         pools = [pool for pool, _ in sample(trainer, [row for _, row in of_batch], size, seed + 7919 * (batch + 1))]
-        for name, value in learn_from(pools, fresh, n).items():
+        prompt = torch.arange(len(pools)).repeat_interleave(n)
+        whole = replace(joined([pool.rows(slice(0, n), n) for pool in pools]), prompt=prompt)
+        with torch.autocast("cpu", enabled=False):
+            learned = [run.step(whole, learn=True).learned for run in fresh]
+        for name, value in chain.from_iterable(of.items() for of in learned):
             metrics.setdefault(name, [])
             if 2 * batch >= many and math.isfinite(value):
                 metrics[name].append(value)
@@ -184,24 +180,13 @@ def _learn(
     return companions, {name: fmean(values) if values else math.nan for name, values in metrics.items()}
 
 
-def learn_from(pools: list[Completions], runs: list[RunBaseline], n: int) -> dict[str, float]:
-    """Let baselines learn from a batch of prompts, the first `n` completions of each pool; returns their metrics."""
-    prompt = torch.arange(len(pools)).repeat_interleave(n)
-    whole = replace(joined([pool.rows(slice(0, n), n) for pool in pools]), prompt=prompt)
-    metrics: dict[str, float] = {}
-    with torch.autocast("cpu", enabled=False):
-        for run in runs:
-            metrics |= run.step(whole, learn=True).learned
-    return metrics
-
-
-def _other_prompts(companions: list[dict[str, Completions]], own: str, n: int, most: int) -> list[list[Completions]]:
-    """A few batches of at most `most` prompts other than `own`, of which each has `n` completions or more."""
+def _other_prompts(companions: list[dict[str, Completions]], but: str, n: int, most: int) -> list[list[Completions]]:
+    """A few batches of at most `most` prompts `but` one, of which each has `n` completions or more."""
     batches = []
     for first in range(min(COMPANION_BATCHES, len(companions))):
         others: dict[str, Completions] = {}
         for name, pool in chain.from_iterable(of.items() for of in companions[first:] + companions[:first]):
-            if name != own and len(pool) >= n:
+            if name != but and len(pool) >= n:
                 others.setdefault(name, pool)
         batches.append([*others.values()][:most])
     return batches
@@ -211,13 +196,15 @@ def _instance(trainer: OTBGRPOTrainer, name: str) -> RunBaseline:
     """A baseline ready to be called: a copy of the trainer's own as it is trained, or a new one."""
     if not isinstance(name, str):
         raise ValueError(f"`baselines` holds {name!r}: give names, or 'module:function'.")
-    entry, own = find_baseline(name), trainer.baseline
-    return own.copied() if own.has_learned and own.entry.name == entry.name else RunBaseline(entry)
+    entry, trained = find_baseline(name), trainer.baseline
+    return trained.copied() if trained.has_learned and trained.entry.name == entry.name else RunBaseline(entry)
 
 
-def _sizes(own: int, group_sizes: Sequence[int] | int | None, completions: int) -> list[int]:
+def _sizes(n_of_run: int, group_sizes: Sequence[int] | int | None, completions: int) -> list[int]:
     if group_sizes is None:
-        group_sizes = [n for n in (own // 2, own, 2 * own) if n == own or (n >= 2 and 4 * n <= completions)]
+        group_sizes = [
+            n for n in (n_of_run // 2, n_of_run, 2 * n_of_run) if n == n_of_run or (n >= 2 and 4 * n <= completions)
+        ]
     sizes = [group_sizes] if isinstance(group_sizes, int) else sorted({*group_sizes})
     if completions < 4 * max(sizes):
         raise ValueError(

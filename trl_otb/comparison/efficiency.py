@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 DRAWS = 2000  # bootstrap samples of prompts
@@ -27,35 +28,27 @@ def control(n: int) -> str:
 @dataclass
 class Moments:
     """
-    Unbiased estimates of the moments of one estimator at one group size, for P prompts.
-
-    Args:
-        square (`(P,)`): E‖ĝ_p‖² of a group's gradient.
-        signal (`(P, P)`): ⟨Eĝ_p, Eĝ_q⟩.
-        with_truth (`(P, P)`): ⟨Eĝ_p, g_q⟩.
-        truth (`(P, P)`): ⟨g_p, g_q⟩.
-        scale (`float`, *optional*): c, if Eĝ = c g is known, as for every unbiased estimator. Its noise, and its
-            efficiency relative to another such estimator, can then be measured even if the signal is lost in noise.
+    Unbiased estimates of the moments of one estimator at one group size, for P prompts. If Eĝ = c g is known, as for
+    every unbiased estimator, noise can be measured even if the signal is lost in it.
     """
 
-    square: torch.Tensor
-    signal: torch.Tensor
-    with_truth: torch.Tensor
-    truth: torch.Tensor
-    scale: float | None = None
+    square: Tensor  # (P,) E‖ĝ_p‖² of a group's gradient
+    signal: Tensor  # (P, P) ⟨Eĝ_p, Eĝ_q⟩
+    with_truth: Tensor  # (P, P) ⟨Eĝ_p, g_q⟩
+    truth: Tensor  # (P, P) ⟨g_p, g_q⟩
+    scale: float | None = None  # c
 
-    def of_batch(self, counts: torch.Tensor, size: int | None = None) -> dict[str, torch.Tensor]:
+    def of_batch(self, counts: Tensor, size: int | None = None) -> dict[str, Tensor]:
         """
         Figures for a batch of `size` similar prompts, by default as many as these, where prompt p was drawn
-        `counts[..., p]` times. A prompt drawn twice represents two similar prompts, not the same one: products of
-        different prompts are averaged over pairs that differ.
+        `counts[..., p]` times. A prompt drawn twice represents two similar prompts: products of different prompts are
+        averaged over pairs that differ.
 
         Returns:
-            `dict`: `signal`, ‖g‖², at least 0; `noise` of ĝ scaled to the length of g; `missed`, noise plus the effect
-            of bias, so that the efficiency is signal / (signal + missed); `efficiency`, `cosine`
-            and `length`, ‖Eĝ‖ / ‖g‖; `variance` of one prompt's ĝ, differences between prompts included, if the scale
-            is known; each `counts.shape[:-1]`. NaN if the estimate of a square is not positive; `noise` and `missed`
-            are never NaN for estimators of known scale.
+            `dict`, each `counts.shape[:-1]`: `signal`, ‖g‖², at least 0; `noise` of ĝ scaled to the length of g;
+            `missed`, noise plus the effect of bias, so that the efficiency is signal / (signal + missed); `cosine` of
+            Eĝ and g; `variance` of one prompt's ĝ, differences between prompts included, if the scale is known. NaN if
+            the estimate of a square is not positive; `noise` and `missed` never, if the scale is known.
         """
         counts = counts.double()
         prompts = counts.sum(dim=-1)
@@ -63,41 +56,31 @@ class Moments:
         of = prompts if size is None else torch.full_like(prompts, size)
         of_size = counts * (of / prompts).unsqueeze(-1)
 
-        def between(matrix: torch.Tensor) -> torch.Tensor:
+        def between(matrix: Tensor) -> Tensor:
             """The mean product of two prompts that differ."""
             whole = torch.einsum("...p,pq,...q->...", counts, matrix, counts)
             return (whole - counts.square() @ matrix.diagonal()) / pairs
 
-        def total(matrix: torch.Tensor) -> torch.Tensor:
+        def total(matrix: Tensor) -> Tensor:
             return of_size @ matrix.diagonal() + of * (of - 1) * between(matrix)
 
         signal, with_truth, truth = total(self.signal), total(self.with_truth), total(self.truth)
         noise_to_signal = of_size @ (self.square - self.signal.diagonal()) / signal
         resolved = (signal > 0) & (truth > 0) & (noise_to_signal > 0)
-        efficiency = with_truth.square() / (truth * signal * (1 + noise_to_signal))
-        noise, missed, known, always = truth * noise_to_signal, truth * (1 / efficiency - 1), resolved, resolved
-        variance = torch.full_like(truth, torch.nan)
-        if self.scale is not None:
-            variance = counts @ self.square / prompts / self.scale**2 - between(self.truth)
+        cosine = with_truth / (signal * truth).sqrt()
+        if self.scale is None:
+            efficiency = with_truth.square() / (truth * signal * (1 + noise_to_signal))
+            noise = (truth * noise_to_signal).where(resolved, torch.nan)
+            missed = (truth * (1 / efficiency - 1)).where(resolved, torch.nan)
+            variance = torch.full_like(truth, torch.nan)
+        else:
             noise = missed = of_size @ (self.square / self.scale**2 - self.truth.diagonal())
-            efficiency = truth / (truth + noise)
-            known, always = truth > 0, torch.ones_like(truth, dtype=torch.bool)
-
-        def where(condition: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            return torch.where(condition, value, torch.nan)
-
-        return {
-            "signal": truth.clamp(min=0),
-            "noise": where(always, noise),
-            "missed": where(always, missed),
-            "efficiency": where(known, efficiency),
-            "cosine": where(resolved, with_truth / (signal * truth).sqrt()),
-            "length": where((signal > 0) & (truth > 0), (signal / truth).sqrt()),
-            "variance": variance,
-        }
+            variance = counts @ self.square / prompts / self.scale**2 - between(self.truth)
+        figures = {"signal": truth.clamp(min=0), "noise": noise, "missed": missed, "variance": variance}
+        return figures | {"cosine": cosine.where(resolved, torch.nan)}
 
 
-def bootstrap(prompts: int, draws: int = DRAWS, seed: int = 0) -> torch.Tensor:
+def bootstrap(prompts: int, draws: int = DRAWS, seed: int = 0) -> Tensor:
     """`(1 + draws, P)` how often each prompt is drawn; the first row is the original sample."""
     drawn = torch.randint(prompts, (draws, prompts), generator=torch.Generator().manual_seed(seed))
     counts = torch.zeros(draws, prompts).scatter_add_(1, drawn, torch.ones(draws, prompts))
@@ -113,7 +96,7 @@ class Estimate:
     high: float
 
     @classmethod
-    def of(cls, values: torch.Tensor) -> "Estimate":
+    def of(cls, values: Tensor) -> "Estimate":
         """From the values of the sample (first) and of the bootstrap; NaN values count as both ends."""
         drawn = values[1:].double()
         lows, highs = (torch.where(drawn.isnan(), end, drawn) for end in (-torch.inf, torch.inf))
@@ -141,38 +124,25 @@ class Comparison:
     """
     A baseline compared with the group mean at the same group size (for N = 1, with `rloo_pooled`).
 
-    Args:
-        name (`str`): The baseline.
-        n (`int`): Group size.
-        unbiased (`bool`, *optional*): Whether the estimator is unbiased up to a factor; `None` if it is under
-            conditions that are not certain here. Unless `True`, its bias is measured.
-        more_prompts ([`Estimate`]): How many more prompts per step the group mean needs to be as efficient, as a
-            share: 0.13 for 13 % more.
-        more_completions ([`Estimate`]): How many more completions per step the control at the run's own N needs, as a
-            share: what this N is worth if a step's completions stay as many. NaN unless it is certainly unbiased.
-        efficiency, over_group_mean ([`Estimate`]): The efficiency of a step, and its ratio to the group mean's.
-        noise_over_group_mean ([`Estimate`]): Noise to signal relative to the group mean.
-        cosine, length ([`Estimate`]): The cosine of the expected gradient to the true one, and the ratio of their
-            lengths.
+    Estimates but `cosine` are relative to that control: `more_prompts` is 0.13 if the control needs 13 % more prompts
+    per step to be as efficient.
     """
 
     name: str
-    n: int
-    unbiased: bool | None
+    n: int  # group size
+    unbiased: bool | None  # up to a factor; `None` if under conditions that are not certain here. Else bias is measured
     more_prompts: Estimate
+    # Than the control at the run's own N, if a step's completions stay as many; NaN unless it is certainly unbiased
     more_completions: Estimate
-    efficiency: Estimate
-    over_group_mean: Estimate
-    noise_over_group_mean: Estimate
-    cosine: Estimate
-    length: Estimate
+    over_group_mean: Estimate  # the ratio of the efficiencies of a step
+    noise_over_group_mean: Estimate  # of noise to signal
+    cosine: Estimate  # of the expected gradient to the true one
 
 
 def compare(moments: dict[tuple[str, int], Moments], prompts_per_batch: int, group_size: int) -> list[Comparison]:
     """
-    Compare every baseline with the control at each group size, for steps of `prompts_per_batch` prompts, and, for as
-    many completions, with the control at the run's own N, `group_size`. `moments`, by name and N, include the
-    controls'.
+    Compare every baseline of `moments`, by name and N, with the control at each group size, for steps of
+    `prompts_per_batch` prompts, and, for as many completions, with the control at the run's own N, `group_size`.
     """
     squares = moments[control(group_size), group_size].square
     counts = bootstrap(len(squares))
@@ -189,12 +159,10 @@ def compare(moments: dict[tuple[str, int], Moments], prompts_per_batch: int, gro
                 unbiased=moments[name, n].scale is not None,
                 more_prompts=Estimate.of(of_control["missed"] / of["missed"] - 1),
                 more_completions=Estimate.of(of_run / (n * of["variance"]) - 1),
-                efficiency=Estimate.of(of["efficiency"]),
                 # Efficiency is ‖g‖² / (‖g‖² + what is missed), and where the signal is small it all but cancels
                 over_group_mean=Estimate.of((signal + of_control["missed"]) / (signal + of["missed"])),
                 noise_over_group_mean=Estimate.of(of["noise"] / of_control["noise"]),
                 cosine=Estimate.of(of["cosine"]),
-                length=Estimate.of(of["length"]),
             )
         )
     return rows
@@ -208,7 +176,6 @@ def moments_of(
     products never share completions. `unbiased` names baselines whose expected gradient is the true one, if
     `mean_zero`: completions are untruncated samples of the differentiated policy, so that scores have mean 0.
     """
-
     truth = torch.stack([prompt["truth"] for prompt in prompts]).double()  # (P, 2, k)
     moments = {}
     for name, n in (key for key in prompts[0] if isinstance(key, tuple)):
@@ -220,7 +187,7 @@ def moments_of(
     return moments
 
 
-def _products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def _products(a: Tensor, b: Tensor) -> Tensor:
     """Two `(P, 2, k)` -> symmetric `(P, P)` products, which use different halves for the same prompt."""
     between = a.mean(1) @ b.mean(1).T
     within = ((a[:, 0] * b[:, 1]).sum(1) + (a[:, 1] * b[:, 0]).sum(1)) / 2

@@ -16,8 +16,7 @@ PROJECT_AT_ONCE = 2**26  # numbers of gradients that are projected together, a q
 def studied_parameters(trainer: OTBGRPOTrainer, pattern: str | None) -> list[torch.nn.Parameter]:
     """The trainable parameters whose name matches `pattern`, by default all; a `ValueError` if there is none."""
     named = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
-    studied = [p for name, p in named.items() if re.search(pattern or "", name)]
-    if not studied:
+    if not (studied := [p for name, p in named.items() if re.search(pattern or "", name)]):
         raise ValueError(
             f"`parameters` is {pattern!r}, which none of {len(named)} trainable parameters holds: their names read "
             f"like {next(iter(named), None)!r}."
@@ -27,16 +26,14 @@ def studied_parameters(trainer: OTBGRPOTrainer, pattern: str | None) -> list[tor
 
 class Projection:
     """
-    A random projection of gradients that keeps inner products: a count sketch, seeded, with nothing stored.
-
-    ⟨Πa, Πb⟩ is unbiased for ⟨a, b⟩, with a standard error of at most ‖a‖ ‖b‖ √(2 / dimension). If there are at most
-    `dimension` parameters (`sizes` are their numbers of elements), Π is the identity.
+    A random projection of gradients that keeps inner products: a count sketch, seeded, with nothing stored. ⟨Πa, Πb⟩ is
+    unbiased for ⟨a, b⟩, with a standard error of at most ‖a‖ ‖b‖ √(2 / dimension). Π is the identity if `sizes`, the
+    numbers of elements of parameters, sum to at most `dimension`.
     """
 
     def __init__(self, sizes: list[int], dimension: int, seed: int = 0) -> None:
-        self.exact = sum(sizes) <= dimension
+        self.exact, self.seed = sum(sizes) <= dimension, seed
         self.dimension = sum(sizes) if self.exact else dimension
-        self.seed = seed
 
     def __call__(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         """`(E, dimension)` float32 projections, on the CPU, of E gradients: one tensor `(E, …)` per parameter."""
@@ -55,10 +52,9 @@ class Projection:
 
 class CompletionGradients:
     """
-    Σ_t A_t ∇ log π(y_t) of one completion, for several A at once, with respect to the studied parameters.
-
-    A token's log-prob depends on the body of the model only through the LM head's input at its own position. So the
-    head's backward pass, which never forms (T, V) logits, runs once, and each A weights its result.
+    Σ_t A_t ∇ log π(y_t) of one completion, for several A at once, with respect to the studied parameters. A token's
+    log-prob depends on the model's body only through the LM head's input at its position: the head's backward pass runs
+    once, and each A weights its result.
     """
 
     def __init__(self, trainer: OTBGRPOTrainer, parameters: list[torch.nn.Parameter], projection: Projection) -> None:
@@ -69,10 +65,7 @@ class CompletionGradients:
         self.together = max(1, PROJECT_AT_ONCE // sum(p.numel() for p in parameters))
 
     def __call__(self, row: dict[str, Any], weights: torch.Tensor) -> torch.Tensor:
-        """
-        `(E, dimension)` float32, for one of [`~trl_otb.seam.pools.single_rows`] and `weights`, `(E, T)`: A for each of
-        E estimators, 0 outside the completion's mask; T at least as long as the completion.
-        """
+        """`(E, dimension)` float32, for one of `single_rows` and `(E, T)` A of each estimator, 0 off the mask."""
         length = row["completion_ids"].size(1)
         if length == 0:  # masked, as `mask_truncated_completions` does
             return torch.zeros(len(weights), self.projection.dimension)

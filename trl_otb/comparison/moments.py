@@ -28,21 +28,18 @@ def prompt_moments(
     """
     The moments of a prompt's gradient under each baseline at each group size.
 
-    Groups never mix the two halves of the pool, so later products never share completions. A baseline that compares
-    prompts sees each group in a batch with groups of other prompts, the same few in turn. Under one number per
+    Groups never mix the two halves of the pool, so later products never share completions. Under one number per
     completion a group's gradient combines the completions' own, so many partitions into groups cost nothing; under one
     per token each completion needs a backward pass, for one partition. The error of this single partition is estimated
     with a baseline per completion, which is known for it and for all partitions, and subtracted: a control variate,
     which does not change expectations. It is `ogb`, `ogb_loo`, or what an `adjust` starts from.
 
     Args:
-        pool ([`~trl_otb.baselines.Completions`]): M completions of one prompt.
-        masks (`list[torch.Tensor]` of length M): Of each completion, `(T,)` 1 on generated tokens, 0 on tool output.
-        gradient_of (`Callable`): A function from a row of the pool and weights `(E, T)` to `(E, k)`: Σ_t A_t ∇ log
-            π(y_t).
-        baselines (`dict[str, Baseline]`): Baselines by name.
-        sizes (`list[int]`): Values of N.
-        companions (`dict[int, list[list[Completions]]]`): By N, batches of other prompts with at least N completions.
+        pool: M completions of one prompt.
+        masks: Of each of the M completions, `(T,)` 1 on generated tokens, 0 on tool output.
+        gradient_of: A function from a row of the pool and weights `(E, T)` to `(E, k)`: Σ_t A_t ∇ log π(y_t).
+        baselines, sizes: Baselines by name, and values of N.
+        companions: By N, batches of other prompts with at least N completions, for baselines that compare prompts.
 
     Returns:
         `dict`: `truth`, `(2, k)`: the gradient by each half, taken as one group under `ogb_loo`; and for each
@@ -54,11 +51,9 @@ def prompt_moments(
     advantages = {name: _advantages(entry, pool, companions, rng) for name, entry in baselines.items()}
     controls = {name: find_baseline("ogb_loo" if entry.unbiased else "ogb") for name, entry in baselines.items()}
     if pool.returns.size(1) == 1:  # not with rewards along the way, where B0 has tokens
-        adjusted = {name: entry for name, entry in baselines.items() if entry.adjusts}
-        controls |= {
-            name: replace(entry, estimator=entry.estimator.__call__, per_token=False)
-            for name, entry in adjusted.items()
-        }
+        for name, entry in baselines.items():
+            if entry.adjusts:
+                controls[name] = replace(entry, estimator=entry.estimator.__call__, per_token=False)
     controlled = {name: _advantages(entry, pool, companions, rng) for name, entry in controls.items()}
     of_truth = _advantages(find_baseline("ogb_loo"), pool, {}, rng)
     studied = [(name, n) for n in sizes for name, entry in baselines.items() if comparable(entry, n)]
@@ -68,10 +63,14 @@ def prompt_moments(
     for i, (name, n) in enumerate(per_token, start=1):
         for rows in parts[n][0]:
             weights[rows, i] = advantages[name](rows, n)
-    by_completion = [gradient_of(row, _in_place(weights[row], mask)) for row, mask in enumerate(masks)]
-    own, *of_tokens = torch.stack(by_completion, dim=1)  # each (M, k)
+    # At the places of generated tokens, among tool output
+    places = [(mask.long().cumsum(0) - 1).clamp(min=0) for mask in masks]
+    by_completion = [
+        gradient_of(i, weights[i][:, at] * mask) for i, (at, mask) in enumerate(zip(places, masks, strict=True))
+    ]
+    scores, *of_tokens = torch.stack(by_completion, dim=1)  # each (M, k)
     weighted = dict(zip(per_token, of_tokens, strict=True))
-    products = own.double() @ own.double().T
+    products = scores.double() @ scores.double().T
 
     def of_completions(advantages_of: Advantages, n: int, partitions: list[Tensor]) -> tuple[Tensor, Tensor]:
         """E‖ĝ‖² and Eĝ over the groups of `n` that each partition holds one after the other."""
@@ -80,8 +79,8 @@ def prompt_moments(
         c = advantages_of(rows, n)[:, 0].double().view(-1, n) / n
         at = rows.view(-1, n)
         squares = torch.einsum("gi,gij,gj->g", c, products[at.unsqueeze(2), at.unsqueeze(1)], c)
-        total = torch.zeros(len(own), dtype=c.dtype).index_add_(0, at.flatten(), c.flatten())
-        return squares.mean(), (total / len(at)).to(own) @ own
+        total = torch.zeros(len(scores), dtype=c.dtype).index_add_(0, at.flatten(), c.flatten())
+        return squares.mean(), (total / len(at)).to(scores) @ scores
 
     def of_half(name: str, n: int, partitions: list[Tensor]) -> tuple[Tensor, Tensor]:
         """The same under a baseline."""
@@ -112,11 +111,6 @@ def comparable(baseline: Baseline, n: int) -> bool:
 def random_groups(rows: Tensor, n: int, rng: torch.Generator) -> Tensor:
     """`rows` in random order, cut to whole groups of `n`."""
     return rows[torch.randperm(len(rows), generator=rng)[: len(rows) // n * n]]
-
-
-def _in_place(weights: Tensor, mask: Tensor) -> Tensor:
-    """`(E, T)` by generated token -> `(E, T')` at the places of the tokens in a completion of T' tokens."""
-    return weights[:, (mask.long().cumsum(0) - 1).clamp(min=0)] * mask
 
 
 def _advantages(

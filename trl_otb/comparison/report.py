@@ -1,5 +1,6 @@
 """The result of a comparison of baselines: a verdict, a table, a picture."""
 
+import json
 import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,29 +24,19 @@ class BaselineReport:
     Its text is the verdict and a table: how many more prompts per step the group mean would need to be as efficient,
     with a 95 % interval by bootstrap over prompts. Then what other N are worth with equally many completions per step.
 
-    Args:
-        comparisons (`list[Comparison]`): Every baseline at every group size.
-        group_size (`int`): The run's N, which the verdict is for.
-        group_sizes (`list[int]`): All values of N.
-        num_prompts, completions_per_prompt, prompts_per_batch (`int`): Number of measured prompts, completions of
-            each, and prompts per step that the figures are for.
-        prompts_varying (`int`): Number of prompts whose completions have different returns.
-        mean_reward, mean_length (`float`): Means over all completions, in units of the reward and in generated tokens.
-        subject (`str`): The model, for titles.
-        learned (`dict[str, float]`): Metrics of the baselines that learned here, as `value/explained`: means over the
-            last half of the batches that they learned from.
     """
 
-    comparisons: list[Comparison]
-    group_size: int
-    group_sizes: list[int]
-    num_prompts: int
+    comparisons: list[Comparison]  # every baseline at every group size
+    group_size: int  # the run's N, which the verdict is for
+    group_sizes: list[int]  # all values of N
+    num_prompts: int  # that were measured
     completions_per_prompt: int
-    prompts_per_batch: int
-    prompts_varying: int
+    prompts_per_batch: int  # per step that the figures are for
+    prompts_varying: int  # whose completions have different returns
     mean_reward: float
-    mean_length: float
-    subject: str
+    mean_length: float  # in generated tokens
+    subject: str  # the model, for titles
+    # Metrics of the baselines that learned here, as `value/explained`: means over the last half of their batches
     learned: dict[str, float] = field(default_factory=dict)
 
     @classmethod
@@ -53,8 +44,8 @@ class BaselineReport:
         cls, prompts: list[dict[Any, Any]], unbiased: dict[str, bool], scores_have_mean_zero: bool, **settings: Any
     ) -> "BaselineReport":
         """
-        The report of measured prompts; a `ValueError` if no prompt's return varied. `unbiased` names baselines that
-        are, and says whether this is certain for these rewards.
+        The report of measured prompts; a `ValueError` if no prompt's return varied. `unbiased` says of baselines that
+        are whether this is certain for these rewards.
         """
         varying, number = sum(prompt["varies"] for prompt in prompts), len(prompts)
         if varying == 0:
@@ -85,14 +76,13 @@ class BaselineReport:
     def best(self) -> Comparison | None:
         """The baseline to set at the run's own N; `None` if none is surely better than the control."""
         # Without `none`, whose noise grows as successes become common
-        better = [
-            row for row in self.at() if row.more_prompts.low > MIN_GAIN and row.name not in ("none", self.control)
-        ]
+        rows = [row for row in self.at() if row.name not in ("none", self.control)]
+        better = [row for row in rows if row.more_prompts.low > MIN_GAIN]
         return next((row for row in better if row.unbiased is not False), better[0] if better else None)
 
     @property
     def control(self) -> str:
-        """What baselines are compared with at the run's own N."""
+        """What baselines are compared with at the run's N."""
         return control(self.group_size)
 
     @property
@@ -144,14 +134,9 @@ class BaselineReport:
 
     @property
     def spending(self) -> str:
-        """
-        What a smaller N is worth with as many completions per step, under the best baseline that is known at several
-        N; empty if there is none.
-        """
+        """What a smaller N is worth for as many completions, under the best baseline known at several N, or empty."""
         completions = self.group_size * self.prompts_per_batch
-        names = [row.name for row in self.at() if row.name != "none"]
-        first = [self.best.name] if self.best else []
-        for name in [*first, *names]:
+        for name in [*([self.best.name] if self.best else []), *(row.name for row in self.at() if row.name != "none")]:
             rows = {row.n: row.more_completions for row in self.comparisons if row.name == name}
             known = {
                 n: rows[n]
@@ -171,21 +156,10 @@ class BaselineReport:
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data; numbers lost in noise are `None`."""
-
-        def plain(value: Any) -> Any:
-            if isinstance(value, dict):
-                return {key: plain(item) for key, item in value.items()}
-            if isinstance(value, list):
-                return [plain(item) for item in value]
-            return None if isinstance(value, float) and not math.isfinite(value) else value
-
-        return plain(asdict(self))
+        return json.loads(json.dumps(asdict(self)), parse_constant=lambda constant: None)
 
     def plot(self, path: str | Path | None = None) -> Any:
-        """
-        A `matplotlib` figure with one panel per group size: how many more prompts the control would need; blue:
-        significantly better, red: significantly worse. Saves it to `path`, if given.
-        """
+        """A `matplotlib` figure, a panel per group size: how many more prompts the control needs. Saved to `path`."""
         sizes, names = self.group_sizes, [row.name for row in [*self.at(), *self.comparisons]]
         order = [*reversed(dict.fromkeys(names))]
         figure = new_figure(figsize=(4.2 * len(sizes) + 1.5, 0.36 * len(order) + 1.6), layout="constrained")
@@ -212,17 +186,14 @@ class BaselineReport:
     @property
     def summary(self) -> str:
         """A sentence about what was measured."""
-        explained = self.learned.get("value/explained", math.nan)
-        return (
+        text = (
             f"{self.num_prompts} prompts, {self.completions_per_prompt} completions each, {self.mean_length:.0f} "
             f"tokens on average; mean reward {self.mean_reward:.2f}; rewards vary on {self.prompts_varying} of the "
             f"prompts. Steps of {self.prompts_per_batch} prompts."
-            + (
-                f" While it learned here, `otb/value/explained` was {explained:.2f}."
-                if not math.isnan(explained)
-                else ""
-            )
         )
+        explained = self.learned.get("value/explained", math.nan)
+        known = f" While it learned here, `otb/value/explained` was {explained:.2f}."
+        return text if math.isnan(explained) else text + known
 
     def __repr__(self) -> str:
         rows = self.at()

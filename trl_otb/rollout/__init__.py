@@ -28,48 +28,30 @@ class Rollout:
     Rows are in the order of generation; the completions of a prompt are adjacent. `trainer.rollouts["train"]` and
     `trainer.rollouts["eval"]` are the latest ones.
 
-    Args:
-        prompt_ids, prompt_mask (`(B, P)`): The prompts, padded on the left.
-        completion_ids, completion_mask (`(B, T)`): The completions, including tool output, padded on the right.
-        mask (`(B, T)`): 1 on tokens that the policy generated and the loss includes.
-        num_generations (`int`): N.
-        rewards (`(B,)` or `(B, T)`): One return per completion or, if turns or tokens were rewarded, one reward per
-            token. NaN if no reward function scored the completion.
-        scale (`(B, 1)`): The divisor of advantages under `scale_rewards`: 1 for `"none"`, infinite without spread.
-        first_row (`int`): The index of the first row among those of all processes, on which a group may begin.
-        returns_of_all (`(B_all,)`): The returns of the completions of all processes.
-        processing_class: The trainer's tokenizer or processor.
-
-        energy, logps (`(B, T)`, *optional*): w_t and log π(y_t), at the sampling temperature; `None` if the baseline
-            needs none, and TRL ran no forward that yields them.
-        loss_energy (`(B, T)`, *optional*): ρ_t² w_t: `energy`, unless there are importance ratios ρ.
-        advantages, baselines (`(B, T)`, or `(B, 1)` under a baseline per completion): (G − B) / scale, and B.
-        group_mean_advantages (`(B, 1)`): Advantages under the group mean, for comparison; `None` for N = 1.
     """
 
-    prompt_ids: Tensor
+    prompt_ids: Tensor  # (B, P), padded on the left
     prompt_mask: Tensor
-    completion_ids: Tensor
+    completion_ids: Tensor  # (B, T), including tool output, padded on the right
     completion_mask: Tensor
-    mask: Tensor
-    num_generations: int
-    rewards: Tensor
-    scale: Tensor
-    first_row: int = 0
-    returns_of_all: Tensor = field(default_factory=lambda: torch.empty(0), compare=False)
-    processing_class: Any = field(default=None, compare=False)
+    mask: Tensor  # (B, T) 1 on tokens that the policy generated and the loss includes
+    num_generations: int  # N
+    rewards: Tensor  # (B,), or (B, T) if turns or tokens were rewarded; NaN if no reward function scored the completion
+    scale: Tensor  # (B, 1) the divisor of advantages under `scale_rewards`: 1 for "none", infinite without spread
+    first_row: int = 0  # the index of the first row among those of all processes, on which a group may begin
+    returns_of_all: Tensor = field(default_factory=lambda: torch.empty(0), compare=False)  # (B_all,), of all processes
+    processing_class: Any = field(default=None, compare=False)  # the trainer's tokenizer or processor
+    # (B, T) w_t, ρ_t² w_t and log π(y_t), at the sampling temperature; `None` if the baseline needs none, and TRL runs
+    # no forward that yields them
     energy: Tensor | None = None
     loss_energy: Tensor | None = None
     logps: Tensor | None = None
-    advantages: Tensor | None = None
-    baselines: Tensor | None = None
-    group_mean_advantages: Tensor | None = None
+    advantages: Any = None  # (B, T), or (B, 1) under a baseline per completion: (G − B) / scale
+    baselines: Tensor | None = None  # B
+    group_mean_advantages: Tensor | None = None  # (B, 1) under the group mean, for comparison; `None` for N = 1
 
     def read(self, values: TokenValues | None, ratio: Tensor | None) -> "Rollout":
-        """
-        The rollout with energies and log-probs from `values`, and importance ratios ρ, `(B, T)` or `(B, 1)`. A
-        `ValueError` if an energy is not finite.
-        """
+        """With energies and log-probs, and ratios ρ, `(B, T)` or `(B, 1)`; a `ValueError` if one is not finite."""
         if values is None:
             return self
         loss_energy = values.energy if ratio is None else importance_weighted(values.energy, ratio)
@@ -93,24 +75,14 @@ class Rollout:
             draw_ratio=draw_ratio,
         )
 
-    def credited(self, step: Step, trl_advantages: Tensor | None = None) -> "Rollout":
-        """
-        The rollout with what a baseline made of it, at the places of the tokens; with `trl_advantages`, `(B,)`, in
-        place of the computed ones.
-        """
-        place = (lambda values: put_back(values, self.mask)) if step.per_token else (lambda values: values)
+    def with_advantages(self, step: Step, trl_advantages: Tensor | None = None) -> "Rollout":
+        """With what a baseline made of it, at the places of the tokens, or with `trl_advantages`, `(B,)`."""
+        values = step.advantages if trl_advantages is None else trl_advantages.unsqueeze(1)
+        advantages, baselines = (put_back(x, self.mask) if step.per_token else x for x in (values, step.baselines))
+        of_group_mean = step.group_mean_advantages
         return replace(
-            self,
-            scale=step.scale,
-            advantages=place(step.advantages) if trl_advantages is None else trl_advantages.unsqueeze(1),
-            baselines=place(step.baselines),
-            group_mean_advantages=step.group_mean_advantages,
+            self, scale=step.scale, advantages=advantages, baselines=baselines, group_mean_advantages=of_group_mean
         )
-
-    def loss_advantages(self, per_token: bool) -> Tensor:
-        """What the loss multiplies: `(B, T)` under a baseline per token, else `(B,)`."""
-        assert self.advantages is not None  # after `credited`
-        return self.advantages if per_token else self.advantages.squeeze(1)
 
     def __len__(self) -> int:
         return len(self.mask)
@@ -120,11 +92,8 @@ class Rollout:
 
     def show(self, prompt: int = 0, max_tokens: int = 1000) -> None:
         """
-        Print the completions of a prompt; [`plot`] has the number of each token, as its colour.
-
-        Args:
-            prompt (`int`, *optional*, defaults to 0): Its index in this rollout; an `IndexError` if there is none.
-            max_tokens (`int`, *optional*, defaults to 1,000): Tokens to show per completion.
+        Print the completions of a prompt, by its index in this rollout, at most `max_tokens` of each; an `IndexError`
+        if there is no such prompt. [`plot`] has the number of each token, as its colour.
         """
         print(text.as_text(text.read_group(self, prompt, max_tokens)))
 
@@ -134,10 +103,7 @@ class Rollout:
         """
         A `matplotlib` figure of a prompt's completions, with tokens coloured by energy, advantage, and the advantage
         under the group mean; the latter two share a scale. Saves it to `path`, if given, in any format of matplotlib.
-
-        Args:
-            prompt, max_tokens: As in [`show`].
-            max_completions (`int`, *optional*, defaults to 8): Completions to draw, the first ones of the group.
+        `prompt` and `max_tokens` are as in [`show`]; the first `max_completions` of the group are drawn.
         """
         from .picture import draw
 

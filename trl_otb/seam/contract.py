@@ -4,7 +4,7 @@ import hashlib
 import inspect
 import json
 import os
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
@@ -14,16 +14,18 @@ import transformers
 import trl
 from accelerate.logging import get_logger
 
+from ..baselines import Baseline
+
 
 logger = get_logger(__name__)
 
-READ = Path(__file__).with_name("trl_sources.json")  # versions and hashes of the sources read; see `make hashes`
+PINNED = Path(__file__).with_name("trl_sources.json")  # versions and hashes of the sources read; see `make hashes`
 ANY_TRL = "TRL_OTB_ANY_TRL"  # the environment variable that allows other versions than the tested one
 
 
 def tested() -> dict[str, Any]:
     """The `versions` and `sources` that were read."""
-    return json.loads(READ.read_text())
+    return json.loads(PINNED.read_text())
 
 
 def versions() -> dict[str, str]:
@@ -47,7 +49,9 @@ class BrokenContract(Exception):
 
     def named(self, trainer: "GRPOTrainer") -> Exception:
         """The `TypeError` if the trainer's class overrides one of the methods; else the `ImportError`."""
-        theirs = overriders(trainer, self.methods)
+        theirs = [f"{name}, set on the trainer" for name in self.methods if name in vars(trainer)]
+        classes = users_classes(type(trainer))
+        theirs += [f"{of.__name__}.{name}" for name in self.methods for of in classes if name in vars(of)]
         if not theirs:
             return incompatible_trl(self.what)
         return TypeError(
@@ -81,26 +85,24 @@ class Contract:
 
     trainer: str
     parts: dict[str, dict[str, str]]  # by `module` or `module:class`: functions, with their leading parameters
-    attributes: dict[str, str]  # of instances, by class
+    attributes: dict[str, str]  # of instances, by class; of dicts, the keys
     loss: frozenset[str] = frozenset()  # of the parts, those that multiply advantages
 
     def gone(self) -> list[str]:
         """A message for each part that is gone or takes other parameters."""
         messages = []
-        for owner, name, parameters in self._each():
-            function, names = _found(owner, name), tuple(parameters.split())
+        for name, function, parameters in self._parts():
             if function is None:
-                messages.append(f"`{_named(owner, name)}` is gone")
-            elif tuple(inspect.signature(function).parameters)[: len(names)] != names:
-                messages.append(f"`{_named(owner, name)}` no longer takes ({', '.join(names)})")
+                messages.append(f"`{name}` is gone")
+            elif [*inspect.signature(function).parameters][: len(parameters)] != parameters:
+                messages.append(f"`{name}` no longer takes ({', '.join(parameters)})")
         return messages
 
     def sources(self) -> dict[str, str]:
         """A short hash of the source of every part."""
-        parts = ((owner, name, _found(owner, name)) for owner, name, _ in self._each())
-        return {_named(owner, name): _hash(part) for owner, name, part in parts if part is not None}
+        return {name: _hash(part) for name, part, _ in self._parts() if part is not None}
 
-    def unread(self) -> list[str]:
+    def changed(self) -> list[str]:
         """The parts whose source is not the one that was read."""
         known = tested()["sources"]
         return sorted(name for name, source in self.sources().items() if source != known.get(name))
@@ -111,26 +113,31 @@ class Contract:
         if messages := self.gone():
             raise incompatible_trl("; ".join(messages))
 
-    def warn_if_unread(self) -> list[str]:
+    def warn_if_changed(self) -> list[str]:
         """Warns once of the parts whose source is not the one that was read, and returns them."""
-        if unread := self.unread():
-            tried = (
-                "; before the first step with a baseline per token the loss is tried" if {*unread} & self.loss else ""
-            )
+        if changed := self.changed():
+            tried = "; before the first step with a baseline per token the loss is tried"
             installed, known = (", ".join(map(" ".join, of.items())) for of in (versions(), tested()["versions"]))
             logger.warning_once(
                 f"trl_otb was tested with {known}; installed: {installed}. Changed for {self.trainer}: "
-                f"{', '.join(unread)}. Signatures still match{tried}."
+                f"{', '.join(changed)}. Signatures still match{tried if {*changed} & self.loss else ''}."
             )
-        return unread
+        return changed
 
     def check_attributes(self, owner: str, instance: Any) -> None:
-        """Raise an `ImportError` if an attribute of an instance of `owner` is gone."""
-        if gone := [name for name in self.attributes[owner].split() if not hasattr(instance, name)]:
+        """Raise an `ImportError` if an attribute of an instance of `owner` is gone, or a key if it is a dict."""
+        names = self.attributes[owner].split()
+        known = instance if isinstance(instance, Mapping) else [name for name in names if hasattr(instance, name)]
+        if gone := [name for name in names if name not in known]:
             raise incompatible_trl(", ".join(f"`{owner}.{name}` is gone" for name in gone))
 
-    def _each(self) -> list[tuple[str, str, str]]:
-        return [(owner, name, of) for owner, functions in self.parts.items() for name, of in functions.items()]
+    def _parts(self) -> list[tuple[str, Any, list[str]]]:
+        """Names, the functions or classes that are there, and their expected parameters."""
+        return [
+            (f"{owner.rpartition(':')[2]}.{name}", _found(owner, name), parameters.split())
+            for owner, functions in self.parts.items()
+            for name, parameters in functions.items()
+        ]
 
 
 def _found(owner: str, name: str) -> Any:
@@ -138,10 +145,6 @@ def _found(owner: str, name: str) -> Any:
         return getattr(resolve_name(owner), name, None)
     except (ImportError, AttributeError):
         return None
-
-
-def _named(owner: str, name: str) -> str:
-    return f"{owner.rpartition(':')[2]}.{name}"
 
 
 def _hash(part: Any) -> str:
@@ -190,15 +193,6 @@ GRPO = Contract(
     },
     loss=frozenset(("GRPOTrainer._compute_loss", "GRPOTrainer.get_gamma_weights", "GRPOTrainer.get_off_policy_mask")),
 )
-COMMAND_LINE = Contract(
-    "trl grpo",
-    parts={
-        "trl.cli.accelerate_config": {"resolve_accelerate_config_argument": "launch_args"},
-        "trl.cli.commands.training": {"_subtract_subsequence": "lst subseq"},
-        "trl.scripts.grpo": {"main": "script_args training_args model_args dataset_args"},
-    },
-    attributes={},
-)
 
 
 # A user's own subclass
@@ -210,20 +204,20 @@ def users_classes(cls: type) -> list[type]:
     return [base for base in cls.__mro__ if base not in core and not base.__module__.startswith("trl_otb.")]
 
 
-def check_subclass(cls: type, baseline: str, per_token: bool) -> None:
+def check_subclass(cls: type, entry: Baseline) -> None:
     """Raise a `TypeError` if a user's class has a method that the baseline would undo, or that would misread it."""
     for base in users_classes(cls):
         if "_transform_advantages" in vars(base):
             raise TypeError(
-                f"`{base.__name__}._transform_advantages` would change advantages that `baseline={baseline!r}` then "
+                f"`{base.__name__}._transform_advantages` would change advantages that `baseline={entry.name!r}` then "
                 "replaces. Change rewards in `_calculate_rewards`, or `inputs['advantages']` in `_compute_loss`."
             )
-        if per_token and "_compute_loss" in vars(base) and not getattr(cls, "takes_token_advantages", False):
+        if entry.per_token and "_compute_loss" in vars(base) and not getattr(cls, "takes_token_advantages", False):
             raise TypeError(
-                f"`baseline` is {baseline!r}, one per token, and `{base.__name__}._compute_loss` is not known to take "
-                "advantages of shape (B, T): a loss for (B,) fails, or silently mixes up completions. If it supports "
-                "both, as one that only adds to `super()`'s does, set `takes_token_advantages = True` in the class. "
-                "Otherwise choose a baseline per completion, such as 'ogb_pooled' or 'rloo'."
+                f"`baseline` is {entry.name!r}, one per token, and `{base.__name__}._compute_loss` is not known to "
+                "take advantages of shape (B, T): a loss for (B,) fails, or silently mixes up completions. If it "
+                "supports both, as one that only adds to `super()`'s does, set `takes_token_advantages = True` in the "
+                "class. Otherwise choose a baseline per completion, such as 'ogb_pooled' or 'rloo'."
             )
 
 
@@ -235,9 +229,3 @@ def check_config(cls: type) -> None:
                 f"`args` is missing, and {base.__name__} may have its own config, whose defaults would be lost. Pass "
                 "one: `class Config(OTBGRPOConfig, TheirConfig)`, decorated with `@dataclass`."
             )
-
-
-def overriders(trainer: GRPOTrainer, names: Collection[str]) -> list[str]:
-    """`Class.method` for the user's overrides of `names`, also for methods set on the trainer."""
-    result = [f"{name}, set on the trainer" for name in names if name in vars(trainer)]
-    return result + [f"{b.__name__}.{name}" for name in names for b in users_classes(type(trainer)) if name in vars(b)]

@@ -34,17 +34,15 @@ class Recording:
     needed: bool = True
     states: bool = False
     turns: SampledTurns | None = None
-    scored: list[tuple[Tensor, TokenValues]] = field(default_factory=list)  # with the log-probs that TRL got
+    scored: list[TokenValues] = field(default_factory=list)  # with the log-probs that TRL got
     on_logps: Callable[[Tensor], None] | None = None  # called with the log-probs of forwards with gradient
 
 
 class PolicyRecorder:
     """
-    Records what forwards of the policy, the model without the PEFT wrapper, compute.
-
-    GRPOTrainer's fused LM head returns ("log_probs", "entropy"). A second head, which also returns log Σπ², takes its
-    place while a scoring forward is recorded; all other forwards use GRPOTrainer's. A `ValueError` is raised if the LM
-    head is quantized.
+    Records what forwards of the policy, the model without the PEFT wrapper, compute. While a scoring forward is
+    recorded, a fused LM head that also returns log Σπ² takes the place of GRPOTrainer's. A `ValueError` is raised if
+    the LM head is quantized.
     """
 
     def __init__(self, policy: PreTrainedModel, temperature: float, cast_lm_head_to_fp32: bool) -> None:
@@ -99,11 +97,12 @@ class PolicyRecorder:
                     "The policy's forward returned no log Σπ²: something replaced the fused LM head of the model after "
                     "OTBGRPOTrainer was constructed. Construct the trainer last."
                 )
-            length = logps.size(1)
-            of_all = self.checked(states, len(chunks)) if to.states else None
-            of_tokens = None if of_all is None else torch.cat([x[:, -length - 1 : -1] for x in of_all]).to(logps.device)
+            length, of_tokens = logps.size(1), None
+            if to.states:
+                read = [of[:, -length - 1 : -1] for of in self.checked(states, len(chunks))]
+                of_tokens = torch.cat(read).to(logps.device)
             energy = token_energy(logps, torch.cat(chunks)[:, -length:])
-            to.scored.append((logps, TokenValues(energy, logps, of_tokens)))
+            to.scored.append(TokenValues(energy, logps, of_tokens))
 
         hook = model.register_forward_hook(
             lambda module, args, outputs: chunks.append(getattr(outputs, "log_sum_sq_probs", None))
@@ -128,8 +127,7 @@ class PolicyRecorder:
     def sampling(self) -> Iterator[Callable[[list[list[int]], list[list[int]]], None]]:
         """Context of one `generate` of the policy; the yielded function takes the ids of prompts and completions."""
         to = self._recording
-        turns = None if to is None else to.turns
-        if to is None or turns is None:
+        if to is None or (turns := to.turns) is None:
             yield lambda prompt_ids, completion_ids: None
             return
         turn = SampledTurn(self.temperature)
@@ -201,15 +199,12 @@ def scores_anyway(trainer: GRPOTrainer) -> bool:
 def values_of_batch(
     trainer: GRPOTrainer, batch: dict[str, Any], mask: Tensor, recording: Recording, recorder: PolicyRecorder
 ) -> tuple[TokenValues | None, str | None]:
-    """
-    The values of TRL's `batch` from where they cost least, and where that is. `None` and `None` if nothing is needed,
-    and TRL ran no forward.
-    """
+    """The values of TRL's `batch` from where they cost least, and where that is; `None` if nothing is needed or run."""
     source = values = None
     if (logps := batch.get("old_per_token_logps")) is not None:
         source = "the no-gradient forward that GRPOTrainer runs anyway"
         # By identity, so never those of a reference model
-        values = next((values for of_forward, values in recording.scored if of_forward is logps), None)
+        values = next((of_forward for of_forward in recording.scored if of_forward.logps is logps), None)
         if values is None:
             what = "the old log-probs of the rollout are not those that any forward of the policy returned"
             raise BrokenContract(what, "_get_per_token_logps_and_entropies", "_generate_and_score_completions")
@@ -232,7 +227,7 @@ def extra_forward(trainer: GRPOTrainer, batch: dict[str, Any], states: bool, rec
         score(trainer, batch, min(args.per_device_train_batch_size, args.per_device_eval_batch_size))
     if not recording.scored:
         raise BrokenContract("the forward that yields energies is not taken", "_get_per_token_logps_and_entropies")
-    return recording.scored[0][1]
+    return recording.scored[0]
 
 
 def score(trainer: GRPOTrainer, batch: dict[str, Any], batch_size: int) -> Tensor:

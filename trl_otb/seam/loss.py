@@ -7,6 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import Tensor
 from trl import GRPOTrainer
 
 from ..rollout import generated_mask
@@ -26,7 +27,7 @@ class TokenLoss(GRPOTrainer):
 
     loss_is_known = False  # to take advantages per token
 
-    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         per_token = inputs["advantages"].dim() > 1
         if per_token and not self.loss_is_known:
             self.loss_is_known = check_token_loss(self, inputs)
@@ -41,20 +42,27 @@ class TokenLoss(GRPOTrainer):
 
     @classmethod
     def get_off_policy_mask(
-        cls, advantages: torch.Tensor, per_token_logps: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
-        mask = kwargs["mask"] if "mask" in kwargs else args[1]
-        return super().get_off_policy_mask(_completion_advantage(advantages, mask), per_token_logps, *args, **kwargs)
+        cls,
+        advantages: Tensor,
+        per_token_logps: Any,
+        sampling_per_token_logps: Any,
+        mask: Tensor,
+        *args: Any,
+        **of: Any,
+    ) -> Tensor:
+        advantages = _completion_advantage(advantages, mask)
+        return super().get_off_policy_mask(advantages, per_token_logps, sampling_per_token_logps, mask, *args, **of)
 
     @classmethod
     def get_gamma_weights(
-        cls, advantages: torch.Tensor, log_ratio_per_token: torch.Tensor, mask: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
-        advantages = _completion_advantage(advantages, mask)
-        return super().get_gamma_weights(advantages, log_ratio_per_token, mask, *args, **kwargs)
+        cls, advantages: Tensor, log_ratio_per_token: Tensor, mask: Tensor, *args: Any, **of: Any
+    ) -> Tensor:
+        return super().get_gamma_weights(
+            _completion_advantage(advantages, mask), log_ratio_per_token, mask, *args, **of
+        )
 
 
-def _spread_sequence_ratio(inputs: dict[str, Any], logps: torch.Tensor) -> None:
+def _spread_sequence_ratio(inputs: dict[str, Any], logps: Tensor) -> None:
     """Set the micro-batch's old log-probs so that each token's ratio is its sequence's."""
     old_logps = inputs.get("old_per_token_logps")
     if old_logps is None:  # on-policy: all ratios are 1
@@ -64,50 +72,58 @@ def _spread_sequence_ratio(inputs: dict[str, Any], logps: torch.Tensor) -> None:
     inputs["old_per_token_logps"] = logps - log_ratio
 
 
-def _completion_advantage(advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def _completion_advantage(advantages: Tensor, mask: Tensor) -> Tensor:
     """(B, 1) mean advantage of a completion's generated tokens."""
     return (advantages * mask).sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
 
 
 def check_token_loss(trainer: GRPOTrainer, inputs: dict[str, Any]) -> bool:
-    """
-    Raise an `ImportError` unless TRL's loss of a micro-batch weights each token by its own advantage. One forward
-    without gradient; trainer and random numbers stay as they are. False if no advantage has an effect.
-    """
-    probe = copy.copy(trainer)  # which gets the metrics, and the state of controllers
-    probe._metrics, probe.importance_sampling_level = copy.deepcopy(trainer._metrics), "token"
-    inputs = {key: value for key, value in inputs.items() if key != "old_per_token_logps"}  # so that nothing is clipped
-    computed, mask = list[Any](), generated_mask(inputs)
+    """[`check_product`] of GRPOTrainer's loss of a micro-batch, without old log-probs, so that nothing is clipped."""
+    inputs = {key: value for key, value in inputs.items() if key != "old_per_token_logps"}
+    mask = generated_mask(inputs)
 
-    def gradient(advantages: torch.Tensor) -> torch.Tensor:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if not computed:
-                with torch.no_grad(), torch.random.fork_rng([mask.device] if mask.is_cuda else []):
-                    computed.extend(trainer._get_per_token_logps_and_entropies(*args, **kwargs))
-                computed[0] = computed[0].detach().requires_grad_()
-            return computed
+    def forward(*args: Any, **kwargs: Any) -> tuple[Any, Tensor]:
+        logps, *others = trainer._get_per_token_logps_and_entropies(*args, **kwargs)
+        leaf = logps.detach().requires_grad_()
+        return (leaf, *others), leaf
 
-        probe._get_per_token_logps_and_entropies = forward
-        loss = GRPOTrainer._compute_loss(probe, trainer.model, inputs | {"advantages": advantages})
-        return torch.autograd.grad(loss, computed[0])[0] * mask
+    def loss(probe: Any, forward: Callable, advantages: Tensor) -> Tensor:
+        probe._get_per_token_logps_and_entropies, probe.importance_sampling_level = forward, "token"
+        return GRPOTrainer._compute_loss(probe, trainer.model, inputs | {"advantages": advantages})
 
-    zeros = torch.zeros(len(mask), device=mask.device)  # and ones, as GRPOTrainer's own, one for each completion
-    mixed = 1 + torch.arange(mask.numel(), device=mask.device).view_as(mask) / mask.numel()
-    return check_product("GRPOTrainer._compute_loss", gradient, zeros, mixed, trainer.accelerator.gather)
+    return check_product("GRPOTrainer._compute_loss", trainer, forward, loss, mask, lambda gradient: gradient * mask)
 
 
 def check_product(
-    loss: str,
-    gradient: Callable[[torch.Tensor], torch.Tensor],
-    zeros: torch.Tensor,
-    mixed: torch.Tensor,
-    gather: Callable[[torch.Tensor], torch.Tensor],
+    name: str,
+    trainer: Any,
+    forward: Callable[..., tuple[Any, Tensor]],
+    loss: Callable[[Any, Callable, Tensor], Tensor],
+    tokens: Tensor,
+    of_tokens: Callable[[Tensor], Tensor],
 ) -> bool:
     """
-    Raise an `ImportError`, on all processes, unless the `gradient` of the `loss` with respect to log-probs is linear in
-    each token's own advantage, and falls with it: from the gradients for advantages of 0 and 1 that for the positive
-    advantages `mixed` follows. Returns whether advantages have an effect on all processes.
+    Raise an `ImportError`, on all processes, unless the gradient of the `loss` called `name` with respect to log-probs
+    is linear in each token's own advantage, and falls with it: from the gradients for advantages of 0 and 1 that for
+    the positive advantages `mixed` follows. Takes one `forward` without gradient, which returns its result and in it
+    the log-probs as a leaf; trainer and random numbers stay as they are. `of_tokens` makes a gradient of the leaf look
+    like `tokens`. Returns whether advantages have an effect on all processes.
     """
+    zeros = torch.zeros(len(tokens), device=tokens.device)  # and ones, one for each row
+    mixed = 1 + torch.arange(tokens.numel(), device=tokens.device).view_as(tokens) / tokens.numel()
+    probe, computed = copy.copy(trainer), list[tuple[Any, Tensor]]()  # a copy gets metrics and controllers' state
+    probe._metrics = copy.deepcopy(trainer._metrics)
+
+    def once(*args: Any, **kwargs: Any) -> Any:
+        if not computed:
+            with torch.no_grad(), torch.random.fork_rng([zeros.device] if zeros.is_cuda else []):
+                computed.append(forward(*args, **kwargs))
+        return computed[0][0]
+
+    def gradient(advantages: Tensor) -> Tensor:
+        value = loss(probe, once, advantages)
+        return of_tokens(torch.autograd.grad(value, computed[0][1])[0])
+
     problem, effect = "", False
     try:
         with torch.enable_grad():
@@ -121,7 +137,7 @@ def check_product(
         raise
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:  # as of shapes
         problem = f": {type(error).__name__}: {error}"
-    failed, found = gather(torch.tensor([[problem != "", effect]], device=zeros.device).long()).unbind(dim=1)
+    failed, found = trainer.accelerator.gather(torch.tensor([[problem != "", effect]], device=zeros.device).long()).T
     if failed.any():
-        raise incompatible_trl(f"`{loss}` does not weight each token by its own advantage{problem}")
+        raise incompatible_trl(f"`{name}` does not weight each token by its own advantage{problem}")
     return bool(found.all())

@@ -20,15 +20,11 @@ if TYPE_CHECKING:
     from ..trainer import OTBGRPOTrainer
 
 
-# State that sampling changes, in addition to random states and the modes of modules
-_RECORDS = ("_metrics", "_logs", "_pending_extra_logs", "_pending_metrics")
-
-
 @contextmanager
 def at_rest(trainer: "OTBGRPOTrainer", needs: frozenset[str]) -> Iterator[None]:
     """Context in which `trainer` samples in eval mode what baselines need; its state is restored afterwards."""
-    records = {name: getattr(trainer, name) for name in _RECORDS}
-    kept = {name: getattr(trainer, name) for name in ("num_generations_eval", "needs", "energy_source")}
+    names = ("_metrics", "_logs", "_pending_extra_logs", "_pending_metrics")
+    kept = {name: getattr(trainer, name) for name in (*names, "num_generations_eval", "needs", "energy_source")}
     tokens_seen = trainer.state.num_input_tokens_seen
     modes = {module: module.training for module in trainer.model.modules()}
     python, numpy = random.getstate(), np.random.get_state()
@@ -36,8 +32,8 @@ def at_rest(trainer: "OTBGRPOTrainer", needs: frozenset[str]) -> Iterator[None]:
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         trainer.model.eval()
         trainer.needs = trainer.needs | needs
-        for name, record in records.items():
-            setattr(trainer, name, copy.deepcopy(record))
+        for name in names:
+            setattr(trainer, name, copy.deepcopy(kept[name]))
         try:
             with trainer.accelerator.autocast():
                 yield
@@ -47,8 +43,8 @@ def at_rest(trainer: "OTBGRPOTrainer", needs: frozenset[str]) -> Iterator[None]:
             random.setstate(python)
             np.random.set_state(numpy)
             trainer.state.num_input_tokens_seen = tokens_seen
-            for name, record in (kept | records).items():
-                setattr(trainer, name, record)
+            for name, value in kept.items():
+                setattr(trainer, name, value)
 
 
 Pool = tuple[Completions, list[dict[str, Any]]]  # of one example, with the rows of TRL's batch one by one
@@ -68,13 +64,10 @@ def sample(trainer: "OTBGRPOTrainer", examples: list[dict[str, Any]], completion
             record, rows = record.to("cpu"), single_rows(batch)
             for i, part in enumerate(parts[start : start + together]):
                 part.append((record.rows(slice(i * n, i * n + n)), rows[i * n : i * n + n]))
-    pools = []
-    for part in parts:
-        whole = joined([record for record, _ in part])
-        # Gradients of a comparison have no importance ratios
-        whole = replace(whole, loss_energy=whole.energy, num_generations=completions)
-        pools.append((whole, [row for _, rows in part for row in rows]))
-    return pools
+    wholes = [joined([record for record, _ in part]) for part in parts]
+    # Gradients of a comparison have no importance ratios
+    pools = [replace(whole, loss_energy=whole.energy, num_generations=completions) for whole in wholes]
+    return [(pool, [row for _, rows in part for row in rows]) for pool, part in zip(pools, parts, strict=True)]
 
 
 def single_rows(batch: dict[str, Any]) -> list[dict[str, Any]]:
@@ -92,28 +85,23 @@ def single_rows(batch: dict[str, Any]) -> list[dict[str, Any]]:
 
 def logps_and_states(trainer: "OTBGRPOTrainer", row: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """
-    The training forward with gradient for one of [`single_rows`], cut before the LM head.
-
-    Returns:
-        `tuple`: log π(y_t), `(1, T)`, whose graph ends at the second value; the head's input `(1, P + T, d)`, a leaf;
-        and the same values with the graph of the model's body.
+    The training forward with gradient for one of [`single_rows`], cut before the LM head: log π(y_t), `(1, T)`, whose
+    graph ends at the second value; the head's input `(1, P + T, d)`, a leaf; and the same with the graph of the body.
     """
-    states: list[torch.Tensor] = []
+    leaf = body = torch.empty(0)
 
     def cut(module: Any, args: Any, output: Any) -> Any:
+        nonlocal leaf, body
         body = output.last_hidden_state
-        states.extend([body.detach().requires_grad_(), body])
-        output.last_hidden_state = states[-2]
+        output.last_hidden_state = leaf = body.detach().requires_grad_()
         return output
 
     hook = trainer.policy.base_model.register_forward_hook(cut)
     try:
         with torch.enable_grad():
-            logps = score(trainer, row, batch_size=1)
+            return score(trainer, row, batch_size=1), leaf, body
     finally:
         hook.remove()
-    leaf, body = states
-    return logps, leaf, body
 
 
 def training_examples(trainer: "OTBGRPOTrainer") -> Any:

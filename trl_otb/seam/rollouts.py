@@ -15,39 +15,23 @@ from .contract import BrokenContract, trl_utils
 from .forwards import scores_anyway
 
 
-_MAKING = ("_generate_and_score_completions", "_calculate_rewards")  # the methods that make a rollout
-
-
 class Returns(NamedTuple):
-    """
-    The weighted rewards of all processes' completions, in order of process.
+    """The weighted rewards of all processes' completions, in order of process."""
 
-    Args:
-        returns (`(B_all,)`): Weighted sum of the functions' rewards; NaN if no function scored the completion. With
-            `multi_objective_aggregation="normalize_then_sum"`, the sum of normalized rewards.
-        scale (`(B_all,)`): The divisor of advantages under `scale_rewards`; 1 for `"none"`. Infinite where all returns
-            that determine it are equal, so that A = 0 without rounding errors.
-        factors (`(B_all, F)`): The factor of each function's rewards.
-        group_mean_advantages (`(B_all,)`): The advantages that GRPOTrainer forms of them.
-    """
-
-    returns: Tensor
+    returns: Tensor  # (B_all,) weighted sums of (normalized) rewards; NaN if no function scored the completion
+    # (B_all,) the divisor of advantages under `scale_rewards`; 1 for "none". Infinite where all returns that determine
+    # it are equal, so that A = 0 without rounding errors
     scale: Tensor
-    factors: Tensor
-    group_mean_advantages: Tensor
+    factors: Tensor  # (B_all, F) of each function's rewards
+    group_mean_advantages: Tensor  # (B_all,) those that GRPOTrainer forms
 
 
 def weigh_rewards(
     rewards_per_func: Tensor, weights: Tensor, num_generations: int, scale_rewards: str, aggregation: str
 ) -> Returns:
     """
-    Args:
-        rewards_per_func (`(B_all, F)`): The result of `GRPOTrainer._calculate_rewards`.
-        weights (`(F,)`): `reward_weights`.
-        num_generations, scale_rewards, aggregation: N, and options of [`~trl.GRPOConfig`].
-
-    Raises:
-        ValueError: Finite rewards have a sum or standard deviation that is not finite.
+    From `(B_all, F)` rewards of `GRPOTrainer._calculate_rewards`, `reward_weights`, and options of [`~trl.GRPOConfig`].
+    A `ValueError` if finite rewards have a sum or standard deviation that is not finite.
     """
     weights = weights.to(rewards_per_func.device)
     factors = weights.expand_as(rewards_per_func)
@@ -90,11 +74,9 @@ def _nanstd(x: Tensor, dim: int) -> Tensor:
 @contextmanager
 def recorded_rewards(trainer: GRPOTrainer) -> Iterator[list[RewardRecorder]]:
     """
-    Context in which a recorder of the rewards that `trainer` uses is appended to the yielded list: those that
-    `_calculate_rewards` returns, even if a subclass overrides it.
-
-    GRPOTrainer cannot handle rewards per turn or token: only while its own method runs, `reward_funcs` holds functions
-    that return their sums.
+    Context in which a recorder of the rewards that `_calculate_rewards` returns, even a subclass's, is appended to the
+    yielded list. While GRPOTrainer's own method runs, `reward_funcs` holds functions that return sums, as it cannot
+    handle rewards per turn or token.
     """
     recorders: list[RewardRecorder] = []
     of_trl = GRPOTrainer._calculate_rewards
@@ -108,13 +90,13 @@ def recorded_rewards(trainer: GRPOTrainer) -> Iterator[list[RewardRecorder]]:
         return rewards
 
     def innermost(self: Any, *args: Any, **kwargs: Any) -> Any:
-        functions, names = self.reward_funcs, self.reward_func_names
+        functions = self.reward_funcs
         if self is trainer and recorders:
             self.reward_funcs = [
-                function
-                if isinstance(function, torch.nn.Module)
-                else recorders[-1].wrap(i, names[i], function, trl_utils.is_async_callable(function))
-                for i, function in enumerate(functions)
+                of
+                if isinstance(of, torch.nn.Module)
+                else recorders[-1].wrap(i, name, of, trl_utils.is_async_callable(of))
+                for i, (of, name) in enumerate(zip(functions, self.reward_func_names, strict=True))
             ]
         try:
             return of_trl(self, *args, **kwargs)
@@ -131,36 +113,37 @@ def rollout_of(
     trainer: GRPOTrainer, batch: dict[str, Any], recorders: list[RewardRecorder], num_generations: int
 ) -> Rollout:
     """The rollout of TRL's `batch`, after a check that it holds what was rewarded, with TRL's advantages."""
+
+    def broken(what: str) -> BrokenContract:
+        return BrokenContract(what, "_generate_and_score_completions", "_calculate_rewards")
+
     rewards_per_func = recorders[-1].rewards_per_func if recorders else None
     if rewards_per_func is None:
-        raise BrokenContract("rewards no longer come from `GRPOTrainer._calculate_rewards`", *_MAKING)
+        raise broken("rewards no longer come from `GRPOTrainer._calculate_rewards`")
     if missing := missing_keys(trainer, batch):
-        raise BrokenContract(f"a generation batch has no {', '.join(map(repr, missing))}", *_MAKING)
+        raise broken(f"a generation batch has no {', '.join(map(repr, missing))}")
     recorder, options = recorders[-1], (trainer.scale_rewards, trainer.multi_objective_aggregation)
     weighed = weigh_rewards(rewards_per_func, trainer.reward_weights, num_generations, *options)
     ids, rewarded = batch["completion_ids"].cpu(), recorder.completion_ids
     first = trainer.accelerator.process_index * len(ids)
-    own = slice(first, first + len(ids))
+    local = slice(first, first + len(ids))
     if len(ids) != len(rewarded):
-        what = f"{len(rewarded)} completions were rewarded and {len(ids)} are to be trained on"
-        raise BrokenContract(what, *_MAKING)
+        raise broken(f"{len(rewarded)} completions were rewarded and {len(ids)} are to be trained on")
     for row, of_row in enumerate(rewarded):
         if not torch.equal(ids[row, : len(of_row)], of_row):
-            what = f"completion {row} of a rollout is not the one that was rewarded in its place"
-            raise BrokenContract(what, *_MAKING)
-    expected, actual, scale = weighed.group_mean_advantages[own], batch["advantages"], weighed.scale[own]
+            raise broken(f"completion {row} of a rollout is not the one that was rewarded in its place")
+    expected, actual, scale = weighed.group_mean_advantages[local], batch["advantages"], weighed.scale[local]
     difference = ((expected - actual) * scale.nan_to_num(posinf=1.0)).abs()
     if (difference > 1e-5 * (1 + weighed.returns.abs().nan_to_num(nan=0.0).max())).any():
         row = int(difference.argmax())
-        raise BrokenContract(
+        raise broken(
             f"how GRPOTrainer forms its advantages: for completion {row} of a rollout it has {actual[row].item():.6g}, "
-            f"and the rewards, weights and scale that trl_otb relies on give {expected[row].item():.6g}",
-            *_MAKING,
+            f"and the rewards, weights and scale that trl_otb relies on give {expected[row].item():.6g}"
         )
-    rewards, mask = weighed.returns[own], generated_mask(batch)
+    rewards, mask = weighed.returns[local], generated_mask(batch)
     along_the_way = torch.tensor([bool(recorder)], device=rewards.device)
     if trainer.accelerator.gather(along_the_way).any():
-        of_tokens = recorder.token_rewards(mask, rewards, weighed.factors[own])
+        of_tokens = recorder.token_rewards(mask, rewards, weighed.factors[local])
         rewards = rewards if getattr(trainer.args, "credit_whole_return", False) else of_tokens
     return Rollout(
         **{key: batch[key] for key in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")},

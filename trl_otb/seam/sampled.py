@@ -81,9 +81,8 @@ class SampledTurns:
 
     def of_batch(self, batch: dict[str, Any], mask: Tensor) -> TokenValues | None:
         """
-        The values of TRL's `batch`; `None` unless every token of `mask`, `(B, T)`, was recorded.
-
-        Completions of one call are taken row by row if the batch has images, which ids do not show.
+        The values of TRL's `batch`; `None` unless every token of `mask`, `(B, T)`, was recorded. With images, which ids
+        do not show, completions of one call are taken row by row.
         """
         images = any(key in batch for key in ("pixel_values", "num_images"))
         if images and (len(self._calls) != 1 or len(self._calls[0]) != len(mask)):
@@ -96,8 +95,8 @@ class SampledTurns:
         for row in range(len(mask)):
             completion = ids[row].tolist()
             for start, end in _stretches(generated[row]):
-                own = completion[start:end]
-                values = self._calls[0][row] if images else self._find((*prompts[row], *completion[:start]), own)
+                turn = completion[start:end]
+                values = self._calls[0][row] if images else self._find((*prompts[row], *completion[:start]), turn)
                 if values is None or len(values.energy) < end - start:
                     return None
                 known = [of for of in values if of is not None]
@@ -109,9 +108,8 @@ class SampledTurns:
         energy, logps, *states = (of.to(mask.device) for of in result)
         return TokenValues(energy, logps, states[0] if states else None)
 
-    def _find(self, before: tuple[int, ...], own: list[int]) -> TokenValues | None:
-        turns = self._turns.get(before, ())
-        return next((values for ids, values in turns if ids[: len(own)] == own), None)
+    def _find(self, before: tuple[int, ...], turn: list[int]) -> TokenValues | None:
+        return next((values for ids, values in self._turns.get(before, ()) if ids[: len(turn)] == turn), None)
 
 
 def _stretches(generated: Tensor) -> list[tuple[int, int]]:

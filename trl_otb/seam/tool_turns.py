@@ -1,8 +1,6 @@
 """
-A repair of TRL: tool turns that all processes take together.
-
-It can be removed once `GRPOTrainer._tool_call_loop` keeps the processes together, that is, when the tests named
-`test_unequal_numbers_of_turns` pass without it.
+A repair of TRL: tool turns that all processes take together. It can be removed once `GRPOTrainer._tool_call_loop` does
+that, when the tests named `test_unequal_numbers_of_turns` pass without it.
 """
 
 from typing import Any
@@ -19,9 +17,6 @@ class CollectiveToolLoop(GRPOTrainer):
     process without further calls continue. The processes then wait for each other in different places, or vLLM, which
     distributes completions in slices of equal length, returns those of another process. Here a process without calls
     idles through the turns of the others.
-
-    `_tool_call_loop` in https://github.com/huggingface/trl/blob/v1.16.0/trl/trainer/grpo_trainer.py is where TRL would
-    have to change.
     """
 
     def _tool_call_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -50,13 +45,13 @@ class CollectiveToolLoop(GRPOTrainer):
         self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int = 1, *args: Any, **kwargs: Any
     ) -> Any:
         """A turn of all processes, in which those without prompts idle; None if no process has prompts."""
-        own = len(prompt_ids)
-        most = self.accelerator.gather(torch.tensor([own], device=self.accelerator.device)).max().item()
+        rows = len(prompt_ids)
+        most = self.accelerator.gather(torch.tensor([rows], device=self.accelerator.device)).max().item()
         if most == 0:
             return None
-        idle = most - own if self.use_vllm else int(own == 0)  # vLLM's slices are of equal length on every process
+        idle = most - rows if self.use_vllm else int(rows == 0)  # vLLM's slices are of equal length on every process
         prompt_ids = prompt_ids + [[self._tokenizer.eos_token_id]] * idle
         images = None if images is None else images + [None] * idle
-        rows = (prompt_ids, images, multimodal_fields, num_generations)
-        ids, logprobs = super()._generate_single_turn(*rows, *args, **kwargs)
-        return ids[:own], None if logprobs is None else logprobs[:own]
+        turn = (prompt_ids, images, multimodal_fields, num_generations)
+        ids, logprobs = super()._generate_single_turn(*turn, *args, **kwargs)
+        return ids[:rows], None if logprobs is None else logprobs[:rows]

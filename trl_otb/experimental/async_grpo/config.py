@@ -19,18 +19,15 @@ class AsyncOTBGRPOConfig(AsyncGRPOConfig):
     Configuration class for the [`AsyncOTBGRPOTrainer`]: every parameter of [`~trl.AsyncGRPOConfig`], and two more.
 
     Parameters:
-        baseline (`str`, *optional*, defaults to `"value"`): `"value"`, per token; `"rloo"`, the mean of the other
-            completions' returns; `"group_mean"`; or `"none"`.
-        scale_rewards (`str`, *optional*): `"none"`, the default, or `"group"`: what TRL's trainer always does,
-            advantages divided by the standard deviation of the group's returns, with `"rloo"` and `"group_mean"`.
+        baseline (`str`, *optional*, defaults to `"value"`): `"value"`, `"rloo"`, `"group_mean"` or `"none"`.
+        scale_rewards (`str`, *optional*): `"none"`, the default, or `"group"`, what TRL's trainer always does: division
+            by the standard deviation of the group's returns, with `"rloo"` and `"group_mean"`.
     """
 
-    baseline: str = field(
-        default="value", metadata={"help": f"The baseline to subtract from returns: {', '.join(BASELINES)}."}
-    )
+    baseline: str = field(default="value", metadata={"help": f"What returns are reduced by: {', '.join(BASELINES)}."})
     scale_rewards: str | None = field(
         default=None,
-        metadata={"help": "'none' (default), or 'group' to divide advantages by the deviation of the group's returns."},
+        metadata={"help": "'none' (default), or 'group': divided by the deviation of the group's returns."},
     )
 
     def __post_init__(self) -> None:

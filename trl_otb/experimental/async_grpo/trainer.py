@@ -1,6 +1,5 @@
 """Baselines per token in TRL's AsyncGRPOTrainer, from the training forward alone."""
 
-import copy
 import math
 from collections import defaultdict
 from dataclasses import replace
@@ -19,8 +18,8 @@ from ...seam.forwards import PolicyRecorder
 from ...seam.loss import check_product
 from ...state import KeepsBaseline
 from .config import AsyncOTBGRPOConfig, check_async_options, warn_of_scale
-from .contract import ASYNC_GRPO, BATCH, LOSS, check_keys
-from .worker import AfterStep, AsyncGRPOConfig, AsyncGRPOTrainer, VersionedBuffer, carried_with, stamp_groups
+from .contract import ASYNC_GRPO, LOSS
+from .worker import AfterStep, AsyncGRPOConfig, AsyncGRPOTrainer, carried_with, stamp_groups
 
 
 METRICS = ("baseline/mean", "advantage/abs_mean", "grad_power_ratio")  # as OTBGRPOTrainer's
@@ -65,12 +64,11 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
     TRL's [`~trl.experimental.async_grpo.AsyncGRPOTrainer`] with a baseline of one's choice, by default `value`, one per
     token. It takes the same arguments; rollout worker and loss are TRL's.
 
-    `value` starts from the mean of the other completions' returns; for `num_generations=1`, or where no other
-    completion was scored, from the mean return of earlier steps. What it learns with is weighted by ρ² w, ρ the ratio
-    of the trained policy to the one that sampled; what it predicts with does not depend on ρ. It learns from a group
-    once the last of its samples has been trained on or dropped as stale, so that no return of a sample still to come
-    is in θ; a worker must give the samples of a group one after another, as TRL's does. Advantages are unbiased up to
-    TRL's clipping, as leave-one-out means are.
+    `value` starts from the mean of the other completions' returns or, without one, from that of earlier steps. What it
+    learns with is weighted by ρ² w, ρ the ratio of the trained policy to the one that sampled; its predictions do not
+    depend on ρ. It learns from a group once the last of its samples has been trained on or dropped as stale, so that θ
+    holds no return of a sample still to come; a worker must give the samples of a group one after another, as TRL's
+    does. Advantages are unbiased up to TRL's clipping, as leave-one-out means are.
 
     Args:
         model, reward_funcs, train_dataset, ...: As for TRL's trainer.
@@ -93,17 +91,18 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
         self.baseline = RunBaseline(check_async_options(args))
         super().__init__(model, reward_funcs, args, *other, **kwargs)
         ASYNC_GRPO.check_attributes("AsyncGRPOTrainer", self)
-        self._loss_is_known = LOSS not in ASYNC_GRPO.warn_if_unread()  # to multiply each token by its own advantage
+        self._loss_is_known = LOSS not in ASYNC_GRPO.warn_if_changed()  # to multiply each token by its own advantage
         self.scale_rewards = getattr(args, "scale_rewards", "none")
         self.recorder = PolicyRecorder(self.policy, self.temperature, False)
         self._luck_is_known = changed_distribution(args) is None
         self._to_learn: list[Sample] = []
         self._to_come: dict[int, int] = {}  # of the groups of this step, the samples that are still to come
-        self._earlier = torch.zeros(2, dtype=torch.float64)  # decayed sums of earlier returns, and of 1
+        # Decayed sums of earlier returns, and of 1
+        self.extra_state = {"earlier": torch.zeros(2, dtype=torch.float64)}
         self._sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64))  # of this step
-        self._version = 0  # of the weights that are trained, on the main process
         stamp_groups(self.rollout_worker)
-        self.add_callback(AfterStep(self._after_step))
+        if not self.uses_trl_advantages:
+            self.add_callback(AfterStep(self._after_step))
 
     @property
     def uses_trl_advantages(self) -> bool:
@@ -114,28 +113,22 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
         self._to_learn, self._to_come = [], {}  # of a training that was interrupted
         self._sums.clear()
         loader: Any = super().get_train_dataloader()
-        if self._rollout_dataset is not None:  # on the main process
-            ASYNC_GRPO.check_attributes("RolloutQueueDataset", self._rollout_dataset)
-            self._rollout_dataset.queue = VersionedBuffer(self._rollout_dataset.queue)
         ASYNC_GRPO.check_attributes("DataLoaderDispatcher", loader)
-        collate = loader.base_dataloader.collate_fn
-        loader.base_dataloader.collate_fn = carried_with(collate, self.args.num_generations, self.uses_trl_advantages)
+        of = loader.base_dataloader
+        of.collate_fn = carried_with(of.collate_fn, self.args.num_generations, self.uses_trl_advantages)
         return loader
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        check_keys("batch", inputs, BATCH)
+        ASYNC_GRPO.check_attributes("AsyncGRPOTrainer's batch", inputs)
         inputs = dict(inputs)
         carried, groups = inputs.pop("otb_samples")[0].view(torch.float64), inputs.pop("otb_groups")[0]
-        self._version = self.model_version
-        versions = carried[:, -1][: int(inputs["segment_id"].max()) + 1]  # padded, if other processes have more
-        self._add(version=versions, samples=torch.ones_like(versions))
         if self.uses_trl_advantages:
             return super().compute_loss(model, inputs, *args, **kwargs)
-        if not self._loss_is_known:
-            self._loss_is_known = self._check_loss(model, inputs)
-        self._to_come.update(groups.tolist())
         selected = inputs["token_index"] >= 0
         index, sample_of = inputs["token_index"][selected], inputs["segment_id"][selected]
+        if not self._loss_is_known:
+            self._loss_is_known = self._check_loss(model, inputs, index)
+        self._to_come.update(groups.tolist())
         old_logps, advantages = inputs["old_log_probs"][selected], DeferredAdvantages(len(index), carried.device)
 
         def forward(**packed: Any) -> Any:
@@ -154,41 +147,34 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
 
         return super().compute_loss(forward, inputs | {"advantages": advantages}, *args, **kwargs)
 
-    def _check_loss(self, model: Any, inputs: dict[str, Any]) -> bool:
-        """
-        Raise an `ImportError` unless TRL's loss takes advantages that are known after the forward, one per token. One
-        forward without gradient; the trainer stays as it is. False if no advantage has an effect.
-        """
-        probe, computed = copy.copy(self), list[Any]()
-        probe._metrics = copy.deepcopy(self._metrics)
-        selected = inputs["token_index"] >= 0
-        index, zeros = inputs["token_index"][selected], torch.zeros(int(selected.sum()), device=selected.device)
+    def _check_loss(self, model: Any, inputs: dict[str, Any], index: Tensor) -> bool:
+        """[`check_product`] of TRL's loss, with advantages that are known after the forward."""
 
-        def gradient(advantages: Tensor) -> Tensor:
+        def forward(**packed: Any) -> tuple[Any, Tensor]:
+            outputs = model(**packed)
+            outputs.log_probs = outputs.log_probs.detach().requires_grad_()
+            return outputs, outputs.log_probs
+
+        def loss(probe: Any, forward: Any, advantages: Tensor) -> Tensor:
             deferred = DeferredAdvantages(len(index), index.device)
 
-            def forward(**packed: Any) -> Any:
-                if not computed:
-                    with torch.no_grad(), torch.random.fork_rng([index.device] if index.is_cuda else []):
-                        computed.append(model(**packed))
-                    computed[0].log_probs = computed[0].log_probs.detach().requires_grad_()
+            def known_afterwards(**packed: Any) -> Any:
+                outputs = forward(**packed)
                 deferred.values.copy_(advantages)
-                return computed[0]
+                return outputs
 
-            loss = AsyncGRPOTrainer.compute_loss(probe, forward, inputs | {"advantages": deferred})
-            return torch.autograd.grad(loss, computed[0].log_probs)[0].flatten()[index]
+            return AsyncGRPOTrainer.compute_loss(probe, known_afterwards, inputs | {"advantages": deferred})
 
-        mixed = 1 + torch.arange(len(index), device=index.device) / len(index)
-        return check_product(LOSS, gradient, zeros, mixed, self.accelerator.gather)
+        return check_product(LOSS, self, forward, loss, index, lambda gradient: gradient.flatten()[index])
 
     def _advantages(self, carried: Tensor, sample_of: Tensor, of_tokens: tuple[Tensor, ...]) -> Tensor:
         """`(M,)`: one per term of the loss, whose terms of one sample are adjacent; 0 without a return or B0."""
-        total, std, mean, leave_one_out_mean, group, _ = carried.unbind(dim=1)
+        total, std, mean, leave_one_out_mean, group = carried.unbind(dim=1)
         sizes = torch.bincount(sample_of, minlength=len(carried)).tolist()
         b0 = {"group_mean": mean, "none": torch.zeros_like(mean)}.get(self.baseline.entry.name, leave_one_out_mean)
         if self.baseline.entry.adjusts:
-            earlier = self._earlier[0] / self._earlier[1]  # NaN before anything is known
-            b0 = b0.where(b0.isfinite(), earlier.to(b0))
+            total_of_earlier, number = self.extra_state["earlier"]
+            b0 = b0.where(b0.isfinite(), (total_of_earlier / number).to(b0))  # NaN before anything is known
         by_sample = [values.split(sizes) for values in of_tokens]
         samples = [Sample(*row) for row in zip(total, b0, group, *by_sample, strict=True) if len(row[3])]
         local, known = completions_of(samples)
@@ -210,12 +196,9 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
         sums = self.accelerator.gather(torch.stack([*self._sums.values()]).unsqueeze(0)).sum(dim=0)
         of = dict(zip(self._sums, sums.tolist(), strict=True))
         self._sums.clear()
-        metrics = {"staleness": self._version - of["version"] / of["samples"]}
-        if not self.uses_trl_advantages:
-            row = torch.tensor([[of[name] for name in STATISTICS]])
-            metrics |= {name: summarize(row, 1)[name] for name in METRICS}
-            metrics["effective_sample_share"] = of["ratio"] ** 2 / max(of["terms"] * of["square"], 1e-300)
-            metrics |= self._learn()
+        of_step = summarize(torch.tensor([[of[name] for name in STATISTICS]]), 1)
+        metrics = {name: of_step[name] for name in METRICS} | self._learn()
+        metrics["effective_sample_share"] = of["ratio"] ** 2 / max(of["terms"] * of["square"], 1e-300)
         for name, value in metrics.items():
             if not math.isnan(value):
                 self._metrics["train"][f"otb/{name}"].append(value)
@@ -224,26 +207,17 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
         """From groups that are complete, since B0 holds the returns of all their samples."""
         ready = [sample for sample in self._to_learn if self._to_come.get(int(sample.group), 0) <= 0]
         self._to_learn = [sample for sample in self._to_learn if self._to_come.get(int(sample.group), 0) > 0]
-        self._to_come, metrics = {}, dict[str, float]()
-        if self.baseline.entry.learns:
-            local, b0 = completions_of(ready or [self._nothing()])
-            metrics |= self.baseline.learn(local, b0, self.accelerator.gather)
-        returns = torch.stack([sample.returns for sample in ready or [self._nothing()]]).double()
+        self._to_come, ready = {}, ready or [self._nothing()]
+        metrics = self.baseline.learn(*completions_of(ready), self.accelerator.gather)
+        returns = torch.stack([sample.returns for sample in ready]).double()
         known = torch.stack([returns.nansum(), returns.isfinite().sum().double()])
-        self._earlier = 0.9 * self._earlier + self.accelerator.gather(known.unsqueeze(0)).sum(dim=0).cpu()
+        known = self.accelerator.gather(known.unsqueeze(0)).sum(dim=0).cpu()
+        self.extra_state["earlier"] = 0.9 * self.extra_state["earlier"] + known
         return metrics
-
-    def extra_state(self) -> dict[str, Any]:
-        return {"earlier": self._earlier}
-
-    def load_extra_state(self, state: dict[str, Any]) -> None:
-        self._earlier = state.get("earlier", self._earlier)  # not of OTBGRPOTrainer
 
     def _nothing(self) -> Sample:
         """An unscored token, as all processes learn together."""
         projection, device = self.recorder.projection, self.accelerator.device
         width = 1 if projection is None else projection.size(1)
-        nan, one = torch.tensor(torch.nan, device=device), torch.zeros(1, device=device)
-        return Sample(
-            nan, nan, torch.zeros((), device=device), one, one, one, torch.zeros(1, width, device=device), one
-        )
+        nan, zero = torch.tensor(torch.nan, device=device), torch.zeros(1, device=device)
+        return Sample(nan, nan, zero[0], zero, zero, zero, torch.zeros(1, width, device=device), zero)

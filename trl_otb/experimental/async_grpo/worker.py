@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 from ...rewards import passing
 from ...seam.contract import check_version, incompatible_trl, trl_utils
-from .contract import ASYNC_GRPO, SAMPLE, check_keys
+from .contract import ASYNC_GRPO
 from .stopping import stop_living
 
 
@@ -30,7 +30,7 @@ except ImportError as error:
 
 MAX_OPEN_GROUPS = 10_000  # groups of which samples are awaited: dropped ones never come
 # In the metrics of a sample, which are all that TRL passes on; it logs their means
-MEAN, LEAVE_ONE_OUT_MEAN, ROWS, VERSION = "otb/mean", "otb/others", "otb/rows", "otb/version"
+MEAN, LEAVE_ONE_OUT_MEAN, ROWS = "otb/mean", "otb/others", "otb/rows"
 
 
 def stamping(loop: Any) -> Any:
@@ -75,16 +75,15 @@ def checking(function: Callable) -> Callable:
 
 
 def stamped(samples: list[Any], sizes: list[int]) -> list[Any]:
-    """
-    Adds to each sample the mean reward of the group's other conversations, and the number of samples in the group.
-    """
+    """Adds to each sample the mean reward of the group's other conversations, and the group's number of samples."""
     sizes = [size for size in sizes if size]
     firsts = [sum(sizes[:i]) for i in range(len(sizes))]
     rewards = torch.tensor([samples[first].metrics["reward"] for first in firsts], dtype=torch.float64)
     count, total = rewards.isfinite().sum(), rewards.nansum()
     leave_one_out = (total - rewards) / (count - 1)  # NaN of what has no reward, and of a single one
     of_group = {MEAN: (total / count).item(), ROWS: float(len(samples))}
-    for sample, mean in zip(samples, leave_one_out.repeat_interleave(torch.tensor(sizes).long()).tolist(), strict=True):
+    means = leave_one_out.repeat_interleave(torch.tensor(sizes).long()).tolist()
+    for sample, mean in zip(samples, means, strict=True):
         sample.metrics.update(of_group | {LEAVE_ONE_OUT_MEAN: mean})
     return samples
 
@@ -93,44 +92,27 @@ def stamp_groups(worker: Any) -> None:
     """Let TRL's worker stamp its samples. For a user's own, TRL's metrics suffice, except for `None` and forks."""
     if isinstance(worker, trl_worker.AsyncRolloutWorker):
         ASYNC_GRPO.check_attributes("AsyncRolloutWorker", worker)
-        kind = type(worker)._loop_cls
-        worker._loop_cls = functools.partial(stamping_loop, kind)  # made in the child process
+        worker._loop_cls = functools.partial(stamping_loop, type(worker)._loop_cls)  # made in the child process
         worker.stop = functools.partial(stop_living, worker)
-
-
-class VersionedBuffer:
-    """A worker's buffer, whose samples hold the version of the weights that wrote them: TRL's dataset drops it."""
-
-    def __init__(self, buffer: Any) -> None:
-        self.buffer, self.qsize = buffer, buffer.qsize
-
-    def get(self, **options: Any) -> Any:
-        sample = self.buffer.get(**options)
-        ASYNC_GRPO.check_attributes("RolloutSample", sample)
-        sample.metrics = {**sample.metrics, VERSION: float(sample.model_version)}
-        return sample
 
 
 def carried_of(sample: dict[str, Any], num_generations: int, uses_trl_advantages: bool) -> tuple[list[float], int]:
     """
-    Reward, deviation, mean, leave-one-out mean, group and version of a sample; and how many samples its group has.
-    Stamps are taken out of its metrics, of which TRL logs the means. A `ValueError` if they leave B0 unknown, unless
-    TRL's advantages are used.
+    Reward, deviation, mean, leave-one-out mean and group of a sample; and how many samples its group has. Takes stamps
+    out of its metrics, of which TRL logs the means. A `ValueError` if B0 is needed and unknown.
     """
-    check_keys("sample", sample, SAMPLE)
+    ASYNC_GRPO.check_attributes("AsyncGRPOTrainer's sample", sample)
     metrics, n = sample["metrics"], num_generations
     reward, std = metrics.get("reward", math.nan), metrics.get("reward_std", math.nan)
     if not uses_trl_advantages and MEAN not in metrics and math.isnan(reward):
         raise ValueError(
             "The rollout worker gave a sample of a group without its reward (`None`, or no `metrics['reward']` and "
-            "'reward_std'): the mean of the others is unknown. Let it call "
-            "`trl_otb.experimental.async_grpo.worker.stamped` on the samples of each group, as TRL's own worker does "
-            "here, or set 'group_mean' and `scale_rewards='group'`."
+            "'reward_std'): the mean of the others is unknown. Let it call `trl_otb.experimental.async_grpo.worker."
+            "stamped` on the samples of each group, or set 'group_mean' and `scale_rewards='group'`."
         )
     mean = metrics.pop(MEAN, reward - sample["advantage"] * (std + 1e-8))
     leave_one_out_mean = metrics.pop(LEAVE_ONE_OUT_MEAN, (n * mean - reward) / (n - 1) if n > 1 else torch.nan)
-    numbers = [reward, std, mean, leave_one_out_mean, float(sample["group_id"]), metrics.pop(VERSION)]
-    return numbers, int(metrics.pop(ROWS, n))
+    return [reward, std, mean, leave_one_out_mean, float(sample["group_id"])], int(metrics.pop(ROWS, n))
 
 
 def carried_with(
