@@ -146,20 +146,26 @@ class RunBaseline:
 
 
 class RunningScale:
-    """The standard deviation of returns within groups, over earlier batches; a batch ago weighs 0.9 of the present."""
+    """
+    The standard deviation of returns within groups, over earlier batches; a batch ago weighs 0.9 of the present.
+
+    It is at least a tenth of the batch's own deviation, so that advantages stay below some tens where rewards suddenly
+    vary; in such a batch alone it depends on the batch's own returns, which biases a little. Rounding is no variance.
+    """
 
     def __init__(self) -> None:
         self.sums = (0.0, 0.0)  # of the variances of groups, and of their number; groups of equal returns left out
 
     def of(self, returns: Float[Tensor, " B_all"], num_generations: int, learn: bool) -> float:
         """By earlier batches, or by these returns if there are none; 1 if nothing varied. For N = 1 one group."""
-        groups = returns.view(-1, num_generations if num_generations > 1 else len(returns)).double()
+        groups = returns.cpu().double().view(-1, num_generations if num_generations > 1 else len(returns))
         number = (~groups.isnan()).sum(dim=1)
         squares = (groups - groups.nanmean(dim=1, keepdim=True)).square().nanmean(dim=1)
         variances = (squares * (number / (number - 1))).sqrt().square()
-        variances = variances[variances > 0]  # NaN is not
+        variances = variances[variances > 1e-12 * groups.square().nanmean(dim=1)]  # of float32 returns; NaN is not
         new = (0.9 * self.sums[0] + variances.sum().item(), 0.9 * self.sums[1] + len(variances))
         total, count = self.sums if self.sums[1] > 0 else new
         if learn:
             self.sums = new
-        return (total / count) ** 0.5 if count > 0 else 1.0
+        least = variances.mean().sqrt().item() / 10 if len(variances) > 0 else 0.0
+        return max((total / count) ** 0.5, least) if count > 0 else 1.0

@@ -52,7 +52,7 @@ class KeepsBaseline(Trainer):
                 "starts with empty state."
             )
         elif self.baseline.entry.learns:
-            self.recorder.projection = state["projection"]
+            self.recorder.projection = state.get("projection")
             # Less in a file of OTBGRPOTrainer
             self.extra_state = {key: state.get(key, value) for key, value in self.extra_state.items()}
 

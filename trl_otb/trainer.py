@@ -80,11 +80,11 @@ class OTBGRPOTrainer(KeepsBaseline, CollectiveToolLoop, TokenLoss):
         names = list(inspect.signature(GRPOTrainer.__init__).parameters)[4:]
         super().__init__(model, reward_funcs, args=args, **dict(zip(names, other_args, strict=False)), **kwargs)
         GRPO.check_attributes("GRPOTrainer", self)
-        self.loss_is_known = not {*GRPO.warn_if_changed()} & GRPO.loss
+        self.known_loss = None if {*GRPO.warn_if_changed()} & GRPO.loss else GRPOTrainer._compute_loss
         if self.scale_rewards == "running":
             self.scale_rewards = "none"  # of GRPOTrainer's own advantages
         entry = self.baseline.entry
-        check_subclass(type(self), entry)
+        check_subclass(self, entry)
         self.recorder = PolicyRecorder(self.policy, self.temperature, self.args.cast_lm_head_to_fp32)
         if entry.scope == "batch" and self.num_generations > 1 and self.prompts_per_batch < 3:
             logger.warning(
@@ -192,6 +192,7 @@ class OTBGRPOTrainer(KeepsBaseline, CollectiveToolLoop, TokenLoss):
         return result
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        check_subclass(self, self.baseline.entry)  # methods may be set on a trainer, too
         loss = super().training_step(*args, **kwargs)
         if "train" not in self.rollouts:
             what = "`_generate_and_score_completions` is bypassed, so the baseline is never applied"

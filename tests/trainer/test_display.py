@@ -1,5 +1,6 @@
 """A rollout for the eye: its repr, its text, its picture."""
 
+import io
 import math
 import re
 from dataclasses import replace
@@ -73,6 +74,13 @@ def credited(*texts_and_rewards, baseline="otb", **options):
 def text_of(capsys, rollout, **options):
     rollout.show(**options)
     return capsys.readouterr().out
+
+
+def test_terminal_of_another_encoding_is_written_to(monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding="cp1252", write_through=True))
+    credited(["a\nb", "é"], [1.0, 0.0]).show()
+    assert b"\\u21b5" in written.getvalue() and "é".encode("cp1252") in written.getvalue()
 
 
 # The mapping and the repr

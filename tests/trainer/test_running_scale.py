@@ -24,6 +24,15 @@ def test_where_nothing_varies_nothing_is_scaled():
     assert RunningScale().of(torch.ones(1), 1, learn=True) == 1.0
 
 
+@pytest.mark.parametrize(("before", "scale"), [((0.3, 0.30000004), 1.0), ((1e-3, 0.0), 7e-4), ((0.01, 0.0), 7e-3)])
+def test_sudden_variance_does_not_explode(before, scale):
+    """After rounding, which is no variance, and after a small penalty or shaping."""
+    running = RunningScale()
+    for _ in range(20):
+        assert running.of(torch.tensor(before * 2), 2, learn=True) == pytest.approx(scale, rel=0.02)
+    assert running.of(torch.tensor([0.0, 1.0, 1.0, 0.0]), 2, learn=True) >= stdev([0, 1]) / 10 - 1e-6
+
+
 def test_one_completion_uses_batch_deviation():
     assert RunningScale().of(torch.tensor([0.0, 1.0, 5.0]), 1, learn=True) == pytest.approx(stdev([0, 1, 5]))
 

@@ -154,7 +154,7 @@ def test_loss_of_other_advantages_is_refused(train, monkeypatch, name):
     plain = train(OTBGRPOTrainer, baseline="value") if name == "as they are" else None
     monkeypatch.setattr(GRPOTrainer, "_compute_loss", changed)
     trainer = train(OTBGRPOTrainer, baseline="value", train=False)
-    assert not trainer.loss_is_known
+    assert trainer.known_loss is None
     with (
         pytest.raises(ImportError, match="`GRPOTrainer._compute_loss` does not weight")
         if plain is None
@@ -163,7 +163,7 @@ def test_loss_of_other_advantages_is_refused(train, monkeypatch, name):
         trainer.train()
     if plain is not None:
         assert_same_weights(plain, trainer)
-        assert trainer.loss_is_known
+        assert trainer.known_loss is GRPOTrainer._compute_loss
 
 
 def test_rewards_past_the_seam_are_errors(train, monkeypatch):

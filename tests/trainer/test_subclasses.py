@@ -1,5 +1,7 @@
 """A user's subclass of GRPOTrainer becomes one of OTBGRPOTrainer by another base class."""
 
+import types
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import pytest
@@ -15,6 +17,8 @@ from trl_otb.seam.forwards import extra_forward
 
 class Shaped:
     """Rewards and the loss of the base class, changed."""
+
+    takes_token_advantages = True
 
     def _calculate_rewards(self, *args, **kwargs):
         return 2 * super()._calculate_rewards(*args, **kwargs) + 1
@@ -157,6 +161,40 @@ def test_loss_for_both_shapes_gets_rollouts(train, source, baseline):
     own = rollout.advantages.squeeze(1) if baseline == "ogb" else rollout.advantages
     assert own.abs().max() > 0.01
     torch.testing.assert_close(seen.abs().sum(), own.abs().sum())  # in another order
+
+
+def of_completions(self, model, inputs, **kwargs):
+    """A loss that broadcasts advantages per token without a word, where completions and tokens are as many."""
+    mask = inputs["completion_mask"]
+    return -(inputs["advantages"].unsqueeze(1) * mask).sum() / mask.sum()
+
+
+@pytest.mark.parametrize("baseline", ["value", "rloo"])
+@pytest.mark.parametrize("where", ["in a class", "on the trainer", "in GRPOTrainer"])
+def test_loss_of_completions_is_refused_wherever_it_is(train, monkeypatch, where, baseline):
+    name = "compute_loss" if where == "in a class" else "_compute_loss"
+    own = type("Own", (OTBGRPOTrainer,), {name: of_completions} if where == "in a class" else {})
+    refused = pytest.raises((TypeError, ImportError), match=f"{name}` (is not known to take|does not weight)")
+    with refused if baseline == "value" else nullcontext():
+        trainer = train(own, baseline=baseline, train=False)
+        if where == "on the trainer":
+            monkeypatch.setattr(trainer, name, types.MethodType(of_completions, trainer))
+        elif where == "in GRPOTrainer":
+            monkeypatch.setattr(GRPOTrainer, name, of_completions)
+        with nullcontext() if baseline == "value" else pytest.raises(RuntimeError, match="does not require grad"):
+            trainer.train()
+
+
+@pytest.mark.parametrize("change", ["unsqueeze", "squeeze"])
+def test_reshaped_advantages_are_named(train, change):
+    class Reshapes(OTBGRPOTrainer):
+        def _prepare_inputs(self, inputs):
+            inputs = super()._prepare_inputs(inputs)
+            return inputs | {"advantages": inputs["advantages"].unsqueeze(-1)}
+
+    baseline = {"unsqueeze": "value", "squeeze": "rloo"}[change]
+    with pytest.raises(TypeError, match=r"has shape \(8, .*1\), .* method of Reshapes, reshaped it. The loss takes"):
+        train(Reshapes, baseline=baseline)
 
 
 def test_adding_loss_may_declare_itself(train):

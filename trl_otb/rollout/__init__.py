@@ -1,5 +1,6 @@
 """A generation batch, row by row: completions, rewards, energies and advantages, as text, table and picture."""
 
+import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,8 @@ class Rollout:
         Print the completions of a prompt, by its index in this rollout, at most `max_tokens` of each; an `IndexError`
         if there is no such prompt. [`plot`] has the number of each token, as its colour.
         """
-        print(text.as_text(text.read_group(self, prompt, max_tokens)))
+        shown, encoding = text.as_text(text.read_group(self, prompt, max_tokens)), sys.stdout.encoding or "utf-8"
+        print(shown.encode(encoding, "backslashreplace").decode(encoding))
 
     def plot(
         self, path: str | Path | None = None, prompt: int = 0, max_tokens: int = 100, max_completions: int = 8

@@ -204,20 +204,26 @@ def users_classes(cls: type) -> list[type]:
     return [base for base in cls.__mro__ if base not in core and not base.__module__.startswith("trl_otb.")]
 
 
-def check_subclass(cls: type, entry: Baseline) -> None:
-    """Raise a `TypeError` if a user's class has a method that the baseline would undo, or that would misread it."""
-    for base in users_classes(cls):
-        if "_transform_advantages" in vars(base):
+def check_subclass(trainer: GRPOTrainer, entry: Baseline) -> None:
+    """
+    Raise a `TypeError` if a user's class, or the trainer itself, has a method that the baseline would undo, or that
+    would misread it.
+    """
+    declared = getattr(trainer, "takes_token_advantages", False)
+    names = {cls.__name__: vars(cls) for cls in users_classes(type(trainer))} | {"trainer": vars(trainer)}
+    for name, methods in names.items():
+        if "_transform_advantages" in methods:
             raise TypeError(
-                f"`{base.__name__}._transform_advantages` would change advantages that `baseline={entry.name!r}` then "
+                f"`{name}._transform_advantages` would change advantages that `baseline={entry.name!r}` then "
                 "replaces. Change rewards in `_calculate_rewards`, or `inputs['advantages']` in `_compute_loss`."
             )
-        if entry.per_token and "_compute_loss" in vars(base) and not getattr(cls, "takes_token_advantages", False):
+        losses = [loss for loss in ("_compute_loss", "compute_loss") if loss in methods]
+        if entry.per_token and losses and not declared:
             raise TypeError(
-                f"`baseline` is {entry.name!r}, one per token, and `{base.__name__}._compute_loss` is not known to "
-                "take advantages of shape (B, T): a loss for (B,) fails, or silently mixes up completions. If it "
-                "supports both, as one that only adds to `super()`'s does, set `takes_token_advantages = True` in the "
-                "class. Otherwise choose a baseline per completion, such as 'ogb_pooled' or 'rloo'."
+                f"`baseline` is {entry.name!r}, one per token, and `{name}.{losses[0]}` is not known to take "
+                "advantages of shape (B, T): a loss for (B,) fails, or silently mixes up completions. If it supports "
+                "both, as one that only adds to `super()`'s does, set `takes_token_advantages = True` in the class. "
+                "Otherwise choose a baseline per completion, such as 'ogb_pooled' or 'rloo'."
             )
 
 

@@ -205,6 +205,8 @@ def values_of_batch(
         source = "the no-gradient forward that GRPOTrainer runs anyway"
         # By identity, so never those of a reference model
         values = next((of_forward for of_forward in recording.scored if of_forward.logps is logps), None)
+        if values is None and not recording.needed:
+            return None, None
         if values is None:
             what = "the old log-probs of the rollout are not those that any forward of the policy returned"
             raise BrokenContract(what, "_get_per_token_logps_and_entropies", "_generate_and_score_completions")

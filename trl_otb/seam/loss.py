@@ -25,12 +25,18 @@ class TokenLoss(GRPOTrainer):
     computes this if the old log-probs are sg[log π(y_t)] − log s.
     """
 
-    loss_is_known = False  # to take advantages per token
+    known_loss: Any = None  # the function of TRL that is known to take advantages per token
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        per_token = inputs["advantages"].dim() > 1
-        if per_token and not self.loss_is_known:
-            self.loss_is_known = check_token_loss(self, inputs)
+        shape, rows = tuple(inputs["advantages"].shape), tuple(inputs["completion_mask"].shape)
+        if shape not in (rows[:1], rows):
+            raise TypeError(
+                f"`inputs['advantages']` has shape {shape}, and the completions {rows}: something between rollout and "
+                f"loss, such as a method of {type(self).__name__}, reshaped it. The loss takes {rows[:1]} or {rows}."
+            )
+        per_token = len(shape) > 1
+        if per_token and self.known_loss is not GRPOTrainer._compute_loss and check_token_loss(self, inputs):
+            self.known_loss = GRPOTrainer._compute_loss
         if self.importance_sampling_level != "sequence" or not per_token:
             return super()._compute_loss(model, inputs)
         inputs = dict(inputs)  # the micro-batch is used again
