@@ -79,17 +79,6 @@ def test_whatever_fits_is_broadcast(result):
         (lambda x: None, "returned a result of type NoneType"),
         (lambda x: x.energy * torch.nan, "returned nan for completion 0, token 0: it must be finite"),
         ("totals", r"'totals' returned a result of shape \(12, 12\).*\(B, 1\) = \(12, 1\)"),
-    ],
-)
-def test_what_a_function_returns_is_checked(baseline, message):
-    trl_otb.register_baseline("totals", per_token=False)(lambda x: torch.zeros(12, 12))
-    with pytest.raises(ValueError, match=message):
-        Rollouts(tools=False).advantages(baseline=baseline)
-
-
-@pytest.mark.parametrize(
-    ("baseline", "message"),
-    [
         ("vlaue", "'vlaue': it must be one of 'otb', .*, a name registered with .* Did you mean 'value'"),
         ("unfinished:baseline", "cannot be imported: NameError: name 'undefined'.*Write 'module:function'"),
         ("math:absent", "'math:absent', which cannot be imported: AttributeError"),
@@ -97,11 +86,12 @@ def test_what_a_function_returns_is_checked(baseline, message):
         (3, "`baseline` is 3"),
     ],
 )
-def test_a_baseline_that_is_not_there(baseline, message, tmp_path, monkeypatch):
+def test_wrong_baselines_and_results_are_named(baseline, message, tmp_path, monkeypatch):
     (tmp_path / "unfinished.py").write_text("baseline = undefined\n")
     monkeypatch.syspath_prepend(tmp_path)
+    trl_otb.register_baseline("totals", per_token=False)(lambda x: torch.zeros(12, 12))
     with pytest.raises((TypeError, ValueError), match=message):
-        Rollouts().advantages(baseline=baseline)
+        Rollouts(tools=False).advantages(baseline=baseline)
 
 
 @pytest.mark.parametrize(
@@ -110,20 +100,15 @@ def test_a_baseline_that_is_not_there(baseline, message, tmp_path, monkeypatch):
         ({"name": "a:b"}, "must be nonempty text without a colon"),
         ({"needs": ("logps", "state")}, "`needs.*'state'.*: .* must be some of 'energy'"),
         ({"scope": "prompt"}, "`scope='prompt'`: .*'group' or 'batch'"),
+        ({"name": "otb"}, r"'otb' is already registered by trl_otb\.baselines\.means\.otb"),
+        ({}, r"'mine' is already registered by tests\.maths\.test_registry\.own_otb"),
     ],
 )
 def test_names_and_flags_are_checked(flags, message):
-    with pytest.raises(ValueError, match=message):
-        trl_otb.register_baseline(**{"name": "mine", **flags})
-
-
-def test_a_name_is_given_once():
-    with pytest.raises(ValueError, match=r"'otb' is already registered by trl_otb\.baselines\.means\.otb"):
-        trl_otb.register_baseline("otb")(own_otb)
     for _ in range(2):  # a notebook's cell, run again
         trl_otb.register_baseline("mine")(own_otb)
-    with pytest.raises(ValueError, match=r"'mine' is already registered by tests\.maths\.test_registry\.own_otb"):
-        trl_otb.register_baseline("mine")(plain_mean)
+    with pytest.raises(ValueError, match=message):
+        trl_otb.register_baseline(**{"name": "mine", **flags})(plain_mean)
 
 
 @pytest.mark.parametrize("name", ["energy", "loss_energy", "logps", "states", "prompt_key"])

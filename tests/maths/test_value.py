@@ -240,14 +240,17 @@ def test_it_stays_within_the_returns_seen():
         assert (found >= 0).all() and (found <= batch.base.clamp(min=1)).all()  # B0 has left them, no further
 
 
-def test_rewards_in_other_units_scale_it():
-    scaled = Value()
-    for seed in (*range(4), 100):
-        batch = Task(seed).batch(100 * Task(seed).rewards)
-        found = batch.baseline(scaled)
-        batch.teach(scaled)
-    plain = Task(100).batch().baseline(learnt(range(4)))
-    torch.testing.assert_close(found, 100 * plain, rtol=1e-3, atol=0.05)
+@pytest.mark.parametrize(("factor", "level"), [(100, 0), (1, 1e3), (1, 1e5)])
+def test_it_follows_units_and_level_of_rewards(factor, level):
+    value = Value()
+    for seed in (*range(6), 100):
+        batch = Task(seed).batch(factor * Task(seed).rewards + level)
+        found = batch.baseline(value)
+        explained = batch.teach(value)["explained"]
+    assert explained > 0.3 and value.weight > 0.9
+    if level == 0:
+        plain = Task(100).batch().baseline(learnt(range(6)))
+        torch.testing.assert_close(found, factor * plain, rtol=1e-3, atol=0.05)
 
 
 CHANGES = {  # of rewards from batch 8 on, and how often it starts anew
@@ -374,9 +377,12 @@ def test_state_survives_a_file(tmp_path):
     assert torch.equal(two.theta, one.theta)
 
 
-def test_foreign_state_is_named():
-    task = Task(100)
+def test_what_does_not_fit_is_named():
+    x, task = Rollouts(), Task(100)
     task.states = torch.randn(*task.mask.shape, K + 1)
+    assert x.advantages(baseline="value").shape == x.mask.shape  # a new one looks at returns alone
+    with pytest.raises(ValueError, match="reads `logps`, which is not there"):
+        x.advantages(baseline=learnt())
     with pytest.raises(ValueError, match="'value' has learned from 15 numbers per token, and here are 17: its state"):
         task.batch().baseline(learnt())
     with pytest.raises(ValueError, match="another version's: it holds 'theta'. Without the checkpoint's"):
@@ -463,14 +469,6 @@ def test_limit_follows_gain_per_c():
     assert value._gains == pytest.approx((0.9 * 4 + 8, 0.9**2 * 4**2 + 8**2))
 
 
-@pytest.mark.parametrize("level", [1e3, 1e5])
-def test_large_offset_returns_lose_nothing(level):
-    value = Value()
-    for seed in range(6):
-        explained = Task(seed).batch(Task(seed).rewards + level).teach(value)["explained"]
-    assert explained > 0.3 and value.weight > 0.9
-
-
 @pytest.mark.parametrize(("prompts", "slips"), [(2, 0.03), (4, 0.01), (16, 0.003)])
 def test_near_certain_success_is_learned(prompts, slips):
     """In many batches all returns are equal, which is no evidence against it."""
@@ -489,12 +487,3 @@ def test_near_certain_success_is_learned(prompts, slips):
             batch(1000 * draw + number, prompts).teach(value)
         left += of_batches(unseen, value) / 4
     assert left < 0.5
-
-
-def test_missing_inputs_are_named():
-    x = Rollouts()
-    assert x.advantages(baseline="value").shape == x.mask.shape  # a new one looks at returns alone
-    with pytest.raises(ValueError, match="reads `logps`, which is not there"):
-        x.advantages(baseline=learnt())
-    with pytest.raises(TypeError, match="unexpected keyword argument 'state'"):
-        x.advantages(baseline=learnt(), state=x.energy)

@@ -9,55 +9,22 @@ from trl.trainer import grpo_trainer
 
 from tests.helpers import tiny
 from tests.helpers.oracles import energies_by_softmax, generated, logps_by_softmax, mask_of
-from tests.helpers.recording import Recording, first_rollout
+from tests.helpers.recording import Sampler, first_rollout
 from tests.helpers.settings import predicted
-from trl_otb import OTBGRPOConfig
 from trl_otb.baselines import compute_advantages
 from trl_otb.seam.pools import at_rest, sample
 
 
-class Sampler:
-    """Stands in for TRL's VLLMGeneration: random completions, with log-probs that are not quite the policy's."""
-
-    def __init__(self, model, **kwargs):
-        self.model = model
-        self.logps = []
-
-    def sync_weights(self):
-        pass
-
-    @torch.no_grad()
-    def generate(self, prompts, images, num_generations, profiler):
-        g = torch.Generator().manual_seed(1)
-        completions = []
-        for prompt in prompts:
-            ids = torch.randint(0, 256, (int(torch.randint(2, 9, (1,), generator=g)),), generator=g)
-            logits = self.model(torch.cat([torch.tensor(prompt), ids]).unsqueeze(0)).logits[0, -len(ids) - 1 : -1]
-            logps = logits.log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
-            self.logps.append((logps + 0.4 * torch.randn(len(ids), generator=g)).tolist())
-            completions.append(ids.tolist())
-        self.logps[2][1] = None  # vLLM's NaN, as TRL hands it on
-        return None, completions, [[[lp] for lp in row] for row in self.logps], None
+ONE_STEP = {"max_steps": 1, "learning_rate": 0.0, "use_vllm": True, "vllm_mode": "colocate"}
 
 
 @pytest.mark.parametrize("baseline", ["otb", "ogb"])
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
-def test_energies_carry_the_squared_ratio(mode, baseline, model_path, tmp_path, monkeypatch):
+def test_energies_carry_the_squared_ratio(mode, baseline, train, model_path, monkeypatch):
     monkeypatch.setattr(grpo_trainer, "VLLMGeneration", Sampler)
     low, high = 0.6, 1.6
-    settings = {
-        **tiny.SETTINGS,
-        "max_steps": 1,
-        "learning_rate": 0.0,
-        "output_dir": str(tmp_path),
-        "baseline": baseline,
-    }
-    correction = {"use_vllm": True, "vllm_mode": "colocate", "vllm_importance_sampling_mode": mode}
     clip = {"vllm_importance_sampling_clip_min": low, "vllm_importance_sampling_clip_max": high}
-    trainer = Recording(
-        model_path, tiny.even_bytes, args=OTBGRPOConfig(**settings, **correction, **clip), train_dataset=tiny.prompts()
-    )
-    trainer.train()
+    trainer = train(**ONE_STEP, baseline=baseline, vllm_importance_sampling_mode=mode, **clip)
     assert trainer.energy_source == "the no-gradient forward that GRPOTrainer runs anyway"
     assert trainer.forwards == {"grad": 1, "no_grad": 1}  # the one that TRL runs for the correction itself
 
@@ -104,7 +71,7 @@ def test_energies_carry_the_squared_ratio(mode, baseline, model_path, tmp_path, 
 
 
 @pytest.mark.parametrize("mode", [None, "token_truncate", "token_mask", "sequence_truncate"])
-def test_ratios_affect_values_learning_only(mode, model_path, tmp_path, monkeypatch):
+def test_ratios_affect_values_learning_only(mode, train, monkeypatch):
     """A ratio of a completion depends on all of its tokens, on which no earlier baseline may depend."""
 
     class Off(Sampler):
@@ -115,20 +82,13 @@ def test_ratios_affect_values_learning_only(mode, model_path, tmp_path, monkeypa
         def generate(self, prompts, images, num_generations, profiler):
             nothing, completions, logps, extra = super().generate(prompts, images, num_generations, profiler)
             logps = [[*row[:-1], [(row[-1][0] or 0.0) + self.by]] for row in logps]
-            self.logps = []  # of this call alone, as many as the prompts of the next
             return nothing, completions, logps, extra
 
     monkeypatch.setattr(grpo_trainer, "VLLMGeneration", Off)
 
     def run(steps, memory=None):
         correction = {} if mode is None else {"vllm_importance_sampling_mode": mode}
-        settings = {**tiny.SETTINGS, "max_steps": steps, "learning_rate": 0.0, "output_dir": str(tmp_path)}
-        trainer = Recording(
-            model_path,
-            tiny.even_bytes,
-            args=OTBGRPOConfig(**settings, baseline="value", use_vllm=True, vllm_mode="colocate", **correction),
-            train_dataset=tiny.prompts(),
-        )
+        trainer = train(**ONE_STEP | {"max_steps": steps, "train": False}, baseline="value", **correction)
         if memory is not None:
             trainer.baseline.entry.estimator.load_state_dict(memory)
         trainer.train()

@@ -119,24 +119,13 @@ def test_nonfinite_energy_is_named(train, baseline, iterations):
     trainer = train(train=False)
     torch.nn.init.constant_(trainer.model.get_output_embeddings().weight, math.nan)
     with pytest.raises(ValueError, match="The energy of completion ., token 0, is nan: its log-probs"):
-        train(
-            baseline=baseline,
-            model=trainer.model,
-            processing_class=trainer.processing_class,
-            rollout_func=scripted_rollout,
-            num_iterations=iterations,
-        )
+        of_model = {"model": trainer.model, "processing_class": trainer.processing_class}
+        train(**of_model, baseline=baseline, rollout_func=scripted_rollout, num_iterations=iterations)
 
 
 def test_moe_auxiliary_loss(train, tmp_path):
-    config = tiny.config(
-        Qwen3MoeConfig,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=16,
-        output_router_logits=True,
-        router_aux_loss_coef=0.1,
-    )
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    config = tiny.config(Qwen3MoeConfig, **experts, output_router_logits=True, router_aux_loss_coef=0.1)
     path = tiny.save_model(tmp_path / "moe", Qwen3MoeForCausalLM, config)
     grpo = train(GRPOTrainer, GRPOConfig, model=path, scale_rewards="none")
     assert_same_weights(grpo, train(model=path, baseline="group_mean"))
@@ -161,27 +150,14 @@ def test_own_baseline_trains_as_ours(train, registry, source):
     assert_same_weights(own, ours, atol=1e-7, rtol=1e-6)
 
 
-def test_failing_own_baseline_is_named(train, registry):
-    register_baseline("broken")(lambda x: x.returns * math.nan)
-    with pytest.raises(ValueError, match="The baseline 'broken' returned nan for completion 0, token 0"):
-        train(baseline="broken")
-
-
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo", "bnpo", "luspo", "sapo", "cispo"])
 def test_sequence_ratios_give_gspo(train, registry, loss_type):
     """GSPO-token's equality to GSPO: the group mean, once as a baseline per token, once as GRPOTrainer has it."""
     register_baseline("mean_per_token", needs=())(lambda x: x.completion_mean(x.scored))
     # A small clip range and large steps, so that ratios leave 1 and some are clipped
-    options = {
-        "importance_sampling_level": "sequence",
-        "loss_type": loss_type,
-        "num_iterations": 3,
-        "max_steps": 6,
-        "learning_rate": 0.03,
-        "epsilon": 0.05,
-        "optim": "sgd",
-        "epsilon_high": 5.0 if loss_type == "cispo" else 0.05,  # CISPO's is the largest ratio itself
-    }
+    options = {"num_iterations": 3, "max_steps": 6, "learning_rate": 0.03, "epsilon": 0.05, "optim": "sgd"}
+    options |= {"importance_sampling_level": "sequence", "loss_type": loss_type}
+    options["epsilon_high"] = 5.0 if loss_type == "cispo" else 0.05  # CISPO's is the largest ratio itself
     gspo = train(GRPOTrainer, GRPOConfig, scale_rewards="none", **options)
     assert_same_weights(train(baseline="mean_per_token", **options), gspo, atol=1e-6, rtol=1e-4)
     if loss_type not in ("sapo", "cispo"):
@@ -189,13 +165,3 @@ def test_sequence_ratios_give_gspo(train, registry, loss_type):
     plain = train(baseline="mean_per_token", **{**options, "importance_sampling_level": "token"})
     a, b = weights(plain), weights(gspo)
     assert any((a[name] - b[name]).abs().max() > 1e-6 for name in a)  # another ratio would show
-
-
-def test_sequence_ratios_keep_token_advantages(train):
-    """The ratio of every token is its sequence's, and its gradient the token's own."""
-    trainer = train(importance_sampling_level="sequence", num_iterations=2, max_steps=4, learning_rate=0.05)
-    assert trainer.importance_sampling_level == "sequence"
-    advantages = trainer.rollouts["train"].advantages
-    assert advantages.shape == trainer.rollouts["train"].mask.shape and advantages.std(1).max() > 0
-    for batch in trainer.micro_batches:  # what is buffered for the next iteration is left alone
-        assert batch["old_per_token_logps"].max() <= 0
