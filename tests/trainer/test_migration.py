@@ -7,7 +7,6 @@ import torch
 from datasets import IterableDataset
 from peft import PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForSequenceClassification, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
 
 from tests.helpers import tiny
 from tests.helpers.settings import LORA, SGD, SOURCES, assert_same_weights, logged, scripted_rollout
@@ -16,19 +15,6 @@ from tests.helpers.settings import LORA, SGD, SOURCES, assert_same_weights, logg
 def test_iterable_dataset(train):
     data = IterableDataset.from_generator(lambda: iter({"prompt": f"{i}+{i}="} for i in range(8)))
     assert logged(train(train_dataset=data), "otb/energy/token_mean")
-
-
-def test_several_reward_functions_work_together(train):
-    async def length(completion_ids, **kwargs):
-        return [-float(len(ids)) for ids in completion_ids]
-
-    def sometimes(completion_ids, **kwargs):
-        return [None if i % 2 else 1.0 for i in range(len(completion_ids))]
-
-    options = {"reward_funcs": [tiny.even_bytes, length, sometimes], "reward_weights": [1.0, 0.1, 0.5]}
-    grpo = train(GRPOTrainer, GRPOConfig, scale_rewards="none", **options)
-    assert_same_weights(grpo, train(baseline="group_mean", **options))
-    assert not any(math.isnan(v) for v in logged(train(**options), "otb/baseline/mean"))
 
 
 def test_unscorable_completions_have_no_statistics(train):

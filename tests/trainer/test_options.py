@@ -46,14 +46,32 @@ def test_loss_types_train_on_token_advantages(train, loss_type):
         torch.testing.assert_close(gradient[name], p.grad, atol=1e-5, rtol=1e-3, msg=name)
 
 
+KINDS = {
+    "otb": {},
+    "value": {"baseline": "value", "max_steps": 4, "rollout_func": scripted_rollout},
+    "one completion": {"baseline": "value", "max_steps": 4, "num_generations": 1, "train_dataset": tiny.prompts(21)},
+}
+
+
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_otb_trains_under_every_setting(train, setting):
-    trainer = train(baseline="ogb" if "scale" in setting else "otb", **SETTINGS[setting])
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_trains_under_every_setting(train, kind, setting):
+    options = {**KINDS[kind], **SETTINGS[setting]}
+    if "scale" in setting and kind == "otb":
+        options["baseline"] = "ogb"
+    elif "scale" in setting:
+        with pytest.raises(ValueError, match="Set `scale_rewards` to 'none'"):
+            train(**options)
+        return
+    trainer = train(**options)
     assert all(p.isfinite().all() for p in weights(trainer).values())
     # A rollout that is used twice is measured once; one in which all completions are masked is not
     rollouts = [batch["completion_mask"].any() for batch in trainer.batches]
     assert len(logged(trainer, "otb/energy/token_mean")) == sum(rollouts) > 0
     assert all(math.isfinite(v) for v in logged(trainer, "otb/energy/token_mean"))
+    if kind != "otb":
+        assert len(logged(trainer, "otb/value/weight")) == len(rollouts)
+        assert trainer.baseline.entry.estimator._batches > 0
 
 
 def test_sequence_decisions_follow_the_completion():

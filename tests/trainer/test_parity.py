@@ -1,12 +1,14 @@
 """The group mean is GRPOTrainer, to the bit."""
 
+import math
+
 import pytest
 import torch
 from trl import GRPOConfig, GRPOTrainer
 
 from tests.helpers import tiny
-from tests.helpers.settings import SETTINGS, assert_same_weights, weights
-from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
+from tests.helpers.settings import SETTINGS, assert_same_weights, logged, weights
+from trl_otb import OTBGRPOConfig, OTBGRPOTrainer, TokenRewards
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -23,21 +25,57 @@ def test_group_mean_equals_grpo_trainer(train, setting):
     assert any(not torch.equal(p, untrained[name]) for name, p in weights(otb).items()), "nothing was trained"
 
 
-def test_several_rewards_are_normalised_first(train):
-    options = {
-        "reward_funcs": [tiny.even_bytes, lambda completion_ids, **kwargs: [-len(ids) / 8 for ids in completion_ids]],
-        "reward_weights": [1.0, 0.3],
-        "multi_objective_aggregation": "normalize_then_sum",
-        "max_steps": 4,
-    }
-    grpo = train(GRPOTrainer, GRPOConfig, **options)
-    assert_same_weights(grpo, train(baseline="group_mean", **options))
+def shorter(completion_ids, **kwargs):
+    return [-len(ids) / 8 for ids in completion_ids]
 
 
-def test_one_scorable_completion_has_no_signal(train):
-    def reward(completion_ids, **kwargs):
-        return [r if i in (0, 5, 6, 7) else None for i, r in enumerate(tiny.even_bytes(completion_ids))]
+async def shorter_later(completion_ids, **kwargs):
+    return shorter(completion_ids)
 
-    for scale in ("none", "group"):
-        grpo = train(GRPOTrainer, GRPOConfig, scale_rewards=scale, reward_funcs=reward)
-        assert_same_weights(grpo, train(baseline="group_mean", scale_rewards=scale, reward_funcs=reward))
+
+def of_some(completion_ids, **kwargs):
+    """Of one completion of the first group and three of the second."""
+    return [r if i in (0, 5, 6, 7) else None for i, r in enumerate(tiny.even_bytes(completion_ids))]
+
+
+def of_even_rows(completion_ids, **kwargs):
+    return [None if i % 2 else 1.0 for i in range(len(completion_ids))]
+
+
+def infinite(completion_ids, **kwargs):
+    return [math.inf if i % 2 else 1.0 for i in range(len(completion_ids))]
+
+
+def tokens_of_the_first(completion_ids, **kwargs):
+    """The other rows' factor is 0 for it, as in GRPOTrainer, if rewards are normalised first."""
+    return [TokenRewards([1.0] * len(ids)) if i % 4 == 0 else None for i, ids in enumerate(completion_ids)]
+
+
+def their_sums(completion_ids, **kwargs):
+    return [rewards and sum(rewards) for rewards in tokens_of_the_first(completion_ids)]
+
+
+NORMALISED = {"multi_objective_aggregation": "normalize_then_sum"}
+REWARDS = {  # functions, their weights, and options
+    "several": ([tiny.even_bytes, shorter_later, of_even_rows], [1.0, 0.1, 0.5], {"scale_rewards": "none"}),
+    "normalised": ([tiny.even_bytes, shorter], [1.0, 0.3], NORMALISED),
+    "normalised, for some": ([tokens_of_the_first, tiny.even_bytes], None, NORMALISED),
+    "for one of a group": ([of_some], None, {"scale_rewards": "none"}),
+    "for one of a group, scaled": ([of_some], None, {"scale_rewards": "group"}),
+    "infinite, of no weight": ([tiny.even_bytes, infinite], [1.0, 0.0], {"scale_rewards": "none"}),
+}
+
+
+@pytest.mark.parametrize("kind", REWARDS)
+def test_group_mean_of_rewards_equals_grpo_trainer(train, kind):
+    functions, weights, options = REWARDS[kind]
+    theirs = [their_sums if function is tokens_of_the_first else function for function in functions]
+    options = {"reward_weights": weights, "scale_rewards": "group", "max_steps": 3, **options}
+    grpo = train(GRPOTrainer, GRPOConfig, reward_funcs=theirs, **options)
+    ours = train(baseline="group_mean", reward_funcs=functions, **options)
+    assert_same_weights(grpo, ours)
+    assert logged(grpo, "reward") == logged(ours, "reward")
+    assert not any(map(math.isnan, logged(ours, "otb/baseline/mean")))
+    if kind == "normalised, for some":  # the other function's rewards are there to train on
+        rewards = ours.rollouts["train"].rewards
+        assert rewards.isfinite().all() and rewards.dim() == 2 and rewards[0].abs().max() > 0

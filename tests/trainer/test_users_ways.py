@@ -93,13 +93,6 @@ def test_override_finds_its_reward_objects(train):
     assert grpo.reward_funcs[0].calls == ours.reward_funcs[0].calls == 2
 
 
-def test_zero_weight_reward_may_be_infinite(train):
-    def odds(completion_ids, **kwargs):
-        return [math.inf if i % 2 else 1.0 for i in range(len(completion_ids))]
-
-    both(train, reward_funcs=[tiny.even_bytes, odds], reward_weights=[1.0, 0.0])
-
-
 @pytest.mark.parametrize(
     "options", [{"num_generations_eval": 1}, {"reward_funcs": lambda prompts, **_: [1.0] * len(prompts)}]
 )
@@ -126,20 +119,6 @@ def test_two_trainers_of_one_model_alive(train, model_path):
     assert_same_weights(of_one_model(GRPOTrainer, GRPOConfig), ours)
 
 
-def test_token_rewards_count_beside_partial_scores(train):
-    """The one has a factor of 0 there, as in GRPOTrainer; the other's rewards are there to train on."""
-
-    def once(completion_ids, **kwargs):
-        return [TokenRewards([1.0] * len(ids)) if i % 4 == 0 else None for i, ids in enumerate(completion_ids)]
-
-    functions = {"reward_funcs": [once, tiny.even_bytes], "multi_objective_aggregation": "normalize_then_sum"}
-    rollout = train(OTBGRPOTrainer, max_steps=1, **functions).rollouts["train"]
-    assert rollout.rewards.isfinite().all() and rollout.rewards[0].abs().max() > 0
-    functions_of_trl = {"reward_funcs": [lambda **of: [r and sum(r) for r in once(**of)], tiny.even_bytes]}
-    grpo = train(GRPOTrainer, GRPOConfig, **functions | functions_of_trl)
-    assert_same_weights(grpo, train(OTBGRPOTrainer, baseline="group_mean", **functions))
-
-
 # Changed, interrupted, tried again
 
 
@@ -162,17 +141,6 @@ def test_whole_return_credits_every_token(train):
     assert whole.rollouts["train"].rewards.dim() == 1
     with pytest.raises(ValueError, match="returned 2 rewards for completion 0, which has 1 turns"):
         train(OTBGRPOTrainer, reward_funcs=lambda prompts, **_: [[1.0, 2.0]] * len(prompts), credit_whole_return=True)
-
-
-def test_resumed_run_projects_states_alike(train, monkeypatch):
-    """Another version of torch may draw other random numbers."""
-    run = {"baseline": "value", "max_steps": 3, "save_strategy": "steps", "save_steps": 1}
-    first = train(OTBGRPOTrainer, **run)
-    monkeypatch.setattr("trl_otb.seam.forwards.projection", lambda size: torch.zeros(size, 32))
-    resumed = train(OTBGRPOTrainer, train=False, **run)
-    resumed.train(resume_from_checkpoint=f"{first.args.output_dir}/checkpoint-2")
-    assert torch.equal(resumed.recorder.projection, first.recorder.projection)
-    assert_same_weights(first, resumed)
 
 
 def test_what_the_package_imports_is_declared():
