@@ -93,9 +93,11 @@ def save_model(folder, layout: str) -> str:
     return str(folder)
 
 
-def image_token_ids(layout: str) -> list[int]:
-    """Not to be sampled: a model takes them for places of pictures."""
-    return processor(layout).tokenizer.convert_tokens_to_ids(IMAGE_TOKENS)
+def given(layout: str, model: str, dataset: Dataset) -> dict:
+    """Arguments of a trainer and a config. Tokens that a model takes for places of pictures are not to be sampled."""
+    own = processor(layout)
+    suppressed = {"suppress_tokens": own.tokenizer.convert_tokens_to_ids(IMAGE_TOKENS)}
+    return {"model": model, "processing_class": own, "train_dataset": dataset, "generation_kwargs": suppressed}
 
 
 @cache

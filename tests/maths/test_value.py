@@ -222,15 +222,6 @@ def test_uninformative_states_give_base(prompts):
     assert of_value < 1.05 * of_base
 
 
-def test_few_prompts_keep_weight_low():
-    """In four prompts of unequal rates, states and returns agree by chance."""
-    unseen = [Task(10**6 + seed, told=False).batch() for seed in range(4)]
-    for draw in range(60):
-        value = Value()
-        Task(1000 * draw, prompts=4, told=False).batch().teach(value)
-        assert of_batches(unseen, value) < 1.05
-
-
 def test_it_stays_within_the_returns_seen():
     value = learnt()
     value.theta = 100 * value.theta

@@ -49,15 +49,13 @@ def test_reward_model(train, tmp_path):
     assert logged(trainer, "otb/grad_power")
 
 
+EVALUATED = {"eval_dataset": tiny.prompts(4), "eval_strategy": "steps", "eval_steps": 1}
+EVALUATED["per_device_eval_batch_size"] = 4
+
+
 @pytest.mark.parametrize("generations", [1, 2, 4])
 def test_evaluation(train, generations):
-    trainer = train(
-        eval_dataset=tiny.prompts(4),
-        eval_strategy="steps",
-        eval_steps=1,
-        per_device_eval_batch_size=4,
-        num_generations_eval=generations,
-    )
+    trainer = train(**EVALUATED, num_generations_eval=generations)
     for key in ("eval_loss", "eval_otb/energy/token_mean", "eval_otb/baseline/mean"):
         values = logged(trainer, key)
         assert len(values) == 2 and all(math.isfinite(v) for v in values)
@@ -67,10 +65,7 @@ def test_evaluation(train, generations):
 @pytest.mark.parametrize("source", SOURCES)
 def test_evaluation_leaves_training_unchanged(train, source):
     options = {"max_steps": 4, **SGD, **SOURCES[source], "rollout_func": scripted_rollout}
-    evaluated = train(
-        eval_dataset=tiny.prompts(4), eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=4, **options
-    )
-    plain = train(**options)
+    evaluated, plain = train(**EVALUATED, **options), train(**options)
     # Evaluation draws random numbers, so rows are shuffled otherwise and sums are rounded otherwise, and no more
     assert_same_weights(evaluated, plain, atol=1e-6, rtol=1e-5)
     assert logged(evaluated, "otb/grad_power") == pytest.approx(logged(plain, "otb/grad_power"), rel=1e-4)

@@ -24,9 +24,10 @@ class Shaped:
 
 
 class Named:
-    """Rewards by the names of the functions."""
+    """Rewards by the functions' names, and with the functions at hand."""
 
     def _calculate_rewards(self, *args, **kwargs):
+        assert tiny.even_bytes in self.reward_funcs
         names = [function.__name__ for function in self.reward_funcs]
         return super()._calculate_rewards(*args, **kwargs) * torch.tensor([3.0 if "even" in n else 1.0 for n in names])
 
@@ -74,13 +75,11 @@ def test_added_rewards_go_to_last_token(train):
     torch.testing.assert_close(rollout.rewards, expected)
 
 
-@pytest.mark.parametrize("cls", [GRPOTrainer, OTBGRPOTrainer])
-def test_patched_method_stays(train, cls):
-    trainer = train(cls, GRPOConfig if cls is GRPOTrainer else OTBGRPOConfig, train=False, max_steps=1)
+def test_patched_method_stays(train):
+    trainer = train(OTBGRPOTrainer, train=False, max_steps=1)
     given = trainer._calculate_rewards = lambda inputs, *args: torch.arange(float(len(inputs))).unsqueeze(1)
     trainer.train()
-    assert trainer._calculate_rewards is given
-    assert trainer.state.log_history[0]["reward"] == 3.5
+    assert trainer._calculate_rewards is given and trainer.state.log_history[0]["reward"] == 3.5
 
 
 # Losses, rollouts and orders of a user's own
@@ -241,24 +240,6 @@ def test_rollouts_match_their_rewards(train, changed, message, baseline):
     train(cls, baseline=baseline, max_steps=1)
     with pytest.raises(TypeError, match=f"{message}.*In `Own`, look at Changes._generate_and_score_completions"):
         train(cls, baseline=baseline, max_steps=2)
-
-
-def test_replayed_rows_keep_their_advantages(train):
-    class Replays(OTBGRPOTrainer):
-        first, seen, takes_token_advantages = None, [], True
-
-        def _generate_and_score_completions(self, inputs):
-            batch = super()._generate_and_score_completions(inputs)
-            self.first = self.first or batch
-            return dict(self.first)
-
-        def _compute_loss(self, model, inputs):
-            self.seen.append(inputs["advantages"])
-            return super()._compute_loss(model, inputs)
-
-    train(Replays, learning_rate=0.0)
-    first, second = (x.abs().sum(1).sort().values for x in Replays.seen)
-    torch.testing.assert_close(first, second)
 
 
 def test_arguments_of_a_class_with_its_own_config(model_path, tmp_path):

@@ -64,48 +64,6 @@ def test_rollout_keeps_its_initial_mode(train, options):
     assert [*trainer.rollouts] == ["train"] and trainer.baseline.entry.estimator._batches > 1
 
 
-class Share:
-    """A reward function with a method of its own, that counts its calls."""
-
-    __name__, calls = "share", 0
-
-    def scaled(self, completion_ids):
-        self.calls += 1
-        return [3 * share for share in tiny.even_bytes(completion_ids)]
-
-    def __call__(self, completion_ids, **kwargs):
-        return tiny.even_bytes(completion_ids)
-
-
-class ByObject(GRPOTrainer):
-    """Rewards from a method of the reward object."""
-
-    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        assert isinstance(self.reward_funcs[0], Share)
-        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        return rewards + torch.tensor(self.reward_funcs[0].scaled(completion_ids_list)).unsqueeze(1)
-
-
-def test_override_finds_its_reward_objects(train):
-    grpo = train(ByObject, GRPOConfig, scale_rewards="none", reward_funcs=Share())
-    ours = train(type("Ours", (OTBGRPOTrainer, ByObject), {}), baseline="group_mean", reward_funcs=Share())
-    assert_same_weights(grpo, ours)
-    assert grpo.reward_funcs[0].calls == ours.reward_funcs[0].calls == 2
-
-
-@pytest.mark.parametrize(
-    "options", [{"num_generations_eval": 1}, {"reward_funcs": lambda prompts, **_: [1.0] * len(prompts)}]
-)
-def test_usual_end_of_script_works(train, tmp_path, options):
-    trainer = train(OTBGRPOTrainer, baseline="value", eval_dataset=tiny.prompts(4), **options)
-    metrics = trainer.evaluate()
-    trainer.log_metrics("eval", metrics)
-    trainer.save_metrics("eval", metrics)
-    trainer.save_state()
-    trainer.save_model(str(tmp_path / "saved"))
-    assert train(OTBGRPOTrainer, model=str(tmp_path / "saved"), baseline="value")
-
-
 def test_two_trainers_of_one_model_alive(train, model_path):
     def of_one_model(cls, config, **options):
         model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
@@ -120,15 +78,6 @@ def test_two_trainers_of_one_model_alive(train, model_path):
 
 
 # Changed, interrupted, tried again
-
-
-@pytest.mark.parametrize("config", [GRPOConfig, OTBGRPOConfig])
-def test_a_config_changed_later_is_followed(train, tmp_path, config):
-    args = config(**tiny.SETTINGS, output_dir=str(tmp_path), scale_rewards="none")
-    trainer = train(OTBGRPOTrainer, lambda **options: args, train=False)
-    args.learning_rate, args.max_steps = 0.0, 1
-    trainer.train()
-    assert trainer.state.global_step == 1 and logged(trainer, "learning_rate") == [0.0]
 
 
 def test_whole_return_credits_every_token(train):

@@ -43,14 +43,7 @@ def train_on(train, folders):
 
     def run(pictures, *args, **kwargs):
         layout, dataset = PICTURES[pictures]
-        return train(
-            *args,
-            model=folders[layout],
-            processing_class=tiny_vision.processor(layout),
-            train_dataset=dataset(),
-            generation_kwargs={"suppress_tokens": tiny_vision.image_token_ids(layout)},
-            **kwargs,
-        )
+        return train(*args, **tiny_vision.given(layout, folders[layout], dataset()), **kwargs)
 
     return run
 
