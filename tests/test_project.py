@@ -10,6 +10,7 @@ import sys
 import tomllib
 import zipfile
 from dataclasses import fields
+from itertools import chain
 from pathlib import Path
 
 import nbclient
@@ -235,15 +236,8 @@ def test_tested_versions_are_in_promised_ranges():
         re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "tests" / "constraints.txt").read_text(), flags=re.MULTILINE)
     )
     pinned = {name.lower().replace("_", "-"): version for name, version in pinned.items()}
-    extras = project["optional-dependencies"]
-    for text in [
-        *project["dependencies"],
-        *extras["recipes"],
-        *extras["studies"],
-        *extras["deepspeed"],
-        *extras["test"],
-        *extras["quality"],
-    ]:
+    tested = [project["optional-dependencies"][name] for name in "recipes studies deepspeed test quality".split()]
+    for text in chain(project["dependencies"], *tested):
         requirement = Requirement(text)
         if requirement.name != "trl-otb":
             assert Version(pinned[requirement.name]) in requirement.specifier, text

@@ -1,7 +1,5 @@
 """Many turns, tools, environments, and rewards along the way."""
 
-from functools import partial
-
 import pytest
 import torch
 from trl import GRPOTrainer
@@ -141,29 +139,6 @@ def test_environments_mixed_in_a_batch(train, monkeypatch, model_path):
             rewards[row, at[-1]] = calls / 4
     assert_is_double_loop(batch, rewards.tolist(), model_path)
     assert logged(trainer, "reward") == [pytest.approx(0.5)]
-
-
-def test_a_rollout_function_with_turns(train, model_path):
-    def rollout(prompts, trainer):
-        g = torch.Generator().manual_seed(0)
-        ids, masks = [], []
-        for row in range(len(prompts)):
-            stretches = torch.randint(1, 6, (2 * (row % 3) + 1,), generator=g).tolist()
-            masks.append([(k + 1) % 2 for k, length in enumerate(stretches) for _ in range(length)])
-            ids.append(torch.randint(0, 256, (sum(stretches),), generator=g).tolist())
-        template = partial(trainer.processing_class.apply_chat_template, add_generation_prompt=True, return_dict=False)
-        prompt_ids = [template(prompt) for prompt in prompts]
-        return {"prompt_ids": prompt_ids, "completion_ids": ids, "logprobs": None, "env_mask": masks}
-
-    def progress(completion_ids, **kwargs):
-        return [[1.0, -0.5, 0.25][: row % 3 + 1] for row in range(len(completion_ids))]
-
-    trainer = train(reward_funcs=progress, rollout_func=rollout, **AGENT)
-    batch = first_rollout(trainer)
-    rewards = torch.zeros_like(mask_of(batch), dtype=torch.float32)
-    for row, ends in enumerate(turn_ends(mask_of(batch))):
-        rewards[row, ends] = torch.tensor([1.0, -0.5, 0.25][: row % 3 + 1])
-    assert_is_double_loop(batch, rewards.tolist(), model_path)
 
 
 @pytest.mark.parametrize(
