@@ -160,9 +160,6 @@ def test_verdict_survives_undefined_draws(prompts):
     assert prompts < 40 or rows[1].more_prompts.value == pytest.approx(3, rel=0.1)
 
 
-# What the report says
-
-
 SURE, BIASED = row("b", 0.3, 0.2, 0.4), row("c", 0.9, 0.5, 1.5, unbiased=False)
 LIKELY = [row("a", 0.5, -0.1, 1.5), row("b", 0.1, -0.3, 0.5)]
 # Beside the control, and prompts: how the verdict begins, and what it says

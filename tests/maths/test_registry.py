@@ -118,9 +118,6 @@ def test_undeclared_needs_cannot_be_read(name):
         Rollouts().advantages(baseline="mine")
 
 
-# Baselines that learn
-
-
 class Learns:
     """Per completion: nothing."""
 
@@ -194,9 +191,6 @@ def test_state_returns_from_checkpoint(state):
         find_baseline(Learns(state=state)).state()
     kept = {"a": torch.ones(2), "b": {7: (0.5, "text")}}
     assert str(find_baseline(Learns(state=kept)).state()) == str(kept)
-
-
-# Numbers at the end of their range
 
 
 @pytest.mark.parametrize("baseline", RULES)

@@ -7,7 +7,7 @@ from trl import GRPOTrainer
 from tests.helpers.agents import AGENT, CHAT, assert_is_double_loop, by_length, rewards_of
 from tests.helpers.oracles import mask_of
 from tests.helpers.recording import first_rollout
-from tests.helpers.scripted import TOOLS, TURNS, call, script_turns
+from tests.helpers.scripted import TOOLS, TURNS, add, call, script_turns
 from tests.helpers.settings import logged
 from trl_otb.rewards import turn_ends
 
@@ -24,9 +24,6 @@ class Keep:
 
 def decoded(trainer, ids):
     return trainer.processing_class.decode(ids)
-
-
-# Turns and masks
 
 
 def generated_text(trainer, batch, row):
@@ -83,12 +80,6 @@ class Adder:
         self.added = 0
 
     def add(self, a: int, b: int) -> int:
-        """Adds two integers.
-
-        Args:
-            a: First number.
-            b: Second number.
-        """
         self.added += 1
         return a + b
 
@@ -101,12 +92,6 @@ class Repeater:
         self.rewards = [0.0]
 
     async def add(self, a: int, b: int) -> str:
-        """Repeats itself.
-
-        Args:
-            a: First number.
-            b: Second number.
-        """
         self.rewards[-1] += 0.25
         self.rewards.append(0.0)
         return "again " * 3
@@ -115,6 +100,7 @@ class Repeater:
         return self.rewards  # one reward per turn
 
 
+Adder.add.__doc__ = Repeater.add.__doc__ = add.__doc__  # of which TRL makes a schema
 ADDING = [TURNS[7], TURNS[6], ["= 5"], TURNS[7][1:]]
 
 

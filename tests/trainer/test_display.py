@@ -69,9 +69,6 @@ def text_of(capsys, rollout, **options):
     return capsys.readouterr().out
 
 
-# The mapping and the repr
-
-
 def test_no_rollout_is_a_key_error(train):
     rollouts = train(train=False).rollouts
     with pytest.raises(KeyError, match=r"'train': there is no such rollout yet\. Call trainer\.train\(\)"):
@@ -90,9 +87,6 @@ def test_repr_has_the_sizes(device):
     assert repr(credited(baseline="rloo", device=device)) == f"{first}{rewards}{of_all} completion{last}"
     of_tokens = repr(rollout_of(["ab"], [[0.5, 0.25, 0.0]], n=1))
     assert "1 completions, 2 tokens\nrewards: mean 0.75, one per token\n" in of_tokens
-
-
-# Text
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -163,9 +157,6 @@ def test_a_completion_cannot_steer_the_terminal(capsys):
     assert visible("a\n\tb\x1b[31m\u202e") == "a↵⇥b\\x1b[31m\\u202e" and visible("") == "·"
     text = text_of(capsys, rollout_of(["a\x1bc", "d"], [1.0, 0.0]))
     assert "\x1b" not in text and "a\\x1bc" in text
-
-
-# The picture
 
 
 def panels_of(figure):
@@ -241,9 +232,6 @@ def test_only_what_is_there_is_drawn():
     rollout = replace(rollout, energy=energies(rollout).bfloat16())
     (panel,) = panels_of(rollout.plot(prompt=1))
     assert panel.get_yticklabels()[0].get_text() == "no reward"
-
-
-# Errors
 
 
 @pytest.mark.parametrize("prompt", [2, -1])

@@ -110,4 +110,7 @@ ONE_PROMPT = IterableDataset.from_generator(lambda: iter([{"prompt": "1+1="}]))
 def test_too_small_dataset_is_named(train, data, options):
     with pytest.raises(ValueError, match="`train_dataset` has too few prompts: a generation batch takes 2 .*Add"):
         train(train_dataset=data, eval_dataset=tiny.prompts(), **options)
-    train(train_dataset=tiny.prompts(2), max_steps=1)
+    trainer = train(train_dataset=tiny.prompts(2), max_steps=1)
+    trainer.train_dataset = tiny.prompts(1)
+    with pytest.raises(ValueError, match="`train_dataset` has too few prompts"):
+        trainer.train()

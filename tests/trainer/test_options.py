@@ -12,7 +12,7 @@ from tests.helpers import tiny
 from tests.helpers.oracles import energies_by_softmax, generated, logps_by_softmax, mask_of
 from tests.helpers.recording import first_rollout
 from tests.helpers.settings import SETTINGS, SGD, SOURCES, assert_same_weights, logged, scripted_rollout, weights
-from trl_otb import OTBGRPOTrainer
+from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 from trl_otb.baselines import compute_advantages, register_baseline
 from trl_otb.config import LOSS_TYPES
 from trl_otb.run_baseline import RunningScale
@@ -48,10 +48,12 @@ def test_loss_types_train_on_token_advantages(train, loss_type):
         torch.testing.assert_close(gradient[name], p.grad, atol=1e-5, rtol=1e-3, msg=name)
 
 
+ONE_GENERATION = {"num_generations": 1, "baseline": "value"}
+ONE = {**ONE_GENERATION, "train_dataset": tiny.prompts(21)}
 KINDS = {
     "otb": {},
     "value": {"baseline": "value", "max_steps": 4, "rollout_func": scripted_rollout},
-    "one completion": {"baseline": "value", "max_steps": 4, "num_generations": 1, "train_dataset": tiny.prompts(21)},
+    "one completion": {**ONE, "max_steps": 4},
 }
 
 
@@ -168,14 +170,8 @@ def test_batch_is_scaled_by_earlier_ones():
     assert scale.of(second, 2, learn=True) == pytest.approx(math.sqrt(2))
     of_both = (0.9 * 2 + 200 + 18) / (0.9 + 2)
     assert scale.of(first, 2, learn=False) == pytest.approx(math.sqrt(of_both))
-
-
-def test_where_nothing_varies_nothing_is_scaled():
-    assert RunningScale().of(torch.ones(4), 2, learn=True) == 1.0
-    assert RunningScale().of(torch.ones(1), 1, learn=True) == 1.0
-
-
-def test_one_completion_uses_batch_deviation():
+    # Where nothing varies nothing is scaled; of one completion per prompt it is the batch's deviation
+    assert RunningScale().of(torch.ones(4), 2, learn=True) == RunningScale().of(torch.ones(1), 1, learn=True) == 1.0
     assert RunningScale().of(torch.tensor([0.0, 1.0, 5.0]), 1, learn=True) == pytest.approx(stdev([0, 1, 5]))
 
 
@@ -230,3 +226,55 @@ def test_sequence_ratios_give_gspo(train, registry, loss_type):
     plain = train(baseline="mean_per_token", **{**options, "importance_sampling_level": "token"})
     a, b = weights(plain), weights(gspo)
     assert any((a[name] - b[name]).abs().max() > 1e-6 for name in a)  # another ratio would show
+
+
+# One completion per prompt, compared with those of the other prompts
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("baseline", ["value", "rloo_pooled", "ogb_pooled"])
+def test_completion_is_compared_across_batch(train, baseline, source):
+    trainer = train(**ONE | SOURCES[source] | {"baseline": baseline, "per_device_train_batch_size": 7, "max_steps": 2})
+    batch, rollout = first_rollout(trainer), trainer.rollouts["train"]
+    ids = [i[m].tolist() for i, m in zip(batch["completion_ids"], batch["completion_mask"].bool(), strict=True)]
+    rewards = torch.tensor(tiny.even_bytes(ids)).unsqueeze(1)
+    expected = rewards - (rewards.sum() - rewards) / 6
+    found = batch["advantages"] if baseline == "value" else batch["advantages"].unsqueeze(1)
+    torch.testing.assert_close(found, expected.expand(found.shape) * (found != 0), atol=1e-6, rtol=0)
+    # What TRL says of a group is left out; power is compared with that of the others' mean
+    first = next(entry for entry in trainer.state.log_history if "reward" in entry)
+    assert first["reward_std"] == pytest.approx(rewards.std().item()) and "frac_reward_zero_std" not in first
+    if "otb/grad_power_ratio" in first and baseline != "value":
+        assert first["otb/grad_power_ratio"] == pytest.approx(1.0)
+    assert rollout.group_mean_advantages is None and len(rollout) == 7
+
+
+def test_evaluation_may_use_larger_n(train, tmp_path):
+    trainer = train(**ONE, eval_dataset=tiny.prompts(4), num_generations_eval=4, per_device_eval_batch_size=4)
+    metrics = trainer.evaluate()
+    trainer.log_metrics("eval", metrics)
+    assert "eval_frac_reward_zero_std" in metrics and trainer.rollouts["eval"].group_mean_advantages is not None
+    trainer.rollouts["train"].show()
+    assert len(trainer.rollouts["train"].plot(tmp_path / "one.png").axes) == 4  # two panels and their scales
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *[
+            ({"baseline": name}, f"is 1, and `baseline` is '{name}'.*Choose 'value'")
+            for name in ("otb", "rloo", "group_mean")
+        ],
+        ({"per_device_train_batch_size": 1}, "is 1, and a generation batch is a single completion.*Raise"),
+        ({"multi_objective_aggregation": "normalize_then_sum"}, "is 1, and `multi_objective.*Set 'sum_then_normalize'"),
+    ],
+)
+def test_what_cannot_be_compared_is_named(options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        OTBGRPOConfig(**tiny.SETTINGS | ONE_GENERATION | options, output_dir=str(tmp_path))
+
+
+def test_nothing_subtracted_needs_nothing_to_compare(train):
+    trainer = train(**ONE | {"baseline": "none", "per_device_train_batch_size": 1})
+    assert type(trainer.args.num_generations) is int
+    assert len(logged(trainer, "otb/baseline/mean")) == 2 and not math.isnan(logged(trainer, "loss")[0])

@@ -17,10 +17,8 @@ SPLIT = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
         {},
         SPLIT,
         {"peft_config": LORA},
-        {"scale_rewards": "running", "baseline": "rloo"},
-        {"scale_rewards": "running", "baseline": "value"},
-        {"baseline": "value", **SPLIT},
-        {"baseline": "value", "peft_config": LORA},
+        *[{"scale_rewards": "running", "baseline": name} for name in ("rloo", "value")],
+        *[{"baseline": "value", **options} for options in (SPLIT, {"peft_config": LORA})],
     ],
 )
 def test_resume_is_bit_exact(train, tmp_path, options, monkeypatch):

@@ -82,9 +82,6 @@ def test_patched_method_stays(train):
     assert trainer._calculate_rewards is given and trainer.state.log_history[0]["reward"] == 3.5
 
 
-# Losses, rollouts and orders of a user's own
-
-
 class TakesBoth(GRPOTrainer):
     """A loss without ratios, of advantages of either shape."""
 

@@ -76,9 +76,6 @@ def test_two_trainers_of_one_model_alive(train, model_path):
     assert_same_weights(of_one_model(GRPOTrainer, GRPOConfig), ours)
 
 
-# Changed, interrupted, tried again
-
-
 def test_whole_return_credits_every_token(train):
     def judged(completion_ids, **kwargs):
         of_rows = zip(tiny.even_bytes(completion_ids), completion_ids, strict=True)
@@ -101,10 +98,3 @@ def test_what_the_package_imports_is_declared():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = {re.split(r"[^\w-]", name)[0].replace("-", "_") for name in project["dependencies"]}
     assert imported - {*sys.stdlib_module_names, "trl_otb", "matplotlib"} == declared
-
-
-def test_second_training_names_too_few_prompts(train):
-    trainer = train(OTBGRPOTrainer)
-    trainer.train_dataset = tiny.prompts(1)
-    with pytest.raises(ValueError, match="`train_dataset` has too few prompts"):
-        trainer.train()

@@ -167,9 +167,6 @@ def test_a_compiled_model(train_value, memory, options):
     torch.compiler.reset()
 
 
-# The slot
-
-
 @pytest.fixture
 def prompt_tracker(registry, monkeypatch):
     """The recipe's class, registered as by a first import, and gone after the test."""
@@ -296,16 +293,6 @@ def test_unsupported_model_is_named(train_value, model_class, heard):
     message = f"{heard}.*Choose a baseline that needs no states, such as 'rloo_pooled'"
     with pytest.raises(ValueError, match=message) if heard else nullcontext():
         train_value(model=model_class(tiny.config()), processing_class=tiny.tokenizer(), max_steps=1)
-
-
-def test_the_recipe_that_tracks_prompts(train, prompt_tracker):
-    run = {"baseline": "recipes.prompt_tracker:PromptTracker", "num_generations": 2, "reward_funcs": even_at_the_end}
-    trainer = train(max_steps=4, **run)
-    tracker = trainer.baseline.entry.estimator
-    assert len(tracker.seen) == 8 == logged(trainer, "otb/prompt_tracker/prompts")[-1]  # twice through the data
-    rollout = trainer.rollouts["train"]
-    others = rollout.rewards.view(-1, 2).flip(1).reshape(-1, 1)
-    assert (rollout.baselines - others).abs().max() > 0.01 and rollout.advantages.isfinite().all()
 
 
 def test_prompt_tracking_recipe_works(prompt_tracker):

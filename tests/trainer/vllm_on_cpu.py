@@ -13,13 +13,11 @@ With GPUs none of this is needed, see recipes/math_zero3.yaml (colocate) and rec
 
 Seen on two x86-64 cores on 2026-11-21, 5 min 20 s for 5 steps and two evaluations: each step ran one forward without
 gradient, TRL's own, and energies came from it; sampling and training log-probs stayed within 6e-5 of each other after
-every update. With TRL's default `--lora_dropout 0.05` they parted by up to 0.017, since only the training forward
-drops anything.
+every update, and with TRL's default `--lora_dropout 0.05` within 0.017, since only the training forward drops anything.
 
-Seen of `train_async` on the same cores, shared with other work, on 2026-11-25: 5 steps in 8 min 1 s, up to four
-versions behind, as its queue was not kept short yet. The approximate KL of sampling and training was 2e-9 to 3e-9 where
-both had the same weights, also after a run with trained ones was resumed, and rose with staleness to 7e-4; every sample
-came with the stamps of its group.
+Seen of `train_async` there on 2026-11-25: 5 steps in 8 min 1 s, up to four versions behind. The approximate KL of
+sampling and training was 2e-9 to 3e-9 where both had the same weights, also after a resumed run, and rose with
+staleness to 7e-4; every sample came with the stamps of its group.
 
 TRL sends new weights to the server over NCCL, which needs GPUs. Here the served checkpoint is rewritten instead and
 the server asked to read it again; everything else is what a GPU run does.
