@@ -1,5 +1,6 @@
 """The project around the code: the notebook runs, a wheel works by itself, the README tells the truth."""
 
+import ast
 import copy
 import importlib.util
 import os
@@ -241,6 +242,18 @@ def test_tested_versions_are_in_promised_ranges():
         requirement = Requirement(text)
         if requirement.name != "trl-otb":
             assert Version(pinned[requirement.name]) in requirement.specifier, text
+
+
+def test_what_the_package_imports_is_declared():
+    imported = set()
+    for file in (ROOT / "trl_otb").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and node.level == 0 else []
+            imported |= {name.partition(".")[0] for name in names}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = {re.split(r"[^\w-]", name)[0].replace("-", "_") for name in project["dependencies"]}
+    assert imported - {*sys.stdlib_module_names, "trl_otb", "matplotlib"} == declared
 
 
 def test_workflow_runs_lint_tests_drift():

@@ -78,9 +78,6 @@ def test_weighted_gradients_sum_over_tokens(studied, tied, together, tmp_path, t
     torch.testing.assert_close(found, expected.float(), atol=2e-4, rtol=2e-3)
 
 
-# Moments of one prompt
-
-
 @pytest.fixture(scope="module")
 def sampled(tmp_path_factory):
     """32 completions of one prompt with their trainer; log-probs and states are noise."""
@@ -209,9 +206,6 @@ def test_a_masked_completion_has_no_gradient(sampled):
     assert gradient_of((trainer, pool, [masked]))(0, ones).eq(0).all()
 
 
-# Learning, and other prompts
-
-
 @pytest.fixture
 def calls_of_prompt_moments(monkeypatch):
     calls = []
@@ -300,9 +294,6 @@ def test_one_completion_keeps_batch_size(train, calls_of_prompt_moments, own):
     control = next(row for row in report.at(own) if row.name == ("group_mean" if own == 4 else "rloo_pooled"))
     assert control.more_completions.value == control.more_prompts.value == 0
     assert ("8 completions per step  more completions" in repr(report)) == (own == 4)
-
-
-# The trainer is left as it was
 
 
 KINDS = {

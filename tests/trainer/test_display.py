@@ -212,11 +212,10 @@ def test_long_completions_wrap():
 
 def test_picture_names_what_is_missing():
     figure = credited(["x" * 130, "y", "z", "!"], [1.0, 0.0, 0.5, 0.0], n=4).plot(max_completions=2)
-    (note,) = (text.get_text() for text in figure.texts)
+    (note,), (other,) = ([text.get_text() for text in of.texts] for of in (figure, credited().plot()))
     assert "only the first 100 tokens" in note and "2 of 4 completions" in note
     assert len(panels_of(figure)[0].texts) == 101
-    (note,) = (text.get_text() for text in credited().plot().texts)
-    assert "first" not in note and "completions" not in note
+    assert "first" not in other and "completions" not in other
 
 
 def test_dollars_are_no_formula(tmp_path):

@@ -1,9 +1,11 @@
 """The group mean is GRPOTrainer, to the bit."""
 
+import copy
 import math
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
 from tests.helpers import tiny
@@ -79,3 +81,59 @@ def test_group_mean_of_rewards_equals_grpo_trainer(train, kind):
     if kind == "normalised, for some":  # the other function's rewards are there to train on
         rewards = ours.rollouts["train"].rewards
         assert rewards.isfinite().all() and rewards.dim() == 2 and rewards[0].abs().max() > 0
+
+
+def both(train, change=lambda trainer: None, **options):
+    """GRPOTrainer, and ours under the group mean, after the same change, trained: equal to the bit."""
+    trainers = []
+    for cls, config in ((GRPOTrainer, GRPOConfig), (OTBGRPOTrainer, OTBGRPOConfig)):
+        more = {"baseline": "group_mean"} if config is OTBGRPOConfig else {}
+        trainers.append(train(cls, config, train=False, scale_rewards="none", **more, **options))
+        change(trainers[-1])
+        trainers[-1].train()
+    assert_same_weights(*trainers)
+    assert logged(trainers[0], "reward") == logged(trainers[1], "reward")
+    return trainers
+
+
+def test_copied_policy_uses_own_forward(train):
+    def freeze(trainer):
+        trainer.ref_model = copy.deepcopy(trainer.model).requires_grad_(False)
+
+    grpo, ours = both(train, freeze, beta=0.1, max_steps=3)
+    assert logged(ours, "kl") == logged(grpo, "kl") and logged(ours, "kl")[-1] > 0
+
+
+class Eval:
+    """A reward that leaves the policy in eval mode."""
+
+    __name__ = "eval"
+
+    def __call__(self, completion_ids, **kwargs):
+        self.trainer.model.eval()
+        return tiny.even_bytes(completion_ids)
+
+
+@pytest.mark.parametrize("options", [{}, {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}])
+def test_rollout_keeps_its_initial_mode(train, options):
+    def know(trainer):
+        trainer.reward_funcs[0].trainer = trainer
+
+    both(train, know, reward_funcs=Eval(), **options)
+    trainer = train(OTBGRPOTrainer, baseline="value", reward_funcs=Eval(), train=False, **options)
+    know(trainer)
+    trainer.train()
+    assert [*trainer.rollouts] == ["train"] and trainer.baseline.entry.estimator._batches > 1
+
+
+def test_two_trainers_of_one_model_alive(train, model_path):
+    def of_one_model(cls, config, **options):
+        model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+        options |= {"model": model, "processing_class": tiny.tokenizer(), "num_iterations": 2, "train": False}
+        first, second = (train(cls, config, scale_rewards="none", **options) for _ in range(2))
+        second.train()
+        first.train()
+        return first
+
+    ours = of_one_model(OTBGRPOTrainer, OTBGRPOConfig, baseline="group_mean")
+    assert_same_weights(of_one_model(GRPOTrainer, GRPOConfig), ours)

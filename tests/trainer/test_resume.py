@@ -4,21 +4,18 @@ import pytest
 import torch
 from trl import GRPOConfig, GRPOTrainer
 
-from tests.helpers.settings import LORA, assert_same_weights, logged
+from tests.helpers.settings import LORA, SETTINGS, assert_same_weights, logged
 from trl_otb import OTBGRPOTrainer
-
-
-SPLIT = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
 
 
 @pytest.mark.parametrize(
     "options",
     [
         {},
-        SPLIT,
+        SETTINGS["split groups"],
         {"peft_config": LORA},
         *[{"scale_rewards": "running", "baseline": name} for name in ("rloo", "value")],
-        *[{"baseline": "value", **options} for options in (SPLIT, {"peft_config": LORA})],
+        *[{"baseline": "value", **options} for options in (SETTINGS["split groups"], {"peft_config": LORA})],
     ],
 )
 def test_resume_is_bit_exact(train, tmp_path, options, monkeypatch):

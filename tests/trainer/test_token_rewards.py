@@ -8,7 +8,7 @@ from tests.helpers.agents import AGENT, assert_is_double_loop, by_length, reward
 from tests.helpers.oracles import mask_of
 from tests.helpers.recording import first_rollout
 from tests.helpers.scripted import TOOLS, TURNS, script_turns
-from tests.helpers.settings import SOURCES, in_turn, logged
+from tests.helpers.settings import SOURCES, assert_same_weights, in_turn, logged
 from trl_otb import TokenRewards
 from trl_otb.baselines import BASELINES
 from trl_otb.rewards import turn_ends
@@ -110,3 +110,15 @@ def test_masked_completions_need_no_turn_rewards(train):
 
     trainer = train(reward_funcs=turns, mask_truncated_completions=True, **GROUPS)
     assert logged(trainer, "reward") == [1.0, 1.0]
+
+
+def test_whole_return_credits_every_token(train):
+    def judged(completion_ids, **kwargs):
+        of_rows = zip(tiny.even_bytes(completion_ids), completion_ids, strict=True)
+        return [TokenRewards([r] + [0.0] * (len(ids) - 1)) for r, ids in of_rows]
+
+    whole = train(reward_funcs=judged, credit_whole_return=True)
+    assert_same_weights(whole, train())
+    assert whole.rollouts["train"].rewards.dim() == 1
+    with pytest.raises(ValueError, match="returned 2 rewards for completion 0, which has 1 turns"):
+        train(reward_funcs=lambda prompts, **_: [[1.0, 2.0]] * len(prompts), credit_whole_return=True)

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
 from tests.helpers import tiny
 from tests.helpers.oracles import energies_by_softmax
-from tests.helpers.settings import LORA, logged, predicted, scripted_rollout
+from tests.helpers.settings import LORA, SETTINGS, logged, predicted, scripted_rollout
 from trl_otb import register_baseline
 from trl_otb.baselines import squeeze
 from trl_otb.baselines.completions import NEEDS
@@ -23,7 +23,7 @@ from trl_otb.rollout import prompt_keys
 VALUE = {"baseline": "value", "rollout_func": scripted_rollout}
 LAYOUTS = {
     "groups in a micro-batch": {},
-    "split groups": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
+    "split groups": SETTINGS["split groups"],
     "a row in a micro-batch": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8},
     "TRL's own forward": {"num_iterations": 2},
     "checkpointing": {"gradient_checkpointing": True},
