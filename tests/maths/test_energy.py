@@ -85,19 +85,13 @@ def test_metrics_by_hand():
         "tokens": 2, "energy": 1.5, "loss_energy": 1.5, "advantage": -0.5, "abs_advantage": 1.5, "baseline": 4.0,
         "power": 0.25 + 0.5, "power_reference": 0.25 * 1.5,
     }  # fmt: skip
-    assert summarize(statistics, 2) == pytest.approx(
-        {
-            "energy/token_mean": 5.5 / 5,
-            "energy/completion_mean": (1.5 + 4 * 4) / 2,
-            "energy/effective_completions": 17.5**2 / (1.5**2 + 16**2),
-            "baseline/mean": (4 + 9) / 5,
-            "advantage/abs_mean": 4.5 / 5,
-            "lone_tail_ratio": 1 / 5,
-            "grad_power": (0.75 + 4 * (2 + 4)) / 2,
-            "grad_power_reference": 0.25 * 17.5 / 2,
-            "grad_power_ratio": 24.75 / (0.25 * 17.5),
-        }
-    )
+    expected = {
+        "energy/token_mean": 5.5 / 5, "energy/completion_mean": (1.5 + 4 * 4) / 2,
+        "energy/effective_completions": 17.5**2 / (1.5**2 + 16**2), "baseline/mean": (4 + 9) / 5,
+        "advantage/abs_mean": 4.5 / 5, "lone_tail_ratio": 1 / 5, "grad_power": (0.75 + 4 * (2 + 4)) / 2,
+        "grad_power_reference": 0.25 * 17.5 / 2, "grad_power_ratio": 24.75 / (0.25 * 17.5),
+    }  # fmt: skip
+    assert summarize(statistics, 2) == pytest.approx(expected)
 
 
 def test_ratio_to_rounding_error_is_nan():

@@ -104,23 +104,19 @@ def test_copied_policy_uses_own_forward(train):
     assert logged(ours, "kl") == logged(grpo, "kl") and logged(ours, "kl")[-1] > 0
 
 
-class Eval:
+def leaves_eval(completion_ids, **kwargs):
     """A reward that leaves the policy in eval mode."""
-
-    __name__ = "eval"
-
-    def __call__(self, completion_ids, **kwargs):
-        self.trainer.model.eval()
-        return tiny.even_bytes(completion_ids)
+    leaves_eval.trainer.model.eval()
+    return tiny.even_bytes(completion_ids)
 
 
-@pytest.mark.parametrize("options", [{}, {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}])
+@pytest.mark.parametrize("options", [{}, SETTINGS["accumulation"]])
 def test_rollout_keeps_its_initial_mode(train, options):
     def know(trainer):
-        trainer.reward_funcs[0].trainer = trainer
+        leaves_eval.trainer = trainer
 
-    both(train, know, reward_funcs=Eval(), **options)
-    trainer = train(OTBGRPOTrainer, baseline="value", reward_funcs=Eval(), train=False, **options)
+    both(train, know, reward_funcs=leaves_eval, **options)
+    trainer = train(OTBGRPOTrainer, baseline="value", reward_funcs=leaves_eval, train=False, **options)
     know(trainer)
     trainer.train()
     assert [*trainer.rollouts] == ["train"] and trainer.baseline.entry.estimator._batches > 1

@@ -113,10 +113,7 @@ def test_masked_completions_need_no_turn_rewards(train):
 
 
 def test_whole_return_credits_every_token(train):
-    def judged(completion_ids, **kwargs):
-        of_rows = zip(tiny.even_bytes(completion_ids), completion_ids, strict=True)
-        return [TokenRewards([r] + [0.0] * (len(ids) - 1)) for r, ids in of_rows]
-
+    judged = once(tiny.even_bytes, lambda r, ids: TokenRewards([r] + [0.0] * (len(ids) - 1)))
     whole = train(reward_funcs=judged, credit_whole_return=True)
     assert_same_weights(whole, train())
     assert whole.rollouts["train"].rewards.dim() == 1

@@ -45,14 +45,9 @@ from tests.helpers.recording import Recording
 SERVED = Path("runs/vllm_on_cpu/served")
 HOST, PORT = "127.0.0.1", "8123"
 ADDRESS = f"http://{HOST}:{PORT}"
-SERVER_ENVIRONMENT = {
-    "VLLM_SERVER_DEV_MODE": "1",  # /collective_rpc, by which weights are read again
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_NO_USAGE_STATS": "1",
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-}
+ON = ("VLLM_CPU_KVCACHE_SPACE", "VLLM_NO_USAGE_STATS", "OMP_NUM_THREADS", "HF_HUB_OFFLINE")
+SERVER_ENVIRONMENT = {**dict.fromkeys(ON, "1"), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+SERVER_ENVIRONMENT["VLLM_SERVER_DEV_MODE"] = "1"  # /collective_rpc, by which weights are read again
 
 
 def prepare(flags: list[str]) -> None:
