@@ -428,7 +428,7 @@ SHIFTED = [{"top_p": 0.9}, {"top_k": 5}, {"mask_truncated_completions": True}]
     ],
 )
 def test_which_baselines_are_said_to_be_biased(train, options, biased, unknown):
-    """None is unbiased where scores are shifted; rewards of turns may be told with hindsight, unless all tokens get their sum."""
+    """None is unbiased where scores are shifted; rewards of turns may be told with hindsight, but not their sum."""
     report = compare_baselines(train(train=False, **options), **SMALL | {"baselines": NAMES[:3]})
     of = {row.name: row.unbiased for row in report.comparisons}
     assert of == {name: None if name in unknown else name not in biased for name in NAMES}
