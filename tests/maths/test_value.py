@@ -453,6 +453,10 @@ def test_limit_follows_gain_per_c():
     assert limits(1.0, 10.0, -1.0, -10.0) == [0.25, 0.5, 0.5, 0.25]
     assert limits(-10.0, 1.0, 1.0) == [0.125, 0.0625, 0.03125]  # a gain of 1 does not make up for it
     assert limits(*[-1.0] * 9)[-1] == 1 / 64
+    value = Value()
+    for value.weight, gain in ((0.25, 1.0), (1.0, 8.0)):
+        value._limit_weight(gain)
+    assert value._gains == pytest.approx((0.9 * 4 + 8, 0.9**2 * 4**2 + 8**2))
 
 
 @pytest.mark.parametrize(("prompts", "slips"), [(2, 0.03), (4, 0.01), (16, 0.003)])

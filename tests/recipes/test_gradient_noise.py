@@ -84,7 +84,6 @@ def test_meter_is_micro_batches_sample_variance(train, options):
 
 
 def test_measuring_trains_the_same_weights(train):
-    """As without the callback."""
     options = GROUPS | {"baseline": "otb"}
     metered, plain = train(NoiseScaleTrainer, **options), train(NoiseScaleTrainer, train=False, **options)
     plain.remove_callback(plain.gradient_noise)

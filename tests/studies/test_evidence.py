@@ -241,7 +241,6 @@ def test_tokens_until_a_reward():
 
 @pytest.mark.parametrize("page", render.PAGES)
 def test_published_tables_match_results(page):
-    """And a changed digit would be seen."""
     text = (render.HERE / f"{page}.md").read_text()
     assert render.rendered(text) == text and "<!-- " in text
     number = re.search(r"<!-- .*?(\d\.\d\d\d?) \(", text, flags=re.DOTALL)

@@ -109,7 +109,6 @@ def test_unequal_numbers_of_turns(results, backend):
 
 @pytest.mark.parametrize("backend", ["ddp", "zero2"])
 def test_comparison_is_same_with_two_processes(results, backend):
-    """Each measures prompts of its own."""
     one, two = one_and_two(results, "compare-single", f"compare-{backend}")
     for x in two:
         for ours, theirs in zip(x["report"]["comparisons"], one["report"]["comparisons"], strict=True):

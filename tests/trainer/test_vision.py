@@ -100,7 +100,6 @@ def test_energies_and_advantages_saw_the_pictures(train_on, pictures, source):
 
 @pytest.mark.parametrize("pictures", PICTURES)
 def test_sampled_forwards_equal_an_extra_one(train_on, pictures):
-    """Of energies, log-probs and hidden states."""
     trainer = train_on(pictures, train=False, baseline="value")
     differences = []
 
