@@ -1,3 +1,5 @@
+"""TRL is imported where a test runs: pytest-xdist loads this file once more, in a process that runs none."""
+
 import os
 
 
@@ -17,9 +19,6 @@ from jaxtyping import install_import_hook
 CHECKED = [f"baselines.{name}" for name in ("completions", "means", "pooled", "value")]
 CHECKED += ["energy", "metrics", "run_baseline"]
 install_import_hook([f"trl_otb.{name}" for name in CHECKED], "beartype.beartype")
-
-
-# TRL is imported where a test runs: pytest-xdist loads this file once more, in a process that runs none.
 
 
 def pytest_collection_modifyitems(items):

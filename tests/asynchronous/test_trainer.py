@@ -15,19 +15,15 @@ from trl.experimental.async_grpo import async_rollout_worker as trl_worker
 
 from recipes.toy.local_rollouts import LocalWorker, on_cpu
 from tests.helpers import tiny
+from tests.helpers.scripted import add
 from tests.helpers.settings import LORA, assert_same_weights, logged
 from trl_otb import AsyncOTBGRPOConfig, AsyncOTBGRPOTrainer, OTBGRPOConfig, OTBGRPOTrainer
 from trl_otb.energy import token_energy
 from trl_otb.experimental.async_grpo.worker import carried_of, carried_with, stamp_groups, stamped
 
 
-SETTINGS = tiny.SETTINGS | {
-    "token_budget": 0,
-    "per_device_train_batch_size": 16,
-    "max_completion_length": 12,
-    "max_steps": 3,
-    "max_staleness": 0,
-}
+SETTINGS = tiny.SETTINGS | {"token_budget": 0, "max_staleness": 0, "max_steps": 3}
+SETTINGS |= {"per_device_train_batch_size": 16, "max_completion_length": 12}
 PROMPTS = Dataset.from_list([{"prompt": [{"role": "user", "content": f"{i:02d}+{i:02d}="}]} for i in range(30)])
 
 
@@ -52,22 +48,9 @@ class Recorded(LocalWorker):
         return sample
 
 
-def double(number: int) -> int:
-    """
-    Doubles.
-
-    Args:
-        number: A number.
-
-    Returns:
-        Twice the number.
-    """
-    return 2 * number
-
-
 def fork(loop):
-    """Every third conversation calls `double` in words that TRL renders otherwise, and so becomes two rows."""
-    call = '<tool_call>\n{"name":   "double", "arguments": {"number": 4}}\n</tool_call><|im_end|>'
+    """Every third conversation calls `add` in words that TRL renders otherwise, and so becomes two rows."""
+    call = '<tool_call>\n{"name":   "add", "arguments": {"a": 4, "b": 4}}\n</tool_call><|im_end|>'
 
     def sample():
         waiting, loop.waiting = loop.waiting, []
@@ -84,20 +67,11 @@ def train_async(model_path, tmp_path):
     """Trains, and returns the trainer; `lag` is in steps."""
 
     def run(
-        cls=AsyncOTBGRPOTrainer,
-        config=AsyncOTBGRPOConfig,
-        *,
-        train=True,
-        lag=0,
-        reward=even_bytes,
-        stamps=True,
-        forks=False,
-        peft_config=None,
-        resume=None,
-        **options,
-    ):
+        cls=AsyncOTBGRPOTrainer, config=AsyncOTBGRPOConfig, *, train=True, lag=0, reward=even_bytes, stamps=True,
+        forks=False, peft_config=None, **options,
+    ):  # fmt: skip
         args, tokenizer = config(**SETTINGS | {"output_dir": str(tmp_path / "run")} | options), tiny.tokenizer()
-        tools = [double] if forks else None
+        tools = [add] if forks else None
         worker = Recorded(model_path, args, PROMPTS, [reward], tokenizer, tools=tools, steps_ahead=lag)
         if forks:
             fork(worker.loop)
@@ -108,7 +82,7 @@ def train_async(model_path, tmp_path):
             rollout_worker=worker, weight_transfer=worker, peft_config=peft_config,
         )  # fmt: skip
         if train:
-            trainer.train(resume_from_checkpoint=resume)
+            trainer.train()
         return trainer
 
     with on_cpu():
@@ -368,31 +342,36 @@ def test_the_other_trainers_config_is_refused(model_path, tmp_path):
             cls(model_path, reward_funcs=even_bytes, args=args, train_dataset=PROMPTS)
 
 
-@pytest.mark.parametrize("kind", ["function", "asynchronous function", "environment"])
-def test_rewards_of_turns_are_refused(train_async, kind):
-    def per_turn(completion_ids, **columns):
-        return [[0.5, 0.5], *[1.0] * (len(completion_ids) - 1)]
+def infinite(completion_ids, **columns):
+    return [math.inf, *[1.0] * (len(completion_ids) - 1)]
 
-    async def later(**columns):
-        return per_turn(**columns)
 
-    later.__name__ = "per_turn"
-    if kind != "environment":
-        with pytest.raises(ValueError, match="'per_turn' returned 2 rewards for completion 0: .* Return their sum"):
-            train_async(reward=later if kind.startswith("asyn") else per_turn)
-        return
+def per_turn(completion_ids, **columns):
+    return [[0.5, 0.5], *[1.0] * (len(completion_ids) - 1)]
+
+
+async def per_turn_later(**columns):
+    return per_turn(**columns)
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        (infinite, "'infinite' returned inf for completion 0: make it finite"),
+        (per_turn, "'per_turn' returned 2 rewards for completion 0: .* Return their sum"),
+        (per_turn_later, "'per_turn_later' returned 2 rewards for completion 0"),
+    ],
+)
+def test_wrong_rewards_are_refused(train_async, reward, message):
+    with pytest.raises(ValueError, match=message):
+        train_async(reward=reward)
+
+
+def test_an_environments_rewards_of_turns_are_refused(train_async):
     loop = train_async(train=False).rollout_worker.loop
     group = SimpleNamespace(env_rewards=[(dict, 0.5), (dict, [0.5, 0.5])], completions_sequences=[[], []])
     with pytest.raises(ValueError, match="'get_reward' returned 2 rewards for completion 1"):
         asyncio.run(loop._score_group(group))
-
-
-def test_an_infinite_reward_is_refused(train_async):
-    def infinite(completion_ids, **columns):
-        return [math.inf, *[1.0] * (len(completion_ids) - 1)]
-
-    with pytest.raises(ValueError, match="'infinite' returned inf for completion 0: make it finite"):
-        train_async(reward=infinite)
 
 
 class Loop:

@@ -1,6 +1,9 @@
 """Energies as a trainer gets them, and by a float64 softmax of its model's own logits."""
 
+from functools import partial
+
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.helpers import tiny
 from tests.helpers.oracles import energies_by_softmax
@@ -8,17 +11,34 @@ from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 from trl_otb.seam.forwards import extra_forward
 
 
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 2, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+HEADS = {
+    "untied": ("qwen3", {}),
+    "tied": ("qwen3", {"tie_word_embeddings": True}),
+    "llama": ("llama", {}),
+    "logits multiplied": ("cohere", {"logit_scale": 0.25}),
+    "logits divided": ("granite", {"logits_scaling": 4.0}),
+    "soft-capped": ("gemma2", {"final_logit_softcapping": 8.0}),
+    "learned positions": ("gpt2", GPT2),
+    "mixture of experts": ("qwen3_moe", EXPERTS),
+}
+
+
+def model_of(head="untied", vocabulary=265, dtype=torch.float32, std=0.5):
+    torch.manual_seed(0)
+    kind, changes = HEADS[head]
+    config = tiny.config(partial(AutoConfig.for_model, kind), vocab_size=vocabulary, **changes)
+    model = AutoModelForCausalLM.from_config(config).to(dtype)
+    torch.nn.init.normal_(model.get_output_embeddings().weight, std=std)
+    return model
+
+
 def trainer_of(model, tmp_path, peft_config=None, quantization_config=None, **options):
     args = OTBGRPOConfig(**{**tiny.SETTINGS, "output_dir": str(tmp_path), "temperature": 0.7, **options})
-    trainer = OTBGRPOTrainer(
-        model,
-        tiny.even_bytes,
-        args=args,
-        train_dataset=tiny.prompts(),
-        processing_class=tiny.tokenizer(),
-        peft_config=peft_config,
-        quantization_config=quantization_config,
-    )
+    data = {"train_dataset": tiny.prompts(), "processing_class": tiny.tokenizer()}
+    adapted = {"peft_config": peft_config, "quantization_config": quantization_config}
+    trainer = OTBGRPOTrainer(model, tiny.even_bytes, args=args, **data, **adapted)
     trainer.model.train()
     return trainer
 

@@ -20,41 +20,26 @@ from unittest.mock import patch
 from tests.helpers import scripted
 
 
-os.environ |= {
-    "HF_HUB_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "OMP_NUM_THREADS": "1",
-    "DS_ACCELERATOR": "cpu",
-}
+os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+os.environ["DS_ACCELERATOR"] = "cpu"
 
-ZERO = {
-    "ACCELERATE_USE_DEEPSPEED": "true",
-    "ACCELERATE_MIXED_PRECISION": "no",
-    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "auto",
-    "ACCELERATE_GRADIENT_CLIPPING": "1.0",
-    "ACCELERATE_CONFIG_DS_FIELDS": "",
-}
+
+def deepspeed(stage: int, **more: str) -> dict[str, str]:
+    auto = {"GRADIENT_ACCUMULATION_STEPS": "auto", "GRADIENT_CLIPPING": "1.0", "CONFIG_DS_FIELDS": ""}
+    of_stage = {"USE_DEEPSPEED": "true", "MIXED_PRECISION": "no", "DEEPSPEED_ZERO_STAGE": str(stage)}
+    return {f"ACCELERATE_{name}": value for name, value in (auto | of_stage | more).items()}
+
+
+FSDP = {"VERSION": "2", "AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "RESHARD_AFTER_FORWARD": "true"}
+FSDP |= {"OFFLOAD_PARAMS": "false", "STATE_DICT_TYPE": "FULL_STATE_DICT"}
+FSDP |= {"CPU_RAM_EFFICIENT_LOADING": "false", "ACTIVATION_CHECKPOINTING": "false"}
 BACKENDS = {
     "ddp": {},
-    "zero1": {**ZERO, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "1"},
-    "zero2": {**ZERO, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"},
-    "zero3": {
-        **ZERO,
-        "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
-        "ACCELERATE_DEEPSPEED_ZERO3_INIT": "true",
-        "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true",
-    },
-    "fsdp2": {
-        "ACCELERATE_USE_FSDP": "true",
-        "FSDP_VERSION": "2",
-        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-        "FSDP_RESHARD_AFTER_FORWARD": "true",
-        "FSDP_OFFLOAD_PARAMS": "false",
-        "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
-        "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
-        "FSDP_ACTIVATION_CHECKPOINTING": "false",
-        "ACCELERATE_TORCH_DEVICE": "cpu",
-    },
+    "zero1": deepspeed(1),
+    "zero2": deepspeed(2),
+    "zero3": deepspeed(3, DEEPSPEED_ZERO3_INIT="true", DEEPSPEED_ZERO3_SAVE_16BIT_MODEL="true"),
+    "fsdp2": {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_TORCH_DEVICE": "cpu"}
+    | {f"FSDP_{name}": value for name, value in FSDP.items()},
 }
 AGENT_BACKENDS = ("ddp", "zero3", "fsdp2")
 ASYNC_BACKENDS = ("ddp", "zero2", "fsdp2")  # under ZeRO-3 TRL's asynchronous trainer sends a server parts of weights
@@ -91,10 +76,8 @@ class Part:
 
     @property
     def name(self) -> str:
-        kind = f"{'lora' if self.lora else 'full'}-{'gc' if self.checkpointing else 'plain'}"
-        kind += f"-{list(SOURCES).index(self.source)}"
-        baseline = {"otb": "", OWN_BASELINE: "-own"}.get(self.baseline, f"-{self.baseline}")
-        return kind + baseline + ("-pictures" if self.pictures else "") + ("-one" if self.one else "")
+        flags = [flag for flag in ("lora", "checkpointing", "pictures", "one") if getattr(self, flag)]
+        return "-".join([self.baseline.rpartition(":")[2], str([*SOURCES].index(self.source)), *flags])
 
 
 def pairwise() -> list[tuple[str, Part]]:
@@ -168,8 +151,16 @@ def fsdp_on_cpu() -> bool:
     return fsdp
 
 
-def case(model: str, folder: str, part: Part) -> dict:
+def settings_of(folder: str, rows: int, fsdp: bool = False, **options) -> dict:
+    """Of a config; `rows` are those of a micro-batch on all processes together."""
+    from tests.helpers import tiny
 
+    options = {"optim": "sgd", "learning_rate": 0.3, **options}
+    rows //= int(os.environ.get("WORLD_SIZE", 1))
+    return {**tiny.SETTINGS, "output_dir": folder, "use_cpu": not fsdp, "per_device_train_batch_size": rows, **options}
+
+
+def case(model: str, folder: str, part: Part) -> dict:
     from tests.helpers import tiny, tiny_vision
     from tests.helpers.settings import LORA
     from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
@@ -192,23 +183,20 @@ def case(model: str, folder: str, part: Part) -> dict:
             first.setdefault("energy", self.rollouts["train"].energy)
             return batch
 
-    processes, reused = int(os.environ.get("WORLD_SIZE", 1)), "num_iterations" in SOURCES[part.source]
-    settings = {
-        **tiny.SETTINGS,
-        **SOURCES[part.source],
-        **({"num_generations": 1} if part.one else {}),
-        "output_dir": folder,
-        "use_cpu": not fsdp,
-        "per_device_train_batch_size": (12 if reused else 6) // processes,
-        "gradient_accumulation_steps": 1 if reused else 2,
-        "max_steps": 5 if part.baseline == "value" else 3,  # which has learned something after a few
-        "beta": 0.1,
-        "optim": "sgd",
-        "learning_rate": 0.3,
-        "gradient_checkpointing": part.checkpointing,
-        "baseline": part.baseline,
-        "max_completion_length": 32,
-    }
+    reused = "num_iterations" in SOURCES[part.source]
+    options = {**SOURCES[part.source], **({"num_generations": 1} if part.one else {})}
+    settings = settings_of(
+        folder,
+        12 if reused else 6,
+        fsdp,
+        gradient_accumulation_steps=1 if reused else 2,
+        max_steps=5 if part.baseline == "value" else 3,  # which has learned something after a few
+        beta=0.1,
+        gradient_checkpointing=part.checkpointing,
+        baseline=part.baseline,
+        max_completion_length=32,
+        **options,
+    )
     trainer = Recording(
         model,
         tiny.even_bytes,
@@ -244,7 +232,6 @@ def agent_case(model: str, folder: str) -> dict:
     import pytest
     from datasets import Dataset
 
-    from tests.helpers import tiny
     from tests.helpers.recording import Recording
     from trl_otb import OTBGRPOConfig
 
@@ -255,17 +242,9 @@ def agent_case(model: str, folder: str) -> dict:
         turns = [[0.1 * len(m["content"]) for m in c if m["role"] == "assistant"] for c in completions]
         return [t if len(t) > 2 else sum(t) for t in turns]
 
-    rows = 12 // int(os.environ.get("WORLD_SIZE", 1))
-    settings = {
-        **tiny.SETTINGS,
-        "output_dir": folder,
-        "use_cpu": not fsdp,
-        "per_device_train_batch_size": rows,
-        "num_generations": 4,
-        "generation_kwargs": {"max_new_tokens": 3},
-        "max_completion_length": 400,
-        "optim": "sgd",
-    }
+    options = {"generation_kwargs": {"max_new_tokens": 3}, "max_completion_length": 400, "learning_rate": 1e-2}
+    settings = settings_of(folder, 12, fsdp, **options)
+    rows = settings["per_device_train_batch_size"]
     prompts = [[{"role": "user", "content": f"{i}+3?"}] for i in range(6)]
     data, args = Dataset.from_dict({"prompt": prompts}), OTBGRPOConfig(**settings)
     with pytest.MonkeyPatch.context() as patched:
@@ -284,9 +263,8 @@ def trainer_of(model: str, folder: str, reward, **options):
     from tests.helpers import tiny
     from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 
-    rows = 12 // int(os.environ.get("WORLD_SIZE", 1))
-    settings = {**tiny.SETTINGS, "output_dir": folder, "per_device_train_batch_size": rows, "num_generations": 3}
-    return OTBGRPOTrainer(model, reward, args=OTBGRPOConfig(**settings | options), train_dataset=tiny.prompts())
+    args = OTBGRPOConfig(**settings_of(folder, 12, num_generations=3, **options))
+    return OTBGRPOTrainer(model, reward, args=args, train_dataset=tiny.prompts())
 
 
 def compare_case(model: str, folder: str) -> dict:
@@ -308,27 +286,14 @@ def async_case(model: str, folder: str) -> dict:
     from tests.helpers import tiny
     from trl_otb import AsyncOTBGRPOConfig, AsyncOTBGRPOTrainer
 
-    rows = 6 // int(os.environ.get("WORLD_SIZE", 1))
-    settings = tiny.SETTINGS | {
-        "output_dir": folder,
-        "optim": "sgd",
-        "learning_rate": 0.3,
-        "max_steps": 4,
-        "max_staleness": 4,
-    }
-    settings |= {"per_device_train_batch_size": rows, "gradient_accumulation_steps": 4, "token_budget": 0}
+    options = {"max_steps": 4, "max_staleness": 4, "gradient_accumulation_steps": 4, "token_budget": 0}
+    settings = settings_of(folder, 6, **options)
     args, tokenizer = AsyncOTBGRPOConfig(**settings), tiny.tokenizer()
     prompts = Dataset.from_list([{"prompt": [{"role": "user", "content": f"{i}+{i}="}]} for i in range(30)])
     worker = LocalWorker(model, args, prompts, [tiny.even_bytes], tokenizer)
     with on_cpu():
-        trainer = AsyncOTBGRPOTrainer(
-            model,
-            args=args,
-            train_dataset=prompts,
-            processing_class=tokenizer,
-            rollout_worker=worker,
-            weight_transfer=worker,
-        )
+        data = {"train_dataset": prompts, "rollout_worker": worker, "weight_transfer": worker}
+        trainer = AsyncOTBGRPOTrainer(model, args=args, processing_class=tokenizer, **data)
         trainer.train()
     trainer.save_model(os.path.join(folder, "saved"))
     log = [entry for entry in trainer.state.log_history if "loss" in entry]
@@ -349,6 +314,13 @@ def failing_case(model: str, folder: str) -> dict:
 
     trainer_of(model, folder, reward).train()
     return {}
+
+
+KINDS = {
+    "agent": (agent_case, AGENT_BACKENDS),
+    "compare": (compare_case, ("ddp", "zero2", "zero3")),
+    "async": (async_case, ASYNC_BACKENDS),
+}
 
 
 def _process(rank: int, world: int, port: int, env: dict, run, arguments: tuple, result: Path) -> None:
@@ -414,15 +386,10 @@ def main(folder: Path) -> None:
         launch(folder, f"single-{part.name}", 1, {}, case, models[part.pictures], part)
     for backend, part in CASES:
         launch(folder, f"{backend}-{part.name}", 2, BACKENDS[backend], case, models[part.pictures], part)
-    launch(folder, "agent-single", 1, {}, agent_case, model)
-    for backend in AGENT_BACKENDS:
-        launch(folder, f"agent-{backend}", 2, BACKENDS[backend], agent_case, model)
-    launch(folder, "compare-single", 1, {}, compare_case, model)
-    for backend in ("ddp", "zero2", "zero3"):
-        launch(folder, f"compare-{backend}", 2, BACKENDS[backend], compare_case, model)
-    launch(folder, "async-single", 1, {}, async_case, model)
-    for backend in ASYNC_BACKENDS:
-        launch(folder, f"async-{backend}", 2, BACKENDS[backend], async_case, model)
+    for kind, (function, backends) in KINDS.items():
+        launch(folder, f"{kind}-single", 1, {}, function, model)
+        for backend in backends:
+            launch(folder, f"{kind}-{backend}", 2, BACKENDS[backend], function, model)
     launch(folder, "failing", 2, BACKENDS["ddp"], failing_case, model)
 
 

@@ -1,4 +1,4 @@
-"""A trainer that keeps what passes through its loss."""
+"""What a trainer did: one that keeps what passes through its loss, and a stand-in for what samples in vLLM's place."""
 
 import torch
 
@@ -30,3 +30,26 @@ class Recording(OTBGRPOTrainer):
 def first_rollout(trainer):
     """The first generation batch, in the order of generation."""
     return trainer.batches[0]
+
+
+class Sampler:
+    """Stands in for TRL's VLLMGeneration: random completions, with log-probs that are not quite the policy's."""
+
+    def __init__(self, model, **kwargs):
+        self.model = model
+
+    def sync_weights(self):
+        pass
+
+    @torch.no_grad()
+    def generate(self, prompts, images, num_generations, profiler):
+        g = torch.Generator().manual_seed(1)
+        completions, self.logps = [], []
+        for prompt in prompts:
+            ids = torch.randint(0, 256, (int(torch.randint(2, 9, (1,), generator=g)),), generator=g)
+            logits = self.model(torch.cat([torch.tensor(prompt), ids]).unsqueeze(0)).logits[0, -len(ids) - 1 : -1]
+            logps = logits.log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+            self.logps.append((logps + 0.4 * torch.randn(len(ids), generator=g)).tolist())
+            completions.append(ids.tolist())
+        self.logps[2][1] = None  # vLLM's NaN, as TRL hands it on
+        return None, completions, [[[lp] for lp in row] for row in self.logps], None

@@ -28,20 +28,10 @@ def tokenizer(chat_template: str | None = "qwen3") -> PreTrainedTokenizerFast:
 
 def config(config_class=Qwen3Config, **changes):
     tok = tokenizer(None)
-    values = {
-        "vocab_size": len(tok),
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "max_position_embeddings": 4096,
-        "tie_word_embeddings": False,
-        "eos_token_id": tok.eos_token_id,
-        "pad_token_id": tok.pad_token_id,
-        "bos_token_id": None,
-    }
+    ends = {"eos_token_id": tok.eos_token_id, "pad_token_id": tok.pad_token_id, "bos_token_id": None}
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 4096, "vocab_size": len(tok)}
+    values = {**sizes, **ends, "tie_word_embeddings": False}
     return config_class(**(values | changes))
 
 
@@ -68,18 +58,8 @@ def even_bytes(completion_ids, **kwargs):
 
 
 SETTINGS = {
-    "use_cpu": True,
-    "bf16": False,
-    "report_to": "none",
-    "save_strategy": "no",
-    "disable_tqdm": True,
-    "gradient_checkpointing": False,
-    "max_steps": 2,
-    "logging_steps": 1,
-    "per_device_train_batch_size": 8,
-    "num_generations": 4,
-    "max_completion_length": 8,
-    "learning_rate": 1e-2,
-    "lr_scheduler_type": "constant",
-    "seed": 7,
-}
+    "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "seed": 7, "max_steps": 2,
+    "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "logging_steps": 1,
+    "per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 8,
+    "learning_rate": 1e-2, "lr_scheduler_type": "constant",
+}  # fmt: skip

@@ -49,70 +49,37 @@ def processor(layout: str) -> ProcessorMixin:
     tokenizer.add_tokens(IMAGE_TOKENS, special_tokens=True)
     template = (Path(trl.__file__).parent / "chat_templates" / "qwen2_5_vl.jinja").read_text()
     if layout == "patches":
-        images = Qwen2VLImageProcessorPil(
-            patch_size=4, merge_size=2, temporal_patch_size=1, size={"shortest_edge": 64, "longest_edge": 4096}
-        )
+        size = {"shortest_edge": 64, "longest_edge": 4096}
+        images = Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, temporal_patch_size=1, size=size)
         return StillsProcessor(images, tokenizer, chat_template=template)
     side = {"height": 8, "width": 8}
     images = CLIPImageProcessorPil(size=side, crop_size=side, do_center_crop=False)
-    return LlavaProcessor(
-        images,
-        tokenizer,
-        patch_size=4,
-        vision_feature_select_strategy="default",
-        chat_template=template,
-        image_token="<|image_pad|>",
-        num_additional_image_tokens=1,
-    )
+    options = {"vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    options |= {"image_token": "<|image_pad|>", "chat_template": template}
+    return LlavaProcessor(images, tokenizer, patch_size=4, **options)
 
 
 def model(layout: str, seed: int = 0) -> torch.nn.Module:
     tokenizer = processor(layout).tokenizer
     text = tiny.config(vocab_size=len(tokenizer)).to_dict()
-    image_token = tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    start, end, image, video = tokenizer.convert_tokens_to_ids(IMAGE_TOKENS)
+    ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
     torch.manual_seed(seed)
     if layout == "patches":
         rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
-        result = Qwen2VLForConditionalGeneration(
-            Qwen2VLConfig(
-                text_config={**text, "model_type": "qwen2_vl_text", "rope_parameters": rope},
-                vision_config={
-                    "depth": 1,
-                    "embed_dim": 16,
-                    "hidden_size": 32,
-                    "num_heads": 2,
-                    "mlp_ratio": 2,
-                    "patch_size": 4,
-                    "temporal_patch_size": 1,
-                },
-                image_token_id=image_token,
-                video_token_id=tokenizer.convert_tokens_to_ids("<|video_pad|>"),
-                vision_start_token_id=tokenizer.convert_tokens_to_ids("<|vision_start|>"),
-                vision_end_token_id=tokenizer.convert_tokens_to_ids("<|vision_end|>"),
-                pad_token_id=tokenizer.pad_token_id,
-                eos_token_id=tokenizer.eos_token_id,
-            )
-        )
+        text |= {"model_type": "qwen2_vl_text", "rope_parameters": rope}
+        vision = {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2}
+        vision |= {"patch_size": 4, "temporal_patch_size": 1}
+        places = {"image_token_id": image, "video_token_id": video}
+        places |= {"vision_start_token_id": start, "vision_end_token_id": end}
+        config = Qwen2VLConfig(text_config=text, vision_config=vision, **places, **ends)
+        result = Qwen2VLForConditionalGeneration(config)
     else:
-        vision = CLIPVisionConfig(
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            image_size=8,
-            patch_size=4,
-            projection_dim=16,
-        )
-        result = LlavaForConditionalGeneration(
-            LlavaConfig(
-                vision_config=vision,
-                text_config=Qwen3Config(**text),
-                image_token_index=image_token,
-                image_seq_length=4,
-                pad_token_id=tokenizer.pad_token_id,
-                eos_token_id=tokenizer.eos_token_id,
-            )
-        )
+        sizes = {"hidden_size": 16, "intermediate_size": 32, "image_size": 8, "patch_size": 4, "projection_dim": 16}
+        vision = CLIPVisionConfig(num_hidden_layers=2, num_attention_heads=2, **sizes)
+        of_image = {"image_token_index": image, "image_seq_length": 4}
+        config = LlavaConfig(vision_config=vision, text_config=Qwen3Config(**text), **of_image, **ends)
+        result = LlavaForConditionalGeneration(config)
     result = result.float()
     for parameter in result.parameters():
         if parameter.dim() > 1:  # far from initialisation, so that what is seen changes what is said
@@ -126,9 +93,11 @@ def save_model(folder, layout: str) -> str:
     return str(folder)
 
 
-def image_token_ids(layout: str) -> list[int]:
-    """Not to be sampled: a model takes them for places of pictures."""
-    return processor(layout).tokenizer.convert_tokens_to_ids(IMAGE_TOKENS)
+def given(layout: str, model: str, dataset: Dataset) -> dict:
+    """Arguments of a trainer and a config. Tokens that a model takes for places of pictures are not to be sampled."""
+    own = processor(layout)
+    suppressed = {"suppress_tokens": own.tokenizer.convert_tokens_to_ids(IMAGE_TOKENS)}
+    return {"model": model, "processing_class": own, "train_dataset": dataset, "generation_kwargs": suppressed}
 
 
 @cache

@@ -164,43 +164,31 @@ def test_verdict_survives_undefined_draws(prompts):
     assert prompts < 40 or rows[1].more_prompts.value == pytest.approx(3, rel=0.1)
 
 
-# What the report says
+SURE, BIASED = row("b", 0.3, 0.2, 0.4), row("c", 0.9, 0.5, 1.5, unbiased=False)
+LIKELY = [row("a", 0.5, -0.1, 1.5), row("b", 0.1, -0.3, 0.5)]
+# Beside the control, and prompts: how the verdict begins, and what it says
+VERDICTS = [
+    ([row("d", 0.134, 0.08, 0.19)], 40, "Set baseline='d': worth 13 % more prompts (95 %: 8–19).\n", "measure again"),
+    ([row("d", 0.134, 0.08, 0.19)], 10, "Set baseline='d': ", "with 10 prompts, intervals are too narrow"),
+    (LIKELY, 20, "Keep group_mean.\nNo baseline is significantly better: ", "='a' is worth 50 % (-10 to 150) more"),
+    (LIKELY, 20, "Keep group_mean.\n", "more prompts may decide it."),
+    ([row("a", 0.02, -0.03, 0.07)], 40, "Keep group_mean.\n", "is unlikely to change that"),
+    ([LOST], 40, "Keep group_mean.\n", "the signal is lost in"),
+    ([row("a", 0.5, -0.1, 1.5), SURE], 40, "Set baseline='b':", ""),
+    ([BIASED, SURE], 40, "Set baseline='b':", "baseline='c' measures 90 %, but it is biased"),
+    ([row("e", 0.35, -0.1, 0.9), SURE], 40, "Set baseline='b':", "='e' measures 35 %, but that is not significant"),
+    ([BIASED], 40, "Set baseline='c':", "Caveats: it is biased"),
+    ([row("d", 0.5, 0.4, 0.6, unbiased=None), SURE], 40, "Set baseline='d':", "(then set `credit_whole_return=True`)"),
+    ([row("none", 2.0, 1.0, 3.0), SURE], 40, "Set baseline='b':", "='none' measures 200 %, but it gets worse"),
+    ([row("none", 2.0, 1.0, 3.0)], 40, "Keep group_mean.", ""),
+]
 
 
-def test_verdict_advises_a_sure_gain():
-    report = report_of([CONTROL_ROW, row("ogb_loo", 0.134, 0.08, 0.19)])
-    instruction, unknown = report.verdict.split("\n")
-    assert instruction == "Set baseline='ogb_loo': worth 13 % more prompts (95 %: 8–19)."
-    assert "measure again" in unknown and "too narrow" not in unknown
-    assert "with 10 prompts, intervals are too narrow" in report_of(report.comparisons, 10).verdict
-
-
-def test_verdict_keeps_group_mean_when_unsure():
-    report = report_of([CONTROL_ROW, row("a", 0.5, -0.1, 1.5), row("b", 0.1, -0.3, 0.5)], 20)
-    instruction, unknown = report.verdict.split("\n")
-    assert instruction == "Keep group_mean."
-    assert unknown.startswith("No baseline is significantly better: baseline='a' is worth 50 % (-10 to 150) more")
-    assert unknown.endswith("more prompts may decide it.")
-    for other, why in ((row("a", 0.02, -0.03, 0.07), "is unlikely to change that"), (LOST, "the signal is lost in")):
-        said = report_of([CONTROL_ROW, other]).verdict
-        assert said.startswith("Keep group_mean.\n") and why in said
-
-
-def test_verdict_prefers_sure_and_unbiased():
-    shown, biased = row("b", 0.3, 0.2, 0.4), row("c", 0.9, 0.5, 1.5, unbiased=False)
-    assert report_of([CONTROL_ROW, row("a", 0.5, -0.1, 1.5), shown]).verdict.startswith("Set baseline='b':")
-    said = report_of([CONTROL_ROW, biased, shown]).verdict
-    assert said.startswith("Set baseline='b':") and "baseline='c' measures 90 %, but it is biased" in said
-    unsure = report_of([CONTROL_ROW, row("e", 0.35, -0.1, 0.9), row("b", 0.3, 0.2, 0.4)]).verdict
-    assert "baseline='e' measures 35 %, but that is not significant" in unsure
-    alone = report_of([CONTROL_ROW, biased]).verdict
-    assert alone.startswith("Set baseline='c':") and "Caveats: it is biased" in alone
-    perhaps = report_of([CONTROL_ROW, row("d", 0.5, 0.4, 0.6, unbiased=None), shown]).verdict
-    assert perhaps.startswith("Set baseline='d':") and "(then set `credit_whole_return=True`)" in perhaps
-    nothing = row("none", 2.0, 1.0, 3.0)
-    said = report_of([CONTROL_ROW, nothing, shown]).verdict
-    assert said.startswith("Set baseline='b':") and "baseline='none' measures 200 %, but it gets worse" in said
-    assert report_of([CONTROL_ROW, nothing]).verdict.startswith("Keep group_mean.")
+@pytest.mark.parametrize(("rows", "prompts", "begins", "says"), VERDICTS)
+def test_verdict_prefers_sure_and_unbiased(rows, prompts, begins, says):
+    verdict = report_of([CONTROL_ROW, *rows], prompts).verdict
+    assert verdict.startswith(begins) and says in verdict
+    assert ("too narrow" in verdict) == (prompts == 10)
 
 
 def test_report_holds_everything():

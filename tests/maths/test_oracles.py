@@ -61,9 +61,6 @@ def test_advantages_match_reference_implementation():
     assert assert_reference(of_otb) == 22 and assert_reference({"rloo", "group_mean"}) == 8
 
 
-# Small cases with the arithmetic beside the number
-
-
 def test_otb_by_hand():
     rewards = torch.tensor([1.0, 0.0])
     energy = torch.tensor([[1.0, 1.0, 0.0], [3.0, 1.0, 4.0]])

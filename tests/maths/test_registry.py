@@ -80,17 +80,6 @@ def test_whatever_fits_is_broadcast(result):
         (lambda x: None, "returned a result of type NoneType"),
         (lambda x: x.energy * torch.nan, "returned nan for completion 0, token 0: it must be finite"),
         ("totals", r"'totals' returned a result of shape \(12, 12\).*\(B, 1\) = \(12, 1\)"),
-    ],
-)
-def test_what_a_function_returns_is_checked(baseline, message):
-    trl_otb.register_baseline("totals", per_token=False)(lambda x: torch.zeros(12, 12))
-    with pytest.raises(ValueError, match=message):
-        Rollouts(tools=False).advantages(baseline=baseline)
-
-
-@pytest.mark.parametrize(
-    ("baseline", "message"),
-    [
         ("vlaue", "'vlaue': it must be one of 'otb', .*, a name registered with .* Did you mean 'value'"),
         ("unfinished:baseline", "cannot be imported: NameError: name 'undefined'.*Write 'module:function'"),
         ("math:absent", "'math:absent', which cannot be imported: AttributeError"),
@@ -98,11 +87,12 @@ def test_what_a_function_returns_is_checked(baseline, message):
         (3, "`baseline` is 3"),
     ],
 )
-def test_a_baseline_that_is_not_there(baseline, message, tmp_path, monkeypatch):
+def test_wrong_baselines_and_results_are_named(baseline, message, tmp_path, monkeypatch):
     (tmp_path / "unfinished.py").write_text("baseline = undefined\n")
     monkeypatch.syspath_prepend(tmp_path)
+    trl_otb.register_baseline("totals", per_token=False)(lambda x: torch.zeros(12, 12))
     with pytest.raises((TypeError, ValueError), match=message):
-        Rollouts().advantages(baseline=baseline)
+        Rollouts(tools=False).advantages(baseline=baseline)
 
 
 @pytest.mark.parametrize(
@@ -111,20 +101,15 @@ def test_a_baseline_that_is_not_there(baseline, message, tmp_path, monkeypatch):
         ({"name": "a:b"}, "must be nonempty text without a colon"),
         ({"needs": ("logps", "state")}, "`needs.*'state'.*: .* must be some of 'energy'"),
         ({"scope": "prompt"}, "`scope='prompt'`: .*'group' or 'batch'"),
+        ({"name": "otb"}, r"'otb' is already registered by trl_otb\.baselines\.means\.otb"),
+        ({}, r"'mine' is already registered by tests\.maths\.test_registry\.own_otb"),
     ],
 )
 def test_names_and_flags_are_checked(flags, message):
-    with pytest.raises(ValueError, match=message):
-        trl_otb.register_baseline(**{"name": "mine", **flags})
-
-
-def test_a_name_is_given_once():
-    with pytest.raises(ValueError, match=r"'otb' is already registered by trl_otb\.baselines\.means\.otb"):
-        trl_otb.register_baseline("otb")(own_otb)
     for _ in range(2):  # a notebook's cell, run again
         trl_otb.register_baseline("mine")(own_otb)
-    with pytest.raises(ValueError, match=r"'mine' is already registered by tests\.maths\.test_registry\.own_otb"):
-        trl_otb.register_baseline("mine")(plain_mean)
+    with pytest.raises(ValueError, match=message):
+        trl_otb.register_baseline(**{"name": "mine", **flags})(plain_mean)
 
 
 @pytest.mark.parametrize("name", ["energy", "loss_energy", "logps", "states", "prompt_key"])
@@ -132,9 +117,6 @@ def test_undeclared_needs_cannot_be_read(name):
     trl_otb.register_baseline("mine", needs=())(lambda x: x.mean(x.need(name)))
     with pytest.raises(ValueError, match=f"reads `{name}`, which is not there"):
         Rollouts().advantages(baseline="mine")
-
-
-# Baselines that learn
 
 
 class Learns:
@@ -209,9 +191,6 @@ def test_state_returns_from_checkpoint(state):
         RunBaseline(find_baseline(Learns(state=state))).state_dict()
     kept = {"a": torch.ones(2), "b": {7: (0.5, "text")}}
     assert str(RunBaseline(find_baseline(Learns(state=kept))).state_dict()["state"]) == str(kept)
-
-
-# Numbers at the end of their range
 
 
 @pytest.mark.parametrize("baseline", RULES)

@@ -11,13 +11,8 @@ from trl_otb import compare_baselines
 
 
 # Clipped, and several optimizer steps per generation batch, so that another order of rows would train something else
-GROUPS = {
-    "per_device_train_batch_size": 4,
-    "gradient_accumulation_steps": 2,
-    "steps_per_generation": 4,
-    "max_steps": 3,
-    "max_grad_norm": 0.01,
-}
+GROUPS = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 4}
+GROUPS |= {"max_steps": 3, "max_grad_norm": 0.01}
 
 
 class Recorded(NoiseScaleTrainer, Recording):
@@ -59,12 +54,7 @@ class BruteForce(TrainerCallback):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"gradient_accumulation_steps": 4},
-        {"peft_config": LORA},
-        {"num_iterations": 2, "gradient_accumulation_steps": 4},
-    ],
+    "options", [{"peft_config": LORA}, *[{"num_iterations": n, "gradient_accumulation_steps": 4} for n in (1, 2)]]
 )
 def test_meter_is_micro_batches_sample_variance(train, options):
     """Also where baselines are compared between steps, whose gradients are not the run's."""
@@ -94,7 +84,6 @@ def test_meter_is_micro_batches_sample_variance(train, options):
 
 
 def test_measuring_trains_the_same_weights(train):
-    """As without the callback."""
     options = GROUPS | {"baseline": "otb"}
     metered, plain = train(NoiseScaleTrainer, **options), train(NoiseScaleTrainer, train=False, **options)
     plain.remove_callback(plain.gradient_noise)

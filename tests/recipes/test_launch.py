@@ -119,9 +119,6 @@ def test_slurm_and_make_pass_flags_on():
     assert " launch --quiet " in done.stdout and done.stdout.endswith("recipes/math.py --seed 3\n")
 
 
-# Comparisons
-
-
 def test_finished_runs_become_table_and_picture(tmp_path, capsys):
     """Gains of 10 points, and of 20 under `group_mean`. Only what is missing is run."""
     folder = tmp_path / "runs" / "compare" / "math"

@@ -8,7 +8,7 @@ from trl.trainer import grpo_trainer
 
 from recipes import lora_vllm as recipe
 from tests.helpers import tiny
-from tests.trainer.test_importance_weights import Sampler
+from tests.helpers.recording import Sampler
 from trl_otb import OTBGRPOConfig
 
 

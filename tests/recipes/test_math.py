@@ -19,9 +19,6 @@ from tests.recipes.conftest import RECIPES, accuracies, log_of, question_and_ans
 from trl_otb import AsyncOTBGRPOConfig, OTBGRPOConfig
 
 
-# A run
-
-
 def test_run_prints_accuracy_before_and_after(run, capfd):
     folder = run("--save_steps", "2", "--disable_tqdm", "false", "--logging_steps", "10")
     out = capfd.readouterr().out
@@ -92,9 +89,6 @@ def test_smollm2_from_its_wheel(tmp_path):
     assert (tmp_path / "run" / "adapter_model.safetensors").is_file()
 
 
-# Stopping and resuming
-
-
 @pytest.fixture
 def heard():
     """Whoever started the tests may ignore Ctrl-C, as `nohup` does, and then the recipes do so too."""
@@ -140,9 +134,6 @@ def test_a_run_is_not_overwritten_unasked(tmp_path, capsys):
     assert checkpoint == "run/checkpoint-4"
     gone = refused([*flags, "8", "--resume_from_checkpoint", "run/checkpoint-3"], capsys)
     assert gone == "--resume_from_checkpoint is run/checkpoint-3: there is no checkpoint in run/checkpoint-3."
-
-
-# Options
 
 
 def parse(flags, options=ProblemOptions):
@@ -191,9 +182,6 @@ def test_the_yaml_files_have_known_options(path):
     assert model.model_name_or_path == values["model_name_or_path"]
 
 
-# Data
-
-
 def problems_of(name, **options):
     return recipe.load_problems(ProblemOptions(dataset_name=name, **options), seed=0)
 
@@ -239,9 +227,6 @@ def test_generated_problems_use_task_grading():
 def test_data_that_cannot_be_used(rows, message, data_file):
     with pytest.raises(ValueError, match=message):
         problems_of(data_file(rows))
-
-
-# Grading
 
 
 @pytest.mark.parametrize(

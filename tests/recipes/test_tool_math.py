@@ -20,8 +20,9 @@ def test_the_calculator_works_out_arithmetic(expression, value):
 @pytest.mark.parametrize(
     ("expression", "message"),
     [
-        ("1+2+3", "2 operations, more than 1"), ("__import__('os')", "is not arithmetic"),
+        ("1+2+3+4+5+6+7", "6 operations, more than 5"), ("__import__('os')", "is not arithmetic"),
         ("True", "is not arithmetic"), ("'%99999999d' % 5", "is not arithmetic"), ("9**999", "too large"),
+        ("((9**99)**99)**99", "too large"),
         ("9**99", "at most 40 digits"), ("(-8)**0.5", "not a real number"), ("1e999", "at most 40 digits"),
         ("1/0", "zero"), ("12+", "invalid syntax"), ("1" * 201, "201 characters"), ("open(1)", "not defined"),
     ],
@@ -29,12 +30,7 @@ def test_the_calculator_works_out_arithmetic(expression, value):
 def test_the_calculator_refuses_anything_else(expression, message):
     """Quickly, and with an error that the policy can read."""
     with pytest.raises(Exception, match=message):
-        tool_math.calculator_tool(max_operations=1)(expression)
-
-
-def test_large_base_is_refused():
-    with pytest.raises(ValueError, match="too large"):
-        tool_math.calculator_tool(max_operations=5)("((9**99)**99)**99")
+        tool_math.calculator_tool(max_operations=5)(expression)
 
 
 def test_last_message_has_the_answer(data_file):

@@ -30,9 +30,6 @@ def test_demonstrations_are_dialogues_with_slips():
     assert 0.3 < right / 2000 < 0.5
 
 
-# What a policy sees
-
-
 @pytest.fixture(scope="module", params=["sums", "calculator"])
 def tokenizer(request):
     return warm_start.character_tokenizer(warm_start.WARM_STARTS[request.param])
@@ -56,9 +53,6 @@ def test_foreign_character_is_named(tokenizer):
     for content in ("What is 3 + 4?", "3 × 4", f"{ASKED}\nBox it."):
         with pytest.raises(TemplateError, match=r"reads only the characters 0123456789.*--model_name_or_path"):
             tokenizer.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
-
-
-# When a policy is made again
 
 
 def test_cache_key_holds_what_decides_weights(monkeypatch):

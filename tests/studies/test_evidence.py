@@ -17,9 +17,6 @@ from tests.helpers import tiny
 from tests.recipes.conftest import shortly_trained
 
 
-# The scratchpad
-
-
 @pytest.mark.parametrize("tokens", scratchpad.STEPS)
 def test_demonstrations_have_stated_length_and_accuracy(tokens):
     shown = scratchpad.demonstrations(800, [tokens])
@@ -38,9 +35,6 @@ def test_scratchpad_answer_follows_counter():
     assert scratchpad.last_digit(["a0013b0004", "a1004", "a0014"], ["4"] * 3) == [1, 0, 0]  # three digits count 1,000
     (problem,) = [p for p in scratchpad.problems(2) if p["question"] == "4+3*02"]
     assert problem["answer"] == "0"
-
-
-# The lake
 
 
 LAKE = ["SFH", "HFF", "FFG"]
@@ -95,9 +89,6 @@ def test_demonstrated_games_match_the_lake(turns):
     assert set("".join(games).replace("<eos>", "")) <= set(lake.ALPHABET)
 
 
-# Tasks
-
-
 @pytest.mark.parametrize(
     ("name", "length", "calls", "right"),
     [
@@ -121,9 +112,6 @@ def test_trainer_samples_its_task(name, length, calls, right, tmp_path, monkeypa
     assert earned == (1.0 if right else [1.0])
 
 
-# Tasks of the language model
-
-
 def test_rewards_of_the_language_model():
     said = ["A Silver fish.", [{"role": "assistant", "content": "nothing"}]]
     assert language.has_word(said, ["silver", "silver"]) == [1, 0]
@@ -137,9 +125,6 @@ def test_problems_of_the_language_model_differ(task):
     assert len({problem["question"] for problem in found}) == 200
     assert all(problem["answer"] in problem["question"] for problem in found)
     assert found == language.problems_of(task, 200, seed=1) != language.problems_of(task, 200, seed=2)
-
-
-# Studies
 
 
 @pytest.fixture
@@ -207,9 +192,6 @@ def test_reasoning_tasks_begin_after_supervised_training(name, tiny_smollm2, mon
     assert task.reward(completions=right, answer=right) == [1.0, 1.0]
 
 
-# Results and pages
-
-
 def test_new_column_replaces_published_one(pages):
     """The others stay as they are, to the digit, and what is lost in noise stays lost."""
     before, title = render.load("relatives"), "sums"
@@ -259,7 +241,6 @@ def test_tokens_until_a_reward():
 
 @pytest.mark.parametrize("page", render.PAGES)
 def test_published_tables_match_results(page):
-    """And a changed digit would be seen."""
     text = (render.HERE / f"{page}.md").read_text()
     assert render.rendered(text) == text and "<!-- " in text
     number = re.search(r"<!-- .*?(\d\.\d\d\d?) \(", text, flags=re.DOTALL)
@@ -295,9 +276,8 @@ def test_numbers_in_prose_match_results(page, results, least):
     """Every number with an interval, but for rendered tables."""
     text = (render.HERE.parent / f"{page}.md").read_text()
     text = re.sub(r"^<!-- .* -->\n\n(?:\|.*\n)+", "", text, flags=re.MULTILINE)  # which is rendered
-    records = [
-        row for name in results if name != "runs" for rows in render.load(name)["tables"].values() for row in rows
-    ]
+    tables = [render.load(name)["tables"] for name in results if name != "runs"]
+    records = [row for of_name in tables for rows in of_name.values() for row in rows]
     if "runs" in results:
         of = {f"{row['task']}, policy {row['policy']}" for row in render.load("runs")["runs"]}
         records += [arm for task in of for arm in runs.arms(render.runs_of(task))]

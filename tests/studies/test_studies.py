@@ -53,11 +53,8 @@ def test_rates_are_tuned_on_own_seeds(tmp_path, monkeypatch):
 
 def rows_of(scores, seeds=(101, 102, 103, 104, 105, 1, 2, 3, 4), rate=1e-3, **others):
     """Summaries of runs of each baseline; `scores` by seed."""
-    return [
-        summary(result(Run("sums", name, 4, rate, seed), [of(seed)] * 10, **others))
-        for name, of in scores.items()
-        for seed in seeds
-    ]
+    made = [(Run("sums", name, 4, rate, seed), [of(seed)] * 10) for name, of in scores.items() for seed in seeds]
+    return [summary(result(run, rewards, **others)) for run, rewards in made]
 
 
 def test_arms_are_compared_by_seed_pairs():
@@ -110,12 +107,9 @@ def test_runs_are_published_beside_earlier_ones(tmp_path, monkeypatch, registry)
 def test_tokens_to_threshold_at_64_completions(monkeypatch):
     """N = 4 is the task without _64, from the same policy only."""
     of_n = {32: [0.0] * 5 + [1.0] * 5, 4: [0.0] + [1.0] * 9}
-    rows = [
-        summary(result(Run("sums" if n == 4 else "sums_64", "otb", n, 1e-3, seed), curve, policy=policy))
-        for n, curve in of_n.items()
-        for seed in (1, 2)
-        for policy in (("aa", "bb") if n == 4 else ("aa",))
-    ]
+    made = [("sums_64", 32, "aa"), ("sums", 4, "aa"), ("sums", 4, "bb")]
+    made = [(Run(task, "otb", n, 1e-3, seed), of_n[n], policy) for task, n, policy in made for seed in (1, 2)]
+    rows = [summary(result(run, curve, policy=policy)) for run, curve, policy in made]
     never = summary(result(Run("sums_64", "value", 32, 1e-3, 1), [0.0] * 10))
     late = [summary(result(Run("sums_64", "value", 32, 1e-3, 2), of_n[32]))]
     monkeypatch.setattr(render, "load", lambda name: {"runs": [*rows, never, *late]})

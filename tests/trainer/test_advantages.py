@@ -1,5 +1,8 @@
-"""Energies and advantages are what the definitions say, whichever forward energies come from."""
+"""Energies, advantages and what is logged of them follow the definitions, whichever forward energies come from."""
 
+from pathlib import Path
+
+import pandas as pd
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -56,47 +59,31 @@ def test_whole_generation_batch_is_pooled(train, model_path, baseline, caplog):
     ],
 )
 def test_energies_are_computed_once_a_rollout(train, monkeypatch, source, baseline, without_gradient, computed):
-    """No forward is run more than is needed, and those that need no Σπ² do not compute it."""
+    """
+    No forward is run more than is needed, and those that need no Σπ² do not compute it. None calls the LM head, which
+    alone would make (B, T, V) logits.
+    """
     forwards = []
     original = Recording._get_per_token_logps_and_entropies
 
     def watched(self, model, *args, **kwargs):
-        hook = model.register_forward_hook(
-            lambda module, args, outputs: forwards.append(
-                (outputs.log_sum_sq_probs is not None, len(outputs.log_probs))
-            )
-        )
+        def outputs_of(module, args, outputs):
+            forwards.append((outputs.log_sum_sq_probs is not None, len(outputs.log_probs)))
+
+        head = self.model.get_output_embeddings()
+        hooks = [head.register_forward_hook(lambda *_: pytest.fail("the LM head was called for logits"))]
+        hooks.append(model.register_forward_hook(outputs_of))
         try:
             return original(self, model, *args, **kwargs)
         finally:
-            hook.remove()
+            for hook in hooks:
+                hook.remove()
 
     monkeypatch.setattr(Recording, "_get_per_token_logps_and_entropies", watched)
     trainer = train(baseline=baseline, **SOURCES[source])
     assert trainer.forwards == {"grad": 2, "no_grad": without_gradient}
     assert sum(rows for with_energy, rows in forwards if with_energy) == 8 * computed
     assert sum(rows for _, rows in forwards) > 8 * computed
-
-
-@pytest.mark.parametrize("source", SOURCES)
-def test_logits_are_never_materialised(train, monkeypatch, source):
-    """Whatever scores completions never calls the LM head, which alone would make (B, T, V) logits."""
-    scored = 0
-    original = Recording._get_per_token_logps_and_entropies
-
-    def watched(self, *args, **kwargs):
-        nonlocal scored
-        scored += 1
-        head = self.model.get_output_embeddings()
-        handle = head.register_forward_hook(lambda *_: pytest.fail("the LM head was called for logits"))
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            handle.remove()
-
-    monkeypatch.setattr(Recording, "_get_per_token_logps_and_entropies", watched)
-    trainer = train(**SOURCES[source])
-    assert scored == sum(trainer.forwards.values()) > 0
 
 
 @pytest.mark.parametrize("peft", [{}, {"peft_config": LORA}], ids=["full", "lora"])
@@ -110,3 +97,46 @@ def test_reference_pass_is_not_policys(train, peft):
     actual = trainer.rollouts["train"].energy.double() * mask_of(batch)
     assert trainer.energy_source == "the no-gradient forward that GRPOTrainer runs anyway"
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_completions_table_holds_our_advantages(train, tmp_path, source):
+    options = {"log_completions": True, "num_completions_to_print": 0, "max_steps": 1, **SOURCES[source]}
+    trainer = train(output_dir=str(tmp_path / "run"), **options)
+    table = pd.read_parquet(next((tmp_path / "run" / "completions").glob("*.parquet")))
+    batch = first_rollout(trainer)
+    mask = mask_of(batch)
+    expected = (batch["advantages"] * mask).sum(1) / mask.sum(1)
+    torch.testing.assert_close(torch.tensor(table["advantage"].to_numpy(), dtype=torch.float32), expected)
+
+
+def test_model_card_and_tags(train, tmp_path):
+    train(max_steps=1, save_strategy="steps", save_steps=1, output_dir=str(tmp_path / "run"))
+    card = (tmp_path / "run" / "README.md").read_text()
+    assert "The Optimal Token Baseline" in card and "2602.07078" in card and "- otb" in card
+    assert "DeepSeekMath" not in card
+    base = Path(card.split("Trained from `")[1].split("`")[0])
+    assert base.is_dir() and "`baseline='otb'`, `num_generations=4`, `scale_rewards='none'`" in card
+
+
+# What power is compared with: the group mean, or `rloo` if the baseline is unbiased
+@pytest.mark.parametrize(("baseline", "reference"), [("otb", "group_mean"), ("otb_loo", "rloo"), ("ogb", "group_mean")])
+def test_metrics_are_what_the_reference_says(train, baseline, reference):
+    """Recomputed from the batch by the definitions, with the arithmetic spelled out."""
+    trainer = train(max_steps=1, learning_rate=0.0, baseline=baseline)
+    batch = first_rollout(trainer)
+    mask = mask_of(batch)
+    energy = energies_by_softmax(trainer.model.eval(), batch).float()
+    rewards = torch.tensor(tiny.even_bytes(generated(batch)))
+    compared = compute_advantages(rewards, energy, mask, 4, baseline=reference)
+    advantages = compute_advantages(rewards, energy, mask, 4, baseline=baseline)
+    expected = {
+        "energy/token_mean": energy.sum() / mask.sum(),
+        "advantage/abs_mean": advantages.abs().sum() / mask.sum(),
+        "baseline/mean": ((rewards[:, None] - advantages) * mask).sum() / mask.sum(),
+        "grad_power": (energy * advantages**2).sum(1).mean(),
+        "grad_power_reference": (energy * compared**2).sum(1).mean(),
+        "grad_power_ratio": (energy * advantages**2).sum() / (energy * compared**2).sum(),
+    }
+    found = {name: trainer.state.log_history[0][f"otb/{name}"] for name in expected}
+    assert found == pytest.approx({name: value.item() for name, value in expected.items()}, rel=1e-4, abs=1e-6)

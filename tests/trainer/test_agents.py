@@ -7,7 +7,7 @@ from trl import GRPOTrainer
 from tests.helpers.agents import AGENT, CHAT, assert_is_double_loop, by_length, rewards_of
 from tests.helpers.oracles import mask_of
 from tests.helpers.recording import first_rollout
-from tests.helpers.scripted import TOOLS, TURNS, script_turns
+from tests.helpers.scripted import TOOLS, TURNS, add, call, script_turns
 from tests.helpers.settings import logged
 from trl_otb.rewards import turn_ends
 
@@ -24,9 +24,6 @@ class Keep:
 
 def decoded(trainer, ids):
     return trainer.processing_class.decode(ids)
-
-
-# Turns and masks
 
 
 def generated_text(trainer, batch, row):
@@ -47,13 +44,8 @@ def test_mask_is_what_policy_generated(train, monkeypatch):
         assert said[row] == expected[row], row
     assert expected[5].startswith(said[5]) and len(TURNS[5][0]) < len(said[5]) < len(expected[5])  # cut in a turn
     results = [[m["content"] for m in c if m["role"] == "tool"] for c in keep.completions]
-    assert results[:5] == [
-        ["5", "35"],
-        [],
-        [],
-        ["{'error': 'out of order'}", "{'error': 'Tool unknown not found.'}", "2", "4"],
-        [],
-    ]
+    errors = ["{'error': 'out of order'}", "{'error': 'Tool unknown not found.'}"]
+    assert results[:5] == [["5", "35"], [], [], [*errors, "2", "4"], []]
     assert turn_ends(mask_of(batch)).sum(1).tolist() == [3, 1, 1, 3, 1, 2, 2, 5]
     turns = [sum(m["role"] == "assistant" for m in c) for c in keep.completions]
     assert turns == [3, 1, 1, 3, 1, 2, 2, 5]  # a turn is an assistant message
@@ -71,14 +63,10 @@ def test_tools(train, monkeypatch, model_path, baseline):
 @pytest.mark.slow
 def test_tool_result_leaves_no_room(train, monkeypatch, model_path):
     """The completion then ends with tool output, and has one turn."""
-    script_turns(
-        monkeypatch,
-        [["<tool_call>\n" + '{"name": "chatter", "arguments": {"length": 30}}\n</tool_call>', "x"], ["= 5"]],
-    )
-    options = {**AGENT, "max_completion_length": 400}
-    trainer = train(reward_funcs=by_length, tools=TOOLS, **options)
+    script_turns(monkeypatch, [[call("chatter", length=30), "x"], ["= 5"]])
+    trainer = train(reward_funcs=by_length, tools=TOOLS, **AGENT)
     length = first_rollout(trainer)["completion_mask"].sum(1).max().item()
-    trainer = train(reward_funcs=by_length, tools=TOOLS, **{**options, "max_completion_length": length - 2})
+    trainer = train(reward_funcs=by_length, tools=TOOLS, **AGENT | {"max_completion_length": length - 2})
     batch = first_rollout(trainer)
     longest = batch["completion_mask"].sum(1).argmax()
     last = batch["completion_mask"][longest].sum() - 1
@@ -92,12 +80,6 @@ class Adder:
         self.added = 0
 
     def add(self, a: int, b: int) -> int:
-        """Adds two integers.
-
-        Args:
-            a: First number.
-            b: Second number.
-        """
         self.added += 1
         return a + b
 
@@ -110,12 +92,6 @@ class Repeater:
         self.rewards = [0.0]
 
     async def add(self, a: int, b: int) -> str:
-        """Repeats itself.
-
-        Args:
-            a: First number.
-            b: Second number.
-        """
         self.rewards[-1] += 0.25
         self.rewards.append(0.0)
         return "again " * 3
@@ -124,6 +100,7 @@ class Repeater:
         return self.rewards  # one reward per turn
 
 
+Adder.add.__doc__ = Repeater.add.__doc__ = add.__doc__  # of which TRL makes a schema
 ADDING = [TURNS[7], TURNS[6], ["= 5"], TURNS[7][1:]]
 
 
@@ -131,13 +108,8 @@ def test_environments_mixed_in_a_batch(train, monkeypatch, model_path):
     """One gives a number, the other one per turn; a group has rows of one of them."""
     script_turns(monkeypatch, ADDING)
     mixed = CHAT.add_column("environment", ["adder", "repeater"] * 4)
-    options = {
-        **AGENT,
-        "train_dataset": mixed,
-        "per_device_train_batch_size": 16,
-        "environment_factory": {"adder": Adder, "repeater": Repeater},
-    }
-    trainer = train(reward_funcs=None, **options)
+    environments = {"environment_factory": {"adder": Adder, "repeater": Repeater}, "train_dataset": mixed}
+    trainer = train(reward_funcs=None, **AGENT | environments, per_device_train_batch_size=16)
     batch = first_rollout(trainer)
     mask = mask_of(batch)
     rewards = torch.zeros(16, mask.size(1))
@@ -153,31 +125,6 @@ def test_environments_mixed_in_a_batch(train, monkeypatch, model_path):
             rewards[row, at[-1]] = calls / 4
     assert_is_double_loop(batch, rewards.tolist(), model_path)
     assert logged(trainer, "reward") == [pytest.approx(0.5)]
-
-
-def test_a_rollout_function_with_turns(train, model_path):
-    def rollout(prompts, trainer):
-        g = torch.Generator().manual_seed(0)
-        ids, masks = [], []
-        for row in range(len(prompts)):
-            stretches = torch.randint(1, 6, (2 * (row % 3) + 1,), generator=g).tolist()
-            masks.append([(k + 1) % 2 for k, length in enumerate(stretches) for _ in range(length)])
-            ids.append(torch.randint(0, 256, (sum(stretches),), generator=g).tolist())
-        prompt_ids = [
-            trainer.processing_class.apply_chat_template(p, add_generation_prompt=True, return_dict=False)
-            for p in prompts
-        ]
-        return {"prompt_ids": prompt_ids, "completion_ids": ids, "logprobs": None, "env_mask": masks}
-
-    def progress(completion_ids, **kwargs):
-        return [[1.0, -0.5, 0.25][: row % 3 + 1] for row in range(len(completion_ids))]
-
-    trainer = train(reward_funcs=progress, rollout_func=rollout, **AGENT)
-    batch = first_rollout(trainer)
-    rewards = torch.zeros_like(mask_of(batch), dtype=torch.float32)
-    for row, ends in enumerate(turn_ends(mask_of(batch))):
-        rewards[row, ends] = torch.tensor([1.0, -0.5, 0.25][: row % 3 + 1])
-    assert_is_double_loop(batch, rewards.tolist(), model_path)
 
 
 @pytest.mark.parametrize(

@@ -14,14 +14,16 @@ from tests.helpers import tiny
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer, config, register_baseline
 
 
-def test_plain_grpo_config_stays_unchanged(train):
-    trainer = train(OTBGRPOTrainer, GRPOConfig, scale_rewards="none", max_steps=1, save_strategy="steps", save_steps=1)
-    assert type(trainer.args) is GRPOConfig and not hasattr(trainer.args, "baseline")
+@pytest.mark.parametrize("config", [GRPOConfig, GMPOConfig])
+def test_a_config_of_trls_stays_unchanged(train, config):
+    trainer = train(OTBGRPOTrainer, config, scale_rewards="none", max_steps=1, save_strategy="steps", save_steps=1)
+    assert type(trainer.args) is config and not hasattr(trainer.args, "baseline")
+    assert trainer.args.epsilon == (0.2 if config is GRPOConfig else 0.4)
     assert trainer.rollouts["train"].advantages.size(1) > 1  # the default baseline's, per token
     with pytest.raises(
         ValueError, match=r"`scale_rewards` is 'group' and `baseline` is 'otb'.*Set `scale_rewards` to 'none'"
     ):
-        train(OTBGRPOTrainer, GRPOConfig, train=False)
+        train(OTBGRPOTrainer, config, train=False)
 
 
 ON_CPU = {"output_dir": "unused", "use_cpu": True, "bf16": False}
@@ -76,10 +78,13 @@ def test_command_line_and_yaml(tmp_path):
 @pytest.mark.parametrize(("option", "message"), WRONG[2:4])
 def test_options_set_later_are_checked(train, option, message):
     args = OTBGRPOConfig(**tiny.SETTINGS, output_dir="unused")
-    for key, value in option.items():
-        setattr(args, key, value)
+    vars(args).update(option)
     with pytest.raises(ValueError, match=message):
         train(config=lambda **kwargs: args)
+    trainer = train(train=False)
+    trainer.args.baseline = "ogb"
+    with pytest.raises(ValueError, match="`args.baseline` was set to 'ogb' after the trainer was made with 'otb'"):
+        trainer.train()
 
 
 def test_trainer_keeps_its_registered_function(train, registry):
@@ -133,11 +138,6 @@ def test_unread_options_are_an_error(bases, own, decorate):
         assert cls(**ON_CPU).baseline == "otb"
 
 
-def test_config_subclass_keeps_its_fields(train):
-    trainer = train(OTBGRPOTrainer, Theirs, scale_rewards="none", max_steps=1, save_strategy="steps", save_steps=1)
-    assert type(trainer.args) is Theirs and (trainer.args.alpha, trainer.args.epsilon) == (0.25, 0.4)
-
-
 def test_unscaled_default_warns_once(caplog):
     type(config.logger).warning_once.cache_clear()
     for options in ({"scale_rewards": "none"}, {"scale_rewards": False}, {"scale_rewards": "group"}):
@@ -147,10 +147,3 @@ def test_unscaled_default_warns_once(caplog):
         assert OTBGRPOConfig(**ON_CPU).scale_rewards == OTBGRPOConfig(**ON_CPU, scale_rewards=None).scale_rewards
     (said,) = [r for r in caplog.records if "not scaled" in r.getMessage()]
     assert said.levelname == "WARNING" and "default is `scale_rewards='none'`" in said.getMessage()
-
-
-def test_trainer_keeps_and_names_baseline(train):
-    trainer = train(train=False)
-    trainer.args.baseline = "ogb"
-    with pytest.raises(ValueError, match="`args.baseline` was set to 'ogb' after the trainer was made with 'otb'"):
-        trainer.train()

@@ -4,10 +4,10 @@ import io
 import math
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
-from IPython.core.formatters import DisplayFormatter
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
@@ -44,15 +44,9 @@ def rollout_of(texts=TEXTS, rewards=REWARDS, n=2, device="cpu", **fields) -> Rol
         mask[row, : len(of_row)] = torch.tensor(generated).long()
     prompts = torch.tensor(tokenizer(["1+1=", "2+2="])["input_ids"]).repeat_interleave(n, dim=0)
     prompts = torch.nn.functional.pad(prompts[: len(texts)], (1, 0), value=tokenizer.pad_token_id)
-    tensors = {
-        "prompt_ids": prompts,
-        "prompt_mask": (prompts != tokenizer.pad_token_id).long(),
-        "completion_ids": padded,
-        "completion_mask": completion_mask,
-        "mask": mask,
-        "rewards": torch.tensor(rewards),
-        "scale": torch.ones(len(texts), 1),
-    }
+    tensors = {"prompt_ids": prompts, "prompt_mask": (prompts != tokenizer.pad_token_id).long(), "mask": mask}
+    tensors |= {"completion_ids": padded, "completion_mask": completion_mask}
+    tensors |= {"rewards": torch.tensor(rewards), "scale": torch.ones(len(texts), 1)}
     fields = {"processing_class": tokenizer} | fields
     return Rollout(**{key: value.to(device) for key, value in tensors.items()}, num_generations=n, **fields)
 
@@ -83,9 +77,6 @@ def test_terminal_of_another_encoding_is_written_to(monkeypatch):
     assert b"\\u21b5" in written.getvalue() and "é".encode("cp1252") in written.getvalue()
 
 
-# The mapping and the repr
-
-
 def test_no_rollout_is_a_key_error(train):
     rollouts = train(train=False).rollouts
     with pytest.raises(KeyError, match=r"'train': there is no such rollout yet\. Call trainer\.train\(\)"):
@@ -104,9 +95,6 @@ def test_repr_has_the_sizes(device):
     assert repr(credited(baseline="rloo", device=device)) == f"{first}{rewards}{of_all} completion{last}"
     of_tokens = repr(rollout_of(["ab"], [[0.5, 0.25, 0.0]], n=1))
     assert "1 completions, 2 tokens\nrewards: mean 0.75, one per token\n" in of_tokens
-
-
-# Text
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -179,9 +167,6 @@ def test_a_completion_cannot_steer_the_terminal(capsys):
     assert "\x1b" not in text and "a\\x1bc" in text
 
 
-# The picture
-
-
 def panels_of(figure):
     return [axis for axis in figure.axes if axis.get_title(loc="left")]
 
@@ -211,22 +196,8 @@ def test_the_picture_has_three_panels(tmp_path, device):
     (red, _, blue, _), (other_red, _, other_blue, _) = faces(advantage)[0], faces(advantage)[5]
     assert blue > red and other_red > other_blue
     assert len(figure.axes) == 3 + 2  # a bar of colours for energies, and one for both advantages
-
-
-def test_a_notebook_shows_the_picture():
-    """Though nobody has imported pyplot."""
-    found, _ = DisplayFormatter().format(credited().plot())
-    assert found["image/png"].startswith(b"\x89PNG")
-
-
-def test_the_advantage_panels_share_their_scale():
-    rollout = credited(["ab", "cd"], [1.0, 0.0], baseline="group_mean")
-    rollout = replace(rollout, group_mean_advantages=2 * rollout.advantages)
-    _, advantage, group_mean = panels_of(rollout.plot())
-    assert faces(advantage)[0] != faces(group_mean)[0]
-    rollout = replace(rollout, advantages=2 * rollout.advantages)
-    _, advantage, group_mean = panels_of(rollout.plot())
-    assert faces(advantage) == faces(group_mean)
+    _, advantage, group_mean = panels_of(replace(rollout, group_mean_advantages=2 * rollout.advantages).plot())
+    assert faces(advantage)[0] != faces(group_mean)[0]  # by the same scale
 
 
 def test_long_completions_wrap():
@@ -241,22 +212,16 @@ def test_long_completions_wrap():
 
 def test_picture_names_what_is_missing():
     figure = credited(["x" * 130, "y", "z", "!"], [1.0, 0.0, 0.5, 0.0], n=4).plot(max_completions=2)
-    (note,) = (text.get_text() for text in figure.texts)
+    (note,), (other,) = ([text.get_text() for text in of.texts] for of in (figure, credited().plot()))
     assert "only the first 100 tokens" in note and "2 of 4 completions" in note
     assert len(panels_of(figure)[0].texts) == 101
-    (note,) = (text.get_text() for text in credited().plot().texts)
-    assert "first" not in note and "completions" not in note
-
-
-class OneWord:
-    """A tokenizer whose every token is what matplotlib would fail to read as a formula."""
-
-    def decode(self, ids, **kwargs):
-        return r"$\frac{$" * len(ids)
+    assert "first" not in other and "completions" not in other
 
 
 def test_dollars_are_no_formula(tmp_path):
-    credited(processing_class=OneWord()).plot(tmp_path / "group.pdf")
+    """As matplotlib reads text between two."""
+    tokenizer = SimpleNamespace(decode=lambda ids, **kwargs: r"$\frac{$" * len(ids))
+    credited(processing_class=tokenizer).plot(tmp_path / "group.pdf")
 
 
 def test_only_what_is_there_is_drawn():
@@ -266,9 +231,6 @@ def test_only_what_is_there_is_drawn():
     rollout = replace(rollout, energy=energies(rollout).bfloat16())
     (panel,) = panels_of(rollout.plot(prompt=1))
     assert panel.get_yticklabels()[0].get_text() == "no reward"
-
-
-# Errors
 
 
 @pytest.mark.parametrize("prompt", [2, -1])

@@ -6,8 +6,8 @@ import torch
 from peft import LoraConfig
 from trl.trainer import grpo_trainer
 
+from tests.helpers.recording import Sampler
 from tests.helpers.settings import scripted_rollout
-from tests.trainer.test_importance_weights import Sampler
 from trl_otb.seam import draws
 
 

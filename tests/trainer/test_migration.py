@@ -7,7 +7,6 @@ import torch
 from datasets import IterableDataset
 from peft import PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForSequenceClassification, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
 
 from tests.helpers import tiny
 from tests.helpers.settings import LORA, SGD, SOURCES, assert_same_weights, logged, scripted_rollout
@@ -16,19 +15,6 @@ from tests.helpers.settings import LORA, SGD, SOURCES, assert_same_weights, logg
 def test_iterable_dataset(train):
     data = IterableDataset.from_generator(lambda: iter({"prompt": f"{i}+{i}="} for i in range(8)))
     assert logged(train(train_dataset=data), "otb/energy/token_mean")
-
-
-def test_several_reward_functions_work_together(train):
-    async def length(completion_ids, **kwargs):
-        return [-float(len(ids)) for ids in completion_ids]
-
-    def sometimes(completion_ids, **kwargs):
-        return [None if i % 2 else 1.0 for i in range(len(completion_ids))]
-
-    options = {"reward_funcs": [tiny.even_bytes, length, sometimes], "reward_weights": [1.0, 0.1, 0.5]}
-    grpo = train(GRPOTrainer, GRPOConfig, scale_rewards="none", **options)
-    assert_same_weights(grpo, train(baseline="group_mean", **options))
-    assert not any(math.isnan(v) for v in logged(train(**options), "otb/baseline/mean"))
 
 
 def test_unscorable_completions_have_no_statistics(train):
@@ -63,15 +49,13 @@ def test_reward_model(train, tmp_path):
     assert logged(trainer, "otb/grad_power")
 
 
+EVALUATED = {"eval_dataset": tiny.prompts(4), "eval_strategy": "steps", "eval_steps": 1}
+EVALUATED["per_device_eval_batch_size"] = 4
+
+
 @pytest.mark.parametrize("generations", [1, 2, 4])
 def test_evaluation(train, generations):
-    trainer = train(
-        eval_dataset=tiny.prompts(4),
-        eval_strategy="steps",
-        eval_steps=1,
-        per_device_eval_batch_size=4,
-        num_generations_eval=generations,
-    )
+    trainer = train(**EVALUATED, num_generations_eval=generations)
     for key in ("eval_loss", "eval_otb/energy/token_mean", "eval_otb/baseline/mean"):
         values = logged(trainer, key)
         assert len(values) == 2 and all(math.isfinite(v) for v in values)
@@ -81,10 +65,7 @@ def test_evaluation(train, generations):
 @pytest.mark.parametrize("source", SOURCES)
 def test_evaluation_leaves_training_unchanged(train, source):
     options = {"max_steps": 4, **SGD, **SOURCES[source], "rollout_func": scripted_rollout}
-    evaluated = train(
-        eval_dataset=tiny.prompts(4), eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=4, **options
-    )
-    plain = train(**options)
+    evaluated, plain = train(**EVALUATED, **options), train(**options)
     # Evaluation draws random numbers, so rows are shuffled otherwise and sums are rounded otherwise, and no more
     assert_same_weights(evaluated, plain, atol=1e-6, rtol=1e-5)
     assert logged(evaluated, "otb/grad_power") == pytest.approx(logged(plain, "otb/grad_power"), rel=1e-4)
@@ -129,4 +110,7 @@ ONE_PROMPT = IterableDataset.from_generator(lambda: iter([{"prompt": "1+1="}]))
 def test_too_small_dataset_is_named(train, data, options):
     with pytest.raises(ValueError, match="`train_dataset` has too few prompts: a generation batch takes 2 .*Add"):
         train(train_dataset=data, eval_dataset=tiny.prompts(), **options)
-    train(train_dataset=tiny.prompts(2), max_steps=1)
+    trainer = train(train_dataset=tiny.prompts(2), max_steps=1)
+    trainer.train_dataset = tiny.prompts(1)
+    with pytest.raises(ValueError, match="`train_dataset` has too few prompts"):
+        trainer.train()

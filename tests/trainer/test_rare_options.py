@@ -4,10 +4,12 @@ import math
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, TrainerCallback
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from tests.helpers import tiny
+from tests.helpers.energies import energies, trainer_of
 from tests.helpers.oracles import energies_by_softmax, generated
 from tests.helpers.settings import LORA, SOURCES, assert_same_weights, logged
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
@@ -22,6 +24,7 @@ CONTINUOUS_BATCHING = {
 }
 # After each step the reference is halfway between what it was and the policy
 SYNC_REF_MODEL = {"sync_ref_model": True, "beta": 0.1, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}
+SYNC_REF_MODEL["max_steps"] = 4
 # "eager" traces as every backend does and compiles nothing
 COMPILE = {"torch_compile": True, "torch_compile_backend": "eager"}
 
@@ -61,43 +64,55 @@ def assert_energies_are_those_of_the_last_weights(trainer, snapshots, model_path
 
 @pytest.mark.parametrize(
     "options",
-    [
-        CONTINUOUS_BATCHING,
-        {**SYNC_REF_MODEL, "max_steps": 4},
-        COMPILE,
-        {**COMPILE, "peft_config": LORA, "gradient_checkpointing": True},
-    ],
+    [CONTINUOUS_BATCHING, SYNC_REF_MODEL, COMPILE, {**COMPILE, "peft_config": LORA, "gradient_checkpointing": True}],
     ids=["continuous batching", "a moving reference", "compiled", "compiled lora"],
 )
 def test_the_group_mean_is_grpo_trainer(train, fresh_compiler, options):
-    options = {"scale_rewards": "none", **options}
-    grpo = train(GRPOTrainer, GRPOConfig, **options)
+    grpo = train(GRPOTrainer, GRPOConfig, scale_rewards="none", **options)
     otb = train(OTBGRPOTrainer, OTBGRPOConfig, baseline="group_mean", **options)
     assert_same_weights(grpo, otb)
     assert min(logged(otb, "grad_norm")) > 0
     assert all(math.isfinite(value) for value in logged(otb, "otb/energy/token_mean"))
 
 
-def second_rollout(train, model_path, source, **options):
-    snapshots = Snapshots()
-    options = {**options, **SOURCES[source]}
-    trainer = train(callbacks=[snapshots], max_steps=2 * options.get("num_iterations", 1), **options)
-    if "num_iterations" in options:  # two steps each, of which the first has the weights of the rollout
-        snapshots.weights = snapshots.weights[::2]
-    assert trainer.energy_source == source
-    assert len(snapshots.weights) == 2
-    return trainer, snapshots
-
-
-@pytest.mark.parametrize("source", list(SOURCES)[1:])  # its forwards are of tokens of several completions at once
-def test_energies_under_continuous_batching(train, model_path, source):
-    trainer, snapshots = second_rollout(train, model_path, source, **CONTINUOUS_BATCHING)
+@pytest.mark.parametrize(
+    ("options", "source"),
+    [  # continuous batching's forwards are of tokens of several completions at once
+        *[(CONTINUOUS_BATCHING, source) for source in list(SOURCES)[1:]],
+        *[(COMPILE, source) for source in SOURCES],
+    ],
+)
+def test_energies_are_those_of_the_second_rollout(train, model_path, fresh_compiler, options, source):
+    """Not lost in a compiled forward, which was traced with and without them, nor left over from another one."""
+    snapshots, several = Snapshots(), SOURCES[source].get("num_iterations", 1)
+    trainer = train(callbacks=[snapshots], max_steps=2 * several, **options, **SOURCES[source])
+    snapshots.weights = snapshots.weights[::several]  # of two steps each the first has the weights of the rollout
+    assert trainer.energy_source == source and len(snapshots.weights) == 2
+    assert options is not COMPILE or isinstance(trainer.model_wrapped, torch._dynamo.OptimizedModule)
     assert_energies_are_those_of_the_last_weights(trainer, snapshots, model_path)
 
 
-@pytest.mark.parametrize("source", SOURCES)
-def test_energies_of_compiled_models(train, model_path, fresh_compiler, source):
-    """Not lost in the compiled forward, which was traced with and without them, nor left over from another one."""
-    trainer, snapshots = second_rollout(train, model_path, source, **COMPILE)
-    assert isinstance(trainer.model_wrapped, torch._dynamo.OptimizedModule)
-    assert_energies_are_those_of_the_last_weights(trainer, snapshots, model_path)
+QUANTIZED = {
+    "4 bits": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32},
+    "8 bits": {"load_in_8bit": True},
+}
+
+
+@pytest.mark.parametrize("baseline", ["otb", "value"])
+@pytest.mark.parametrize("bits", QUANTIZED)
+def test_quantized_models_train_adapters(bits, baseline, model_path, tmp_path):
+    adapter, quantized = LoraConfig(target_modules=["q_proj", "v_proj"]), BitsAndBytesConfig(**QUANTIZED[bits])
+    trainer = trainer_of(model_path, tmp_path, adapter, quantized, baseline=baseline)
+    assert {p.dtype for p in trainer.model.parameters()} & {torch.uint8, torch.int8}
+    trainer.train()
+    assert trainer.state.log_history[0]["grad_norm"] > 0
+    trainer.model.train()
+    actual, expected, mask = energies(trainer)
+    torch.testing.assert_close(actual.double() * mask, expected * mask, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("bits", QUANTIZED)
+def test_a_quantized_head_is_refused(bits, model_path, tmp_path):
+    everything = BitsAndBytesConfig(**QUANTIZED[bits], llm_int8_skip_modules=["nothing"])
+    with pytest.raises(ValueError, match=r"LM head .* is quantized .* llm_int8_skip_modules=\['lm_head'\]"):
+        trainer_of(model_path, tmp_path, LoraConfig(target_modules=["q_proj"]), everything)

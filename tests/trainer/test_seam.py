@@ -1,8 +1,6 @@
 """The seam to TRL: what moved is named, and nothing fails silently."""
 
 import json
-import subprocess
-import sys
 import tomllib
 from contextlib import nullcontext
 from pathlib import Path
@@ -34,19 +32,6 @@ def test_sources_in_trl_are_unchanged():
     assert not [name for of in CONTRACTS for name in of.changed()] and contract.versions() == TESTED["versions"]
 
 
-def test_changed_trl_gives_one_line(monkeypatch):
-    nanstd = contract.trl_utils.nanstd
-    monkeypatch.setattr(contract.trl_utils, "nanstd", lambda tensor, dim=None: nanstd(tensor, dim))
-    monkeypatch.setattr(contract, "versions", lambda: {"trl": "1.16.9", "transformers": "5.99"})
-    warnings = []
-    monkeypatch.setattr(contract.logger, "warning_once", warnings.append)
-    GRPO.check()
-    assert GRPO.warn_if_changed() == ["trl.trainer.utils.nanstd"]
-    (said,) = warnings
-    assert "installed: trl 1.16.9, transformers 5.99" in said and TESTED["versions"]["trl"] in said
-    assert "Changed for GRPOTrainer: trl.trainer.utils.nanstd." in said and "\n" not in said
-
-
 def test_only_the_tested_minor_is_allowed(monkeypatch):
     (requirement,) = [
         Requirement(text)
@@ -64,14 +49,6 @@ def test_only_the_tested_minor_is_allowed(monkeypatch):
             contract.check_version()
 
 
-@pytest.mark.tested_trl
-def test_module_prints_drift():
-    command = [sys.executable, "-W", "ignore", "-m", "trl_otb.seam"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count(": those that were read\n") == len(CONTRACTS)
-
-
 OWNERS = {name: resolve_name(owner) for owner, parts in GRPO.parts.items() for name in parts}
 
 
@@ -87,9 +64,8 @@ def test_moved_part_of_trl_is_named(name, how, monkeypatch, model_path, tmp_path
     if getattr(owner, name, None) is not None and how == "gone":  # its base has one
         assert any(part.endswith(f".{name}") for part in GRPO.changed())
         return
-    with pytest.raises(ImportError) as caught:
+    with pytest.raises(ImportError, match=f"{name}.*pip install 'trl=={TESTED['versions']['trl']}'"):
         OTBGRPOTrainer(model_path, tiny.even_bytes, args=args, train_dataset=tiny.prompts())
-    assert name in str(caught.value) and f"pip install 'trl=={TESTED['versions']['trl']}'" in str(caught.value)
 
 
 ATTRIBUTES = [(of, owner, name) for of in CONTRACTS for owner, names in of.attributes.items() for name in names.split()]
@@ -115,55 +91,49 @@ def test_a_replaced_lm_head_is_noticed(train):
 # A TRL that goes another way must not train on as plain GRPO
 
 
-@pytest.mark.parametrize("factor", [1.0, 1.001])
 @pytest.mark.parametrize("scale", ["none", "group"])
-def test_differing_advantages_stop_first_rollout(train, monkeypatch, scale, factor):
+def test_differing_advantages_stop_first_rollout(train, monkeypatch, scale):
     generate = GRPOTrainer._generate_and_score_completions
 
     def otherwise(self, inputs):
         batch = generate(self, inputs)
-        return batch | {"advantages": batch["advantages"] * factor}
+        return batch | {"advantages": batch["advantages"] * 1.001}
 
     monkeypatch.setattr(GRPOTrainer, "_generate_and_score_completions", otherwise)
-    trainer = train(OTBGRPOTrainer, train=False, baseline="ogb", scale_rewards=scale)
-    if factor == 1.0:
-        trainer.train()
-        return
     with pytest.raises(ImportError, match="how GRPOTrainer forms its advantages: for completion"):
-        trainer.train()
+        train(OTBGRPOTrainer, baseline="ogb", scale_rewards=scale)
 
 
 WRONG = {
-    "ignored": torch.ones_like,
-    "their signs": torch.sign,
-    "squared": torch.square,
-    "negative": torch.neg,
+    **{"ignored": torch.ones_like, "their signs": torch.sign, "squared": torch.square, "negative": torch.neg},
     "of another row": lambda advantages: advantages.roll(1, 0),
     "of another token": lambda advantages: advantages.roll(1, -1),
     "their mean": lambda advantages: advantages.mean(-1, keepdim=True).expand_as(advantages),
 }
 
 
-@pytest.mark.parametrize("name", [*WRONG, "as they are"])
+@pytest.mark.parametrize("name", WRONG)
 def test_loss_of_other_advantages_is_refused(train, monkeypatch, name):
-    loss, change = GRPOTrainer._compute_loss, WRONG.get(name, lambda advantages: advantages)
+    loss, change = GRPOTrainer._compute_loss, WRONG[name]
 
     def changed(self, model, inputs):
         return loss(self, model, inputs | {"advantages": change(inputs["advantages"])})
 
-    plain = train(OTBGRPOTrainer, baseline="value") if name == "as they are" else None
     monkeypatch.setattr(GRPOTrainer, "_compute_loss", changed)
     trainer = train(OTBGRPOTrainer, baseline="value", train=False)
     assert trainer.known_loss is None
-    with (
-        pytest.raises(ImportError, match="`GRPOTrainer._compute_loss` does not weight")
-        if plain is None
-        else nullcontext()
-    ):
+    with pytest.raises(ImportError, match="`GRPOTrainer._compute_loss` does not weight"):
         trainer.train()
-    if plain is not None:
-        assert_same_weights(plain, trainer)
-        assert trainer.known_loss is GRPOTrainer._compute_loss
+
+
+def test_another_loss_of_the_same_advantages_is_taken(train, monkeypatch):
+    plain, loss = train(OTBGRPOTrainer, baseline="value"), GRPOTrainer._compute_loss
+    monkeypatch.setattr(GRPOTrainer, "_compute_loss", lambda self, model, inputs: loss(self, model, inputs))
+    trainer = train(OTBGRPOTrainer, baseline="value", train=False)
+    assert trainer.known_loss is None
+    trainer.train()
+    assert_same_weights(plain, trainer)
+    assert trainer.known_loss is GRPOTrainer._compute_loss
 
 
 def test_rewards_past_the_seam_are_errors(train, monkeypatch):

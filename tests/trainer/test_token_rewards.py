@@ -8,7 +8,7 @@ from tests.helpers.agents import AGENT, assert_is_double_loop, by_length, reward
 from tests.helpers.oracles import mask_of
 from tests.helpers.recording import first_rollout
 from tests.helpers.scripted import TOOLS, TURNS, script_turns
-from tests.helpers.settings import SOURCES, in_turn, logged
+from tests.helpers.settings import SOURCES, assert_same_weights, in_turn, logged
 from trl_otb import TokenRewards
 from trl_otb.baselines import BASELINES
 from trl_otb.rewards import turn_ends
@@ -35,13 +35,25 @@ AT_THE_END = {
 }
 
 
-@pytest.mark.parametrize(("form", "source"), in_turn(AT_THE_END, SOURCES))
-def test_end_reward_equals_scalar_reward(train, form, source):
-    plain = train(**{**GROUPS, **SOURCES[source]})
-    credited = train(reward_funcs=once(tiny.even_bytes, AT_THE_END[form]), **{**GROUPS, **SOURCES[source]})
+AGGREGATION = "multi_objective_aggregation"
+OPTIONS = [
+    *[(form, SOURCES[source]) for form, source in in_turn(AT_THE_END, SOURCES)],
+    ("tokens", {"baseline": "ogb", "scale_rewards": "group"}),
+    ("tokens", {"baseline": "ogb", "scale_rewards": "batch"}),
+    ("tokens", {"baseline": "ogb", "scale_rewards": "group", AGGREGATION: "normalize_then_sum"}),
+    ("tokens", {AGGREGATION: "normalize_then_sum"}),
+]
+
+
+@pytest.mark.parametrize(("form", "options"), OPTIONS)
+def test_end_reward_equals_scalar_reward(train, form, options):
+    """To the bit for one function; with two, each way of GRPOTrainer's to scale and add them, applied to turns."""
+    functions = [tiny.even_bytes, once(tiny.even_bytes, AT_THE_END[form])]
+    several = {"baseline", AGGREGATION} & {*options}
+    plain, credited = (train(reward_funcs=[f, by_length] if several else f, **GROUPS, **options) for f in functions)
     for a, b in zip(plain.micro_batches, credited.micro_batches, strict=True):
-        assert torch.equal(a["advantages"], b["advantages"])
-    for key in ("reward", "otb/grad_power", "grad_norm"):
+        torch.testing.assert_close(a["advantages"], b["advantages"], atol=2e-6 if several else 0, rtol=0)
+    for key in () if several else ("reward", "otb/grad_power", "grad_norm"):
         assert logged(plain, key) == logged(credited, key)
 
 
@@ -92,29 +104,18 @@ def test_none_and_numbers_and_turns_mix(train):
     assert logged(trainer, "rewards/mixed/mean") == [pytest.approx(1.75 / 7)]
 
 
-@pytest.mark.parametrize(
-    ("baseline", "scale", "aggregation"),
-    [
-        ("ogb", "group", "sum_then_normalize"),
-        ("ogb", "batch", "sum_then_normalize"),
-        ("ogb", "group", "normalize_then_sum"),
-        ("otb", "none", "normalize_then_sum"),
-    ],
-)
-def test_scaling_and_aggregation_reach_the_tokens(train, baseline, scale, aggregation):
-    """Each way of GRPOTrainer's, applied to turns; with the reward at the end it is the scalar path's."""
-    options = {"multi_objective_aggregation": aggregation, "scale_rewards": scale, "baseline": baseline}
-    options["reward_weights"] = [1.0, 0.3]
-    plain = train(reward_funcs=[tiny.even_bytes, by_length], **GROUPS, **options)
-    first = once(tiny.even_bytes, AT_THE_END["tokens"])
-    credited = train(reward_funcs=[first, by_length], **GROUPS, **options)
-    for a, b in zip(plain.micro_batches, credited.micro_batches, strict=True):
-        torch.testing.assert_close(a["advantages"], b["advantages"], atol=2e-6, rtol=0)
-
-
 def test_masked_completions_need_no_turn_rewards(train):
     def turns(completion_ids, **kwargs):
         return [[1.0] for _ in completion_ids]
 
     trainer = train(reward_funcs=turns, mask_truncated_completions=True, **GROUPS)
     assert logged(trainer, "reward") == [1.0, 1.0]
+
+
+def test_whole_return_credits_every_token(train):
+    judged = once(tiny.even_bytes, lambda r, ids: TokenRewards([r] + [0.0] * (len(ids) - 1)))
+    whole = train(reward_funcs=judged, credit_whole_return=True)
+    assert_same_weights(whole, train())
+    assert whole.rollouts["train"].rewards.dim() == 1
+    with pytest.raises(ValueError, match="returned 2 rewards for completion 0, which has 1 turns"):
+        train(reward_funcs=lambda prompts, **_: [[1.0, 2.0]] * len(prompts), credit_whole_return=True)

@@ -9,7 +9,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from tests.helpers import tiny, tiny_vision
 from tests.helpers.oracles import generated
-from tests.helpers.settings import LORA, SOURCES, assert_same_weights, in_turn, logged
+from tests.helpers.settings import SETTINGS, SOURCES, assert_same_weights, in_turn, logged
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 from trl_otb.baselines import compute_advantages
 from trl_otb.seam.forwards import extra_forward
@@ -22,13 +22,7 @@ PICTURES = {
     "rows, one picture each": ("rows", tiny_vision.prompts),
     "rows, one picture or two": ("rows", tiny_vision.prompts_with_several),
 }
-PARITY = {
-    "plain": {},
-    "accumulation": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
-    "split groups": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
-    "num_iterations and beta": {"num_iterations": 2, "beta": 0.1},
-    "lora and checkpointing": {"peft_config": LORA, "gradient_checkpointing": True},
-}
+PARITY = ["plain", "accumulation", "split groups", "num_iterations", "lora and beta", "checkpointing"]
 
 
 @pytest.fixture(scope="module")
@@ -43,14 +37,7 @@ def train_on(train, folders):
 
     def run(pictures, *args, **kwargs):
         layout, dataset = PICTURES[pictures]
-        return train(
-            *args,
-            model=folders[layout],
-            processing_class=tiny_vision.processor(layout),
-            train_dataset=dataset(),
-            generation_kwargs={"suppress_tokens": tiny_vision.image_token_ids(layout)},
-            **kwargs,
-        )
+        return train(*args, **tiny_vision.given(layout, folders[layout], dataset()), **kwargs)
 
     return run
 
@@ -85,8 +72,7 @@ def energies_by_row(layout, dataset, rollout, shift=0):
     ("setting", "pictures"), in_turn(PARITY, ["patches, one picture or two", "rows, one picture each"])
 )
 def test_group_mean_equals_grpo_trainer(train_on, pictures, setting):
-    """To the bit."""
-    options = {"scale_rewards": "none", **PARITY[setting]}
+    options = {"scale_rewards": "none", **SETTINGS[setting]}
     grpo = train_on(pictures, GRPOTrainer, GRPOConfig, **options)
     otb = train_on(pictures, OTBGRPOTrainer, OTBGRPOConfig, baseline="group_mean", **options)
     assert_same_weights(grpo, otb)
@@ -114,7 +100,6 @@ def test_energies_and_advantages_saw_the_pictures(train_on, pictures, source):
 
 @pytest.mark.parametrize("pictures", PICTURES)
 def test_sampled_forwards_equal_an_extra_one(train_on, pictures):
-    """Of energies, log-probs and hidden states."""
     trainer = train_on(pictures, train=False, baseline="value")
     differences = []
 

@@ -1,139 +1,142 @@
-"""vllm_on_cpu.py beside this file, the only check against a real vLLM, with a server that is a copy of the policy."""
+"""vLLM's correction of importance weights, without vLLM: a stand-in samples. What of vllm_on_cpu.py can be tested."""
 
 import inspect
+import math
 import re
-import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-import requests
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
-from trl.generation import vllm_client, vllm_generation
+from trl.generation.vllm_client import VLLMClient
+from trl.trainer import grpo_trainer
 
-from recipes import math as math_recipe
 from tests.helpers import tiny
-from tests.helpers.settings import logged
+from tests.helpers.oracles import energies_by_softmax, generated, logps_by_softmax, mask_of
+from tests.helpers.recording import Sampler, first_rollout
+from tests.helpers.settings import predicted
 from tests.trainer import vllm_on_cpu
-from trl_otb import OTBGRPOConfig
+from trl_otb.baselines import compute_advantages
+from trl_otb.seam.pools import at_rest, sample
 
 
-URL = f"http://{vllm_on_cpu.HOST}:{vllm_on_cpu.PORT}"
+ONE_STEP = {"max_steps": 1, "learning_rate": 0.0, "use_vllm": True, "vllm_mode": "colocate"}
 
 
-class Server:
-    """Samples token by token from the checkpoint in `folder`, and reads its weights again when it is asked to."""
+@pytest.mark.parametrize("baseline", ["otb", "ogb"])
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+def test_energies_carry_the_squared_ratio(mode, baseline, train, model_path, monkeypatch):
+    monkeypatch.setattr(grpo_trainer, "VLLMGeneration", Sampler)
+    low, high = 0.6, 1.6
+    clip = {"vllm_importance_sampling_clip_min": low, "vllm_importance_sampling_clip_max": high}
+    trainer = train(**ONE_STEP, baseline=baseline, vllm_importance_sampling_mode=mode, **clip)
+    assert trainer.energy_source == "the no-gradient forward that GRPOTrainer runs anyway"
+    assert trainer.forwards == {"grad": 1, "no_grad": 1}  # the one that TRL runs for the correction itself
 
-    def __init__(self, folder):
-        self.folder, self.reloads = folder, 0
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    batch = first_rollout(trainer)
+    mask = mask_of(batch).double()
 
-    def post(self, url, json=None):
-        assert (url, json) == (f"{URL}/collective_rpc", {"method": "reload_weights"})
-        weights = load_file(self.folder / "model.safetensors")
-        assert set(weights) == set(dict(self.model.named_parameters()))
-        self.model.load_state_dict(weights)
-        self.reloads += 1
-        response = requests.Response()
-        response.status_code = 200
-        return response
+    # ρ from the definitions: the policy's log-probs in float64 against the sampler's
+    policy = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    with torch.no_grad():
+        logps = logps_by_softmax(policy, batch).gather(-1, batch["completion_ids"].unsqueeze(-1)).squeeze(-1)
+    sampled = torch.zeros_like(logps)
+    for i, row in enumerate(trainer.vllm_generation.logps):
+        sampled[i, : len(row)] = torch.tensor([math.nan if x is None else x for x in row])
+    difference = ((logps - sampled) * mask).nan_to_num(nan=0.0)
+    if mode.startswith("sequence"):
+        difference = difference.sum(1, keepdim=True)
+    ratio = difference.exp()
+    if mode.endswith("truncate"):
+        ratio = ratio.clamp(low, high)
+    else:
+        ratio = ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
+    assert ((ratio == low) | (ratio == high) | (ratio == 0)).any() and ratio.unique().numel() > 3
+    if mode.startswith("token"):
+        assert ratio[2, 1] == 1  # unavailable: no correction
 
-    @torch.no_grad()
-    def complete(self, prompt, temperature, max_tokens):
-        ids, logprobs = list(prompt), []
-        while len(logprobs) < max_tokens and (not logprobs or ids[-1] != self.model.config.eos_token_id):
-            logps = (self.model(torch.tensor([ids])).logits[0, -1] / temperature).log_softmax(-1)
-            ids.append(int(logps.exp().multinomial(1)))
-            logprobs.append([logps[ids[-1]].item()])
-        return ids[len(prompt) :], logprobs
+    rewards = torch.tensor(tiny.even_bytes(generated(batch)))
+    energy = energies_by_softmax(policy, batch)
+    options = {"baseline": baseline, "importance_weights": ratio}
+    expected = compute_advantages(rewards, energy, mask, 4, **options)
+    actual = batch["advantages"] if batch["advantages"].dim() == 2 else batch["advantages"].unsqueeze(1) * mask
+    torch.testing.assert_close(actual.float(), expected, atol=1e-5, rtol=0)
+    without = compute_advantages(rewards, energy, mask, 4, baseline=baseline)
+    assert (without - expected).abs().max() > 1e-3  # leaving ρ out would show
 
-
-@pytest.fixture
-def server(tmp_path, model_path, monkeypatch):
-    """In the place of the client's transport; what the recipe puts into the client is undone afterwards."""
-    folder = tmp_path / "served"
-    shutil.copytree(model_path, folder)
-    server = Server(folder)
-    client = vllm_client.VLLMClient
-
-    def generate(self, prompts, features=None, n=1, temperature=1.0, max_tokens=16, logprobs=0, **sampling):
-        assert features is None and logprobs == 0 and sampling["top_p"] == 1.0
-        found = [server.complete(prompt, temperature, max_tokens) for prompt in prompts for _ in range(n)]
-        ids, logps = map(list, zip(*found, strict=True))
-        return {"prompt_ids": prompts, "completion_ids": ids, "logprobs": logps}
-
-    def get(self, url, **kwargs):
-        return {"data": [{"id": str(folder)}]}
-
-    info = {"model_config": {"logprobs_mode": "processed_logprobs"}, "weight_transfer_config": None}
-    monkeypatch.setattr(client, "check_server", lambda self, *args: None)
-    monkeypatch.setattr(client, "_get", get)
-    monkeypatch.setattr(client, "get_server_info", lambda self: info)
-    monkeypatch.setattr(client, "reset_prefix_cache", lambda self: None)
-    monkeypatch.setattr(client, "generate", generate)
-    for name in ("init_communicator", "_start_weight_update", "_finish_weight_update", "update_named_params"):
-        monkeypatch.setattr(client, name, getattr(client, name))
-    for module in (vllm_client, vllm_generation):
-        monkeypatch.setattr(module, "is_vllm_available", lambda *args, **kwargs: True)
-    monkeypatch.setattr(vllm_on_cpu, "SERVED", folder)
-    monkeypatch.setattr(vllm_on_cpu.requests, "post", server.post)
-    monkeypatch.setattr(math_recipe, "OTBGRPOTrainer", math_recipe.OTBGRPOTrainer)
-    return server
+    # Σ_t ρ_t² w_t A_t², as the gradient's power under the correction
+    power = (ratio.square() * energy * mask * expected.double().square()).sum(1).mean().item()
+    (log,) = (h for h in trainer.state.log_history if "otb/grad_power" in h)
+    assert log["otb/grad_power"] == pytest.approx(power, rel=1e-4)
+    # w alone, and W_T = Σ_t ρ_t² w_t
+    assert log["otb/energy/token_mean"] == pytest.approx(((energy * mask).sum() / mask.sum()).item(), rel=1e-4)
+    realized = (ratio.square() * energy * mask).sum(1).mean().item()
+    assert log["otb/energy/completion_mean"] == pytest.approx(realized, rel=1e-4)
+    assert abs(realized / (energy * mask).sum(1).mean().item() - 1) > 5e-4
 
 
-def test_vllm_check_shows_what_it_promises(server, model_path, tmp_path, monkeypatch, capsys):
-    trainers = []
+@pytest.mark.parametrize("mode", [None, "token_truncate", "token_mask", "sequence_truncate"])
+def test_ratios_affect_values_learning_only(mode, train, monkeypatch):
+    """
+    A ratio of a completion depends on all of its tokens, on which no earlier baseline may depend. That of a token
+    weights its own luck, if the loss weights tokens one by one.
+    """
 
-    def main(argv):
-        """The recipe's, without its problems."""
-        given = dict(zip(argv[::2], argv[1::2], strict=True))
-        assert given["--vllm_server_base_url"] == URL and given["--max_steps"] == "2"
-        assert Path(given["--config"]).is_file()
-        args = OTBGRPOConfig(
-            **tiny.SETTINGS | {"max_steps": 2, "temperature": 0.9, "output_dir": str(tmp_path)},
-            use_vllm=given["--use_vllm"] == "true",
-            vllm_mode=given["--vllm_mode"],
-            vllm_server_base_url=given["--vllm_server_base_url"],
-        )
-        trainer = math_recipe.OTBGRPOTrainer(model_path, tiny.even_bytes, args=args, train_dataset=tiny.prompts())
-        trainers.append(trainer)
+    class Off(Sampler):
+        """The last token's log-prob is off by `by`."""
+
+        by = 0.0
+
+        def generate(self, prompts, images, num_generations, profiler):
+            nothing, completions, logps, extra = super().generate(prompts, images, num_generations, profiler)
+            logps = [[*row[:-1], [(row[-1][0] or 0.0) + self.by]] for row in logps]
+            return nothing, completions, logps, extra
+
+    monkeypatch.setattr(grpo_trainer, "VLLMGeneration", Off)
+
+    def run(steps, memory=None):
+        correction = {} if mode is None else {"vllm_importance_sampling_mode": mode}
+        trainer = train(**ONE_STEP | {"max_steps": steps, "train": False}, baseline="value", **correction)
+        if memory is not None:
+            trainer.baseline.entry.estimator.load_state_dict(memory)
         trainer.train()
+        return trainer
 
-    monkeypatch.setattr(math_recipe, "main", main)
-    vllm_on_cpu.train(["--max_steps", "2"])
-    (trainer,) = trainers
-    out = capsys.readouterr().out
-    # TRL's own forward yields energies, and after an update the server samples from the policy as it is
-    assert "In 2 steps 2 forwards without gradient, 2 with; energies come from the no-gradient forward that" in out
-    assert server.reloads >= 2
-    assert max(map(float, logged(trainer, "sampling/sampling_logp_difference/max"))) < 1e-3
-    weights = dict(trainer.model.named_parameters())
-    assert any(not torch.equal(p, weights[name]) for name, p in server.model.named_parameters())  # one update later
-    for line in ("reward", "otb/energy/token_mean", "sampling/importance_sampling_ratio/max"):
-        assert f"\n{line}: " in f"\n{out}"
+    memory = run(4).baseline.entry.estimator.state_dict()
+    memory["weight"] = 0.5
+    one = run(1, memory)
+    monkeypatch.setattr(Off, "by", 0.3)
+    two = run(1, memory)
+    rollout, other = one.rollouts["train"], two.rollouts["train"]
+    mask = rollout.mask.bool()
+    assert torch.equal(rollout.completion_ids, other.completion_ids)
+    assert (rollout.loss_energy - other.loss_energy)[mask].abs().max() > 1e-3
+    assert torch.equal(rollout.energy, other.energy)
+    last = mask & (mask.cumsum(1) == mask.sum(1, keepdim=True))  # whose ratio differs
+    by_token = mode is not None and mode.startswith("token")
+    assert by_token != torch.equal(rollout.baselines[mask], other.baselines[mask])
+    assert torch.equal(rollout.baselines[last], other.baselines[last])
+    assert predicted(rollout).abs().max() > 1e-3
+    sums, others = (trainer.baseline.entry.estimator._sums for trainer in (one, two))
+    assert not torch.equal(sums, others)
+
+    if mode == "sequence_truncate":  # the gradients of a comparison have no ratios, and so no energies with them
+        with at_rest(two, frozenset({"energy"})):
+            ((sampled, rows),) = sample(two, [{"prompt": "abc"}], 4, seed=0)
+        for row, weights, mask in zip(rows, sampled.loss_energy, sampled.mask.bool(), strict=True):
+            expected = energies_by_softmax(two.policy, row)[0].float()
+            torch.testing.assert_close(weights[mask], expected, atol=1e-5, rtol=0)
 
 
 def test_vllm_check_names_own_commands():
     commands = re.findall(r"python -m (\S+) (\w+)", vllm_on_cpu.__doc__)
     assert commands == [(vllm_on_cpu.__name__, verb) for verb in ("prepare", "serve", "train", "train_async")]
-    command = [sys.executable, "-m", vllm_on_cpu.__name__, "help"]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr.endswith(
-        "vllm_on_cpu.py: error: say prepare, serve, train or train_async.\n"
-    )
+    assert all(callable(getattr(vllm_on_cpu, verb)) for _, verb in commands)
 
 
 def test_stubbed_client_takes_same_arguments():
-    replaced = {}
-
-    class Client:
-        def __setattr__(self, name, value):
-            replaced[name] = value
-
-    vllm_on_cpu.reload_instead_of_nccl(Client())
-    for name, function in replaced.items():
-        original = inspect.signature(getattr(vllm_client.VLLMClient, name))
-        assert list(inspect.signature(function).parameters) == list(original.parameters), name
+    names = "init_communicator _start_weight_update _finish_weight_update update_named_params".split()
+    stubbed = type("Stubbed", (VLLMClient,), {})
+    vllm_on_cpu.reload_instead_of_nccl(stubbed)
+    for name in names:
+        own, original = (list(inspect.signature(getattr(of, name)).parameters) for of in (stubbed, VLLMClient))
+        assert own == original and name in vars(stubbed)

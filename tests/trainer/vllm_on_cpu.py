@@ -13,13 +13,11 @@ With GPUs none of this is needed, see recipes/math_zero3.yaml (colocate) and rec
 
 Seen on two x86-64 cores on 2026-11-21, 5 min 20 s for 5 steps and two evaluations: each step ran one forward without
 gradient, TRL's own, and energies came from it; sampling and training log-probs stayed within 6e-5 of each other after
-every update. With TRL's default `--lora_dropout 0.05` they parted by up to 0.017, since only the training forward
-drops anything.
+every update, and with TRL's default `--lora_dropout 0.05` within 0.017, since only the training forward drops anything.
 
-Seen of `train_async` on the same cores, shared with other work, on 2026-11-25: 5 steps in 8 min 1 s, up to four
-versions behind, as its queue was not kept short yet. The approximate KL of sampling and training was 2e-9 to 3e-9 where
-both had the same weights, also after a run with trained ones was resumed, and rose with staleness to 7e-4; every sample
-came with the stamps of its group.
+Seen of `train_async` there on 2026-11-25: 5 steps in 8 min 1 s, up to four versions behind. The approximate KL of
+sampling and training was 2e-9 to 3e-9 where both had the same weights, also after a resumed run, and rose with
+staleness to 7e-4; every sample came with the stamps of its group.
 
 TRL sends new weights to the server over NCCL, which needs GPUs. Here the served checkpoint is rewritten instead and
 the server asked to read it again; everything else is what a GPU run does.
@@ -36,29 +34,23 @@ from pathlib import Path
 from unittest.mock import patch
 
 import requests
-import torch
 from safetensors.torch import save_file
 from trl.generation.vllm_client import VLLMClient
 
 from recipes import math as math_recipe
 from recipes.toy import smollm2
-from trl_otb import OTBGRPOTrainer
+from tests.helpers.recording import Recording
 
 
 SERVED = Path("runs/vllm_on_cpu/served")
 HOST, PORT = "127.0.0.1", "8123"
 ADDRESS = f"http://{HOST}:{PORT}"
-SERVER_ENVIRONMENT = {
-    "VLLM_SERVER_DEV_MODE": "1",  # /collective_rpc, by which weights are read again
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_NO_USAGE_STATS": "1",
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-}
+ON = ("VLLM_CPU_KVCACHE_SPACE", "VLLM_NO_USAGE_STATS", "OMP_NUM_THREADS", "HF_HUB_OFFLINE")
+SERVER_ENVIRONMENT = {**dict.fromkeys(ON, "1"), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+SERVER_ENVIRONMENT["VLLM_SERVER_DEV_MODE"] = "1"  # /collective_rpc, by which weights are read again
 
 
-def prepare() -> None:
+def prepare(flags: list[str]) -> None:
     shutil.rmtree(SERVED, ignore_errors=True)
     shutil.copytree(smollm2(), SERVED)
     try:
@@ -72,7 +64,7 @@ def prepare() -> None:
     print(f"{SERVED} is ready to be served.")
 
 
-def serve() -> None:
+def serve(flags: list[str]) -> None:
     command = ["vllm", "serve", str(SERVED), "--host", HOST, "--port", PORT, "--served-model-name", str(smollm2())]
     command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--max-num-seqs", "64"]
     command += ["--no-enable-chunked-prefill"]  # part of a prompt with a seed, as TRL's worker sends, fails on CPUs
@@ -82,48 +74,34 @@ def serve() -> None:
     os.execve(Path(sys.executable).parent / command[0], command, {**os.environ, **SERVER_ENVIRONMENT})
 
 
-def reload_instead_of_nccl(client: type[VLLMClient]) -> None:
-    def rewrite_and_reload(self, metadata, named_params):
-        weights = {name: weight.detach().clone().contiguous() for name, weight in named_params}
-        save_file(weights, SERVED / "model.safetensors", metadata={"format": "pt"})
-        requests.post(f"{self.base_url}/collective_rpc", json={"method": "reload_weights"}).raise_for_status()
+def rewrite_and_reload(named_weights) -> None:
+    weights = {name: weight.detach().clone().contiguous() for name, weight in named_weights}
+    save_file(weights, SERVED / "model.safetensors", metadata={"format": "pt"})
+    requests.post(f"{ADDRESS}/collective_rpc", json={"method": "reload_weights"}).raise_for_status()
 
+
+def reload_instead_of_nccl(client: type[VLLMClient]) -> None:
     client.init_communicator = lambda self, device=0: None
     client._start_weight_update = client._finish_weight_update = lambda self: None
-    client.update_named_params = rewrite_and_reload
+    client.update_named_params = lambda self, metadata, named_params: rewrite_and_reload(named_params)
 
 
-class CountingTrainer(OTBGRPOTrainer):
-    """Counts forwards of the policy."""
-
-    without_gradient = with_gradient = 0
-
-    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
-        if torch.is_grad_enabled():
-            self.with_gradient += 1
-        elif self.model.training:
-            self.without_gradient += 1
-        return super()._get_per_token_logps_and_entropies(*args, **kwargs)
-
-    def train(self, *args, **kwargs):
-        result = super().train(*args, **kwargs)
-        log = [entry for entry in self.state.log_history if "loss" in entry]
-        ratios = [f"sampling/importance_sampling_ratio/{extreme}" for extreme in ("min", "max")]
-        for name in ("reward", "sampling/sampling_logp_difference/max", "otb/energy/token_mean", *ratios):
-            print(f"{name}: {', '.join(f'{float(entry[name]):.6g}' for entry in log)}")
-        print(
-            f"In {self.state.global_step} steps {self.without_gradient} forwards without gradient, "
-            f"{self.with_gradient} with; energies come from {self.energy_source}."
-        )
-        return result
+def show(trainer, *names: str) -> None:
+    log = [entry for entry in trainer.state.log_history if "loss" in entry]
+    for name in names:
+        print(f"{name}: {', '.join(f'{float(entry.get(name, math.nan)):.6g}' for entry in log)}")
 
 
-def train(argv: list[str]) -> None:
+def train(flags: list[str]) -> None:
     reload_instead_of_nccl(VLLMClient)
-    math_recipe.OTBGRPOTrainer = CountingTrainer
-    flags = ["--config", str(Path(math_recipe.__file__).with_name("math_smollm2.yaml"))]
-    flags += "--output_dir runs/vllm_on_cpu/run --max_steps 5 --use_vllm true --vllm_mode server".split()
-    math_recipe.main([*flags, "--vllm_server_base_url", ADDRESS, *argv])
+    math_recipe.OTBGRPOTrainer = Recording
+    own = ["--config", str(Path(math_recipe.__file__).with_name("math_smollm2.yaml"))]
+    own += "--output_dir runs/vllm_on_cpu/run --max_steps 5 --use_vllm true --vllm_mode server".split()
+    trainer = math_recipe.main([*own, "--vllm_server_base_url", ADDRESS, *flags])
+    show(trainer, "reward", "sampling/sampling_logp_difference/max", "otb/energy/token_mean")
+    show(trainer, *(f"sampling/importance_sampling_ratio/{extreme}" for extreme in ("min", "max")))
+    steps, forwards = trainer.state.global_step, trainer.forwards
+    print(f"{steps} steps, with those of evaluations {forwards} forwards; energies come from {trainer.energy_source}.")
 
 
 class Rewriting:
@@ -136,9 +114,7 @@ class Rewriting:
         self.pause, self.resume = client.pause, client.resume
 
     def send_weights(self, iterator):
-        weights = {name: weight.detach().clone().contiguous() for name, weight in iterator}
-        save_file(weights, SERVED / "model.safetensors", metadata={"format": "pt"})
-        requests.post(f"{ADDRESS}/collective_rpc", json={"method": "reload_weights"}).raise_for_status()
+        rewrite_and_reload(iterator)
 
     def init_weight_transfer(self):
         pass
@@ -154,9 +130,8 @@ def train_async(argv: list[str]) -> None:
     trainer, parse = async_math.AsyncOTBGRPOTrainer, async_math.parse
     async_math.AsyncOTBGRPOTrainer = functools.partial(trainer, weight_transfer=Rewriting())
     flags = ["--config", str(Path(async_math.__file__).with_name("async_math_vllm.yaml"))]
-    flags += (
-        f"--output_dir runs/vllm_on_cpu/async --model_name_or_path {smollm2()} --vllm_server_base_url {ADDRESS}".split()
-    )
+    flags += f"--output_dir runs/vllm_on_cpu/async --model_name_or_path {smollm2()}".split()
+    flags += ["--vllm_server_base_url", ADDRESS]
     flags += "--dataset_name reasoning_gym:chain_sum --max_steps 5 --per_device_train_batch_size 16".split()
     flags += "--gradient_accumulation_steps 2 --num_held_out_problems 20 --max_completion_length 24 --lora_r 16".split()
     flags += "--learning_rate 2e-4 --token_budget 384 --gradient_checkpointing false".split()
@@ -168,19 +143,13 @@ def train_async(argv: list[str]) -> None:
         parsed = parse([*flags, *argv], kinds, async_math.__file__)
     async_math.parse = lambda *args: parsed
     with on_cpu():
-        log = [entry for entry in async_math.main([]).state.log_history if "loss" in entry]
-    for name in ("reward", "kl", "otb/effective_sample_share", "otb/value/explained"):
-        print(f"{name}: {', '.join(f'{float(entry.get(name, math.nan)):.4g}' for entry in log)}")
+        trainer = async_math.main([])
+    show(trainer, "reward", "kl", "otb/effective_sample_share", "otb/value/explained")
 
 
 if __name__ == "__main__":
     verb, *flags = sys.argv[1:] or [""]
-    verbs = {
-        "prepare": prepare,
-        "serve": serve,
-        "train": lambda: train(flags),
-        "train_async": lambda: train_async(flags),
-    }
+    verbs = {"prepare": prepare, "serve": serve, "train": train, "train_async": train_async}
     if verb not in verbs:
         sys.exit(f"{__doc__}\nvllm_on_cpu.py: error: say prepare, serve, train or train_async.")
-    verbs[verb]()
+    verbs[verb](flags)
