@@ -138,9 +138,12 @@ def test_nothing_lies_beside_the_project():
     assert shown == {"recipes", "tests", "trl_otb"} | files
 
 
+VALUE_METRICS = ("explained", "explained_by_state", "weight", "luck_weight", "restarted")
+
+
 def test_exactly_logged_metrics_are_explained():
     logged = {f"otb/{name}" for name in summarize(torch.zeros(2, len(STATISTICS)), 2)}
-    logged |= {f"otb/value/{name}" for name in ("explained", "weight", "restarted")}  # of a baseline that learns
+    logged |= {f"otb/value/{name}" for name in VALUE_METRICS}
     assert set(re.findall(r"^\| `(otb/[\w/]+)`", REFERENCE, flags=re.MULTILINE)) == logged
 
 

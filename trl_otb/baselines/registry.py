@@ -126,8 +126,9 @@ def register_baseline(
         per_token (`bool`, *optional*): Whether B has a number for every token's reward-to-go, or one per completion.
         scope (`str`, *optional*): What it must see together: a `"group"`, or the `"batch"` of all processes.
         unbiased (`bool`, *optional*): Whether B never depends on the completion it is subtracted from, except that B_t
-            may depend on what precedes token t. Then the plain sum of gradients is unbiased, if no completion is
-            excluded because of its content (masked for its length, or without a reward).
+            may depend on what precedes token t, and on later terms whose mean is 0 given what precedes them. Then the
+            plain sum of gradients is unbiased, if no completion is excluded because of its content (masked for its
+            length, or without a reward).
         scalable (`bool`, *optional*): Whether A is 0 if the group's returns are equal, so that `scale_rewards` may
             divide it by their deviation.
 

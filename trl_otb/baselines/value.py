@@ -29,24 +29,19 @@ class Value:
         (θ, Γ) = argmin Σ w_t (G_t − B0 − θ·φ − Γ·Σ d ψ)²   over earlier generation batches
 
     Source: this project. Σ w (G − B)² is the gradient's noise to first order (Greensmith, Bartlett and Baxter, 2004).
-    A return is what the prefix x_t promises plus the luck of the tokens after it. d_t', how lucky the draw of y_t' was,
-    has mean 0 given what precedes y_t', so subtracting it leaves the gradient unbiased: a control variate, as in AIVAT
-    for poker (Burch et al., 2018), here in closed form.
+    d_t', how lucky the draw of y_t' was, has mean 0 given what precedes it: a control variate, as in AIVAT for poker
+    (Burch et al., 2018).
 
-    V, a value of the state, is fitted first, by plain least squares on sums over the prefix (energy, surprisal, length,
-    rewards earned), randomly projected hidden states (at the position that predicts y_t, and their mean so far), σ =
-    Σ_v π(v)² and m, the largest d so far. φ and ψ are products of (1, √n, V, V², m, V m, V √n) with powers of σ, where
-    n is the number of tokens before; φ also holds the sums. To fit them to a batch, V is of the batch's other prompts.
+    V, a value of the state, is fitted first, by plain least squares on sums over the prefix, projected hidden states, σ
+    = Σ_v π(v)² and m, the largest d so far, of other prompts than those that θ and Γ are then fitted to. φ and ψ are
+    products of (1, √n, V, V², m, V m, V √n) with powers of σ, n the number of tokens before; φ also holds the sums.
 
-    The weight of a batch decays by 0.9 per batch. c₁ and c₂, between 0 and 1, and the ridge are chosen by
-    cross-validation over four folds of prompts, and shrunk as the folds disagree (positive-part James–Stein). Their
-    limit is low while prompts or tokens are few; it doubles while the decayed sum of what B gained over B0 exceeds its
-    standard error, and halves while it is negative. So B falls back to B0, and is B0 in the first batch. B0 + c₁ θ·φ
-    stays within the range of returns seen so far, and Γ·ψ within its width.
-
-    Assumption: what was learned carries over to other prompts and a slightly newer policy. `value` is reset after a
-    batch of which B left over twice B0's power, if one of these holds: it is over twice B0's usual power, too; it is
-    over 100 times B0's; it happened in the batch before.
+    A batch's weight decays by 0.9 per batch. c₁, c₂ and the ridge are cross-validated over four folds of prompts; c is
+    shrunk as the folds disagree (positive-part James–Stein), and limited while prompts or tokens are few, and by what B
+    gained so far: the limit halves while the decayed sum is negative, and doubles while it exceeds its standard error.
+    B0 + c₁ θ·φ stays within the returns seen so far, Γ·ψ within their width. What was learned is discarded after a
+    batch of which B left over twice B0's power, if that is over twice B0's usual power, too, or over 100 times B0's, or
+    happened in the batch before.
 
     Bias: unbiased, since B_t depends on what precedes y_t, and on sums of later terms whose mean is 0 given what
     precedes them; θ, Γ and c on earlier batches. Where tokens are drawn from a distribution that is not recorded, later
