@@ -24,7 +24,6 @@ GPU = Path(benchmarks.__file__).with_name("gpu.sh")
     ],
 )
 def test_benchmarks_run(script, flags, said, monkeypatch, capsys):
-    """In this process, which has imported what takes longest."""
     monkeypatch.setattr(sys, "argv", [script, *flags.split()])
     runpy.run_module(f"recipes.benchmarks.{script}", run_name="__main__")
     assert said in capsys.readouterr().out
