@@ -61,8 +61,6 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_trains_under_every_setting(train, kind, setting):
     options = {**KINDS[kind], **SETTINGS[setting]}
-    if setting == "mask_truncated":  # what is scripted never ends
-        options["rollout_func"] = None
     if "scale" in setting and kind == "otb":
         options["baseline"] = "ogb"
     elif "scale" in setting:
