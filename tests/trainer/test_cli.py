@@ -37,6 +37,7 @@ def test_trl_yaml_trains_this_trainer(folder):
     assert (type(args).__name__, args.baseline) == ("OTBGRPOConfig", "rloo")  # a flag wins over the file
 
 
+@pytest.mark.slow
 def test_compare_prints_verdict_trains_nothing(folder, capsys):
     with pytest.raises(SystemExit) as end:
         cli.run(["compare", "--config", "run.yaml"])
