@@ -11,7 +11,7 @@ import torch
 
 from tests.helpers.oracles import Rollouts
 from tests.maths.test_derivation import Enumeration, V
-from trl_otb.baselines import BASELINES, Completions, Value, compute_advantages, squeeze
+from trl_otb.baselines import BASELINES, Completions, Value, compute_advantages, joined, squeeze
 from trl_otb.baselines import value as module
 from trl_otb.baselines import value_parts as parts
 
@@ -103,6 +103,12 @@ def test_later_luck_is_subtracted():
     assert left < 0.15 and 0.3 < by_state < 0.8 and value.luck_weight > 0.9
     found = task.batch().teach(value)
     assert [found[name] for name in NAMES[:2]] == pytest.approx([1 - left, 1 - by_state])
+
+
+def test_joined_batches_keep_the_ratios_of_their_draws():
+    drawn, unknown = Task().batch().x, Task(1).batch(draw_ratio=torch.zeros(PROMPTS * N, T)).x
+    ratio = joined([drawn, unknown]).draw_ratio
+    assert torch.equal(ratio, torch.cat([torch.ones_like(drawn.mask), torch.zeros_like(unknown.mask)]))
 
 
 def test_batch_does_not_affect_itself():

@@ -175,6 +175,8 @@ class Completions:
 
 def joined(parts: list[Completions]) -> Completions:
     """Completions of several batches, with what all of them hold, padded to the longest."""
+    if any(x.draw_ratio is not None for x in parts):  # without one it is 1
+        parts = [x if x.draw_ratio is not None else x._with(draw_ratio=torch.ones_like(x.mask)) for x in parts]
     length = max(x.mask.size(1) for x in parts)
     tensors = [x.padded(length).tensors() for x in parts]
     if any(x.returns.size(1) > 1 for x in parts):
