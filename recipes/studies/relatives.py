@@ -35,11 +35,12 @@ class Tether(Value):
         self.share = 0.0
 
     def _value(self, own: Completions, base: torch.Tensor) -> torch.Tensor:
-        own_weight, self.weight = self.weight, 1.0
+        weights = self.weight, self.luck_weight
+        self.weight, self.luck_weight = 1.0, 0.0
         try:
             return super().adjust(own, base).expand_as(own.mask)
         finally:
-            self.weight = own_weight
+            self.weight, self.luck_weight = weights
 
     def adjust(self, own: Completions, base: torch.Tensor) -> torch.Tensor:
         return of_others(own) + self.share * (self._value(own, base) - of_others(own))

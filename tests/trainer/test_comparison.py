@@ -159,6 +159,7 @@ def test_group_gradient_is_completions_mean(sampled, one_partition, baseline, pe
         value, g = rule.estimator, torch.Generator().manual_seed(0)
         value.eta, value.theta, value.gamma = (0.1 * torch.randn(k, generator=g) for k in (11 + 2 * 3, 28, 14))
         value.weight, value.luck_weight, value._returns_seen = 0.7, 0.9, (-3.0, 3.0)
+    pool = replace(pool, draw_ratio=None)
     others = [[rewarded(10 * batch + prompt, per_token) for prompt in range(3)] for batch in range(2)]
     rewards = pool.returns[:, 0]
     if per_token:

@@ -36,7 +36,7 @@ CASES = {  # options, the ratio (None: 1), and what is said
     "weighted by token": ({**VLLM, "vllm_importance_sampling_mode": "token_mask"}, "π / μ", None),
     "not weighted": ({**VLLM, "vllm_importance_sampling_correction": False}, "π / μ", None),
     "rollout_func": ({"rollout_func": with_logprobs}, "π / μ", None),
-    "rollout_func without log-probs": ({"rollout_func": scripted_rollout}, 0, "the forwards that sampled could not"),
+    "rollout_func without log-probs": ({"rollout_func": scripted_rollout}, 0, "`rollout_func` returns no log-probs"),
 }
 
 

@@ -148,7 +148,7 @@ class Value:
         """φ and ψ; studies leave out some."""
         return features(of, v)
 
-    def _value(self, of: Reading, b0: Tensor, eta: Tensor | None) -> Float[Tensor, "B T"]:
+    def _centred_v(self, of: Reading, b0: Tensor, eta: Tensor | None) -> Float[Tensor, "B T"]:
         """V less the middle of the returns seen, by coefficients `(K,)` or, for each row, `(B, K)`; 0 without any."""
         if eta is None:
             return torch.zeros_like(of.sure)
@@ -165,7 +165,7 @@ class Value:
         """B without later luck, and B."""
         if self.theta is None or self.gamma is None:
             return (b0.expand_as(of.sure),) * 2
-        phi, psi = self._features(of, self._value(of, b0, self.eta))
+        phi, psi = self._features(of, self._centred_v(of, b0, self.eta))
         least, most = self._returns_seen
         predicted = b0 + self.weight * (phi @ self.theta.to(phi))
         state = predicted.clamp(b0.clamp(max=least), b0.clamp(min=most))
@@ -197,7 +197,7 @@ class Value:
         sums = b0.new_zeros(1, dtype=precise)
         for x, b, rows in blocks(local, b0):
             of = read(x, b)
-            phi, psi = self._features(of, self._value(of, b, etas[fold[rows]]))
+            phi, psi = self._features(of, self._centred_v(of, b, etas[fold[rows]]))
             target = (x.returns - b).expand_as(x.mask)
             weights = x.need("loss_energy") if self.weighted_by == "energy" else x.mask
             columns = torch.cat([phi, later(of.luck.unsqueeze(-1) * psi), target.unsqueeze(-1)], dim=-1)

@@ -32,7 +32,9 @@ def draw_ratio(
         by_completion = corrected and trainer.vllm_importance_sampling_mode.startswith("sequence")
         return None if by_completion else torch.exp(logps - of_sampler), None
     if unknown is None and source != SAMPLED:
-        if any(m.training and _drops(m) for m in trainer.policy.modules()):
+        if trainer.rollout_func is not None:
+            unknown = "`rollout_func` returns no log-probs"
+        elif any(m.training and _drops(m) for m in trainer.policy.modules()):
             unknown = "dropout was another one when tokens were sampled"
         elif batch.get("old_per_token_logps") is None:
             unknown = "the forwards that sampled could not be read"
