@@ -91,9 +91,8 @@ def test_two_processes_equal_one(results, backend, part):
     assert_same_models(results, single, name)
     if part.baseline == "value":
         learned, *of_both = (x["state"] for x in (one, *two))
-        assert (
-            max(learned["weight"], learned["luck_weight"]) > 1e-3
-        )  # so the metrics and weights above are of predictions
+        # So the above is of predictions; with one completion per prompt there are too few tokens to learn from
+        assert part.one or max(learned["weight"], learned["luck_weight"]) > 1e-3
         for state in of_both:
             assert_same_sums(learned, state, 1e-4)
             assert state["_most_weight"] == learned["_most_weight"]

@@ -126,10 +126,7 @@ def test_checkpoint_without_state_warns(train_value, train, tmp_path, caplog):
         (b"", r"baseline.pt is damaged, or no file of trl_otb's trainers \(EOFError\). Remove it"),
         (pickle.dumps({"baseline": "value"}), "baseline.pt is damaged, or no file of trl_otb's trainers"),
         ([1, 2], "baseline.pt is damaged, or no file of trl_otb's trainers"),
-        (
-            {"baseline": "value", "state": {"theta": None}},
-            "'value' is damaged, or of a release before .*'theta'",
-        ),
+        ({"baseline": "value", "state": {"theta": None}}, "'value' is damaged, or of a release before .*'theta'"),
     ],
     ids=["empty", "pickle", "foreign", "other state"],
 )
