@@ -94,7 +94,9 @@ class RunBaseline:
             learned=self.learn(local, chosen.b0, gather) if learn else {},
         )
 
-    def learn(self, local: Any, b0: Any, gather: Callable[[Tensor], Tensor] | None = None) -> dict[str, float]:
+    def learn(
+        self, local: Completions, b0: Tensor, gather: Callable[[Tensor], Tensor] | None = None
+    ) -> dict[str, float]:
         """Updates a learning baseline from completions with their B0; returns its metrics as `name/…`."""
         if not self.entry.learns:
             return {}

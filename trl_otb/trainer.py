@@ -140,7 +140,9 @@ class OTBGRPOTrainer(KeepsBaseline, CollectiveToolLoop, TokenLoss):
         rollout = rollout.with_advantages(step, batch["advantages"] if uses_trl_advantages else None)
         self.rollouts[mode] = rollout
         self._log_step(mode, step, rollout.num_generations)
-        return batch | {"advantages": rollout.advantages if step.per_token else rollout.advantages[:, 0]}
+        advantages = rollout.advantages
+        assert advantages is not None  # after `with_advantages`
+        return batch | {"advantages": advantages if step.per_token else advantages[:, 0]}
 
     def collect(self, inputs: list[dict[str, Any]]) -> tuple[Rollout, Completions, dict[str, Any]]:
         """Sampled and rewarded completions of `inputs`, one per row: to show, for baselines, and as TRL's batch."""
@@ -162,9 +164,11 @@ class OTBGRPOTrainer(KeepsBaseline, CollectiveToolLoop, TokenLoss):
         rollout = rollout.read(values, batch.get("importance_sampling_ratio"))
         if values is None:
             return rollout, rollout.completions(prompt_key=keys), batch
-        ratio, unknown = draw_ratio(self, batch, source, values.logps)
-        if unknown is not None and "logps" in self.needs:
-            logger.warning_once(f"Later luck is not subtracted: {unknown}.")
+        ratio = None
+        if "logps" in self.needs:
+            ratio, unknown = draw_ratio(self, batch, source, values.logps)
+            if unknown is not None:
+                logger.warning_once(f"Later luck is not subtracted: {unknown}.")
         return rollout, rollout.completions(values.states, keys, ratio), batch
 
     def _log_step(self, mode: str, step: Step, num_generations: int) -> None:

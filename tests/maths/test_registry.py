@@ -181,8 +181,10 @@ def test_base_may_be_per_token():
 
 
 def test_what_an_update_returns_is_numbers():
-    learnt = RunBaseline(find_baseline(Learns({"a": torch.tensor(2.0), 3: True}))).learn(None, None)
-    assert learnt == {"Learns/a": 2.0, "Learns/3": 1.0} and RunBaseline(find_baseline(Learns())).learn(None, None) == {}
+    x = Rollouts().completions()
+    learnt = RunBaseline(find_baseline(Learns({"a": torch.tensor(2.0), 3: True}))).learn(x, x.returns)
+    assert learnt == {"Learns/a": 2.0, "Learns/3": 1.0}
+    assert RunBaseline(find_baseline(Learns())).learn(x, x.returns) == {}
 
 
 @pytest.mark.parametrize("state", [[1], {"a": Learns}, {"a": np.ones(2)}], ids=["list", "class", "array"])

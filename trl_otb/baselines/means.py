@@ -1,7 +1,4 @@
-"""
-Baselines that are a weighted mean of the group's returns, B = Σ_i ω_i G_i / Σ_i ω_i, and B = 0. The page
-recipes/reference.md says when to use each.
-"""
+"""Baselines that are a weighted mean of the group's returns, B = Σ_i ω_i G_i / Σ_i ω_i, and B = 0."""
 
 import torch
 from jaxtyping import Float

@@ -111,8 +111,14 @@ def register_baseline(
     scalable: bool = False,
 ) -> Callable[[Callable], Callable]:
     """
-    Register a baseline of your own, for `OTBGRPOConfig(baseline=name)` and [`compute_advantages`]; recipes/reference.md
-    has an example.
+    Register a baseline of your own, for `OTBGRPOConfig(baseline=name)` and [`compute_advantages`].
+
+    ```python
+    @trl_otb.register_baseline("newest")
+    def newest(x):
+        "The group's mean, weighted by each token's own energy."
+        return x.mean(x.loss_energy)
+    ```
 
     The function receives [`Completions`], which it must not modify, and returns B, broadcastable to `(B, T)`, or to
     `(B, 1)` if `per_token` is `False`, and finite wherever there is a token. A baseline that learns is a class with the

@@ -113,10 +113,10 @@ class Value:
             self._limit_weight(power - left)
 
         present, returns = local.mask > 0, local.returns.expand_as(local.mask)
-        ends = torch.stack([-returns.where(present, math.inf).amin(), returns.where(present, -math.inf).amax()])
-        least, most = gather(ends.unsqueeze(0)).amax(dim=0).tolist()
+        ends = [-returns.where(present, math.inf).amin(), returns.where(present, -math.inf).amax(), local.prompt.amax()]
+        least, most, last_prompt = gather(torch.stack([end.float() for end in ends]).unsqueeze(0)).amax(dim=0).tolist()
         self._returns_seen = min(self._returns_seen[0], -least), max(self._returns_seen[1], most)
-        self._prompts += int(gather(local.prompt.amax().view(1)).amax()) + 1
+        self._prompts += int(last_prompt) + 1
         whole = of_value.sum(dim=0) + (0 if self._value_sums is None else self.decay_per_batch * self._value_sums)
         ridge = 0.02 + 4 / (self._prompts - self._prompts_before)
         (of_both,) = _gathered([self._sums_of(local, b0, fold, solution(whole - of_value, ridge))], gather)
@@ -240,10 +240,10 @@ class Value:
         if not both.isfinite().all():
             self._reset("its linear system has no finite solution")
 
-    def _weights(self, of_others: Float[Tensor, "folds K"]) -> tuple[float, float, float]:
-        """For (θ, Γ) fitted to the other folds: what c₁ and c₂ gain in each fold, and these, each given the other."""
+    def _weights(self, without_fold: Float[Tensor, "folds K"]) -> tuple[float, float, float]:
+        """For (θ, Γ) fitted without each fold: what c₁ and c₂ gain in the folds, and these, each given the other."""
         assert self._sums is not None
-        parts = of_others.clone(), of_others.clone()
+        parts = without_fold.clone(), without_fold.clone()
         parts[0][:, -OF_LUCK:] = 0
         parts[1][:, :-OF_LUCK] = 0
         both = torch.stack(parts, dim=1)  # (folds, 2, K)

@@ -47,7 +47,7 @@ class Rollout:
     energy: Tensor | None = None
     loss_energy: Tensor | None = None
     logps: Tensor | None = None
-    advantages: Any = None  # (B, T), or (B, 1) under a baseline per completion: (G − B) / scale
+    advantages: Tensor | None = None  # (B, T), or (B, 1) under a baseline per completion: (G − B) / scale
     baselines: Tensor | None = None  # B
     group_mean_advantages: Tensor | None = None  # (B, 1) under the group mean, for comparison; `None` for N = 1
 

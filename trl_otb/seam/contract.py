@@ -4,7 +4,7 @@ import hashlib
 import inspect
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
@@ -20,6 +20,7 @@ from ..baselines import Baseline
 logger = get_logger(__name__)
 
 PINNED = Path(__file__).with_name("trl_sources.json")  # versions and hashes of the sources read; see `make hashes`
+ON_TRAINER = "trainer"  # in the place of a class
 ANY_TRL = "TRL_OTB_ANY_TRL"  # the environment variable that allows other versions than the tested one
 
 
@@ -49,11 +50,10 @@ class BrokenContract(Exception):
 
     def named(self, trainer: "GRPOTrainer") -> Exception:
         """The `TypeError` if the trainer's class overrides one of the methods; else the `ImportError`."""
-        theirs = [f"{name}, set on the trainer" for name in self.methods if name in vars(trainer)]
-        classes = users_classes(type(trainer))
-        theirs += [f"{of.__name__}.{name}" for name in self.methods for of in classes if name in vars(of)]
-        if not theirs:
+        found = users_methods(trainer, self.methods)
+        if not found:
             return incompatible_trl(self.what)
+        theirs = [f"{name}, set on the trainer" if owner == ON_TRAINER else f"{owner}.{name}" for owner, name in found]
         return TypeError(
             f"{self.what[:1].upper()}{self.what[1:]}. In `{type(trainer).__name__}`, look at {', '.join(theirs)}; "
             "help(trl_otb.OTBGRPOTrainer) says what such a class must do."
@@ -204,27 +204,28 @@ def users_classes(cls: type) -> list[type]:
     return [base for base in cls.__mro__ if base not in core and not base.__module__.startswith("trl_otb.")]
 
 
+def users_methods(trainer: GRPOTrainer, names: Iterable[str]) -> list[tuple[str, str]]:
+    """Owner and name of each of these methods that is set on the trainer, or that a user's class has."""
+    owners = [(ON_TRAINER, vars(trainer)), *((cls.__name__, vars(cls)) for cls in users_classes(type(trainer)))]
+    return [(owner, name) for owner, methods in owners for name in names if name in methods]
+
+
 def check_subclass(trainer: GRPOTrainer, entry: Baseline) -> None:
-    """
-    Raise a `TypeError` if a user's class, or the trainer itself, has a method that the baseline would undo, or that
-    would misread it.
-    """
-    declared = getattr(trainer, "takes_token_advantages", False)
-    names = {cls.__name__: vars(cls) for cls in users_classes(type(trainer))} | {"trainer": vars(trainer)}
-    for name, methods in names.items():
-        if "_transform_advantages" in methods:
-            raise TypeError(
-                f"`{name}._transform_advantages` would change advantages that `baseline={entry.name!r}` then "
-                "replaces. Change rewards in `_calculate_rewards`, or `inputs['advantages']` in `_compute_loss`."
-            )
-        losses = [loss for loss in ("_compute_loss", "compute_loss") if loss in methods]
-        if entry.per_token and losses and not declared:
-            raise TypeError(
-                f"`baseline` is {entry.name!r}, one per token, and `{name}.{losses[0]}` is not known to take "
-                "advantages of shape (B, T): a loss for (B,) fails, or silently mixes up completions. If it supports "
-                "both, as one that only adds to `super()`'s does, set `takes_token_advantages = True` in the class. "
-                "Otherwise choose a baseline per completion, such as 'ogb_pooled' or 'rloo'."
-            )
+    """Raise a `TypeError` if a user has a method that the baseline would undo, or that would misread it."""
+    for owner, name in users_methods(trainer, ("_transform_advantages",)):
+        raise TypeError(
+            f"`{owner}.{name}` would change advantages that `baseline={entry.name!r}` then replaces. Change rewards in "
+            "`_calculate_rewards`, or `inputs['advantages']` in `_compute_loss`."
+        )
+    if not entry.per_token or getattr(trainer, "takes_token_advantages", False):
+        return
+    for owner, name in users_methods(trainer, ("_compute_loss", "compute_loss")):
+        raise TypeError(
+            f"`baseline` is {entry.name!r}, one per token, and `{owner}.{name}` is not known to take advantages of "
+            "shape (B, T): a loss for (B,) fails, or silently mixes up completions. If it supports both, as one that "
+            "only adds to `super()`'s does, set `takes_token_advantages = True` in the class. Otherwise choose a "
+            "baseline per completion, such as 'ogb_pooled' or 'rloo'."
+        )
 
 
 def check_config(cls: type) -> None:
