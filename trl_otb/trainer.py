@@ -2,6 +2,7 @@
 
 import inspect
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from .baselines import Completions
 from .config import OTBGRPOConfig, check_options
 from .metrics import STATISTICS, summarize
 from .rollout import Rollout, Rollouts, prompt_keys
+from .rollout.page import RolloutPages
 from .run_baseline import RunBaseline, Step
 from .seam.contract import GRPO, BrokenContract, check_config, check_subclass, trl_utils
 from .seam.draws import draw_ratio
@@ -81,6 +83,8 @@ class OTBGRPOTrainer(KeepsBaseline, CollectiveToolLoop, TokenLoss):
         super().__init__(model, reward_funcs, args=args, **dict(zip(names, other_args, strict=False)), **kwargs)
         GRPO.check_attributes("GRPOTrainer", self)
         self.known_loss = None if {*GRPO.warn_if_changed()} & GRPO.loss else GRPOTrainer._compute_loss
+        if getattr(args, "save_rollouts_steps", None):
+            self.add_callback(RolloutPages(self.rollouts))
         if self.scale_rewards == "running":
             self.scale_rewards = "none"  # of GRPOTrainer's own advantages
         entry = self.baseline.entry
@@ -137,7 +141,11 @@ class OTBGRPOTrainer(KeepsBaseline, CollectiveToolLoop, TokenLoss):
         if mode == "train" and self.state.global_step == 0 and not self.baseline.entry.built_in:
             self.baseline.state_dict()  # raises early if the state cannot be saved
         uses_trl_advantages = self.baseline.entry.name == "group_mean" and self.baseline.running_scale is None
-        rollout = rollout.with_advantages(step, batch["advantages"] if uses_trl_advantages else None)
+        rollout = replace(
+            rollout.with_advantages(step, batch["advantages"] if uses_trl_advantages else None),
+            baseline_name=self.baseline.entry.name,
+            step=self.state.global_step + (mode == "train"),
+        )
         self.rollouts[mode] = rollout
         self._log_step(mode, step, rollout.num_generations)
         advantages = rollout.advantages

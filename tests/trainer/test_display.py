@@ -1,10 +1,9 @@
-"""A rollout for the eye: its repr, its text, its picture."""
+"""A rollout for the eye: its repr and its text. Its page is in test_page.py."""
 
 import io
 import math
 import re
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -55,7 +54,7 @@ def energies(rollout):
     """0, 0.1, 0.2, … in reading order, at most 0.9; the first row's fifth token, if it has one, is improbable."""
     values = torch.arange(rollout.mask.numel()).view(rollout.mask.shape) / 10
     values = values.clamp(max=0.9)
-    values[0, 4:5] = 1.5
+    values[0, 4:5] = 1.6
     return values.to(rollout.mask.device)
 
 
@@ -88,7 +87,7 @@ def test_no_rollout_is_a_key_error(train):
 def test_repr_has_the_sizes(device):
     first = "Rollout of 2 prompts, N = 2: 4 completions, 14 tokens, and 4 of tools\n"
     rewards = "rewards: mean 0.5, one per completion; 1 completions without\n"
-    last = "\nsee show(prompt=0), plot(path)"
+    last = "\nsee show(prompt=0), page(path)"
     of_all = "energies: of all tokens\nadvantages: per"
     assert repr(rollout_of(device=device)).startswith(f"{first}{rewards}energies: none\n")
     assert repr(credited(device=device)) == f"{first}{rewards}{of_all} token{last}"
@@ -99,25 +98,36 @@ def test_repr_has_the_sizes(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_text_shows_tokens_and_values(capsys, device):
-    rollout = credited(*TWO, device=device)
+    rollout = replace(credited(*TWO, device=device), step=3, baseline_name="otb")
     # "a": W = 0 and 0.6, so B = 0; "b": W = 0.1 and 1.3, so B = 0.1/1.4; "e": the lone tail, B = 0
     expected = (
-        "Prompt 0: 1+1=\n"
-        "‹ ›: energy above 1: another token was more than twice as likely; [ ]: tool output.\n\n"
-        "completion 0, reward 1, energy 1.60, advantage 0.93 to 1.00, the group mean's advantage 0.50\n"
+        "Prompt 0 of 1, step 3, baseline otb, N = 2\n"
+        "1+1=\n"
+        "blue: more of this, orange: less (advantage × √energy); ‹ ›: improbable; [ ]: of tools\n\n"
+        "completion 0, reward 1, advantage 0.93 to 1.00, baseline 0.00 to 0.07, 5 tokens\n"
         "ab[cd]‹e›\n\n"
-        "completion 1, reward 0, energy 1.30, advantage -0.07 to 0.00, the group mean's advantage -0.50\n"
+        "completion 1, reward 0, advantage -0.07 to 0.00, baseline 0.00 to 0.07, 2 tokens\n"
         "fg\n"
     )
     assert text_of(capsys, rollout) == expected
     assert rollout.advantages[0].tolist() == pytest.approx([1, 1 - 0.1 / 1.4, 0, 0, 1, 0])
 
 
+def test_colours_in_a_terminal(capsys, monkeypatch):
+    """The largest push, √1.6 here, is darkest; red of blue tokens is least."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLORTERM", "truecolor")
+    text = text_of(capsys, credited(*TWO))
+    assert "\x1b[30;48;2;102;161;216m‹e›" in text  # 255 − .6 (255 − (0, 98, 190))
+    shades = [tuple(map(int, of)) for of in re.findall(r"48;2;(\d+);(\d+);(\d+)m", text)]
+    assert shades[0] == (255, 255, 255) and any(red > blue for red, _, blue in shades)  # no energy; the failed attempt
+
+
 def test_missing_values_are_not_shown(capsys):
     text = text_of(capsys, rollout_of(), prompt=1)
-    assert "completion 0, no reward\n<b>&\n" in text and "hi[j]kl[m]n" in text and "energy 0" not in text
-    text = text_of(capsys, rollout_of(), max_tokens=2)
-    assert "\nab … 3 more tokens\n" in text and text.endswith("\nfg\n")
+    assert "completion 0, no reward, 4 tokens\n<b>&\n" in text and "hi[j]kl[m]n" in text and "energy 0" not in text
+    text = text_of(capsys, rollout_of(["ab[cd]e", "fg"], [1.0, 0.0]), max_tokens=3)
+    assert "\nab … 2 tokens are not shown … e\n" in text and text.endswith("\nfg\n")
 
 
 @pytest.mark.parametrize("layout", tiny_vision.LAYOUTS)
@@ -165,72 +175,6 @@ def test_a_completion_cannot_steer_the_terminal(capsys):
     assert visible("a\n\tb\x1b[31m\u202e") == "a↵⇥b\\x1b[31m\\u202e" and visible("") == "·"
     text = text_of(capsys, rollout_of(["a\x1bc", "d"], [1.0, 0.0]))
     assert "\x1b" not in text and "a\\x1bc" in text
-
-
-def panels_of(figure):
-    return [axis for axis in figure.axes if axis.get_title(loc="left")]
-
-
-def faces(axis):
-    """Colours of the tokens, without the frames."""
-    return [patch.get_facecolor() for patch in axis.patches if patch.get_fill()]
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_the_picture_has_three_panels(tmp_path, device):
-    rollout = credited(*TWO, baseline="group_mean", device=device)
-    figure = rollout.plot(tmp_path / "group.png")
-    assert (tmp_path / "group.png").read_bytes()[:4] == figure._repr_png_()[:4] == b"\x89PNG"  # as a notebook shows it
-    energy, advantage, group_mean = panels_of(figure)
-    titles = [axis.get_title(loc="left") for axis in (energy, advantage, group_mean)]
-    starts = ["Energy", "Advantage under the baseline of the run", "Advantage under the group mean, as GRPO has it"]
-    assert all(title.startswith(start) for title, start in zip(titles, starts, strict=True))
-    for axis in (energy, advantage, group_mean):
-        assert [text.get_text() for text in axis.texts] == list("abcdefg")
-        assert [text.get_text() for text in axis.get_yticklabels()] == ["reward 1", "reward 0"]
-        grey = [place for place, face in enumerate(faces(axis)) if face[:3] == (0.88, 0.88, 0.88)]
-        assert grey == [2, 3]
-        (frame,) = (patch for patch in axis.patches if not patch.get_fill())
-        assert frame.get_x() < axis.texts[4].get_position()[0] < frame.get_x() + frame.get_width()  # on "e"
-    assert faces(advantage) == faces(group_mean) and faces(advantage) != faces(energy)
-    (red, _, blue, _), (other_red, _, other_blue, _) = faces(advantage)[0], faces(advantage)[5]
-    assert blue > red and other_red > other_blue
-    assert len(figure.axes) == 3 + 2  # a bar of colours for energies, and one for both advantages
-    _, advantage, group_mean = panels_of(replace(rollout, group_mean_advantages=2 * rollout.advantages).plot())
-    assert faces(advantage)[0] != faces(group_mean)[0]  # by the same scale
-
-
-def test_long_completions_wrap():
-    energy, *_ = panels_of(credited(["x" * 130, "y"], [1.0, 0.0]).plot(max_tokens=130))
-    lines = {}
-    for text in energy.texts:
-        lines.setdefault(round(text.get_position()[1], 3), []).append(text.get_text())
-    assert ["".join(line) for line in lines.values()] == ["x" * 60, "x" * 60, "x" * 10, "y"]
-    assert [label.get_text() for label in energy.get_yticklabels()] == ["reward 1", "reward 0"]
-    assert max(text.get_position()[0] for text in energy.texts) <= energy.get_xlim()[1]
-
-
-def test_picture_names_what_is_missing():
-    figure = credited(["x" * 130, "y", "z", "!"], [1.0, 0.0, 0.5, 0.0], n=4).plot(max_completions=2)
-    (note,), (other,) = ([text.get_text() for text in of.texts] for of in (figure, credited().plot()))
-    assert "only the first 100 tokens" in note and "2 of 4 completions" in note
-    assert len(panels_of(figure)[0].texts) == 101
-    assert "first" not in other and "completions" not in other
-
-
-def test_dollars_are_no_formula(tmp_path):
-    """As matplotlib reads text between two."""
-    tokenizer = SimpleNamespace(decode=lambda ids, **kwargs: r"$\frac{$" * len(ids))
-    credited(processing_class=tokenizer).plot(tmp_path / "group.pdf")
-
-
-def test_only_what_is_there_is_drawn():
-    rollout = rollout_of()
-    with pytest.raises(ValueError, match="neither energies nor advantages"):
-        rollout.plot()
-    rollout = replace(rollout, energy=energies(rollout).bfloat16())
-    (panel,) = panels_of(rollout.plot(prompt=1))
-    assert panel.get_yticklabels()[0].get_text() == "no reward"
 
 
 @pytest.mark.parametrize("prompt", [2, -1])

@@ -3,10 +3,10 @@
 import json
 import math
 from dataclasses import asdict, dataclass, field
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from ..rollout.text import new_figure
 from .efficiency import Comparison, Estimate, compare, control, moments_of, percent
 
 
@@ -205,6 +205,19 @@ class BaselineReport:
         if lost := [row.name for row in rows if row.more_prompts.lost]:
             lines.append(f"lost in noise: {', '.join(lost)}")
         return "\n".join([*lines, *["", self.spending] * bool(self.spending), "", self.summary])
+
+
+def new_figure(**options: Any) -> Any:
+    """A matplotlib figure that notebooks display, without pyplot, whose import would choose a backend."""
+    from matplotlib.figure import Figure
+
+    class ShownFigure(Figure):
+        def _repr_png_(self) -> bytes:
+            picture = BytesIO()
+            self.savefig(picture, format="png", dpi=80)
+            return picture.getvalue()
+
+    return ShownFigure(**options)
 
 
 def _draw(axis: Any, place: int, gain: Estimate, is_control: bool) -> None:

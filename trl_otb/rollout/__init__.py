@@ -1,6 +1,5 @@
-"""A generation batch, row by row: completions, rewards, energies and advantages, as text, table and picture."""
+"""A generation batch, row by row: completions, rewards, energies and advantages, as text and page."""
 
-import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from ..baselines import Completions, put_back, squeeze
 from ..energy import TokenValues, check_energies, importance_weighted
 from ..run_baseline import Step
 from . import text
+from .page import HEAD, Page, recorded
 
 
 def generated_mask(batch: dict[str, Any]) -> Tensor:
@@ -42,6 +42,9 @@ class Rollout:
     first_row: int = 0  # the index of the first row among those of all processes, on which a group may begin
     returns_of_all: Tensor = field(default_factory=lambda: torch.empty(0), compare=False)  # (B_all,), of all processes
     processing_class: Any = field(default=None, compare=False)  # the trainer's tokenizer or processor
+    groups: Tensor | None = None  # (B,) of what is not in whole groups: the group of each row, ascending
+    baseline_name: str = ""
+    step: int = 0  # the optimizer step that it is sampled for; 0 without training
     # (B, T) w_t, ρ_t² w_t and log π(y_t), at the sampling temperature; `None` if the baseline needs none, and TRL runs
     # no forward that yields them
     energy: Tensor | None = None
@@ -93,26 +96,17 @@ class Rollout:
 
     def show(self, prompt: int = 0, max_tokens: int = 1000) -> None:
         """
-        Print the completions of a prompt, by its index in this rollout, at most `max_tokens` of each; an `IndexError`
-        if there is no such prompt. [`plot`] has the number of each token, as its colour.
+        Print the completions of a prompt, by its index in this rollout, in colour where the terminal has it: the first
+        two thirds of `max_tokens` tokens of each, and the last third. An `IndexError` if there is no such prompt.
         """
-        shown, encoding = text.as_text(text.read_group(self, prompt, max_tokens)), sys.stdout.encoding or "utf-8"
-        print(shown.encode(encoding, "backslashreplace").decode(encoding))
+        text.show(self, prompt, max_tokens)
 
-    def plot(
-        self, path: str | Path | None = None, prompt: int = 0, max_tokens: int = 100, max_completions: int = 8
-    ) -> Any:
-        """
-        A `matplotlib` figure of a prompt's completions, with tokens coloured by energy, advantage, and the advantage
-        under the group mean; the latter two share a scale. Saves it to `path`, if given, in any format of matplotlib.
-        `prompt` and `max_tokens` are as in [`show`]; the first `max_completions` of the group are drawn.
-        """
-        from .picture import draw
-
-        figure = draw(text.read_group(self, prompt, max_tokens, max_completions), self.num_generations)
+    def page(self, path: str | Path | None = None) -> Page:
+        """A page of all prompts, with the numbers of each token, which notebooks show; written to `path`, if given."""
+        page = Page(HEAD + recorded(self, "rollout", "trl_otb"))
         if path is not None:
-            figure.savefig(path, dpi=120)
-        return figure
+            Path(path).write_text(page.text, encoding="utf-8")
+        return page
 
 
 class Rollouts(dict[str, Rollout]):

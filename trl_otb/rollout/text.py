@@ -1,11 +1,11 @@
-"""The completions of one prompt, token by token, as text and numbers; and a rollout's repr."""
+"""The completions of a prompt, token by token, as data and in a terminal; and a rollout's repr."""
 
-import math
-from dataclasses import dataclass
-from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
+import numpy
 import torch
+from rich.console import Console
+from rich.text import Text
 
 from ..baselines import completion_returns
 
@@ -14,133 +14,147 @@ if TYPE_CHECKING:
     from . import Rollout
 
 
-# The numbers of tokens, and how they are called
-VALUES = {"energy": "energy", "advantage": "advantage", "group_mean_advantage": "the group mean's advantage"}
-IMPROBABLE = "energy above 1: another token was more than twice as likely"  # for ρ = 1
+IMPROBABLE = 1.5  # of energy: where it is above, another token had more than half of the probability
+LEGEND = "blue: more of this, orange: less (advantage × √energy); ‹ ›: improbable; [ ]: of tools"
+COLOURS = {True: (0, 98, 190), False: (213, 84, 0)}  # of tokens with positive and negative numbers, as on the page
 
 
-@dataclass
-class Token:
-    """A token to show; `values` has the names of [`VALUES`], and is empty for tool output."""
-
-    text: str
-    generated: bool
-    values: dict[str, float]
-
-    @property
-    def improbable(self) -> bool:
-        return self.values.get("energy", 0.0) > 1
-
-
-@dataclass
-class ShownCompletion:
-    """The first tokens of a completion; `left_out` more are not shown."""
-
-    reward: float
-    tokens: list[Token]
-    left_out: int
-
-    @property
-    def label(self) -> str:
-        return "no reward" if math.isnan(self.reward) else f"reward {self.reward:.3g}"
-
-
-@dataclass
-class Group:
-    """The completions of prompt number `number`; `values` are the names of the available values."""
-
-    number: int
-    prompt: str
-    completions: list[ShownCompletion]
-    values: list[str]
-
-    def largest(self, value: str) -> float:
-        """The largest absolute `value`; both kinds of advantage share one scale."""
-        names = ["energy"] if value == "energy" else ["advantage", "group_mean_advantage"]
-        tokens = [token for completion in self.completions for token in completion.tokens]
-        sizes = [abs(token.values[name]) for token in tokens for name in names if name in token.values]
-        return max(sizes, default=0.0) or 1.0
-
-
-def read_group(rollout: "Rollout", prompt: int, max_tokens: int, max_completions: int | None = None) -> Group:
-    """The completions of prompt number `prompt`, at most `max_completions` of them with `max_tokens` tokens each."""
+def group_data(rollout: "Rollout", prompt: int, known: dict[int, str] | None = None) -> dict[str, Any]:
+    """
+    The completions of prompt number `prompt`, as JSON: text and numbers of each token, rounded to four digits; one
+    number where all tokens have the same. `push` is advantage × √energy. `known` holds texts of tokens, by id.
+    """
     rows, tokenizer = rows_of_prompt(rollout, prompt), rollout.processing_class
-    values = {"energy": rollout.energy, "advantage": rollout.advantages}
-    values["group_mean_advantage"] = rollout.group_mean_advantages
-    shape = rollout.mask[rows].shape
-    columns = {k: x[rows].detach().float().cpu().expand(shape) for k, x in values.items() if x is not None}
+    columns = {
+        "advantage": rollout.advantages,
+        "baseline": rollout.baselines,
+        "energy": rollout.energy,
+        "logp": rollout.logps,
+        "grpo_advantage": rollout.group_mean_advantages,
+    }
+    if rollout.loss_energy is not None:
+        for push, of in (("push", columns["advantage"]), ("grpo_push", columns["grpo_advantage"])):
+            columns[push] = None if of is None else of * rollout.loss_energy.sqrt()
+    numbers = {name: rounded(of[rows]) for name, of in columns.items() if of is not None}
     rewards, completions = completion_returns(rollout.rewards[rows]).tolist(), []
-    for i, row in enumerate(range(rows.start, rows.stop)[:max_completions]):
+    known = {} if known is None else known
+    for i, row in enumerate(range(rows.start, rows.stop)):
         ids = rollout.completion_ids[row][rollout.completion_mask[row].bool()].tolist()
-        generated, shown = rollout.mask[row].bool().tolist(), min(len(ids), max_tokens)
-        numbers = {name: of[i, :shown].tolist() for name, of in columns.items()}
-        tokens = [
-            Token(text, generated[t], {name: of[t] for name, of in numbers.items() if generated[t]})
-            for t, text in enumerate(token_texts(ids[:shown], tokenizer))
-        ]
-        completions.append(ShownCompletion(rewards[i], tokens, len(ids) - shown))
-    prompt_ids = rollout.prompt_ids[rows.start][rollout.prompt_mask[rows.start].bool()].tolist()
+        completions.append(
+            {
+                "reward": None if rewards[i] != rewards[i] else rewards[i],
+                "tokens": [*map(visible, token_texts(ids, tokenizer, known))],
+                "generated": rollout.mask[row, : len(ids)].int().tolist(),
+            }
+            | {name: of[i, : len(ids)].tolist() for name, of in numbers.items()}
+        )
+    ids = rollout.prompt_ids[rows.start][rollout.prompt_mask[rows.start].bool()].tolist()
     # Without special tokens, such as the placeholders of images
-    text = tokenizer.decode(prompt_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return Group(prompt, text, completions, [*columns])
+    text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return {"prompt": "\n".join(map(visible, text.split("\n"))) if text else "", "completions": completions}
+
+
+def rounded(values: torch.Tensor) -> numpy.ndarray:
+    """To four digits; what is not finite becomes 0."""
+    x = numpy.nan_to_num(values.detach().double().cpu().numpy(), nan=0.0, posinf=0.0, neginf=0.0)
+    digits = 10.0 ** (3 - numpy.floor(numpy.log10(numpy.abs(x), where=x != 0, out=numpy.zeros_like(x))))
+    return numpy.round(x * digits) / digits
 
 
 def rows_of_prompt(rollout: "Rollout", prompt: int) -> slice:
     """The rows of prompt number `prompt`; an `IndexError` if there is no such prompt."""
-    prompts = (rollout.first_row + torch.arange(len(rollout))) // rollout.num_generations
-    at = (prompts - prompts[0] == prompt).nonzero().flatten().tolist()
+    at = (prompt_numbers(rollout) == prompt).nonzero().flatten().tolist()
     if not at:
-        raise IndexError(f"`prompt` is {prompt!r}: this rollout has prompts 0 to {int(prompts[-1] - prompts[0])}.")
+        raise IndexError(f"`prompt` is {prompt!r}: this rollout has prompts 0 to {prompts_in(rollout) - 1}.")
     return slice(at[0], at[-1] + 1)
 
 
-def token_texts(ids: list[int], tokenizer: Any) -> list[str]:
+def prompt_numbers(rollout: "Rollout") -> torch.Tensor:
+    """`(B,)`, from 0 on."""
+    if rollout.groups is not None:
+        return torch.unique_consecutive(rollout.groups, return_inverse=True)[1]
+    n = rollout.num_generations
+    return (rollout.first_row % n + torch.arange(len(rollout))) // n
+
+
+def prompts_in(rollout: "Rollout") -> int:
+    return int(prompt_numbers(rollout)[-1]) + 1
+
+
+def token_texts(ids: list[int], tokenizer: Any, known: dict[int, str] | None = None) -> list[str]:
     """The text that each token adds; of several tokens that form one character, the last adds all of it."""
 
     def decode(some: list[int]) -> str:
         return tokenizer.decode(some, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
+    known = {} if known is None else known
     texts, start, done = [], 0, 0  # a token's text may depend on the one before it: decoding begins there
     for end in range(1, len(ids) + 1):
-        before, now = decode(ids[start:done]), decode(ids[start:end])
-        if now.endswith("�") and end < len(ids):
-            texts.append("")
-            continue
-        texts.append(now[len(before) :])
+        text = known.get(ids[end - 1]) if 0 < done == end - 1 else None
+        if text is None:
+            before, now = decode(ids[start:done]), decode(ids[start:end])
+            if now.endswith("�") and end < len(ids):
+                texts.append("")
+                continue
+            text = now[len(before) :]
+            if 0 < done == end - 1:
+                known[ids[done]] = text
+        texts.append(text)
         start, done = done, end
     return texts
 
 
 def visible(text: str) -> str:
-    """`text` with symbols for line breaks and tabs; other unprintable characters are escaped."""
-    signs = {"\n": "↵", "\t": "⇥", "\r": "␍"}
+    """`text` with symbols for line breaks and tabs; other unprintable characters are escaped, but not joiners."""
+    signs = {"\n": "↵", "\t": "⇥", "\r": "␍", "\u200c": "\u200c", "\u200d": "\u200d"}
     return "".join(signs.get(c, c if c.isprintable() else ascii(c)[1:-1]) for c in text) or "·"
 
 
-def as_text(group: Group) -> str:
-    """Improbable tokens in ‹ ›, tool output in [ ]; of each completion the total energy and the range of advantages."""
-    lines = [f"Prompt {group.number}: {visible(group.prompt)}", f"‹ ›: {IMPROBABLE}; [ ]: tool output."]
-    for i, completion in enumerate(group.completions):
-        head = f"completion {i}, {completion.label}"
-        for name in group.values:
-            numbers = [token.values[name] for token in completion.tokens if name in token.values] or [0.0]
-            low, high = (f"{round(end, 2) + 0.0:.2f}" for end in (min(numbers), max(numbers)))  # no −0.00
-            of_all = f"{sum(numbers):.2f}" if name == "energy" else low if low == high else f"{low} to {high}"
-            head += f", {VALUES[name]} {of_all}"
-        words = ""
-        for token in completion.tokens:
-            word = visible(token.text)
-            words += f"[{word}]" if not token.generated else f"‹{word}›" if token.improbable else word
-            words += "\n" if "\n" in token.text else ""
-        more = f" … {completion.left_out:,} more tokens" if completion.left_out else ""
-        lines += ["", head, words.replace("][", "") + more]
-    return "\n".join(lines)
+def show(rollout: "Rollout", prompt: int, max_tokens: int) -> None:
+    """See [`~trl_otb.rollout.Rollout.show`]."""
+    data, console = group_data(rollout, prompt), Console(highlight=False, soft_wrap=True)
+
+    def say(text: str, style: str = "", end: str = "\n") -> None:  # the terminal's encoding may lack a symbol
+        console.print(Text(text.encode(console.encoding, "backslashreplace").decode(console.encoding), style), end=end)
+
+    of_run = f"step {rollout.step}, baseline {rollout.baseline_name or 'unknown'}, N = {rollout.num_generations}"
+    say(f"Prompt {prompt} of {prompts_in(rollout)}, {of_run}", "bold")
+    say(f"{data['prompt']}\n{LEGEND}", "dim")
+    colour = next((name for name in ("push", "advantage") if name in data["completions"][0]), "")
+    most = max((abs(x) for of in data["completions"] for x in of.get(colour, [])), default=0.0) or 1.0
+    for i, of in enumerate(data["completions"]):
+        head = "no reward" if of["reward"] is None else f"reward {of['reward']:.4g}"
+        for name in ("advantage", "baseline"):
+            values = [number(of, name, t) for t, generated in enumerate(of["generated"]) if generated and name in of]
+            ends = dict.fromkeys(f"{round(x, 2) + 0.0:.2f}" for x in (min(values), max(values))) if values else ()
+            head += f", {name} {' to '.join(ends)}" if ends else ""  # no −0.00
+        say(f"\ncompletion {i}, {head}, {len(of['tokens'])} tokens", "bold")
+        cut = range(max_tokens - max_tokens // 3, len(of["tokens"]) - max_tokens // 3)
+        made = [True, *of["generated"], True]  # beside each token
+        for t, word in enumerate(of["tokens"]):
+            if t in cut:
+                word, style = f" … {len(cut):,} tokens are not shown … " if t == cut.start else "", "dim"
+            elif not made[t + 1]:
+                opens, closes = made[t] or "↵" in of["tokens"][t - 1], made[t + 2] or "↵" in word  # of each line
+                word, style = f"{'[' * opens}{word}{']' * closes}", "italic dim"
+            else:
+                x = number(of, colour, t) / most
+                parts = (round(255 - 0.6 * abs(x) * (255 - part)) for part in COLOURS[x > 0])
+                style = f"black on rgb({','.join(map(str, parts))})"
+                word = f"‹{word}›" if number(of, "energy", t) > IMPROBABLE else word
+            say(word + "\n" * ("↵" in word), style, end="")
+        say("")
+
+
+def number(of: dict[str, Any], name: str, t: int) -> float:
+    """Of token `t`; a column with one number holds it for all."""
+    values = of.get(name, [0.0])
+    return values[0 if len(values) == 1 else t]
 
 
 def summary(rollout: "Rollout") -> str:
     """A few lines on sizes, rewards, and which values are available."""
-    n, generated, shown = rollout.num_generations, int(rollout.mask.sum()), int(rollout.completion_mask.sum())
-    prompts = -(-(len(rollout) + rollout.first_row % n) // n)
+    generated, shown = int(rollout.mask.sum()), int(rollout.completion_mask.sum())
     returns = completion_returns(rollout.rewards).cpu()
     scored = returns[~returns.isnan()]
     mean = f"mean {scored.mean():.4g}" if len(scored) > 0 else "none"
@@ -150,19 +164,7 @@ def summary(rollout: "Rollout") -> str:
     tools = f", and {shown - generated:,} of tools" if shown > generated else ""
     energies = "none" if rollout.energy is None else "of all tokens"
     return (
-        f"Rollout of {prompts} prompts, N = {n}: {len(rollout)} completions, {generated:,} tokens{tools}\n"
-        f"rewards: {mean}, {kind}{missing}\nenergies: {energies}\nadvantages: {of}\nsee show(prompt=0), plot(path)"
+        f"Rollout of {prompts_in(rollout)} prompts, N = {rollout.num_generations}: {len(rollout)} completions, "
+        f"{generated:,} tokens{tools}\nrewards: {mean}, {kind}{missing}\nenergies: {energies}\nadvantages: {of}\n"
+        "see show(prompt=0), page(path)"
     )
-
-
-def new_figure(**options: Any) -> Any:
-    """A matplotlib figure that notebooks display, without pyplot, whose import would choose a backend."""
-    from matplotlib.figure import Figure
-
-    class ShownFigure(Figure):
-        def _repr_png_(self) -> bytes:
-            picture = BytesIO()
-            self.savefig(picture, format="png", dpi=80)
-            return picture.getvalue()
-
-    return ShownFigure(**options)

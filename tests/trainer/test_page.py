@@ -1,0 +1,261 @@
+"""The page of rollouts, in a real browser."""
+
+import json
+import re
+import shutil
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.helpers import tiny
+from tests.helpers.agents import AGENT
+from tests.helpers.scripted import TOOLS, script_turns
+from tests.trainer.test_display import TWO, credited, energies, rollout_of
+from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
+from trl_otb.energy import TokenValues
+from trl_otb.rollout import page
+
+
+HOSTILE = ["</script><script>document.title='ran'</script>", "<img src=x onerror=\"document.title='ran'\">"]
+
+
+def steps_of(path: Path) -> list[dict]:
+    found = re.findall(r'<script type="application/json"[^>]*>(.*)</script>', path.read_text())
+    return [json.loads(text) for text in found]
+
+
+@pytest.fixture(scope="session")
+def browser():
+    if shutil.which("chromedriver") is None:
+        pytest.skip("chromedriver is not installed: apt-get install chromium-driver")
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    for argument in ("--headless=new", "--no-sandbox", "--window-size=1300,900"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver")))
+    yield driver
+    driver.quit()
+
+
+class Opened:
+    """A page in a browser; `errors` are those of its console."""
+
+    def __init__(self, browser, path, link=""):
+        browser.get("about:blank")
+        browser.get_log("browser")
+        browser.get(path.as_uri() + link)
+        self.browser = browser
+
+    @property
+    def errors(self):
+        return self.browser.get_log("browser")
+
+    def of(self, selector):
+        return self.browser.find_elements("css selector", selector)
+
+    def text(self, selector):
+        return [element.text for element in self.of(selector)]
+
+    def hover(self, element):
+        from selenium.webdriver import ActionChains
+
+        ActionChains(self.browser).move_to_element(element).perform()
+        lines = self.browser.find_element("id", "tip").text.splitlines()
+        return dict(re.split(r"\s{2,}|(?<=GRPO)\s", line, maxsplit=1) for line in lines[1:])
+
+    def choose(self, kind):
+        from selenium.webdriver.support.select import Select
+
+        Select(self.of("#colour")[0]).select_by_value(kind)
+
+    def press(self, key):
+        from selenium.webdriver import ActionChains, Keys
+
+        ActionChains(self.browser).send_keys(getattr(Keys, key)).perform()
+
+
+def test_numbers_of_a_token_are_the_rollouts(tmp_path, browser):
+    rollout = replace(credited(*TWO), baseline_name="otb", step=4)
+    rollout.page(tmp_path / "one.html")
+    opened = Opened(browser, tmp_path / "one.html")
+    assert opened.text("#title") == ["trl_otb · baseline otb"] and opened.text("#which") == ["rollout 4"]
+    assert opened.text(".titles span") == ["GRPO", "otb"] and opened.text(".prompt") == ["1+1="]
+    assert opened.text("summary") == ["completion 0 · reward 1 · 5 tokens", "completion 1 · reward 0 · 2 tokens"]
+    assert opened.text(".tokens") == ["abcde", "abcde", "fg", "fg"]
+    grpo, own, *_ = opened.of(".tokens")
+    tokens = own.find_elements("css selector", "span")
+    assert [token.get_attribute("class") for token in tokens] == ["", "", "tool", "tool", "unlikely"]
+    shown = opened.hover(tokens[1])
+    energy, advantage = rollout.energy[0, 1].item(), rollout.advantages[0, 1].item()
+    expected = {"push": advantage * energy**0.5, "advantage": advantage, "baseline": rollout.baselines[0, 1].item()}
+    expected |= {"energy": energy, "log-probability": rollout.logps[0, 1].item()}
+    expected |= {"push under GRPO": 0.5 * energy**0.5, "advantage under GRPO": 0.5}
+    assert {name: float(text) for name, text in shown.items()} == pytest.approx(expected, rel=1e-3)
+    colours = [
+        of.find_elements("css selector", "span")[4].value_of_css_property("background-color") for of in (grpo, own)
+    ]
+    assert colours[1].endswith("0.6)") and colours[0] != colours[1]  # one scale
+    assert not opened.errors
+
+
+def test_steps_colours_and_links(tmp_path, browser):
+    path = tmp_path / "rollouts.html"
+    for step, mode in ((1, "train"), (2, "train"), (2, "eval"), (3, "train"), (2, "train")):  # 2 again, after a resume
+        rewards = [1.0, 0.0, float(step), 0.0]
+        rollout = credited(rewards=rewards) if step < 3 else credited(rewards=rewards, baseline="rloo")
+        page.append(path, page.recorded(replace(rollout, step=step, baseline_name="otb"), mode, "run"))
+    opened = Opened(browser, path)
+    assert opened.text("#which") == ["train 3"] and opened.of("#step")[0].get_attribute("max") == "3"
+    assert opened.text("nav button")[1].startswith("prompt 1 · reward 1.5") and opened.text(".prompt") == ["2+2="]
+    seen = []
+    for _ in range(3):
+        opened.press("ARROW_LEFT")
+        seen += opened.text("#which")
+    assert seen == ["eval 2", "train 2", "train 1"]
+    opened.press("ARROW_UP")
+    assert opened.text(".prompt") == ["1+1="]
+    for kind in ("advantage", "baseline", "energy", "logp"):
+        opened.choose(kind)
+        assert any("rgba" in of.value_of_css_property("background-color") for of in opened.of(".tokens span"))
+    opened.of("summary")[0].click()
+    assert len(opened.of("polyline")) == 2
+    linked = Opened(browser, path, "#train-2/1/energy")
+    assert linked.text("#which") == ["train 2"] and linked.text(".prompt") == ["2+2="]
+    assert linked.of("#colour")[0].get_attribute("value") == "energy"
+    assert not opened.errors and not linked.errors
+
+
+def test_arrow_keys_read_numbers(tmp_path, browser):
+    credited(*TWO).page(tmp_path / "one.html")
+    opened = Opened(browser, tmp_path / "one.html")
+    browser.execute_script("arguments[0].focus()", opened.of(".tokens")[1])
+    for token in ("a", "b"):
+        opened.press("ARROW_RIGHT")
+        assert f'"{token}"' in opened.of("#tip")[0].text and opened.text("#which") == ["rollout 0"]
+
+
+def test_hostile_text_is_text(tmp_path, browser):
+    rollout = rollout_of(HOSTILE, [1.0, 0.0])
+    rollout = replace(rollout.read(TokenValues(energies(rollout), -energies(rollout), None), None), baseline_name="<b>")
+    rollout.page(tmp_path / "one.html")
+    opened = Opened(browser, tmp_path / "one.html")
+    assert opened.text(".tokens") == HOSTILE and browser.title == "Rollouts" and not opened.errors
+    # A script that got in would be refused
+    (tmp_path / "two.html").write_text((tmp_path / "one.html").read_text() + "<script>document.title = 'ran'</script>")
+    opened = Opened(browser, tmp_path / "two.html")
+    assert browser.title == "Rollouts" and "Content Security Policy" in str(opened.errors)
+
+
+def test_a_notebook_shows_it(tmp_path, browser):
+    shown = credited(*TWO).page()._repr_html_()
+    (tmp_path / "cell.html").write_text(f"<!doctype html><meta charset=utf-8><div>{shown}</div>")
+    opened = Opened(browser, tmp_path / "cell.html")
+    browser.switch_to.frame(opened.of("iframe")[0])
+    assert opened.text(".tokens")[:1] == ["abcde"] and not opened.errors
+
+
+@pytest.mark.slow
+def test_long_completions_open_quickly(tmp_path, browser):
+    """8 × 32,000 tokens: the first 2,000 of each, and more on a click."""
+    ids = torch.randint(97, 123, (8, 32_000), generator=torch.Generator().manual_seed(0))
+    ones = torch.ones_like(ids)
+    rollout = rollout_of(["a"] * 8, [0.0, 1.0] * 4, n=8)
+    rollout = replace(rollout, completion_ids=ids - 32, completion_mask=ones, mask=ones)
+    noise = torch.rand(8, 32_000)
+    rollout = replace(rollout, advantages=noise, baselines=noise, energy=noise, loss_energy=noise, logps=-noise)
+    rollout.page(tmp_path / "long.html")
+    start = time.monotonic()
+    opened = Opened(browser, tmp_path / "long.html")
+    assert len(opened.of(".tokens")[0].find_elements("css selector", "span")) == 2000
+    assert time.monotonic() - start < 10
+    opened.of(".tokens button")[0].click()
+    assert len(opened.of(".tokens")[0].find_elements("css selector", "span")) == 4000 and not opened.errors
+
+
+@pytest.mark.parametrize("cut", [1, 40, 300])
+def test_a_crash_leaves_a_page(tmp_path, browser, cut):
+    """That opens, and to which a resumed run appends."""
+    path, record = (
+        tmp_path / "rollouts.html",
+        [page.recorded(replace(credited(), step=i), "train", "run") for i in range(3)],
+    )
+    page.append(path, record[0])
+    page.append(path, record[1])
+    path.write_text(path.read_text()[:-cut])
+    opened = Opened(browser, path)
+    assert opened.text("#which") in (["train 0"], ["train 1"]) and not opened.errors  # 1 lacks its end tag only
+    page.append(path, record[2])
+    assert [step["step"] for step in steps_of(path)] == [0, 2]
+
+
+def test_a_file_stays_below_its_limit(tmp_path):
+    path, records = (
+        tmp_path / "rollouts.html",
+        [page.recorded(replace(credited(), step=i), "train", "run") for i in range(9)],
+    )
+    limit = len(page.HEAD.encode()) + 4 * len(records[0])
+    assert [page.append(path, record, limit) for record in records[:5]] == [False] * 4 + [True]
+    assert [step["step"] for step in steps_of(path)] == [0, 2, 4]
+    page.append(path, records[5], max_bytes=10)
+    assert len(steps_of(path)) == 1  # a single step stays, however large
+
+
+def test_a_run_with_a_large_page_is_recorded_less_often(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(page, "append", lambda path, record: asked.append(record) or len(asked) in (2, 4))
+    rollouts, args = {}, SimpleNamespace(output_dir=str(tmp_path), save_rollouts_steps=1, report_to=[])
+    pages, steps = page.RolloutPages(rollouts), []
+    for step in range(1, 17):
+        rollouts["train"] = replace(credited(), step=step)
+        pages.on_step_end(args, SimpleNamespace(global_step=step, is_world_process_zero=True), None)
+        steps += [step] * (len(asked) - len(steps))
+    assert steps == [1, 2, 4, 6, 8, 12, 16]
+
+
+def test_prompts_beyond_the_limit_are_counted(monkeypatch):
+    monkeypatch.setattr(page, "MAX_TOKENS", 1)
+    assert '"left_out":1}' in page.recorded(credited(), "train", "run")
+
+
+def test_a_run_writes_its_page(train, tmp_path):
+    options = {"save_rollouts_steps": 2, "baseline": "value", "max_steps": 4, "output_dir": str(tmp_path)}
+    trainer = train(OTBGRPOTrainer, eval_dataset=tiny.prompts(), eval_strategy="steps", eval_steps=4, **options)
+    train(OTBGRPOTrainer, **options | {"max_steps": 2})  # appended to
+    steps = steps_of(tmp_path / "rollouts.html")
+    assert [(of["mode"], of["step"]) for of in steps] == [("train", 2), ("train", 4), ("eval", 4), ("train", 2)]
+    assert all(of["baseline"] == "value" and of["title"] == tmp_path.name for of in steps)
+    assert steps[1]["kinds"][-2:] == ["push", "grpo_push"]
+    rollout, of = trainer.rollouts["train"], steps[1]["prompts"][0]["completions"][0]
+    assert of["advantage"] == pytest.approx(rollout.advantages[0, : len(of["tokens"])].tolist(), rel=1e-3)
+
+
+def test_tool_output_is_marked(train, monkeypatch, tmp_path):
+    script_turns(monkeypatch)
+    options = {"save_rollouts_steps": 1, "output_dir": str(tmp_path), **AGENT}
+    train(OTBGRPOTrainer, reward_funcs=tiny.even_bytes, tools=TOOLS, **options)
+    of = steps_of(tmp_path / "rollouts.html")[0]["prompts"][0]["completions"][0]
+    spoken = "".join(token for token, generated in zip(of["tokens"], of["generated"], strict=True) if not generated)
+    assert "<tool_response>" in spoken
+
+
+@pytest.mark.parametrize("library", ["wandb", "trackio"])
+def test_trackers_that_take_pages_get_one(train, tmp_path, monkeypatch, library):
+    sent = []
+    monkeypatch.setitem(sys.modules, library, SimpleNamespace(log=sent.append, Html=lambda text: text))
+    pages = page.RolloutPages(train(max_steps=1).rollouts)
+    args = SimpleNamespace(output_dir=str(tmp_path), save_rollouts_steps=1, report_to=[library])
+    pages.on_step_end(args, SimpleNamespace(global_step=1, is_world_process_zero=True), None)
+    assert list(sent[0]) == ["train/rollouts"] and sent[0]["train/rollouts"].startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize("steps", [0, -1, True, 0.5])
+def test_steps_between_pages(steps, tmp_path):
+    with pytest.raises(ValueError, match="`save_rollouts_steps` is .*: give a number of steps from 1 on"):
+        OTBGRPOConfig(str(tmp_path), **tiny.SETTINGS, save_rollouts_steps=steps)
