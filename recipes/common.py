@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import re
-import signal
 import sys
 import warnings
 from collections.abc import Callable
@@ -19,12 +18,11 @@ from typing import Any
 
 import math_verify
 import torch
-from accelerate import PartialState
-from accelerate.utils import gather_object
 from datasets import Dataset, load_dataset
-from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArguments
 from trl import TrlParser
+
+from trl_otb.stopping import StopAfterStep, latest_checkpoint
 
 
 # Modules that options name as `module:name`: `recipes.toy`, and those of the current folder
@@ -82,7 +80,7 @@ def check_json(name: str, text: str | None) -> None:
 def find_checkpoint(args: TrainingArguments) -> str | None:
     """The checkpoint to resume from. A folder with a run is an error unless the run is to be resumed."""
     folder, asked = Path(args.output_dir), args.resume_from_checkpoint
-    last = get_last_checkpoint(folder) if folder.is_dir() else None
+    last = latest_checkpoint(folder)
     if asked is None:
         if last or (folder / "trainer_state.json").is_file():
             raise ValueError(
@@ -93,7 +91,7 @@ def find_checkpoint(args: TrainingArguments) -> str | None:
     checkpoint = last if asked.lower() in ("latest", "true") else asked
     if checkpoint is None or not Path(checkpoint).is_dir():
         raise ValueError(f"--resume_from_checkpoint is {asked}: there is no checkpoint in {checkpoint or folder}.")
-    if 0 < args.max_steps <= int(checkpoint.rpartition("-")[2]):
+    if 0 < args.max_steps <= int(Path(checkpoint).name.rpartition("-")[2]):
         raise ValueError(f"{checkpoint} is the end of a run of {args.max_steps} steps: raise --max_steps to go on.")
     return checkpoint
 
@@ -110,44 +108,6 @@ def model_of(name: str) -> str:
 
 
 # Around training
-
-
-class StopAfterStep(TrainerCallback):
-    r"""
-    Ctrl-C and SIGTERM finish the step, save a checkpoint and end the run; Ctrl-\ ends it at once.
-
-    It stands in the place of transformers' `enable_jit_checkpoint`, which ignores Ctrl-C, saves before an optimizer
-    step, where the samples of the step are lost, and lets every process stop at a step of its own.
-    """
-
-    def __init__(self) -> None:
-        self.asked, self.usual = False, {}
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        for signum in {signal.SIGINT, signal.SIGTERM} - self.usual.keys():
-            if signal.getsignal(signum) is not signal.SIG_IGN:  # as under nohup
-                self.usual[signum] = signal.signal(signum, self.stop)
-
-    def stop(self, signum: int, frame: Any) -> None:
-        if not self.asked and os.environ.get("RANK", "0") == "0":
-            os.write(2, b"\nFinishing this step and saving a checkpoint. Ctrl-\\ stops at once.\n")  # amid any print
-        self.asked = True
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.asked = any(gather_object([self.asked]))  # all processes stop after the same step
-        if self.asked:
-            control.should_save = control.should_training_stop = True
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        for signum, handler in self.usual.items():
-            signal.signal(signum, handler)
-        self.usual = {}
-        if self.asked and state.global_step < state.max_steps:
-            PartialState().wait_for_everyone()  # a launcher ends all processes with the first
-            if state.is_world_process_zero:
-                print(f"Stopped after step {state.global_step}; its checkpoint is in {args.output_dir}.")
-                print("To go on, repeat the command with --resume_from_checkpoint latest.", flush=True)
-            sys.exit(130)  # as a program that Ctrl-C ends
 
 
 class ShortProgress(ProgressCallback):

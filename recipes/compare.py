@@ -22,7 +22,8 @@ from pathlib import Path
 import pandas
 from matplotlib.figure import Figure
 from scipy import stats
-from transformers.trainer_utils import get_last_checkpoint
+
+from trl_otb.stopping import latest_checkpoint
 
 
 RECIPES = Path(__file__).parent
@@ -34,7 +35,7 @@ def run(recipe: str, launcher: str, flags: list[str], baseline: str, seed: int, 
     state = folder / "trainer_state.json"
     if not state.is_file():
         own = ["--baseline", baseline, "--seed", str(seed), "--output_dir", str(folder)]
-        if folder.is_dir() and get_last_checkpoint(folder):
+        if latest_checkpoint(folder):
             own += ["--resume_from_checkpoint", "latest"]
         script = str(RECIPES / f"{recipe}.py")
         process = subprocess.Popen([*shlex.split(launcher), script, *flags, *own])

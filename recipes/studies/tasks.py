@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoTokenizer, PrinterCallback
@@ -19,7 +20,9 @@ from recipes.toy.local_rollouts import LocalWorker
 from trl_otb import AsyncOTBGRPOConfig, AsyncOTBGRPOTrainer, OTBGRPOConfig, OTBGRPOTrainer
 
 
-BFLOAT16 = {"model_init_kwargs": {"dtype": "bfloat16"}, "bf16": True}  # of a language model
+# Of a language model; where a CPU lacks bfloat16, PyTorch emulates it, eight times slower than float32
+HAS_BFLOAT16 = torch.cuda.is_available() or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+PRECISION = {"model_init_kwargs": {"dtype": "bfloat16" if HAS_BFLOAT16 else "float32"}, "bf16": HAS_BFLOAT16}
 PROMPTS_PER_BATCH = 16  # of a step whose efficiency is published
 # Numbers of the sums, tokens of a completion, calls of the calculator
 CHAIN_SUMS = {"sums": (worked_sums.CHAIN_SUM, 24, None), "calculator": (dialogues.CHAIN_SUM, 72, 6)}
@@ -88,7 +91,7 @@ def trainer_of(
     lengths = {"max_completion_length": task.max_completion_length, "max_tool_calling_iterations": task.max_calls}
     settings = {"output_dir": "runs/studies/work", **sizes, **lengths}
     if task.peft_config:
-        settings |= BFLOAT16
+        settings |= PRECISION
     trainer = cls(
         str(task.policy),
         task.reward,
@@ -115,7 +118,7 @@ def asynchronous_trainer_of(task: Task, staleness: int, **options) -> AsyncOTBGR
     settings = {"output_dir": "runs/studies/work", "token_budget": 0, "max_staleness": staleness}
     settings |= {"max_completion_length": task.max_completion_length, "max_tool_calling_iterations": task.max_calls}
     if task.peft_config:
-        settings |= BFLOAT16
+        settings |= PRECISION
     args = AsyncOTBGRPOConfig(**(toy.QUIET | settings | options))
     tokenizer = AutoTokenizer.from_pretrained(task.policy, padding_side="left")
     policy, data = str(task.policy), task.train.shuffle(args.seed)

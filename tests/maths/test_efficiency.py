@@ -2,11 +2,12 @@
 
 import json
 import math
+from statistics import NormalDist
 
 import pytest
 import torch
 
-from trl_otb.comparison.efficiency import Comparison, Estimate, Moments, bootstrap, compare, moments_of
+from trl_otb.comparison.efficiency import Comparison, Estimate, Moments, bootstrap, compare, interval_tail, moments_of
 from trl_otb.comparison.report import BaselineReport
 
 
@@ -19,12 +20,14 @@ def efficiency(figures):
     return (figures["signal"] / (figures["signal"] + figures["missed"])).tolist()
 
 
-def report_of(rows: list[Comparison], prompts: int = 40) -> BaselineReport:
-    return BaselineReport(rows, 4, [4], prompts, 64, 16, prompts, 0.5, 20.0, "a model")
+def report_of(rows: list[Comparison], prompts: int = 40, **fields) -> BaselineReport:
+    return BaselineReport(rows, 4, [4], prompts, 64, 16, prompts, 0.5, 20.0, "a model", **fields)
 
 
-def row(name, value, low, high, unbiased=True) -> Comparison:
-    return Comparison(name, 4, unbiased, Estimate(value, low, high), *[Estimate(1.0, 0.9, 1.1)] * 4)
+def row(name, worth, low, high, /, unbiased=True, **more_than) -> Comparison:
+    """`more_than` has the lower ends of what it is worth beside others."""
+    beside = {other: Estimate(low + 0.1, low, low + 0.2) for other, low in more_than.items()}
+    return Comparison(name, 4, unbiased, Estimate(worth, low, high), *[Estimate(1.0, 0.9, 1.1)] * 4, beside)
 
 
 CONTROL_ROW, LOST = row("group_mean", 0.0, 0.0, 0.0), row("lost", math.nan, -math.inf, math.inf)
@@ -89,8 +92,8 @@ def test_report_says_how_to_spend_completions():
 
     report = report_of([CONTROL_ROW, at(4, 0.3, 0.2, 0.4), at(1, 1.0, 0.7, 1.3), at(3, 2, 2, 2), at(8, 2, 2, 2)])
     head, one, four, advice = report.spending.splitlines()
-    assert head.startswith("rloo_pooled, 64 completions per step") and "64 prompts  100 (70–130)" in one
-    assert "16 prompts  30 (20–40)" in four and report.spending in repr(report)
+    assert head.startswith("rloo_pooled, 64 completions per step") and "64 prompts  100 (70 to 130)" in one
+    assert "16 prompts  30 (20 to 40)" in four and report.spending in repr(report)
     assert advice == "Spend them on more prompts: baseline='rloo_pooled', num_generations=1."
     report.comparisons[2].more_completions.low = 0.35  # below what the own N may be worth
     assert len(report.spending.splitlines()) == 3
@@ -116,7 +119,7 @@ def test_unbiased_noise_needs_no_signal():
     assert of["x"].more_prompts.value == pytest.approx(1, rel=1e-3)
     said = report_of(rows, 30).verdict
     assert said.startswith("Set baseline='x': worth 100 % more prompts (")
-    assert "1 of 2 baselines cannot be compared" in said
+    assert "y cannot be compared, as the signal is lost in noise" in said
 
 
 def test_which_scales_are_known():
@@ -139,15 +142,16 @@ def test_constant_reward_draws_are_ignored():
     found = {(name, 4): Moments(square * factor / 4, truth, truth, truth, 1.0)
              for name, factor in (("group_mean", 2), ("x", 1))}  # fmt: skip
     rows = {row.name: row for row in compare(found, 5, 4)}
-    assert str(rows["group_mean"].over_group_mean) == "100 (100–100)"
+    assert str(rows["group_mean"].over_group_mean) == "100 (100 to 100)"
     assert 1 < rows["x"].over_group_mean.low <= rows["x"].over_group_mean.high < 100
 
 
 def test_unbounded_end_is_a_question_mark():
     values = torch.cat([torch.full((90,), 2.0), torch.full((10,), torch.inf)])
-    assert str(Estimate.of(values)) == "200 (200–?)"
+    assert str(Estimate.of(values)) == "200 (200 to ?)" and not Estimate.of(values).lost
     values = torch.cat([torch.full((96,), 2.0), torch.full((5,), torch.nan)])
-    assert str(Estimate.of(values)) == "200 (?–?)"
+    assert str(Estimate.of(values)) == "200 (? to ?)" and Estimate.of(values).lost
+    assert Estimate(1.27, -0.26, 2709.79).lost  # which says nothing
 
 
 @pytest.mark.parametrize("prompts", [3, 4, 40])
@@ -164,31 +168,66 @@ def test_verdict_survives_undefined_draws(prompts):
     assert prompts < 40 or rows[1].more_prompts.value == pytest.approx(3, rel=0.1)
 
 
-SURE, BIASED = row("b", 0.3, 0.2, 0.4), row("c", 0.9, 0.5, 1.5, unbiased=False)
+SURE, BIASED = row("b", 0.3, 0.2, 0.4), row("c", 0.9, 0.5, 1.5, unbiased=False, b=0.3, value=0.3)
 LIKELY = [row("a", 0.5, -0.1, 1.5), row("b", 0.1, -0.3, 0.5)]
-# Beside the control, and prompts: how the verdict begins, and what it says
+VALUE, BETTER = row("value", 0.4, 0.1, 0.9), row("d", 0.9, 0.5, 1.5, value=0.01, b=0.2)
+# Beside the control, and the run's baseline: how the verdict begins, and what it says
 VERDICTS = [
-    ([row("d", 0.134, 0.08, 0.19)], 40, "Set baseline='d': worth 13 % more prompts (95 %: 8–19).\n", "measure again"),
-    ([row("d", 0.134, 0.08, 0.19)], 10, "Set baseline='d': ", "with 10 prompts, intervals are too narrow"),
-    (LIKELY, 20, "Keep group_mean.\nNo baseline is significantly better: ", "='a' is worth 50 % (-10 to 150) more"),
-    (LIKELY, 20, "Keep group_mean.\n", "more prompts may decide it."),
-    ([row("a", 0.02, -0.03, 0.07)], 40, "Keep group_mean.\n", "is unlikely to change that"),
-    ([LOST], 40, "Keep group_mean.\n", "the signal is lost in"),
-    ([row("a", 0.5, -0.1, 1.5), SURE], 40, "Set baseline='b':", ""),
-    ([BIASED, SURE], 40, "Set baseline='b':", "baseline='c' measures 90 %, but it is biased"),
-    ([row("e", 0.35, -0.1, 0.9), SURE], 40, "Set baseline='b':", "='e' measures 35 %, but that is not significant"),
-    ([BIASED], 40, "Set baseline='c':", "Caveats: it is biased"),
-    ([row("d", 0.5, 0.4, 0.6, unbiased=None), SURE], 40, "Set baseline='d':", "(then set `credit_whole_return=True`)"),
-    ([row("none", 2.0, 1.0, 3.0), SURE], 40, "Set baseline='b':", "='none' measures 200 %, but it gets worse"),
-    ([row("none", 2.0, 1.0, 3.0)], 40, "Keep group_mean.", ""),
-]
+    ([row("d", 0.134, 0.08, 0.19)], "otb", "Set baseline='d': worth 13 % more prompts (95 %: 8 to 19).\n", "again"),
+    (LIKELY, "otb", "Keep group_mean.\nNo baseline is surely better: ", "='a' is worth 50 % (-10 to 150) more"),
+    (LIKELY, "otb", "Keep group_mean.\n", "more prompts may decide it."),
+    ([row("a", 0.02, -0.03, 0.07)], "otb", "Keep group_mean.\n", "is unlikely to change that"),
+    ([LOST], "otb", "Keep group_mean.\n", "the signal is lost in"),
+    ([BIASED, SURE], "otb", "Set baseline='b':", "c would be better here, but biased"),
+    ([BIASED], "otb", "Set baseline='c':", "Note: it is biased"),
+    ([row("d", 0.5, 0.4, 0.6, unbiased=None)], "otb", "Set baseline='d':", "(then set `credit_whole_return=True`)"),
+    ([row("none", 2.0, 1.0, 3.0), SURE], "otb", "Set baseline='b':", ""),
+    ([row("none", 2.0, 1.0, 3.0)], "otb", "Keep group_mean.", ""),
+    # Of what cannot be told apart, the run's own, else value
+    ([SURE, VALUE], "otb", "Set baseline='value': worth 40 % ", "On these prompts value and b cannot be told apart."),
+    ([SURE, VALUE], "value", "Keep baseline='value': ", ""),
+    ([SURE, VALUE], "b", "Keep baseline='b': ", "On these prompts b and value cannot be told apart."),
+    ([SURE, row("value", 0.4, -0.1, 0.9)], "otb", "Set baseline='value': ", "value and b cannot be told apart."),
+    ([SURE, VALUE, BETTER], "value", "Set baseline='d': ", "again later"),
+    ([row("b", 0.3, 0.2, 0.4), row("value", 0.9, 0.5, 1.5, b=0.01), row("d", 0.95, 0.5, 1.5, b=0.01)], "b",
+     "Set baseline='value': ", "value and d cannot be told apart"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("rows", "prompts", "begins", "says"), VERDICTS)
-def test_verdict_prefers_sure_and_unbiased(rows, prompts, begins, says):
-    verdict = report_of([CONTROL_ROW, *rows], prompts).verdict
+@pytest.mark.parametrize(("rows", "own", "begins", "says"), VERDICTS)
+def test_verdict_keeps_what_is_not_surely_worse(rows, own, begins, says):
+    verdict = report_of([CONTROL_ROW, *rows], baseline=own).verdict
     assert verdict.startswith(begins) and says in verdict
-    assert ("too narrow" in verdict) == (prompts == 10)
+
+
+def test_repeated_examples_are_named():
+    assert "only 2 different examples" in report_of([CONTROL_ROW, SURE], repeated=2).verdict
+
+
+def test_interval_of_few_prompts_is_wider():
+    """As Student's t: 2.131 for 16 prompts, 1.96 for many."""
+    tail = interval_tail(16, 0.05)
+    assert tail == pytest.approx(NormalDist().cdf(-2.1314 * (16 / 15) ** 0.5), rel=1e-2)
+    assert interval_tail(10**6, 0.05) == pytest.approx(0.025, rel=1e-3) and 0 < interval_tail(3, 0.005) < tail
+
+
+def test_pairs_are_compared_on_the_same_prompts():
+    """Two baselines whose noise differs far more between prompts than between them."""
+    noise = torch.exp(1.0 * torch.randn(16, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
+    ones = torch.eye(16, dtype=torch.float64)
+    found = {(name, 4): Moments(ones.diagonal() + of * noise, ones, ones, ones, scale=1.0)
+             for name, of in (("group_mean", 10.0), ("x", 5.0), ("y", 4.0))}  # fmt: skip
+    rows = {row.name: row for row in compare(found, 16, 4)}
+    of = rows["y"].more_than["x"]
+    assert of.value == pytest.approx(0.25, rel=0.05) and of.low > 0.2 and of.high < 0.3
+    assert rows["x"].more_than["y"].high < 0 and set(rows["x"].more_than) == {"group_mean", "y"}
+
+
+def test_saved_report(tmp_path):
+    report_of([CONTROL_ROW, row("<b>", 0.3, 0.2, 0.4)]).save(tmp_path / "report")
+    text = (tmp_path / "report" / "report.html").read_text()
+    assert "&lt;b&gt;" in text and "data:image/png;base64," in text
+    assert json.loads((tmp_path / "report" / "report.json").read_text())["num_prompts"] == 40
 
 
 def test_report_holds_everything():

@@ -1,15 +1,20 @@
 """`trl-otb grpo` and `trl-otb compare`: the files and flags of `trl grpo`, with this package's trainer."""
 
 import json
+import os
+import re
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
 import yaml
 
+import trl_otb
 from tests.helpers import tiny
-from trl_otb import cli
+from trl_otb import cli, stopping
 
 
 OPTIONS = tiny.SETTINGS | {"dataset_name": "data", "reward_funcs": ["own_rewards.odd"], "baseline": "value"}
@@ -39,9 +44,23 @@ def test_trl_yaml_trains_this_trainer(folder):
 
 @pytest.mark.slow
 def test_compare_prints_verdict_trains_nothing(folder, capsys):
+    flags = [
+        "--num_prompts",
+        "4",
+        "--completions_per_prompt",
+        "16",
+        "--baselines",
+        "value",
+        "rloo",
+        "--report",
+        "found",
+    ]
     with pytest.raises(SystemExit) as end:
-        cli.run(["compare", "--config", "run.yaml"])
-    assert end.value.code is None and "more completions" in capsys.readouterr().out
+        cli.run(["compare", "--config", "run.yaml", *flags])
+    assert end.value.code is None and "4 prompts, 16 completions each" in capsys.readouterr().out
+    saved = json.loads((folder / "found" / "report.json").read_text())
+    assert {row["name"] for row in saved["comparisons"]} == {"none", "group_mean", "rloo_pooled", "value", "rloo"}
+    assert "<img" in (folder / "found" / "report.html").read_text()
     assert not (folder / "out" / "model.safetensors").exists()
 
 
@@ -56,9 +75,65 @@ def test_accelerate_starts_it_with_options(folder):
 def test_what_is_wrong_is_named(folder, capsys):
     with pytest.raises(SystemExit, match="'sft' is none of \\('grpo', 'compare'\\)"):
         cli.main(["sft"])
-    with pytest.raises(SystemExit, match="as `trl grpo`"):
-        cli.main(["--help"])
     with pytest.raises(ValueError, match="`baseline` is 'absent'"):
         cli.run(["grpo", "--config", "run.yaml", "--baseline", "absent"])
     with pytest.raises(ValueError, match="--colour"):
         cli.run(["grpo", "--config", "run.yaml", "--colour", "red"])
+
+
+def test_help_begins_with_what_is_not_trls(capsys):
+    for flags in ([], ["--help"]):
+        cli.main(flags or ["-h"])
+        assert "as `trl grpo`" in capsys.readouterr().out
+    cli.main(["--version"])
+    assert f"trl-otb {trl_otb.__version__}\n" in capsys.readouterr().out
+    for command, options in (("grpo", ["baseline", "save_rollouts_steps"]), ("compare", ["baselines", "num_prompts"])):
+        with pytest.raises(SystemExit):
+            cli.main([command, "--help"])
+        first = capsys.readouterr().out.partition("--dataset_name ")[0]
+        assert all(f"--{name} " in first for name in options) and first.count("\n") < 70
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("learning_rat: 0.1", "--learning_rat is no option of .* Did you mean --learning_rate?"),
+        ("baselin: rloo", "--baselin is no option .* Did you mean --baseline?"),
+        ("baseline: valu", "`baseline` is 'valu'"),
+    ],
+)
+def test_a_wrong_line_of_the_file_is_named(folder, capsys, line, message):
+    with (folder / "run.yaml").open("a") as file:
+        file.write(f"\n{line}\n")
+    with pytest.raises(SystemExit):
+        cli.main(["grpo", "--config", "run.yaml"])
+    usage, *error = capsys.readouterr().err.splitlines()[-2:]
+    assert usage.startswith("usage: trl-otb grpo --config") and re.search(message, error[0])
+
+
+@pytest.mark.slow
+def test_ctrl_c_leaves_a_checkpoint_that_resumes(folder):
+    command = [sys.executable, "-m", "trl_otb", "grpo", "--config", "run.yaml", "--num_processes", "1"]
+    command += ["--max_steps", "2000", "--logging_strategy", "no"]
+    running = subprocess.Popen([*command, "--save_steps", "1", "--save_strategy", "steps", "--save_total_limit", "1"])
+    while not [*folder.glob("out/checkpoint-*/trainer_state.json")]:
+        time.sleep(0.1)
+    running.send_signal(signal.SIGINT)
+    for child in subprocess.run(["pgrep", "-P", str(running.pid)], capture_output=True, text=True).stdout.split():
+        os.kill(int(child), signal.SIGINT)  # a terminal sends it to both
+    running.wait(60)
+    step = int(stopping.latest_checkpoint(folder / "out").rpartition("-")[2])
+    options = ["--resume_from_checkpoint", "latest", "--max_steps", str(step + 1), "--output_dir", "out"]
+    done = subprocess.run([*command, *options], capture_output=True, text=True)
+    state = json.loads((folder / "out" / f"checkpoint-{step}" / "trainer_state.json").read_text())
+    assert state["global_step"] == step and done.returncode == 0, done.stderr
+
+
+def test_a_checkpoint_that_was_cut_off_is_passed_over(tmp_path, capsys):
+    for step, text in ((2, "{}"), (10, '{"global_'), (9, "{}"), (11, None)):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        if text is not None:
+            (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(text)
+    assert stopping.latest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-9")
+    assert "checkpoint-11 was not saved to its end" in capsys.readouterr().err
+    assert stopping.latest_checkpoint(tmp_path / "none") is None

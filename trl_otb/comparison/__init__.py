@@ -1,7 +1,7 @@
 """Which baseline for my run? Measures the gradient noise under each baseline, on an existing trainer."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import chain, cycle, islice
 from pathlib import Path
@@ -22,7 +22,7 @@ from ..trainer import OTBGRPOTrainer
 from .efficiency import Comparison, Estimate, control
 from .gradients import CompletionGradients, Projection, studied_parameters
 from .moments import comparable, prompt_moments
-from .report import BaselineReport
+from .report import BaselineReport, no_reward_varies
 
 
 __all__ = ["BaselineReport", "Comparison", "Estimate", "compare_baselines"]
@@ -58,7 +58,8 @@ def compare_baselines(
         trainer ([`OTBGRPOTrainer`]): With any data, reward functions, tools, environment, adapter or processor.
         baselines (`Sequence[str]` or `str`, *optional*): Names, or `"module:function"`; by default all registered
             ones. `none` and `group_mean` are always measured.
-        num_prompts (`int`, *optional*, defaults to 16): Number of different prompts, at least 3.
+        num_prompts (`int`, *optional*, defaults to 16): Number of different prompts, at least 3; all, if the data has
+            fewer. One or two are repeated, as where an environment makes the tasks.
         completions_per_prompt (`int`, *optional*, defaults to 64): At least four groups of the largest size.
         group_sizes (`Sequence[int]` or `int`, *optional*): Values of N; by default the trainer's own, half and double
             of it, if four groups fit into a pool, and 1, for baselines that compare prompts.
@@ -94,25 +95,29 @@ def compare_baselines(
     entries = {name: run.entry for name, run in runs.items()}
     parameters_studied = studied_parameters(trainer, parameters)
     alone = all(entry.scope == "group" and not entry.learns for entry in entries.values())
+    if num_prompts < 3:
+        raise ValueError(f"`num_prompts` is {num_prompts}: measure at least 3.")
     drawn = _different_examples(trainer, num_prompts + (0 if alone else LEARN_BATCHES * batch), seed)
-    if num_prompts < 3 or len(drawn) < num_prompts:
-        raise ValueError(
-            f"`num_prompts` is {num_prompts}, and {len(drawn)} different examples were found in the training data: "
-            "measure at least 3, and no more than there are."
-        )
-    examples, others = drawn[:num_prompts], drawn[num_prompts:]
+    repeated = len(drawn) if len(drawn) < 3 else 0  # as where an environment owns the data
+    num_prompts = num_prompts if repeated else min(num_prompts, len(drawn))
+    examples = [(f"{name} {i // len(drawn)}", row) for i, (name, row) in enumerate(islice(cycle(drawn), num_prompts))]
+    others = drawn[num_prompts:]
     needs = frozenset({"energy"}).union(*(entry.needs for entry in entries.values()))
     project = Projection([p.numel() for p in parameters_studied], projection, seed)
     gradients = CompletionGradients(trainer, parameters_studied, project)
     processes, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
     silent = args.disable_tqdm or not trainer.accelerator.is_main_process
-    bar = tqdm(total=num_prompts * completions, desc="completions measured", disable=silent)
+    to_learn = 0 if alone else LEARN_BATCHES * batch * n_of_run
+    bar = tqdm(total=to_learn + num_prompts * completions, desc="completions", disable=silent)
     measured: list[dict[Any, Any]] = []
     with bar, at_rest(trainer, needs):
         companions: list[dict[str, Completions]] = []
         learned: dict[str, float] = {}
         if not alone:
-            companions, learned = _learn(trainer, [*runs.values()], others or examples, batch, sizes, seed)
+            companions, learned = _learn(trainer, [*runs.values()], others or examples, batch, sizes, seed, bar.update)
+            bar.update(to_learn - bar.n)
+            if not any(map(_varies, chain.from_iterable(of.values() for of in companions))):
+                raise no_reward_varies(next(iter(companions[0].values())).whole_returns.mean().item())
         for first in range(0, num_prompts, processes):
             index = min(first + rank, num_prompts - 1)  # spare processes repeat the last one
             name, example = examples[index]
@@ -128,9 +133,9 @@ def compare_baselines(
             masks = [generated_mask(row)[0].cpu() for row in rows]
             with torch.autocast("cpu", enabled=False):
                 moments = prompt_moments(pool, masks, gradient_of, entries, sizes, other_prompts, seed + index)
-            returns = pool.whole_returns[pool.scored > 0]
-            moments |= {"reward": returns.mean().item(), "length": pool.lengths.mean().item()}
-            moments |= {"varies": bool((returns.diff() != 0).any()), "along_the_way": pool.returns.size(1) > 1}
+            reward = pool.whole_returns[pool.scored > 0].mean().item()
+            moments |= {"reward": reward, "length": pool.lengths.mean().item()}
+            moments |= {"varies": _varies(pool), "along_the_way": pool.returns.size(1) > 1}
             measured += gather_object([moments])[: num_prompts - first]
     # Rewards of turns or tokens that depend on later tokens bias rewards-to-go, so there the bias is measured
     along = any(prompt["along_the_way"] for prompt in measured)
@@ -143,8 +148,14 @@ def compare_baselines(
         completions_per_prompt=completions,
         prompts_per_batch=batch,
         learned=learned,
+        baseline=trainer.baseline.entry.name,
+        repeated=repeated,
         subject=Path(getattr(trainer.policy.config, "_name_or_path", "") or type(trainer.policy).__name__).name,
     )
+
+
+def _varies(pool: Completions) -> bool:
+    return bool((pool.whole_returns[pool.scored > 0].diff() != 0).any())
 
 
 def _learn(
@@ -154,6 +165,7 @@ def _learn(
     prompts_per_batch: int,
     sizes: list[int],
     seed: int,
+    progress: Callable[[int], Any],
 ) -> tuple[list[dict[str, Completions]], dict[str, float]]:
     """
     Let baselines that have not learned yet learn from sampled batches; returns these, for others to be compared with,
@@ -170,6 +182,7 @@ def _learn(
         pools = [pool for pool, _ in sample(trainer, [row for _, row in of_batch], size, seed + 7919 * (batch + 1))]
         prompt = torch.arange(len(pools)).repeat_interleave(n)
         whole = replace(joined([pool.rows(slice(0, n), n) for pool in pools]), prompt=prompt)
+        progress(len(whole))
         with torch.autocast("cpu", enabled=False):
             learned = [run.step(whole, learn=True).learned for run in fresh]
         for name, value in chain.from_iterable(of.items() for of in learned):

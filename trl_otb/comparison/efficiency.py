@@ -10,7 +10,8 @@ training.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from statistics import NormalDist
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from torch import Tensor
 
 
 DRAWS = 2000  # bootstrap samples of prompts
+MIN_GAIN = 0.005  # the smallest share of more prompts that is called a gain
+UNKNOWN = 10.0  # the share of more prompts beyond which a number says nothing
 
 
 def control(n: int) -> str:
@@ -87,36 +90,51 @@ def bootstrap(prompts: int, draws: int = DRAWS, seed: int = 0) -> Tensor:
     return torch.cat([torch.ones(1, prompts), counts])
 
 
+def interval_tail(prompts: int, outside: float) -> float:
+    """
+    The share of bootstrap draws beyond each end of an interval that is to miss with probability `outside`: less than
+    half of it, since few prompts vary less than many, and as Student's t is wider than the normal distribution
+    (Hesterberg, 2015, arXiv 1411.5279, section 5.3).
+    """
+    degrees, z = prompts - 1, NormalDist().inv_cdf(1 - outside / 2)
+    t = z + (z**3 + z) / (4 * degrees) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
+    return NormalDist().cdf(-t * math.sqrt(prompts / degrees))
+
+
 @dataclass
 class Estimate:
-    """A number with a 95 % interval by bootstrap over prompts."""
+    """A number with an interval, of 95 % if not said otherwise, by bootstrap over prompts."""
 
     value: float
     low: float
     high: float
 
     @classmethod
-    def of(cls, values: Tensor) -> "Estimate":
+    def of(cls, values: Tensor, tail: float = 0.025) -> "Estimate":
         """From the values of the sample (first) and of the bootstrap; NaN values count as both ends."""
         drawn = values[1:].double()
         lows, highs = (torch.where(drawn.isnan(), end, drawn) for end in (-torch.inf, torch.inf))
-        low = lows.quantile(0.025, interpolation="lower").item()
-        high = highs.quantile(0.975, interpolation="higher").item()
+        low = lows.quantile(tail, interpolation="lower").item()
+        high = highs.quantile(1 - tail, interpolation="higher").item()
         return cls(values[0].item(), low, high)
 
     @property
     def lost(self) -> bool:
-        """Whether the value, or an end of its interval, is lost in noise."""
-        return math.isnan(self.value) or (self.low == -math.inf and self.high == math.inf)
+        """Whether the value is lost in noise: it is unknown, or may be negative and beyond `UNKNOWN`."""
+        return math.isnan(self.value) or (self.low < 0 and self.high > UNKNOWN)
 
     def __str__(self) -> str:
-        """In per cent, `"81 (77–85)"`."""
-        return f"{percent(self.value)} ({percent(self.low)}–{percent(self.high)})"
+        """In per cent, `"81 (77 to 85)"`."""
+        return f"{percent(self.value)} ({self.interval})"
+
+    @property
+    def interval(self) -> str:
+        return f"{percent(self.low)} to {percent(self.high)}"
 
 
 def percent(share: float) -> str:
-    """`?` if it is lost in noise."""
-    return str(round(100 * share)) if math.isfinite(share) else "?"
+    """`?` if it is beyond `UNKNOWN`."""
+    return str(round(100 * share)) if abs(share) <= UNKNOWN else "?"
 
 
 @dataclass
@@ -137,6 +155,16 @@ class Comparison:
     over_group_mean: Estimate  # the ratio of the efficiencies of a step
     noise_over_group_mean: Estimate  # of noise to signal
     cosine: Estimate  # of the expected gradient to the true one
+    # At the run's own N, by name: the same beside another baseline than the control, on the same prompts, with
+    # intervals that hold for all of them at once
+    more_than: dict[str, Estimate] = field(default_factory=dict)
+
+    @property
+    def surely_better_than_control(self) -> bool:
+        return not self.more_prompts.lost and self.more_prompts.low > MIN_GAIN
+
+    def surely_better_than(self, other: "Comparison") -> bool:
+        return other.name in self.more_than and self.more_than[other.name].low > MIN_GAIN
 
 
 def compare(moments: dict[tuple[str, int], Moments], prompts_per_batch: int, group_size: int) -> list[Comparison]:
@@ -150,19 +178,23 @@ def compare(moments: dict[tuple[str, int], Moments], prompts_per_batch: int, gro
     counts = counts[((counts > 0).sum(dim=1) > 1) & (counts.double() @ squares > 0)]
     figures = {key: m.of_batch(counts, prompts_per_batch) for key, m in moments.items()}
     of_run, rows = group_size * figures[control(group_size), group_size]["variance"], []
+    rivals = {name: of["missed"] for (name, n), of in figures.items() if n == group_size}
+    tail, of_all = (interval_tail(len(squares), outside) for outside in (0.05, 0.05 / max(len(rivals) - 1, 1)))
     for (name, n), of in figures.items():
         of_control, signal = figures[control(n), n], of["signal"]
+        others = {other: missed for other, missed in rivals.items() if n == group_size and other != name}
         rows.append(
             Comparison(
                 name=name,
                 n=n,
                 unbiased=moments[name, n].scale is not None,
-                more_prompts=Estimate.of(of_control["missed"] / of["missed"] - 1),
-                more_completions=Estimate.of(of_run / (n * of["variance"]) - 1),
+                more_prompts=Estimate.of(of_control["missed"] / of["missed"] - 1, tail),
+                more_completions=Estimate.of(of_run / (n * of["variance"]) - 1, tail),
                 # Efficiency is ‖g‖² / (‖g‖² + what is missed), and where the signal is small it all but cancels
-                over_group_mean=Estimate.of((signal + of_control["missed"]) / (signal + of["missed"])),
-                noise_over_group_mean=Estimate.of(of["noise"] / of_control["noise"]),
-                cosine=Estimate.of(of["cosine"]),
+                over_group_mean=Estimate.of((signal + of_control["missed"]) / (signal + of["missed"]), tail),
+                noise_over_group_mean=Estimate.of(of["noise"] / of_control["noise"], tail),
+                cosine=Estimate.of(of["cosine"], tail),
+                more_than={other: Estimate.of(missed / of["missed"] - 1, of_all) for other, missed in others.items()},
             )
         )
     return rows

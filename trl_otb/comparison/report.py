@@ -1,5 +1,7 @@
 """The result of a comparison of baselines: a verdict, a table, a picture."""
 
+import base64
+import html
 import json
 import math
 from dataclasses import asdict, dataclass, field
@@ -10,10 +12,19 @@ from typing import Any
 from .efficiency import Comparison, Estimate, compare, control, moments_of, percent
 
 
-MIN_PROMPTS = 30  # prompts below which the bootstrap's intervals are too narrow
-MIN_GAIN = 0.005  # the smallest share of more prompts that is called a gain
 SETTLED_BELOW = 0.15  # if the best is better by at most this share, measuring more prompts is not recommended
 PLOT_LIMIT = 3.0  # the share of more prompts at which intervals are cut off in the picture
+
+
+def listed(names: list[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def no_reward_varies(reward: float) -> ValueError:
+    return ValueError(
+        f"No prompt's reward varied: it is {reward:.2f} for every completion of the first one. Check the reward, the "
+        "prompts and the model: no baseline can be measured."
+    )
 
 
 @dataclass
@@ -38,6 +49,8 @@ class BaselineReport:
     subject: str  # the model, for titles
     # Metrics of the baselines that learned here, as `value/explained`: means over the last half of their batches
     learned: dict[str, float] = field(default_factory=dict)
+    baseline: str = ""  # the run's own
+    repeated: int = 0  # different examples, if these were too few and each was measured several times
 
     @classmethod
     def of(
@@ -49,10 +62,7 @@ class BaselineReport:
         """
         varying, number = sum(prompt["varies"] for prompt in prompts), len(prompts)
         if varying == 0:
-            raise ValueError(
-                f"No prompt's reward varied: it is {prompts[0]['reward']:.2f} for every completion of the first one. "
-                "Check the reward, the prompts and the model: no baseline can be measured."
-            )
+            raise no_reward_varies(prompts[0]["reward"])
         moments = moments_of(prompts, {name for name, certain in unbiased.items() if certain}, scores_have_mean_zero)
         rows = compare(moments, settings["prompts_per_batch"], settings["group_size"])
         for row in rows:
@@ -74,11 +84,27 @@ class BaselineReport:
 
     @property
     def best(self) -> Comparison | None:
-        """The baseline to set at the run's own N; `None` if none is surely better than the control."""
+        """
+        The baseline to set at the run's own N; `None` if none is surely better than the control. It is the run's own
+        where that is unbiased, else `value`, unless another is surely better on the same prompts.
+        """
         # Without `none`, whose noise grows as successes become common
-        rows = [row for row in self.at() if row.name not in ("none", self.control)]
-        better = [row for row in rows if row.more_prompts.low > MIN_GAIN]
-        return next((row for row in better if row.unbiased is not False), better[0] if better else None)
+        rows = {row.name: row for row in self.at() if row.name not in ("none", self.control)}
+        if not any(row.surely_better_than_control for row in rows.values()):
+            return None
+        certain = {name: row for name, row in rows.items() if row.unbiased is not False and not row.more_prompts.lost}
+        best = next((certain[name] for name in (self.baseline, "value", *certain) if name in certain), None)
+        if best is None:  # all are biased
+            return next(row for row in rows.values() if row.surely_better_than_control)
+        while better := [row for row in certain.values() if row.surely_better_than(best)]:
+            best = next((row for row in better if row.name == "value"), better[0])
+        return best if best.surely_better_than_control or self._alike(best) else None
+
+    def _alike(self, best: Comparison) -> list[Comparison]:
+        """Those that cannot be told apart from `best`, and are better than the control."""
+        rows = [row for row in self.at() if row.name not in ("none", self.control, best.name)]
+        better = [row for row in rows if row.surely_better_than_control and row.unbiased is not False]
+        return [row for row in better if not row.surely_better_than(best) and not best.surely_better_than(row)]
 
     @property
     def control(self) -> str:
@@ -92,21 +118,21 @@ class BaselineReport:
         known = [row for row in rows if not row.more_prompts.lost]
         if best is None:
             return f"Keep {self.control}.\n{self._why_none(known)}"
-        worth = best.more_prompts
-        interval = f"{percent(worth.low)}–{percent(worth.high)}"
-        instruction = f"Set baseline={best.name!r}: worth {percent(worth.value)} % more prompts (95 %: {interval})."
-        return f"{instruction}\n{self._caveats(rows, known, best)}"
+        worth = f"worth {percent(best.more_prompts.value)} % more prompts (95 %: {best.more_prompts.interval})"
+        lines = [f"{'Keep' if best.name == self.baseline else 'Set'} baseline={best.name!r}: {worth}."]
+        if alike := [row.name for row in self._alike(best)]:
+            lines.append(f"On these prompts {listed([best.name, *alike])} cannot be told apart.")
+        return "\n".join([*lines, self._caveats(rows, known, best)])
 
     def _why_none(self, known: list[Comparison]) -> str:
         if not known:
             return "No baseline can be compared: the signal is lost in noise. Measure more prompts or completions."
         first = next((row for row in known if row.name != "none"), known[0])
         gain = first.more_prompts
-        interval = f"{percent(gain.value)} % ({percent(gain.low)} to {percent(gain.high)})"
         settled = gain.value <= 0 or gain.high < SETTLED_BELOW
         return (
-            f"No baseline is significantly better: baseline={first.name!r} is worth {interval} more prompts. Measuring "
-            f"more prompts {'is unlikely to change that' if settled else 'may decide it'}."
+            f"No baseline is surely better: baseline={first.name!r} is worth {percent(gain.value)} % ({gain.interval}) "
+            f"more prompts. Measuring more prompts {'is unlikely to change that' if settled else 'may decide it'}."
         )
 
     def _caveats(self, rows: list[Comparison], known: list[Comparison], best: Comparison) -> str:
@@ -121,16 +147,14 @@ class BaselineReport:
             caveats.append(
                 "it is biased: improbable successes teach less under it, which is not seen here if they are rare"
             )
-        for row in known[: known.index(best)]:
-            caution = {True: "that is not significant", None: "it may be biased", False: "it is biased"}[row.unbiased]
-            caution = "it gets worse as successes become common" if row.name == "none" else caution
-            caveats.append(f"baseline={row.name!r} measures {percent(row.more_prompts.value)} %, but {caution}")
-        if lost := len(rows) - len(known):
-            caveats.append(f"{lost} of {len(rows)} baselines cannot be compared, as the signal is lost in noise")
-        if self.num_prompts < MIN_PROMPTS:
-            caveats.append(f"with {self.num_prompts} prompts, intervals are too narrow")
+        if biased := [row.name for row in known if row.unbiased is False and row.surely_better_than(best)]:
+            caveats.append(f"{listed(biased)} would be better here, but biased: improbable successes teach less")
+        if lost := [row.name for row in rows if row.more_prompts.lost]:
+            caveats.append(f"{listed(lost)} cannot be compared, as the signal is lost in noise")
+        if self.repeated:
+            caveats.append(f"there are only {self.repeated} different examples, so other prompts are not represented")
         caveats.append("this may change during training, so measure again later")
-        return f"Caveats: {'; '.join(caveats)}."
+        return f"Note: {'; '.join(caveats)}."
 
     @property
     def spending(self) -> str:
@@ -147,7 +171,7 @@ class BaselineReport:
                 break
         else:
             return ""
-        lines = [f"{name}, {completions} completions per step  more completions, % (95 %)"]
+        lines = [f"{name}, {completions} completions per step  more completions, % (95 %), with luck in which prompts"]
         lines += [f"N = {n:<4} {completions // n:>5} prompts  {of}" for n, of in known.items()]
         n, most = max(known.items(), key=lambda item: item[1].value)
         if most.low > max(known[self.group_size].high, 0.0):
@@ -157,6 +181,18 @@ class BaselineReport:
     def to_json(self) -> dict[str, Any]:
         """The report as plain data; numbers lost in noise are `None`."""
         return json.loads(json.dumps(asdict(self)), parse_constant=lambda constant: None)
+
+    def save(self, folder: str | Path) -> None:
+        """Write `report.json` and `report.html`, the text with the picture, into `folder`."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "report.json").write_text(json.dumps(self.to_json(), indent=1), encoding="utf-8")
+        picture = base64.b64encode(self.plot()._repr_png_()).decode()
+        (folder / "report.html").write_text(
+            f"<!doctype html><meta charset='utf-8'><title>Baselines</title><pre>{html.escape(repr(self))}</pre>"
+            f"<img alt='how many more prompts the control needs' src='data:image/png;base64,{picture}'>",
+            encoding="utf-8",
+        )
 
     def plot(self, path: str | Path | None = None) -> Any:
         """A `matplotlib` figure, a panel per group size: how many more prompts the control needs. Saved to `path`."""
@@ -175,7 +211,7 @@ class BaselineReport:
             axis.set(xlabel=f"more prompts that {control(n)} needs, %", title=f"N = {n}")
             axis.grid(axis="x", alpha=0.3)
         figure.suptitle(
-            f"{self.subject}\nblue: significantly better than the control, red: worse, grey: neither\n"
+            f"{self.subject}\nblue: surely better than the control, red: worse, grey: neither\n"
             f"lines: 95 % intervals, {self.num_prompts} prompts",
             fontsize=10,
         )
