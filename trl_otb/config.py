@@ -102,6 +102,10 @@ class OTBGRPOConfig(GRPOConfig):
                 "`scale_rewards` to silence this."
             )
 
+    def get_warmup_steps(self, *args: Any) -> int:  # which every trainer calls before it trains
+        warn_of_other_trainer(self, "OTBGRPOTrainer")
+        return super().get_warmup_steps(*args)
+
 
 class _One(int):
     """N = 1, which passes GRPOConfig's own check of N ≥ 2: with other prompts, one completion is compared, too."""
@@ -110,9 +114,19 @@ class _One(int):
         return False
 
 
-def check_options(args: GRPOConfig) -> Baseline:
+def warn_of_other_trainer(args: Any, trainer: str) -> None:
+    """Said once if another trainer than `trainer`, which sets `of_trl_otb`, trains with a config of this package."""
+    if not getattr(args, "of_trl_otb", False):
+        logger.warning_once(
+            f"A {type(args).__name__} is used by another trainer than {trainer}: `baseline={args.baseline!r}` has no "
+            f"effect, and `scale_rewards` is {args.scale_rewards!r}. Make an {trainer}."
+        )
+
+
+def check_options(args: GRPOConfig, own_loss: bool = True) -> Baseline:
     """
-    The baseline of an [`OTBGRPOConfig`], or the default one of a plain [`~trl.GRPOConfig`].
+    The baseline of an [`OTBGRPOConfig`], or the default one of a plain [`~trl.GRPOConfig`]. `own_loss`: whether the
+    trainer may compute another loss than TRL's, of a type of its own.
 
     Raises:
         ValueError: An option is unknown, or conflicts with the baseline.
@@ -139,7 +153,7 @@ def check_options(args: GRPOConfig) -> Baseline:
         )
     if args.num_generations == 1 and (conflict := _conflict_with_single_completion(args, baseline)):
         raise ValueError(f"`num_generations` is 1, and {conflict}.")
-    if args.loss_type not in LOSS_TYPES:
+    if args.loss_type not in LOSS_TYPES and not own_loss:
         raise ValueError(
             f"`loss_type` is {args.loss_type!r}: OTBGRPOTrainer is known to be correct with "
             f"{', '.join(map(repr, LOSS_TYPES))} only. Set one of these."

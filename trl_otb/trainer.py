@@ -15,11 +15,11 @@ from .metrics import STATISTICS, summarize
 from .rollout import Rollout, Rollouts, prompt_keys
 from .rollout.page import RolloutPages
 from .run_baseline import RunBaseline, Step
-from .seam.contract import GRPO, BrokenContract, check_config, check_subclass, trl_utils
+from .seam.contract import GRPO, BrokenContract, check_config, check_subclass, trl_utils, users_methods
 from .seam.draws import draw_ratio
 from .seam.forwards import PolicyRecorder, scores_anyway, values_of_batch
 from .seam.loss import TokenLoss
-from .seam.rollouts import recorded_rewards, rollout_of
+from .seam.rollouts import RecordsRewards, rollout_of
 from .seam.sampled import SampledTurns
 from .seam.tool_turns import CollectiveToolLoop
 from .state import KeepsBaseline
@@ -28,7 +28,7 @@ from .state import KeepsBaseline
 logger = get_logger(__name__)
 
 
-class OTBGRPOTrainer(KeepsBaseline, CollectiveToolLoop, TokenLoss):
+class OTBGRPOTrainer(KeepsBaseline, RecordsRewards, CollectiveToolLoop, TokenLoss):
     """
     [`~trl.GRPOTrainer`] with a baseline of one's choice, for every token if it has one: by default the Optimal Token
     Baseline (https://huggingface.co/papers/2602.07078). It takes the arguments of [`~trl.GRPOTrainer`] and, apart from
@@ -74,7 +74,8 @@ class OTBGRPOTrainer(KeepsBaseline, CollectiveToolLoop, TokenLoss):
             args = OTBGRPOConfig(f"{name.rstrip('/').split('/')[-1]}-OTB")
         if not isinstance(args, GRPOConfig):
             raise TypeError(f"`args` is a {type(args).__name__}: OTBGRPOTrainer takes an OTBGRPOConfig.")
-        self.baseline = RunBaseline(check_options(args), running_scale=args.scale_rewards == "running")
+        own_loss = bool(users_methods(self, ("_compute_loss", "compute_loss")))
+        self.baseline = RunBaseline(check_options(args, own_loss), running_scale=args.scale_rewards == "running")
         self.rollouts: dict[str, Rollout] = Rollouts()  # the latest one of each mode, "train" and "eval"
         self.energy_source: str | None = None  # of the latest rollout in training
         self.needs = self.baseline.entry.needs  # what rollouts are to hold; more during a comparison
@@ -160,7 +161,7 @@ class OTBGRPOTrainer(KeepsBaseline, CollectiveToolLoop, TokenLoss):
         turns = SampledTurns() if needed and not scores_anyway(self) else None
         try:
             with self.recorder.recording(needed=needed, states="states" in self.needs, turns=turns) as recording:
-                with recorded_rewards(self) as recorders:
+                with self.recorded_rewards() as recorders:
                     batch = super()._generate_and_score_completions(inputs)
             rollout = rollout_of(self, batch, recorders, n)
             values, source = values_of_batch(self, batch, rollout.mask, recording, self.recorder)

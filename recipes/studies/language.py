@@ -31,6 +31,8 @@ REASONING = {
     "word_sorting": ({"min_words": 4, "max_words": 4, "min_word_length": 3, "max_word_length": 6}, 25, 24),
 }
 LORA = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+# The task of recipes/math_smollm2.yaml, of which SmolLM2 gets one in ten right by itself
+CHAIN_SUM = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 STEPS = {"words": 5, "copy": 4}  # which take rewards from 0.5 to 0.8 and from 0.3 to 0.7
 TOKENS = 80
 # Steps of supervised training, by the task
@@ -91,13 +93,19 @@ def problems_of(task: str, number: int, seed: int) -> list[dict[str, str]]:
 
 
 def task_of(name: str, seed: int = 0) -> Task:
-    """One of `TASKS` or `GEMMA`, or of `REASONING`, whose problems to train on `seed` chooses."""
+    """One of `TASKS` or `GEMMA`, "chain_sum", or one of `REASONING`, whose problems to train on `seed` chooses."""
     lora = LoraConfig(**LORA)
     if name in GEMMA:
         train, held_out = gemma_problems(name, seed=1)
         policy, of = fine_tuned(name) if GEMMA[name] else toy.gemma3(), name.removeprefix("gemma_")
         reward, tokens = (likeness, REASONING[of][-1]) if of in REASONING else (TASKS[of][1], TOKENS)
         return Task(policy, train, held_out, reward, tokens, peft_config=lora)
+    if name == "chain_sum":
+        options = {"dataset_name": "reasoning_gym:chain_sum", "dataset_options": json.dumps(CHAIN_SUM)}
+        asked = ProblemOptions(
+            **options, instruction=r"Answer with the number alone, as \boxed{number}.", num_held_out_problems=60
+        )
+        return Task(toy.smollm2(), *load_problems(asked, seed), 24, peft_config=lora)
     if name in REASONING:
         train, held_out = reasoning_problems(name, seed)
         return Task(fine_tuned(name), train, held_out, likeness, REASONING[name][-1], peft_config=lora)

@@ -70,6 +70,7 @@ TASKS = {
         }.items()
     },
     **{f"{name}_scaled": Schedule({4: 100}, (8e-4,), problems=name, scaled=True) for name in ("sums", "calculator")},
+    "scratchpad_100_scaled": Schedule({4: 100}, (2e-4,), 16, problems="scratchpad_100", scaled=True),
     # Asynchronous, with samples that wait for no or four steps
     **{
         f"{name}_async_{steps}": replace(schedule, problems=name, staleness=steps)
@@ -82,6 +83,7 @@ TASKS = {
     },
     "calculator_async_4_low": Schedule({4: 80}, (4e-4,), problems="calculator", staleness=4),
     "copy": Schedule({4: 20}, (3e-4,), held_out_samples=1, prompts=4),
+    "chain_sum": Schedule({8: 30}, (2e-4,), held_out_samples=2, prompts=4, scaled=True),
     **dict.fromkeys(language.REASONING, Schedule({4: 30}, (3e-4,), held_out_samples=2, prompts=4)),
     **dict.fromkeys(language.GEMMA, Schedule({4: 20}, (3e-4,), held_out_samples=1, prompts=4)),
 }
@@ -103,7 +105,7 @@ class Run:
 def train(run: Run) -> dict:
     schedule = TASKS[run.task]
     problems = schedule.problems or run.task
-    of_language = language.TASKS | language.REASONING | language.GEMMA
+    of_language = {"chain_sum", *language.TASKS, *language.REASONING, *language.GEMMA}
     task = (language if problems in of_language else tasks).task_of(problems, run.seed)
     options = {
         "baseline": run.baseline,

@@ -19,7 +19,7 @@ from tests.helpers.scripted import add
 from tests.helpers.settings import LORA, assert_same_weights, logged
 from trl_otb import AsyncOTBGRPOConfig, AsyncOTBGRPOTrainer, OTBGRPOConfig, OTBGRPOTrainer
 from trl_otb.energy import token_energy
-from trl_otb.experimental.async_grpo.worker import carried_of, carried_with, stamp_groups, stamped
+from trl_otb.experimental.async_grpo.worker import carried_with, stamp_groups, stamped
 
 
 SETTINGS = tiny.SETTINGS | {"token_budget": 0, "max_staleness": 0, "max_steps": 3}
@@ -128,9 +128,9 @@ class Watched(AsyncOTBGRPOTrainer):
         super().__init__(*args, **kwargs)
         self.advantages, self.samples, self.learned = [], [], []
 
-    def _advantages(self, carried, sample_of, of_tokens):
+    def _advantages(self, *of_row):
         before = len(self._to_learn)
-        self.advantages.append(super()._advantages(carried, sample_of, of_tokens))
+        self.advantages.append(super()._advantages(*of_row))
         self.samples += self._to_learn[before:]
         return self.advantages[-1]
 
@@ -142,10 +142,9 @@ class Watched(AsyncOTBGRPOTrainer):
         return metrics
 
 
-@pytest.mark.parametrize("stamps", [True, False])
-def test_read_values_match_plain_forwards(train_async, model_path, stamps):
+def test_read_values_match_plain_forwards(train_async, model_path):
     """Packed and with shared prefixes; log-probs, energies and the base of each sample."""
-    trainer = train_async(Watched, stamps=stamps, learning_rate=0.0, max_steps=2)
+    trainer = train_async(Watched, learning_rate=0.0, max_steps=2)
     taken = trainer.rollout_worker.taken[: len(trainer.samples)]
     found = {(float(s.returns), len(s.logps), round(s.logps.sum().item(), 3)): s for s in trainer.samples}
     assert len(taken) == len(trainer.samples) == 32
@@ -318,20 +317,30 @@ def test_single_scored_completion_needs_value(train_async, baseline):
     assert (first == 0).all() and (last != 0).any() == (baseline == "value")
 
 
-@pytest.mark.parametrize("missing", ["reward", "unscored"])
-def test_incomplete_worker_is_named(train_async, missing):
-    def change(sample):
-        sample.metrics = {} if missing == "reward" else {"reward": math.nan, "reward_std": 0.5}
+def test_a_worker_that_does_not_stamp_is_named(train_async):
+    """Its advantages may be divided or not, clipped, or of some of the group: they do not say B0."""
+    with pytest.raises(ValueError, match="does not hold the mean reward of its group's others.*worker.stamped`"):
+        train_async(stamps=False, baseline="rloo")
+    train_async(stamps=False, baseline="group_mean", scale_rewards="group")  # TRL's own advantages
 
-    trainers = (
-        train_async(train=False, stamps=False),
-        train_async(train=False, stamps=False, baseline="group_mean", scale_rewards="group"),
-    )
-    for trainer in trainers:
-        trainer.rollout_worker.change = change
-    with pytest.raises(ValueError, match="a group without its reward .*async_grpo.worker.stamped`"):
-        trainers[0].train()
-    trainers[1].train()  # TRL's own advantages
+
+def test_a_dropped_sample_is_named():
+    with pytest.raises(ValueError, match="A group of 3 conversations has 2 samples, and 3 were expected. Drop"):
+        stamped([SimpleNamespace(metrics={"reward": 1.0})] * 2, [1, 1, 1])
+
+
+def as_iterator(completion_ids, **kwargs):
+    return iter(even_bytes(completion_ids))
+
+
+def as_text(completion_ids, **kwargs):
+    return [str(reward) for reward in even_bytes(completion_ids)]
+
+
+@pytest.mark.parametrize("reward", [as_iterator, as_text])
+def test_rewards_that_trl_takes_are_taken(train_async, reward):
+    usual, other = train_async(max_steps=1), train_async(max_steps=1, reward=reward)
+    assert_same_weights(usual, other)
 
 
 def test_the_other_trainers_config_is_refused(model_path, tmp_path):
@@ -408,19 +417,6 @@ def test_worker_stops_with_its_child():
     stamp_groups(worker)
     worker.stop()
     assert worker._process is None
-
-
-def test_trls_stamps_say_the_same():
-    rewards = [0.25, 1.0, 0.5, 0.125]
-    mean = sum(rewards) / 4
-    std = (sum((r - mean) ** 2 for r in rewards) / 4) ** 0.5
-    for reward in rewards:
-        metrics = {"reward": reward, "reward_std": std}
-        told = {"metrics": metrics, "advantage": (reward - mean) / (std + 1e-8), "group_id": 3}
-        numbers, size = carried_of(told, 4, False)
-        others = (sum(rewards) - reward) / 3
-        assert numbers == pytest.approx([reward, std, mean, others, 3.0], abs=1e-12) and size == 4
-        assert {*metrics} == {"reward", "reward_std"}  # TRL logs the means of these alone
 
 
 def test_learned_state_is_in_checkpoints(train_async, tmp_path):

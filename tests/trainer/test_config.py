@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from trl import GRPOConfig
+from trl import GRPOConfig, GRPOTrainer
 from trl.experimental.gmpo import GMPOConfig
 
 from tests.helpers import tiny
@@ -48,10 +48,12 @@ SCALED = "under which completions have advantages where all returns are nearly e
 WRONG = [
     ({"baseline": "mean"}, "`baseline` is 'mean'.*'otb', 'otb_loo', 'ogb', 'ogb_loo', 'rloo', 'group_mean'"),
     ({"scale_rewards": "std"}, "`scale_rewards` is 'std'.*'none', 'running', 'group'"),
-    ({"loss_type": "ppo"}, "`loss_type` is 'ppo'.*'dapo'"),
     ({"baseline": "rloo_pooled", "scale_rewards": "group"}, f"'group' and `baseline` is 'rloo_pooled', {SCALED}"),
     ({"baseline": "otb", "scale_rewards": "batch"}, f"'batch' and `baseline` is 'otb', {SCALED}.*'ogb', 'ogb_loo'"),
     ({"baseline": len}, "`baseline` is <built-in function len>: a config holds text. Register the function"),
+]
+LATER = [  # by the trainer, whose loss it may be, and which imports
+    ({"loss_type": "ppo"}, "`loss_type` is 'ppo'.*'dapo'"),
     ({"baseline": "nowhere:mine"}, "`baseline` is 'nowhere:mine', which cannot be imported"),
 ]
 
@@ -75,12 +77,12 @@ def test_command_line_and_yaml(tmp_path):
     assert json.loads(args.to_json_string())["baseline"] == "otb"
 
 
-@pytest.mark.parametrize(("option", "message"), WRONG[2:4])
+@pytest.mark.parametrize(("option", "message"), [*WRONG[2:4], *LATER])
 def test_options_set_later_are_checked(train, option, message):
     args = OTBGRPOConfig(**tiny.SETTINGS, output_dir="unused")
     vars(args).update(option)
     with pytest.raises(ValueError, match=message):
-        train(config=lambda **kwargs: args)
+        train(OTBGRPOTrainer, config=lambda **kwargs: args)
     trainer = train(train=False)
     trainer.args.baseline = "ogb"
     with pytest.raises(ValueError, match="`args.baseline` was set to 'ogb' after the trainer was made with 'otb'"):
@@ -147,3 +149,18 @@ def test_unscaled_default_warns_once(caplog):
         assert OTBGRPOConfig(**ON_CPU).scale_rewards == OTBGRPOConfig(**ON_CPU, scale_rewards=None).scale_rewards
     (said,) = [r for r in caplog.records if "not scaled" in r.getMessage()]
     assert said.levelname == "WARNING" and "default is `scale_rewards='none'`" in said.getMessage()
+
+
+def test_a_file_imports_nothing(tmp_path, monkeypatch):
+    """A baseline of one's own is imported when the trainer is made."""
+    (tmp_path / "own_baseline.py").write_text("raise SystemExit")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert OTBGRPOConfig(**ON_CPU, baseline="own_baseline:mine").baseline == "own_baseline:mine"
+
+
+def test_another_trainer_says_that_it_ignores_the_baseline(train, caplog):
+    train(GRPOTrainer, baseline="value", scale_rewards="none", max_steps=1)
+    assert "used by another trainer than OTBGRPOTrainer: `baseline='value'` has no effect" in caplog.text
+    caplog.clear()
+    train(OTBGRPOTrainer, baseline="value", scale_rewards="none", max_steps=1)
+    assert "another trainer" not in caplog.text

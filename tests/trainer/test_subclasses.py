@@ -86,6 +86,56 @@ def test_patched_method_stays(train):
     assert trainer._calculate_rewards is given and trainer.state.log_history[0]["reward"] == 3.5
 
 
+def test_two_trainers_in_one_process(train):
+    """One is made and trained in a reward function of the other, as in a search in threads."""
+    inner = []
+
+    def nested(completion_ids, **kwargs):
+        if not inner:
+            inner.append(train(OTBGRPOTrainer, max_steps=1, reward_funcs=tiny.even_bytes))
+        return tiny.even_bytes(completion_ids)
+
+    method = GRPOTrainer._calculate_rewards
+    trainer = train(OTBGRPOTrainer, reward_funcs=nested)
+    assert GRPOTrainer._calculate_rewards is method and trainer.state.global_step == 2
+    assert inner[0].state.global_step == 1 and inner[0].rollouts["train"].rewards.std() > 0
+
+
+def any_arguments(method):
+    def wrapped(self, *args, **kwargs):
+        return method(self, *args, **kwargs)
+
+    return wrapped
+
+
+@pytest.mark.parametrize("name", ["_calculate_rewards", "_generate_single_turn", "_compute_loss"])
+def test_a_wrapped_method_of_trl_is_called(train, monkeypatch, name):
+    usual = train(OTBGRPOTrainer)
+    monkeypatch.setattr(GRPOTrainer, name, any_arguments(getattr(GRPOTrainer, name)))
+    assert_same_weights(usual, train(OTBGRPOTrainer))
+
+
+def test_what_replaced_a_method_of_trl_is_named(train, monkeypatch):
+    monkeypatch.setattr(GRPOTrainer, "_calculate_rewards", lambda self, inputs: None)
+    with pytest.raises(TypeError, match=r"`GRPOTrainer\._calculate_rewards` was replaced by `tests\..*let it take"):
+        train(OTBGRPOTrainer, train=False)
+
+
+class ByKeyword(GRPOTrainer):
+    def _generate_and_score_completions(self, inputs):
+        of_trl = self._calculate_rewards
+        names = ("inputs", "prompts", "completions", "completion_ids_list")
+        self._calculate_rewards = lambda *args: of_trl(**dict(zip(names, args, strict=True)))
+        try:
+            return super()._generate_and_score_completions(inputs)
+        finally:
+            self._calculate_rewards = of_trl
+
+
+def test_rewards_may_be_asked_for_by_keyword(train):
+    assert_same_weights(train(OTBGRPOTrainer), train(type("OfOTB", (OTBGRPOTrainer, ByKeyword), {})))
+
+
 class TakesBoth(GRPOTrainer):
     """A loss without ratios, of advantages of either shape."""
 
@@ -281,3 +331,18 @@ def test_arguments_of_a_class_with_its_own_config(model_path, tmp_path):
     args = OTBGMPOConfig(**tiny.SETTINGS, output_dir=str(tmp_path), baseline="ogb")
     trainer = OTBGMPO(model_path, tiny.even_bytes, args, tiny.prompts())  # GMPOTrainer takes the last by name only
     assert len(trainer.train_dataset) == 8
+
+
+class OwnType(GRPOTrainer):
+    def _compute_loss(self, model, inputs):
+        self.args.loss_type = self.loss_type = "grpo"
+        return super()._compute_loss(model, inputs)
+
+
+def test_a_loss_of_ones_own_has_a_type_of_its_own(train):
+    cls = type("OfOTB", (OwnType, OTBGRPOTrainer), {})
+    assert train(cls, baseline="rloo", loss_type="mine").state.global_step == 2
+    with pytest.raises(TypeError, match="`OwnType._compute_loss` is not known to take advantages"):
+        train(cls, baseline="value", loss_type="mine")
+    with pytest.raises(ValueError, match="`loss_type` is 'mine'"):
+        train(OTBGRPOTrainer, baseline="rloo", loss_type="mine")

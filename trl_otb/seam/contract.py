@@ -79,6 +79,13 @@ except ImportError as error:
     raise incompatible_trl(str(error)) from error
 
 
+def _takes(function: Any, names: list[str]) -> bool:
+    """Whether these are the leading parameters, or the function takes any."""
+    parameters = inspect.signature(function).parameters
+    takes_any = {"VAR_POSITIONAL", "VAR_KEYWORD"} <= {of.kind.name for of in parameters.values()}
+    return takes_any or [*parameters][: len(names)] == names
+
+
 @dataclass(frozen=True)
 class Contract:
     """What is relied on of one of TRL's trainers."""
@@ -94,9 +101,18 @@ class Contract:
         for name, function, parameters in self._parts():
             if function is None:
                 messages.append(f"`{name}` is gone")
-            elif [*inspect.signature(function).parameters][: len(parameters)] != parameters:
+            elif not _takes(function, parameters) and function.__module__.startswith("trl."):
                 messages.append(f"`{name}` no longer takes ({', '.join(parameters)})")
         return messages
+
+    def check_replaced(self) -> None:
+        """Raise a `TypeError` if what a user put in the place of a part does not take its parameters."""
+        for name, function, parameters in self._parts():
+            if function is not None and not _takes(function, parameters):
+                raise TypeError(
+                    f"`{name}` was replaced by `{function.__module__}.{function.__qualname__}`, which does not take "
+                    f"({', '.join(parameters)}): let it take `*args, **kwargs`, or these."
+                )
 
     def sources(self) -> dict[str, str]:
         """A short hash of the source of every part."""
@@ -112,6 +128,7 @@ class Contract:
         check_version()
         if messages := self.gone():
             raise incompatible_trl("; ".join(messages))
+        self.check_replaced()
 
     def warn_if_changed(self) -> list[str]:
         """Warns once of the parts whose source is not the one that was read, and returns them."""

@@ -1,5 +1,6 @@
 """The rewards of a generation batch as GRPOTrainer uses them, and checks that they are the batch's."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -8,6 +9,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from trl import GRPOTrainer
+from trl.trainer import grpo_trainer
 
 from ..rewards import RewardRecorder
 from ..rollout import Rollout, generated_mask
@@ -71,42 +73,50 @@ def _nanstd(x: Tensor, dim: int) -> Tensor:
     return trl_utils.nanstd(x, dim=dim) if x.size(dim) > 1 else torch.zeros_like(x.select(dim, 0))
 
 
-@contextmanager
-def recorded_rewards(trainer: GRPOTrainer) -> Iterator[list[RewardRecorder]]:
+class RecordsRewards(GRPOTrainer):
     """
-    Context in which a recorder of the rewards that `_calculate_rewards` returns, even a subclass's, is appended to the
-    yielded list. While GRPOTrainer's own method runs, `reward_funcs` holds functions that return sums, as it cannot
-    handle rewards per turn or token.
+    Records the rewards that `_calculate_rewards` returns, even a subclass's. GRPOTrainer's own method reads functions
+    that return sums, as it cannot handle rewards per turn or token; all others read what the user gave.
     """
-    recorders: list[RewardRecorder] = []
-    of_trl = GRPOTrainer._calculate_rewards
 
-    def outermost(inputs: Any, prompts: Any, completions: Any, completion_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        # Copies, as a function may change the lists that it gets
-        ids = [torch.tensor(of_row, dtype=torch.long) for of_row in completion_ids]
-        recorders.append(RewardRecorder(ids, trainer.reward_weights.tolist()))
-        rewards = calculate(inputs, prompts, completions, completion_ids, *args, **kwargs)
-        recorders[-1].rewards_per_func = rewards
-        return rewards
+    _functions: list[Any]
+    _recorders: list[RewardRecorder] | None = None  # of the rollout that is being rewarded
 
-    def innermost(self: Any, *args: Any, **kwargs: Any) -> Any:
-        functions = self.reward_funcs
-        if self is trainer and recorders:
-            self.reward_funcs = [
-                of
-                if isinstance(of, torch.nn.Module)
-                else recorders[-1].wrap(i, name, of, trl_utils.is_async_callable(of))
-                for i, (of, name) in enumerate(zip(functions, self.reward_func_names, strict=True))
-            ]
-        try:
-            return of_trl(self, *args, **kwargs)
-        finally:
-            self.reward_funcs = functions
+    @property
+    def reward_funcs(self) -> list[Any]:
+        caller = sys._getframe(1).f_code
+        if not self._recorders or (caller.co_name, caller.co_filename) != ("_calculate_rewards", grpo_trainer.__file__):
+            return self._functions
+        wrap = self._recorders[-1].wrap
+        return [
+            of if isinstance(of, torch.nn.Module) else wrap(i, name, of, trl_utils.is_async_callable(of))
+            for i, (of, name) in enumerate(zip(self._functions, self.reward_func_names, strict=True))
+        ]
 
-    with patch.object(GRPOTrainer, "_calculate_rewards", innermost):
-        calculate = trainer._calculate_rewards
-        with patch.object(trainer, "_calculate_rewards", outermost):
-            yield recorders
+    @reward_funcs.setter
+    def reward_funcs(self, functions: list[Any]) -> None:
+        self._functions = functions
+
+    @contextmanager
+    def recorded_rewards(self) -> Iterator[list[RewardRecorder]]:
+        """Context in which a recorder is appended to the yielded list for each call of `_calculate_rewards`."""
+        recorders: list[RewardRecorder] = []
+        calculate = self._calculate_rewards
+
+        def outermost(*args: Any, **kwargs: Any) -> Any:
+            completion_ids = args[3] if len(args) > 3 else kwargs["completion_ids_list"]
+            # Copies, as a function may change the lists that it gets
+            ids = [torch.tensor(of_row, dtype=torch.long) for of_row in completion_ids]
+            recorders.append(RewardRecorder(ids, self.reward_weights.tolist()))
+            recorders[-1].rewards_per_func = rewards = calculate(*args, **kwargs)
+            return rewards
+
+        self._recorders = recorders
+        with patch.object(self, "_calculate_rewards", outermost):
+            try:
+                yield recorders
+            finally:
+                self._recorders = None
 
 
 def rollout_of(

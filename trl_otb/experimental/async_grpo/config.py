@@ -1,10 +1,12 @@
 """The options of [`AsyncOTBGRPOTrainer`]."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from accelerate.logging import get_logger
 
 from ...baselines import Baseline, find_baseline
+from ...config import warn_of_other_trainer
 from ...rollout.page import SAVE_ROLLOUTS, check_steps
 from .worker import AsyncGRPOConfig
 
@@ -42,6 +44,10 @@ class AsyncOTBGRPOConfig(AsyncGRPOConfig):
         check_async_options(self)
         if by_default:
             warn_of_scale()
+
+    def get_warmup_steps(self, *args: Any) -> int:
+        warn_of_other_trainer(self, "AsyncOTBGRPOTrainer")
+        return super().get_warmup_steps(*args)
 
 
 def warn_of_scale() -> None:

@@ -56,15 +56,16 @@ def stamping_loop(kind: type, **options: Any) -> Any:
     return stamping(kind(**options))
 
 
-def one_number_each(name: str, rewards: Any) -> Any:
-    """A `ValueError` if there are rewards of turns or tokens, which have no place, or infinite ones."""
+def one_number_each(name: str, rewards: Any) -> list[Any]:
+    """The rewards; a `ValueError` if there are some of turns or tokens, which have no place, or infinite ones."""
+    rewards = list(rewards)  # an iterator is read once
     for row, reward in enumerate(rewards):
         if isinstance(reward, list | tuple) or getattr(reward, "ndim", 0) > 0:
             raise ValueError(
                 f"The reward function {name!r} returned {len(reward)} rewards for completion {row}: "
                 "AsyncGRPOTrainer has one per completion. Return their sum, or train with OTBGRPOTrainer."
             )
-        if reward is not None and math.isinf(reward):
+        if reward is not None and math.isinf(float(reward)):
             raise ValueError(f"The reward function {name!r} returned {reward} for completion {row}: make it finite.")
     return rewards
 
@@ -75,7 +76,17 @@ def checking(function: Callable) -> Callable:
 
 
 def stamped(samples: list[Any], sizes: list[int]) -> list[Any]:
-    """Adds to each sample the mean reward of the group's other conversations, and the group's number of samples."""
+    """
+    Adds to each sample of a group the mean reward of the group's other conversations, and the number of samples.
+
+    `sizes` are the numbers of adjacent samples of each conversation, 1 for most; the sample's reward is
+    `metrics["reward"]`. A `ValueError` if samples are missing, since it is not known which.
+    """
+    if sum(sizes) != len(samples):
+        raise ValueError(
+            f"A group of {len(sizes)} conversations has {len(samples)} samples, and {sum(sizes)} were expected. Drop "
+            "completions before they are scored, or let their reward be None."
+        )
     sizes = [size for size in sizes if size]
     firsts = [sum(sizes[:i]) for i in range(len(sizes))]
     rewards = torch.tensor([samples[first].metrics["reward"] for first in firsts], dtype=torch.float64)
@@ -89,7 +100,7 @@ def stamped(samples: list[Any], sizes: list[int]) -> list[Any]:
 
 
 def stamp_groups(worker: Any) -> None:
-    """Let TRL's worker stamp its samples. For a user's own, TRL's metrics suffice, except for `None` and forks."""
+    """Let TRL's worker stamp its samples; a user's own calls [`stamped`]."""
     if isinstance(worker, trl_worker.AsyncRolloutWorker):
         ASYNC_GRPO.check_attributes("AsyncRolloutWorker", worker)
         worker._loop_cls = functools.partial(stamping_loop, type(worker)._loop_cls)  # made in the child process
@@ -99,20 +110,19 @@ def stamp_groups(worker: Any) -> None:
 def carried_of(sample: dict[str, Any], num_generations: int, uses_trl_advantages: bool) -> tuple[list[float], int]:
     """
     Reward, deviation, mean, leave-one-out mean and group of a sample; and how many samples its group has. Takes stamps
-    out of its metrics, of which TRL logs the means. A `ValueError` if B0 is needed and unknown.
+    out of its metrics, of which TRL logs the means. A `ValueError` if B0 is needed, and there are none.
     """
     ASYNC_GRPO.check_attributes("AsyncGRPOTrainer's sample", sample)
-    metrics, n = sample["metrics"], num_generations
-    reward, std = metrics.get("reward", math.nan), metrics.get("reward_std", math.nan)
-    if not uses_trl_advantages and MEAN not in metrics and math.isnan(reward):
+    metrics = sample["metrics"]
+    if not uses_trl_advantages and MEAN not in metrics:  # an advantage does not say which mean it was formed with
         raise ValueError(
-            "The rollout worker gave a sample of a group without its reward (`None`, or no `metrics['reward']` and "
-            "'reward_std'): the mean of the others is unknown. Let it call `trl_otb.experimental.async_grpo.worker."
-            "stamped` on the samples of each group, or set 'group_mean' and `scale_rewards='group'`."
+            "The rollout worker gave a sample that does not hold the mean reward of its group's others. Let the worker "
+            "call `trl_otb.experimental.async_grpo.worker.stamped` on the samples of each group, or set "
+            "`baseline='group_mean'` and `scale_rewards='group'`, for the worker's own advantages."
         )
-    mean = metrics.pop(MEAN, reward - sample["advantage"] * (std + 1e-8))
-    leave_one_out_mean = metrics.pop(LEAVE_ONE_OUT_MEAN, (n * mean - reward) / (n - 1) if n > 1 else torch.nan)
-    return [reward, std, mean, leave_one_out_mean, float(sample["group_id"])], int(metrics.pop(ROWS, n))
+    numbers = [metrics.get("reward", math.nan), metrics.get("reward_std", math.nan)]
+    numbers += [metrics.pop(name, math.nan) for name in (MEAN, LEAVE_ONE_OUT_MEAN)]
+    return [*numbers, float(sample["group_id"])], int(metrics.pop(ROWS, num_generations))
 
 
 def carried_with(
