@@ -5,8 +5,8 @@ GRPO with a baseline per token in one file: copy it out of recipes/ and change i
     python minimal.py                               # a tiny untrained model: no hub, no GPU
     python minimal.py Qwen/Qwen2.5-0.5B-Instruct    # a pretrained model, on a GPU
 
-The tiny model learns to write numbers, not to add: on two x86-64 cores, 2026-11-22, in 30 s, 2 % of its answers were
-numbers before and 99 % after. The pretrained model has not been run.
+The tiny model learns to write even and odd numbers when asked: on one busy x86-64 core, 2026-11-26, in 40 s, 1 % of its
+answers were right before and 94 % after. The pretrained model has not been run.
 """
 
 import random
@@ -21,9 +21,9 @@ from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 # Data: prompts, and the columns that the rewards need
 def problems(number: int, seed: int) -> Dataset:
     rng = random.Random(seed)
-    terms = [(rng.randrange(10), rng.randrange(10)) for _ in range(number)]
-    prompts = [[{"role": "user", "content": f"What is {a} + {b}? Only the number."}] for a, b in terms]
-    return Dataset.from_dict({"prompt": prompts, "answer": [str(a + b) for a, b in terms]})
+    kinds = [rng.choice(["even", "odd"]) for _ in range(number)]
+    prompts = [[{"role": "user", "content": f"A number, {kind}:"}] for kind in kinds]
+    return Dataset.from_dict({"prompt": prompts, "kind": kinds})
 
 
 # Rewards: a number per completion; the policy learns from their sum
@@ -31,8 +31,10 @@ def is_number(completions, **kwargs) -> list[float]:
     return [float(completion[0]["content"].strip().isdecimal()) for completion in completions]
 
 
-def is_right(completions, answer, **kwargs) -> list[float]:
-    return [float(completion[0]["content"].strip() == a) for completion, a in zip(completions, answer, strict=True)]
+def is_right(completions, kind, **kwargs) -> list[float]:
+    ends = {"even": "02468", "odd": "13579"}
+    texts = [completion[0]["content"].strip() for completion in completions]
+    return [float(text.isdecimal() and text[-1] in ends[of]) for text, of in zip(texts, kind, strict=True)]
 
 
 # Model: the one named on the command line, or a tiny one with random weights that reads and writes bytes
@@ -54,7 +56,7 @@ args = OTBGRPOConfig(
     per_device_train_batch_size=32,  # completions, so 4 prompts per step
     num_generations=8,
     max_completion_length=4,
-    scale_rewards="none",  # as in the paper and unbiased; GRPOConfig's default is "group"
+    scale_rewards="running",  # keeps the scale of GRPOConfig's default, "group", without its bias
     logging_steps=50,
     report_to="none",
     **settings,

@@ -92,7 +92,7 @@ def test_a_wheel_works_by_itself(tmp_path):
     subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", str(tmp_path), str(ROOT)], check=True)
     (wheel,) = tmp_path.glob("trl_otb-*.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    assert {"trl_otb/py.typed", "trl_otb/seam/trl_sources.json"} <= {*names}
+    assert {"trl_otb/py.typed", "trl_otb/rollout/page.html", "trl_otb/seam/trl_sources.json"} <= {*names}
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert not any(name.startswith(("tests", "recipes")) for name in names)
     subprocess.run([*pip, "install", "--no-deps", "--target", str(tmp_path / "site"), str(wheel)], check=True)
@@ -104,7 +104,7 @@ def test_a_wheel_works_by_itself(tmp_path):
 import trl_otb
 print(trl_otb.__file__)
 trainer.rollouts["train"].show(prompt=0)
-trainer.rollouts["train"].plot("group.png")
+trainer.rollouts["train"].page("group.html")
 print(trl_otb.compare_baselines(trainer, num_prompts=3, completions_per_prompt=32))
 """
     (tmp_path / "empty").mkdir()
@@ -116,7 +116,7 @@ print(trl_otb.compare_baselines(trainer, num_prompts=3, completions_per_prompt=3
     assert done.returncode == 0, done.stderr
     assert str(tmp_path / "site") in done.stdout
     assert "more prompts, % (95 %)" in done.stdout and "\ngroup_mean " in done.stdout
-    assert "What is" in done.stdout and (tmp_path / "empty" / "group.png").stat().st_size > 10_000
+    assert "What is" in done.stdout and (tmp_path / "empty" / "group.html").stat().st_size > 10_000
 
 
 def test_maths_works_from_package_import():
