@@ -17,12 +17,20 @@ logger = get_logger(__name__)
 LOSS_TYPES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 
 
+# What is said of options that are not set
+UNSET = {
+    "baseline": "The baseline is 'otb', the paper's, OTBGRPOConfig's default; 'value' is advised.",
+    "scale_rewards": "Advantages are not scaled: OTBGRPOConfig's default is `scale_rewards='none'`, as in the paper, "
+    "where GRPOConfig's is 'group', so the gradient norm scales with rewards: 'running' keeps GRPO's scale.",
+}
+
+
 def _baseline_help() -> str:
     built_in = [entry for entry in BASELINES.values() if entry.built_in]
     return (
         "The baseline to subtract from returns. "
         + " ".join(f"`'{entry.name}'`: {entry.summary[:1].lower()}{entry.summary[1:]}" for entry in built_in)
-        + " Or a name registered with `trl_otb.register_baseline`, or `module:function`."
+        + " By default `'otb'`. Or a name registered with `trl_otb.register_baseline`, or `module:function`."
     )
 
 
@@ -40,7 +48,7 @@ class OTBGRPOConfig(GRPOConfig):
             Where it is not set, a warning says so once.
         baseline (`str`, *optional*, defaults to `"otb"`): The baseline to subtract from returns: a name in
             `trl_otb.baselines.BASELINES` or registered before with [`trl_otb.register_baseline`], or
-            `"module:function"`.
+            `"module:function"`. Where it is not set, the same warning says so.
         credit_whole_return (`bool`, *optional*, defaults to `False`): Whether every token is credited with the
             completion's summed reward, not with the rewards from it on. Set it if a reward of a turn or token depends
             on later tokens, as a judge's that reads the whole transcript: rewards-to-go are biased then.
@@ -55,7 +63,7 @@ class OTBGRPOConfig(GRPOConfig):
             "each group (`'group'`), across the batch (`'batch'`), or within groups of earlier batches (`'running'`)."
         },
     )
-    baseline: str = field(default="otb", metadata={"help": _baseline_help()})
+    baseline: str | None = field(default=None, metadata={"help": _baseline_help()})  # becomes "otb"
     credit_whole_return: bool = field(
         default=False,
         metadata={"help": "Whether every token is credited with the summed reward, not with the rewards from it on."},
@@ -88,19 +96,17 @@ class OTBGRPOConfig(GRPOConfig):
                 f"`{type(self).__name__}` is a config class whose own or merged options would be ignored: decorate it "
                 "with `@dataclass`, and give each option a type (`baseline: str = 'ogb'`)."
             )
-        by_default = self.scale_rewards is None
-        if by_default:
-            self.scale_rewards = "none"
+        unset = [name for name in UNSET if getattr(self, name) is None]
+        self.baseline, self.scale_rewards = (
+            self.baseline or "otb",
+            "none" if self.scale_rewards is None else self.scale_rewards,
+        )
         with patch.object(self, "num_generations", _One(1)) if self.num_generations == 1 else nullcontext():
             super().__post_init__()
         if not (isinstance(self.baseline, str) and ":" in self.baseline):  # which the trainer imports
             check_options(self)
-        if by_default:
-            logger.warning_once(
-                "Advantages are not scaled: OTBGRPOConfig's default is `scale_rewards='none'`, as in the paper, where "
-                "GRPOConfig's is 'group', so the gradient norm scales with rewards: 'running' keeps GRPO's scale. Set "
-                "`scale_rewards` to silence this."
-            )
+        if unset:
+            logger.warning_once(f"{' '.join(UNSET[name] for name in unset)} Set {' and '.join(unset)} to silence this.")
 
     def get_warmup_steps(self, *args: Any) -> int:  # which every trainer calls before it trains
         warn_of_other_trainer(self, "OTBGRPOTrainer")

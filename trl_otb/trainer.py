@@ -112,6 +112,7 @@ class OTBGRPOTrainer(KeepsBaseline, RecordsRewards, CollectiveToolLoop, TokenLos
                 f"`args.baseline` was set to {now!r} after the trainer was made with {kept!r}, which it keeps. Make "
                 "a new trainer."
             )
+        logger.info(f"Training with `baseline={kept!r}` and `scale_rewards={self.args.scale_rewards!r}`.")
         before = self.rollouts.get("train")
         result = super().train(*args, **kwargs)
         # Where data ran out transformers stops training, too, but before the first rollout

@@ -6,7 +6,7 @@ import html
 import importlib
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,7 +87,7 @@ def append(path: Path, record: str, max_bytes: int = MAX_BYTES) -> bool:
 class Page:
     """A page of one rollout, which notebooks show."""
 
-    text: str
+    text: str = field(repr=False)
 
     def _repr_html_(self) -> str:
         source = html.escape(self.text)

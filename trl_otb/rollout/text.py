@@ -112,10 +112,10 @@ def visible(text: str) -> str:
 
 def show(rollout: "Rollout", prompt: int, max_tokens: int) -> None:
     """See [`~trl_otb.rollout.Rollout.show`]."""
-    data, console = group_data(rollout, prompt), Console(highlight=False, soft_wrap=True)
+    data, console, shown = group_data(rollout, prompt), Console(highlight=False), Text()
 
     def say(text: str, style: str = "", end: str = "\n") -> None:  # the terminal's encoding may lack a symbol
-        console.print(Text(text.encode(console.encoding, "backslashreplace").decode(console.encoding), style), end=end)
+        shown.append(text.encode(console.encoding, "backslashreplace").decode(console.encoding) + end, style)
 
     of_run = f"step {rollout.step}, baseline {rollout.baseline_name or 'unknown'}, N = {rollout.num_generations}"
     say(f"Prompt {prompt} of {prompts_in(rollout)}, {of_run}", "bold")
@@ -142,8 +142,9 @@ def show(rollout: "Rollout", prompt: int, max_tokens: int) -> None:
                 parts = (round(255 - 0.6 * abs(x) * (255 - part)) for part in COLOURS[x > 0])
                 style = f"black on rgb({','.join(map(str, parts))})"
                 word = f"‹{word}›" if number(of, "energy", t) > IMPROBABLE else word
-            say(word + "\n" * ("↵" in word), style, end="")
+            say(word, style, end="\n" * ("↵" in word))
         say("")
+    console.print(shown, soft_wrap=True, end="")  # at once, as a notebook makes a block of each call
 
 
 def number(of: dict[str, Any], name: str, t: int) -> float:
