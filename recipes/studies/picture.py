@@ -1,12 +1,12 @@
 """
-The README's picture: how hard training pushes each token of attempts at one problem, under GRPO and `value`.
+The README's picture: how hard training pushes each token of some attempts at one problem, under GRPO and `value`.
 
     make picture  # needs Chromium
 
-It is a part of the page that `save_rollouts_steps` writes. A token's colour is √w A, its advantage times the norm of
-the score of its logits. The problem is the one, of those tried, whose first attempts have mistakes that stand out most:
-a picture, not a measurement. Under `value` the mistake is not always the darkest token: its baseline is low where
-failures have most energy. How often it is the darkest, also without the weights, is printed for value.md.
+It is the page that `save_rollouts_steps` writes, of the calculator, at the prompt that the page opens: the one whose
+rewards vary most. A token's colour is √w A, its advantage times the norm of the score of its logits. With --blame it
+prints instead, for value.md, how often the mistake of a failed attempt on the scratchpad is the token that is pushed
+hardest: under `value` not always, since its baseline is low where failures have most energy.
 """
 
 import re
@@ -22,13 +22,13 @@ from trl_otb.rollout.page import HEAD, recorded
 from trl_otb.rollout.text import group_data
 
 
-TASK, SIZE, SHOWN, BATCHES, PROMPTS = "scratchpad_30", 16, 7, 20, 64
-WINDOW = "1180,640"  # in which the first `SHOWN` attempts are seen
+SIZE, BATCHES, PROMPTS = 8, 10, 16
+WINDOW = "1180,560"
 
 
-def sample(baseline: str, problems: int = 60) -> Any:
+def sample(name: str, baseline: str, problems: int) -> Any:
     """A rollout of `SIZE` attempts at each problem. Nothing is trained but the baseline: the learning rate is 0."""
-    task = task_of(TASK)
+    task = task_of(name)
     asked = task.train.select(range(problems))
     sizes = {"max_steps": BATCHES, "num_generations_eval": SIZE, "per_device_eval_batch_size": SIZE * problems}
     trainer = trainer_of(
@@ -60,16 +60,10 @@ def mistake(question: str, completion: dict) -> int | None:
     return None
 
 
-def clearness(question: str, completion: dict) -> float:
-    """How much harder the mistake of a failed attempt is pushed than any other of its tokens."""
-    at, pushes = mistake(question, completion), completion["push"]
-    if completion["reward"] == 1 or at is None or not 8 <= at <= 20:  # somewhere in the middle
-        return 0.0
-    return min(x for i, x in enumerate(pushes) if i != at) - pushes[at]
-
-
-def blame(groups: list[dict]) -> str:
+def blame(baseline: str) -> str:
     """How often the mistake of a failed attempt is pushed against hardest, and what the baseline is there, and why."""
+    rollout = sample("scratchpad_30", baseline, 60)
+    groups = [group_data(rollout, number) for number in range(len(rollout) // SIZE)]
     all_of = [(group["prompt"], completion) for group in groups for completion in group["completions"]]
     failed = [(row, at) for prompt, row in all_of if row["reward"] == 0 and (at := mistake(prompt, row)) is not None]
     hardest = [row["push"].index(min(row["push"])) for row, _ in failed]
@@ -83,25 +77,20 @@ def blame(groups: list[dict]) -> str:
     )
 
 
-def groups_of(rollout: Any) -> list[dict]:
-    return [group_data(rollout, number) for number in range(len(rollout) // SIZE)]
-
-
 if __name__ == "__main__":
     import recipes.studies.value  # noqa: F401 - registers the parts of `value` as baselines
 
+    if "--blame" in sys.argv:
+        print(f"All tokens weighing alike, the mistake is pushed hardest in {blame('value_weights_one')}.")
+        print(f"Under `value` in {blame('value')}.")
+        sys.exit()
     if not (chromium := shutil.which("chromium") or shutil.which("google-chrome")):
-        sys.exit("The picture is a part of a page, which Chromium draws: install it (apt-get install chromium).")
-    weights = groups_of(sample("value_weights_one"))
-    print(f"All tokens weighing alike, the mistake is the darkest in {blame(weights)}.")
-    rollout = sample("value")
-    groups = groups_of(rollout)
-    print(f"Under `value` in {blame(groups)}.")
-    clear = [sum(sorted(clearness(of["prompt"], row) for row in of["completions"][:SHOWN])[-3:]) for of in groups]
+        sys.exit("The picture is a page, which Chromium draws: install it (apt-get install chromium).")
+    rollout = sample("calculator", "value", 12)
     page = Path("runs/studies/picture.html")
     page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(HEAD + recorded(rollout, "eval", "scratchpad, 30 tokens"), encoding="utf-8")
-    place = f"{page.resolve().as_uri()}#eval-{rollout.step}/{clear.index(max(clear))}/push"
+    page.write_text(HEAD + recorded(rollout, "eval", "calculator"), encoding="utf-8")
     picture = Path(__file__).parents[1] / "group.png"
     options = ["--headless=new", "--no-sandbox", "--force-device-scale-factor=1.5", "--hide-scrollbars"]
-    subprocess.run([chromium, *options, f"--window-size={WINDOW}", f"--screenshot={picture}", place], check=True)
+    options += [f"--window-size={WINDOW}", f"--screenshot={picture}"]
+    subprocess.run([chromium, *options, page.resolve().as_uri()], check=True)

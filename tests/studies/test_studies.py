@@ -9,7 +9,6 @@ from recipes.studies import learning_curves, picture, render, runs, tasks
 from recipes.studies.learning_curves import Run, Schedule
 from recipes.studies.runs import summary
 from tests.recipes.conftest import shortly_trained
-from trl_otb.rollout.text import ShownCompletion, Token
 
 
 RATES = learning_curves.TASKS["sums"].learning_rates
@@ -141,17 +140,23 @@ def test_learning_curves(tmp_path, monkeypatch, capsys, registry):
 
 
 def attempt(text, reward, advantages):
-    tokens = [Token(letter, True, {"advantage": a, "energy": 1.0}) for letter, a in zip(text, advantages, strict=True)]
-    return ShownCompletion(reward, tokens, 0)
+    return {
+        "tokens": [*text],
+        "reward": reward,
+        "advantage": advantages,
+        "push": advantages,
+        "energy": [1.0] * len(text),
+    }
 
 
-def test_picture_frames_first_wrong_digit():
+def test_blame_is_of_the_first_wrong_digit(monkeypatch):
     right = attempt("a021b015", 1.0, [0.0] * 8)  # 7 + 4 = 11, 11 + 4 = 15
     assert picture.mistake("7+4*03=", right) is None
     wrong = attempt("a021!1b016c000", 0.0, [*[-0.2] * 9, -0.7, *[-0.1] * 4])
     assert picture.mistake("7+4*03=", wrong) == 9
-    assert picture.clearness("7+4*03=", wrong) == pytest.approx(0.5) and picture.clearness("7+4*03=", right) < 0
-    said = picture.blame([SimpleNamespace(prompt="7+4*03=", completions=[right, wrong])])
+    monkeypatch.setattr(picture, "sample", lambda *args: range(picture.SIZE))
+    monkeypatch.setattr(picture, "group_data", lambda *args: {"prompt": "7+4*03=", "completions": [right, wrong]})
+    said = picture.blame("value")
     assert said == "1 of 1, baseline 0.70; failed attempts have 60% of the energy of answers"
 
 

@@ -1,5 +1,6 @@
 """The completions of a prompt, token by token, as data and in a terminal; and a rollout's repr."""
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -104,6 +105,7 @@ def token_texts(ids: list[int], tokenizer: Any, known: dict[int, str] | None = N
     return texts
 
 
+@functools.lru_cache(100_000)
 def visible(text: str) -> str:
     """`text` with symbols for line breaks and tabs; other unprintable characters are escaped, but not joiners."""
     signs = {"\n": "↵", "\t": "⇥", "\r": "␍", "\u200c": "\u200c", "\u200d": "\u200d"}
