@@ -163,7 +163,7 @@ def test_listed_baselines_match_registry():
 
 def test_options_and_configurations_are_named():
     own = {f.name for f in fields(OTBGRPOConfig)} - {f.name for f in fields(OTBGRPOConfig.__base__)}
-    assert own | {"scale_rewards"} == {row[0].strip("`") for row in table("The formula")}
+    assert own | {"scale_rewards"} == {row[0].strip("`") for row in table("Options")}
     pages = "".join((ROOT / "recipes" / page).read_text() for page in ("README.md", "GPU.md"))
     assert [path.name for path in CONFIGS if path.name not in pages] == []
 

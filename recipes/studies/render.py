@@ -21,7 +21,6 @@ import pandas
 from matplotlib.figure import Figure
 
 from recipes.studies.runs import arms, estimate, tokens_until
-from recipes.toy import scratchpad
 
 
 HERE = Path(__file__).parent
@@ -233,19 +232,6 @@ def rendered(page: str) -> str:
 # Pictures
 
 
-# By name its panels: title, what the x-axis counts, the results, and by x their column and N
-Panel = tuple[str, str, str, dict[int, tuple[str, int]]]
-PICTURES: dict[str, list[Panel]] = {
-    "horizon": [("scratchpads, N = 4", "tokens", "value", {t: (f"T = {t}", 4) for t in scratchpad.STEPS})],
-    "groups": [
-        (f"scratchpads, {task}", "completions per prompt, N", "value", {n: (task, n) for n in (4, 8, 32)})
-        for task in ("T = 30", "T = 100")
-    ],
-    "lakes": [
-        (f"lakes, {title}, N = 4", "turns", "value", {t: (f"{t} turns{kind}", 4) for t in (6, 14, 30, 46)})
-        for title, kind in (("one reward at the end", ""), ("rewards per turn", ", rewards per turn"))
-    ],
-}
 COLORS = {
     "group_mean": "0.4",
     "otb": "tab:red",
@@ -265,32 +251,6 @@ def axes_of(titles: list[str]) -> tuple[Figure, Any]:
         axis.set_title(title, fontsize=10)
         axis.grid(alpha=0.3)
     return figure, axes
-
-
-def draw(panels: list[Panel], path: Path) -> None:
-    """Noise to signal over the group mean's, of what is there."""
-    figure, axes = axes_of([title for title, *_ in panels])
-    for axis, (_, counted, results, columns) in zip(axes, panels, strict=True):
-        tables = load(results)["tables"]
-        columns = {x: of for x, of in columns.items() if of[0] in tables}
-        for name in ("otb", "otb, one left out", "ogb_pooled", "value"):
-            found = {
-                x: cell["noise"]
-                for x, (title, n) in columns.items()
-                for cell in tables[title]
-                if (cell["estimator"], cell["n"]) == (name, n) and None not in cell["noise"]
-            }
-            if found:
-                values, low, high = zip(*found.values(), strict=True)
-                axis.plot([*found], values, "o-", color=COLORS[name], markersize=4, label=name)
-                axis.fill_between([*found], low, high, color=COLORS[name], alpha=0.15, linewidth=0)
-        axis.axhline(1, color=COLORS["group_mean"], linewidth=1, label="group_mean")
-        axis.set(xscale="log", xlabel=counted, ylim=(0, 1.6))
-        axis.set_xticks([*columns], map(str, columns))
-        axis.minorticks_off()
-    axes[0].set_ylabel("noise over the group mean's\n(bands: 95 % over prompts)")
-    axes[0].legend(fontsize=8, ncols=2)
-    figure.savefig(path, dpi=120)
 
 
 def learning(tasks: dict[str, list[dict]], path: Path) -> None:
@@ -324,8 +284,6 @@ def render() -> None:
     for name in PAGES:
         page = HERE / f"{name}.md"
         page.write_text(rendered(page.read_text()))
-    for name, panels in PICTURES.items():
-        draw(panels, HERE / f"{name}.png")
     for name, tasks in LEARNING.items():
         learning({task: runs_of(task) for task in tasks}, HERE / f"{name}.png")
 

@@ -284,11 +284,3 @@ def test_numbers_in_prose_match_results(page, results, least):
     found = intervals_of(records)
     numbers = re.findall(INTERVAL, text.replace("−", "-"))
     assert len(numbers) >= least and [number for number in numbers if number not in found] == []
-
-
-@pytest.mark.parametrize("name", render.PICTURES)
-def test_pictures_are_drawn_from_the_results(name, tmp_path):
-    panels = render.PICTURES[name]
-    render.draw(panels, tmp_path / "whole.png")
-    render.draw([(*panel[:3], {}) for panel in panels], tmp_path / "empty.png")
-    assert (tmp_path / "whole.png").stat().st_size > (tmp_path / "empty.png").stat().st_size + 5_000

@@ -1,7 +1,6 @@
 """The studies from end to end, small; and what their tables are made of."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 
@@ -79,7 +78,7 @@ def test_arms_have_one_policy_and_rate():
 
 def test_runs_are_published_beside_earlier_ones(tmp_path, monkeypatch, registry):
     """In the place of the same runs; the page and the picture follow. The page has the runs of one policy."""
-    for name, value in {"PAGES": ("value",), "PICTURES": {}, "LEARNING": {"learning": ("sums",)}}.items():
+    for name, value in {"PAGES": ("value",), "LEARNING": {"learning": ("sums",)}}.items():
         monkeypatch.setattr(render, name, value)
     monkeypatch.setattr(render, "HERE", tmp_path)
     (tmp_path / "results").mkdir()
