@@ -13,12 +13,14 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import math_verify
 import torch
 from datasets import Dataset, load_dataset
+from datasets.exceptions import DatasetGenerationError
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArguments
 from trl import TrlParser
 
@@ -53,6 +55,9 @@ def parse(argv: list[str], kinds: tuple[type, ...], file: str, config: str | Non
         argv = ["--config", str(defaults), *argv]
     try:
         options, args, *model_args = parser.parse_args_and_config(argv)
+        for name, value in {"learning_rate": [args.learning_rate], "reward_weights": args.reward_weights}.items():
+            if not all(map(isfinite, value or ())):
+                raise ValueError(f"--{name} is {value[0] if len(value) == 1 else value}: give finite numbers.")
         for name in ("dataset_options", "compare_baselines"):
             check_json(name, getattr(options, name, None))
         name = f"{args.baseline.replace(':', '.')}-seed{args.seed}"
@@ -62,6 +67,8 @@ def parse(argv: list[str], kinds: tuple[type, ...], file: str, config: str | Non
         if (model_args or [options])[0].model_name_or_path is None:
             raise ValueError("--model_name_or_path is missing: give a hub id or a folder.")
         checkpoint = None if getattr(options, "compare_baselines", None) else find_checkpoint(args)
+    except ZeroDivisionError:
+        parser.error("--num_generations and batch sizes must be 1 or more.")
     except (ValueError, OSError) as error:
         parser.error(str(error))
     for of in model_args:
@@ -99,7 +106,12 @@ def find_checkpoint(args: TrainingArguments) -> str | None:
 def load_object(name: str) -> Any:
     """What `module:attribute` names."""
     module, _, attribute = name.partition(":")
-    return getattr(import_module(module), attribute)
+    try:
+        return getattr(import_module(module), attribute)
+    except SystemExit as error:
+        raise ValueError(
+            f"{name!r} ends the program when it is imported: put that under `if __name__ == '__main__':`."
+        ) from error
 
 
 def model_of(name: str) -> str:
@@ -166,7 +178,14 @@ def read_problems(options: ProblemOptions) -> Dataset:
     """The rows of a file or hub dataset, each question once, with the columns `question`, `answer` and `solution`."""
     name, formats = options.dataset_name, {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
     if file := formats.get(Path(name).suffix):
-        data = load_dataset(file, data_files=name, split="train")
+        if options.dataset_split != "train":
+            raise ValueError(f"--dataset_split is {options.dataset_split}, and {name} is a file, which has none.")
+        try:
+            data = load_dataset(file, data_files=name, split="train")
+        except (StopIteration, ValueError, DatasetGenerationError) as error:
+            raise ValueError(f"{name} cannot be read: {error.__cause__ or error or 'it is empty'}.") from None
+        if len(data) == 0:
+            raise ValueError(f"{name} has no rows.")
     else:
         data = load_dataset(name, options.dataset_config, split=options.dataset_split)
     asked = find_column(data, options.prompt_column, "prompt", "question", "problem")
@@ -176,7 +195,7 @@ def read_problems(options: ProblemOptions) -> Dataset:
         answer = str(row[wanted]).split("####")[-1].strip()  # as GSM8K marks the final answer
         # math_verify reads a formula in $…$ whole; of words it would read letters as factors
         solution = answer if "$" in answer or re.match(r"[^\W\d_]{2}", answer) else f"${answer}$"
-        if not row[asked] or not math_verify.parse(solution):
+        if not row[asked] or not answer or isinstance(row[wanted], dict | list) or not math_verify.parse(solution):
             raise ValueError(
                 f"row {i} of {name} has {row[asked]!r} in {asked!r} and {row[wanted]!r} in {wanted!r}: remove it, or "
                 "give a question, and a number or a formula in $…$."

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from trl import ModelConfig
 
-from common import ProblemOptions, final_answer
+from common import ProblemOptions, final_answer, load_object
 from common import parse as parse_options
 from recipes import async_math, tool_math
 from recipes import math as recipe
@@ -159,6 +159,9 @@ def refused(flags, capsys):
         ("--dataset_options {3}", "--dataset_options is {3}, which is not JSON: "),
         ("--config wrong.yaml", "learning_speed"),
         ("--resume_from_checkpoint latest", "latest"),
+        ("--reward_weights nan", "--reward_weights is nan: give finite numbers"),
+        ("--learning_rate inf", "--learning_rate is inf"),
+        ("--num_generations 0", "--num_generations"),
     ],
 )
 def test_wrong_options_are_named_at_once(flags, named, tmp_path, capsys):
@@ -222,11 +225,35 @@ def test_generated_problems_use_task_grading():
         ([{"question": "1+1", "answer": "2"}, {"question": "1+2", "answer": None}], "row 1 of .* and None in 'answer'"),
         ([{"question": "Who?", "answer": "Paris"}], "'Paris' in 'answer': remove it, or give"),
         ([{"question": "1+1", "answer": "2"}] * 3, "number of samples 1"),
+        ([{"question": "1+1", "answer": {"value": 2}}], "row 0 of .*{'value': 2} in 'answer'"),
+        ([{"question": "1+1", "answer": "so 2 ####"}], "row 0 of .*'so 2 ####' in 'answer'"),
     ],
 )
 def test_data_that_cannot_be_used(rows, message, data_file):
     with pytest.raises(ValueError, match=message):
         problems_of(data_file(rows))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("empty.csv", "", "empty.csv"),
+        ("head.csv", "question,answer\n", "head.csv"),
+        ("empty.jsonl", "", "empty.jsonl"),
+        ("split.csv", "question,answer\n1+1,2\n", "--dataset_split is test, and .* is a file"),
+    ],
+)
+def test_a_file_without_rows_is_named(tmp_path, name, text, message):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=message):
+        problems_of(str(tmp_path / name), dataset_split="test" if name == "split.csv" else "train")
+
+
+def test_a_module_that_exits_is_named(tmp_path, monkeypatch):
+    (tmp_path / "exiting.py").write_text("import sys\nsys.exit(0)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match="'exiting:reward' ends the program when it is imported"):
+        load_object("exiting:reward")
 
 
 @pytest.mark.parametrize(
