@@ -76,5 +76,6 @@ class KeepsBaseline(Trainer):
                 file.write(
                     f"\n## Baseline\n\nTrained from `{name}` with trl_otb {trl_otb.__version__}: "
                     f"`baseline={self.baseline.entry.name!r}`, `num_generations={self.args.num_generations}`, "
-                    f"`scale_rewards={getattr(self.args, 'scale_rewards', 'none')!r}`.\n"
+                    f"`scale_rewards={getattr(self.args, 'scale_rewards', 'none')!r}`. Token energies are those of the "
+                    "Optimal Token Baseline (https://arxiv.org/abs/2602.07078).\n"
                 )

@@ -91,6 +91,8 @@ class OTBGRPOTrainer(KeepsBaseline, RecordsRewards, CollectiveToolLoop, TokenLos
         entry = self.baseline.entry
         check_subclass(self, entry)
         self.recorder = PolicyRecorder(self.policy, self.temperature, self.args.cast_lm_head_to_fp32)
+        if entry.name not in ("otb", "otb_loo", "ogb", "ogb_loo"):  # the paper's; the model card says what was used
+            self._name, self._paper = GRPOTrainer._name, GRPOTrainer._paper
         if entry.scope == "batch" and self.num_generations > 1 and self.prompts_per_batch < 3:
             logger.warning(
                 f"`baseline` is {entry.name!r}, which pools prompts, and a generation batch has "

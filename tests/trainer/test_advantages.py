@@ -115,6 +115,9 @@ def test_model_card_and_tags(train, tmp_path):
     card = (tmp_path / "run" / "README.md").read_text()
     assert "The Optimal Token Baseline" in card and "2602.07078" in card and "- otb" in card
     assert "DeepSeekMath" not in card
+    train(max_steps=1, save_strategy="steps", save_steps=1, output_dir=str(tmp_path / "other"), baseline="value")
+    other = (tmp_path / "other" / "README.md").read_text()
+    assert "trained with OTB" not in other and "DeepSeekMath" in other and "`baseline='value'`" in other
     base = Path(card.split("Trained from `")[1].split("`")[0])
     assert base.is_dir() and "`baseline='otb'`, `num_generations=4`, `scale_rewards='none'`" in card
 
