@@ -7,11 +7,19 @@ trl-otb grpo --help lists the options, trl-otb --version the versions. YAML file
 """
 
 import difflib
+import signal
+import subprocess
 import sys
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+
+import psutil
+import yaml
+
+import trl_otb
 
 
 COMMANDS = ("grpo", "compare")
@@ -85,33 +93,51 @@ def run(argv: list[str]) -> None:
         grpo.main(options, args, *others[:2])
 
 
+def hint(name: str, known: set[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f" Did you mean {near[0].lstrip('-')}?" if near else " `--help` lists the options."
+
+
 def main(argv: list[str] | None = None) -> None:
     """Start [`run`] through `accelerate launch`, whose options may be among the others, as for `trl grpo`."""
     command, *flags = argv or sys.argv[1:] or [""]
     if command in ("", "-h", "--help"):
         return print(__doc__.strip())
     if command == "--version":
-        return print(*(f"{name} {version(name)}" for name in ("trl-otb", "trl", "transformers", "torch")), sep="\n")
+        installed = [f"{name} {version(name)}" for name in ("trl", "transformers", "torch")]
+        return print(f"trl-otb {trl_otb.__version__}", *installed, sep="\n")
     if command not in COMMANDS:
-        sys.exit(f"trl-otb: {command!r} is none of {COMMANDS}.")
+        near = difflib.get_close_matches(command, COMMANDS, n=1)
+        sys.exit(f"trl-otb: {command!r} is none of {COMMANDS}.{f' Did you mean {near[0]}?' if near else ''}")
     from accelerate.commands.launch import launch_command, launch_command_parser
     from trl.cli.accelerate_config import resolve_accelerate_config_argument
     from trl.cli.commands.training import _subtract_subsequence
 
     remaining = {"return_remaining_strings": True, "separate_remaining_strings": True}
     parser, launcher = make_parser(command), launch_command_parser()
+    known = {*parser._option_string_actions, *launcher._option_string_actions, "--config", "--accelerate_config"}
     try:
+        config = flags[flags.index("--config") + 1] if "--config" in flags[:-1] else None
+        keys = yaml.safe_load(Path(config).read_text()) if config else {}
+        for key in (f"--{key}" for key in keys if key != "env"):
+            if key not in known:
+                parser.error(
+                    f"{key[2:]!r} in {config} is no option of trl grpo, trl_otb or accelerate.{hint(key, known)}"
+                )
+        for flag in (text.partition("=")[0] for text in flags if text.startswith("--")):
+            if not any(name.startswith(flag) for name in known):  # which may be shortened
+                parser.error(f"{flag} is no option of trl grpo, trl_otb or accelerate.{hint(flag, known)}")
         *_, of_file, of_line = parser.parse_args_and_config(flags, **remaining)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, yaml.YAMLError) as error:
         parser.error(str(error))
-    known = {*launcher._option_string_actions, "--accelerate_config"}
-    for name in (text.partition("=")[0] for text in of_file + of_line if text.startswith("--")):
-        if name not in known:
-            near = difflib.get_close_matches(name, {*parser._option_string_actions, *known}, n=1)
-            hint = f" Did you mean {near[0]}?" if near else " `--help` lists the options."
-            parser.error(f"{name} is no option of trl grpo, of trl_otb or of accelerate launch.{hint}")
     launch = resolve_accelerate_config_argument(of_file + of_line)
-    launch_command(launcher.parse_args([*launch, __file__, command, *_subtract_subsequence(flags, of_line)]))
+    # The child finishes its step; a launcher that ended before would leave it behind
+    signal.signal(signal.SIGINT, lambda signum, frame: None)
+    signal.signal(signal.SIGTERM, lambda signum, frame: [child.terminate() for child in psutil.Process().children()])
+    try:
+        launch_command(launcher.parse_args([*launch, __file__, command, *_subtract_subsequence(flags, of_line)]))
+    except subprocess.CalledProcessError as error:  # the child has said why
+        sys.exit(error.returncode)
 
 
 if __name__ == "__main__":

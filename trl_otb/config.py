@@ -1,4 +1,5 @@
 import inspect
+import sys
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -19,7 +20,7 @@ LOSS_TYPES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vesp
 
 # What is said of options that are not set
 UNSET = {
-    "baseline": "The baseline is 'otb', the paper's, OTBGRPOConfig's default; 'value' is advised.",
+    "baseline": "The baseline is 'otb', the paper's; 'value' is advised.",
     "scale_rewards": "Advantages are not scaled: OTBGRPOConfig's default is `scale_rewards='none'`, as in the paper, "
     "where GRPOConfig's is 'group', so the gradient norm scales with rewards: 'running' keeps GRPO's scale.",
 }
@@ -28,7 +29,7 @@ UNSET = {
 def _baseline_help() -> str:
     built_in = [entry for entry in BASELINES.values() if entry.built_in]
     return (
-        "The baseline to subtract from returns. "
+        "The baseline to subtract from returns: 'value' is advised, the others are for comparison. "
         + " ".join(f"`'{entry.name}'`: {entry.summary[:1].lower()}{entry.summary[1:]}" for entry in built_in)
         + " By default `'otb'`. Or a name registered with `trl_otb.register_baseline`, or `module:function`."
     )
@@ -108,7 +109,7 @@ class OTBGRPOConfig(GRPOConfig):
         if unset:
             logger.warning_once(f"{' '.join(UNSET[name] for name in unset)} Set {' and '.join(unset)} to silence this.")
 
-    def get_warmup_steps(self, *args: Any) -> int:  # which every trainer calls before it trains
+    def get_warmup_steps(self, *args: Any) -> int:  # which every trainer calls when it trains
         warn_of_other_trainer(self, "OTBGRPOTrainer")
         return super().get_warmup_steps(*args)
 
@@ -122,7 +123,8 @@ class _One(int):
 
 def warn_of_other_trainer(args: Any, trainer: str) -> None:
     """Said once if another trainer than `trainer`, which sets `of_trl_otb`, trains with a config of this package."""
-    if not getattr(args, "of_trl_otb", False):
+    by_trainer = sys._getframe(2).f_globals.get("__name__", "").startswith("transformers.trainer")
+    if by_trainer and not getattr(args, "of_trl_otb", False):
         logger.warning_once(
             f"A {type(args).__name__} is used by another trainer than {trainer}: `baseline={args.baseline!r}` has no "
             f"effect, and `scale_rewards` is {args.scale_rewards!r}. Make an {trainer}."

@@ -33,10 +33,6 @@ class KeepsBaseline(Trainer):
         """The model without the PEFT wrapper."""
         return self.model.get_base_model() if is_peft_model(self.model) else self.model
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.args.of_trl_otb = True  # see `warn_of_other_trainer`
-
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None or not (self.baseline.entry.learns or self.baseline.running_scale):

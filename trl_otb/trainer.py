@@ -74,6 +74,7 @@ class OTBGRPOTrainer(KeepsBaseline, RecordsRewards, CollectiveToolLoop, TokenLos
             args = OTBGRPOConfig(f"{name.rstrip('/').split('/')[-1]}-OTB")
         if not isinstance(args, GRPOConfig):
             raise TypeError(f"`args` is a {type(args).__name__}: OTBGRPOTrainer takes an OTBGRPOConfig.")
+        args.of_trl_otb = True  # see `warn_of_other_trainer`
         own_loss = bool(users_methods(self, ("_compute_loss", "compute_loss")))
         self.baseline = RunBaseline(check_options(args, own_loss), running_scale=args.scale_rewards == "running")
         self.rollouts: dict[str, Rollout] = Rollouts()  # the latest one of each mode, "train" and "eval"

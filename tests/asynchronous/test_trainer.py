@@ -98,6 +98,7 @@ OPTIONS = {
     "no reward": {"reward": even_or_none},
     "lora": {"peft_config": LORA},
     "bf16": {"bf16": True},
+    "tools": {"forks": True, "max_staleness": 4, "per_device_train_batch_size": 10},
     "forks": {"forks": True, "fork_threshold_tokens": 1, "max_staleness": 4, "per_device_train_batch_size": 10},
 }
 
@@ -444,7 +445,7 @@ def test_what_cannot_be_honoured_is_named(options, message, tmp_path):
         AsyncOTBGRPOConfig(**SETTINGS | options, output_dir=str(tmp_path))
 
 
-@pytest.mark.parametrize("name", ["plain", "no reward", "forks", "token budget"])
+@pytest.mark.parametrize("name", ["plain", "no reward", "tools", "forks", "token budget"])
 def test_completions_of_a_step_are_recorded(train_async, name, tmp_path):
     """What the worker sampled, from TRL's packed rows."""
     trainer = train_async(**{"max_steps": 2, "save_rollouts_steps": 2} | OPTIONS[name])

@@ -173,11 +173,13 @@ LIKELY = [row("a", 0.5, -0.1, 1.5), row("b", 0.1, -0.3, 0.5)]
 VALUE, BETTER = row("value", 0.4, 0.1, 0.9), row("d", 0.9, 0.5, 1.5, value=0.01, b=0.2)
 # Beside the control, and the run's baseline: how the verdict begins, and what it says
 VERDICTS = [
-    ([row("d", 0.134, 0.08, 0.19)], "otb", "Set baseline='d': worth 13 % more prompts (95 %: 8 to 19).\n", "again"),
-    (LIKELY, "otb", "Keep group_mean.\nNo baseline is surely better: ", "='a' is worth 50 % (-10 to 150) more"),
+    ([row("d", 0.134, 0.08, 0.19)], "otb", "Set baseline='d': worth 13 % more prompts (95 %: 8 to 19) than ", "again"),
+    (LIKELY, "otb", "Keep group_mean.\nNo unbiased baseline is surely", "='a' is worth 50 % (-10 to 150) more"),
     (LIKELY, "otb", "Keep group_mean.\n", "more prompts may decide it."),
     ([row("a", 0.02, -0.03, 0.07)], "otb", "Keep group_mean.\n", "is unlikely to change that"),
     ([LOST], "otb", "Keep group_mean.\n", "the signal is lost in"),
+    ([row("value", 0.02, -0.05, 0.1), row("otb", 0.4, 0.3, 0.5, unbiased=False)], "otb", "Keep group_mean.\n",
+     "='value' is worth 2 % (-5 to 10) more prompts. Measuring more prompts is unlikely to change that. otb would be"),
     ([BIASED, SURE], "otb", "Set baseline='b':", "c would be better here, but biased"),
     ([BIASED], "otb", "Set baseline='c':", "Note: it is biased"),
     ([row("d", 0.5, 0.4, 0.6, unbiased=None)], "otb", "Set baseline='d':", "(then set `credit_whole_return=True`)"),
@@ -208,7 +210,7 @@ def test_interval_of_few_prompts_is_wider():
     """As Student's t: 2.131 for 16 prompts, 1.96 for many."""
     tail = interval_tail(16, 0.05)
     assert tail == pytest.approx(NormalDist().cdf(-2.1314 * (16 / 15) ** 0.5), rel=1e-2)
-    assert interval_tail(10**6, 0.05) == pytest.approx(0.025, rel=1e-3) and 0 < interval_tail(3, 0.005) < tail
+    assert interval_tail(10**6, 0.05) == pytest.approx(0.025, rel=1e-3) and 0 <= interval_tail(3, 0.005) < tail
 
 
 def test_pairs_are_compared_on_the_same_prompts():

@@ -418,6 +418,26 @@ def test_constant_rewards_are_found_before_any_gradient(train, monkeypatch):
         compare_baselines(trainer, **SMALL)
 
 
+def test_rare_rewards_are_measured(train):
+    """Few completions of other prompts do not say that none varies."""
+    calls = []
+
+    def late(completion_ids, **_):
+        calls.append(1)
+        return [float(len(calls) > 9 and i % 3 == 0) for i in range(len(completion_ids))]
+
+    trainer = train(train=False, reward_funcs=late, per_device_train_batch_size=4, num_generations=4)
+    report = compare_baselines(trainer, **SMALL | {"completions_per_prompt": 64, "baselines": "rloo_pooled"})
+    assert report.prompts_varying > 0
+
+
+def test_no_example_is_an_error(train):
+    trainer = train(train=False)
+    trainer.train_dataset = trainer.train_dataset.select([])
+    with pytest.raises(ValueError, match="The training data has no example"):
+        compare_baselines(trainer, **SMALL)
+
+
 @pytest.mark.parametrize(("rows", "measured", "repeated"), [(1, 3, 1), (2, 3, 2), (5, 5, 0)])
 def test_few_examples_are_enough(train, rows, measured, repeated):
     """One or two are repeated, as where an environment makes the tasks; of more, each is measured once."""

@@ -163,4 +163,5 @@ def test_another_trainer_says_that_it_ignores_the_baseline(train, caplog):
     assert "used by another trainer than OTBGRPOTrainer: `baseline='value'` has no effect" in caplog.text
     caplog.clear()
     train(OTBGRPOTrainer, baseline="value", scale_rewards="none", max_steps=1)
+    OTBGRPOConfig(**ON_CPU, baseline="value", scale_rewards="none").get_warmup_steps(10)  # by a user
     assert "another trainer" not in caplog.text

@@ -103,7 +103,7 @@ def test_text_shows_tokens_and_values(capsys, device):
     expected = (
         "Prompt 0 of 1, step 3, baseline otb, N = 2\n"
         "1+1=\n"
-        "blue: more of this, orange: less (advantage × √energy); ‹ ›: improbable; [ ]: of tools\n\n"
+        "‹ ›: the policy was fairly sure of another token; [ ]: of tools\n\n"
         "completion 0, reward 1, advantage 0.93 to 1.00, baseline 0.00 to 0.07, 5 tokens\n"
         "ab[cd]‹e›\n\n"
         "completion 1, reward 0, advantage -0.07 to 0.00, baseline 0.00 to 0.07, 2 tokens\n"
@@ -118,7 +118,7 @@ def test_colours_in_a_terminal(capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLORTERM", "truecolor")
     text = text_of(capsys, credited(*TWO))
-    assert "\x1b[30;48;2;102;161;216m‹e›" in text  # 255 − .6 (255 − (0, 98, 190))
+    assert "blue: more of this" in text and "\x1b[30;48;2;102;161;216m‹e›" in text  # 255 − .6 (255 − (0, 98, 190))
     shades = [tuple(map(int, of)) for of in re.findall(r"48;2;(\d+);(\d+);(\d+)m", text)]
     assert shades[0] == (255, 255, 255) and any(red > blue for red, _, blue in shades)  # no energy; the failed attempt
 
@@ -160,6 +160,14 @@ def test_partial_characters_are_shown():
     assert texts == ["", "é", "=", "", "", "漢", "!"]
     cut = token_texts(tokenizer(text)["input_ids"][:4], tokenizer)
     assert cut[:3] == ["", "é", "="] and "".join(cut) == "é=�"
+
+
+def test_a_cut_character_spoils_no_other_completion():
+    tokenizer, known = tiny.tokenizer(), {}
+    whole = tokenizer("b漢c")["input_ids"]
+    assert token_texts(whole[:2], tokenizer, known) == ["b", "�"]
+    assert token_texts(whole, tokenizer, known) == ["b", "", "", "漢", "c"]
+    assert len(token_texts([whole[1]] * 5000, tokenizer)) == 5000  # bytes that never form one, in linear time
 
 
 def test_leading_space_belongs_to_token():

@@ -1,9 +1,12 @@
 """The page of rollouts, in a real browser."""
 
+import functools
+import http.server
 import json
 import re
 import shutil
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -146,19 +149,26 @@ def test_hostile_text_is_text(tmp_path, browser):
     rollout = replace(rollout.read(TokenValues(energies(rollout), -energies(rollout), None), None), baseline_name="<b>")
     rollout.page(tmp_path / "one.html")
     opened = Opened(browser, tmp_path / "one.html")
-    assert opened.text(".tokens") == HOSTILE and browser.title == "Rollouts" and not opened.errors
+    assert opened.text(".tokens") == HOSTILE and browser.title == "trl_otb, rollout 0" and not opened.errors
     # A script that got in would be refused
     (tmp_path / "two.html").write_text((tmp_path / "one.html").read_text() + "<script>document.title = 'ran'</script>")
     opened = Opened(browser, tmp_path / "two.html")
-    assert browser.title == "Rollouts" and "Content Security Policy" in str(opened.errors)
+    assert browser.title == "trl_otb, rollout 0" and "Content Security Policy" in str(opened.errors)
 
 
 def test_a_notebook_shows_it(tmp_path, browser):
+    """From a server, as in the frame of a notebook a link would lead to the notebook."""
     shown = credited(*TWO).page()._repr_html_()
-    (tmp_path / "cell.html").write_text(f"<!doctype html><meta charset=utf-8><div>{shown}</div>")
-    opened = Opened(browser, tmp_path / "cell.html")
-    browser.switch_to.frame(opened.of("iframe")[0])
-    assert opened.text(".tokens")[:1] == ["abcde"] and not opened.errors
+    (tmp_path / "cell.html").write_text(f"<!doctype html><meta charset=utf-8><p>notebook</p><div>{shown}</div>")
+    serve = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), serve) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        browser.get(f"http://127.0.0.1:{server.server_port}/cell.html")
+        browser.switch_to.frame(browser.find_element("css selector", "iframe"))
+        for _ in range(2):
+            assert [of.text for of in browser.find_elements("css selector", ".tokens")][:1] == ["abcde"]
+            browser.find_element("css selector", "#beside").click()  # draws again
+        server.shutdown()
 
 
 @pytest.mark.slow
@@ -182,10 +192,7 @@ def test_long_completions_open_quickly(tmp_path, browser):
 @pytest.mark.parametrize("cut", [1, 40, 300])
 def test_a_crash_leaves_a_page(tmp_path, browser, cut):
     """That opens, and to which a resumed run appends."""
-    path, record = (
-        tmp_path / "rollouts.html",
-        [page.recorded(replace(credited(), step=i), "train", "run") for i in range(3)],
-    )
+    path, record = tmp_path / "rollouts.html", records_until(3)
     page.append(path, record[0])
     page.append(path, record[1])
     path.write_text(path.read_text()[:-cut])
@@ -195,16 +202,29 @@ def test_a_crash_leaves_a_page(tmp_path, browser, cut):
     assert [step["step"] for step in steps_of(path)] == [0, 2]
 
 
+@pytest.mark.parametrize("text", ["", page.HEAD[:-30], "<!doctype html>of another release</script>\n"])
+def test_a_file_without_a_head_begins_anew(tmp_path, text):
+    path = tmp_path / "rollouts.html"
+    path.write_text(text)
+    page.append(path, records_until(1)[0])
+    assert path.read_text() == page.HEAD + records_until(1)[0]
+
+
+def records_until(end, mode="train"):
+    return [page.recorded(replace(credited(), step=i), mode, "run") for i in range(end)]
+
+
 def test_a_file_stays_below_its_limit(tmp_path):
-    path, records = (
-        tmp_path / "rollouts.html",
-        [page.recorded(replace(credited(), step=i), "train", "run") for i in range(9)],
-    )
-    limit = len(page.HEAD.encode()) + 4 * len(records[0])
-    assert [page.append(path, record, limit) for record in records[:5]] == [False] * 4 + [True]
-    assert [step["step"] for step in steps_of(path)] == [0, 2, 4]
-    page.append(path, records[5], max_bytes=10)
-    assert len(steps_of(path)) == 1  # a single step stays, however large
+    """Steps go from both modes, and the last of each stay."""
+    path, train, evaluated = tmp_path / "rollouts.html", records_until(9), records_until(9, "eval")
+    limit = len(page.HEAD) + 6 * len(train[0])
+    asked = [record for of in zip(train, evaluated, strict=True) for record in of]
+    thinned = [page.append(path, record, limit) for record in asked]
+    assert thinned.index(True) in (5, 6) and path.stat().st_size <= limit + 200  # √ and the like have more bytes
+    found = [(step["mode"], step["step"]) for step in steps_of(path)]
+    assert {("train", 8), ("eval", 8)} <= {*found} and found == sorted(found, key=lambda of: of[1])
+    page.append(path, train[3], max_bytes=10)
+    assert len(steps_of(path)) == 2  # a step of each mode stays, however large
 
 
 def test_a_run_with_a_large_page_is_recorded_less_often(tmp_path, monkeypatch):
@@ -227,9 +247,10 @@ def test_prompts_beyond_the_limit_are_counted(monkeypatch):
 def test_a_run_writes_its_page(train, tmp_path):
     options = {"save_rollouts_steps": 2, "baseline": "value", "max_steps": 4, "output_dir": str(tmp_path)}
     trainer = train(OTBGRPOTrainer, eval_dataset=tiny.prompts(), eval_strategy="steps", eval_steps=4, **options)
-    train(OTBGRPOTrainer, **options | {"max_steps": 2})  # appended to
     steps = steps_of(tmp_path / "rollouts.html")
-    assert [(of["mode"], of["step"]) for of in steps] == [("train", 2), ("train", 4), ("eval", 4), ("train", 2)]
+    assert [(of["mode"], of["step"]) for of in steps] == [("train", 2), ("train", 4), ("eval", 4)]
+    train(OTBGRPOTrainer, **options | {"max_steps": 2})  # begins anew
+    assert [of["step"] for of in steps_of(tmp_path / "rollouts.html")] == [2]
     assert all(of["baseline"] == "value" and of["title"] == tmp_path.name for of in steps)
     assert steps[1]["kinds"][-2:] == ["push", "grpo_push"]
     rollout, of = trainer.rollouts["train"], steps[1]["prompts"][0]["completions"][0]
@@ -248,11 +269,18 @@ def test_tool_output_is_marked(train, monkeypatch, tmp_path):
 @pytest.mark.parametrize("library", ["wandb", "trackio"])
 def test_trackers_that_take_pages_get_one(train, tmp_path, monkeypatch, library):
     sent = []
-    monkeypatch.setitem(sys.modules, library, SimpleNamespace(log=sent.append, Html=lambda text: text))
+    monkeypatch.setitem(sys.modules, library, SimpleNamespace(log=sent.append, Html=lambda text: text, run=1))
     pages = page.RolloutPages(train(max_steps=1).rollouts)
     args = SimpleNamespace(output_dir=str(tmp_path), save_rollouts_steps=1, report_to=[library])
     pages.on_step_end(args, SimpleNamespace(global_step=1, is_world_process_zero=True), None)
-    assert list(sent[0]) == ["train/rollouts"] and sent[0]["train/rollouts"].startswith("<!doctype html>")
+    sys.modules[library].run = None  # not begun
+    pages.last = {}
+    pages.on_step_end(args, SimpleNamespace(global_step=1, is_world_process_zero=True), None)
+    assert (
+        len(sent) == 1
+        and list(sent[0]) == ["train/rollouts"]
+        and sent[0]["train/rollouts"].startswith("<!doctype html>")
+    )
 
 
 @pytest.mark.parametrize("steps", [0, -1, True, 0.5])

@@ -98,6 +98,8 @@ def compare_baselines(
     if num_prompts < 3:
         raise ValueError(f"`num_prompts` is {num_prompts}: measure at least 3.")
     drawn = _different_examples(trainer, num_prompts + (0 if alone else LEARN_BATCHES * batch), seed)
+    if not drawn:
+        raise ValueError("The training data has no example: there is nothing to measure.")
     repeated = len(drawn) if len(drawn) < 3 else 0  # as where an environment owns the data
     num_prompts = num_prompts if repeated else min(num_prompts, len(drawn))
     examples = [(f"{name} {i // len(drawn)}", row) for i, (name, row) in enumerate(islice(cycle(drawn), num_prompts))]
@@ -116,8 +118,10 @@ def compare_baselines(
         if not alone:
             companions, learned = _learn(trainer, [*runs.values()], others or examples, batch, sizes, seed, bar.update)
             bar.update(to_learn - bar.n)
-            if not any(map(_varies, chain.from_iterable(of.values() for of in companions))):
-                raise no_reward_varies(next(iter(companions[0].values())).whole_returns.mean().item())
+            pools = [*chain.from_iterable(of.values() for of in companions)]
+            # As many as are to be measured: these will not vary, either
+            if sum(map(len, pools)) >= num_prompts * completions and not any(map(_varies, pools)):
+                raise no_reward_varies(pools[0].whole_returns.mean().item())
         for first in range(0, num_prompts, processes):
             index = min(first + rank, num_prompts - 1)  # spare processes repeat the last one
             name, example = examples[index]

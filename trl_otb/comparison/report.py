@@ -118,7 +118,8 @@ class BaselineReport:
         known = [row for row in rows if not row.more_prompts.lost]
         if best is None:
             return f"Keep {self.control}.\n{self._why_none(known)}"
-        worth = f"worth {percent(best.more_prompts.value)} % more prompts (95 %: {best.more_prompts.interval})"
+        worth = f"worth {percent(best.more_prompts.value)} % more prompts (95 %: {best.more_prompts.interval}) than "
+        worth += f"{self.control} needs" if self.control != "group_mean" else "group_mean, GRPO's, needs"
         lines = [f"{'Keep' if best.name == self.baseline else 'Set'} baseline={best.name!r}: {worth}."]
         if alike := [row.name for row in self._alike(best)]:
             lines.append(f"On these prompts {listed([best.name, *alike])} cannot be told apart.")
@@ -127,12 +128,15 @@ class BaselineReport:
     def _why_none(self, known: list[Comparison]) -> str:
         if not known:
             return "No baseline can be compared: the signal is lost in noise. Measure more prompts or completions."
-        first = next((row for row in known if row.name != "none"), known[0])
+        sure = [row.name for row in known if row.name != "none" and row.surely_better_than_control]
+        biased = f" {listed(sure)} would be better here, but biased: improbable successes teach less." if sure else ""
+        first = next((row for row in known if row.name not in ("none", *sure)), known[0])
         gain = first.more_prompts
         settled = gain.value <= 0 or gain.high < SETTLED_BELOW
+        worth = f"{percent(gain.value)} % ({gain.interval})"
         return (
-            f"No baseline is surely better: baseline={first.name!r} is worth {percent(gain.value)} % ({gain.interval}) "
-            f"more prompts. Measuring more prompts {'is unlikely to change that' if settled else 'may decide it'}."
+            f"No unbiased baseline is surely better: baseline={first.name!r} is worth {worth} more prompts. Measuring "
+            f"more prompts {'is unlikely to change that' if settled else 'may decide it'}.{biased}"
         )
 
     def _caveats(self, rows: list[Comparison], known: list[Comparison], best: Comparison) -> str:
@@ -171,7 +175,9 @@ class BaselineReport:
                 break
         else:
             return ""
-        lines = [f"{name}, {completions} completions per step  more completions, % (95 %), with luck in which prompts"]
+        lines = [
+            f"{name}, {completions} completions per step  more that {self.control} with N = {self.group_size} needs, %"
+        ]
         lines += [f"N = {n:<4} {completions // n:>5} prompts  {of}" for n, of in known.items()]
         n, most = max(known.items(), key=lambda item: item[1].value)
         if most.low > max(known[self.group_size].high, 0.0):

@@ -113,7 +113,8 @@ class Rollouts(dict[str, Rollout]):
     """The latest rollout of each mode, `"train"` and `"eval"`."""
 
     def __missing__(self, mode: str) -> Rollout:
-        raise KeyError(f"{mode!r}: there is no such rollout yet. Call trainer.train() or trainer.evaluate() first.")
+        call = {"train": "train()", "eval": "evaluate()"}.get(mode, "train() or trainer.evaluate()")
+        raise KeyError(f"{mode!r}: there is no such rollout yet. Call trainer.{call} first.")
 
 
 def prompt_keys(inputs: list[dict[str, Any]]) -> Tensor:

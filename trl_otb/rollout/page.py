@@ -7,6 +7,7 @@ import importlib
 import json
 import re
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,29 +58,45 @@ def recorded(rollout: "Rollout", mode: str, title: str) -> str:
     return f'<script type="application/json" data-step="{rollout.step}" data-mode="{mode}">{text}{END}'
 
 
+def records_of(path: Path) -> list[str]:
+    """The recorded steps of a page that this version of the package has begun, without one that was cut off."""
+    text = path.read_bytes().decode(errors="ignore") if path.exists() else ""
+    lines = text.removeprefix(HEAD).splitlines(keepends=True) if text.startswith(HEAD) else []
+    return [line for line in lines if line.endswith(END)]
+
+
+def write(path: Path, records: list[str]) -> None:
+    """A page at once, so that a crash leaves the old one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(".part").write_bytes((HEAD + "".join(records)).encode())
+    path.with_suffix(".part").replace(path)
+
+
+def mode_of(record: str) -> str:
+    return record.partition('data-mode="')[2].partition('"')[0]
+
+
+def step_of(record: str) -> int:
+    return int(record.partition('data-step="')[2].partition('"')[0])
+
+
 def append(path: Path, record: str, max_bytes: int = MAX_BYTES) -> bool:
     """
-    Add a recorded step to the page at `path`, or begin it. What a crash has cut off is removed, and every second step
-    while the file is larger than `max_bytes`: whether there were such steps.
+    Add a recorded step to the page at `path`, or begin it. While the file is larger than `max_bytes`, every second step
+    of each mode goes, from the last but one on: whether there were such steps.
     """
-    thinned = False
-    if not path.exists():
-        path.write_text(HEAD, encoding="utf-8")
-    with path.open("r+b") as file:
-        file.seek(-len(END), 2)
-        if file.read() != END.encode():
-            file.seek(0)
-            file.truncate(file.read().rindex(END.encode()) + len(END))
-            file.seek(0, 2)
-        file.write(record.encode())
-        size = file.tell()
-    while size > max_bytes:
-        records = path.read_text(encoding="utf-8").removeprefix(HEAD).splitlines(keepends=True)
-        if len(records) < 2:
-            break
-        kept, thinned = HEAD + "".join(records[::2] if len(records) > 2 else records[1:]), True
-        size = path.with_suffix(".part").write_text(kept, encoding="utf-8")
-        path.with_suffix(".part").replace(path)
+    if path.exists() and path.stat().st_size + len(record) <= max_bytes:
+        with path.open("rb+") as file:
+            if file.read(len(HEAD.encode())) == HEAD.encode():
+                file.seek(-len(END), 2)
+                if file.read() == END.encode():  # else a crash has cut off the end
+                    file.write(record.encode())
+                    return False
+    records, thinned = [*records_of(path), record], False
+    while len(records) > 2 and len(HEAD) + sum(map(len, records)) > max_bytes:
+        of_mode = [[of for of in records if mode_of(of) == mode] for mode in ("train", "eval")]
+        records, thinned = sorted(chain(*(of[::-2] for of in of_mode)), key=records.index), True
+    write(path, records)
     return thinned
 
 
@@ -107,6 +124,12 @@ class RolloutPages(TrainerCallback):
         self.last: dict[str, int] = {}  # recorded step of each mode
         self.sparser = 1  # than `save_rollouts_steps`, since the file became too large
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Of a run that goes on from a checkpoint, or begins anew, what came after that."""
+        path = Path(args.output_dir) / "rollouts.html"
+        if state.is_world_process_zero and path.exists():
+            write(path, [record for record in records_of(path) if step_of(record) <= state.global_step])
+
     def due(self, args: Any, step: int) -> bool:
         return step % (args.save_rollouts_steps * self.sparser) == 0
 
@@ -124,8 +147,8 @@ class RolloutPages(TrainerCallback):
         self.last[mode] = rollout.step
         path = Path(args.output_dir) / "rollouts.html"
         record = recorded(rollout, mode, path.resolve().parent.name)
-        path.parent.mkdir(parents=True, exist_ok=True)
         self.sparser *= 2 if append(path, record) else 1
         for name in {"wandb", "trackio"}.intersection(args.report_to or ()):
             library = importlib.import_module(name)
-            library.log({f"{mode}/rollouts": library.Html(HEAD + record)})
+            if hasattr(library, "Html") and getattr(library, "run", True) is not None:
+                library.log({f"{mode}/rollouts": library.Html(HEAD + record)})

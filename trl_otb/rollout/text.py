@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 IMPROBABLE = 1.5  # of energy: where it is above, another token had more than half of the probability
-LEGEND = "blue: more of this, orange: less (advantage × √energy); ‹ ›: improbable; [ ]: of tools"
+COLOURED = "blue: more of this, orange: less (advantage × √energy); "
+LEGEND = "‹ ›: the policy was fairly sure of another token; [ ]: of tools"
 COLOURS = {True: (0, 98, 190), False: (213, 84, 0)}  # of tokens with positive and negative numbers, as on the page
 
 
@@ -51,8 +52,8 @@ def group_data(rollout: "Rollout", prompt: int, known: dict[int, str] | None = N
         )
     ids = rollout.prompt_ids[rows.start][rollout.prompt_mask[rows.start].bool()].tolist()
     # Without special tokens, such as the placeholders of images
-    text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return {"prompt": "\n".join(map(visible, text.split("\n"))) if text else "", "completions": completions}
+    text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False).strip()
+    return {"prompt": "\n".join(visible(line) if line else "" for line in text.split("\n")), "completions": completions}
 
 
 def rounded(values: torch.Tensor) -> numpy.ndarray:
@@ -94,11 +95,11 @@ def token_texts(ids: list[int], tokenizer: Any, known: dict[int, str] | None = N
         text = known.get(ids[end - 1]) if 0 < done == end - 1 else None
         if text is None:
             before, now = decode(ids[start:done]), decode(ids[start:end])
-            if now.endswith("�") and end < len(ids):
+            if now.endswith("�") and end < len(ids) and end - done < 4:  # bytes of a character
                 texts.append("")
                 continue
             text = now[len(before) :]
-            if 0 < done == end - 1:
+            if 0 < done == end - 1 and not text.endswith("�"):
                 known[ids[done]] = text
         texts.append(text)
         start, done = done, end
@@ -121,7 +122,8 @@ def show(rollout: "Rollout", prompt: int, max_tokens: int) -> None:
 
     of_run = f"step {rollout.step}, baseline {rollout.baseline_name or 'unknown'}, N = {rollout.num_generations}"
     say(f"Prompt {prompt} of {prompts_in(rollout)}, {of_run}", "bold")
-    say(f"{data['prompt']}\n{LEGEND}", "dim")
+    coloured = console.color_system is not None or console.is_jupyter
+    say(f"{data['prompt']}\n{COLOURED * coloured}{LEGEND}", "dim")
     colour = next((name for name in ("push", "advantage") if name in data["completions"][0]), "")
     most = max((abs(x) for of in data["completions"] for x in of.get(colour, [])), default=0.0) or 1.0
     for i, of in enumerate(data["completions"]):

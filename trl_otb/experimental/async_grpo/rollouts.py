@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from ...baselines import Completions, put_back
@@ -40,7 +41,8 @@ def rollout_of_row(inputs: dict[str, Any], x: Completions, means: Tensor, step: 
     mask, prompt, completion = (padded(parts[name]) for name in ("generated", "prompt", "completion"))
     columns: dict[str, Any] = {"energy": x.energy, "loss_energy": x.loss_energy, "logps": x.logps}
     columns |= {"advantages": step.advantages.expand_as(x.mask), "baselines": step.baselines.expand_as(x.mask)}
-    of_tokens: Any = {name: put_back(values.cpu()[order], mask) for name, values in columns.items()}
+    wider = mask.size(1) - x.mask.size(1)  # by tool output between loss terms
+    of_tokens: Any = {name: put_back(pad(values.cpu()[order], (0, wider)), mask) for name, values in columns.items()}
     returns = x.whole_returns.where(x.scored > 0, torch.nan).flatten()
     return Rollout(
         prompt_ids=prompt,

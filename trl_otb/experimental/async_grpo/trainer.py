@@ -89,6 +89,7 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
             args = AsyncOTBGRPOConfig(f"{model.rstrip('/').split('/')[-1]}-AsyncOTB")
         if not isinstance(args, AsyncGRPOConfig):
             raise TypeError(f"`args` is a {type(args).__name__}: AsyncOTBGRPOTrainer takes an AsyncOTBGRPOConfig.")
+        args.of_trl_otb = True  # see `warn_of_other_trainer`
         if not hasattr(args, "scale_rewards"):
             warn_of_scale()
         self.baseline = RunBaseline(check_async_options(args))
