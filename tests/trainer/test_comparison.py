@@ -294,7 +294,7 @@ def test_one_completion_keeps_batch_size(train, calls_of_prompt_moments, own):
     assert all(math.isfinite(row.more_completions.value) for row in report.comparisons if row.unbiased)
     control = next(row for row in report.at(own) if row.name == ("group_mean" if own == 4 else "rloo_pooled"))
     assert control.more_completions.value == control.more_prompts.value == 0
-    assert ("8 completions per step  more completions" in repr(report)) == (own == 4)
+    assert ("8 completions per step  more that group_mean with N = 4 needs" in repr(report)) == (own == 4)
 
 
 KINDS = {

@@ -64,8 +64,17 @@ def test_moved_part_of_trl_is_named(name, how, monkeypatch, model_path, tmp_path
     if getattr(owner, name, None) is not None and how == "gone":  # its base has one
         assert any(part.endswith(f".{name}") for part in GRPO.changed())
         return
-    with pytest.raises(ImportError, match=f"{name}.*pip install 'trl=={TESTED['versions']['trl']}'"):
+    moved = ImportError, f"{name}.*pip install 'trl=={TESTED['versions']['trl']}'"
+    error, message = moved if how == "gone" else (TypeError, rf"{name}` was replaced by `tests\..*does not take")
+    with pytest.raises(error, match=message):
         OTBGRPOTrainer(model_path, tiny.even_bytes, args=args, train_dataset=tiny.prompts())
+
+
+def test_moved_parameters_of_trl_are_named(monkeypatch):
+    """Where TRL's own function has others: install the tested version."""
+    monkeypatch.setattr(GRPOTrainer, "_compute_loss", GRPOTrainer._get_per_token_logps_and_entropies)
+    with pytest.raises(ImportError, match=r"`GRPOTrainer._compute_loss` no longer takes \(self, model, inputs\)"):
+        GRPO.check()
 
 
 ATTRIBUTES = [(of, owner, name) for of in CONTRACTS for owner, names in of.attributes.items() for name in names.split()]

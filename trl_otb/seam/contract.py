@@ -101,7 +101,7 @@ class Contract:
         for name, function, parameters in self._parts():
             if function is None:
                 messages.append(f"`{name}` is gone")
-            elif not _takes(function, parameters) and function.__module__.startswith("trl."):
+            elif not _takes(function, parameters) and function.__module__.partition(".")[0] in versions():
                 messages.append(f"`{name}` no longer takes ({', '.join(parameters)})")
         return messages
 
