@@ -55,7 +55,10 @@ def parse(argv: list[str], kinds: tuple[type, ...], file: str, config: str | Non
         argv = ["--config", str(defaults), *argv]
     try:
         options, args, *model_args = parser.parse_args_and_config(argv)
-        for name, value in {"learning_rate": [args.learning_rate], "reward_weights": args.reward_weights}.items():
+        for name, value in {
+            "learning_rate": [args.learning_rate],
+            "reward_weights": getattr(args, "reward_weights", None),
+        }.items():
             if not all(map(isfinite, value or ())):
                 raise ValueError(f"--{name} is {value[0] if len(value) == 1 else value}: give finite numbers.")
         for name in ("dataset_options", "compare_baselines"):
@@ -87,15 +90,14 @@ def check_json(name: str, text: str | None) -> None:
 def find_checkpoint(args: TrainingArguments) -> str | None:
     """The checkpoint to resume from. A folder with a run is an error unless the run is to be resumed."""
     folder, asked = Path(args.output_dir), args.resume_from_checkpoint
-    last = latest_checkpoint(folder)
     if asked is None:
-        if last or (folder / "trainer_state.json").is_file():
+        if any(folder.glob("checkpoint-*")) or (folder / "trainer_state.json").is_file():
             raise ValueError(
                 f"{folder} holds a run already: continue it with --resume_from_checkpoint latest, or choose another "
                 "--output_dir."
             )
         return None
-    checkpoint = last if asked.lower() in ("latest", "true") else asked
+    checkpoint = latest_checkpoint(folder) if asked.lower() in ("latest", "true") else asked
     if checkpoint is None or not Path(checkpoint).is_dir():
         raise ValueError(f"--resume_from_checkpoint is {asked}: there is no checkpoint in {checkpoint or folder}.")
     if 0 < args.max_steps <= int(Path(checkpoint).name.rpartition("-")[2]):

@@ -124,6 +124,7 @@ def test_stopped_run_resumes_to_same_weights(run, monkeypatch, capsys, signum):
 
 def test_a_run_is_not_overwritten_unasked(tmp_path, capsys):
     (tmp_path / "run" / "checkpoint-4").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoint-4" / "trainer_state.json").write_text("{}")
     flags = ["--output_dir", "run", "--model_name_or_path", "model", "--max_steps"]
     assert refused([*flags, "8"], capsys) == (
         "run holds a run already: continue it with --resume_from_checkpoint latest, or choose another --output_dir."
