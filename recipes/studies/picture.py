@@ -22,22 +22,25 @@ from trl_otb.rollout.page import HEAD, recorded
 from trl_otb.rollout.text import group_data
 
 
-SIZE, BATCHES, PROMPTS = 8, 10, 16
+SIZE = 16  # attempts at each problem, of which it is counted where their mistakes are
 WINDOW = "1180,560"
 
 
-def sample(name: str, baseline: str, problems: int) -> Any:
-    """A rollout of `SIZE` attempts at each problem. Nothing is trained but the baseline: the learning rate is 0."""
+def sample(name: str, baseline: str, problems: int, size: int, batches: int, prompts: int) -> Any:
+    """
+    A rollout of `size` attempts at each problem, after `batches` of as many `prompts`. Nothing is trained but the
+    baseline: the learning rate is 0.
+    """
     task = task_of(name)
     asked = task.train.select(range(problems))
-    sizes = {"max_steps": BATCHES, "num_generations_eval": SIZE, "per_device_eval_batch_size": SIZE * problems}
+    sizes = {"max_steps": batches, "num_generations_eval": size, "per_device_eval_batch_size": size * problems}
     trainer = trainer_of(
         task,
         eval_dataset=asked,
         baseline=baseline,
         learning_rate=0.0,
         seed=3,
-        per_device_train_batch_size=4 * PROMPTS,
+        per_device_train_batch_size=4 * prompts,
         **sizes,
     )
     trainer.train()
@@ -62,7 +65,7 @@ def mistake(question: str, completion: dict) -> int | None:
 
 def blame(baseline: str) -> str:
     """How often the mistake of a failed attempt is pushed against hardest, and what the baseline is there, and why."""
-    rollout = sample("scratchpad_30", baseline, 60)
+    rollout = sample("scratchpad_30", baseline, 60, SIZE, batches=20, prompts=64)
     groups = [group_data(rollout, number) for number in range(len(rollout) // SIZE)]
     all_of = [(group["prompt"], completion) for group in groups for completion in group["completions"]]
     failed = [(row, at) for prompt, row in all_of if row["reward"] == 0 and (at := mistake(prompt, row)) is not None]
@@ -86,7 +89,7 @@ if __name__ == "__main__":
         sys.exit()
     if not (chromium := shutil.which("chromium") or shutil.which("google-chrome")):
         sys.exit("The picture is a page, which Chromium draws: install it (apt-get install chromium).")
-    rollout = sample("calculator", "value", 12)
+    rollout = sample("calculator", "value", 12, size=8, batches=10, prompts=16)
     page = Path("runs/studies/picture.html")
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(HEAD + recorded(rollout, "eval", "calculator"), encoding="utf-8")

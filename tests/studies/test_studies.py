@@ -153,7 +153,7 @@ def test_blame_is_of_the_first_wrong_digit(monkeypatch):
     assert picture.mistake("7+4*03=", right) is None
     wrong = attempt("a021!1b016c000", 0.0, [*[-0.2] * 9, -0.7, *[-0.1] * 4])
     assert picture.mistake("7+4*03=", wrong) == 9
-    monkeypatch.setattr(picture, "sample", lambda *args: range(picture.SIZE))
+    monkeypatch.setattr(picture, "sample", lambda *args, **sizes: range(picture.SIZE))
     monkeypatch.setattr(picture, "group_data", lambda *args: {"prompt": "7+4*03=", "completions": [right, wrong]})
     said = picture.blame("value")
     assert said == "1 of 1, baseline 0.70; failed attempts have 60% of the energy of answers"

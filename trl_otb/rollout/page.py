@@ -27,8 +27,6 @@ HEAD = TEMPLATE.replace("@hash@", HASH)  # nothing but this script runs, whateve
 END = "</script>\n"
 MAX_TOKENS = 100_000  # of a recorded step; the first prompt is always whole
 MAX_BYTES = 200 * 2**20  # of a file; then every second step goes
-
-
 SAVE_ROLLOUTS = "Every so many steps completions are added to the page `output_dir/rollouts.html`; by default never."
 
 
