@@ -98,10 +98,9 @@ class OTBGRPOConfig(GRPOConfig):
                 "with `@dataclass`, and give each option a type (`baseline: str = 'ogb'`)."
             )
         unset = [name for name in UNSET if getattr(self, name) is None]
-        self.baseline, self.scale_rewards = (
-            self.baseline or "otb",
-            "none" if self.scale_rewards is None else self.scale_rewards,
-        )
+        for name, default in {"baseline": "otb", "scale_rewards": "none"}.items():
+            if name in unset:
+                setattr(self, name, default)
         with patch.object(self, "num_generations", _One(1)) if self.num_generations == 1 else nullcontext():
             super().__post_init__()
         if not (isinstance(self.baseline, str) and ":" in self.baseline):  # which the trainer imports

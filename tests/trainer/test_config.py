@@ -46,6 +46,7 @@ def test_without_args(model_path, tmp_path, monkeypatch):
 
 SCALED = "under which completions have advantages where all returns are nearly equal"
 WRONG = [
+    ({"baseline": ""}, "`baseline` is ''.*'otb', 'otb_loo'"),
     ({"baseline": "mean"}, "`baseline` is 'mean'.*'otb', 'otb_loo', 'ogb', 'ogb_loo', 'rloo', 'group_mean'"),
     ({"scale_rewards": "std"}, "`scale_rewards` is 'std'.*'none', 'running', 'group'"),
     ({"baseline": "rloo_pooled", "scale_rewards": "group"}, f"'group' and `baseline` is 'rloo_pooled', {SCALED}"),
