@@ -117,7 +117,7 @@ print(trl_otb.compare_baselines(trainer, num_prompts=3, completions_per_prompt=3
     assert done.returncode == 0, done.stderr
     assert str(tmp_path / "site") in done.stdout
     assert "more prompts, % (95 %)" in done.stdout and "\ngroup_mean " in done.stdout
-    assert "What is" in done.stdout and (tmp_path / "empty" / "group.html").stat().st_size > 10_000
+    assert "A number, " in done.stdout and (tmp_path / "empty" / "group.html").stat().st_size > 10_000
 
 
 def test_maths_works_from_package_import():

@@ -14,6 +14,9 @@ from .baselines import Baseline, Completions, Credit, credit, find_baseline
 from .metrics import completion_statistics
 
 
+WORSE_RATIO = 2.0  # of the power that B leaves in other prompts to B0's: then a prompt keeps B0
+
+
 @dataclass(frozen=True)
 class Step:
     """What a run's baseline makes of a generation batch, for the completions of this process."""
@@ -74,6 +77,8 @@ class RunBaseline:
             return credit(baseline, local, lambda part, tokens: part.gathered(gather, tokens), rows)
 
         chosen, group_mean = credit_by(self.entry), credit_by(find_baseline("group_mean"))
+        if self.entry.built_in and self.entry.adjusts and n > 1 and b0 is None:
+            chosen = self._kept_where_worse(chosen, local, credit_by, gather or (lambda values: values), first_row)
         reference = group_mean
         if b0 is None and (n == 1 or self.entry.unbiased):
             reference = credit_by(find_baseline("rloo_pooled" if n == 1 else "rloo"))
@@ -93,6 +98,36 @@ class RunBaseline:
             statistics=statistics if gather is None else gather(statistics),
             learned=self.learn(local, chosen.b0, gather) if learn else {},
         )
+
+    def _kept_where_worse(
+        self,
+        chosen: Credit,
+        local: Completions,
+        credit_by: Callable[[Baseline], Credit],
+        gather: Callable[[Tensor], Tensor],
+        first_row: int,
+    ) -> Credit:
+        """
+        B0 in the place of B for a prompt if B leaves more than twice the power of B0 in the other prompts of the batch,
+        as where rewards jump. Each of these is measured with the B0 of its own group, and only if its returns vary, so
+        that what is decided does not depend on the completions that it is decided for.
+        """
+
+        def of_own_group(x: Completions) -> Tensor:
+            return x.weighted_mean(x.members.expand_as(x.returns), x.returns, x.members, leave_one_out=True)
+
+        along_the_way = local.returns.size(1) > 1
+        b0 = credit_by(replace(self.entry, estimator=of_own_group, per_token=along_the_way)).baselines
+        loss_energy = local.need("loss_energy")
+        left = [credit(self.entry, local, b0=b0).advantages, (local.returns - b0) * local.mask, local.returns]
+        powers = gather(torch.stack([(loss_energy * of.square()).sum(dim=1) for of in left], dim=1)).cpu().double()
+        of_prompts = powers.view(-1, local.num_generations, len(left)).sum(dim=1)
+        of_prompts = of_prompts * (of_prompts[:, 1:2] > 1e-12 * of_prompts[:, 2:])  # beyond rounding
+        others = of_prompts.sum(dim=0) - of_prompts
+        worse = (others[:, 0] > WORSE_RATIO * others[:, 1]).repeat_interleave(local.num_generations)
+        worse = worse[first_row : first_row + len(local)].unsqueeze(1).to(local.mask.device)
+        baselines = chosen.b0.where(worse, chosen.baselines)
+        return Credit(((local.returns - baselines) * local.mask), baselines, chosen.b0)
 
     def learn(
         self, local: Completions, b0: Tensor, gather: Callable[[Tensor], Tensor] | None = None

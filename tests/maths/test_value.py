@@ -11,6 +11,7 @@ import torch
 
 from tests.helpers.oracles import Rollouts
 from tests.maths.test_derivation import Enumeration, V
+from trl_otb import run_baseline
 from trl_otb.baselines import BASELINES, Completions, Value, compute_advantages, joined, squeeze
 from trl_otb.baselines import value as module
 from trl_otb.baselines import value_parts as parts
@@ -394,6 +395,42 @@ def test_quiet_batch_causes_no_restart(prompts, most):
             of_value, of_base = of_value + batch.power(value), of_base + batch.power(batch.base)
             restarted += batch.teach(value)["restarted"]
     assert restarted <= most and of_value < 0.95 * of_base
+
+
+JUMPS = {  # of the rewards of batch b, again and again
+    "of level": lambda b, rewards: rewards + 5 * (b % 5 == 4),
+    "of scale": lambda b, rewards: rewards * (100 if b % 2 else 1),
+    "of one completion": lambda b, rewards: rewards + 1000 * (torch.arange(64) == 2 * b) * (b % 5 == 4),
+}
+
+
+def largest_power(jump):
+    """That a run's baseline leaves of a batch, relative to B0."""
+    run, most = run_baseline.RunBaseline(BASELINES["value"]), 0.0
+    for seed in range(15):
+        batch = Task(seed, seen=True).batch(JUMPS[jump](seed, Task(seed, seen=True).rewards))
+        step = run.step(batch.x, learn=True)
+        most = max(most, batch.power(step.baselines) / batch.power(batch.base))
+    return most
+
+
+@pytest.mark.parametrize("jump", JUMPS)
+def test_jumps_again_and_again_do_no_harm(jump, monkeypatch):
+    assert largest_power(jump) < 2
+    monkeypatch.setattr(run_baseline, "WORSE_RATIO", math.inf)
+    assert largest_power(jump) > 10
+
+
+@pytest.mark.parametrize("jump", [0.0, 5.0])
+def test_own_return_does_not_decide_what_is_subtracted(jump):
+    """Whether the batch jumps or not, and whatever the completion would add to what is left of its own prompt."""
+    run = run_baseline.RunBaseline(replace(BASELINES["value"], estimator=learnt(seen=True)))
+    task, found = Task(100, seen=True), []
+    for own in (0.0, 1.0, 100.0):
+        batch = task.batch(task.rewards + jump + own * (torch.arange(64) == 5))
+        found.append(run.step(batch.x).baselines[5])
+        assert (found[-1] != batch.base[5]).any() == (jump == 0)
+    torch.testing.assert_close(found[1:], [found[0]] * 2, atol=1e-4, rtol=0)
 
 
 def test_rewards_along_the_way_are_read():
