@@ -5,6 +5,10 @@ import copy
 import functools
 import math
 import pickle
+import subprocess
+import sys
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -418,6 +422,20 @@ def test_worker_stops_with_its_child():
     stamp_groups(worker)
     worker.stop()
     assert worker._process is None
+
+
+def test_killed_child_is_named():
+    """TRL's own would wait for minutes, and then say that it is hung."""
+    worker = object.__new__(trl_worker.AsyncRolloutWorker)
+    worker._process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    worker._process.is_alive = lambda: worker._process.poll() is None
+    worker._failed_event, worker._heartbeat_value = threading.Event(), SimpleNamespace(value=time.time())
+    stamp_groups(worker)
+    worker.check_health(300.0)
+    worker._process.kill()
+    worker._process.exitcode = worker._process.wait()
+    with pytest.raises(RuntimeError, match="has died, with exit code -9"):
+        worker.check_health(300.0)
 
 
 def test_learned_state_is_in_checkpoints(train_async, tmp_path):

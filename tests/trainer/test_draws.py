@@ -8,7 +8,9 @@ from trl.trainer import grpo_trainer
 
 from tests.helpers.recording import Sampler
 from tests.helpers.settings import scripted_rollout
+from trl_otb.energy import TokenValues
 from trl_otb.seam import draws
+from trl_otb.seam.sampled import SampledTurns
 
 
 DROPPING = LoraConfig(r=2, target_modules="all-linear", lora_dropout=0.5)
@@ -66,3 +68,13 @@ def test_ratio_is_that_of_the_sampler(case, train, monkeypatch, caplog):
             wanted = (logps - batch["sampling_per_token_logps"]).exp()
             torch.testing.assert_close(ratio, wanted, equal_nan=True)
     assert trainer.baseline.entry.estimator.gamma.isfinite().all()
+
+
+def test_each_row_has_the_values_of_its_own_draw():
+    """Two rows of the same ids, sampled under dropout; and a batch of which every token is masked."""
+    turns, ids, drawn = SampledTurns(), [5, 6], [torch.tensor([0.1, 0.2]), torch.tensor([0.3, 0.4])]
+    turns.add([TokenValues(energy, -energy, None) for energy in drawn], [[1]] * 2, [ids] * 2)
+    batch = {"prompt_ids": torch.ones(2, 1), "prompt_mask": torch.ones(2, 1), "completion_ids": torch.tensor([ids] * 2)}
+    for _ in range(2):
+        assert torch.equal(turns.of_batch(batch, torch.ones(2, 2)).energy, torch.stack(drawn))
+    assert torch.equal(turns.of_batch(batch, torch.zeros(2, 2)).energy, torch.zeros(2, 2))

@@ -104,12 +104,21 @@ class SampledTurns:
                 for to, of in zip(result, known, strict=True):
                     to[row, start:end] = of[: end - start]
         if not result:  # nothing was generated
-            return None
+            recorded = next((of for rows in self._calls for of in rows if of is not None), None)
+            if recorded is None:
+                return None
+            result = [of.new_zeros(*mask.shape, *of.shape[1:]) for of in recorded if of is not None]
         energy, logps, *states = (of.to(mask.device) for of in result)
         return TokenValues(energy, logps, states[0] if states else None)
 
     def _find(self, before: tuple[int, ...], turn: list[int]) -> TokenValues | None:
-        return next((values for ids, values in self._turns.get(before, ()) if ids[: len(turn)] == turn), None)
+        turns = self._turns.get(before, [])
+        at = next((i for i, (ids, _) in enumerate(turns) if ids[: len(turn)] == turn), None)
+        if at is None:
+            return None
+        # Rows with the same ids have values of their own where there is dropout
+        turns.append(turns.pop(at))
+        return turns[-1][1]
 
 
 def _stretches(generated: Tensor) -> list[tuple[int, int]]:

@@ -14,7 +14,11 @@ ASYNC_GRPO = Contract(
         },
         f"{_PACKAGE}.async_grpo_trainer:DataCollatorForRollout": {"torch_call": "self examples"},
         f"{_PACKAGE}.async_rollout_worker:_AsyncRolloutLoop": {"_score_group": "self group"},
-        f"{_PACKAGE}.async_rollout_worker:AsyncRolloutWorker": {"start": "self", "stop": "self"},
+        f"{_PACKAGE}.async_rollout_worker:AsyncRolloutWorker": {
+            "check_health": "self stale_after_s",
+            "start": "self",
+            "stop": "self",
+        },
         f"{_PACKAGE}.async_rollout_worker": {
             "RolloutGroup": "prompts reward_kwargs completions completions_ids completions_sequences",
             "RolloutSample": "prompt completion input_ids completion_mask old_log_probs advantage",

@@ -1,7 +1,8 @@
 """
-A repair of TRL: a rollout worker that stops although its child has died.
+Repairs of TRL: a rollout worker that stops although its child has died, and that says so if the child was killed.
 
-It can be removed once the test `test_worker_stops_with_its_child` passes without it.
+They can be removed once the tests `test_worker_stops_with_its_child` and `test_killed_child_is_named` pass without
+them.
 """
 
 from typing import Any
@@ -15,3 +16,14 @@ def stop_living(worker: Any) -> None:
     if child is not None and not child.is_alive():
         worker._process = None
     type(worker).stop(worker)
+
+
+def check_living(worker: Any, stale_after_s: float) -> None:
+    """TRL's `check_health`, which waits for `stale_after_s` where the child was killed, and calls it hung."""
+    child = worker._process
+    if child is not None and not child.is_alive() and not worker._failed_event.is_set():
+        raise RuntimeError(
+            f"The rollout worker's process has died, with exit code {child.exitcode}, and raised no error: it was "
+            "killed (-9: often for its memory, see `dmesg`), or a reward function ended the program."
+        )
+    type(worker).check_health(worker, stale_after_s)

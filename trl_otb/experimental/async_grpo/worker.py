@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 from ...rewards import passing
 from ...seam.contract import check_version, incompatible_trl, trl_utils
 from .contract import ASYNC_GRPO
-from .stopping import stop_living
+from .stopping import check_living, stop_living
 
 
 try:
@@ -105,6 +105,7 @@ def stamp_groups(worker: Any) -> None:
         ASYNC_GRPO.check_attributes("AsyncRolloutWorker", worker)
         worker._loop_cls = functools.partial(stamping_loop, type(worker)._loop_cls)  # made in the child process
         worker.stop = functools.partial(stop_living, worker)
+        worker.check_health = functools.partial(check_living, worker)
 
 
 def carried_of(sample: dict[str, Any], num_generations: int, uses_trl_advantages: bool) -> tuple[list[float], int]:
