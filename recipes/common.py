@@ -21,10 +21,11 @@ import math_verify
 import torch
 from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetGenerationError
+from filelock import FileLock, Timeout
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArguments
 from trl import TrlParser
 
-from trl_otb.stopping import StopAfterStep, latest_checkpoint
+from trl_otb.stopping import StopAfterStep, end_quietly_on_interrupt, latest_checkpoint
 
 
 # Modules that options name as `module:name`: `recipes.toy`, and those of the current folder
@@ -69,7 +70,10 @@ def parse(argv: list[str], kinds: tuple[type, ...], file: str, config: str | Non
             args.output_dir = f"runs/{script.stem}/{name}"
         if (model_args or [options])[0].model_name_or_path is None:
             raise ValueError("--model_name_or_path is missing: give a hub id or a folder.")
-        checkpoint = None if getattr(options, "compare_baselines", None) else find_checkpoint(args)
+        checkpoint = None
+        if not getattr(options, "compare_baselines", None):
+            checkpoint = find_checkpoint(args)
+            keep_to_this_run(Path(args.output_dir))
     except ZeroDivisionError:
         parser.error("--num_generations and batch sizes must be 1 or more.")
     except (ValueError, OSError) as error:
@@ -105,6 +109,16 @@ def find_checkpoint(args: TrainingArguments) -> str | None:
     return checkpoint
 
 
+def keep_to_this_run(folder: Path) -> None:
+    """An error if a run that has not ended writes to `folder`; else none can begin there until this one has ended."""
+    if os.environ.get("RANK", "0") == "0":
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            FileLock(folder / ".lock", is_singleton=True).acquire(timeout=0)
+        except Timeout:
+            raise ValueError(f"{folder} is that of a run that has not ended: choose another --output_dir.") from None
+
+
 def load_object(name: str) -> Any:
     """What `module:attribute` names."""
     module, _, attribute = name.partition(":")
@@ -134,10 +148,11 @@ class ShortProgress(ProgressCallback):
 
 
 def quieten() -> None:
-    """Libraries' warnings to each other are not shown; trl_otb's notes are."""
+    """Libraries' warnings to each other are not shown, nor a traceback after Ctrl-C; trl_otb's notes are."""
     warnings.filterwarnings("ignore", category=FutureWarning)
     logging.basicConfig(format="%(message)s")
     logging.getLogger("trl_otb").setLevel(logging.INFO)
+    end_quietly_on_interrupt()
 
 
 def prepare(trainer: Trainer) -> None:

@@ -65,8 +65,9 @@ def run(argv: list[str]) -> None:
     from trl.scripts import grpo
 
     from trl_otb import OTBGRPOTrainer, compare_baselines
-    from trl_otb.stopping import StopAfterStep, latest_checkpoint
+    from trl_otb.stopping import StopAfterStep, end_quietly_on_interrupt, latest_checkpoint
 
+    end_quietly_on_interrupt()
     command, *flags = argv
     options, args, *others = make_parser(command).parse_args_and_config(flags, fail_with_unknown_args=False)
     if str(args.resume_from_checkpoint).lower() in ("latest", "true"):

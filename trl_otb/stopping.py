@@ -51,6 +51,18 @@ class StopAfterStep(TrainerCallback):
             sys.exit(130)  # as a program that Ctrl-C ends
 
 
+def end_quietly_on_interrupt() -> None:
+    """Let Ctrl-C before the first step, or after the last, end the program without a traceback."""
+    usual = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if not issubclass(kind, KeyboardInterrupt):
+            return usual(kind, error, trace)
+        print("\nInterrupted: nothing more was saved.", file=sys.stderr)
+
+    sys.excepthook = hook
+
+
 def latest_checkpoint(folder: str | Path) -> str | None:
     """The last checkpoint in `folder` that was saved to its end; one that was not is named."""
     found = [path for path in Path(folder).glob("checkpoint-*") if path.name.rpartition("-")[2].isdigit()]

@@ -3,12 +3,14 @@
 import os
 import re
 import signal
+import sys
 from collections import Counter
 from importlib.util import find_spec
 from statistics import fmean
 
 import pytest
 import yaml
+from filelock import FileLock
 from trl import ModelConfig
 
 from common import ProblemOptions, final_answer, load_object
@@ -17,6 +19,7 @@ from recipes import async_math, tool_math
 from recipes import math as recipe
 from tests.recipes.conftest import RECIPES, accuracies, log_of, question_and_answer
 from trl_otb import AsyncOTBGRPOConfig, OTBGRPOConfig
+from trl_otb.stopping import end_quietly_on_interrupt
 
 
 def test_run_prints_accuracy_before_and_after(run, capfd):
@@ -135,6 +138,19 @@ def test_a_run_is_not_overwritten_unasked(tmp_path, capsys):
     assert checkpoint == "run/checkpoint-4"
     gone = refused([*flags, "8", "--resume_from_checkpoint", "run/checkpoint-3"], capsys)
     assert gone == "--resume_from_checkpoint is run/checkpoint-3: there is no checkpoint in run/checkpoint-3."
+    flags = ["--output_dir", "new", "--model_name_or_path", "model"]
+    (tmp_path / "new").mkdir()
+    with FileLock("new/.lock"):
+        assert refused(flags, capsys) == "new is that of a run that has not ended: choose another --output_dir."
+    assert parse(flags)[-1] is None
+
+
+def test_interrupt_leaves_no_traceback(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "excepthook", lambda *error: print("a traceback", file=sys.stderr))
+    end_quietly_on_interrupt()
+    for error in (ValueError(), KeyboardInterrupt()):
+        sys.excepthook(type(error), error, None)
+    assert capsys.readouterr().err == "a traceback\n\nInterrupted: nothing more was saved.\n"
 
 
 def parse(flags, options=ProblemOptions):
