@@ -26,7 +26,7 @@ from trl_otb.run_baseline import RunBaseline
 from trl_otb.seam.forwards import PROJECTED_SIZE
 
 
-SIZES = [(64, 2048), (1024, 2048), (1024, 8192), (1024, 32768)]
+SIZES = [(64, 512), (64, 2048), (1024, 2048), (1024, 8192), (1024, 32768)]
 N = 4
 
 

@@ -20,7 +20,7 @@ GPU = Path(benchmarks.__file__).with_name("gpu.sh")
     [
         ("step", "--rounds 1 --steps 1 --length 8 --lora --baselines otb --regimes stored", "one extra no-gradient"),
         ("step", "--rounds 1 --steps 1 --length 8 --baselines value --regimes generated", "the forwards that sampled"),
-        ("advantages", "--repeats 1 --longest 2048", "1024 × 2048"),
+        ("advantages", "--repeats 1 --longest 512", "64 × 512"),
     ],
 )
 def test_benchmarks_run(script, flags, said, monkeypatch, capsys):
