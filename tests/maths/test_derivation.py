@@ -103,8 +103,8 @@ def gradient_in_batches(policy, n, baseline, unscored=0):
         rewards[n : n + unscored] = torch.nan
         advantages.append(compute_advantages(rewards, *more, n, baseline=baseline)[:n])
     advantages = torch.cat(advantages)
-    alone = torch.cat([compute_advantages(*policy.inputs(g), n, baseline=baseline) for g in groups])
-    assert (advantages - alone).abs().max() > 0.01
+    alone = torch.cat([compute_advantages(*policy.inputs(g), n, baseline=baseline) for g in groups[-15:]])
+    assert (advantages[-len(alone) :] - alone).abs().max() > 0.01
     return policy.expectation(groups, advantages)
 
 
@@ -157,11 +157,13 @@ def test_unbiased_flags_are_true(policy, baseline, n):
     assert find_baseline(RULES[baseline]).unbiased == (policy.error(n, RULES[baseline]) < 2e-7)
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
-@pytest.mark.parametrize("baseline", [name for name, rule in RULES.items() if find_baseline(rule).scope == "batch"])
+POOLED = [name for name, rule in RULES.items() if find_baseline(rule).scope == "batch"]
+
+
+@pytest.mark.parametrize(("baseline", "n"), [*itertools.product(POOLED, (1, 2)), ("rloo_pooled", 3)])
 def test_pooling_with_other_prompts_is_unbiased(policy, baseline, n):
     """Whatever the other prompts' completions were; `value` before it learns, and test_value.py has what follows."""
-    for unscored in {0, n - 1}:
+    for unscored in {0, n - 1} if n < 3 else [1]:
         found = gradient_in_batches(policy, n, baseline, unscored)
         torch.testing.assert_close(found, policy.gradient, atol=2e-7, rtol=0)
 

@@ -157,28 +157,26 @@ RATES = {  # of success, by kind of prompts; the form of λ was chosen on the fi
 }
 
 
-def power_over_rloo(kind: str, n: int, prompts: int, batches: int = 800) -> float:
+def power_over_rloo(kind: str, n: int, prompts: int, batches: int = 400) -> float:
     """Σ (R − B)² under `rloo_pooled` over that under `rloo`, which is the noise of a gradient of equal energies."""
     g = torch.Generator().manual_seed(0)
     torch.manual_seed(0)
     of_two_kinds = 0.05 + 0.9 * torch.randint(2, (batches, prompts), generator=g) if RATES[kind] is None else None
     rates = RATES[kind].sample((batches, prompts)) if of_two_kinds is None else of_two_kinds
     rewards = (torch.rand(batches, prompts, n, generator=g) < rates.unsqueeze(2)).float()
-    ones = torch.ones(prompts * n, 1)
 
-    def power(baseline):
-        of_batches = (compute_advantages(batch.flatten(), ones, ones, n, baseline=baseline) for batch in rewards)
-        return sum(advantages.square().sum().item() for advantages in of_batches)
+    def power(rewards, baseline):
+        ones = torch.ones(rewards.numel(), 1)
+        return compute_advantages(rewards.flatten(), ones, ones, n, baseline=baseline).square().sum().item()
 
-    return power("rloo_pooled") / power("rloo")
+    return sum(power(batch, "rloo_pooled") for batch in rewards) / power(rewards, "rloo")
 
 
 @pytest.mark.parametrize(
     ("kind", "n", "prompts", "most"),
     [
-        ("as a U", 4, 4, 1.03), ("as a U", 4, 16, 0.99), ("as a U", 8, 3, 1.03), ("two kinds", 4, 4, 1.05),
-        ("two kinds", 8, 4, 1.02), ("even", 4, 4, 0.97), ("even", 8, 8, 1.0), ("near a half", 4, 8, 0.85),
-        ("alike", 4, 4, 0.88), ("alike", 4, 16, 0.79), ("rare", 4, 16, 0.81),
+        ("as a U", 8, 3, 1.03), ("two kinds", 4, 4, 1.05), ("even", 4, 4, 0.97), ("near a half", 4, 8, 0.85),
+        ("alike", 4, 16, 0.79), ("rare", 4, 16, 0.81),
     ],
 )  # fmt: skip
 def test_pooling_gains_much_loses_little(kind, n, prompts, most):

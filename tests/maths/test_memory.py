@@ -40,7 +40,8 @@ def test_crediting_and_measuring_take_little(baseline):
 def test_predicting_and_learning_take_little():
     x = completions(logps=-torch.rand(ROWS, LENGTH), states=torch.randn(ROWS, LENGTH, 32))
     rule = find_baseline("value").instance()
-    rule.estimator.update(x, rule.estimator(x), lambda values: values)
+    few = x.rows(slice(0, 8))
+    rule.estimator.update(few, rule.estimator(few), lambda values: values)
     rule.estimator.weight = 1.0
 
     def score():

@@ -159,12 +159,11 @@ def test_blame_is_of_the_first_wrong_digit(monkeypatch):
     assert said == "1 of 1, baseline 0.70; failed attempts have 60% of the energy of answers"
 
 
-@pytest.mark.parametrize("kind", ["sums", "calculator"])
-def test_learning_study_counts_tokens_and_rewards(kind, tmp_path, monkeypatch):
-    policy = shortly_trained(kind, 5, tmp_path / kind)
-    monkeypatch.setattr(learning_curves.tasks.toy, kind, lambda: policy)
-    schedule = Schedule({4: 3}, (4e-4,), prompts=2, problems=kind, staleness=1)
+def test_learning_study_counts_tokens_and_rewards(tmp_path, monkeypatch):
+    policy = shortly_trained("sums", 5, tmp_path / "sums")
+    monkeypatch.setattr(learning_curves.tasks.toy, "sums", lambda: policy)
+    schedule = Schedule({4: 3}, (4e-4,), prompts=2, problems="sums", staleness=1)
     monkeypatch.setattr(learning_curves, "TASKS", {"asynchronous": schedule})
     found = learning_curves.train(Run("asynchronous", "value", 4, 4e-4, 1))
     assert len(found["reward"]) == 3 and 0 <= found["held_out"] <= 1
-    assert 3 * 8 <= found["tokens"][-1] <= 3 * 8 * 72 and found["tokens"] == sorted(found["tokens"])
+    assert 3 * 8 <= found["tokens"][-1] <= 3 * 8 * 24 and found["tokens"] == sorted(found["tokens"])
