@@ -120,14 +120,13 @@ def main(argv: list[str] | None = None) -> None:
     try:
         config = flags[flags.index("--config") + 1] if "--config" in flags[:-1] else None
         keys = yaml.safe_load(Path(config).read_text()) if config else {}
-        for key in (f"--{key}" for key in keys if key != "env"):
-            if key not in known:
-                parser.error(
-                    f"{key[2:]!r} in {config} is no option of trl grpo, trl_otb or accelerate.{hint(key, known)}"
-                )
-        for flag in (text.partition("=")[0] for text in flags if text.startswith("--")):
-            if not any(name.startswith(flag) for name in known):  # which may be shortened
-                parser.error(f"{flag} is no option of trl grpo, trl_otb or accelerate.{hint(flag, known)}")
+        given = {f"--{key}": f"{key!r} in {config}" for key in keys if key != "env"}
+        written = [text.partition("=")[0] for text in flags if text.startswith("--")]
+        # On the line they may be shortened
+        given |= {flag: flag for flag in written if not any(name.startswith(flag) for name in known)}
+        for name, shown in given.items():
+            if name not in known:
+                parser.error(f"{shown} is no option of trl grpo, trl_otb or accelerate.{hint(name, known)}")
         *_, of_file, of_line = parser.parse_args_and_config(flags, **remaining)
     except (ValueError, OSError, yaml.YAMLError) as error:
         parser.error(str(error))

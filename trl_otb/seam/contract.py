@@ -105,15 +105,6 @@ class Contract:
                 messages.append(f"`{name}` no longer takes ({', '.join(parameters)})")
         return messages
 
-    def check_replaced(self) -> None:
-        """Raise a `TypeError` if what a user put in the place of a part does not take its parameters."""
-        for name, function, parameters in self._parts():
-            if function is not None and not _takes(function, parameters):
-                raise TypeError(
-                    f"`{name}` was replaced by `{function.__module__}.{function.__qualname__}`, which does not take "
-                    f"({', '.join(parameters)}): let it take `*args, **kwargs`, or these."
-                )
-
     def sources(self) -> dict[str, str]:
         """A short hash of the source of every part."""
         return {name: _hash(part) for name, part, _ in self._parts() if part is not None}
@@ -124,11 +115,19 @@ class Contract:
         return sorted(name for name, source in self.sources().items() if source != known.get(name))
 
     def check(self) -> None:
-        """Raise an `ImportError` if the installed TRL is another version, or does not keep the contract."""
+        """
+        Raise an `ImportError` if the installed TRL is another version, or does not keep the contract; a `TypeError` if
+        what a user put in the place of a part does not take its parameters.
+        """
         check_version()
         if messages := self.gone():
             raise incompatible_trl("; ".join(messages))
-        self.check_replaced()
+        for name, function, parameters in self._parts():
+            if not _takes(function, parameters):
+                raise TypeError(
+                    f"`{name}` was replaced by `{function.__module__}.{function.__qualname__}`, which does not take "
+                    f"({', '.join(parameters)}): let it take `*args, **kwargs`, or these."
+                )
 
     def warn_if_changed(self) -> list[str]:
         """Warns once of the parts whose source is not the one that was read, and returns them."""
