@@ -202,10 +202,10 @@ GRPO = Contract(
         "trl.models.utils": {"disable_gradient_checkpointing": "model gradient_checkpointing_kwargs"},
     },
     attributes={
-        "GRPOTrainer": "_logs _metrics _pending_extra_logs _pending_metrics _tokenizer importance_sampling_level "
-        "multi_objective_aggregation num_generations num_generations_eval reward_func_names reward_funcs "
-        "reward_weights scale_rewards temperature tools use_vllm vllm_mode "
-        "vllm_tensor_parallel_size"
+        "GRPOTrainer": "_logs _metrics _pending_extra_logs _pending_metrics _remove_unused_columns _tokenizer "
+        "importance_sampling_level is_fsdp_enabled multi_objective_aggregation num_generations num_generations_eval "
+        "reward_func_names reward_funcs reward_weights rollout_func scale_rewards temperature tools use_vllm vllm_mode "
+        "vllm_importance_sampling_mode vllm_tensor_parallel_size"
     },
     loss=frozenset(("GRPOTrainer._compute_loss", "GRPOTrainer.get_gamma_weights", "GRPOTrainer.get_off_policy_mask")),
 )
@@ -228,7 +228,7 @@ def users_methods(trainer: GRPOTrainer, names: Iterable[str]) -> list[tuple[str,
 
 def check_subclass(trainer: GRPOTrainer, entry: Baseline) -> None:
     """Raise a `TypeError` if a user has a method that the baseline would undo, or that would misread it."""
-    for owner, name in users_methods(trainer, ("_transform_advantages",)):
+    for owner, name in users_methods(trainer, ("_transform_advantages",)):  # of TRL's pull request 7298
         raise TypeError(
             f"`{owner}.{name}` would change advantages that `baseline={entry.name!r}` then replaces. Change rewards in "
             "`_calculate_rewards`, or `inputs['advantages']` in `_compute_loss`."
