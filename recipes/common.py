@@ -31,6 +31,8 @@ from trl_otb.stopping import StopAfterStep, end_quietly_on_interrupt, latest_che
 # Modules that options name as `module:name`: `recipes.toy`, and those of the current folder
 sys.path += [str(Path(__file__).resolve().parent.parent), os.getcwd()]
 
+LOCKS: list[FileLock] = []  # of folders, until the process ends
+
 
 def option(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
@@ -114,7 +116,8 @@ def keep_to_this_run(folder: Path) -> None:
     if os.environ.get("RANK", "0") == "0":
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            FileLock(folder / ".lock", is_singleton=True).acquire(timeout=0)
+            LOCKS.append(FileLock(folder.resolve() / ".lock", is_singleton=True))
+            LOCKS[-1].acquire(timeout=0)
         except Timeout:
             raise ValueError(f"{folder} is that of a run that has not ended: choose another --output_dir.") from None
 

@@ -109,8 +109,8 @@ class RunBaseline:
     ) -> Credit:
         """
         B0 in the place of B for a prompt if B leaves more than twice the power of B0 in the other prompts of the batch,
-        as where rewards jump. Each of these is measured with the B0 of its own group, and only if its returns vary, so
-        that what is decided does not depend on the completions that it is decided for.
+        as where rewards jump. Each of these is measured with the B0 of its own group, which takes two completions, and
+        only if its returns vary. So what is decided does not depend on the completions that it is decided for.
         """
 
         def of_own_group(x: Completions) -> Tensor:
@@ -120,9 +120,11 @@ class RunBaseline:
         b0 = credit_by(replace(self.entry, estimator=of_own_group, per_token=along_the_way)).baselines
         loss_energy = local.need("loss_energy")
         left = [credit(self.entry, local, b0=b0).advantages, (local.returns - b0) * local.mask, local.returns]
-        powers = gather(torch.stack([(loss_energy * of.square()).sum(dim=1) for of in left], dim=1)).cpu().double()
-        of_prompts = powers.view(-1, local.num_generations, len(left)).sum(dim=1)
-        of_prompts = of_prompts * (of_prompts[:, 1:2] > 1e-12 * of_prompts[:, 2:])  # beyond rounding
+        powers = [(loss_energy * of.square()).sum(dim=1) for of in left]
+        sums = gather(torch.stack([*powers, local.members.flatten()], dim=1)).cpu().double()
+        of_prompts = sums.view(-1, local.num_generations, 4).sum(dim=1)
+        varies = of_prompts[:, 1] > 1e-12 * of_prompts[:, 2]  # beyond rounding
+        of_prompts = of_prompts * (varies & (of_prompts[:, 3] > 1)).unsqueeze(1)
         others = of_prompts.sum(dim=0) - of_prompts
         worse = (others[:, 0] > WORSE_RATIO * others[:, 1]).repeat_interleave(local.num_generations)
         worse = worse[first_row : first_row + len(local)].unsqueeze(1).to(local.mask.device)

@@ -179,7 +179,7 @@ class OTBGRPOTrainer(KeepsBaseline, RecordsRewards, CollectiveToolLoop, TokenLos
             return rollout, rollout.completions(prompt_key=keys), batch
         ratio = None
         if "logps" in self.needs:
-            ratio, unknown = draw_ratio(self, batch, source, values.logps)
+            ratio, unknown = draw_ratio(self, batch, source, values.logps, recording.processor)
             if unknown is not None:
                 logger.warning_once(f"Later luck is not subtracted: {unknown}.")
         return rollout, rollout.completions(values.states, keys, ratio), batch

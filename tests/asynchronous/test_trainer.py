@@ -11,6 +11,7 @@ import threading
 import time
 from types import SimpleNamespace
 
+import accelerate.logging
 import pytest
 import torch
 from datasets import Dataset
@@ -72,11 +73,12 @@ def train_async(model_path, tmp_path):
 
     def run(
         cls=AsyncOTBGRPOTrainer, config=AsyncOTBGRPOConfig, *, train=True, lag=0, reward=even_bytes, stamps=True,
-        forks=False, peft_config=None, **options,
+        forks=False, peft_config=None, change=None, **options,
     ):  # fmt: skip
         args, tokenizer = config(**SETTINGS | {"output_dir": str(tmp_path / "run")} | options), tiny.tokenizer()
         tools = [add] if forks else None
         worker = Recorded(model_path, args, PROMPTS, [reward], tokenizer, tools=tools, steps_ahead=lag)
+        worker.change = change or worker.change
         if forks:
             fork(worker.loop)
         if not stamps:
@@ -153,7 +155,7 @@ def test_read_values_match_plain_forwards(train_async, model_path):
     taken = trainer.rollout_worker.taken[: len(trainer.samples)]
     found = {(float(s.returns), len(s.logps), round(s.logps.sum().item(), 3)): s for s in trainer.samples}
     assert len(taken) == len(trainer.samples) == 32
-    groups = {}
+    groups, numbers = {}, {}
     for sample in taken:
         groups.setdefault(sample.group_id, []).append(sample.metrics["reward"])
     for sample in taken:
@@ -168,7 +170,9 @@ def test_read_values_match_plain_forwards(train_async, model_path):
         torch.testing.assert_close(read.energy, energy, atol=2e-5, rtol=0)
         rewards = groups[sample.group_id]
         others = (sum(rewards) - sample.metrics["reward"]) / 3
-        assert read.b0.item() == pytest.approx(others, abs=1e-6) and read.group.item() == sample.group_id
+        assert read.b0.item() == pytest.approx(others, abs=1e-6)
+        assert numbers.setdefault(sample.group_id, read.group.item()) == read.group.item()
+    assert len({*numbers.values()}) == len(numbers) == 8
 
 
 def each_token(trainer):
@@ -183,10 +187,13 @@ def test_advantages_are_returns_minus_baseline(train_async):
     for one, two, three in zip(plain.advantages, scaled.advantages, trls.advantages, strict=True):
         torch.testing.assert_close(one, 4 / 3 * three, atol=1e-6, rtol=0)
         assert ((two / one)[one.abs() > 0.01] > 1).all()
-    taken = {(s.group_id, round(s.metrics["reward"], 5)): s.metrics["reward_std"] for s in scaled.rollout_worker.taken}
+    taken = {}  # by mean of the group's others and own reward
+    for s in scaled.rollout_worker.taken:
+        key = round(s.metrics["otb/others"], 5), round(s.metrics["reward"], 5)
+        taken.setdefault(key, set()).add(s.metrics["reward_std"])
     for one, two, sample in zip(*(torch.cat(x.advantages) for x in (plain, scaled)), each_token(scaled), strict=True):
-        std = taken[int(sample.group), round(float(sample.returns), 5)]
-        assert two.item() == pytest.approx(one.item() / (std + 1e-8), rel=1e-4, abs=1e-6)
+        stds = taken[round(float(sample.b0), 5), round(float(sample.returns), 5)]
+        assert any(two.item() == pytest.approx(one.item() / (std + 1e-8), rel=1e-4, abs=1e-6) for std in stds)
     assert torch.equal(value.advantages[0], plain.advantages[0])  # nothing is predicted yet
     assert (value.advantages[-1] - plain.advantages[-1]).abs().max() > 0.01
 
@@ -241,11 +248,10 @@ def test_only_group_mean_is_biased(train_async, baseline):
     trainer = train_async(Watched, baseline=baseline, reward=tiny.even_bytes, **cut)
     advantages = torch.cat(trainer.advantages).split([len(sample.logps) for sample in trainer.samples])
     constant = torch.stack([sample.returns for sample in trainer.samples[:1000]]).mean()  # less noise
-    products, signal, groups = [], [], {}
-    for taken in trainer.rollout_worker.taken:
-        groups.setdefault(taken.group_id, []).append(taken)
-    for own, found in zip(trainer.samples, advantages, strict=True):
-        apart = {abs(float(s.old_log_probs.sum()) - own.logps.sum().item()): s for s in groups[int(own.group)]}
+    products, signal, taken = [], [], trainer.rollout_worker.taken
+    for i, (own, found) in enumerate(zip(trainer.samples, advantages, strict=True)):
+        of_step = taken[i // 62 * 62 : i // 62 * 62 + 62]
+        apart = {abs(float(s.old_log_probs.sum()) - own.logps.sum().item()): s for s in of_step}
         of_tokens = scores(trainer, apart[min(apart)])  # TRL has ordered the rows
         products.append(((own.returns - found.double() - constant) * of_tokens).sum())
         signal.append(((own.returns - constant) * of_tokens).sum())
@@ -298,16 +304,69 @@ def test_carried_values_survive_deepspeed_rounding(train_async):
     batch = next(iter(trainer.get_train_dataloader()))
     assert batch["otb_samples"].dtype == batch["otb_groups"].dtype == torch.int64
     carried = batch["otb_samples"][0].view(torch.float64)
-    taken = {(s.group_id, s.metrics["reward"]) for s in trainer.rollout_worker.taken}
-    assert {(int(row[4]), row[0].item()) for row in carried} <= taken and len(carried) == 16
+    rewards = {s.metrics["reward"] for s in trainer.rollout_worker.taken}
+    assert {row[0].item() for row in carried} <= rewards and len(carried) == 16
+    assert [*dict.fromkeys(row[4].item() for row in carried)] == [0.0, 1.0, 2.0, 3.0]
+
+
+class Own(AsyncGRPOTrainer):
+    """Its loss reads advantages before the forward."""
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        return super().compute_loss(model, inputs | {"advantages": inputs["advantages"].clamp(-1, 1)}, *args, **kwargs)
+
+
+def clipping(self, *args, **kwargs):
+    return Own.compute_loss(self, *args, **kwargs)
+
+
+@pytest.mark.parametrize("where", ["in a class", "before it", "in the package", "on the trainer"])
+def test_a_loss_of_ones_own_is_refused(train_async, monkeypatch, where):
+    classes = {"in a class": (AsyncOTBGRPOTrainer, Own), "before it": (Own, AsyncOTBGRPOTrainer)}
+    cls = type("Mine", classes.get(where, (AsyncOTBGRPOTrainer,)), {})
+    with pytest.raises(TypeError, match=r"compute_loss` may read them before. If it only adds"):
+        trainer = train_async(cls, train=False)
+        if where == "in the package":
+            monkeypatch.setattr(AsyncOTBGRPOTrainer, "compute_loss", functools.wraps(Own.compute_loss)(clipping))
+        else:
+            monkeypatch.setattr(trainer, "compute_loss", clipping)
+        trainer.train()
+    train_async(type("Mine", (AsyncOTBGRPOTrainer, Own), {}), baseline="group_mean", scale_rewards="group", max_steps=1)
+
+
+def test_ids_of_groups_may_be_anything(train_async):
+    """TRL has them as keys; `value` counts groups."""
+    plain, named = (
+        train_async(change=change, max_steps=6)
+        for change in (lambda sample: None, lambda sample: setattr(sample, "group_id", f"{sample.group_id} text"))
+    )
+    assert_same_weights(plain, named)
+    assert plain.baseline.entry.estimator._prompts == 6 * 4
+
+
+def test_a_sample_may_come_twice():
+    sample = {"advantage": 0.0, "group_id": 0, "metrics": {"reward": 1.0, "otb/mean": 1.0, "otb/others": 1.0}}
+    carry = carried_with(lambda examples: {}, 4, "none")
+    first, second = (carry([[SimpleNamespace(samples=[dict(sample)])]]) for _ in range(2))
+    assert torch.equal(first["otb_samples"], second["otb_samples"])
+    with pytest.raises(ValueError, match="without `reward_std`"):
+        carried_with(lambda examples: {}, 4, "group")([[SimpleNamespace(samples=[dict(sample)])]])
+
+
+def test_changed_advantages_are_said_to_be_replaced(train_async, caplog):
+    accelerate.logging.MultiProcessAdapter.warning_once.cache_clear()
+    train_async(baseline="rloo", max_steps=1)
+    assert "are replaced" not in caplog.text
+    train_async(change=lambda sample: setattr(sample, "advantage", 0.0), baseline="rloo", max_steps=1)
+    assert "changed are replaced by those of `baseline='rloo'`" in caplog.text
 
 
 def test_every_process_gets_the_groups():
     """A broadcast sends as much memory as a tensor has numbers, from where it begins."""
-    sample = {"advantage": 0.0, "group_id": 3, "metrics": {"reward": 1.0, "otb/mean": 1.0}}
+    sample = {"advantage": 0.0, "group_id": "a text", "metrics": {"reward": 1.0, "otb/mean": 1.0}}
     rows = [SimpleNamespace(samples=[copy.deepcopy(sample)]) for _ in range(2)]
-    batch = carried_with(lambda examples: {}, 4, False)([rows])
-    assert batch["otb_groups"].tolist() == [[[3, 2]], [[3, 2]]]
+    batch = carried_with(lambda examples: {}, 4, "none")([rows])
+    assert batch["otb_groups"].tolist() == [[[0, 2]], [[0, 2]]]
     assert all(of.is_contiguous() for of in batch.values())
 
 

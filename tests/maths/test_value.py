@@ -401,6 +401,9 @@ JUMPS = {  # of the rewards of batch b, again and again
     "of level": lambda b, rewards: rewards + 5 * (b % 5 == 4),
     "of scale": lambda b, rewards: rewards * (100 if b % 2 else 1),
     "of one completion": lambda b, rewards: rewards + 1000 * (torch.arange(64) == 2 * b) * (b % 5 == 4),
+    "of level, few scored": lambda b, rewards: (rewards + 5 * (b % 5 == 4)).where(
+        (torch.arange(64) % 4 == 0) | (torch.arange(64) < 16), math.nan
+    ),
 }
 
 

@@ -1,5 +1,6 @@
 """recipes/math.py: a run, its options, its data, its grading; and of the others their YAML files."""
 
+import gc
 import os
 import re
 import signal
@@ -10,7 +11,7 @@ from statistics import fmean
 
 import pytest
 import yaml
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from trl import ModelConfig
 
 from common import ProblemOptions, final_answer, load_object
@@ -142,7 +143,10 @@ def test_a_run_is_not_overwritten_unasked(tmp_path, capsys):
     (tmp_path / "new").mkdir()
     with FileLock("new/.lock"):
         assert refused(flags, capsys) == "new is that of a run that has not ended: choose another --output_dir."
-    assert parse(flags)[-1] is None
+    assert parse(flags)[-1] is None and parse(flags)[-1] is None  # the same run
+    gc.collect()
+    with pytest.raises(Timeout):
+        FileLock("new/.lock").acquire(timeout=0)
 
 
 def test_interrupt_leaves_no_traceback(monkeypatch, capsys):

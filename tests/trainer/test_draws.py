@@ -47,8 +47,8 @@ def test_ratio_is_that_of_the_sampler(case, train, monkeypatch, caplog):
     options, expected, said = CASES[case]
     found = []
 
-    def watched(trainer, batch, source, logps):
-        result = draw_ratio(trainer, batch, source, logps)
+    def watched(trainer, batch, source, logps, processor):
+        result = draw_ratio(trainer, batch, source, logps, processor)
         found.append((result[0], logps, batch))
         return result
 
@@ -68,6 +68,26 @@ def test_ratio_is_that_of_the_sampler(case, train, monkeypatch, caplog):
             wanted = (logps - batch["sampling_per_token_logps"]).exp()
             torch.testing.assert_close(ratio, wanted, equal_nan=True)
     assert trainer.baseline.entry.estimator.gamma.isfinite().all()
+
+
+@pytest.mark.parametrize("iterations", [1, 2])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"top_k": 5}, "TopKLogitsWarper"),
+        ({"suppress_tokens": [5]}, "SuppressTokensLogitsProcessor"),
+        ({"temperature": 0.5}, "a temperature that is not 1.0"),
+        ({"do_sample": False}, "do_sample=False"),
+    ],
+)
+def test_other_generation_configs_are_noticed(train, caplog, change, said, iterations):
+    """Which a user or a model's folder has, and TRL's arguments do not show."""
+    accelerate.logging.MultiProcessAdapter.warning_once.cache_clear()
+    trainer = train(baseline="value", train=False, max_steps=1, num_iterations=iterations)
+    for name, value in change.items():
+        setattr(trainer.generation_config, name, value)
+    trainer.train()
+    assert f"Later luck is not subtracted: tokens were sampled with {said}" in caplog.text
 
 
 def test_each_row_has_the_values_of_its_own_draw():

@@ -246,9 +246,11 @@ def test_prompts_beyond_the_limit_are_counted(monkeypatch):
 
 def test_a_run_writes_its_page(train, tmp_path):
     options = {"save_rollouts_steps": 2, "baseline": "value", "max_steps": 4, "output_dir": str(tmp_path)}
-    trainer = train(OTBGRPOTrainer, eval_dataset=tiny.prompts(), eval_strategy="steps", eval_steps=4, **options)
+    both = {"a": tiny.prompts(), "b": tiny.prompts(4)}
+    trainer = train(OTBGRPOTrainer, eval_dataset=both, eval_strategy="steps", eval_steps=4, **options)
+    trainer.train()  # begins anew, as a notebook's cell
     steps = steps_of(tmp_path / "rollouts.html")
-    assert [(of["mode"], of["step"]) for of in steps] == [("train", 2), ("train", 4), ("eval", 4)]
+    assert [(of["mode"], of["step"]) for of in steps] == [("train", 2), ("train", 4), ("eval", 4), ("eval", 4)]
     train(OTBGRPOTrainer, **options | {"max_steps": 2})  # begins anew
     assert [of["step"] for of in steps_of(tmp_path / "rollouts.html")] == [2]
     assert all(of["baseline"] == "value" and of["title"] == tmp_path.name for of in steps)

@@ -1,5 +1,6 @@
 """A user's subclass of GRPOTrainer becomes one of OTBGRPOTrainer by another base class."""
 
+import functools
 import types
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -229,19 +230,28 @@ def of_completions(self, model, inputs, **kwargs):
 
 
 @pytest.mark.parametrize("baseline", ["value", "rloo"])
-@pytest.mark.parametrize("where", ["in a class", "on the trainer", "in GRPOTrainer"])
+@pytest.mark.parametrize("where", ["in a class", "on the trainer", "in GRPOTrainer", "around it", "in OTBGRPOTrainer"])
 def test_loss_of_completions_is_refused_wherever_it_is(train, monkeypatch, where, baseline):
-    name = "compute_loss" if where == "in a class" else "_compute_loss"
+    name = "_compute_loss" if where in ("on the trainer", "in GRPOTrainer") else "compute_loss"
     own = type("Own", (OTBGRPOTrainer,), {name: of_completions} if where == "in a class" else {})
     refused = pytest.raises((TypeError, ImportError), match=f"{name}` (is not known to take|does not weight)")
     with refused if baseline == "value" else nullcontext():
         trainer = train(own, baseline=baseline, train=False)
         if where == "on the trainer":
             monkeypatch.setattr(trainer, name, types.MethodType(of_completions, trainer))
-        elif where == "in GRPOTrainer":
-            monkeypatch.setattr(GRPOTrainer, name, of_completions)
+        elif where != "in a class":
+            owner = OTBGRPOTrainer if where == "in OTBGRPOTrainer" else GRPOTrainer
+            wrap = functools.wraps(getattr(GRPOTrainer, name)) if where == "around it" else lambda function: function
+            monkeypatch.setattr(owner, name, wrap(of_completions), raising=False)
         with nullcontext() if baseline == "value" else pytest.raises(RuntimeError, match="does not require grad"):
             trainer.train()
+
+
+def test_a_wrapped_loss_is_tried(train, monkeypatch):
+    """`functools.wraps` lends it the source of TRL's."""
+    monkeypatch.setattr(GRPOTrainer, "_compute_loss", functools.wraps(GRPOTrainer._compute_loss)(of_completions))
+    with pytest.raises(ImportError, match="`GRPOTrainer._compute_loss` does not weight each token"):
+        train(baseline="value")
 
 
 @pytest.mark.parametrize("change", ["unsqueeze", "squeeze"])

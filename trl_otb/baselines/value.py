@@ -114,10 +114,12 @@ class Value:
             self._limit_weight(power - left)
 
         present, returns = local.mask > 0, local.returns.expand_as(local.mask)
-        ends = [-returns.where(present, math.inf).amin(), returns.where(present, -math.inf).amax(), local.prompt.amax()]
-        least, most, last_prompt = gather(torch.stack([end.float() for end in ends]).unsqueeze(0)).amax(dim=0).tolist()
+        ends = [-returns.where(present, math.inf).amin(), returns.where(present, -math.inf).amax()]
+        numbers, some = local.prompt.float(), present.any(dim=1)
+        ends += [-numbers.where(some, math.inf).amin(), numbers.where(some, -math.inf).amax()]
+        least, most, *prompts = gather(torch.stack(ends).unsqueeze(0)).amax(dim=0).tolist()
         self._returns_seen = min(self._returns_seen[0], -least), max(self._returns_seen[1], most)
-        self._prompts += int(last_prompt) + 1
+        self._prompts += int(sum(prompts)) + 1
         whole = of_value.sum(dim=0) + (0 if self._value_sums is None else self.decay_per_batch * self._value_sums)
         ridge = 0.02 + 4 / (self._prompts - self._prompts_before)
         (of_both,) = _gathered([self._sums_of(local, b0, fold, solution(whole - of_value, ridge))], gather)

@@ -119,12 +119,12 @@ class RolloutPages(TrainerCallback):
 
     def __init__(self, rollouts: dict[str, "Rollout"]) -> None:
         self.rollouts = rollouts
-        self.last: dict[str, int] = {}  # recorded step of each mode
+        self.last: dict[str, Rollout] = {}  # that was recorded, of each mode
         self.sparser = 1  # than `save_rollouts_steps`, since the file became too large
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Of a run that goes on from a checkpoint, or begins anew, what came after that."""
-        path = Path(args.output_dir) / "rollouts.html"
+        self.last, path = {}, Path(args.output_dir) / "rollouts.html"
         if state.is_world_process_zero and path.exists():
             write(path, [record for record in records_of(path) if step_of(record) <= state.global_step])
 
@@ -140,9 +140,9 @@ class RolloutPages(TrainerCallback):
 
     def _record(self, mode: str, args: Any, state: Any) -> None:
         rollout = self.rollouts.get(mode)
-        if not state.is_world_process_zero or rollout is None or self.last.get(mode) == rollout.step:
+        if not state.is_world_process_zero or rollout is None or self.last.get(mode) is rollout:
             return
-        self.last[mode] = rollout.step
+        self.last[mode] = rollout
         path = Path(args.output_dir) / "rollouts.html"
         record = recorded(rollout, mode, path.resolve().parent.name)
         self.sparser *= 2 if append(path, record) else 1

@@ -1,5 +1,6 @@
 """The private parts of TRL that this package relies on, checked when a trainer is constructed."""
 
+import contextlib
 import hashlib
 import inspect
 import json
@@ -10,9 +11,12 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
+import accelerate
+import torch
 import transformers
 import trl
 from accelerate.logging import get_logger
+from transformers import Trainer
 
 from ..baselines import Baseline
 
@@ -77,6 +81,12 @@ try:
 except ImportError as error:
     check_version()
     raise incompatible_trl(str(error)) from error
+
+
+LIBRARIES = (trl, transformers, torch, accelerate)
+FOLDERS = (
+    *(str(Path(str(of.__file__)).parent) for of in LIBRARIES), contextlib.__file__, str(Path(__file__).parents[1])
+)  # fmt: skip
 
 
 def _takes(function: Any, names: list[str]) -> bool:
@@ -163,9 +173,16 @@ def _found(owner: str, name: str) -> Any:
         return None
 
 
+def from_library(function: Any) -> bool:
+    """Whether its code is that of a library or of this package, whatever `functools.wraps` says."""
+    return getattr(getattr(function, "__code__", None), "co_filename", "").startswith(FOLDERS)
+
+
 def _hash(part: Any) -> str:
+    while hasattr(part, "__wrapped__") and from_library(part):  # not through a user's wrapper
+        part = part.__wrapped__
     try:
-        return hashlib.sha256(inspect.getsource(part).encode()).hexdigest()[:12]
+        return hashlib.sha256(inspect.getsource(getattr(part, "__code__", part)).encode()).hexdigest()[:12]
     except (OSError, TypeError):
         return "without source"
 
@@ -214,16 +231,29 @@ GRPO = Contract(
 # A user's own subclass
 
 
-def users_classes(cls: type) -> list[type]:
-    """The classes of `cls` that belong neither to GRPOTrainer and its bases nor to this package."""
-    core = {*GRPOTrainer.__mro__}
+def users_classes(cls: type, of_trl: type = GRPOTrainer) -> list[type]:
+    """The classes of `cls` that belong neither to TRL's trainer and its bases nor to this package."""
+    core = {*of_trl.__mro__}
     return [base for base in cls.__mro__ if base not in core and not base.__module__.startswith("trl_otb.")]
 
 
-def users_methods(trainer: GRPOTrainer, names: Iterable[str]) -> list[tuple[str, str]]:
+def users_methods(trainer: Trainer, names: Iterable[str], of_trl: type = GRPOTrainer) -> list[tuple[str, str]]:
     """Owner and name of each of these methods that is set on the trainer, or that a user's class has."""
-    owners = [(ON_TRAINER, vars(trainer)), *((cls.__name__, vars(cls)) for cls in users_classes(type(trainer)))]
+    classes = users_classes(type(trainer), of_trl)
+    owners = [(ON_TRAINER, vars(trainer)), *((cls.__name__, vars(cls)) for cls in classes)]
     return [(owner, name) for owner, methods in owners for name in names if name in methods]
+
+
+def users_loss(trainer: Trainer, tried: str, of_trl: type = GRPOTrainer) -> str | None:
+    """
+    A loss of a user's: in a class, on the trainer, or in the place of a method of this package or of TRL, but for
+    `tried`, which a trial is for.
+    """
+    names, mro = ("_compute_loss", "compute_loss"), type(trainer).__mro__
+    known = [(cls, name) for cls in mro[: mro.index(of_trl) + 1] for name in names if name in vars(cls)]
+    replaced = [(cls.__name__, name) for cls, name in known if not from_library(vars(cls)[name])]
+    found = dict.fromkeys([*users_methods(trainer, names, of_trl), *replaced])
+    return next((f"{owner}.{name}" for owner, name in found if (owner, name) != (of_trl.__name__, tried)), None)
 
 
 def check_subclass(trainer: GRPOTrainer, entry: Baseline) -> None:
@@ -235,12 +265,12 @@ def check_subclass(trainer: GRPOTrainer, entry: Baseline) -> None:
         )
     if not entry.per_token or getattr(trainer, "takes_token_advantages", False):
         return
-    for owner, name in users_methods(trainer, ("_compute_loss", "compute_loss")):
+    if loss := users_loss(trainer, tried="_compute_loss"):
         raise TypeError(
-            f"`baseline` is {entry.name!r}, one per token, and `{owner}.{name}` is not known to take advantages of "
-            "shape (B, T): a loss for (B,) fails, or silently mixes up completions. If it supports both, as one that "
-            "only adds to `super()`'s does, set `takes_token_advantages = True` in the class. Otherwise choose a "
-            "baseline per completion, such as 'ogb_pooled' or 'rloo'."
+            f"`baseline` is {entry.name!r}, one per token, and `{loss}` is not known to take advantages of shape "
+            "(B, T): a loss for (B,) fails, or silently mixes up completions. If it supports both, as one that only "
+            "adds to `super()`'s does, set `takes_token_advantages = True` in the class. Otherwise choose a baseline "
+            "per completion, such as 'ogb_pooled' or 'rloo'."
         )
 
 

@@ -20,13 +20,15 @@ def changed_distribution(args: Any) -> str | None:
 
 
 def draw_ratio(
-    trainer: GRPOTrainer, batch: dict[str, Any], source: str | None, logps: Tensor
+    trainer: GRPOTrainer, batch: dict[str, Any], source: str | None, logps: Tensor, processor: str | None
 ) -> tuple[Tensor | None, str | None]:
     """
     `Completions.draw_ratio` for TRL's `batch`, whose values, such as `logps`, come from `source`; and, where it is 0
-    since the distribution that was sampled from is not recorded, the reason.
+    since the distribution that was sampled from is not recorded, the reason. `processor` is one that `generate` had.
     """
     unknown, of_sampler = changed_distribution(trainer.args), batch.get("sampling_per_token_logps")
+    if unknown is None and processor is not None:
+        unknown = f"tokens were sampled with {processor}, as by a generation config"
     if unknown is None and of_sampler is not None:
         corrected = trainer.use_vllm and trainer.args.vllm_importance_sampling_correction
         by_completion = corrected and trainer.vllm_importance_sampling_mode.startswith("sequence")

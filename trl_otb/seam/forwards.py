@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from accelerate.logging import get_logger
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.generation import TemperatureLogitsWarper
 from trl import GRPOTrainer
 
 from ..energy import TokenValues, token_energy
@@ -36,6 +38,7 @@ class Recording:
     turns: SampledTurns | None = None
     scored: list[TokenValues] = field(default_factory=list)  # with the log-probs that TRL got
     on_logps: Callable[[Tensor], None] | None = None  # called with the log-probs of forwards with gradient
+    processor: str | None = None  # what made `generate` sample from another distribution than energies are of
 
 
 class PolicyRecorder:
@@ -128,7 +131,8 @@ class PolicyRecorder:
         """Context of one `generate` of the policy; the yielded function takes the ids of prompts and completions."""
         to = self._recording
         if to is None or (turns := to.turns) is None:
-            yield lambda prompt_ids, completion_ids: None
+            with self._watching_processors(to):
+                yield lambda prompt_ids, completion_ids: None
             return
         turn = SampledTurn(self.temperature)
 
@@ -140,10 +144,31 @@ class PolicyRecorder:
 
         hook = self.policy.register_forward_hook(turn.on_forward, with_kwargs=True)
         try:
-            with self._recording_states(to.states, last_only=True) as states:
+            with self._watching_processors(to), self._recording_states(to.states, last_only=True) as states:
                 yield keep
         finally:
             hook.remove()
+
+    @contextmanager
+    def _watching_processors(self, to: Recording | None) -> Iterator[None]:
+        """Context in which `generate` tells `to` which processor of logits it has, beside that of the temperature."""
+        prepare = getattr(self.policy, "_get_logits_processor", None)
+        if to is None or prepare is None:
+            yield
+            return
+
+        def watched(*args: Any, generation_config: Any, **kwargs: Any) -> Any:
+            processors = prepare(*args, generation_config=generation_config, **kwargs)
+            warpers = [of for of in processors if isinstance(of, TemperatureLogitsWarper)]
+            neutral = [of for of in processors if getattr(of, "min_p", None) == 0]
+            others = [type(of).__name__ for of in processors if of not in [*warpers, *neutral]]
+            if math.prod(of.temperature for of in warpers) != self.temperature:
+                others.append(f"a temperature that is not {self.temperature}")
+            to.processor = next(iter(others), None if generation_config.do_sample else "do_sample=False")
+            return processors
+
+        with patch.object(self.policy, "_get_logits_processor", watched):
+            yield
 
     @contextmanager
     def _recording_states(self, wanted: bool, last_only: bool = False) -> Iterator[list[Tensor]]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from accelerate.logging import get_logger
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -15,6 +16,7 @@ from ...metrics import STATISTICS, summarize
 from ...rollout import Rollout, Rollouts
 from ...rollout.page import RolloutPages
 from ...run_baseline import RunBaseline
+from ...seam.contract import users_loss
 from ...seam.draws import changed_distribution
 from ...seam.forwards import PolicyRecorder
 from ...seam.loss import check_product
@@ -25,6 +27,7 @@ from .rollouts import rollout_of_row
 from .worker import AfterStep, AsyncGRPOConfig, AsyncGRPOTrainer, carried_with, stamp_groups
 
 
+logger = get_logger(__name__)
 METRICS = ("baseline/mean", "advantage/abs_mean", "grad_power_ratio")  # as OTBGRPOTrainer's
 
 
@@ -95,8 +98,10 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
         self.baseline = RunBaseline(check_async_options(args))
         super().__init__(model, reward_funcs, args, *other, **kwargs)
         ASYNC_GRPO.check_attributes("AsyncGRPOTrainer", self)
-        self._loss_is_known = LOSS not in ASYNC_GRPO.warn_if_changed()  # to multiply each token by its own advantage
+        # That is known to multiply each token by its own advantage, which is known after the forward
+        self._known_loss = None if LOSS in ASYNC_GRPO.warn_if_changed() else AsyncGRPOTrainer.compute_loss
         self.scale_rewards = getattr(args, "scale_rewards", "none")
+        self._check_users_loss()
         self.recorder = PolicyRecorder(self.policy, self.temperature, False)
         self._luck_is_known = changed_distribution(args) is None
         self._to_learn: list[Sample] = []
@@ -117,13 +122,30 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
         """Whether advantages are those that TRL's worker has stamped."""
         return self.baseline.entry.name == "group_mean" and self.scale_rewards == "group"
 
+    def _check_users_loss(self) -> None:
+        """A `TypeError` if a user's loss could read advantages before the forward, which yields them."""
+        if self.uses_trl_advantages or getattr(self, "takes_token_advantages", False):
+            return
+        if loss := users_loss(self, tried="compute_loss", of_trl=AsyncGRPOTrainer):
+            raise TypeError(
+                f"`baseline` is {self.baseline.entry.name!r}, whose advantages are known after the forward, and "
+                f"`{loss}` may read them before. If it only adds to `super()`'s, set `takes_token_advantages = True` "
+                "in the class; else `baseline='group_mean'` and `scale_rewards='group'`, for the worker's own."
+            )
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        self._check_users_loss()  # methods may be set on a trainer, too
+        return super().training_step(*args, **kwargs)
+
     def get_train_dataloader(self) -> Any:
         self._to_learn, self._to_come = [], {}  # of a training that was interrupted
         self._sums.clear()
         loader: Any = super().get_train_dataloader()
         ASYNC_GRPO.check_attributes("DataLoaderDispatcher", loader)
         of = loader.base_dataloader
-        of.collate_fn = carried_with(of.collate_fn, self.args.num_generations, self.uses_trl_advantages)
+        of.collate_fn = carried_with(
+            of.collate_fn, self.args.num_generations, None if self.uses_trl_advantages else self.scale_rewards
+        )
         return loader
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -134,8 +156,15 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
             return super().compute_loss(model, inputs, *args, **kwargs)
         selected = inputs["token_index"] >= 0
         index, sample_of = inputs["token_index"][selected], inputs["segment_id"][selected]
-        if not self._loss_is_known:
-            self._loss_is_known = self._check_loss(model, inputs, index)
+        of_trl = (carried[:, 0] - carried[:, 2]) / (carried[:, 1] + 1e-8)  # (G − mean) / deviation
+        given = inputs["advantages"][selected].double()
+        if not torch.allclose(given, of_trl.nan_to_num(0.0)[sample_of], rtol=1e-2, atol=1e-4):  # also in bfloat16
+            logger.warning_once(
+                "Advantages that the worker or a method of yours changed are replaced by those of "
+                f"`baseline={self.baseline.entry.name!r}`: change rewards instead."
+            )
+        if self._known_loss is not AsyncGRPOTrainer.compute_loss and self._check_loss(model, inputs, index):
+            self._known_loss = AsyncGRPOTrainer.compute_loss
         self._to_come.update(groups.tolist())
         old_logps, advantages = inputs["old_log_probs"][selected], DeferredAdvantages(len(index), carried.device)
 

@@ -1,6 +1,7 @@
 """What samples carry from the group that they were scored in to the loss: stamps of TRL's worker, and its collator."""
 
 import functools
+import itertools
 import math
 import multiprocessing
 import signal
@@ -108,14 +109,20 @@ def stamp_groups(worker: Any) -> None:
         worker.check_health = functools.partial(check_living, worker)
 
 
-def carried_of(sample: dict[str, Any], num_generations: int, uses_trl_advantages: bool) -> tuple[list[float], int]:
+def carried_of(sample: dict[str, Any], num_generations: int, scale: str | None) -> tuple[list[float], int]:
     """
-    Reward, deviation, mean, leave-one-out mean and group of a sample; and how many samples its group has. Takes stamps
-    out of its metrics, of which TRL logs the means. A `ValueError` if B0 is needed, and there are none.
+    Reward, deviation, mean and leave-one-out mean of a sample; and how many samples its group has. Takes stamps out of
+    its metrics, of which TRL logs the means. A `ValueError` if something is missing that B0 or the `scale` is made of;
+    it is `None` for TRL's own advantages.
     """
     ASYNC_GRPO.check_attributes("AsyncGRPOTrainer's sample", sample)
-    metrics = sample["metrics"]
-    if not uses_trl_advantages and MEAN not in metrics:  # an advantage does not say which mean it was formed with
+    metrics = sample["metrics"] = dict(sample["metrics"])  # a worker may give a sample twice
+    if scale == "group" and "reward_std" not in metrics:
+        raise ValueError(
+            "The rollout worker gave a sample without `reward_std` in its metrics, which `scale_rewards='group'` "
+            "divides by. Add it, or set 'none'."
+        )
+    if scale is not None and MEAN not in metrics:  # an advantage does not say which mean it was formed with
         raise ValueError(
             "The rollout worker gave a sample that does not hold the mean reward of its group's others. Let the worker "
             "call `trl_otb.experimental.async_grpo.worker.stamped` on the samples of each group, or set "
@@ -123,31 +130,34 @@ def carried_of(sample: dict[str, Any], num_generations: int, uses_trl_advantages
         )
     numbers = [metrics.get("reward", math.nan), metrics.get("reward_std", math.nan)]
     numbers += [metrics.pop(name, math.nan) for name in (MEAN, LEAVE_ONE_OUT_MEAN)]
-    return [*numbers, float(sample["group_id"])], int(metrics.pop(ROWS, num_generations))
+    return numbers, int(metrics.pop(ROWS, num_generations))
 
 
-def carried_with(
-    collate: Callable[[list[Any]], dict[str, Any]], num_generations: int, uses_trl_advantages: bool
-) -> Callable:
+def carried_with(collate: Callable[[list[Any]], dict[str, Any]], num_generations: int, scale: str | None) -> Callable:
     """
     TRL's collator, which runs on the main process and makes a row for each process, with what samples carry: the bits
     of float64 numbers as integers, since DeepSpeed casts all other tensors of a batch, to bfloat16 for one.
     """
-    to_come: dict[int, int] = {}
+    to_come: dict[Any, int] = {}  # by a group's id, which may be anything
+    numbers: dict[Any, int] = {}  # of groups, as they arrive
+    arrived = itertools.count()
 
     def carrying(examples: list[Any]) -> dict[str, Any]:
         (rows,), carried, groups = examples, [], {}
         for row in rows:
-            stamps = [carried_of(sample, num_generations, uses_trl_advantages) for sample in row.samples]
-            carried.append(torch.tensor([numbers for numbers, _ in stamps], dtype=torch.float64))
-            for sample, (_, size) in zip(row.samples, stamps, strict=True):
+            of_row = []
+            for sample in row.samples:
+                stamps, size = carried_of(sample, num_generations, scale)
                 group = sample["group_id"]
-                groups[group] = to_come[group] = to_come.get(group, size) - 1
-        for group, left in groups.items():
-            if left <= 0:
-                del to_come[group]
-        while len(to_come) > MAX_OPEN_GROUPS:
-            del to_come[next(iter(to_come))]
+                if group not in numbers:
+                    numbers[group], to_come[group] = next(arrived), size
+                to_come[group] -= 1
+                groups[numbers[group]] = to_come[group]
+                of_row.append([*stamps, float(numbers[group])])
+            carried.append(torch.tensor(of_row, dtype=torch.float64))
+        oldest = list(to_come)[: max(0, len(to_come) - MAX_OPEN_GROUPS)]
+        for group in {*oldest, *(group for group, left in to_come.items() if left <= 0)}:
+            del to_come[group], numbers[group]
         # Not expanded: a broadcast sends memory as it lies
         of_groups = torch.tensor([*groups.items()]).long().repeat(len(rows), 1, 1)
         of_samples = trl_utils.pad(carried).view(torch.int64)
