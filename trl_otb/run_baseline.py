@@ -125,7 +125,7 @@ class RunBaseline:
         of_prompts = sums.view(-1, local.num_generations, 4).sum(dim=1)
         varies = of_prompts[:, 1] > 1e-12 * of_prompts[:, 2]  # beyond rounding
         of_prompts = of_prompts * (varies & (of_prompts[:, 3] > 1)).unsqueeze(1)
-        others = of_prompts.sum(dim=0) - of_prompts
+        others = (1 - torch.eye(len(of_prompts), dtype=of_prompts.dtype)) @ of_prompts  # the sum less own would cancel
         worse = (others[:, 0] > WORSE_RATIO * others[:, 1]).repeat_interleave(local.num_generations)
         worse = worse[first_row : first_row + len(local)].unsqueeze(1).to(local.mask.device)
         baselines = chosen.b0.where(worse, chosen.baselines)

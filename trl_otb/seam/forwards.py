@@ -157,8 +157,8 @@ class PolicyRecorder:
             yield
             return
 
-        def watched(*args: Any, generation_config: Any, **kwargs: Any) -> Any:
-            processors = prepare(*args, generation_config=generation_config, **kwargs)
+        def watched(generation_config: Any, *args: Any, **kwargs: Any) -> Any:
+            processors = prepare(generation_config, *args, **kwargs)
             warpers = [of for of in processors if isinstance(of, TemperatureLogitsWarper)]
             neutral = [of for of in processors if getattr(of, "min_p", None) == 0]
             others = [type(of).__name__ for of in processors if of not in [*warpers, *neutral]]
