@@ -26,6 +26,7 @@ from recipes.studies.runs import arms, estimate, tokens_until
 HERE = Path(__file__).parent
 RUN = ("task", "n", "baseline", "learning_rate", "seed", "policy")  # what tells one run from another
 LEARNING = {  # by picture, its tasks
+    "default": ("calculator_scaled, policy 681f",),
     "learning": ("scratchpad_100, policy 71ea", "calculator_decay, policy b3cf", "scratchpad_mixed, policy e90f"),
     "language": ("copy", "gemma_copy", "word_sequence_reversal", "word_sorting"),
 }

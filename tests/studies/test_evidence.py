@@ -277,7 +277,7 @@ def arms_of_all():
         ("studies/value", ["value"], 10),
         ("studies/language", ["language"], 2),
         ("studies/asynchronous", [], 2),
-        ("studies/relatives", [], 2),
+        ("studies/relatives", [], 1),
     ],
 )
 def test_numbers_in_prose_match_results(page, results, least):

@@ -11,7 +11,16 @@ from trl import GRPOConfig, GRPOTrainer
 from tests.helpers import tiny
 from tests.helpers.oracles import energies_by_softmax, generated, logps_by_softmax, mask_of
 from tests.helpers.recording import first_rollout
-from tests.helpers.settings import SETTINGS, SGD, SOURCES, assert_same_weights, logged, scripted_rollout, weights
+from tests.helpers.settings import (
+    SETTINGS,
+    SGD,
+    SOURCES,
+    assert_same_weights,
+    in_turn,
+    logged,
+    scripted_rollout,
+    weights,
+)
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 from trl_otb.baselines import compute_advantages, register_baseline
 from trl_otb.config import LOSS_TYPES
@@ -57,8 +66,13 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("kind", KINDS)
+EACH = [
+    *(("value", setting) for setting in SETTINGS),
+    *((k, s) for s, k in in_turn(SETTINGS, ["otb", "one completion"])),
+]
+
+
+@pytest.mark.parametrize(("kind", "setting"), EACH)
 def test_it_trains_under_every_setting(train, kind, setting):
     options = {**KINDS[kind], **SETTINGS[setting]}
     if "scale" in setting and kind == "otb":
