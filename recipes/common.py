@@ -31,7 +31,7 @@ from trl_otb.stopping import StopAfterStep, end_quietly_on_interrupt, latest_che
 # Modules that options name as `module:name`: `recipes.toy`, and those of the current folder
 sys.path += [str(Path(__file__).resolve().parent.parent), os.getcwd()]
 
-LOCKS: list[FileLock] = []  # of folders, until the process ends
+LOCKS: list[FileLock] = []  # held until the process ends
 
 
 def option(default: Any, help: str) -> Any:
@@ -115,11 +115,12 @@ def keep_to_this_run(folder: Path) -> None:
     """An error if a run that has not ended writes to `folder`; else none can begin there until this one has ended."""
     if os.environ.get("RANK", "0") == "0":
         folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder.resolve() / ".lock", is_singleton=True)  # so that this process may begin again
         try:
-            LOCKS.append(FileLock(folder.resolve() / ".lock", is_singleton=True))
-            LOCKS[-1].acquire(timeout=0)
+            lock.acquire(timeout=0)
         except Timeout:
             raise ValueError(f"{folder} is that of a run that has not ended: choose another --output_dir.") from None
+        LOCKS.append(lock)
 
 
 def load_object(name: str) -> Any:

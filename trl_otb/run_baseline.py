@@ -117,10 +117,9 @@ class RunBaseline:
             return x.weighted_mean(x.members.expand_as(x.returns), x.returns, x.members, leave_one_out=True)
 
         along_the_way = local.returns.size(1) > 1
-        b0 = credit_by(replace(self.entry, estimator=of_own_group, per_token=along_the_way)).baselines
-        loss_energy = local.need("loss_energy")
-        left = [credit(self.entry, local, b0=b0).advantages, (local.returns - b0) * local.mask, local.returns]
-        powers = [(loss_energy * of.square()).sum(dim=1) for of in left]
+        alone = credit_by(replace(self.entry, estimator=of_own_group, per_token=along_the_way))
+        left = [credit(self.entry, local, b0=alone.baselines).advantages, alone.advantages, local.returns]
+        powers = [(local.need("loss_energy") * of.square()).sum(dim=1) for of in left]
         sums = gather(torch.stack([*powers, local.members.flatten()], dim=1)).cpu().double()
         of_prompts = sums.view(-1, local.num_generations, 4).sum(dim=1)
         varies = of_prompts[:, 1] > 1e-12 * of_prompts[:, 2]  # beyond rounding
@@ -129,7 +128,7 @@ class RunBaseline:
         worse = (others[:, 0] > WORSE_RATIO * others[:, 1]).repeat_interleave(local.num_generations)
         worse = worse[first_row : first_row + len(local)].unsqueeze(1).to(local.mask.device)
         baselines = chosen.b0.where(worse, chosen.baselines)
-        return Credit(((local.returns - baselines) * local.mask), baselines, chosen.b0)
+        return chosen._replace(advantages=(local.returns - baselines) * local.mask, baselines=baselines)
 
     def learn(
         self, local: Completions, b0: Tensor, gather: Callable[[Tensor], Tensor] | None = None

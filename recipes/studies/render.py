@@ -255,7 +255,7 @@ def axes_of(titles: list[str]) -> tuple[Figure, Any]:
 
 
 def learning(tasks: dict[str, list[dict]], path: Path) -> None:
-    """The reward in each tenth of a run under each baseline at its tuned rate: mean and range over seeds, for N = 4."""
+    """The reward in each tenth of a run under each baseline, if possible at N = 4: mean and range over seeds."""
     sizes = [4 if any(row["n"] == 4 for row in rows) else rows[0]["n"] for rows in tasks.values()]
     figure, axes = axes_of([f"{task.partition(',')[0]}, N = {n}" for task, n in zip(tasks, sizes, strict=True)])
     for axis, rows, n in zip(axes, tasks.values(), sizes, strict=True):

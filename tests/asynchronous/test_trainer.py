@@ -242,7 +242,10 @@ def scores(trainer, sample):
 
 @pytest.mark.slow
 def test_value_is_unbiased(train_async):
-    """E Σ_t B_t s_t is 0 over 4,000 completions, in steps that cut groups; under the group mean, E G Σ_t s_t / N."""
+    """
+    E Σ_t B_t s_t is 0 over 4,000 completions, in steps that cut groups: far from E G Σ_t s_t / N, which it would be
+    under the group mean.
+    """
     cut = {"per_device_train_batch_size": 62, "max_steps": 81, "max_staleness": 4, "learning_rate": 0.0}
     trainer = train_async(Watched, baseline="value", reward=tiny.even_bytes, **cut)
     advantages = torch.cat(trainer.advantages).split([len(sample.logps) for sample in trainer.samples])

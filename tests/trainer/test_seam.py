@@ -2,12 +2,14 @@
 
 import json
 import tomllib
+import types
 from contextlib import nullcontext
 from pathlib import Path
 from pkgutil import resolve_name
 
 import pytest
 import torch
+import trl
 from packaging.requirements import Requirement
 from packaging.version import Version
 from trl import GRPOTrainer
@@ -17,7 +19,7 @@ from tests.helpers.settings import SOURCES, assert_same_weights
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 from trl_otb.experimental.async_grpo.contract import ASYNC_GRPO
 from trl_otb.seam import contract
-from trl_otb.seam.contract import GRPO
+from trl_otb.seam.contract import GRPO, from_library
 
 
 CONTRACTS = (GRPO, ASYNC_GRPO)
@@ -68,6 +70,12 @@ def test_moved_part_of_trl_is_named(name, how, monkeypatch, model_path, tmp_path
     error, message = moved if how == "gone" else (TypeError, rf"{name}` was replaced by `tests\..*does not take")
     with pytest.raises(error, match=message):
         OTBGRPOTrainer(model_path, tiny.even_bytes, args=args, train_dataset=tiny.prompts())
+
+
+def test_only_files_of_libraries_are_theirs():
+    path = Path(trl.__file__).parent
+    codes = [compile("def f(): pass", f"{folder}/of.py", "exec") for folder in (path, f"{path}_of_a_user")]
+    assert [from_library(types.FunctionType(code, {})) for code in codes] == [True, False]
 
 
 def test_moved_parameters_of_trl_are_named(monkeypatch):

@@ -83,10 +83,8 @@ except ImportError as error:
     raise incompatible_trl(str(error)) from error
 
 
-LIBRARIES = (trl, transformers, torch, accelerate)
-FOLDERS = (
-    *(str(Path(str(of.__file__)).parent) for of in LIBRARIES), contextlib.__file__, str(Path(__file__).parents[1])
-)  # fmt: skip
+FOLDERS = [Path(str(of.__file__)).parent for of in (trl, transformers, torch, accelerate)] + [Path(__file__).parents[1]]
+LIBRARIES = (contextlib.__file__, *(f"{folder}{os.sep}" for folder in FOLDERS))  # as the paths of their code begin
 
 
 def _takes(function: Any, names: list[str]) -> bool:
@@ -175,7 +173,7 @@ def _found(owner: str, name: str) -> Any:
 
 def from_library(function: Any) -> bool:
     """Whether its code is that of a library or of this package, whatever `functools.wraps` says."""
-    return getattr(getattr(function, "__code__", None), "co_filename", "").startswith(FOLDERS)
+    return getattr(getattr(function, "__code__", None), "co_filename", "").startswith(LIBRARIES)
 
 
 def _hash(part: Any) -> str:

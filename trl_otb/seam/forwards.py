@@ -160,8 +160,8 @@ class PolicyRecorder:
         def watched(generation_config: Any, *args: Any, **kwargs: Any) -> Any:
             processors = prepare(generation_config, *args, **kwargs)
             warpers = [of for of in processors if isinstance(of, TemperatureLogitsWarper)]
-            neutral = [of for of in processors if getattr(of, "min_p", None) == 0]
-            others = [type(of).__name__ for of in processors if of not in [*warpers, *neutral]]
+            # With a `min_p` of 0 nothing is cut
+            others = [type(of).__name__ for of in processors if of not in warpers and getattr(of, "min_p", None) != 0]
             if math.prod(of.temperature for of in warpers) != self.temperature:
                 others.append(f"a temperature that is not {self.temperature}")
             to.processor = next(iter(others), None if generation_config.do_sample else "do_sample=False")

@@ -156,9 +156,9 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
             return super().compute_loss(model, inputs, *args, **kwargs)
         selected = inputs["token_index"] >= 0
         index, sample_of = inputs["token_index"][selected], inputs["segment_id"][selected]
-        of_trl = (carried[:, 0] - carried[:, 2]) / (carried[:, 1] + 1e-8)  # (G − mean) / deviation
+        unchanged = ((carried[:, 0] - carried[:, 2]) / (carried[:, 1] + 1e-8)).nan_to_num(0.0)  # (G − mean) / deviation
         given = inputs["advantages"][selected].double()
-        if not torch.allclose(given, of_trl.nan_to_num(0.0)[sample_of], rtol=1e-2, atol=1e-4):  # also in bfloat16
+        if not torch.allclose(given, unchanged[sample_of], rtol=1e-2, atol=1e-4):  # also in bfloat16
             logger.warning_once(
                 "Advantages that the worker or a method of yours changed are replaced by those of "
                 f"`baseline={self.baseline.entry.name!r}`: change rewards instead."

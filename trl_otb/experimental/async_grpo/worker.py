@@ -138,8 +138,8 @@ def carried_with(collate: Callable[[list[Any]], dict[str, Any]], num_generations
     TRL's collator, which runs on the main process and makes a row for each process, with what samples carry: the bits
     of float64 numbers as integers, since DeepSpeed casts all other tensors of a batch, to bfloat16 for one.
     """
-    to_come: dict[Any, int] = {}  # by a group's id, which may be anything
-    numbers: dict[Any, int] = {}  # of groups, as they arrive
+    # By a group's id, which may be anything: its number, as groups arrive, and how many of its samples are to come
+    awaited: dict[Any, tuple[int, int]] = {}
     arrived = itertools.count()
 
     def carrying(examples: list[Any]) -> dict[str, Any]:
@@ -149,15 +149,15 @@ def carried_with(collate: Callable[[list[Any]], dict[str, Any]], num_generations
             for sample in row.samples:
                 stamps, size = carried_of(sample, num_generations, scale)
                 group = sample["group_id"]
-                if group not in numbers:
-                    numbers[group], to_come[group] = next(arrived), size
-                to_come[group] -= 1
-                groups[numbers[group]] = to_come[group]
-                of_row.append([*stamps, float(numbers[group])])
+                number, left = awaited.get(group) or (next(arrived), size)
+                awaited[group] = number, left - 1
+                groups[number] = left - 1
+                of_row.append([*stamps, float(number)])
             carried.append(torch.tensor(of_row, dtype=torch.float64))
-        oldest = list(to_come)[: max(0, len(to_come) - MAX_OPEN_GROUPS)]
-        for group in {*oldest, *(group for group, left in to_come.items() if left <= 0)}:
-            del to_come[group], numbers[group]
+        for group in [group for group, (_, left) in awaited.items() if left <= 0]:
+            del awaited[group]
+        while len(awaited) > MAX_OPEN_GROUPS:
+            del awaited[next(iter(awaited))]
         # Not expanded: a broadcast sends memory as it lies
         of_groups = torch.tensor([*groups.items()]).long().repeat(len(rows), 1, 1)
         of_samples = trl_utils.pad(carried).view(torch.int64)
