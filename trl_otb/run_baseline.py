@@ -77,8 +77,9 @@ class RunBaseline:
             return credit(baseline, local, lambda part, tokens: part.gathered(gather, tokens), rows)
 
         chosen, group_mean = credit_by(self.entry), credit_by(find_baseline("group_mean"))
-        if self.entry.built_in and self.entry.adjusts and n > 1 and b0 is None:
-            chosen = self._kept_where_worse(chosen, local, credit_by, gather or (lambda values: values), first_row)
+        if self.entry.built_in and self.entry.adjusts:
+            together = gather or (lambda values: values)
+            chosen = self._kept_where_worse(chosen, local, b0, credit_by, together, first_row)
         reference = group_mean
         if b0 is None and (n == 1 or self.entry.unbiased):
             reference = credit_by(find_baseline("rloo_pooled" if n == 1 else "rloo"))
@@ -103,6 +104,7 @@ class RunBaseline:
         self,
         chosen: Credit,
         local: Completions,
+        b0: Tensor | None,
         credit_by: Callable[[Baseline], Credit],
         gather: Callable[[Tensor], Tensor],
         first_row: int,
@@ -110,24 +112,32 @@ class RunBaseline:
         """
         B0 in the place of B for a prompt if B leaves more than twice the power of B0 in the other prompts of the batch,
         as where rewards jump. Each of these is measured with the B0 of its own group, which takes two completions, and
-        only if its returns vary. So what is decided does not depend on the completions that it is decided for.
+        only if its returns vary; for N = 1, half of the batch is measured with B0 of this half, for the other half. So
+        what is decided does not depend on the completions that it is decided for.
         """
+        n, known = local.num_generations, b0 is not None
 
-        def of_own_group(x: Completions) -> Tensor:
-            return x.weighted_mean(x.members.expand_as(x.returns), x.returns, x.members, leave_one_out=True)
+        def of_part(x: Completions) -> Tensor:
+            if n > 1:
+                return x.weighted_mean(x.members.expand_as(x.returns), x.returns, x.members, leave_one_out=True)
+            half = torch.arange(len(x), device=x.members.device) % 2
+            others = (half == half.unsqueeze(1)).float().fill_diagonal_(0.0)
+            return others @ (x.members * x.returns) / (others @ x.members).clamp(min=1)
 
-        along_the_way = local.returns.size(1) > 1
-        alone = credit_by(replace(self.entry, estimator=of_own_group, per_token=along_the_way))
-        left = [credit(self.entry, local, b0=alone.baselines).advantages, alone.advantages, local.returns]
+        if b0 is None:
+            along_the_way = local.returns.size(1) > 1
+            b0 = credit_by(replace(self.entry, estimator=of_part, per_token=along_the_way)).baselines
+        left = [credit(self.entry, local, b0=b0).advantages, (local.returns - b0) * local.mask, local.returns]
         powers = [(local.need("loss_energy") * of.square()).sum(dim=1) for of in left]
         sums = gather(torch.stack([*powers, local.members.flatten()], dim=1)).cpu().double()
-        of_prompts = sums.view(-1, local.num_generations, 4).sum(dim=1)
-        varies = of_prompts[:, 1] > 1e-12 * of_prompts[:, 2]  # beyond rounding
-        of_prompts = of_prompts * (varies & (of_prompts[:, 3] > 1)).unsqueeze(1)
-        others = (1 - torch.eye(len(of_prompts), dtype=of_prompts.dtype)) @ of_prompts  # the sum less own would cancel
-        worse = (others[:, 0] > WORSE_RATIO * others[:, 1]).repeat_interleave(local.num_generations)
-        worse = worse[first_row : first_row + len(local)].unsqueeze(1).to(local.mask.device)
-        baselines = chosen.b0.where(worse, chosen.baselines)
+        row = torch.arange(len(sums))
+        part = local.prompt.cpu().unique(return_inverse=True)[1] if known else row // n if n > 1 else row % 2
+        of_parts = sums.new_zeros(int(part.max()) + 1, 4).index_add(0, part, sums)
+        varies = of_parts[:, 1] > 1e-12 * of_parts[:, 2]  # beyond rounding
+        of_parts = of_parts * (varies & (of_parts[:, 3] > (not known))).unsqueeze(1)
+        others = (1 - torch.eye(len(of_parts), dtype=sums.dtype)) @ of_parts  # the sum less own would cancel
+        worse = (others[:, 0] > WORSE_RATIO * others[:, 1])[part[first_row : first_row + len(local)]]
+        baselines = chosen.b0.where(worse.unsqueeze(1).to(local.mask.device), chosen.baselines)
         return chosen._replace(advantages=(local.returns - baselines) * local.mask, baselines=baselines)
 
     def learn(

@@ -68,6 +68,7 @@ class Part:
     baseline: str = "otb"
     pictures: bool = False
     one: bool = False  # completion per prompt
+    scale_rewards: str = "group"
 
     @property
     def energies_from(self) -> str | None:
@@ -77,26 +78,28 @@ class Part:
     @property
     def name(self) -> str:
         flags = [flag for flag in ("lora", "checkpointing", "pictures", "one") if getattr(self, flag)]
-        return "-".join([self.baseline.rpartition(":")[2], str([*SOURCES].index(self.source)), *flags])
+        name = self.baseline.rpartition(":")[2]
+        return "-".join([name, str([*SOURCES].index(self.source)), *flags, self.scale_rewards])
 
 
 def pairwise() -> list[tuple[str, Part]]:
     """
     (backend, part): every two of backend, source of energies, adapter and checkpointing meet in some case. Then a
-    user's own baseline, those that compare prompts, one that learns, and a vision-language model.
+    user's own baseline, those that compare prompts, one that learns, the running scale, and a vision-language model.
     """
     cases = []
     for b, backend in enumerate(BACKENDS):
         for i, source in enumerate(SOURCES):
             lora = (b + (i == 2)) % 2 == 1
             cases.append((backend, Part(source, lora, checkpointing=(i + lora) % 2 == 1)))
-    cases += [("ddp", Part(source, False, False, OWN_BASELINE)) for source in SOURCES]
-    cases += [("ddp", Part(source, False, False, "ogb_pooled")) for source in SOURCES]
+    cases += [("ddp", Part(source, False, False, OWN_BASELINE)) for source in (EXTRA, SAMPLED)]
+    cases += [("ddp", Part(source, False, False, "ogb_pooled")) for source in [*SOURCES][1:]]
     cases += [("ddp", Part(SAMPLED, False, False, "rloo_pooled"))]
     for i, backend in enumerate(BACKENDS):
         cases += [(backend, Part(list(SOURCES)[i % 3], i % 2 == 1, i % 2 == 0, "value"))]
     cases += [(backend, Part(SAMPLED, False, False, "value")) for backend in ("ddp", "zero3")]
-    cases += [(b, Part(SAMPLED, b == "zero2", False, "value", one=True)) for b in ("ddp", "zero2", "zero3", "fsdp2")]
+    cases += [(b, Part(SAMPLED, b == "zero2", False, "value", one=True)) for b in ("ddp", "zero2", "zero3")]
+    cases += [("ddp", Part(SAMPLED, False, False, name, scale_rewards="running")) for name in ("value", "group_mean")]
     # Where rows are shuffled with their pictures
     pictures = Part(SAMPLED, lora=False, checkpointing=False, pictures=True)
     return cases + [(backend, pictures) for backend in ("ddp", "zero3")]
@@ -194,6 +197,7 @@ def case(model: str, folder: str, part: Part) -> dict:
         beta=0.1,
         gradient_checkpointing=part.checkpointing,
         baseline=part.baseline,
+        scale_rewards=part.scale_rewards,
         max_completion_length=32,
         **options,
     )

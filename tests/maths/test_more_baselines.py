@@ -86,9 +86,7 @@ def test_how_large_the_bias_is(baseline, n):
     assert size_and_cosine(Enumeration(), n, baseline) == pytest.approx(BIAS[baseline][n - 2], abs=1e-3)
 
 
-@pytest.mark.parametrize(("n", "cosine"), [(2, 0.992), (3, 0.996)])
-def test_damping_turns_the_gradient_a_little(n, cosine):
+def test_damping_turns_the_gradient_a_little():
     policy = Enumeration()
-    found = gradient_in_batches(policy, n, "ogb_pooled_damped")
-    found = torch.nn.functional.cosine_similarity(found, policy.gradient, dim=0).item()
-    assert found == pytest.approx(cosine, abs=1e-3)
+    found = gradient_in_batches(policy, 2, "ogb_pooled_damped")
+    assert torch.nn.functional.cosine_similarity(found, policy.gradient, dim=0).item() == pytest.approx(0.992, abs=1e-3)

@@ -24,8 +24,8 @@ NAMES = ("explained", "explained_by_state", "weight", "luck_weight", "restarted"
 class Batch:
     """Completions of groups of N, with the B0 of all of them."""
 
-    def __init__(self, rewards, mask, base=None, **more):
-        self.x: Completions = squeeze(rewards, mask, N, **more)
+    def __init__(self, rewards, mask, base=None, n=N, **more):
+        self.x: Completions = squeeze(rewards, mask, n, **more)
         self.base = Value()(self.x) if base is None else base
 
     def baseline(self, value):
@@ -407,30 +407,33 @@ JUMPS = {  # of the rewards of batch b, again and again
 }
 
 
-def largest_power(jump):
-    """That a run's baseline leaves of a batch, relative to B0."""
+def largest_power(jump, n, known):
+    """That a run's baseline leaves of a batch, relative to B0, which asynchronous training knows already."""
     run, most = run_baseline.RunBaseline(BASELINES["value"]), 0.0
     for seed in range(15):
-        batch = Task(seed, seen=True).batch(JUMPS[jump](seed, Task(seed, seen=True).rewards))
-        step = run.step(batch.x, learn=True)
+        batch = Task(seed, seen=True).batch(JUMPS[jump](seed, Task(seed, seen=True).rewards), n=n)
+        x, b0 = (replace(batch.x, num_generations=1), batch.base) if known else (batch.x, None)
+        step = run.step(x, b0=b0, learn=True)
         most = max(most, batch.power(step.baselines) / batch.power(batch.base))
     return most
 
 
+@pytest.mark.parametrize(("n", "known"), [(1, False), (N, False), (N, True)])
 @pytest.mark.parametrize("jump", JUMPS)
-def test_jumps_again_and_again_do_no_harm(jump, monkeypatch):
-    assert largest_power(jump) < 2
+def test_jumps_again_and_again_do_no_harm(jump, n, known, monkeypatch):
+    assert largest_power(jump, n, known) < 2
     monkeypatch.setattr(run_baseline, "WORSE_RATIO", math.inf)
-    assert largest_power(jump) > 10
+    assert largest_power(jump, n, known) > 10
 
 
+@pytest.mark.parametrize("n", [1, N])
 @pytest.mark.parametrize("jump", [0.0, 5.0])
-def test_own_return_does_not_decide_what_is_subtracted(jump):
+def test_own_return_does_not_decide_what_is_subtracted(jump, n):
     """Whether the batch jumps or not, and whatever the completion would add to what is left of its own prompt."""
     run = run_baseline.RunBaseline(replace(BASELINES["value"], estimator=learnt(seen=True)))
     task, found = Task(100, seen=True), []
     for own in (0.0, 1.0, 100.0):
-        batch = task.batch(task.rewards + jump + own * (torch.arange(64) == 5))
+        batch = task.batch(task.rewards + jump + own * (torch.arange(64) == 5), n=n)
         found.append(run.step(batch.x).baselines[5])
         assert (found[-1] != batch.base[5]).any() == (jump == 0)
     torch.testing.assert_close(found[1:], [found[0]] * 2, atol=1e-4, rtol=0)

@@ -64,14 +64,6 @@ def test_compare_prints_verdict_trains_nothing(folder, capsys):
     assert not (folder / "out" / "model.safetensors").exists()
 
 
-@pytest.mark.slow
-def test_accelerate_starts_it_with_options(folder):
-    command = [sys.executable, "-m", "trl_otb", "grpo", "--config", "run.yaml", "--num_processes", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and "Training completed" in done.stdout, done.stderr
-    assert (folder / "out" / "model.safetensors").is_file()
-
-
 def test_what_is_wrong_is_named(folder, capsys):
     with pytest.raises(SystemExit, match="'sft' is none of \\('grpo', 'compare'\\)"):
         cli.main(["sft"])
@@ -114,6 +106,7 @@ def test_a_wrong_line_of_the_file_is_named(folder, capsys, line, message):
 
 @pytest.mark.slow
 def test_ctrl_c_leaves_a_checkpoint_that_resumes(folder):
+    """Started by accelerate, whose options are among the others."""
     command = [sys.executable, "-m", "trl_otb", "grpo", "--config", "run.yaml", "--num_processes", "1"]
     command += ["--max_steps", "2000", "--logging_strategy", "no"]
     running = subprocess.Popen([*command, "--save_steps", "1", "--save_strategy", "steps", "--save_total_limit", "1"])
@@ -128,6 +121,7 @@ def test_ctrl_c_leaves_a_checkpoint_that_resumes(folder):
     done = subprocess.run([*command, *options], capture_output=True, text=True)
     state = json.loads((folder / "out" / f"checkpoint-{step}" / "trainer_state.json").read_text())
     assert state["global_step"] == step and done.returncode == 0, done.stderr
+    assert "Training completed" in done.stdout and (folder / "out" / "model.safetensors").is_file()
 
 
 def test_a_checkpoint_that_was_cut_off_is_passed_over(tmp_path, capsys):

@@ -80,17 +80,16 @@ def short_run(folder, kind, model_path, tmp_path, **environment):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("edit", CASES)
+@pytest.mark.parametrize("edit", [edit for edit in CASES if edit != "comment"])  # which the test of versions tries
 def test_an_edit_is_refused_or_said(edit, model_path, tmp_path):
     *_, kind, expected = CASES[edit]
     result, warnings = short_run(edited(tmp_path / "trl", edit), kind, model_path, tmp_path)
-    if "comment" not in edit:
+    if edit != "async comment":
         refused = "ImportError: .*relies on parts of TRL that are different in trl .*: .*"
         assert re.match(refused + expected, result) and "pip install 'trl==" in result
         return
     (said,) = warnings
-    owner = expected.partition(".")[0]
-    assert f"Changed for {owner}: {expected}. Signatures still match" in said
+    assert f"Changed for AsyncGRPOTrainer: {expected}. Signatures still match" in said
     assert result == short_run(tmp_path, kind, model_path, tmp_path)[0] and result.startswith("trained:")
 
 
@@ -98,20 +97,20 @@ def test_an_edit_is_refused_or_said(edit, model_path, tmp_path):
 def test_baselines_per_completion_need_no_token_loss(model_path, tmp_path):
     folder = edited(tmp_path / "trl", "one number per completion")
     result, warnings = short_run(folder, "rloo", model_path, tmp_path)
-    assert result == short_run(tmp_path, "rloo", model_path, tmp_path)[0] and result.startswith("trained:")
-    assert len(warnings) == 1
+    assert result.startswith("trained:") and len(warnings) == 1
 
 
 @pytest.mark.slow
 def test_another_version_is_refused_unless_allowed(model_path, tmp_path):
     version = "1.17.0"
     folder = edited(tmp_path / "trl", "comment", version)
-    for kind in ("value", "async"):
-        result, _ = short_run(folder, kind, model_path, tmp_path)
-        assert result.startswith(f"ImportError: trl {version} is installed, and trl_otb was tested with trl 1.16.0")
-        assert "TRL_OTB_ANY_TRL=1" in result
+    result, _ = short_run(folder, "async", model_path, tmp_path)
+    assert result.startswith(f"ImportError: trl {version} is installed, and trl_otb was tested with trl 1.16.0")
+    assert "TRL_OTB_ANY_TRL=1" in result
     result, (warning,) = short_run(folder, "value", model_path, tmp_path, TRL_OTB_ANY_TRL="1")
-    assert result.startswith("trained:") and f"installed: trl {version}" in warning
+    assert result == short_run(tmp_path, "value", model_path, tmp_path)[0] and result.startswith("trained:")
+    assert f"installed: trl {version}" in warning
+    assert "Changed for GRPOTrainer: GRPOTrainer._compute_loss. Signatures still match" in warning
 
 
 def test_report_of_moved_asynchronous_part(tmp_path):
