@@ -45,22 +45,20 @@ def test_minimal_learns_in_any_folder(alone):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "policy"), [("math", "sums"), ("tool_math", "calculator")])
-def test_copy_runs_in_empty_folder(name, policy, data_file, alone, tmp_path):
+def test_copy_runs_in_empty_folder(data_file, alone, tmp_path):
     """With common.py, where the package is installed and nothing else; it reads the YAML file of its own folder."""
     site, folder = alone
     shutil.copy(RECIPES / "common.py", folder)
-    program = [sys.executable, shutil.copy(RECIPES / f"{name}.py", folder), *SMALL, "--max_steps", "1"]
+    program = [sys.executable, shutil.copy(RECIPES / "tool_math.py", folder), *SMALL, "--max_steps", "1"]
     rows = [{"question": f"{10 + i}+{i}", "answer": 10 + 2 * i} for i in range(40)]
     flags = ["--dataset_name", data_file(rows), "--instruction=", "--max_completion_length", "24"]
-    flags += ["--model_name_or_path", shortly_trained(policy, 20, tmp_path / "policy")]
+    flags += ["--model_name_or_path", shortly_trained("calculator", 20, tmp_path / "policy")]
     done = started([*program, *flags], folder, site)
     assert done.returncode == 0, done.stderr
     assert "after (8 problems)" in done.stdout
-    assert list(accuracies(folder / "runs" / name / "value-seed42")) == [0, 1]
-    if name == "math":
-        (folder / f"{name}_cpu.yaml").write_text("learning_speed: 1\n")
-        assert "learning_speed" in started([*program, *flags], folder, site).stderr
+    assert list(accuracies(folder / "runs" / "tool_math" / "value-seed42")) == [0, 1]
+    (folder / "tool_math_cpu.yaml").write_text("learning_speed: 1\n")
+    assert "learning_speed" in started([*program, *flags], folder, site).stderr
 
 
 @pytest.mark.slow

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import trl
 
+from tests.helpers import edited_trl
+
 
 pytestmark = pytest.mark.tested_trl
 GRPO, ASYNC = "trainer/grpo_trainer.py", "experimental/async_grpo"
@@ -61,21 +63,12 @@ def edited(folder: Path, edit: str = "", version: str = "") -> Path:
     return folder
 
 
-def run(folder: Path, *command: str, **environment: str) -> subprocess.CompletedProcess:
-    """Python with the copy in place of the installed TRL."""
-    root = Path(__file__).resolve().parents[2]
-    paths = os.pathsep.join([str(folder), str(root)])
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", *command], cwd=root, capture_output=True, text=True, timeout=600,
-        env={**os.environ, "PYTHONPATH": paths, **environment},
-    )  # fmt: skip
-
-
 def short_run(folder, kind, model_path, tmp_path, **environment):
     """What a run of two steps raised, its gradient norms, and the warnings of drift."""
-    done = run(folder, "-m", "tests.helpers.short_run", kind, model_path, str(tmp_path / "run"), **environment)
-    lines = done.stdout.splitlines()
-    result = next((line for line in lines if line.startswith("trained:") or "Error: " in line), done.stderr[-2000:])
+    out = tmp_path / f"{folder.name}-{kind}-{len(environment)}"
+    text = edited_trl.said(folder, out, kind, model_path, str(tmp_path / "run"), **environment)
+    lines = text.splitlines()
+    result = next((line for line in lines if line.startswith("trained:") or "Error: " in line), text[-2000:])
     return result, [line for line in lines if line.startswith("warned:") and "was tested with" in line]
 
 
@@ -115,7 +108,10 @@ def test_another_version_is_refused_unless_allowed(model_path, tmp_path):
 
 def test_report_of_moved_asynchronous_part(tmp_path):
     """The asynchronous part of 1.18 has moved; of GRPOTrainer, nothing."""
-    done = run(edited(tmp_path / "trl", "async moved"), "-m", "trl_otb.seam")
+    root = Path(__file__).resolve().parents[2]
+    environment = {**os.environ, "PYTHONPATH": f"{edited(tmp_path / 'trl', 'async moved')}{os.pathsep}{root}"}
+    command = [sys.executable, "-W", "ignore", "-m", "trl_otb.seam"]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, env=environment)
     assert done.returncode == 1
     lines = done.stdout.splitlines()
     assert "contract: GRPOTrainer: every part is there, with the expected parameters" in lines
