@@ -137,7 +137,7 @@ def test_nothing_lies_beside_the_project():
     assert shown == {"recipes", "tests", "trl_otb"} | files
 
 
-VALUE_METRICS = ("explained", "explained_by_state", "weight", "luck_weight", "restarted")
+VALUE_METRICS = ("explained", "explained_by_state", "weight", "luck_weight", "kept", "restarted")
 
 
 def test_exactly_logged_metrics_are_explained():

@@ -44,16 +44,17 @@ def summarize(statistics: Float[Tensor, "B S"], num_generations: int) -> dict[st
     tokens = columns["tokens"]
     completions = (tokens > 0).sum()
 
+    of_group = 1.0 if num_generations > 1 else torch.nan  # what one completion says nothing of
+
     # Tokens that only the longest completion of their group has
     longest = tokens.view(-1, num_generations).sort(dim=1, descending=True).values
-    second = longest[:, 1] if num_generations > 1 else torch.zeros_like(longest[:, 0])
-    lone_tail = (longest[:, 0] - second).sum()
+    lone_tail = of_group * (longest[:, 0].sum() - longest[:, 1:2].sum())
 
     # The number of completions of equal energy that would determine the baseline equally well
     realized_energy = columns["loss_energy"].view(-1, num_generations)
     square_of_sum, sum_of_squares = realized_energy.sum(dim=1).square(), realized_energy.square().sum(dim=1)
     energetic = sum_of_squares > 0
-    effective = (square_of_sum / sum_of_squares.where(energetic, 1.0) * energetic).sum() / energetic.sum()
+    effective = of_group * (square_of_sum / sum_of_squares.where(energetic, 1.0) * energetic).sum() / energetic.sum()
 
     power, reference = columns["power"].sum(), columns["power_reference"].sum()
     # If no reward varies, the reference leaves only rounding errors, and the ratio is meaningless

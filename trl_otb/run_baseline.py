@@ -77,9 +77,10 @@ class RunBaseline:
             return credit(baseline, local, lambda part, tokens: part.gathered(gather, tokens), rows)
 
         chosen, group_mean = credit_by(self.entry), credit_by(find_baseline("group_mean"))
+        kept = {}
         if self.entry.built_in and self.entry.adjusts:
-            together = gather or (lambda values: values)
-            chosen = self._kept_where_worse(chosen, local, b0, credit_by, together, first_row)
+            chosen, share = self._kept_where_worse(chosen, local, b0, gather, first_row)
+            kept = {f"{self.entry.name}/kept": share}
         reference = group_mean
         if b0 is None and (n == 1 or self.entry.unbiased):
             reference = credit_by(find_baseline("rloo_pooled" if n == 1 else "rloo"))
@@ -97,7 +98,7 @@ class RunBaseline:
             scale=scale,
             per_token=self.entry.per_token,
             statistics=statistics if gather is None else gather(statistics),
-            learned=self.learn(local, chosen.b0, gather) if learn else {},
+            learned=self.learn(local, chosen.b0, gather) | kept if learn else {},
         )
 
     def _kept_where_worse(
@@ -105,40 +106,46 @@ class RunBaseline:
         chosen: Credit,
         local: Completions,
         b0: Tensor | None,
-        credit_by: Callable[[Baseline], Credit],
-        gather: Callable[[Tensor], Tensor],
+        gather: Callable[[Tensor], Tensor] | None,
         first_row: int,
-    ) -> Credit:
+    ) -> tuple[Credit, float]:
         """
         B0 in the place of B for a prompt if B leaves more than twice the power of B0 in the other prompts of the batch,
-        as where rewards jump. Each of these is measured with the B0 of its own group, which takes two completions, and
-        only if its returns vary; for N = 1, half of the batch is measured with B0 of this half, for the other half. So
-        what is decided does not depend on the completions that it is decided for.
+        as where rewards jump; and the share of all prompts that keep it. Each of these is measured with the B0 of its
+        own group, which takes two completions, and only if its returns vary; for N = 1, half of the batch is measured
+        with B0 of this half, for the other half. So what is decided does not depend on the completions that it is
+        decided for.
         """
-        n, known = local.num_generations, b0 is not None
+        n, known, left, energy = local.num_generations, b0 is not None, chosen.advantages, local.need("loss_energy")
+        own = slice(first_row, first_row + len(local))
 
-        def of_part(x: Completions) -> Tensor:
-            if n > 1:
-                return x.weighted_mean(x.members.expand_as(x.returns), x.returns, x.members, leave_one_out=True)
-            half = torch.arange(len(x), device=x.members.device) % 2
-            others = (half == half.unsqueeze(1)).float().fill_diagonal_(0.0)
-            return others @ (x.members * x.returns) / (others @ x.members).clamp(min=1)
+        def halves(rows: int) -> Tensor:  # whatever their order, the same on all processes
+            return torch.randperm(rows, generator=torch.Generator().manual_seed(0)) % 2
 
         if b0 is None:
-            along_the_way = local.returns.size(1) > 1
-            b0 = credit_by(replace(self.entry, estimator=of_part, per_token=along_the_way)).baselines
-        left = [credit(self.entry, local, b0=b0).advantages, (local.returns - b0) * local.mask, local.returns]
-        powers = [(local.need("loss_energy") * of.square()).sum(dim=1) for of in left]
-        sums = gather(torch.stack([*powers, local.members.flatten()], dim=1)).cpu().double()
-        row = torch.arange(len(sums))
-        part = local.prompt.cpu().unique(return_inverse=True)[1] if known else row // n if n > 1 else row % 2
+            whole = gather is None or (n > 1 and len(local) % n == 0)
+            x = local if whole or gather is None else local.gathered(gather, tokens=False)
+            if n > 1:
+                b0 = x.weighted_mean(x.members.expand_as(x.returns), x.returns, x.members, leave_one_out=True)
+            else:
+                half = halves(len(x)).to(x.members.device)
+                others = (half == half.unsqueeze(1)).float().fill_diagonal_(0.0)
+                b0 = others @ (x.members * x.returns) / (others @ x.members).clamp(min=1)
+            b0 = b0[slice(None) if whole else own][:, : local.mask.size(1)]
+            left = credit(self.entry, local, b0=b0).advantages
+        powers = [(energy * of.square()).sum(dim=1) for of in (left, local.returns - b0, local.returns)]
+        sums = torch.stack([*powers, local.members.flatten()], dim=1)
+        sums = (sums if gather is None else gather(sums)).cpu().double()
+        part = torch.arange(len(sums)) // n if n > 1 else halves(len(sums))
+        part = local.prompt.cpu().unique(return_inverse=True)[1] if known else part
         of_parts = sums.new_zeros(int(part.max()) + 1, 4).index_add(0, part, sums)
         varies = of_parts[:, 1] > 1e-12 * of_parts[:, 2]  # beyond rounding
         of_parts = of_parts * (varies & (of_parts[:, 3] > (not known))).unsqueeze(1)
         others = (1 - torch.eye(len(of_parts), dtype=sums.dtype)) @ of_parts  # the sum less own would cancel
-        worse = (others[:, 0] > WORSE_RATIO * others[:, 1])[part[first_row : first_row + len(local)]]
-        baselines = chosen.b0.where(worse.unsqueeze(1).to(local.mask.device), chosen.baselines)
-        return chosen._replace(advantages=(local.returns - baselines) * local.mask, baselines=baselines)
+        worse = (others[:, 0] > WORSE_RATIO * others[:, 1])[part]
+        baselines = chosen.b0.where(worse[own].unsqueeze(1).to(local.mask.device), chosen.baselines)
+        chosen = chosen._replace(advantages=(local.returns - baselines) * local.mask, baselines=baselines)
+        return chosen, worse.float().mean().item()
 
     def learn(
         self, local: Completions, b0: Tensor, gather: Callable[[Tensor], Tensor] | None = None

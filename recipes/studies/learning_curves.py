@@ -83,7 +83,7 @@ TASKS = {
     },
     "calculator_async_4_low": Schedule({4: 80}, (4e-4,), problems="calculator", staleness=4),
     "copy": Schedule({4: 20}, (3e-4,), held_out_samples=1, prompts=4),
-    "chain_sum": Schedule({8: 30}, (2e-4,), held_out_samples=2, prompts=4, scaled=True),
+    "chain_sum": Schedule({4: 30}, (2e-4,), held_out_samples=2, prompts=4, scaled=True),
     **dict.fromkeys(language.REASONING, Schedule({4: 30}, (3e-4,), held_out_samples=2, prompts=4)),
     **dict.fromkeys(language.GEMMA, Schedule({4: 20}, (3e-4,), held_out_samples=1, prompts=4)),
 }

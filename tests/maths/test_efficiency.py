@@ -185,6 +185,8 @@ VERDICTS = [
     ([row("d", 0.5, 0.4, 0.6, unbiased=None)], "otb", "Set baseline='d':", "(then set `credit_whole_return=True`)"),
     ([row("none", 2.0, 1.0, 3.0), SURE], "otb", "Set baseline='b':", ""),
     ([row("none", 2.0, 1.0, 3.0)], "otb", "Keep group_mean.", ""),
+    (LIKELY, "b", "Keep baseline='b': it cannot be told apart from group_mean.\n", "='a' is worth 50 % (-10 to 150)"),
+    ([row("b", -0.4, -0.6, -0.1)], "b", "Set baseline='group_mean': 'b' is surely worse.\n", "is unlikely to change"),
     # Of what cannot be told apart, the run's own, else value
     ([SURE, VALUE], "otb", "Set baseline='value': worth 40 % ", "On these prompts value and b cannot be told apart."),
     ([SURE, VALUE], "value", "Keep baseline='value': ", ""),

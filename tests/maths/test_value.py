@@ -5,6 +5,7 @@ import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -426,6 +427,17 @@ def test_jumps_again_and_again_do_no_harm(jump, n, known, monkeypatch):
     assert largest_power(jump, n, known) > 10
 
 
+def test_the_order_of_prompts_does_not_decide():
+    """For N = 1 one half of the batch judges for the other: here every second reward hardly varies."""
+    run = run_baseline.RunBaseline(replace(BASELINES["value"], estimator=learnt(seen=True)))
+    task = Task(100, seen=True)
+    batch = task.batch(task.rewards.where(torch.arange(64) % 2 == 1, 0.5 + 1e-3 * task.rewards), n=1)
+    step = run.step(batch.x, learn=True)
+    assert step.learned["value/kept"] == 0 and batch.power(step.baselines) < 0.8 * batch.power(batch.base)
+    jumped = task.batch(task.rewards + 5, n=1).x
+    assert run.step(jumped, learn=True).learned["value/kept"] == 1
+
+
 @pytest.mark.parametrize("n", [1, N])
 @pytest.mark.parametrize("jump", [0.0, 5.0])
 def test_own_return_does_not_decide_what_is_subtracted(jump, n):
@@ -496,28 +508,58 @@ def test_blocks_change_nothing_but_rounding(monkeypatch):
     torch.testing.assert_close(*found, atol=1e-4, rtol=0)
 
 
+def in_two_processes(function):
+    """What `function(process, gather)` returns in each of two."""
+    meeting, given = threading.Barrier(2, timeout=60), {}
+
+    def gather(process, values):
+        given[process] = values
+        meeting.wait()
+        assert given[0].shape == given[1].shape
+        of_all = torch.cat([given[0], given[1]])
+        meeting.wait()
+        return of_all
+
+    with ThreadPoolExecutor() as threads:
+        return [*threads.map(lambda process: function(process, partial(gather, process)), range(2))]
+
+
 def test_processes_learn_from_each_others_completions():
     """Two of them: sums are added, ends of returns compared, prompts counted."""
     whole, both, expected = Task(100, seen=True).batch(), (learnt(seen=True), learnt(seen=True)), learnt(seen=True)
-    half, meeting, given = PROMPTS * N // 2, threading.Barrier(2), {}
+    half = PROMPTS * N // 2
 
-    def teach(process):
-        def gather(values):
-            given[process] = values
-            meeting.wait()
-            of_all = torch.cat([given[0], given[1]])
-            meeting.wait()
-            return of_all
-
+    def teach(process, gather):
         rows = slice(process * half, (process + 1) * half)
         return both[process].update(whole.x.rows(rows), whole.base[rows], gather)
 
-    with ThreadPoolExecutor() as threads:
-        metrics = [*threads.map(teach, range(2))]
+    metrics = in_two_processes(teach)
     assert metrics[0] == metrics[1] == pytest.approx(whole.teach(expected))
     for value in both:
         torch.testing.assert_close(whole.baseline(value), whole.baseline(expected), atol=1e-4, rtol=0)
         assert value._prompts == expected._prompts == 9 * PROMPTS and value._returns_seen == expected._returns_seen
+
+
+@pytest.mark.parametrize("n", [1, 2, N])
+def test_a_process_whose_completions_have_one_token(n):
+    """Beside another with rewards per token, which cuts a group for N = 4."""
+    task, per_token = Task(100, seen=True, prompts=3), torch.rand(12, T, generator=torch.Generator().manual_seed(0))
+    mask = task.mask * (torch.arange(T) < torch.tensor([T] * 6 + [1] * 6).unsqueeze(1))
+    whole = {"rewards": per_token * mask, "mask": mask, "energy": task.energy, "logps": task.logps}
+
+    def step(rows, length, **of_process):
+        x = squeeze(**{name: of[rows, :length] for name, of in (whole | {"states": task.states}).items()},
+                    num_generations=n, first_row=rows.start)  # fmt: skip
+        run = run_baseline.RunBaseline(replace(BASELINES["value"], estimator=learnt(seen=True)))
+        return run.step(x, learn=True, **of_process).advantages
+
+    found = in_two_processes(
+        lambda process, gather: step(slice(6 * process, 6 * process + 6), [T, 1][process], gather=gather,
+                                     first_row=6 * process)
+    )  # fmt: skip
+    expected = step(slice(0, 12), T)
+    torch.testing.assert_close(found[0], expected[:6], atol=1e-5, rtol=0)
+    torch.testing.assert_close(found[1], expected[6:, :1], atol=1e-5, rtol=0)
 
 
 def test_state_survives_a_file(tmp_path):

@@ -303,6 +303,13 @@ def test_one_completion_keeps_batch_size(train, calls_of_prompt_moments, own):
     assert ("8 completions per step  more that group_mean with N = 4 needs" in repr(report)) == (own == 4)
 
 
+def test_pools_of_one_completion_say_nothing(train):
+    """That they do not vary, for one."""
+    small = {"num_prompts": 3, "completions_per_prompt": 8, "group_sizes": 1, "baselines": "value"}
+    report = compare_baselines(train(train=False, num_generations=1, baseline="value"), **small)
+    assert report.prompts_varying > 0 and {row.n for row in report.comparisons} == {1}
+
+
 KINDS = {
     "group mean": {"baseline": "group_mean"},
     "reused batches, beta": {"num_iterations": 2, "beta": 0.1},

@@ -140,15 +140,17 @@ class Completions:
         The rows of all processes: `gather` concatenates their tensors, which have one shape; all must call it. Mask
         and energies are sent if the baseline compares `tokens`; states and log-probs never are.
         """
-        length = int(gather(torch.tensor([self.mask.size(1)], device=self.mask.device)).max())
+        sizes = torch.tensor([[self.mask.size(1), self.returns.size(1)]], device=self.mask.device)
+        length, of_returns = gather(sizes).amax(dim=0).tolist()
         unsent = ["logps", "states", "draw_ratio"] + ["energy"] * (self.energy is self.loss_energy)
         local = self._with(**dict.fromkeys(unsent + ([] if tokens else ["energy", "loss_energy"])))
-        batch = {name: gather(x) for name, x in local.padded(length).tensors().items() if tokens or name != "mask"}
+        sent = local.padded(length, of_returns > 1).tensors()
+        batch = {name: gather(x) for name, x in sent.items() if tokens or name != "mask"}
         batch.setdefault("mask", batch["scored"] * (batch["lengths"] > 0))
         return local._with(**{"energy": batch.get("loss_energy"), **batch})
 
-    def padded(self, length: int) -> "Completions":
-        """The same completions with T = `length`; a return keeps its last value."""
+    def padded(self, length: int, returns_of_tokens: bool = False) -> "Completions":
+        """The same completions with T = `length`; a return keeps its last value, also if all have T = 1."""
         more = length - self.mask.size(1)
         if more == 0:
             return self
@@ -157,7 +159,7 @@ class Completions:
             for name, values in self.tensors().items()
             if name in OF_TOKENS
         }
-        if self.returns.size(1) > 1:
+        if self.returns.size(1) > 1 or returns_of_tokens:
             tensors["returns"] = torch.cat([self.returns, self.returns[:, -1:].expand(-1, more)], dim=1)
         return self._with(**tensors)
 

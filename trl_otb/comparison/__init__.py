@@ -118,7 +118,7 @@ def compare_baselines(
         if not alone:
             companions, learned = _learn(trainer, [*runs.values()], others or examples, batch, sizes, seed, bar.update)
             bar.update(to_learn - bar.n)
-            pools = [*chain.from_iterable(of.values() for of in companions)]
+            pools = [pool for of in companions for pool in of.values() if len(pool) > 1]
             # As many as are to be measured: these will not vary, either
             if sum(map(len, pools)) >= num_prompts * completions and not any(map(_varies, pools)):
                 raise no_reward_varies(pools[0].whole_returns.mean().item())

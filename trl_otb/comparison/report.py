@@ -117,7 +117,13 @@ class BaselineReport:
         rows, best = [row for row in self.at() if row.name != self.control], self.best
         known = [row for row in rows if not row.more_prompts.lost]
         if best is None:
-            return f"Keep {self.control}.\n{self._why_none(known)}"
+            own = next((row for row in known if row.name == self.baseline and row.unbiased is not False), None)
+            advice = f"Keep {self.control}."
+            if own is not None and own.more_prompts.high < 0:
+                advice = f"Set baseline={self.control!r}: {own.name!r} is surely worse."
+            elif own is not None:
+                advice = f"Keep baseline={own.name!r}: it cannot be told apart from {self.control}."
+            return f"{advice}\n{self._why_none(known)}"
         worth = f"worth {percent(best.more_prompts.value)} % more prompts (95 %: {best.more_prompts.interval}) than "
         worth += f"{self.control} needs" if self.control != "group_mean" else "group_mean, GRPO's, needs"
         lines = [f"{'Keep' if best.name == self.baseline else 'Set'} baseline={best.name!r}: {worth}."]
