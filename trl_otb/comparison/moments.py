@@ -117,7 +117,15 @@ def _advantages(
     baseline: Baseline, pool: Completions, companions: dict[int, list[list[Completions]]], rng: torch.Generator
 ) -> Advantages:
     """The advantages of whole groups of the pool, each in a batch with companions if the baseline compares prompts."""
-    turns = {n: cycle(batches or [[]]) for n, batches in companions.items()}
+
+    def compared(x: Completions) -> Completions:
+        """Only what processes send each other, too."""
+        unsent = ("logps", "states", "draw_ratio") + ("energy", "loss_energy") * baseline.adjusts
+        none: dict[str, Any] = dict.fromkeys(unsent)
+        return replace(x, **none) if baseline.per_token else x.totals()
+
+    batches = {n: [[compared(x) for x in batch] for batch in of or [[]]] for n, of in companions.items()}
+    turns = {n: cycle(of) for n, of in batches.items()}
 
     def of(rows: Tensor, n: int) -> Tensor:
         if baseline.scope == "group":
@@ -125,15 +133,14 @@ def _advantages(
         advantages = []
         drawn: Iterator[list[Completions]] = (groups_of(batch, n) for batch in turns[n])
         if n == 1:  # many batches of many prompts: drawn once for all of `rows`
-            drawn = cycle([groups_of(batch, n) for batch in companions[n] or [[]]])
+            drawn = cycle([groups_of(batch, n) for batch in batches[n]])
         for group, others in zip(rows.split(n), drawn, strict=False):
-            gather_batch = lambda local, tokens, others=others: joined([local, *others])  # noqa: E731
+            gather_batch = lambda local, tokens, others=others: joined([compared(local), *others])  # noqa: E731
             advantages.append(credit(baseline, pool.rows(group, n), gather_batch, slice(0, n)).advantages)
         return torch.cat(advantages)
 
     def groups_of(batch: list[Completions], n: int) -> list[Completions]:
         """A group of each companion, put together: one or none."""
-        others = [x.rows(torch.randperm(len(x), generator=rng)[:n], n) for x in batch]
-        return [joined([x if baseline.per_token else x.totals() for x in others])] if others else []
+        return [joined([x.rows(torch.randperm(len(x), generator=rng)[:n], n) for x in batch])] if batch else []
 
     return of
