@@ -26,11 +26,12 @@ from recipes.studies.runs import arms, estimate, tokens_until
 HERE = Path(__file__).parent
 RUN = ("task", "n", "baseline", "learning_rate", "seed", "policy")  # what tells one run from another
 LEARNING = {  # by picture, its tasks
-    "default": ("calculator_scaled, policy 681f",),
+    "default": ("calculator_scaled, policy 681f", "chain_sum"),
     "learning": ("scratchpad_100, policy 71ea", "calculator_decay, policy b3cf", "scratchpad_mixed, policy e90f"),
     "language": ("copy", "gemma_copy", "word_sequence_reversal", "word_sorting"),
 }
 PAGES = ("value", "language", "asynchronous", "relatives")
+NAMES = {"calculator_scaled": "toy calculator", "chain_sum": "SmolLM2, sums of two digits"}  # of tasks, in pictures
 THRESHOLDS = {"calculator": 0.85, "scratchpad_100": 0.8}  # of the mean reward
 Tables = dict[str, list[dict[str, Any]]]  # of cells, by task
 
@@ -257,7 +258,8 @@ def axes_of(titles: list[str]) -> tuple[Figure, Any]:
 def learning(tasks: dict[str, list[dict]], path: Path) -> None:
     """The reward in each tenth of a run under each baseline, if possible at N = 4: mean and range over seeds."""
     sizes = [4 if any(row["n"] == 4 for row in rows) else rows[0]["n"] for rows in tasks.values()]
-    figure, axes = axes_of([f"{task.partition(',')[0]}, N = {n}" for task, n in zip(tasks, sizes, strict=True)])
+    names = [NAMES.get(name, name) for name in (task.partition(",")[0] for task in tasks)]
+    figure, axes = axes_of([f"{name}, N = {n}" for name, n in zip(names, sizes, strict=True)])
     for axis, rows, n in zip(axes, tasks.values(), sizes, strict=True):
         runs = {arm["baseline"]: arm["runs"] for arm in arms(rows) if arm["n"] == n}
         for name in COLORS:
