@@ -78,8 +78,8 @@ class RunBaseline:
 
         chosen, group_mean = credit_by(self.entry), credit_by(find_baseline("group_mean"))
         kept = {}
-        if self.entry.built_in and self.entry.adjusts:
-            chosen, share = self._kept_where_worse(chosen, local, b0, gather, first_row)
+        if self.entry.built_in and self.entry.adjusts and b0 is None:
+            chosen, share = self._kept_where_worse(chosen, local, gather, first_row)
             kept = {f"{self.entry.name}/kept": share}
         reference = group_mean
         if b0 is None and (n == 1 or self.entry.unbiased):
@@ -102,12 +102,7 @@ class RunBaseline:
         )
 
     def _kept_where_worse(
-        self,
-        chosen: Credit,
-        local: Completions,
-        b0: Tensor | None,
-        gather: Callable[[Tensor], Tensor] | None,
-        first_row: int,
+        self, chosen: Credit, local: Completions, gather: Callable[[Tensor], Tensor] | None, first_row: int
     ) -> tuple[Credit, float]:
         """
         B0 in the place of B for a prompt if B leaves more than twice the power of B0 in the other prompts of the batch,
@@ -116,31 +111,29 @@ class RunBaseline:
         with B0 of this half, for the other half. So what is decided does not depend on the completions that it is
         decided for.
         """
-        n, known, left, energy = local.num_generations, b0 is not None, chosen.advantages, local.need("loss_energy")
+        n, energy = local.num_generations, local.need("loss_energy")
         own = slice(first_row, first_row + len(local))
 
         def halves(rows: int) -> Tensor:  # whatever their order, the same on all processes
             return torch.randperm(rows, generator=torch.Generator().manual_seed(0)) % 2
 
-        if b0 is None:
-            whole = gather is None or (n > 1 and len(local) % n == 0)
-            x = local if whole or gather is None else local.gathered(gather, tokens=False)
-            if n > 1:
-                b0 = x.weighted_mean(x.members.expand_as(x.returns), x.returns, x.members, leave_one_out=True)
-            else:
-                half = halves(len(x)).to(x.members.device)
-                others = (half == half.unsqueeze(1)).float().fill_diagonal_(0.0)
-                b0 = others @ (x.members * x.returns) / (others @ x.members).clamp(min=1)
-            b0 = b0[slice(None) if whole else own][:, : local.mask.size(1)]
-            left = credit(self.entry, local, b0=b0).advantages
+        whole = gather is None or (n > 1 and len(local) % n == 0)
+        x = local if whole or gather is None else local.gathered(gather, tokens=False)
+        if n > 1:
+            b0 = x.weighted_mean(x.members.expand_as(x.returns), x.returns, x.members, leave_one_out=True)
+        else:
+            half = halves(len(x)).to(x.members.device)
+            others = (half == half.unsqueeze(1)).float().fill_diagonal_(0.0)
+            b0 = others @ (x.members * x.returns) / (others @ x.members).clamp(min=1)
+        b0 = b0[slice(None) if whole else own][:, : local.mask.size(1)]
+        left = credit(self.entry, local, b0=b0).advantages
         powers = [(energy * of.square()).sum(dim=1) for of in (left, local.returns - b0, local.returns)]
         sums = torch.stack([*powers, local.members.flatten()], dim=1)
         sums = (sums if gather is None else gather(sums)).cpu().double()
         part = torch.arange(len(sums)) // n if n > 1 else halves(len(sums))
-        part = local.prompt.cpu().unique(return_inverse=True)[1] if known else part
         of_parts = sums.new_zeros(int(part.max()) + 1, 4).index_add(0, part, sums)
         varies = of_parts[:, 1] > 1e-12 * of_parts[:, 2]  # beyond rounding
-        of_parts = of_parts * (varies & (of_parts[:, 3] > (not known))).unsqueeze(1)
+        of_parts = of_parts * (varies & (of_parts[:, 3] > 1)).unsqueeze(1)
         others = (1 - torch.eye(len(of_parts), dtype=sums.dtype)) @ of_parts  # the sum less own would cancel
         worse = (others[:, 0] > WORSE_RATIO * others[:, 1])[part]
         baselines = chosen.b0.where(worse[own].unsqueeze(1).to(local.mask.device), chosen.baselines)

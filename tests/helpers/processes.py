@@ -68,12 +68,14 @@ class Part:
     baseline: str = "otb"
     pictures: bool = False
     one: bool = False  # completion per prompt
-    scale_rewards: str = "group"
+    scale_rewards: str = "none"
 
     @property
     def energies_from(self) -> str | None:
-        """`rloo_pooled` needs none, and has those that cost nothing."""
-        return None if self.baseline == "rloo_pooled" and self.source in (SAMPLED, EXTRA) else self.source
+        """Some need none, and have those that cost nothing."""
+        return (
+            None if self.baseline in ("rloo_pooled", "group_mean") and self.source in (SAMPLED, EXTRA) else self.source
+        )
 
     @property
     def name(self) -> str:

@@ -41,8 +41,8 @@ class Value:
     gained so far: the limit halves while the decayed sum is negative, and doubles while it exceeds its standard error.
     B0 + c₁ θ·φ stays within the returns seen so far, Γ·ψ within their width. What was learned is discarded after a
     batch of which B left over twice B0's power, if that is over twice B0's usual power, too, or over 100 times B0's, or
-    happened in the batch before. A prompt keeps B0 where B leaves over twice B0's power in the other prompts of its
-    batch, or in the other half of it for N = 1 ([`~trl_otb.run_baseline.RunBaseline`]).
+    happened in the batch before. In OTBGRPOTrainer a prompt keeps B0 where B leaves over twice B0's power in the other
+    prompts of its batch, or in the other half of it for N = 1 ([`~trl_otb.run_baseline.RunBaseline`]).
 
     Bias: unbiased, since B_t depends on what precedes y_t, and on sums of later terms whose mean is 0 given what
     precedes them; θ, Γ and c on earlier batches. Where tokens are drawn from a distribution that is not recorded, later
