@@ -43,8 +43,7 @@ def summarize(statistics: Float[Tensor, "B S"], num_generations: int) -> dict[st
     columns = dict(zip(STATISTICS, statistics.unbind(dim=1), strict=True))
     tokens = columns["tokens"]
     completions = (tokens > 0).sum()
-
-    of_group = 1.0 if num_generations > 1 else torch.nan  # what one completion says nothing of
+    of_group = 1.0 if num_generations > 1 else torch.nan  # a single completion is no group
 
     # Tokens that only the longest completion of their group has
     longest = tokens.view(-1, num_generations).sort(dim=1, descending=True).values

@@ -105,32 +105,37 @@ class RunBaseline:
         self, chosen: Credit, local: Completions, gather: Callable[[Tensor], Tensor] | None, first_row: int
     ) -> tuple[Credit, float]:
         """
-        B0 in the place of B for a prompt if B leaves more than twice the power of B0 in the other prompts of the batch,
-        as where rewards jump; and the share of all prompts that keep it. Each of these is measured with the B0 of its
-        own group, which takes two completions, and only if its returns vary; for N = 1, half of the batch is measured
-        with B0 of this half, for the other half. So what is decided does not depend on the completions that it is
-        decided for.
+        The credit with B0 in the place of B for each prompt if B leaves more than twice B0's power in the other prompts
+        of the batch, as where rewards jump; and the share of completions for which that is so.
+
+        The other prompts are measured with the B0 of their own group, which takes two completions, and only if their
+        returns vary. For N = 1 each half of the batch is measured with the B0 of that half, and decides for the other.
+        So a decision does not depend on the completions that it is made for.
         """
         n, energy = local.num_generations, local.need("loss_energy")
         own = slice(first_row, first_row + len(local))
 
-        def halves(rows: int) -> Tensor:  # whatever their order, the same on all processes
+        def parts(rows: int) -> Tensor:
+            """The groups, or random halves, which are the same on all processes."""
+            if n > 1:
+                return torch.arange(rows) // n
             return torch.randperm(rows, generator=torch.Generator().manual_seed(0)) % 2
 
-        whole = gather is None or (n > 1 and len(local) % n == 0)
-        x = local if whole or gather is None else local.gathered(gather, tokens=False)
+        x, at = local, slice(None)
+        if gather is not None and (n == 1 or len(local) % n > 0):  # parts span processes
+            x, at = local.gathered(gather, tokens=False), own
         if n > 1:
             b0 = x.weighted_mean(x.members.expand_as(x.returns), x.returns, x.members, leave_one_out=True)
         else:
-            half = halves(len(x)).to(x.members.device)
+            half = parts(len(x)).to(x.members.device)
             others = (half == half.unsqueeze(1)).float().fill_diagonal_(0.0)
             b0 = others @ (x.members * x.returns) / (others @ x.members).clamp(min=1)
-        b0 = b0[slice(None) if whole else own][:, : local.mask.size(1)]
+        b0 = b0[at][:, : local.mask.size(1)]
         left = credit(self.entry, local, b0=b0).advantages
         powers = [(energy * of.square()).sum(dim=1) for of in (left, local.returns - b0, local.returns)]
         sums = torch.stack([*powers, local.members.flatten()], dim=1)
         sums = (sums if gather is None else gather(sums)).cpu().double()
-        part = torch.arange(len(sums)) // n if n > 1 else halves(len(sums))
+        part = parts(len(sums))
         of_parts = sums.new_zeros(int(part.max()) + 1, 4).index_add(0, part, sums)
         varies = of_parts[:, 1] > 1e-12 * of_parts[:, 2]  # beyond rounding
         of_parts = of_parts * (varies & (of_parts[:, 3] > 1)).unsqueeze(1)

@@ -14,8 +14,9 @@ FORKS.set_forkserver_preload(["torch", "transformers.trainer", "accelerate", "da
 
 
 def _run(folder: str, out: str, environment: dict[str, str], arguments: tuple[str, ...]) -> None:
-    for fd in (1, 2):
-        os.dup2(os.open(out, os.O_CREAT | os.O_WRONLY | os.O_APPEND), fd)
+    log = os.open(out, os.O_CREAT | os.O_WRONLY)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
     os.environ |= environment
     sys.path.insert(0, folder)
     from tests.helpers import short_run
@@ -29,4 +30,5 @@ def said(folder: Path, out: Path, *arguments: str, **environment: str) -> str:
     process = FORKS.Process(target=_run, args=(str(folder), str(out), environment, arguments))
     process.start()
     process.join(timeout=600)
+    process.kill()  # if it hangs
     return out.read_text()

@@ -73,9 +73,8 @@ class Part:
     @property
     def energies_from(self) -> str | None:
         """Some need none, and have those that cost nothing."""
-        return (
-            None if self.baseline in ("rloo_pooled", "group_mean") and self.source in (SAMPLED, EXTRA) else self.source
-        )
+        free = self.source not in (SAMPLED, EXTRA)
+        return self.source if free or self.baseline not in ("rloo_pooled", "group_mean") else None
 
     @property
     def name(self) -> str:

@@ -34,6 +34,7 @@ ENERGY = frozenset({"energy"})
 
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch):
+    """One split into groups for baselines that compare prompts, whose batches take long."""
     monkeypatch.setattr(moments_module, "BATCH_PARTITIONS", 1)
 
 

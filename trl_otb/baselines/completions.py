@@ -142,25 +142,28 @@ class Completions:
         """
         sizes = torch.tensor([[self.mask.size(1), self.returns.size(1)]], device=self.mask.device)
         length, of_returns = gather(sizes).amax(dim=0).tolist()
-        unsent = ["logps", "states", "draw_ratio"] + ["energy"] * (self.energy is self.loss_energy)
-        local = self._with(**dict.fromkeys(unsent + ([] if tokens else ["energy", "loss_energy"])))
+        local = self.compared(tokens)
+        local = local._with(energy=None) if self.energy is self.loss_energy else local
         sent = local.padded(length, of_returns > 1).tensors()
         batch = {name: gather(x) for name, x in sent.items() if tokens or name != "mask"}
         batch.setdefault("mask", batch["scored"] * (batch["lengths"] > 0))
         return local._with(**{"energy": batch.get("loss_energy"), **batch})
 
-    def padded(self, length: int, returns_of_tokens: bool = False) -> "Completions":
-        """The same completions with T = `length`; a return keeps its last value, also if all have T = 1."""
-        more = length - self.mask.size(1)
-        if more == 0:
-            return self
+    def compared(self, tokens: bool) -> "Completions":
+        """Without states and log-probs, and without energies unless the baseline compares `tokens`."""
+        unsent = ("logps", "states", "draw_ratio") + (() if tokens else ("energy", "loss_energy"))
+        return self._with(**dict.fromkeys(unsent))
+
+    def padded(self, length: int, returns_of_tokens: bool) -> "Completions":
+        """The same completions with T = `length`, with a return per token if asked for; the last value is repeated."""
+        more, more_returns = length - self.mask.size(1), length - self.returns.size(1)
         tensors = {
             name: torch.nn.functional.pad(values, (0, 0) * (values.dim() - 2) + (0, more))
             for name, values in self.tensors().items()
-            if name in OF_TOKENS
+            if name in OF_TOKENS and more > 0
         }
-        if self.returns.size(1) > 1 or returns_of_tokens:
-            tensors["returns"] = torch.cat([self.returns, self.returns[:, -1:].expand(-1, more)], dim=1)
+        if returns_of_tokens and more_returns > 0:
+            tensors["returns"] = torch.cat([self.returns, self.returns[:, -1:].expand(-1, more_returns)], dim=1)
         return self._with(**tensors)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -180,9 +183,8 @@ def joined(parts: list[Completions]) -> Completions:
     if any(x.draw_ratio is not None for x in parts):  # without one it is 1
         parts = [x if x.draw_ratio is not None else x._with(draw_ratio=torch.ones_like(x.mask)) for x in parts]
     length = max(x.mask.size(1) for x in parts)
-    tensors = [x.padded(length).tensors() for x in parts]
-    if any(x.returns.size(1) > 1 for x in parts):
-        tensors = [{**of, "returns": of["returns"].expand(-1, length)} for of in tensors]
+    returns_of_tokens = any(x.returns.size(1) > 1 for x in parts)
+    tensors = [x.padded(length, returns_of_tokens).tensors() for x in parts]
     names = set.intersection(*({*of} for of in tensors))
     none = dict.fromkeys({*parts[0].tensors()} - names)
     return parts[0]._with(**none, **{name: torch.cat([of[name] for of in tensors]) for name in names})

@@ -120,9 +120,7 @@ def _advantages(
 
     def compared(x: Completions) -> Completions:
         """Only what processes send each other, too."""
-        unsent = ("logps", "states", "draw_ratio") + ("energy", "loss_energy") * baseline.adjusts
-        none: dict[str, Any] = dict.fromkeys(unsent)
-        return replace(x, **none) if baseline.per_token else x.totals()
+        return x.compared(not baseline.adjusts) if baseline.per_token else x.totals()
 
     batches = {n: [[compared(x) for x in batch] for batch in of or [[]]] for n, of in companions.items()}
     turns = {n: cycle(of) for n, of in batches.items()}
@@ -135,7 +133,7 @@ def _advantages(
         if n == 1:  # many batches of many prompts: drawn once for all of `rows`
             drawn = cycle([groups_of(batch, n) for batch in batches[n]])
         for group, others in zip(rows.split(n), drawn, strict=False):
-            gather_batch = lambda local, tokens, others=others: joined([compared(local), *others])  # noqa: E731
+            gather_batch = lambda local, tokens, others=others: joined([local.compared(tokens), *others])  # noqa: E731
             advantages.append(credit(baseline, pool.rows(group, n), gather_batch, slice(0, n)).advantages)
         return torch.cat(advantages)
 
