@@ -14,7 +14,8 @@ from .baselines import Baseline, Completions, Credit, credit, find_baseline
 from .metrics import completion_statistics
 
 
-WORSE_RATIO = 2.0  # of the power that B leaves in other prompts to B0's: then a prompt keeps B0
+WORSE_RATIO = 1.5  # of the power that B leaves in other prompts to B0's: then a prompt keeps B0
+WORSE_RATIO_OF_HALF = 2.0  # the same for N = 1, where half of the batch tells
 
 
 @dataclass(frozen=True)
@@ -105,12 +106,12 @@ class RunBaseline:
         self, chosen: Credit, local: Completions, gather: Callable[[Tensor], Tensor] | None, first_row: int
     ) -> tuple[Credit, float]:
         """
-        The credit with B0 in the place of B for each prompt if B leaves more than twice B0's power in the other prompts
-        of the batch, as where rewards jump; and the share of completions for which that is so.
+        The credit with B0 in the place of B for each prompt if B leaves more than 1.5 times B0's power in the other
+        prompts of the batch, as where rewards jump; and the share of completions for which that is so.
 
         The other prompts are measured with the B0 of their own group, which takes two completions, and only if their
-        returns vary. For N = 1 each half of the batch is measured with the B0 of that half, and decides for the other.
-        So a decision does not depend on the completions that it is made for.
+        returns vary. For N = 1 each half of the batch is measured with the B0 of that half, and decides for the other,
+        if B leaves more than twice B0's power. So no decision depends on the completions that it is made for.
         """
         n, energy = local.num_generations, local.need("loss_energy")
         own = slice(first_row, first_row + len(local))
@@ -140,7 +141,7 @@ class RunBaseline:
         varies = of_parts[:, 1] > 1e-12 * of_parts[:, 2]  # beyond rounding
         of_parts = of_parts * (varies & (of_parts[:, 3] > 1)).unsqueeze(1)
         others = (1 - torch.eye(len(of_parts), dtype=sums.dtype)) @ of_parts  # the sum less own would cancel
-        worse = (others[:, 0] > WORSE_RATIO * others[:, 1])[part]
+        worse = (others[:, 0] > (WORSE_RATIO if n > 1 else WORSE_RATIO_OF_HALF) * others[:, 1])[part]
         baselines = chosen.b0.where(worse[own].unsqueeze(1).to(local.mask.device), chosen.baselines)
         chosen = chosen._replace(advantages=(local.returns - baselines) * local.mask, baselines=baselines)
         return chosen, worse.float().mean().item()

@@ -312,15 +312,11 @@ def test_spurious_slope_of_base_is_limited():
     assert -1 <= value.theta[1] <= 0
 
 
-def test_weight_follows_success():
+def test_weight_grows_with_prompts_and_tokens():
     value = Value()
     weights = [Task(seed, prompts=4).batch().teach(value)["weight"] for seed in range(9)]
     assert weights[0] == 0 and weights[8] > 0.9  # 16 prompts are enough, and 16 tokens for each number
     assert all(weight <= number / 4 for number, weight in enumerate(weights[:4]))
-    for seed in range(9, 16):  # the opposite of all that it has learnt
-        rewards = Task(seed, prompts=4).batch().baseline(value).mean(dim=1)
-        Task(seed, prompts=4).batch((rewards < rewards.median()).float()).teach(value)
-    assert value.weight < 0.25
 
 
 @pytest.mark.parametrize("prompts", [4, 16])
@@ -422,7 +418,8 @@ def largest_power(jump, n):
 @pytest.mark.parametrize("jump", JUMPS)
 def test_jumps_again_and_again_do_no_harm(jump, n, monkeypatch):
     assert largest_power(jump, n) < 2
-    monkeypatch.setattr(run_baseline, "WORSE_RATIO", math.inf)
+    for name in ("WORSE_RATIO", "WORSE_RATIO_OF_HALF"):
+        monkeypatch.setattr(run_baseline, name, math.inf)
     assert largest_power(jump, n) > 10
 
 
@@ -622,7 +619,7 @@ def test_unsolvable_sums_give_base(monkeypatch, caplog):
         broken.setattr(module, "solution", of_both)
         Task(100).batch().teach(value)
     assert "discards what it has learned: its linear system has no finite solution" in caplog.text
-    assert torch.equal(batch.baseline(value)[:, :1], batch.base) and value._gains == (0.0, 0.0)
+    assert torch.equal(batch.baseline(value)[:, :1], batch.base)
     assert learnt(range(4), value).weight > 0.5  # and it learns again
 
 
@@ -639,34 +636,18 @@ def test_empty_batches_do_no_harm(what):
     assert learnt(range(2, 6), value).weight > 0.5 and batch.baseline(value).isfinite().all()
 
 
-@pytest.mark.parametrize("rewards", [math.nan, 0.1, 1 / 3, 1000.3])
-def test_batches_without_advantages_keep_weight(rewards):
+# Beside the last one, what was learned is rounding
+@pytest.mark.parametrize(("rewards", "weight"), [(math.nan, 1), (0.1, 1), (1 / 3, 1), (1000.3, 0)])
+def test_batches_without_advantages_keep_weight(rewards, weight):
     value, task = learnt(), Task(100)
-    before = value._most_weight, value._gains, value.theta
+    before = value.theta
     for _ in range(8):
         batch = task.batch(torch.full_like(task.rewards, rewards))
         batch.base = batch.base * (1 + 6e-8)  # rounding
         assert math.isnan(batch.teach(value)["explained"])
-    assert (value._most_weight, value._gains) == before[:2]
-    if math.isnan(rewards):  # no token has a reward: nothing else changes, either
-        assert value.theta is before[2] and value._batches == learnt()._batches
-
-
-def test_limit_follows_gain_per_c():
-    def limits(*gains, c=0.25):
-        value = Value()
-        value.weight, value._most_weight = c, 0.25
-        return [(value._limit_weight(c * gain), value._most_weight)[1] for gain in gains]
-
-    assert limits(1.0, 1.0, 1.0, 1.0) == [0.25, 0.5, 1.0, 1.0]  # never after a single batch
-    # 0.9 · 1 + 10 exceeds √(0.81 + 100); after it a loss of 1 does not outweigh what was gained, and one of 10 does
-    assert limits(1.0, 10.0, -1.0, -10.0) == [0.25, 0.5, 0.5, 0.25]
-    assert limits(-10.0, 1.0, 1.0) == [0.125, 0.0625, 0.03125]  # a gain of 1 does not make up for it
-    assert limits(*[-1.0] * 9)[-1] == 1 / 64
-    value = Value()
-    for value.weight, gain in ((0.25, 1.0), (1.0, 8.0)):
-        value._limit_weight(gain)
-    assert value._gains == pytest.approx((0.9 * 4 + 8, 0.9**2 * 4**2 + 8**2))
+        assert value.weight == pytest.approx(weight, abs=1e-3)
+    if math.isnan(rewards):  # no token has a reward: nothing changes
+        assert value.theta is before and value._batches == learnt()._batches
 
 
 @pytest.mark.parametrize(("prompts", "slips"), [(2, 0.03), (4, 0.01), (16, 0.003)])

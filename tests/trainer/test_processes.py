@@ -95,8 +95,6 @@ def test_two_processes_equal_one(results, backend, part):
         assert part.one or max(learned["weight"], learned["luck_weight"]) > 1e-3
         for state in of_both:
             assert_same_sums(learned, state, 1e-4)
-            assert state["_most_weight"] == learned["_most_weight"]
-            assert state["_gains"] == pytest.approx(learned["_gains"], rel=1e-2)
 
 
 @pytest.mark.parametrize("backend", AGENT_BACKENDS)

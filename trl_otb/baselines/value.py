@@ -37,12 +37,10 @@ class Value:
     products of (1, √n, V, V², m, V m, V √n) with powers of σ, n the number of tokens before; φ also holds the sums.
 
     A batch's weight decays by 0.9 per batch. c₁, c₂ and the ridge are cross-validated over four folds of prompts; c is
-    shrunk as the folds disagree (positive-part James–Stein), and limited while prompts or tokens are few, and by what B
-    gained so far: the limit halves while the decayed sum is negative, and doubles while it exceeds its standard error.
-    B0 + c₁ θ·φ stays within the returns seen so far, Γ·ψ within their width. What was learned is discarded after a
-    batch of which B left over twice B0's power, if that is over twice B0's usual power, too, or over 100 times B0's, or
-    happened in the batch before. In OTBGRPOTrainer a prompt keeps B0 where B leaves over twice B0's power in the other
-    prompts of its batch, or in the other half of it for N = 1 ([`~trl_otb.run_baseline.RunBaseline`]).
+    shrunk as the folds disagree (positive-part James–Stein), and limited while prompts or tokens are few. B0 + c₁ θ·φ
+    stays within the returns seen so far, Γ·ψ within their width. What was learned is discarded after a batch of which
+    B left over twice B0's power, if that is over twice B0's usual power, too, or over 100 times B0's, or happened in
+    the batch before. [`~trl_otb.run_baseline.RunBaseline`] bounds what B leaves of a batch.
 
     Bias: unbiased, since B_t depends on what precedes y_t, and on sums of later terms whose mean is 0 given what
     precedes them; θ, Γ and c on earlier batches. Where tokens are drawn from a distribution that is not recorded, later
@@ -63,8 +61,6 @@ class Value:
         self.theta: Tensor | None = None  # (k,)
         self.gamma: Tensor | None = None  # (l,)
         self.weight = self.luck_weight = 0.0  # c₁, c₂
-        self._most_weight = 1.0  # their limit, by what B gained so far
-        self._gains = (0.0, 0.0)  # over c, of earlier batches: the decayed sum, and that of their squares
         self._value_sums: Tensor | None = None  # over earlier batches; float64, on the CPU
         self._sums: Tensor | None = None  # the same by fold
         self._batches = self._tokens = 0.0  # the sums of their weights
@@ -110,8 +106,6 @@ class Value:
             return metrics  # there is no token to learn from
         if reset:
             self._reset(f"it left {left / power:.1f} times the power of 'rloo_pooled', as after a change of rewards")
-        elif varies and max(self.weight, self.luck_weight) > 0:
-            self._limit_weight(power - left)
 
         present, returns = local.mask > 0, local.returns.expand_as(local.mask)
         ends = [-returns.where(present, math.inf).amin(), returns.where(present, -math.inf).amax()]
@@ -139,13 +133,14 @@ class Value:
         return copy.deepcopy({name: value for name, value in vars(self).items() if name != "_warned"})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state.keys() != self.state_dict().keys():
+        kept = self.state_dict().keys()
+        if not kept <= state.keys():
             raise ValueError(
                 "The state of 'value' is damaged, or of a release before 0.8, which predicted from other numbers: it "
                 f"holds {', '.join(map(repr, state)) or 'nothing'}. Without the checkpoint's `baseline.pt` it starts "
                 "empty."
             )
-        vars(self).update(copy.deepcopy(state))
+        vars(self).update({name: copy.deepcopy(state[name]) for name in kept})
 
     def _features(self, of: Reading, v: Float[Tensor, "B T"]) -> tuple[Float[Tensor, "B T k"], Float[Tensor, "B T l"]]:
         """φ and ψ; studies leave out some."""
@@ -215,24 +210,13 @@ class Value:
         self._doubted = lost and not reset
         return reset
 
-    def _limit_weight(self, gain: float) -> None:
-        """Change the limit of c by how much less power B left of a batch than B0."""
-        gain /= max(self.weight, self.luck_weight)
-        gains = self.decay_per_batch * self._gains[0] + gain
-        squares = self.decay_per_batch**2 * self._gains[1] + gain**2
-        self._gains = gains, squares
-        if gains < 0:
-            self._most_weight = max(self._most_weight / 2, 1 / 64)
-        elif gains > math.sqrt(squares):  # never after a single batch
-            self._most_weight = min(2 * self._most_weight, 1.0)
-
     def _fit(self) -> None:
         """Fit θ, Γ and c to the sums, with the ridge that predicts held-out prompts best."""
         assert self._sums is not None
         whole, size = self._sums.sum(dim=0), self._sums.size(-1)
         enough = self.prompts_enough, self.tokens_enough * size
         known = (self._prompts - self._prompts_before) / enough[0], self._tokens / enough[1]
-        most = min(self._most_weight, *known)
+        most = min(1.0, *known)
         # In parts of the whole; never less than features over tokens
         ridges = {max(ridge / self._batches, size / max(self._tokens, 1.0)) for ridge in self.ridges}
         choices = [(*self._weights(solution(whole - self._sums, ridge)), ridge) for ridge in sorted(ridges)]
