@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections import defaultdict
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 
@@ -39,8 +40,10 @@ def states_of(question: str, written: str) -> list[tuple]:
     right, done, place, broken, counter, states = digit, 0, 0, False, "", []
     for letter in [*written, None]:
         states.append((steps, done, place, (digit - right) % 10, broken))
-        if letter is None or letter not in scratchpad.ALPHABET:
-            place = 9 if letter is None else place  # has ended
+        if letter is None:
+            break
+        if letter not in scratchpad.ALPHABET:
+            place = 9  # it has ended
         elif place in (0, 5) and letter in scratchpad.LETTERS:
             place, counter = 1, ""
         elif place in (1, 2) and letter.isdigit():
@@ -91,7 +94,7 @@ def powers(pools, tables) -> torch.Tensor:
         b0 = find_baseline("rloo").estimator(pool)
         left = [pool.whole_returns - b0.expand_as(pool.mask) for _ in range(2)]
         for row, of_row in enumerate(states):
-            for t, (here, after) in enumerate(zip(of_row, of_row[1:], strict=False)):
+            for t, (here, after) in enumerate(pairwise(of_row)):
                 if here in best and after in value:
                     left[0][row, t] = pool.whole_returns[row] - best[here]
                     left[1][row, t] = value[after] - best[here]
