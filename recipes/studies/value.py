@@ -102,6 +102,25 @@ for _name, _options in ABLATIONS.items():
     trl_otb.register_baseline(_name, **FLAGS)(type(_name, (Part,), _options))
 
 
+class LessLuck(Value):
+    """Per token: another baseline, of returns without later luck."""
+
+    of = "rloo"
+
+    def __call__(self, x):
+        return BASELINES[self.of].estimator(x)
+
+    def _baseline(self, of, b0):
+        state, whole = super()._baseline(of, b0)
+        return b0.expand_as(whole), b0 + whole - state
+
+
+LESS_LUCK = {f"{of}_less_luck": of for of in ("rloo", "otb_loo", "rloo_pooled")}
+for _name, _of in LESS_LUCK.items():
+    _scope = BASELINES[_of].scope
+    trl_otb.register_baseline(_name, **FLAGS | {"scope": _scope})(type(_name, (LessLuck,), {"of": _of}))
+
+
 def measured(task: str, folder: Path, args: argparse.Namespace) -> list[dict]:
     """What [`~trl_otb.compare_baselines`] finds, kept in `folder`: a task that is there is not measured again."""
     name, _, prompts = task.partition("/")
@@ -113,7 +132,7 @@ def measured(task: str, folder: Path, args: argparse.Namespace) -> list[dict]:
         else:
             trainer, options = language.trainer_at(name, args.seed, folder), language.measured(name)
         options = options | {"prompts_per_batch": int(prompts or PROMPTS_PER_BATCH), "seed": args.seed}
-        names = [*BESIDE, "value", *ABLATIONS]
+        names = args.baselines or [*BESIDE, "value", *ABLATIONS]
         if args.relatives:
             names, options = [*RELATIVES], options | ({"group_sizes": [1, 2, 4, 8, 32]} if task in TOY else {})
         report = trl_otb.compare_baselines(trainer, names, args.num_prompts, **options)
@@ -161,6 +180,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TOY, help="by default all but SmolLM2's")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num_prompts", type=int, default=24)
+    parser.add_argument("--baselines", nargs="+", choices=BASELINES, help="by default those of the page")
     parser.add_argument("--relatives", action="store_true", help="other authors' baselines, and N from 1 to 32")
     parser.add_argument("--plot_only", action="store_true", help="tables and pictures from what is saved")
     parser.add_argument("--publish", action="store_true", help="put the columns into the results and the pages")
