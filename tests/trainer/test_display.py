@@ -85,15 +85,10 @@ def test_no_rollout_is_a_key_error(train):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_repr_has_the_sizes(device):
-    first = "Rollout of 2 prompts, N = 2: 4 completions, 14 tokens, and 4 of tools\n"
-    rewards = "rewards: mean 0.5, one per completion; 1 completions without\n"
-    last = "\nsee show(prompt=0), page(path)"
-    of_all = "energies: of all tokens\nadvantages: per"
-    assert repr(rollout_of(device=device)).startswith(f"{first}{rewards}energies: none\n")
-    assert repr(credited(device=device)) == f"{first}{rewards}{of_all} token{last}"
-    assert repr(credited(baseline="rloo", device=device)) == f"{first}{rewards}{of_all} completion{last}"
+    expected = "Rollout of 2 prompts, N = 2: 4 completions, 14 generated tokens, mean reward 0.5\n"
+    assert repr(rollout_of(device=device)) == repr(credited(device=device)) == f"{expected}see show(prompt=0), page(path)"
     of_tokens = repr(rollout_of(["ab"], [[0.5, 0.25, 0.0]], n=1))
-    assert "1 completions, 2 tokens\nrewards: mean 0.75, one per token\n" in of_tokens
+    assert "1 completions, 2 generated tokens, mean reward 0.75\n" in of_tokens
 
 
 @pytest.mark.parametrize("device", DEVICES)

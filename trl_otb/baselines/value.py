@@ -30,11 +30,10 @@ class Value:
 
     Source: this project. Σ w (G − B)² is the gradient's noise to first order (Greensmith, Bartlett and Baxter, 2004).
     d_t', how lucky the draw of y_t' was, has mean 0 given what precedes it: a control variate, as in AIVAT for poker
-    (Burch et al., 2018).
-
-    V, a value of the state, is fitted first, by plain least squares on sums over the prefix, projected hidden states, σ
-    = Σ_v π(v)² and m, the largest d so far, of other prompts than those that θ and Γ are then fitted to. φ and ψ are
-    products of (1, √n, V, V², m, V m, V √n) with powers of σ, n the number of tokens before; φ also holds the sums.
+    (Burch et al., 2018). V, a value of the state, is fitted first, by plain least squares on sums over the prefix,
+    hidden states, σ = Σ_v π(v)² and m, the largest d so far, of other prompts than those that θ and Γ are then fitted
+    to. φ and ψ are products of (1, √n, V, V², m, V m, V √n) with powers of σ, n the number of tokens before; φ also
+    holds the sums.
 
     A batch's weight decays by 0.9 per batch. c₁, c₂ and the ridge are cross-validated over four folds of prompts; c is
     shrunk as the folds disagree (positive-part James–Stein), and limited while prompts or tokens are few. B0 + c₁ θ·φ
@@ -42,12 +41,9 @@ class Value:
     B left over twice B0's power, if that is over twice B0's usual power, too, or over 100 times B0's, or happened in
     the batch before. [`~trl_otb.run_baseline.RunBaseline`] bounds what B leaves of a batch.
 
-    Bias: unbiased, since B_t depends on what precedes y_t, and on sums of later terms whose mean is 0 given what
-    precedes them; θ, Γ and c on earlier batches. Where tokens are drawn from a distribution that is not recorded, later
-    luck is left out (`Completions.draw_ratio`). Importance ratios of the loss weight only what it learns from.
-
-    Use it for N of 1 to 8 and 4 or more prompts per step. It gains nothing over `rloo_pooled` where
-    `otb/value/explained` stays near 0.
+    Unbiased, since B_t depends on what precedes y_t, and on sums of later terms whose mean is 0 given what precedes
+    them; θ, Γ and c on earlier batches. Where tokens are drawn from a distribution that is not recorded, later luck is
+    left out (`Completions.draw_ratio`). Importance ratios of the loss weight only what it learns from.
     """
 
     decay_per_batch = 0.9  # of a batch's weight

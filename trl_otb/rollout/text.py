@@ -158,18 +158,9 @@ def number(of: dict[str, Any], name: str, t: int) -> float:
 
 
 def summary(rollout: "Rollout") -> str:
-    """A few lines on sizes, rewards, and which values are available."""
-    generated, shown = int(rollout.mask.sum()), int(rollout.completion_mask.sum())
-    returns = completion_returns(rollout.rewards).cpu()
-    scored = returns[~returns.isnan()]
-    mean = f"mean {scored.mean():.4g}" if len(scored) > 0 else "none"
-    missing = f"; {len(returns) - len(scored)} completions without" if len(scored) < len(returns) else ""
-    kind = "one per completion" if rollout.rewards.dim() == 1 else "one per token"
-    of = "per completion" if rollout.advantages is None or rollout.advantages.size(1) == 1 else "per token"
-    tools = f", and {shown - generated:,} of tools" if shown > generated else ""
-    energies = "none" if rollout.energy is None else "of all tokens"
+    """Sizes and the mean reward."""
+    returns, generated = completion_returns(rollout.rewards), int(rollout.mask.sum())
     return (
         f"Rollout of {prompts_in(rollout)} prompts, N = {rollout.num_generations}: {len(rollout)} completions, "
-        f"{generated:,} tokens{tools}\nrewards: {mean}, {kind}{missing}\nenergies: {energies}\nadvantages: {of}\n"
-        "see show(prompt=0), page(path)"
+        f"{generated:,} generated tokens, mean reward {returns.nanmean().item():.4g}\nsee show(prompt=0), page(path)"
     )
