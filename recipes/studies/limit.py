@@ -1,7 +1,7 @@
 """
 How little can a baseline leave on the scratchpads? What is left if the state is read from the text, by a table.
 
-    OMP_NUM_THREADS=1 python -m recipes.studies.limit   # an hour on one core; results are printed
+    OMP_NUM_THREADS=1 python -m recipes.studies.limit --publish   # an hour on one core
 
 In shares of Σ w (G − B)² under `rloo`, at N = 4. The best baseline of a state s is b*(s) = E[w R | s] / E[w | s], the
 least that can be left without later luck. With it taken out, too, what a token earns is the value of the state that it
@@ -17,8 +17,9 @@ from itertools import pairwise
 
 import torch
 
-import recipes.studies.value  # noqa: F401 - registers the parts of `value`
+from recipes.studies import render
 from recipes.studies.tasks import PROMPTS_PER_BATCH, task_of, trainer_of
+from recipes.studies.value import TASKS as TITLES  # and its parts of `value` are registered
 from recipes.toy import scratchpad
 from trl_otb.baselines import Completions, find_baseline, joined
 from trl_otb.comparison import LEARN_BATCHES
@@ -60,14 +61,14 @@ def states_of(question: str, written: str) -> list[tuple]:
     return states
 
 
-def sampled(task, trainer, count: int, seed: int) -> list[tuple[Completions, list[list[tuple]]]]:
-    """For `count` prompts, GROUPS groups of N completions and the states of each."""
+def sampled(task, trainer, count: int, groups: int, seed: int) -> list[tuple[Completions, list[list[tuple]]]]:
+    """For `count` prompts, so many groups of N completions and the states of each."""
     examples = list(training_examples(trainer))
     order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed)).tolist()[:count]
     asked = [examples[i] for i in order]
     questions = {str(row["prompt"]): row["question"] for row in task.train}
     found = []
-    for example, (pool, rows) in zip(asked, sample(trainer, asked, N * GROUPS, seed), strict=True):
+    for example, (pool, rows) in zip(asked, sample(trainer, asked, N * groups, seed), strict=True):
         texts = [trainer.processing_class.convert_ids_to_tokens(row["completion_ids"][0].tolist()) for row in rows]
         states = [states_of(questions[str(example["prompt"])], text) for text in texts]
         found.append((replace(pool, num_generations=N), states))
@@ -107,29 +108,35 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
     parser.add_argument("--num_prompts", type=int, default=48)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--publish", action="store_true", help="put the columns into the results and the pages")
     args = parser.parse_args(argv)
+    tables: render.Tables = {}
     for name in args.tasks:
         task = task_of(name, args.seed)
         trainer = trainer_of(task, seed=args.seed)
         runs = {of: RunBaseline(find_baseline(of)) for of in MEASURED}
         with at_rest(trainer, frozenset({"energy", "logps", "states"})):
             for batch in range(LEARN_BATCHES):
-                pools = [pool for pool, _ in sampled(task, trainer, PROMPTS_PER_BATCH, 1000 + batch)]
-                whole = joined([pool.rows(slice(0, N), N) for pool in pools])
-                prompts = torch.arange(len(pools)).repeat_interleave(N)
+                whole = joined([pool for pool, _ in sampled(task, trainer, PROMPTS_PER_BATCH, 1, 1000 + batch)])
+                prompts = torch.arange(PROMPTS_PER_BATCH).repeat_interleave(N)
                 for run in runs.values():
                     run.step(replace(whole, prompt=prompts), learn=True)
-            pools = sampled(task, trainer, args.num_prompts, args.seed)
+            pools = sampled(task, trainer, args.num_prompts, GROUPS, args.seed)
         half = len(pools) // 2
         limits = torch.cat([powers(pools[:half], table(pools[half:])), powers(pools[half:], table(pools[:half]))])
-        shares = {"best of a state": limits[:, 0], "later luck taken out": limits[:, 1]}
+        shares = {"best_of_state": limits[:, 0], "less_later_luck": limits[:, 1]}
         for of, run in {"rloo": RunBaseline(find_baseline("rloo")), **runs}.items():
             shares[of] = measured(pools, run)
         counts = torch.randint(len(pools), (2000, len(pools)), generator=torch.Generator().manual_seed(0))
+        cells = []
         for of, power in shares.items():
             drawn = (power[counts].sum(1) / shares["rloo"][counts].sum(1)).quantile(torch.tensor([0.025, 0.975]))
-            share, (low, high) = power.sum() / shares["rloo"].sum(), drawn.tolist()
-            print(f"{name} {of:22} {share:.3f} ({low:.3f} to {high:.3f})", flush=True)
+            noise = [(power.sum() / shares["rloo"].sum()).item(), *drawn.tolist()]
+            cells.append({"prompts": args.num_prompts, "n": N, "estimator": of, "noise": noise})
+            print(f"{name} {of:22} {render.interval(noise, '.3f')}", flush=True)
+        tables[TITLES[name]] = cells
+    if args.publish:
+        render.publish("limit", tables)
 
 
 def measured(pools, run: RunBaseline) -> torch.Tensor:
