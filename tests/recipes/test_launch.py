@@ -62,38 +62,6 @@ def test_copy_runs_in_empty_folder(data_file, alone, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_processes_stop_and_resume(tmp_path):
-    """
-    From an empty cache: one process makes the policy, the other waits. A signal that reaches one process alone, in the
-    second step, ends both after it; the resumed run has the weights of an unstopped one.
-    """
-    (tmp_path / "of_this_test.py").write_text(
-        "import os, signal\nfrom recipes.toy.warm_start import policy\n\n"
-        "def short():\n    return policy('sums', 20)\n\n"
-        "def stop(completions, trainer_state, **kwargs):\n"
-        "    if os.environ['RANK'] == os.environ.get('STOPPED') and trainer_state.global_step == 1:\n"
-        "        os.kill(os.getpid(), signal.SIGINT)\n"
-        "    return [0.0] * len(completions)\n"
-    )
-    launch = [*ACCELERATE, "--num_machines", "1", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
-    flags = "--max_steps 3 --per_device_train_batch_size 12 --num_generations 8 --gradient_accumulation_steps 2"
-    flags += " --per_device_eval_batch_size 20 --model_name_or_path of_this_test:short"
-    flags += " --reward_funcs of_this_test:stop --reward_weights 1 0 --output_dir"
-    command = [*launch, recipe.__file__, *SMALL, *flags.split()]
-    cache = {"TRL_OTB_CACHE": str(tmp_path / "cache")}
-    done = started([*command, "whole"], tmp_path, **cache)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("Held-out accuracy: ") == 1
-    assert len([f for f in (tmp_path / "cache").iterdir() if f.is_dir()]) == 1
-    done = started([*command, "stopped"], tmp_path, **cache, STOPPED="1")
-    assert done.stdout.count("Stopped after step 2; its checkpoint is in stopped.") == 1, done.stderr[-3000:]
-    done = started([*command, "stopped", "--resume_from_checkpoint", "latest"], tmp_path, **cache)
-    assert done.returncode == 0, done.stderr[-3000:]
-    whole, resumed = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "stopped"))
-    assert whole == resumed
-
-
-@pytest.mark.slow
 def test_the_main_job_learns(tmp_path):
     """`accelerate launch recipes/math.py` from elsewhere, an eighth of it: accuracy rises by at least 10 points."""
     launch = [*ACCELERATE, "--num_processes", "1", "--num_machines", "1", recipe.__file__]
