@@ -22,8 +22,7 @@ GPU = Path(benchmarks.__file__).with_name("gpu.sh")
         ("advantages", "--repeats 1 --longest 512", "64 × 512"),
     ],
 )
-def test_benchmarks_run(script, flags, said, monkeypatch, capsys, model_path):
-    flags += f" --model {model_path} --dtype float32" if script == "step" else ""
+def test_benchmarks_run(script, flags, said, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [script, *flags.split()])
     runpy.run_module(f"recipes.benchmarks.{script}", run_name="__main__")
     assert said in capsys.readouterr().out

@@ -14,7 +14,7 @@ from trl import GRPOConfig, GRPOTrainer
 import trl_otb
 from tests.helpers import tiny, tiny_vision
 from tests.helpers.agents import AGENT
-from tests.helpers.scripted import TOOLS, TURNS, script_turns
+from tests.helpers.scripted import TURNS, add, script_turns
 from tests.helpers.settings import LORA, assert_same_weights, in_turn
 from trl_otb import OTBGRPOTrainer, compare_baselines, register_baseline
 from trl_otb import comparison as comparison_module
@@ -378,8 +378,8 @@ def rewarded_per_turn(completions, **kwargs):
 
 @pytest.mark.slow
 def test_tools(train, monkeypatch, calls_of_prompt_moments):
-    script_turns(monkeypatch, [TURNS[row] for row in (0, 1, 6, 7)])
-    trainer = train(train=False, reward_funcs=rewarded_per_turn, tools=TOOLS, **AGENT)
+    script_turns(monkeypatch, [TURNS[row] for row in (1, 6, 7)])
+    trainer = train(train=False, reward_funcs=rewarded_per_turn, tools=[add], **AGENT)
     report = compare_baselines(trainer, **SMALL | {"baselines": ["otb", "ogb_pooled", "value"]})
     assert report.group_size == 4 and report.mean_length > 5  # the trainer's own, 8, was not asked for
     of = {row.name: row.noise_over_group_mean.value for row in report.at()}
