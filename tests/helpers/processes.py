@@ -9,6 +9,7 @@ process that has already run a backward pass must not be forked.
 
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 import traceback
@@ -41,7 +42,7 @@ BACKENDS = {
     "fsdp2": {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_TORCH_DEVICE": "cpu"}
     | {f"FSDP_{name}": value for name, value in FSDP.items()},
 }
-AGENT_BACKENDS = ("ddp", "zero3", "fsdp2")
+AGENT_BACKENDS = ("ddp", "zero3")
 ASYNC_BACKENDS = ("ddp", "zero2", "fsdp2")  # under ZeRO-3 TRL's asynchronous trainer sends a server parts of weights
 SAMPLED, EXTRA = "the forwards that sampled", "one extra no-gradient forward"
 # 12 rows a rollout on all processes together. Of 3 groups of 4, the middle one straddles two processes.
@@ -85,26 +86,20 @@ class Part:
 
 def pairwise() -> list[tuple[str, Part]]:
     """
-    (backend, part): every two of backend (but for ZeRO-1, of which there is one case), source of energies, adapter and
-    checkpointing meet in some case. Then a user's own baseline, those that compare prompts, one that learns, the
-    running scale, and a vision-language model.
+    (backend, part): every two of backend, source of energies, adapter and checkpointing meet in some case, but for
+    ZeRO-1 and ZeRO-2, of which there is one case each. Then a user's own baseline, those that compare prompts, one that
+    learns, the running scale, and a vision-language model, whose rows are shuffled with their pictures.
     """
     cases = []
-    for b, backend in enumerate(name for name in BACKENDS if name != "zero1"):
+    for b, backend in enumerate(("ddp", "zero3", "fsdp2")):
         for i, source in enumerate(SOURCES):
             lora = (b + (i == 2)) % 2 == 1
             cases.append((backend, Part(source, lora, checkpointing=(i + lora) % 2 == 1)))
-    cases += [("ddp", Part(source, False, False, OWN_BASELINE)) for source in (EXTRA, SAMPLED)]
-    cases += [("ddp", Part(source, False, False, "ogb_pooled")) for source in [*SOURCES][1:]]
-    cases += [("ddp", Part(SAMPLED, False, False, "rloo_pooled"))]
     for i, backend in enumerate(BACKENDS):
         cases += [(backend, Part(list(SOURCES)[i % 3], i % 2 == 1, i % 2 == 0, "value"))]
-    cases += [(backend, Part(SAMPLED, False, False, "value")) for backend in ("ddp", "zero3")]
-    cases += [(b, Part(SAMPLED, b == "zero2", False, "value", one=True)) for b in ("ddp", "zero2", "zero3")]
-    cases += [("ddp", Part(SAMPLED, False, False, name, scale_rewards="running")) for name in ("value", "group_mean")]
-    # Where rows are shuffled with their pictures
-    pictures = Part(SAMPLED, lora=False, checkpointing=False, pictures=True)
-    return cases + [(backend, pictures) for backend in ("ddp", "zero3")]
+    cases += [("ddp", Part(SAMPLED, False, False, name)) for name in (OWN_BASELINE, "ogb_pooled", "rloo_pooled")]
+    others = ({"one": True}, {"scale_rewards": "running"}, {"baseline": "otb", "pictures": True})
+    return cases + [("ddp", Part(SAMPLED, False, False, **{"baseline": "value"} | other)) for other in others]
 
 
 CASES = pairwise()
@@ -248,7 +243,12 @@ def agent_case(model: str, folder: str) -> dict:
         turns = [[0.1 * len(m["content"]) for m in c if m["role"] == "assistant"] for c in completions]
         return [t if len(t) > 2 else sum(t) for t in turns]
 
-    options = {"generation_kwargs": {"max_new_tokens": 3}, "max_completion_length": 400, "learning_rate": 1e-2}
+    options = {
+        "generation_kwargs": {"max_new_tokens": 3},
+        "max_completion_length": 400,
+        "learning_rate": 1e-2,
+        "max_steps": 1,
+    }
     settings = settings_of(folder, 12, fsdp, **options)
     rows = settings["per_device_train_batch_size"]
     prompts = [[{"role": "user", "content": f"{i}+3?"}] for i in range(6)]
@@ -322,9 +322,29 @@ def failing_case(model: str, folder: str) -> dict:
     return {}
 
 
+def recipe_case(model: str, folder: str, output: str, *flags: str) -> dict:
+    """recipes/math.py, whose policy is made first; SIGINT may reach one process in the second step."""
+    from recipes import math as recipe
+    from recipes.toy import warm_start
+    from tests.recipes.conftest import SMALL
+
+    def stop(completions, trainer_state, **kwargs):
+        if os.environ["RANK"] == os.environ.get("STOPPED") and trainer_state.global_step == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return [0.0] * len(completions)
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which whoever started the tests may ignore
+    recipe.stop, recipe.short = stop, lambda: warm_start.policy("sums", 20)
+    own = "--max_steps 3 --per_device_train_batch_size 12 --num_generations 8 --gradient_accumulation_steps 2 "
+    own += "--per_device_eval_batch_size 20 --model_name_or_path recipes.math:short "
+    own += "--reward_funcs recipes.math:stop --reward_weights 1 0 --output_dir"
+    recipe.main([*SMALL, *own.split(), str(Path(folder).with_name(output)), *flags])
+    return {}
+
+
 KINDS = {
     "agent": (agent_case, AGENT_BACKENDS),
-    "compare": (compare_case, ("ddp", "zero2", "zero3")),
+    "compare": (compare_case, ("ddp", "zero3")),
     "async": (async_case, ASYNC_BACKENDS),
 }
 
@@ -352,12 +372,12 @@ def _process(rank: int, world: int, port: int, env: dict, run, arguments: tuple,
     os._exit(code)  # gloo's threads can abort the interpreter's teardown after a good run
 
 
-def launch(folder: Path, name: str, world: int, env: dict, run, model: str, *part: Part) -> None:
+def launch(folder: Path, name: str, world: int, env: dict, run, model: str, *more: Part | str) -> None:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     context = multiprocessing.get_context("fork")
-    arguments = (model, str(folder / name), *part)
+    arguments = (model, str(folder / name), *more)
     processes = [
         context.Process(target=_process, args=(rank, world, port, env, run, arguments, folder / f"{name}.{rank}.pt"))
         for rank in range(world)
@@ -396,6 +416,10 @@ def main(folder: Path) -> None:
         launch(folder, f"{kind}-single", 1, {}, function, model)
         for backend in backends:
             launch(folder, f"{kind}-{backend}", 2, BACKENDS[backend], function, model)
+    cache = {"TRL_OTB_CACHE": str(folder / "cache")}
+    launch(folder, "recipe-whole", 2, cache, recipe_case, model, "whole")
+    launch(folder, "recipe-stopped", 2, cache | {"STOPPED": "1"}, recipe_case, model, "stopped")
+    launch(folder, "recipe-resumed", 2, cache, recipe_case, model, "stopped", "--resume_from_checkpoint", "latest")
     launch(folder, "failing", 2, BACKENDS["ddp"], failing_case, model)
 
 

@@ -1,11 +1,10 @@
 """
-Two steps of a run, as one of many processes may see them: `python -m tests.helpers.short_run KIND MODEL FOLDER`.
+Two steps of a run, as one of many processes may see them.
 
 Prints what the trainer raised, or the gradient norms of its steps and, after `warned:`, each warning of this package.
 """
 
 import logging
-import sys
 from unittest.mock import patch
 
 from tests.helpers import tiny
@@ -20,8 +19,8 @@ def synchronous(kind, model, folder):
     from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 
     options = {
-        "vllm": {"use_vllm": True, "vllm_mode": "colocate"},
         "reused": {"num_iterations": 2},
+        "vllm": {"use_vllm": True, "vllm_mode": "colocate"},
         "tools": {"generation_kwargs": {"max_new_tokens": 2}},
     }.get(kind, {})
     baseline = kind if kind in ("otb", "value", "rloo", "group_mean") else "value"
@@ -61,7 +60,3 @@ def main(kind, model, folder):
         print("trained:", [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry])
     for warning in warnings:
         print(f"warned: {warning}")
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

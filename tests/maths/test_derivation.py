@@ -160,10 +160,10 @@ def test_unbiased_flags_are_true(policy, baseline, n):
 POOLED = [name for name, rule in RULES.items() if find_baseline(rule).scope == "batch"]
 
 
-@pytest.mark.parametrize(("baseline", "n"), [*itertools.product(POOLED, (1, 2)), ("rloo_pooled", 3)])
+@pytest.mark.parametrize(("baseline", "n"), itertools.product(POOLED, (1, 2)))
 def test_pooling_with_other_prompts_is_unbiased(policy, baseline, n):
     """Whatever the other prompts' completions were; `value` before it learns, and test_value.py has what follows."""
-    for unscored in {0, n - 1} if n < 3 else [1]:
+    for unscored in {0, n - 1}:
         found = gradient_in_batches(policy, n, baseline, unscored)
         torch.testing.assert_close(found, policy.gradient, atol=2e-7, rtol=0)
 

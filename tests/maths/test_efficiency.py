@@ -204,10 +204,6 @@ def test_verdict_keeps_what_is_not_surely_worse(rows, own, begins, says):
     assert verdict.startswith(begins) and says in verdict
 
 
-def test_repeated_examples_are_named():
-    assert "only 2 different examples" in report_of([CONTROL_ROW, SURE], repeated=2).verdict
-
-
 def test_interval_of_few_prompts_is_wider():
     """As Student's t: 2.131 for 16 prompts, 1.96 for many."""
     tail = interval_tail(16, 0.05)

@@ -99,28 +99,11 @@ def test_ones_own_weight_forgets_rare_successes(rate, length):
         assert one_choice(baseline, rate) / (rate * (1 - rate)) == pytest.approx(expected, abs=6e-4), baseline
 
 
-def test_steps_from_low_success_rates():
-    """Of the same policy, one logit: time is ∫ dz / E ĝ(z), in units of that without a bias."""
-    start, points = math.log(0.01 / 0.99), 200
-    rates = [1 / (1 + math.exp(-start * (i + 0.5) / points)) for i in range(points)]
-    times = {name: sum(1 / one_choice(name, rate) for rate in rates) for name in ("otb", "rloo")}
-    assert times["otb"] / times["rloo"] == pytest.approx(16.1, abs=0.1)
-
-
 @pytest.mark.parametrize("pooled", ["ogb_pooled", "rloo_pooled", "value"])
-@pytest.mark.parametrize("left_out", ["masked", "without a reward"])
-def test_only_completion_gets_others_mean(pooled, left_out):
-    rewards = torch.tensor([1.0, 9.0, 9.0, 9.0, 1.0, 3.0, 2.0, 2.0, 6.0, 3.0, 4.0, 5.0, 4.0, 4.0, 4.0, 4.0])
-    mask = torch.ones(16, 1).long()
-    if left_out == "masked":
-        mask[1:4] = 0
-    else:
-        rewards[1:4] = math.nan
-    # The other prompts' means are 2, 4.5 and 4; without other prompts there is nothing to compare
-    for rows, expected in ((16, 10.5 / 3), (4, 0.0)):
-        inputs = rewards[:rows], torch.ones(rows, 1), mask[:rows]
-        of_rows = compute_advantages(*inputs, 4, baseline=pooled).flatten()
-        assert of_rows[0].item() == pytest.approx(1 - expected, abs=1e-5) and (of_rows[1:4] == 0).all()
+def test_nothing_to_compare_subtracts_nothing(pooled):
+    """One completion of a group has a reward, and there are no other prompts."""
+    rewards, ones = torch.tensor([1.0, math.nan, math.nan, math.nan]), torch.ones(4, 1)
+    assert compute_advantages(rewards, ones, ones, 4, baseline=pooled).flatten().tolist() == [1.0, 0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("baseline", RULES)
@@ -157,7 +140,7 @@ RATES = {  # of success, by kind of prompts; the form of λ was chosen on the fi
 }
 
 
-def power_over_rloo(kind: str, n: int, prompts: int, batches: int = 400) -> float:
+def power_over_rloo(kind: str, n: int, prompts: int, batches: int = 150) -> float:
     """Σ (R − B)² under `rloo_pooled` over that under `rloo`, which is the noise of a gradient of equal energies."""
     g = torch.Generator().manual_seed(0)
     torch.manual_seed(0)

@@ -1,6 +1,5 @@
 """The baselines of recipes/more_baselines.py: as the others are tested, and what is theirs alone."""
 
-import math
 import sys
 from importlib import import_module
 
@@ -41,16 +40,6 @@ def test_advantages_match_double_loop(baseline, dense, n):
     for alignment in ("generated", "position") if baseline == "otb_shrunk" else ("generated",):
         for weighted in (False, True):
             assert_double_loop(baseline, alignment, dense, weighted, n)
-
-
-@pytest.mark.parametrize("baseline", NAMES)
-def test_holes_and_padding_change_nothing(baseline):
-    x = Rollouts()
-    pad = torch.nn.functional.pad
-    padded = x.advantages(energy=pad(x.energy, (0, 5), value=math.nan), mask=pad(x.mask, (0, 5)), baseline=baseline)
-    assert torch.equal(padded, pad(x.advantages(baseline=baseline), (0, 5)))
-    for empty in ({"mask": 0 * x.mask}, {"energy": 0 * x.energy}, {"rewards": math.nan * x.rewards}):
-        assert x.advantages(**empty, baseline=baseline).isfinite().all()
 
 
 def test_opo_is_the_reference_implementations():

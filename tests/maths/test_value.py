@@ -7,10 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
+import jaxtyping
 import pytest
 import torch
 
 from tests.helpers.oracles import Rollouts
+from tests.helpers.settings import in_turn
 from tests.maths.test_derivation import Enumeration, V
 from trl_otb import run_baseline
 from trl_otb.baselines import BASELINES, Completions, Value, compute_advantages, joined, squeeze
@@ -20,6 +22,12 @@ from trl_otb.baselines import value_parts as parts
 
 PROMPTS, N, T, K = 16, 4, 12, 3
 NAMES = ("explained", "explained_by_state", "weight", "luck_weight", "restarted")
+
+
+@pytest.fixture(autouse=True)
+def unchecked(monkeypatch):
+    """Of hundreds of batches, shapes are not checked: that took a third of the time. Other tests check those."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 class Batch:
@@ -122,7 +130,7 @@ def test_batch_does_not_affect_itself():
     assert torch.equal(other.baseline(value), batch.baseline(value))
 
 
-@pytest.mark.parametrize("t", range(T))
+@pytest.mark.parametrize("t", [0, 1, T // 2, T - 1])
 def test_future_tokens_do_not_matter(t):
     """But for their luck, which is left out here."""
     value, task, off = learnt(seen=True), Task(100, seen=True), torch.zeros(PROMPTS * N, T)
@@ -139,32 +147,6 @@ def test_future_tokens_do_not_matter(t):
     mask[:, t + 1 :] = 0
     found = task.batch(mask=mask, **more).baseline(value)
     torch.testing.assert_close(found[present, t], expected[present, t], atol=1e-6, rtol=0)
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_few_short_completions_do_no_harm(seed):
-    """32 completions of up to 3 tokens per batch; the noise is exact, as all that the policy may write is listed."""
-    policy, value, g = Enumeration(), Value(), torch.Generator().manual_seed(seed)
-    every = torch.arange(len(policy.mask))
-    base = policy.mean(policy.rewards).float().expand(len(every), 1)
-
-    def batch(rows):
-        more = {"energy": policy.energy[rows].float(), "logps": policy.logps[rows].float()}
-        states = torch.zeros(*policy.mask[rows].shape, 1)
-        return Batch(policy.rewards[rows].float(), policy.mask[rows], base[rows], states=states, **more)
-
-    def noise(baseline):
-        advantages = (policy.rewards[:, None] - baseline) * policy.mask
-        gradients = torch.einsum("it,itv->iv", advantages, policy.scores)
-        return (policy.mean(gradients.square().sum(1)) - policy.gradient.square().sum()).item()
-
-    left = []
-    for _ in range(12):
-        found = batch(torch.multinomial(policy.probability, 32, True, generator=g))
-        found.base = value(found.x)
-        assert found.teach(value)["restarted"] == 0
-        left.append(noise(batch(every).baseline(value)) / noise(base))
-    assert max(left) < 1.05 and left[-1] < 0.9
 
 
 class OnRloo(Value):
@@ -283,24 +265,6 @@ def test_coefficients_are_least_squares_of_earlier_batches():
     assert min(difference) < 2e-3 < sorted(difference)[1]
 
 
-def test_two_choices_give_failure_chance():
-    """Then every sample's gradient is the exact one: (1 − p) (1 − B) after a success, −p (0 − B) after a failure."""
-    value, g = Value(), torch.Generator().manual_seed(0)
-    for _ in range(8):
-        sure = (torch.arange(400) // N % 2 == 0).float()
-        chance = 0.6 + 0.3 * sure
-        won = (torch.rand(400, generator=g) < chance).float()
-        energy = (2 * (won - chance).square()).unsqueeze(1)
-        logps = (won * chance + (1 - won) * (1 - chance)).log().unsqueeze(1)
-        states = torch.stack([sure, 1 - sure], dim=1).unsqueeze(1)
-        batch = Batch(won, torch.ones(400, 1).long(), energy=energy, logps=logps, states=states)
-        baselines = batch.baseline(value)[:, 0]
-        batch.teach(value)
-    torch.testing.assert_close(baselines, 1 - chance, atol=0.05, rtol=0)
-    gradients = (won - chance) * (won - baselines)
-    torch.testing.assert_close(gradients, chance * (1 - chance), atol=0.05, rtol=0)
-
-
 def test_spurious_slope_of_base_is_limited():
     """Within a batch, what the others earned and what a completion earned sum up to the same for all."""
     value, g = Value(), torch.Generator().manual_seed(0)
@@ -323,7 +287,7 @@ def test_weight_grows_with_prompts_and_tokens():
 def test_uninformative_states_give_base(prompts):
     """Prompts of very unequal rates: what the state says of one says nothing of another."""
     of_value = of_base = 0.0
-    for seed in range(100):
+    for seed in range(40):
         if seed % 20 == 0:
             value = Value()
         batch = Task(seed, prompts=prompts, told=False).batch()
@@ -378,19 +342,16 @@ def test_changed_rewards_cost_one_batch(change, caplog):
     assert max(left[1:]) < 1.05 and left[-1] < 1 and (left[0] > 2) == (expected == 1)
 
 
-@pytest.mark.parametrize(("prompts", "most"), [(1, 3), (4, 1)])
+@pytest.mark.parametrize(("prompts", "most"), [(1, 1), (4, 0)])
 def test_quiet_batch_causes_no_restart(prompts, most):
     """Returns of all sizes in batches of 4 or 16: some happen to be nearly equal, where any error is large."""
-    restarted = of_value = of_base = 0.0
-    for draw in range(3):
-        value = Value()
-        for seed in range(60):
-            task = Task(1000 * draw + seed, prompts=prompts)
-            sizes = torch.distributions.Exponential(1.0)
-            torch.manual_seed(1000 * draw + seed)
-            batch = task.batch((0.2 + task.rewards) * sizes.sample(task.rewards.shape))
-            of_value, of_base = of_value + batch.power(value), of_base + batch.power(batch.base)
-            restarted += batch.teach(value)["restarted"]
+    value, restarted, of_value, of_base = Value(), 0.0, 0.0, 0.0
+    for seed in range(1000, 1060):
+        task, sizes = Task(seed, prompts=prompts), torch.distributions.Exponential(1.0)
+        torch.manual_seed(seed)
+        batch = task.batch((0.2 + task.rewards) * sizes.sample(task.rewards.shape))
+        of_value, of_base = of_value + batch.power(value), of_base + batch.power(batch.base)
+        restarted += batch.teach(value)["restarted"]
     assert restarted <= most and of_value < 0.95 * of_base
 
 
@@ -414,8 +375,7 @@ def largest_power(jump, n):
     return most
 
 
-@pytest.mark.parametrize("n", [1, N])
-@pytest.mark.parametrize("jump", JUMPS)
+@pytest.mark.parametrize(("jump", "n"), in_turn(JUMPS, [1, N]))
 def test_jumps_again_and_again_do_no_harm(jump, n, monkeypatch):
     assert largest_power(jump, n) < 2
     for name in ("WORSE_RATIO", "WORSE_RATIO_OF_HALF"):
@@ -518,22 +478,6 @@ def in_two_processes(function):
 
     with ThreadPoolExecutor() as threads:
         return [*threads.map(lambda process: function(process, partial(gather, process)), range(2))]
-
-
-def test_processes_learn_from_each_others_completions():
-    """Two of them: sums are added, ends of returns compared, prompts counted."""
-    whole, both, expected = Task(100, seen=True).batch(), (learnt(seen=True), learnt(seen=True)), learnt(seen=True)
-    half = PROMPTS * N // 2
-
-    def teach(process, gather):
-        rows = slice(process * half, (process + 1) * half)
-        return both[process].update(whole.x.rows(rows), whole.base[rows], gather)
-
-    metrics = in_two_processes(teach)
-    assert metrics[0] == metrics[1] == pytest.approx(whole.teach(expected))
-    for value in both:
-        torch.testing.assert_close(whole.baseline(value), whole.baseline(expected), atol=1e-4, rtol=0)
-        assert value._prompts == expected._prompts == 9 * PROMPTS and value._returns_seen == expected._returns_seen
 
 
 @pytest.mark.parametrize("n", [1, 2, N])
@@ -650,7 +594,7 @@ def test_batches_without_advantages_keep_weight(rewards, weight):
         assert value.theta is before and value._batches == learnt()._batches
 
 
-@pytest.mark.parametrize(("prompts", "slips"), [(2, 0.03), (4, 0.01), (16, 0.003)])
+@pytest.mark.parametrize(("prompts", "slips"), [(2, 0.03), (16, 0.003)])
 def test_near_certain_success_is_learned(prompts, slips):
     """In many batches all returns are equal, which is no evidence against it."""
 
@@ -662,9 +606,9 @@ def test_near_certain_success_is_learned(prompts, slips):
         return task.batch((mistakes.sum(1) == 0).float())
 
     unseen, left = [batch(10**6 + seed) for seed in range(20)], 0.0
-    for draw in range(4):
+    for draw in range(2):
         value = Value()
         for number in range(60):
             batch(1000 * draw + number, prompts).teach(value)
-        left += of_batches(unseen, value) / 4
+        left += of_batches(unseen, value) / 2
     assert left < 0.5

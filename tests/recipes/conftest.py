@@ -42,11 +42,11 @@ def elsewhere(tmp_path, tmp_path_factory, monkeypatch):
 
 @pytest.fixture
 def run(short_policy, tmp_path):
-    """Runs recipes/math.py in this process, small, and returns the output folder; `main` is another recipe's."""
+    """Runs recipes/math.py in this process, small, and returns the output folder."""
 
-    def start(*flags, output="run", main=recipe.main):
+    def start(*flags, output="run"):
         folder = tmp_path / output
-        main(["--model_name_or_path", str(short_policy), *SMALL, "--output_dir", str(folder), *flags])
+        recipe.main(["--model_name_or_path", str(short_policy), *SMALL, "--output_dir", str(folder), *flags])
         return folder
 
     return start

@@ -236,13 +236,6 @@ def test_study_cells_from_a_report(study):
     assert of_value[2] == "| task (3) | 0.40 (0.40–0.40) | 0.30 | 0.20 |"  # of the noise of `rloo_pooled`, 0.5
 
 
-def test_tokens_until_a_reward():
-    run = {"tokens": 1000, "curve": [0.0, 0.2, 0.4, 0.8, 0.6]}
-    assert runs.tokens_until(run, 0.3) == pytest.approx(400)  # between the middles of tenths, here fifths
-    assert runs.tokens_until(run, 0.0) == pytest.approx(100)
-    assert runs.tokens_until(run, 0.9) is None
-
-
 @pytest.mark.parametrize("page", render.PAGES)
 def test_published_tables_match_results(page):
     text = (render.HERE / f"{page}.md").read_text()

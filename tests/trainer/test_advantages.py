@@ -10,12 +10,11 @@ from transformers import AutoModelForCausalLM
 from tests.helpers import tiny
 from tests.helpers.oracles import energies_by_softmax, generated, mask_of
 from tests.helpers.recording import Recording, first_rollout
-from tests.helpers.settings import LORA, SOURCES
+from tests.helpers.settings import LORA, SOURCES, in_turn
 from trl_otb.baselines import BASELINES, compute_advantages
 
 
-@pytest.mark.parametrize("baseline", BASELINES)
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize(("baseline", "source"), in_turn(BASELINES, SOURCES))
 def test_advantages_match_float64_softmax(train, model_path, source, baseline):
     trainer = train(baseline=baseline, temperature=0.7, learning_rate=0.0, max_steps=1, **SOURCES[source])
     batch = first_rollout(trainer)
@@ -99,9 +98,8 @@ def test_reference_pass_is_not_policys(train, peft):
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("source", SOURCES)
-def test_completions_table_holds_our_advantages(train, tmp_path, source):
-    options = {"log_completions": True, "num_completions_to_print": 0, "max_steps": 1, **SOURCES[source]}
+def test_completions_table_holds_our_advantages(train, tmp_path):
+    options = {"log_completions": True, "num_completions_to_print": 0, "max_steps": 1}
     trainer = train(output_dir=str(tmp_path / "run"), **options)
     table = pd.read_parquet(next((tmp_path / "run" / "completions").glob("*.parquet")))
     batch = first_rollout(trainer)

@@ -70,14 +70,13 @@ def test_ratio_is_that_of_the_sampler(case, train, monkeypatch, caplog):
     assert trainer.baseline.entry.estimator.gamma.isfinite().all()
 
 
-@pytest.mark.parametrize("iterations", [1, 2])
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "said", "iterations"),
     [
-        ({"top_k": 5}, "TopKLogitsWarper"),
-        ({"suppress_tokens": [5]}, "SuppressTokensLogitsProcessor"),
-        ({"temperature": 0.5}, "a temperature that is not 1.0"),
-        ({"do_sample": False}, "do_sample=False"),
+        ({"top_k": 5}, "TopKLogitsWarper", 1),
+        ({"suppress_tokens": [5]}, "SuppressTokensLogitsProcessor", 2),
+        ({"temperature": 0.5}, "a temperature that is not 1.0", 2),
+        ({"do_sample": False}, "do_sample=False", 1),
     ],
 )
 def test_other_generation_configs_are_noticed(train, caplog, change, said, iterations):

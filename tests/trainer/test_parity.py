@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
 from tests.helpers import tiny
-from tests.helpers.settings import SETTINGS, assert_same_weights, logged, weights
+from tests.helpers.settings import SETTINGS, assert_same_weights, logged
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer, TokenRewards
 
 
@@ -23,8 +23,7 @@ def test_group_mean_equals_grpo_trainer(train, setting):
     for of_grpo, of_otb in zip(grpo.state.log_history, otb.state.log_history, strict=True):
         shared = {k: v for k, v in of_otb.items() if not k.startswith("otb/") and k not in timings}
         assert shared == {k: v for k, v in of_grpo.items() if k not in timings}
-    untrained = weights(train(train=False, baseline="group_mean", **options))
-    assert any(not torch.equal(p, untrained[name]) for name, p in weights(otb).items()), "nothing was trained"
+    assert max(logged(otb, "grad_norm")) > 0, "nothing was trained"
 
 
 def shorter(completion_ids, **kwargs):

@@ -47,21 +47,6 @@ def fresh_compiler():
     torch.compiler.reset()
 
 
-def assert_energies_are_those_of_the_last_weights(trainer, snapshots, model_path):
-    """Those of the second of two rollouts: what the first compiled or cached must not be found in it."""
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-    model.load_state_dict(snapshots.weights[-1])
-    rollout = trainer.rollouts["train"]
-    energy = energies_by_softmax(model, vars(rollout))
-    torch.testing.assert_close(rollout.energy.double(), energy, atol=1e-5, rtol=0)
-    rewards = torch.tensor(tiny.even_bytes(generated(vars(rollout))))
-    expected = compute_advantages(rewards, energy, rollout.mask, 4)
-    torch.testing.assert_close(rollout.advantages, expected, atol=1e-5, rtol=0)
-    model.load_state_dict(snapshots.weights[0])
-    assert (energies_by_softmax(model, vars(rollout)) - energy).abs().max() > 0.01, "the weights have hardly changed"
-    return rollout
-
-
 @pytest.mark.parametrize(
     "options",
     [CONTINUOUS_BATCHING, SYNC_REF_MODEL, {**COMPILE, "peft_config": LORA, "gradient_checkpointing": True}],
@@ -83,13 +68,25 @@ def test_the_group_mean_is_grpo_trainer(train, fresh_compiler, options):
     ],
 )
 def test_energies_are_those_of_the_second_rollout(train, model_path, fresh_compiler, options, source):
-    """Not lost in a compiled forward, which was traced with and without them, nor left over from another one."""
+    """
+    Not lost in a compiled forward, which was traced with and without them; and what the first rollout compiled or
+    cached is not found in the second.
+    """
     snapshots, several = Snapshots(), SOURCES[source].get("num_iterations", 1)
     trainer = train(callbacks=[snapshots], max_steps=2 * several, **options, **SOURCES[source])
     snapshots.weights = snapshots.weights[::several]  # of two steps each the first has the weights of the rollout
     assert trainer.energy_source == source and len(snapshots.weights) == 2
     assert options is not COMPILE or isinstance(trainer.model_wrapped, torch._dynamo.OptimizedModule)
-    assert_energies_are_those_of_the_last_weights(trainer, snapshots, model_path)
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    model.load_state_dict(snapshots.weights[-1])
+    rollout = trainer.rollouts["train"]
+    energy = energies_by_softmax(model, vars(rollout))
+    torch.testing.assert_close(rollout.energy.double(), energy, atol=1e-5, rtol=0)
+    rewards = torch.tensor(tiny.even_bytes(generated(vars(rollout))))
+    expected = compute_advantages(rewards, energy, rollout.mask, 4)
+    torch.testing.assert_close(rollout.advantages, expected, atol=1e-5, rtol=0)
+    model.load_state_dict(snapshots.weights[0])
+    assert (energies_by_softmax(model, vars(rollout)) - energy).abs().max() > 0.01, "the weights have hardly changed"
 
 
 QUANTIZED = {

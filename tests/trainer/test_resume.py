@@ -12,9 +12,7 @@ from trl_otb import OTBGRPOTrainer
     "options",
     [
         {},
-        SETTINGS["split groups"],
-        {"peft_config": LORA},
-        *[{"scale_rewards": "running", "baseline": name} for name in ("rloo", "value")],
+        {"scale_rewards": "running", "baseline": "value"},
         *[{"baseline": "value", **options} for options in (SETTINGS["split groups"], {"peft_config": LORA})],
     ],
 )

@@ -78,13 +78,6 @@ def test_only_files_of_libraries_are_theirs():
     assert [from_library(types.FunctionType(code, {})) for code in codes] == [True, False]
 
 
-def test_moved_parameters_of_trl_are_named(monkeypatch):
-    """Where TRL's own function has others: install the tested version."""
-    monkeypatch.setattr(GRPOTrainer, "_compute_loss", GRPOTrainer._get_per_token_logps_and_entropies)
-    with pytest.raises(ImportError, match=r"`GRPOTrainer._compute_loss` no longer takes \(self, model, inputs\)"):
-        GRPO.check()
-
-
 ATTRIBUTES = [(of, owner, name) for of in CONTRACTS for owner, names in of.attributes.items() for name in names.split()]
 
 

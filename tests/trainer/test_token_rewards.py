@@ -10,7 +10,6 @@ from tests.helpers.recording import first_rollout
 from tests.helpers.scripted import TOOLS, TURNS, script_turns
 from tests.helpers.settings import SOURCES, assert_same_weights, in_turn, logged
 from trl_otb import TokenRewards
-from trl_otb.baselines import BASELINES
 from trl_otb.rewards import turn_ends
 
 
@@ -77,20 +76,6 @@ def test_turns_of_one_conversation(train, monkeypatch, model_path):
     assert_is_double_loop(batch, rewards.tolist(), model_path)
     assert logged(trainer, "rewards/progress/mean") == [pytest.approx(sum(sums) / 8)]
     assert logged(trainer, "reward") == [pytest.approx(rewards.sum(1).mean().item())]
-
-
-@pytest.mark.parametrize("baseline", [b for b in BASELINES if not BASELINES[b].per_token])
-def test_baselines_of_completions_use_the_sum(train, baseline):
-    def tokens(completion_ids, **kwargs):
-        return [TokenRewards([0.1 * (i % 2 == 0) for i in ids]) for ids in completion_ids]
-
-    def total(completion_ids, **kwargs):
-        return [sum(t) for t in tokens(completion_ids)]
-
-    a, b = (train(reward_funcs=f, baseline=baseline, **GROUPS) for f in (tokens, total))
-    for x, y in zip(a.micro_batches, b.micro_batches, strict=True):
-        torch.testing.assert_close(x["advantages"], y["advantages"], atol=1e-6, rtol=0)
-    assert logged(a, "reward") == pytest.approx(logged(b, "reward"))
 
 
 def test_none_and_numbers_and_turns_mix(train):

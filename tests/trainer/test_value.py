@@ -152,7 +152,7 @@ def test_evaluation_does_not_change_value(train_value, memory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}, {"num_iterations": 2}])
+@pytest.mark.parametrize("options", [{}, {"num_iterations": 2}])
 def test_a_compiled_model(train_value, memory, options):
     torch.compiler.reset()
 
@@ -195,8 +195,10 @@ class Counting:
         self.updates = [tuple(shape) for shape in state["updates"]]
 
 
-@pytest.mark.parametrize("flags", [{"per_token": False, "needs": ()}, {}])
-@pytest.mark.parametrize("options", [{}, LAYOUTS["split groups"], {"num_iterations": 2}])
+@pytest.mark.parametrize(
+    ("flags", "options"),
+    [({"per_token": False, "needs": ()}, {}), ({}, LAYOUTS["split groups"]), ({}, {"num_iterations": 2})],
+)
 @pytest.mark.usefixtures("registry")
 def test_own_class_gets_batches_once(train, flags, options):
     register_baseline("counting", **flags)(Counting)
@@ -233,19 +235,9 @@ def test_what_a_baseline_may_read(train):
 
 
 @pytest.mark.usefixtures("registry")
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"state_dict": lambda self: {"sums": np.ones(3)}}, "'mine' returned a dict from `state_dict`"),
-        (
-            {"__call__": lambda self, x: x.returns * math.nan},
-            "The baseline 'mine' returned nan for completion 0, token",
-        ),
-    ],
-)
-def test_what_an_own_baseline_does_wrong_is_named_at_once(train, changes, message):
-    register_baseline("mine")(type("Mine", (Counting,), changes))
-    with pytest.raises(ValueError, match=message):
+def test_a_state_that_cannot_be_saved_is_named_at_once(train):
+    register_baseline("mine")(type("Mine", (Counting,), {"state_dict": lambda self: {"sums": np.ones(3)}}))
+    with pytest.raises(ValueError, match="'mine' returned a dict from `state_dict`"):
         train(baseline="mine", max_steps=1)
 
 
