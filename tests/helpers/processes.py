@@ -42,7 +42,7 @@ BACKENDS = {
     "fsdp2": {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_TORCH_DEVICE": "cpu"}
     | {f"FSDP_{name}": value for name, value in FSDP.items()},
 }
-AGENT_BACKENDS = ("ddp", "zero3")
+AGENT_BACKENDS = ("ddp", "zero3", "fsdp2")
 ASYNC_BACKENDS = ("ddp", "zero2", "fsdp2")  # under ZeRO-3 TRL's asynchronous trainer sends a server parts of weights
 SAMPLED, EXTRA = "the forwards that sampled", "one extra no-gradient forward"
 # 12 rows a rollout on all processes together. Of 3 groups of 4, the middle one straddles two processes.
@@ -99,7 +99,8 @@ def pairwise() -> list[tuple[str, Part]]:
         cases += [(backend, Part(list(SOURCES)[i % 3], i % 2 == 1, i % 2 == 0, "value"))]
     cases += [("ddp", Part(SAMPLED, False, False, name)) for name in (OWN_BASELINE, "ogb_pooled", "rloo_pooled")]
     others = ({"one": True}, {"scale_rewards": "running"}, {"baseline": "otb", "pictures": True})
-    return cases + [("ddp", Part(SAMPLED, False, False, **{"baseline": "value"} | other)) for other in others]
+    cases += [("ddp", Part(SAMPLED, False, False, **{"baseline": "value"} | other)) for other in others]
+    return [*cases, ("zero3", Part(SAMPLED, False, False, "value", one=True))]
 
 
 CASES = pairwise()

@@ -21,6 +21,15 @@ ACCELERATE += ["--dynamo_backend", "no"]
 
 
 @pytest.mark.slow
+def test_accelerate_starts_two_processes(short_policy, tmp_path):
+    launch = [*ACCELERATE, "--num_machines", "1", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
+    flags = f"--max_steps 1 --model_name_or_path {short_policy} --output_dir run".split()
+    done = started([*launch, recipe.__file__, *SMALL, *flags], tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("Held-out accuracy: ") == 1 and (tmp_path / "run" / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
 def test_copy_runs_in_empty_folder(data_file, tmp_path):
     """With common.py, where the package is installed and nothing else; it reads the YAML file of its own folder."""
     site, folder = tmp_path / "site", tmp_path / "empty"

