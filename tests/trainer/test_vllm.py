@@ -10,11 +10,11 @@ from transformers import AutoModelForCausalLM
 from trl.generation.vllm_client import VLLMClient
 from trl.trainer import grpo_trainer
 
+from recipes.benchmarks import vllm_on_cpu
 from tests.helpers import tiny
 from tests.helpers.oracles import energies_by_softmax, generated, logps_by_softmax, mask_of
 from tests.helpers.recording import Sampler, first_rollout
 from tests.helpers.settings import predicted
-from tests.trainer import vllm_on_cpu
 from trl_otb.baselines import compute_advantages
 from trl_otb.seam.pools import at_rest, sample
 
