@@ -15,7 +15,7 @@ from .metrics import completion_statistics
 
 
 WORSE_RATIO = 1.5  # of the power that B leaves in other prompts to B0's: then a prompt keeps B0
-WORSE_RATIO_OF_HALF = 2.0  # the same for N = 1, where half of the batch tells
+WORSE_RATIO_OF_HALF = 2.0  # the same for N = 1, where half of the batch decides
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,10 @@ How little can a baseline leave on the scratchpads? What is left if the state is
 
     OMP_NUM_THREADS=1 python -m recipes.studies.limit --publish   # an hour on one core
 
-In shares of Σ w (G − B)² under `rloo`, at N = 4. The best baseline of a state s is b*(s) = E[w R | s] / E[w | s], the
-least that can be left without later luck. With it taken out, too, what a token earns is the value of the state that it
-leads to, less b*. Both are tabulated over half of the prompts' completions, and used in the other half.
+In shares of Σ w (G − B)² under `rloo`, at N = 4. The best baseline of a state s is b*(s) = E[w R | s] / E[w | s]. With
+later luck taken out, too, what a token earns is the value of the state that it leads to, less b*. Both are estimated
+by a table over the completions of half of the prompts, for those of the other half, and the reverse. `value` has
+learned from 8 batches of any of the prompts.
 """
 
 import argparse
@@ -34,8 +35,8 @@ MEASURED = ("rloo_pooled", "value_no_luck", "value")
 
 def states_of(question: str, written: str) -> list[tuple]:
     """
-    The state before each character of an answer, and after the last: steps left, place within the step, how far the
-    digit is off, whether the counter or a check is not what it should be, and what it is about to repeat.
+    The state before each character of an answer, and after the last: all steps, those done, the place within the step,
+    how far the digit is off, and whether a counter or a check is not what it should be.
     """
     digit, by, steps = int(question[0]), int(question[2]), int(question[4:])
     right, done, place, broken, counter, states = digit, 0, 0, False, "", []
@@ -88,7 +89,7 @@ def table(pools: list[tuple[Completions, list[list[tuple]]]]) -> tuple[dict, dic
 
 
 def powers(pools, tables) -> torch.Tensor:
-    """Σ w A² of each prompt under b*, and with later luck taken out; for states that no other prompt had, of B0."""
+    """Σ w A² of each prompt under b*, and with later luck taken out; under B0 for states that are not in the tables."""
     best, value = tables
     found = []
     for pool, states in pools:
@@ -110,6 +111,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--publish", action="store_true", help="put the columns into the results and the pages")
     args = parser.parse_args(argv)
+    if args.num_prompts < 1 or args.num_prompts % PROMPTS_PER_BATCH:
+        parser.error(f"--num_prompts is {args.num_prompts}: give a multiple of {PROMPTS_PER_BATCH}")
     tables: render.Tables = {}
     for name in args.tasks:
         task = task_of(name, args.seed)
@@ -142,7 +145,7 @@ def main(argv: list[str]) -> None:
 def measured(pools, run: RunBaseline) -> torch.Tensor:
     """Σ w A² of each prompt, whose groups are credited in steps of 16 prompts."""
     found = torch.zeros(len(pools))
-    for start in range(0, len(pools) - PROMPTS_PER_BATCH + 1, PROMPTS_PER_BATCH):
+    for start in range(0, len(pools), PROMPTS_PER_BATCH):
         some = range(start, start + PROMPTS_PER_BATCH)
         for group in range(GROUPS):
             whole = joined([pools[i][0].rows(slice(N * group, N * group + N), N) for i in some])

@@ -103,7 +103,7 @@ for _name, _options in ABLATIONS.items():
 
 
 class LessLuck(Value):
-    """Per token: another baseline, of returns without later luck."""
+    """Per token: another baseline, and `value`'s part for the luck of later tokens."""
 
     of = "rloo"
 
@@ -125,7 +125,8 @@ def measured(task: str, folder: Path, args: argparse.Namespace) -> list[dict]:
     """What [`~trl_otb.compare_baselines`] finds, kept in `folder`: a task that is there is not measured again."""
     name, _, prompts = task.partition("/")
     here = folder / f"{task.replace('/', '-')}-seed{args.seed}"
-    saved = here / f"{args.num_prompts}-prompts.json"
+    saved = here / "-".join([str(args.num_prompts), "prompts", *(args.baselines or ())])
+    saved = saved.with_name(f"{saved.name}.json")
     if not args.plot_only and not saved.exists():
         if task in TOY:
             trainer, options = trainer_of(task_of(name, args.seed), seed=args.seed, disable_tqdm=False), MEASURED
@@ -186,6 +187,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--publish", action="store_true", help="put the columns into the results and the pages")
     parser.add_argument("--output_dir", type=Path, help="by default runs/studies/value, or …/relatives")
     args = parser.parse_args(argv)
+    if args.baselines and (args.relatives or args.publish):
+        parser.error("--baselines is for neither --relatives nor --publish, whose tables have baselines of their own")
     name = "relatives" if args.relatives else "value"
     args.output_dir = args.output_dir or Path("runs/studies", name)
     if args.publish and args.seed != render.load(name)["seed"]:

@@ -5,7 +5,9 @@ import os
 import re
 import signal
 import sys
+from collections import Counter
 from importlib.util import find_spec
+from statistics import fmean
 
 import pytest
 import yaml
@@ -29,6 +31,29 @@ def test_run_prints_accuracy_before_and_after(run, capfd):
     assert list(accuracies(folder)) == [0, 4]
     left = ("model.safetensors", "tokenizer.json", "trainer_state.json", "checkpoint-2", "checkpoint-4")
     assert all((folder / name).exists() for name in left)
+
+
+def test_metric_of_trl_is_accuracy(run, monkeypatch):
+    """The mean over problems of the mean over samples, since batches have equal numbers of samples."""
+    graded, load = [], recipe.load_problems
+
+    def recorded(*args):
+        train, held_out, reward = load(*args)
+
+        def accuracy(completions, question, **kwargs):
+            scores = reward(completions, question=question, **kwargs)
+            graded.extend((q, score) for q, score in zip(question, scores, strict=True) if q in held_out["question"])
+            return scores
+
+        return train, held_out, accuracy
+
+    monkeypatch.setattr(recipe, "load_problems", recorded)
+    folder = run("--num_held_out_problems", "10", "--per_device_eval_batch_size", "20", "--max_steps", "1")
+    counts = Counter(question for question, _ in graded)
+    assert len(counts) == 10 and {*counts.values()} == {2 * 4}  # before and after, four samples each
+    half = len(graded) // 2
+    means = [fmean(score for _, score in part) for part in (graded[:half], graded[half:])]
+    assert list(accuracies(folder).values()) == pytest.approx(means, abs=1e-6) and 0 < means[0] < 1
 
 
 def test_baselines_are_compared_without_training(run, capsys):

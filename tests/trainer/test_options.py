@@ -9,11 +9,11 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 from trl import GRPOConfig, GRPOTrainer
 
 from tests.helpers import tiny
-from tests.helpers.oracles import energies_by_softmax, logps_by_softmax, mask_of
+from tests.helpers.oracles import energies_by_softmax, generated, logps_by_softmax, mask_of
 from tests.helpers.recording import first_rollout
 from tests.helpers.settings import SETTINGS, SOURCES, assert_same_weights, in_turn, logged, scripted_rollout, weights
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
-from trl_otb.baselines import register_baseline
+from trl_otb.baselines import compute_advantages, register_baseline
 from trl_otb.config import LOSS_TYPES
 from trl_otb.run_baseline import RunningScale
 
@@ -68,7 +68,7 @@ def test_it_trains_under_every_setting(train, kind, setting):
         return
     trainer = train(**options)
     assert all(p.isfinite().all() for p in weights(trainer).values())
-    # A rollout that is used twice is measured once; one in which all completions are masked is not, as no script ends
+    # A rollout that is used twice is measured once; one in which all completions are masked is not
     rollouts = [batch["completion_mask"].any() for batch in trainer.batches]
     assert len(logged(trainer, "otb/energy/token_mean")) == sum(rollouts)
     assert any(rollouts) != (kind == "value" and setting == "mask_truncated")
@@ -89,6 +89,35 @@ def test_sequence_decisions_follow_the_completion():
     phi = OTBGRPOTrainer.get_gamma_weights(advantages, log_ratio, mask, None)
     expected = GRPOTrainer.get_gamma_weights(torch.tensor([[1.0], [-1.0]]), log_ratio, mask, None)
     assert torch.equal(phi, expected)
+
+
+def test_mask_truncated_completions_leave_the_baseline(train):
+    """Advantages are those of the group without the truncated completions."""
+
+    def by_row(completion_ids, **kwargs):
+        return [float(i % 3) for i in range(len(completion_ids))]
+
+    trainer = train(mask_truncated_completions=True, reward_funcs=by_row, max_steps=8, learning_rate=0.0)
+    compared = 0
+    for batch in trainer.batches:
+        energy = energies_by_softmax(trainer.model.eval(), batch).float()
+        for group in torch.arange(8).view(-1, 4):
+            kept = group[mask_of(batch)[group].sum(1) > 0]
+            if 1 < len(kept) < 4:
+                rewards = torch.tensor(by_row([None] * 8))[kept]
+                expected = compute_advantages(rewards, energy[kept], mask_of(batch)[kept], len(kept))
+                torch.testing.assert_close(batch["advantages"][kept], expected, atol=2e-6, rtol=0)
+                compared += int((expected != 0).any())
+    assert compared > 0
+
+
+@pytest.mark.parametrize("scale", ["group", "batch"])
+def test_scale_rewards_divides_by_deviation(train, scale):
+    options = {"max_steps": 1, "learning_rate": 0.0, "baseline": "ogb"}
+    plain, scaled = (first_rollout(train(scale_rewards=s, **options)) for s in ("none", scale))
+    rewards = torch.tensor(tiny.even_bytes(generated(plain))).view(-1, 4 if scale == "group" else 8)
+    std = rewards.std(dim=1).repeat_interleave(rewards.size(1))
+    torch.testing.assert_close(scaled["advantages"], plain["advantages"] / (std + 1e-4), atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("scale", ["group", "batch"])

@@ -16,6 +16,8 @@ import pytest
 import torch
 
 from tests.helpers import tiny
+from tests.helpers.agents import AGENT
+from tests.helpers.scripted import TOOLS, script_turns
 from tests.trainer.test_display import TWO, credited, energies, rollout_of
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 from trl_otb.energy import TokenValues
@@ -255,6 +257,15 @@ def test_a_run_writes_its_page(train, tmp_path):
     assert steps[1]["kinds"][-2:] == ["push", "grpo_push"]
     rollout, of = trainer.rollouts["train"], steps[1]["prompts"][0]["completions"][0]
     assert of["advantage"] == pytest.approx(rollout.advantages[0, : len(of["tokens"])].tolist(), rel=1e-3)
+
+
+def test_tool_output_is_marked(train, monkeypatch, tmp_path):
+    script_turns(monkeypatch)
+    options = {"save_rollouts_steps": 1, "output_dir": str(tmp_path), **AGENT}
+    train(OTBGRPOTrainer, reward_funcs=tiny.even_bytes, tools=TOOLS, **options)
+    of = steps_of(tmp_path / "rollouts.html")[0]["prompts"][0]["completions"][0]
+    spoken = "".join(token for token, generated in zip(of["tokens"], of["generated"], strict=True) if not generated)
+    assert "<tool_response>" in spoken
 
 
 @pytest.mark.parametrize("library", ["wandb", "trackio"])

@@ -1,6 +1,7 @@
 """Vision-language models: GRPOTrainer to the bit, and energies that saw each completion's own pictures."""
 
 import re
+from types import MethodType
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tests.helpers.oracles import generated
 from tests.helpers.settings import SETTINGS, SOURCES, assert_same_weights, in_turn, logged
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 from trl_otb.baselines import compute_advantages
+from trl_otb.seam.forwards import extra_forward
 
 
 # By what the dataset holds: the layout of `pixel_values`, and the dataset
@@ -94,3 +96,23 @@ def test_energies_and_advantages_saw_the_pictures(train_on, pictures, source):
     if "each" in pictures:  # the test is not blind: with the next picture of a like size, from six on, they are others
         wrong = energies_by_row(layout, dataset(12), rollout, shift=6)
         assert ((wrong - rollout.energy).abs() * rollout.mask).amax(dim=1).min() > 1e-3
+
+
+@pytest.mark.parametrize("pictures", [*PICTURES][1:3])
+def test_sampled_forwards_equal_an_extra_one(train_on, pictures):
+    trainer = train_on(pictures, train=False, baseline="value")
+    differences = []
+
+    def compared(self, inputs):
+        rollout, x, batch = OTBGRPOTrainer.collect(self, inputs)
+        other = extra_forward(self, batch, True, self.recorder)
+        for name in ("energy", "logps", "states"):
+            found, expected = getattr(x, name), getattr(other, name)
+            mask = rollout.mask if found.dim() == 2 else rollout.mask.unsqueeze(-1)
+            differences.append(((found - expected) * mask).abs().max().item())
+        return rollout, x, batch
+
+    trainer.collect = MethodType(compared, trainer)
+    trainer.train()
+    assert trainer.energy_source == "the forwards that sampled"
+    assert len(differences) == 6 and max(differences) < 1e-4

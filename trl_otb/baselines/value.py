@@ -39,7 +39,8 @@ class Value:
     shrunk as the folds disagree (positive-part James–Stein), and limited while prompts or tokens are few. B0 + c₁ θ·φ
     stays within the returns seen so far, Γ·ψ within their width. What was learned is discarded after a batch of which
     B left over twice B0's power, if that is over twice B0's usual power, too, or over 100 times B0's, or happened in
-    the batch before. [`~trl_otb.run_baseline.RunBaseline`] bounds what B leaves of a batch.
+    the batch before. In OTBGRPOTrainer a prompt keeps B0 where B leaves too much power in the other prompts of a batch
+    ([`~trl_otb.run_baseline.RunBaseline`]); asynchronous batches have no such bound.
 
     Unbiased, since B_t depends on what precedes y_t, and on sums of later terms whose mean is 0 given what precedes
     them; θ, Γ and c on earlier batches. Where tokens are drawn from a distribution that is not recorded, later luck is
