@@ -5,6 +5,7 @@ import importlib
 import random
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,9 @@ from recipes import toy
 from recipes.studies import language, render, runs, tasks
 from recipes.toy import lake, scratchpad
 from tests.helpers import tiny
+from tests.maths.test_value import Task, learnt
 from tests.recipes.conftest import shortly_trained
+from trl_otb.baselines import BASELINES
 from trl_otb.comparison import moments as moments_module
 
 
@@ -169,6 +172,45 @@ def test_value_study_end_to_end(study, tmp_path, monkeypatch):
     assert (tmp_path / "study" / "tables.md").read_text() == said
     with pytest.raises(SystemExit):  # which nobody measured
         study.main([*flags, "--plot_only", "--seed", "1"])
+
+
+@pytest.fixture
+def limit(study, monkeypatch):
+    monkeypatch.delitem(sys.modules, "recipes.studies.limit", raising=False)
+    return importlib.import_module("recipes.studies.limit")
+
+
+def test_states_are_read_from_the_text(limit):
+    """Of two steps by 4 from 7: all steps, those done, the place, how far the digit is off, what is broken."""
+    right = limit.states_of("7+4*02", ["a", "0", "1", "1", "!", "1", "b", "0", "0", "5", "<eos>"])
+    assert [of[2] for of in right] == [0, 1, 2, 3, 5, 4, 0, 1, 2, 3, 5, 9]
+    assert [of[1] for of in right] == [0] * 4 + [1] * 6 + [2] * 2 and right[-1] == (2, 2, 9, 0, False)
+    assert limit.states_of("7+4*02", "a012b006")[-1] == (2, 2, 5, 1, False)
+    assert limit.states_of("7+4*02", "a021")[-1][-1] and limit.states_of("7+4*02", "a011!2")[-1][-1]
+
+
+def test_the_limit_end_to_end(limit, tmp_path, monkeypatch, pages, capsys):
+    """Everything of a state lies in what is left of `rloo`, whose share is 1."""
+    policy = shortly_trained("scratchpad_10", 150, tmp_path / "policy")
+    monkeypatch.setattr(toy, "scratchpad_10", lambda: policy)
+    for name, value in {"TASKS": ("scratchpad_10",), "GROUPS": 2, "LEARN_BATCHES": 1}.items():
+        monkeypatch.setattr(limit, name, value)
+    limit.main(["--num_prompts", "16", "--publish"])
+    assert "scratchpad_10 rloo                   1.000 (1.000–1.000)" in capsys.readouterr().out
+    of = {cell["estimator"]: cell["noise"][0] for cell in render.load("limit")["tables"]["T = 10"]}
+    assert {*of} == {"rloo", "best_of_state", "less_later_luck", *limit.MEASURED} and all(x > 0 for x in of.values())
+    with pytest.raises(SystemExit):
+        limit.main(["--num_prompts", "20"])
+
+
+def test_less_luck_leaves_out_what_the_text_predicts(study):
+    value, batch = learnt(seen=True), Task(100, seen=True).batch()
+    less = BASELINES["rloo_less_luck"].instance().estimator
+    less.load_state_dict(value.state_dict())
+    b0 = less(batch.x)
+    state = value.adjust(replace(batch.x, draw_ratio=torch.zeros_like(batch.x.mask)), b0)
+    torch.testing.assert_close(less.adjust(batch.x, b0) - b0, value.adjust(batch.x, b0) - state)
+    assert (state - b0).abs().max() > 0.1 < (less.adjust(batch.x, b0) - b0).abs().max()
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from recipes.studies import learning_curves, limit, picture, render, runs, tasks
+from recipes.studies import learning_curves, picture, render, runs, tasks
 from recipes.studies.learning_curves import Run, Schedule
 from recipes.studies.runs import summary
 from tests.recipes.conftest import shortly_trained
@@ -157,15 +157,6 @@ def test_blame_is_of_the_first_wrong_digit(monkeypatch):
     monkeypatch.setattr(picture, "group_data", lambda *args: {"prompt": "7+4*03=", "completions": [right, wrong]})
     said = picture.blame("value")
     assert said == "1 of 1, baseline 0.70; failed attempts have 60% of the energy of answers"
-
-
-def test_states_are_read_from_the_text():
-    """Of two steps by 4 from 7: all steps, those done, the place, how far the digit is off, what is broken."""
-    right = limit.states_of("7+4*02", ["a", "0", "1", "1", "!", "1", "b", "0", "0", "5", "<eos>"])
-    assert [of[2] for of in right] == [0, 1, 2, 3, 5, 4, 0, 1, 2, 3, 5, 9]
-    assert [of[1] for of in right] == [0] * 4 + [1] * 6 + [2] * 2 and right[-1] == (2, 2, 9, 0, False)
-    assert limit.states_of("7+4*02", "a012b006")[-1] == (2, 2, 5, 1, False)
-    assert limit.states_of("7+4*02", "a021")[-1][-1] and limit.states_of("7+4*02", "a011!2")[-1][-1]
 
 
 def test_learning_study_counts_tokens_and_rewards(tmp_path, monkeypatch):
