@@ -311,7 +311,7 @@ def arms_of_all():
 @pytest.mark.parametrize(
     ("page", "results", "least"),
     [
-        ("studies/value", ["value"], 10),
+        ("studies/value", ["value", "later_luck"], 10),
         ("studies/language", ["language"], 2),
         ("studies/asynchronous", [], 2),
         ("studies/relatives", [], 1),
