@@ -24,6 +24,7 @@ from recipes.studies.value import TASKS as TITLES  # and its parts of `value` ar
 from recipes.toy import scratchpad
 from trl_otb.baselines import Completions, find_baseline, joined
 from trl_otb.comparison import LEARN_BATCHES
+from trl_otb.comparison.efficiency import Estimate, bootstrap
 from trl_otb.run_baseline import RunBaseline
 from trl_otb.seam.pools import at_rest, sample, training_examples
 
@@ -76,6 +77,11 @@ def sampled(task, trainer, count: int, groups: int, seed: int) -> list[tuple[Com
     return found
 
 
+def together(groups: list[Completions]) -> Completions:
+    """Groups of N, one of each prompt, as a batch."""
+    return replace(joined(groups), prompt=torch.arange(len(groups)).repeat_interleave(N))
+
+
 def table(pools: list[tuple[Completions, list[list[tuple]]]]) -> tuple[dict, dict]:
     """b*(s) and V(s), the mean return of completions that are in the state s."""
     sums = defaultdict(lambda: torch.zeros(4))
@@ -120,21 +126,19 @@ def main(argv: list[str]) -> None:
         runs = {of: RunBaseline(find_baseline(of)) for of in MEASURED}
         with at_rest(trainer, frozenset({"energy", "logps", "states"})):
             for batch in range(LEARN_BATCHES):
-                whole = joined([pool for pool, _ in sampled(task, trainer, PROMPTS_PER_BATCH, 1, 1000 + batch)])
-                prompts = torch.arange(PROMPTS_PER_BATCH).repeat_interleave(N)
+                learned_from = sampled(task, trainer, PROMPTS_PER_BATCH, 1, 1000 + batch)
                 for run in runs.values():
-                    run.step(replace(whole, prompt=prompts), learn=True)
+                    run.step(together([pool for pool, _ in learned_from]), learn=True)
             pools = sampled(task, trainer, args.num_prompts, GROUPS, args.seed)
         half = len(pools) // 2
         limits = torch.cat([powers(pools[:half], table(pools[half:])), powers(pools[half:], table(pools[:half]))])
         shares = {"best_of_state": limits[:, 0], "less_later_luck": limits[:, 1]}
         for of, run in {"rloo": RunBaseline(find_baseline("rloo")), **runs}.items():
             shares[of] = measured(pools, run)
-        counts = torch.randint(len(pools), (2000, len(pools)), generator=torch.Generator().manual_seed(0))
-        cells = []
+        counts, cells = bootstrap(len(pools)), []
         for of, power in shares.items():
-            drawn = (power[counts].sum(1) / shares["rloo"][counts].sum(1)).quantile(torch.tensor([0.025, 0.975]))
-            noise = [(power.sum() / shares["rloo"].sum()).item(), *drawn.tolist()]
+            share = Estimate.of((counts @ power) / (counts @ shares["rloo"]))
+            noise = [share.value, share.low, share.high]
             cells.append({"prompts": args.num_prompts, "n": N, "estimator": of, "noise": noise})
             print(f"{name} {of:22} {render.interval(noise, '.3f')}", flush=True)
         tables[TITLES[name]] = cells
@@ -148,8 +152,7 @@ def measured(pools, run: RunBaseline) -> torch.Tensor:
     for start in range(0, len(pools), PROMPTS_PER_BATCH):
         some = range(start, start + PROMPTS_PER_BATCH)
         for group in range(GROUPS):
-            whole = joined([pools[i][0].rows(slice(N * group, N * group + N), N) for i in some])
-            whole = replace(whole, prompt=torch.arange(len(some)).repeat_interleave(N))
+            whole = together([pools[i][0].rows(slice(N * group, N * group + N), N) for i in some])
             advantages = run.step(whole).advantages
             power = (whole.energy * advantages.square() * whole.mask).sum(dim=1).view(-1, N).sum(dim=1)
             found[start : start + PROMPTS_PER_BATCH] += power

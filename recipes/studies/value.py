@@ -103,30 +103,28 @@ for _name, _options in ABLATIONS.items():
 
 
 class LessLuck(Value):
-    """Per token: another baseline, and `value`'s part for the luck of later tokens."""
+    """Per token: another baseline, `start`, and `value`'s part for the luck of later tokens."""
 
-    of = "rloo"
+    start: str
 
     def __call__(self, x):
-        return BASELINES[self.of].estimator(x)
+        return BASELINES[self.start].estimator(x)
 
     def _baseline(self, of, b0):
         state, whole = super()._baseline(of, b0)
         return b0.expand_as(whole), b0 + whole - state
 
 
-LESS_LUCK = {f"{of}_less_luck": of for of in ("rloo", "otb_loo", "rloo_pooled")}
-for _name, _of in LESS_LUCK.items():
-    _scope = BASELINES[_of].scope
-    trl_otb.register_baseline(_name, **FLAGS | {"scope": _scope})(type(_name, (LessLuck,), {"of": _of}))
+for _start in ("rloo", "otb_loo", "rloo_pooled"):
+    _name, _flags = f"{_start}_less_luck", FLAGS | {"scope": BASELINES[_start].scope}
+    trl_otb.register_baseline(_name, **_flags)(type(_name, (LessLuck,), {"start": _start}))
 
 
 def measured(task: str, folder: Path, args: argparse.Namespace) -> list[dict]:
     """What [`~trl_otb.compare_baselines`] finds, kept in `folder`: a task that is there is not measured again."""
     name, _, prompts = task.partition("/")
     here = folder / f"{task.replace('/', '-')}-seed{args.seed}"
-    saved = here / "-".join([str(args.num_prompts), "prompts", *(args.baselines or ())])
-    saved = saved.with_name(f"{saved.name}.json")
+    saved = here / f"{'-'.join([str(args.num_prompts), 'prompts', *(args.baselines or ())])}.json"
     if not args.plot_only and not saved.exists():
         if task in TOY:
             trainer, options = trainer_of(task_of(name, args.seed), seed=args.seed, disable_tqdm=False), MEASURED

@@ -344,13 +344,13 @@ def test_a_loss_of_ones_own_is_refused(train_async, monkeypatch, where):
 
 
 def test_a_sample_may_come_twice_and_its_group_have_any_name():
-    """A broadcast sends as much memory as a tensor has numbers, from where it begins."""
     sample = {"advantage": 0.0, "group_id": "a text", "metrics": {"reward": 1.0, "otb/mean": 1.0, "otb/others": 1.0}}
     carry = carried_with(lambda examples: {}, 4, "none")
     rows = [[SimpleNamespace(samples=[copy.deepcopy(sample)]) for _ in range(2)] for _ in range(2)]
     first, second = (carry([of_batch]) for of_batch in rows)
     assert torch.equal(first["otb_samples"], second["otb_samples"])
     assert first["otb_groups"].tolist() == [[[0, 2]], [[0, 2]]]
+    # A broadcast sends as much memory as a tensor has numbers, from where it begins
     assert all(of.is_contiguous() for of in first.values())
     with pytest.raises(ValueError, match="without `reward_std`"):
         carried_with(lambda examples: {}, 4, "group")([[SimpleNamespace(samples=[dict(sample)])]])

@@ -323,22 +323,28 @@ def failing_case(model: str, folder: str) -> dict:
     return {}
 
 
+def short_policy() -> Path:
+    from recipes.toy import warm_start
+
+    return warm_start.policy("sums", 20)
+
+
+def stopping(completions, trainer_state, **kwargs):
+    """A reward that sends SIGINT to the process STOPPED in the second step."""
+    if os.environ["RANK"] == os.environ.get("STOPPED") and trainer_state.global_step == 1:
+        os.kill(os.getpid(), signal.SIGINT)
+    return [0.0] * len(completions)
+
+
 def recipe_case(model: str, folder: str, output: str, *flags: str) -> dict:
     """recipes/math.py, whose policy is made first; SIGINT may reach one process in the second step."""
     from recipes import math as recipe
-    from recipes.toy import warm_start
     from tests.recipes.conftest import SMALL
 
-    def stop(completions, trainer_state, **kwargs):
-        if os.environ["RANK"] == os.environ.get("STOPPED") and trainer_state.global_step == 1:
-            os.kill(os.getpid(), signal.SIGINT)
-        return [0.0] * len(completions)
-
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which whoever started the tests may ignore
-    recipe.stop, recipe.short = stop, lambda: warm_start.policy("sums", 20)
     own = "--max_steps 3 --per_device_train_batch_size 12 --num_generations 8 --gradient_accumulation_steps 2 "
-    own += "--per_device_eval_batch_size 20 --model_name_or_path recipes.math:short "
-    own += "--reward_funcs recipes.math:stop --reward_weights 1 0 --output_dir"
+    own += "--per_device_eval_batch_size 20 --model_name_or_path tests.helpers.processes:short_policy "
+    own += "--reward_funcs tests.helpers.processes:stopping --reward_weights 1 0 --output_dir"
     recipe.main([*SMALL, *own.split(), str(Path(folder).with_name(output)), *flags])
     return {}
 

@@ -23,7 +23,7 @@ def synchronous(kind, model, folder):
         "vllm": {"use_vllm": True, "vllm_mode": "colocate"},
         "tools": {"generation_kwargs": {"max_new_tokens": 2}},
     }.get(kind, {})
-    baseline = kind if kind in ("otb", "value", "rloo", "group_mean") else "value"
+    baseline = "rloo" if kind == "rloo" else "value"
     args = OTBGRPOConfig(**tiny.SETTINGS | options, output_dir=folder, baseline=baseline, scale_rewards="none")
     more = {"tools": TOOLS, "train_dataset": CHAT} if kind == "tools" else {"train_dataset": tiny.prompts()}
     with patch.object(grpo_trainer, "VLLMGeneration", Sampler):
