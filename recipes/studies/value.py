@@ -64,7 +64,7 @@ MEASURED = {"completions_per_prompt": 128, "group_sizes": [4, 8, 32], "projectio
 class Part(Value):
     """Per token: `value` without one of its parts."""
 
-    states = luck = value = True
+    states = luck = value = energy = True
     one_stage = False  # what V is linear in predicts returns itself, as in `value` up to 0.7
     batches = math.inf  # that it learns from
 
@@ -74,7 +74,9 @@ class Part(Value):
 
     def _seen(self, local):
         states = local.states if self.states else local.states[..., :0]
-        return replace(local, states=states, **({} if self.luck else {"draw_ratio": torch.zeros_like(local.mask)}))
+        left_out = {} if self.luck else {"draw_ratio": torch.zeros_like(local.mask)}
+        left_out |= {} if self.energy else {"loss_energy": local.mask}
+        return replace(local, states=states, **left_out)
 
     def _features(self, of, v):
         phi, psi = super()._features(of, v if self.value else torch.zeros_like(v))
@@ -89,7 +91,7 @@ class Part(Value):
 
 
 ABLATIONS = {
-    "value_weights_one": {"weighted_by": "one"},  # an ordinary value function: every token counts alike
+    "value_weights_one": {"energy": False},  # an ordinary value function: every token counts alike
     "value_no_states": {"states": False},
     "value_no_luck": {"luck": False},  # later luck is left out
     "value_no_v": {"value": False},

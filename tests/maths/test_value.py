@@ -249,7 +249,7 @@ def least_squares(rows, ridge):
 
 
 def test_coefficients_are_least_squares_of_earlier_batches():
-    """Feature by feature and token by token, as the definitions read; the ridge is one of those to choose from."""
+    """Feature by feature and token by token, as the definitions read."""
     value, of_value, of_both = Value(), [], []
     for number in range(3):
         batch = Task(number, seen=True).batch()
@@ -284,11 +284,11 @@ def test_coefficients_are_least_squares_of_earlier_batches():
             later = sum((luck[i, j] * psi[i, j] for j in range(t + 1, T) if (i, j) in psi), torch.zeros(14))
             of_both.append(torch.cat([phi[i, t], later, new[i, t][-2:-1], x.energy[i, t : t + 1]]))
     torch.testing.assert_close(value.eta.float(), least_squares(of_value, ridge).float(), atol=1e-3, rtol=1e-3)
-    found, difference = torch.cat([value.theta, value.gamma]), []
-    x = torch.stack(of_both)[:, :-2].double()
-    for ridge in {max(r / (1 + 0.9 + 0.81), 43 / value._tokens) for r in Value.ridges}:
-        difference.append((x @ (least_squares(of_both, ridge) - found)).abs().max().item())
-    assert min(difference) < 2e-3 < sorted(difference)[1]
+    found, x = torch.cat([value.theta, value.gamma]), torch.stack(of_both)[:, :-2].double()
+    tokens = sum(0.9 ** (2 - number) * Task(number, seen=True).mask.sum().item() for number in range(3))
+    ridge = max(0.5 / (3 * PROMPTS), 43 / tokens)
+    assert (x @ (least_squares(of_both, ridge) - found)).abs().max() < 2e-3
+    assert (x @ (least_squares(of_both, 2 * ridge) - found)).abs().max() > 2e-3
 
 
 def test_spurious_slope_of_base_is_limited():
@@ -349,15 +349,15 @@ CHANGES = {  # of rewards from batch 8 on, and how often it starts anew
     "none": (lambda seed, task: task.rewards, 0),
     "divided by 100": (lambda seed, task: task.rewards / 100, 1),
     "times 100": (lambda seed, task: task.rewards * 100, 0),
-    "shifted": (lambda seed, task: task.rewards + 10, 1),
-    "another function": (lambda seed, task: -task.mask.sum(1).float() / T, 1),
+    "shifted": (lambda seed, task: task.rewards + 10, 0),
+    "another function": (lambda seed, task: -task.mask.sum(1).float() / T, 0),
     "a second task": (lambda seed, task: task.rewards.where(torch.arange(64) < 32, 5.0 * (task.mask.sum(1) > 9)), 0),
     "all equal for 50 batches": (lambda seed, task: task.rewards if seed >= 58 else torch.ones(64), 0),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_changed_rewards_cost_one_batch(change, caplog):
+def test_changed_rewards_cost_two_batches(change, caplog):
     value, (rewards, expected), left, restarted = learnt(), CHANGES[change], [], 0
     for seed in range(8, 80 if "equal" in change else 28):
         batch = Task(seed).batch(rewards(seed, Task(seed)))
@@ -365,7 +365,7 @@ def test_changed_rewards_cost_one_batch(change, caplog):
         left += [batch.power(value) / base] if base > 1e-6 else []
         restarted += batch.teach(value)["restarted"]
     assert restarted == expected == caplog.text.count("as after a change of rewards. It continues as 'rloo_pooled'")
-    assert max(left[1:]) < 1.05 and left[-1] < 1 and (left[0] > 2) == (expected == 1)
+    assert max(left[2:]) < 1.05 and left[-1] < 1 and (left[1] > 2) == (expected == 1)
 
 
 @pytest.mark.parametrize(("prompts", "most"), [(1, 1), (4, 0)])
@@ -565,20 +565,18 @@ def test_state_survives_a_file(tmp_path):
 
 
 def test_what_does_not_fit_is_named():
-    x, task = Rollouts(), Task(100)
-    task.states = torch.randn(*task.mask.shape, K + 1)
+    x = Rollouts()
     assert x.advantages(baseline="value").shape == x.mask.shape  # a new one looks at returns alone
     with pytest.raises(ValueError, match="reads `logps`, which is not there"):
         x.advantages(baseline=learnt())
-    with pytest.raises(ValueError, match="'value' has learned from 17 numbers per token, and here are 19: its state"):
-        task.batch().baseline(learnt())
-    with pytest.raises(ValueError, match="of a release before 0.8, .* holds 'theta'. Without"):
+    with pytest.raises(ValueError, match="of a release before 0.8: it holds theta. Without"):
         Value().load_state_dict({"theta": None})
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
-def test_nonfinite_states_teach_nothing(broken, caplog):
+def test_nonfinite_states_teach_nothing(broken, caplog, monkeypatch):
     """And predict nothing, which is said once."""
+    monkeypatch.setattr(Value, "_warned", False)
     value, task, other = learnt(), Task(100), Task(100)
     task.states[0, 3, 1] = broken
     batch, least = task.batch(), int(task.mask[0].sum())
@@ -593,7 +591,7 @@ def test_nonfinite_states_teach_nothing(broken, caplog):
         for of in (again, value, value):
             batch.teach(of)
     torch.testing.assert_close(again.theta, expected.theta, atol=1e-6, rtol=1e-3)
-    assert caplog.text.count(f"before {least - 3} tokens of a generation batch are not finite") == 2
+    assert caplog.text.count(f"before {least - 3} tokens of a generation batch are not finite") == 1
 
     task.states[:] = broken  # in all batches, as of a model that overflows
     value, batch = Value(), task.batch()
@@ -638,7 +636,7 @@ def test_batches_without_advantages_do_no_harm(rewards, weight):
         assert math.isnan(batch.teach(value)["explained"])
         assert value.weight == pytest.approx(weight, abs=1e-3)
     if math.isnan(rewards):  # no token has a reward: nothing changes
-        assert value.theta is before and value._batches == learnt()._batches
+        assert value.theta is before and value._tokens == learnt()._tokens
 
 
 @pytest.mark.parametrize(("prompts", "slips"), [(2, 0.03), (16, 0.003)])

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..energy import prefix_sums
@@ -12,7 +12,6 @@ from .completions import Completions
 
 
 FEATURE_BLOCK = 2**13  # tokens whose features, some hundred numbers each, are in memory at once, in small batches
-PRODUCT_BLOCK = 2**12  # and so many in float64
 B0_COLUMN, OF_LUCK = 1, 14  # among the features that of B0; how many are of later luck
 
 
@@ -82,16 +81,14 @@ def blocks(local: Completions, b0: Tensor) -> Iterator[tuple[Completions, Tensor
 
 
 def products(
-    columns: Float[Tensor, "B T K"], weights: Float[Tensor, "B T"], fold: list[int], folds: int
+    columns: Float[Tensor, "B T K"], weights: Float[Tensor, "B T"], fold: Int[Tensor, " B"], folds: int
 ) -> Float[Tensor, "folds K K"]:
-    """Σ ω x xᵀ over the tokens of each fold, in the precision of `weights`."""
-    result = weights.new_zeros(folds, columns.size(-1), columns.size(-1))
-    for number in set(fold):
-        rows = [row for row, of_row in enumerate(fold) if of_row == number]
-        pieces = (values[rows].flatten(0, 1).split(PRODUCT_BLOCK) for values in (columns, weights))
-        for table, weight in zip(*pieces, strict=True):
-            table = table.to(weight)
-            result[number] += (table * weight.unsqueeze(1)).T @ table
+    """Σ ω x xᵀ over the tokens of each fold, in float64 if the device supports it."""
+    precise = torch.float32 if columns.device.type == "mps" else torch.float64
+    result = columns.new_zeros(folds, columns.size(-1), columns.size(-1), dtype=precise)
+    for number in set(fold.tolist()):
+        table, weight = (values[fold == number].flatten(0, 1).to(precise) for values in (columns, weights))
+        result[number] = (table * weight.unsqueeze(1)).T @ table
     return result
 
 
