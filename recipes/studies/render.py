@@ -187,12 +187,14 @@ def of_runs(rows: list[dict], tuning: bool = False) -> str:
     return _markdown(pandas.DataFrame(table), "")
 
 
-def of_tokens(task: str) -> str:
+def of_tokens(key: str) -> str:
     """
-    Of runs at 64 completions per step, an arm per row: tokens until the mean reward is at the task's threshold, and how
-    many fewer that are than with N = 32. N = 4 is the task without `_64`, from the same policy.
+    Of a task's runs (or `"task, policy hash"`) at 64 completions per step, an arm per row: tokens until the mean reward
+    is at the task's threshold, and how many fewer that are than with N = 32. N = 4 is the task without `_64`, from the
+    same policy.
     """
-    wide = runs_of(f"{task}_64")
+    task, _, policy = key.partition(", policy ")
+    wide = runs_of(f"{task}_64, policy {policy}")
     policies = {row["policy"] for row in wide}
     narrow = [row for row in runs_of(task) if row["n"] == 4 and row["policy"] in policies]
     compared = {row["baseline"] for row in wide}

@@ -114,7 +114,7 @@ def test_checkpoint_without_state_warns(train_value, train, tmp_path, caplog):
     # Also where the trainer has learned before
     trainer = train_value(**run, learning_rate=0.0)
     trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
-    assert state_of(trainer)["_batches"] == 1.0
+    assert state_of(trainer)["_prompts"] == 2  # of one batch
     # Nothing is asked of a baseline that does not remember, and nothing is written for it
     train(save_strategy="steps", save_steps=1, max_steps=1, output_dir=str(tmp_path / "otb"))
     assert not (tmp_path / "otb" / "checkpoint-1" / "baseline.pt").exists()

@@ -122,7 +122,7 @@ class Value:
         kept = self.state_dict().keys()
         if not kept <= state.keys():
             raise ValueError(
-                f"The state of 'value' is damaged, or of a release before 0.8: it holds {', '.join(state)}. "
+                f"The state of 'value' is damaged, or of a release before 0.8: it holds {[*state]}. "
                 "Without the checkpoint's `baseline.pt` it starts empty."
             )
         vars(self).update({name: copy.deepcopy(state[name]) for name in kept})
