@@ -314,7 +314,7 @@ def arms_of_all():
         ("studies/value", ["value", "later_luck"], 10),
         ("studies/language", ["language"], 2),
         ("studies/asynchronous", [], 2),
-        ("studies/relatives", [], 1),
+        ("studies/relatives", ["relatives"], 3),
     ],
 )
 def test_numbers_in_prose_match_results(page, results, least):
