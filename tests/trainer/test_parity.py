@@ -118,7 +118,7 @@ def test_rollout_keeps_its_initial_mode(train, options):
     trainer = train(OTBGRPOTrainer, baseline="value", reward_funcs=leaves_eval, train=False, **options)
     know(trainer)
     trainer.train()
-    assert [*trainer.rollouts] == ["train"] and trainer.baseline.entry.estimator._batches > 1
+    assert [*trainer.rollouts] == ["train"] and trainer.baseline.entry.estimator._tokens > 0
 
 
 def test_two_trainers_of_one_model_alive(train, model_path):
