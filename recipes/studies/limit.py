@@ -126,9 +126,9 @@ def main(argv: list[str]) -> None:
         runs = {of: RunBaseline(find_baseline(of)) for of in MEASURED}
         with at_rest(trainer, frozenset({"energy", "logps", "states"})):
             for batch in range(LEARN_BATCHES):
-                learned_from = sampled(task, trainer, PROMPTS_PER_BATCH, 1, 1000 + batch)
+                whole = together([pool for pool, _ in sampled(task, trainer, PROMPTS_PER_BATCH, 1, 1000 + batch)])
                 for run in runs.values():
-                    run.step(together([pool for pool, _ in learned_from]), learn=True)
+                    run.step(whole, learn=True)
             pools = sampled(task, trainer, args.num_prompts, GROUPS, args.seed)
         half = len(pools) // 2
         limits = torch.cat([powers(pools[:half], table(pools[half:])), powers(pools[half:], table(pools[:half]))])

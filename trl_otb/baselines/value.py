@@ -175,7 +175,7 @@ class Value:
         return sums
 
     def _fit(self) -> None:
-        """Fit θ and Γ to the sums; and c₁ and c₂ to what is left of each fold by θ and Γ without it."""
+        """Fit θ and Γ to the sums; c₁ and c₂ by what θ and Γ, fitted without a fold, predict of it."""
         assert self._sums is not None
         whole, tokens_per_feature = self._sums.sum(dim=0), self._tokens / self._sums.size(-1)
         ridge = max(0.5 / self._prompts, 1 / tokens_per_feature)
