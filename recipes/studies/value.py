@@ -47,6 +47,7 @@ TASKS = {
     "copy_trained": "SmolLM2 copying, after 4 steps",
     "words": "SmolLM2 stories",
     "words_trained": "SmolLM2 stories, after 5 steps",
+    "chain_sum": "SmolLM2 sums",
     "word_sequence_reversal": "SmolLM2 reversing words",
     "word_sorting": "SmolLM2 sorting words",
     "gemma_copy": "Gemma3 copying",
@@ -55,7 +56,7 @@ TASKS = {
     "gemma_word_sorting": "Gemma3 sorting words",
 }
 TITLES = {"otb_loo": "otb, one left out"}  # of estimators, as they are published
-TOY = [task for task in TASKS if task.split("_")[0] not in ("word", "gemma", *language.TASKS)]
+TOY = [task for task in TASKS if task.split("_")[0] not in ("chain", "word", "gemma", *language.TASKS)]
 BESIDE = ("otb", "otb_loo", "rloo", "rloo_pooled", "ogb_pooled", "ogb_pooled_damped")
 RELATIVES = ("otb", "rloo_pooled", "ogb_pooled", "tether", "poise", "v05", "ebpo", "value_weights_one", "value")
 MEASURED = {"completions_per_prompt": 128, "group_sizes": [4, 8, 32], "projection": 4096}
