@@ -56,7 +56,7 @@ TASKS = {
     "gemma_word_sorting": "Gemma3 sorting words",
 }
 TITLES = {"otb_loo": "otb, one left out"}  # of estimators, as they are published
-TOY = [task for task in TASKS if task.split("_")[0] not in ("chain", "word", "gemma", *language.TASKS)]
+TOY = [task for task, title in TASKS.items() if not title.startswith(("SmolLM2", "Gemma3"))]
 BESIDE = ("otb", "otb_loo", "rloo", "rloo_pooled", "ogb_pooled", "ogb_pooled_damped")
 RELATIVES = ("otb", "rloo_pooled", "ogb_pooled", "tether", "poise", "v05", "ebpo", "value_weights_one", "value")
 MEASURED = {"completions_per_prompt": 128, "group_sizes": [4, 8, 32], "projection": 4096}

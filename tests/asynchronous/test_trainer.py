@@ -277,7 +277,7 @@ def test_one_completion_uses_earlier_returns(train_async):
     first, second = (trainer.samples[i : i + 16] for i in (0, 16))
     mean = torch.stack([sample.returns for sample in first]).mean().item()
     assert {round(sample.b0.item(), 6) for sample in second} == {round(mean, 6)}
-    assert trainer.advantages[1].abs().max() > 0.01 and trainer.baseline.entry.estimator._tokens > 0
+    assert trainer.advantages[1].abs().max() > 0.01 and trainer.baseline.entry.estimator._prompts > 16
 
 
 def test_forked_rows_share_base_and_wait(train_async):
@@ -497,7 +497,7 @@ def test_learned_state_is_in_checkpoints(train_async, tmp_path):
     resumed = train_async(train=False, **run | {"max_steps": 3})
     resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
     assert torch.equal(resumed.recorder.projection, first.recorder.projection)
-    assert resumed.baseline.entry.estimator._tokens > 0.9 * first.baseline.entry.estimator._tokens > 0
+    assert resumed.baseline.entry.estimator._prompts == 1.5 * first.baseline.entry.estimator._prompts > 0
     assert resumed.extra_state["earlier"][1] > first.extra_state["earlier"][1]
 
 

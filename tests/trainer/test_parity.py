@@ -118,7 +118,8 @@ def test_rollout_keeps_its_initial_mode(train, options):
     trainer = train(OTBGRPOTrainer, baseline="value", reward_funcs=leaves_eval, train=False, **options)
     know(trainer)
     trainer.train()
-    assert [*trainer.rollouts] == ["train"] and trainer.baseline.entry.estimator._tokens > 0
+    prompts = trainer.args.generation_batch_size // trainer.num_generations
+    assert [*trainer.rollouts] == ["train"] and trainer.baseline.entry.estimator._prompts > prompts
 
 
 def test_two_trainers_of_one_model_alive(train, model_path):
