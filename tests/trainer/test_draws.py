@@ -14,6 +14,7 @@ from trl_otb.seam.sampled import SampledTurns
 
 
 DROPPING = LoraConfig(r=2, target_modules="all-linear", lora_dropout=0.5)
+REGEX = "vllm_structured_outputs_regex"
 VLLM = {"use_vllm": True, "vllm_mode": "colocate"}
 
 
@@ -34,6 +35,7 @@ CASES = {  # options, the ratio (None: 1), and what is said
     "generation_kwargs": ({"generation_kwargs": {"typical_p": 0.5}}, 0, "`generation_kwargs` is {'typical_p': 0.5}"),
     "neutral": ({"top_p": 1.0, "min_p": 0.0, "generation_kwargs": {}}, None, None),
     "cut by vLLM": ({**VLLM, "top_p": 0.9}, 0, "`top_p` is 0.9"),
+    "grammar of vLLM": ({**VLLM, REGEX: "[ab]+"}, 0, f"`{REGEX}` is [ab]+"),
     "weighted by completion": ({**VLLM, "vllm_importance_sampling_mode": "sequence_mask"}, None, None),
     "weighted by token": ({**VLLM, "vllm_importance_sampling_mode": "token_mask"}, "π / μ", None),
     "not weighted": ({**VLLM, "vllm_importance_sampling_correction": False}, "π / μ", None),
