@@ -302,6 +302,17 @@ def test_spurious_slope_of_base_is_limited():
     assert -1 <= value.theta[1] <= 0
 
 
+@pytest.mark.parametrize("n", [3, 4])
+def test_samples_of_a_prompt_count_once(n):
+    """As in asynchronous training, where a batch has samples of any group, each told by its number."""
+    value = Value()
+    for step in range(8):
+        x = replace(Task(step).batch().x.rows(slice(0, n), 1), prompt=torch.full((n,), 40 + step))
+        value.update(x, torch.full((n, 1), 0.5), lambda values: values)
+    assert value._prompts == 8
+    assert (value._sums[:, 0, 0] > 0).all()  # each fold has seen some of them
+
+
 def test_weight_grows_with_prompts_and_tokens():
     value = Value()
     weights = [Task(seed, prompts=4).batch().teach(value)["weight"] for seed in range(9)]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from ..energy import prefix_sums
@@ -188,6 +188,15 @@ def joined(parts: list[Completions]) -> Completions:
     names = set.intersection(*({*of} for of in tensors))
     none = dict.fromkeys({*parts[0].tensors()} - names)
     return parts[0]._with(**none, **{name: torch.cat([of[name] for of in tensors]) for name in names})
+
+
+def numbered(local: Completions, gather: Callable[[Tensor], Tensor]) -> tuple[Int[Tensor, " B"], int]:
+    """Each row's prompt, counted from the first of all processes, on the CPU; and how many prompts have tokens."""
+    ends = torch.nn.functional.pad(torch.stack([-local.prompt, local.prompt]), (0, 1), value=-(2**62)).amax(dim=1)
+    first, last = gather(ends.unsqueeze(0)).amax(dim=0).tolist()
+    seen = local.prompt.new_zeros(1, max(last + first + 1, 1))
+    seen[0, local.prompt[local.mask.any(dim=1)] + first] = 1
+    return local.prompt.cpu() + first, max(int(gather(seen).amax(dim=0).sum()), 1)
 
 
 def _sum_of_group(x: Float[Tensor, "G N T"], leave_one_out: bool) -> Float[Tensor, "G #N T"]:

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from .completions import Completions
+from .completions import Completions, numbered
 from .pooled import pooled
 from .value_parts import OF_LUCK, Reading, blocks, features, later, products, read, solution
 
@@ -80,9 +80,10 @@ class Value:
         B0 is each return; `explained_by_state`, the same without later luck; `weight` and `luck_weight`, c₁ and c₂;
         and `restarted`, 1 if it was reset.
         """
-        fold = (local.prompt.cpu() + self._prompts) % self.prompt_folds
+        prompt, prompts = numbered(local, gather)
+        fold = (prompt + self._prompts) % self.prompt_folds
         of_value, measured = _gathered(self._measure(local, b0, fold), gather)
-        power, left, left_by_state, squares, excluded, tokens, prompts = measured.tolist()
+        power, left, left_by_state, squares, excluded, tokens = measured.tolist()
         varies = power > ROUNDING * squares
         lost = varies and left > RESET_RATIO * power
         reset, self._doubted = lost and self._doubted, lost
@@ -104,7 +105,7 @@ class Value:
         ends = torch.stack([-returns.where(present, math.inf).amin(), returns.where(present, -math.inf).amax()])
         least, most = gather(ends.unsqueeze(0)).amax(dim=0).tolist()
         self._returns_seen = min(self._returns_seen[0], -least), max(self._returns_seen[1], most)
-        self._prompts += max(round(prompts), 1)
+        self._prompts += prompts
         whole = of_value.sum(dim=0) + (0 if self._value_sums is None else self.decay_per_batch * self._value_sums)
         ridge = 0.02 + 4 / self._prompts
         (of_both,) = _gathered([self._sums_of(local, b0, fold, solution(whole - of_value, ridge))], gather)
@@ -151,15 +152,14 @@ class Value:
 
     def _measure(self, local: Completions, b0: Tensor, fold: Tensor) -> list[Tensor]:
         """Sums that V is fitted to, by fold; and the power that B0 and B leave, with what else a batch tells."""
-        sums, total = b0.new_zeros(1), b0.new_zeros(7)
+        sums, total = b0.new_zeros(1), b0.new_zeros(6)
         for x, b, rows in blocks(local, b0):
             of, target, weights = read(x, b), (x.returns - b).expand_as(x.mask), x.need("loss_energy")
             state, whole = (x.returns - values for values in self._baseline(of, b))
             powers = [(weights * left.square()).sum() for left in (target, whole, state)]
             squares = (weights * (x.returns.square() + b.square())).sum()
             present = x.mask * of.known
-            prompts = x.mask.any(dim=1).sum() / local.num_generations
-            total += torch.stack([*powers, squares, x.mask.sum() - present.sum(), present.sum(), prompts])
+            total += torch.stack([*powers, squares, x.mask.sum() - present.sum(), present.sum()])
             columns = torch.cat([of.numbers, target.unsqueeze(-1)], dim=-1)
             sums = sums + products(columns, present, fold[rows], self.prompt_folds)
         return [sums, total]
