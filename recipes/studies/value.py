@@ -2,6 +2,7 @@
 What do baselines gain as completions grow longer and groups larger, what `value`, and each of its parts?
 
     OMP_NUM_THREADS=1 python -m recipes.studies.value --tasks sums   # minutes on one core; all: two hours
+    python -m recipes.studies.value --num_prompts 16 --tasks words   # a language model: half an hour to two hours
     python -m recipes.studies.value --plot_only --publish            # the columns of value.md, and pictures
     python -m recipes.studies.value --relatives --tasks calculator   # other authors' baselines, and N from 1 to 32
 

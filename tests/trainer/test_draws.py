@@ -10,6 +10,7 @@ from tests.helpers.recording import Sampler
 from tests.helpers.settings import scripted_rollout
 from trl_otb.energy import TokenValues
 from trl_otb.seam import draws
+from trl_otb.seam.pools import at_rest, sample
 from trl_otb.seam.sampled import SampledTurns
 
 
@@ -70,6 +71,17 @@ def test_ratio_is_that_of_the_sampler(case, train, monkeypatch, caplog):
             wanted = (logps - batch["sampling_per_token_logps"]).exp()
             torch.testing.assert_close(ratio, wanted, equal_nan=True)
     assert trainer.baseline.entry.estimator.gamma.isfinite().all()
+
+
+def test_a_comparison_leaves_out_what_training_does(train, monkeypatch):
+    """It samples in eval mode, where no dropout acts."""
+    found = []
+    draw_ratio = draws.draw_ratio
+    monkeypatch.setattr("trl_otb.trainer.draw_ratio", lambda *of: found.append(draw_ratio(*of)) or found[-1])
+    trainer = train(baseline="value", train=False, num_iterations=2, peft_config=DROPPING)
+    with at_rest(trainer, frozenset()):
+        sample(trainer, [trainer.train_dataset[0]], 2, seed=0)
+    assert [said for _, said in found] == ["dropout was another one when tokens were sampled"]
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,8 @@ class Completions:
         scored (`(B, 1)`): 1.0, or 0.0 if no reward function scored the completion.
         lengths (`(B, 1)`): Number of generated tokens; 0 without a reward.
         num_generations (`int`): N.
-        prompt (`(B,)`): The index of each row's prompt among the prompts of all processes.
+        prompt (`(B,)`): The index of each row's prompt among the prompts of all processes; in asynchronous training
+            the number of its group.
         energy (`(B, T)`, *optional*): w_t, 0 where `mask` is 0.
         loss_energy (`(B, T)`, *optional*): ρ_t² w_t, the squared score of a token in the loss: `energy`, unless there
             are importance ratios ρ. A ratio may depend on later tokens: compare completions with `loss_energy`, predict

@@ -11,7 +11,11 @@ from .forwards import SAMPLED
 
 # With these values they leave the distribution as it is
 _NEUTRAL = {
-    **{"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "generation_kwargs": {}},
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "generation_kwargs": {},
     "vllm_structured_outputs_regex": None,
 }
 
@@ -39,7 +43,7 @@ def draw_ratio(
     if unknown is None and source != SAMPLED:
         if trainer.rollout_func is not None:
             unknown = "`rollout_func` returns no log-probs"
-        elif any(map(_drops, trainer.policy.modules())):
+        elif any(map(_drops, trainer.policy.modules())):  # in eval mode, too: a comparison is of a run that trains
             unknown = "dropout was another one when tokens were sampled"
         elif batch.get("old_per_token_logps") is None:
             unknown = "the forwards that sampled could not be read"
