@@ -196,7 +196,7 @@ def numbered(local: Completions, gather: Callable[[Tensor], Tensor]) -> tuple[In
     ends = torch.nn.functional.pad(torch.stack([-local.prompt, local.prompt]), (0, 1), value=-(2**62)).amax(dim=1)
     first, last = gather(ends.unsqueeze(0)).amax(dim=0).tolist()
     seen = local.prompt.new_zeros(1, max(last + first + 1, 1))
-    seen[0, local.prompt[local.mask.any(dim=1)] + first] = 1
+    seen[0].scatter_reduce_(0, local.prompt + first, local.mask.any(dim=1).long(), "amax")
     return local.prompt.cpu() + first, max(int(gather(seen).amax(dim=0).sum()), 1)
 
 
