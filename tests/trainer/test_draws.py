@@ -17,6 +17,8 @@ from trl_otb.seam.sampled import SampledTurns
 DROPPING = LoraConfig(r=2, target_modules="all-linear", lora_dropout=0.5)
 REGEX = "vllm_structured_outputs_regex"
 VLLM = {"use_vllm": True, "vllm_mode": "colocate"}
+UNWEIGHTED = {"vllm_importance_sampling_correction": False}
+SERVER = {"use_vllm": True, "vllm_mode": "server", **UNWEIGHTED}
 
 
 def with_logprobs(prompts, trainer):
@@ -34,12 +36,15 @@ CASES = {  # options, the ratio (None: 1), and what is said
     "min-p": ({"min_p": 0.1}, 0, "`min_p` is 0.1"),
     "repetition": ({"repetition_penalty": 1.2}, 0, "`repetition_penalty` is 1.2"),
     "generation_kwargs": ({"generation_kwargs": {"typical_p": 0.5}}, 0, "`generation_kwargs` is {'typical_p': 0.5}"),
-    "neutral": ({"top_p": 1.0, "min_p": 0.0, "generation_kwargs": {}}, None, None),
+    "neutral": ({"top_p": 1.0, "top_k": 0, "min_p": 0.0, "generation_kwargs": {}}, None, None),
+    "neutral for vLLM": ({**VLLM, **UNWEIGHTED, "top_k": -1}, "π / μ", None),
     "cut by vLLM": ({**VLLM, "top_p": 0.9}, 0, "`top_p` is 0.9"),
     "grammar of vLLM": ({**VLLM, REGEX: "[ab]+"}, 0, f"`{REGEX}` is [ab]+"),
     "weighted by completion": ({**VLLM, "vllm_importance_sampling_mode": "sequence_mask"}, None, None),
     "weighted by token": ({**VLLM, "vllm_importance_sampling_mode": "token_mask"}, "π / μ", None),
-    "not weighted": ({**VLLM, "vllm_importance_sampling_correction": False}, "π / μ", None),
+    "not weighted": ({**VLLM, **UNWEIGHTED, "temperature": 0.7}, "π / μ", None),
+    "server": ({**SERVER, "temperature": 1.0}, "π / μ", None),
+    "server, perhaps raw": ({**SERVER, "temperature": 0.7}, 0, "log-probs of a vLLM server may be of temperature 1"),
     "rollout_func": ({"rollout_func": with_logprobs}, "π / μ", None),
     "rollout_func without log-probs": ({"rollout_func": scripted_rollout}, 0, "`rollout_func` returns no log-probs"),
 }

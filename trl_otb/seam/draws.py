@@ -9,10 +9,10 @@ from trl import GRPOTrainer
 from .forwards import SAMPLED
 
 
-# With these values they leave the distribution as it is
+# With these values, and with what is 0, empty or None, they leave the distribution as it is
 _NEUTRAL = {
     "top_p": 1.0,
-    "top_k": 0,
+    "top_k": -1,  # as vLLM has it
     "min_p": 0.0,
     "repetition_penalty": 1.0,
     "generation_kwargs": {},
@@ -36,8 +36,11 @@ def draw_ratio(
     unknown, of_sampler = changed_distribution(trainer.args), batch.get("sampling_per_token_logps")
     if unknown is None and processor is not None:
         unknown = f"tokens were sampled with {processor}, as by a generation config"
+    corrected = trainer.use_vllm and trainer.args.vllm_importance_sampling_correction
+    of_server = trainer.use_vllm and trainer.args.vllm_mode == "server"
+    if unknown is None and of_server and not corrected and trainer.temperature != 1:  # so TRL advises if they are raw
+        unknown = "log-probs of a vLLM server may be of temperature 1 without `vllm_importance_sampling_correction`"
     if unknown is None and of_sampler is not None:
-        corrected = trainer.use_vllm and trainer.args.vllm_importance_sampling_correction
         by_completion = corrected and trainer.vllm_importance_sampling_mode.startswith("sequence")
         return None if by_completion else torch.exp(logps - of_sampler), None
     if unknown is None and source != SAMPLED:
