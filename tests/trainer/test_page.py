@@ -43,6 +43,7 @@ def browser():
         options.add_argument(argument)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     driver = webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver")))
+    driver.implicitly_wait(10)  # a line is drawn after the click that opens it
     yield driver
     driver.quit()
 
