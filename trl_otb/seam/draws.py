@@ -38,7 +38,7 @@ def draw_ratio(
         unknown = f"tokens were sampled with {processor}, as by a generation config"
     corrected = trainer.use_vllm and trainer.args.vllm_importance_sampling_correction
     of_server = trainer.use_vllm and trainer.args.vllm_mode == "server"
-    if unknown is None and of_server and not corrected and trainer.temperature != 1:  # so TRL advises if they are raw
+    if unknown is None and of_server and not corrected and trainer.temperature != 1:  # as TRL advises if raw
         unknown = "log-probs of a vLLM server may be of temperature 1 without `vllm_importance_sampling_correction`"
     if unknown is None and of_sampler is not None:
         by_completion = corrected and trainer.vllm_importance_sampling_mode.startswith("sequence")
