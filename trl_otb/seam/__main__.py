@@ -1,16 +1,22 @@
-"""`make drift` checks the installed TRL against what was read; `make hashes` records the sources that were read."""
+"""`make drift` checks the installed TRL against what was read; `make hashes` adds its sources to those that were read."""
 
 import json
 import sys
 
+from packaging.version import Version
+
 from ..experimental.async_grpo.contract import ASYNC_GRPO
-from .contract import GRPO, PINNED, versions
+from .contract import GRPO, PINNED, tested, versions
 
 
 CONTRACTS = (GRPO, ASYNC_GRPO)
 if sys.argv[1:] == ["--hashes"]:
-    sources = {name: source for contract in CONTRACTS for name, source in contract.sources().items()}
-    PINNED.write_text(json.dumps({"versions": versions(), "sources": sources}, indent=2) + "\n")
+    known = tested()
+    known["versions"] = max(known["versions"], versions(), key=lambda of: Version(of["trl"]))
+    for contract in CONTRACTS:
+        for name, source in contract.sources().items():
+            known["sources"][name] = sorted({*known["sources"].get(name, []), source})
+    PINNED.write_text(json.dumps(known, indent=2) + "\n")
     sys.exit()
 found = {contract.trainer: (contract.gone(), contract.changed()) for contract in CONTRACTS}
 for trainer, (gone, changed) in found.items():

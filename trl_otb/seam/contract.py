@@ -16,6 +16,7 @@ import torch
 import transformers
 import trl
 from accelerate.logging import get_logger
+from packaging.version import Version
 from transformers import Trainer
 
 from ..baselines import Baseline
@@ -23,13 +24,14 @@ from ..baselines import Baseline
 
 logger = get_logger(__name__)
 
-PINNED = Path(__file__).with_name("trl_sources.json")  # versions and hashes of the sources read; see `make hashes`
+PINNED = Path(__file__).with_name("trl_sources.json")  # newest versions, hashes of the sources read; see `make hashes`
+OLDEST = "1.9"  # minor version of TRL that works; `older_trl.py` has what it takes
 ON_TRAINER = "trainer"  # in the place of a class
-ANY_TRL = "TRL_OTB_ANY_TRL"  # the environment variable that allows other versions than the tested one
+ANY_TRL = "TRL_OTB_ANY_TRL"  # the environment variable that allows other versions than the tested ones
 
 
 def tested() -> dict[str, Any]:
-    """The `versions` and `sources` that were read."""
+    """The newest `versions` that were tested, and by part the hashes of the `sources` that were read, of any version."""
     return json.loads(PINNED.read_text())
 
 
@@ -40,8 +42,8 @@ def versions() -> dict[str, str]:
 
 def incompatible_trl(what: str) -> ImportError:
     return ImportError(
-        f"trl_otb relies on parts of TRL that are different in trl {trl.__version__}: {what}. Install the version that "
-        f"was tested: pip install 'trl=={tested()['versions']['trl']}'."
+        f"trl_otb relies on parts of TRL that are different in trl {trl.__version__}: {what}. Install a version that "
+        f"was tested, such as the newest: pip install 'trl=={tested()['versions']['trl']}'."
     )
 
 
@@ -65,12 +67,14 @@ class BrokenContract(Exception):
 
 
 def check_version() -> None:
-    """Raise an `ImportError` if the installed TRL is of another minor version than the tested one."""
-    installed, known = versions()["trl"], tested()["versions"]["trl"]
-    if installed.split(".")[:2] != known.split(".")[:2] and os.environ.get(ANY_TRL, "0") in ("", "0"):
+    """Raise an `ImportError` unless the installed TRL is of a minor version that was tested."""
+    installed, newest = versions()["trl"], tested()["versions"]["trl"]
+    minors = [Version(version).release[:2] for version in (OLDEST, installed, newest)]
+    if minors != sorted(minors) and os.environ.get(ANY_TRL, "0") in ("", "0"):
         raise ImportError(
-            f"trl {installed} is installed, and trl_otb was tested with trl {known}. Install that: pip install "
-            f"'trl=={known}'. To try the installed one, set the environment variable {ANY_TRL}=1: all checks still run."
+            f"trl {installed} is installed, and trl_otb was tested with trl {OLDEST} to {newest}. Install one of these: "
+            f"pip install 'trl=={newest}'. To try the installed one, set the environment variable {ANY_TRL}=1: all "
+            "checks still run."
         )
 
 
@@ -78,6 +82,8 @@ try:
     from trl.models import utils as trl_models  # noqa: F401
     from trl.trainer import utils as trl_utils  # noqa: F401
     from trl.trainer.grpo_trainer import GRPOTrainer
+
+    from .older_trl import LACKING
 except ImportError as error:
     check_version()
     raise incompatible_trl(str(error)) from error
@@ -120,7 +126,7 @@ class Contract:
     def changed(self) -> list[str]:
         """The parts whose source is not the one that was read."""
         known = tested()["sources"]
-        return sorted(name for name, source in self.sources().items() if source != known.get(name))
+        return sorted(name for name, source in self.sources().items() if source not in known.get(name, ()))
 
     def check(self) -> None:
         """
@@ -143,7 +149,7 @@ class Contract:
             tried = "; before the first step with a baseline per token the loss is tried"
             installed, known = (", ".join(map(" ".join, of.items())) for of in (versions(), tested()["versions"]))
             logger.warning_once(
-                f"trl_otb was tested with {known}; installed: {installed}. Changed for {self.trainer}: "
+                f"trl_otb was tested with up to {known}; installed: {installed}. Changed for {self.trainer}: "
                 f"{', '.join(changed)}. Signatures still match{tried if {*changed} & self.loss else ''}."
             )
         return changed
@@ -161,6 +167,7 @@ class Contract:
             (f"{owner.rpartition(':')[2]}.{name}", _found(owner, name), parameters.split())
             for owner, functions in self.parts.items()
             for name, parameters in functions.items()
+            if name not in LACKING
         ]
 
 
@@ -192,7 +199,7 @@ GRPO = Contract(
             "_calculate_rewards": "self inputs prompts completions completion_ids_list",
             "_compute_loss": "self model inputs",
             "_generate_and_score_completions": "self inputs",
-            "_generate_single_turn": "self prompt_ids images multimodal_fields num_generations",
+            "_generate_single_turn": "self prompt_ids images multimodal_fields",
             "_get_per_token_logps_and_entropies": "self model input_ids attention_mask logits_to_keep batch_size",
             "_tool_call_loop": "self prompts prompt_ids",
             "get_gamma_weights": "advantages log_ratio_per_token mask",

@@ -18,7 +18,8 @@ from transformers.generation import TemperatureLogitsWarper
 from trl import GRPOTrainer
 
 from ..energy import TokenValues, token_energy
-from .contract import BrokenContract, trl_models, trl_utils
+from .contract import BrokenContract, trl_models
+from .older_trl import add_fused_lm_head
 from .sampled import SampledTurn, SampledTurns
 
 
@@ -61,7 +62,7 @@ class PolicyRecorder:
         self._recording: Recording | None = None
         policy.trl_otb_energies, without = False, policy.forward  # of the policy, as several trainers may share it
         outputs = ("log_probs", "entropy", "log_sum_sq_probs")
-        trl_utils.add_fused_lm_head(policy, temperature, cast_lm_head_to_fp32, outputs)
+        add_fused_lm_head(policy, temperature, cast_lm_head_to_fp32, outputs)
         with_energies = policy.forward
 
         @functools.wraps(type(policy).forward)  # `generate` validates its arguments against the signature

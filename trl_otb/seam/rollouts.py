@@ -15,6 +15,7 @@ from ..rewards import RewardRecorder
 from ..rollout import Rollout, generated_mask
 from .contract import BrokenContract, trl_utils
 from .forwards import scores_anyway
+from .older_trl import is_async_callable
 
 
 class Returns(NamedTuple):
@@ -89,7 +90,7 @@ class RecordsRewards(GRPOTrainer):
             return self._functions
         wrap = self._recorders[-1].wrap
         return [
-            of if isinstance(of, torch.nn.Module) else wrap(i, name, of, trl_utils.is_async_callable(of))
+            of if isinstance(of, torch.nn.Module) else wrap(i, name, of, is_async_callable(of))
             for i, (of, name) in enumerate(zip(self._functions, self.reward_func_names, strict=True))
         ]
 

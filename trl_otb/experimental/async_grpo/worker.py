@@ -13,10 +13,13 @@ from transformers import TrainerCallback
 
 from ...rewards import passing
 from ...seam.contract import check_version, incompatible_trl, trl_utils
+from ...seam.older_trl import is_async_callable, no_asynchronous_training
 from .contract import ASYNC_GRPO
 from .stopping import check_living, stop_living
 
 
+if reason := no_asynchronous_training():
+    raise ImportError(reason)
 try:
     try:  # where TRL has it from 1.18 on, so that users' configs are instances of this class
         from trl import AsyncGRPOConfig as AsyncGRPOConfig
@@ -73,7 +76,7 @@ def one_number_each(name: str, rewards: Any) -> list[Any]:
 
 def checking(function: Callable) -> Callable:
     name = getattr(function, "__name__", type(function).__name__)
-    return passing(function, trl_utils.is_async_callable(function), functools.partial(one_number_each, name))
+    return passing(function, is_async_callable(function), functools.partial(one_number_each, name))
 
 
 def stamped(samples: list[Any], sizes: list[int]) -> list[Any]:

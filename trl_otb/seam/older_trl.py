@@ -1,0 +1,96 @@
+"""
+What TRL before 1.16 lacks, or has otherwise. No other file asks which TRL is installed: each piece says until which
+version it is needed, and goes with that version.
+"""
+
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import trl
+from packaging.version import Version
+from torch import Tensor
+from trl.trainer import utils as trl_utils
+
+
+TOKENS_AT_ONCE = 128  # of which numbers for the whole vocabulary exist in float32
+
+
+def _before(version: str) -> bool:
+    return Version(trl.__version__) < Version(version)
+
+
+# Until 1.15: no fused LM head, so forwards return logits
+
+NO_FUSED_HEAD = _before("1.15")
+
+
+def log_sum_sq_probs(logits: Tensor, temperature: float) -> Tensor:
+    """`(b, L, V)` -> `(b, L)` float32: log Σ_v π(v)² at the temperature, without a copy of the logits."""
+    blocks = (block.float() / temperature for row in logits for block in row.split(TOKENS_AT_ONCE))
+    sums = [torch.logsumexp(2 * z, dim=-1) - 2 * torch.logsumexp(z, dim=-1) for z in blocks]
+    return torch.cat(sums).view(logits.shape[:2])
+
+
+def _add_to_outputs(model: Any, temperature: float, cast_lm_head_to_fp32: bool, outputs: tuple[str, ...]) -> None:
+    """Stands for TRL's `add_fused_lm_head`: the outputs also hold log Σπ², `(b, L − 1)`, of their logits."""
+    original = model.forward
+
+    @functools.wraps(type(model).forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original.__func__(self, *args, **kwargs)
+        result["log_sum_sq_probs"] = log_sum_sq_probs(result.logits.detach()[:, :-1], temperature)
+        return result
+
+    model.forward = types.MethodType(forward, model)
+
+
+def _is_async(function: Callable) -> bool:
+    """As TRL's `is_async_callable`, until 1.14."""
+    call = getattr(function, "__call__", None)  # noqa: B004  # of an object
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+
+
+add_fused_lm_head = _add_to_outputs if NO_FUSED_HEAD else getattr(trl_utils, "add_fused_lm_head", None)
+is_async_callable = _is_async if _before("1.14") else getattr(trl_utils, "is_async_callable", None)
+# What the contract lists, and a version does not have
+LACKING = {"add_fused_lm_head", "FusedCausalLMOutput"} if NO_FUSED_HEAD else set()
+LACKING |= {"is_async_callable"} if _before("1.14") else set()
+# Until 1.14, `_generate_single_turn` has no `num_generations`
+EMPTY_TURN: tuple[Any, ...] = ([], None, {}) if _before("1.14") else ([], None, {}, 1)
+
+
+def check_options(use_liger_kernel: bool, per_token: bool, baseline: str) -> None:
+    """Raise a `ValueError` if an option or device does not go with this version."""
+    if NO_FUSED_HEAD and use_liger_kernel and per_token:
+        raise ValueError(
+            f"`use_liger_kernel` is set and `baseline` is {baseline!r}, one per token: in trl {trl.__version__} Liger's "
+            "loss takes one advantage per completion. Leave it out, install trl 1.15 or newer, or choose a baseline "
+            "per completion, such as 'rloo'."
+        )
+
+
+def check_head(device: torch.device) -> None:
+    """Raise an `ImportError` where 1.15's own LM head fails: on a CPU, if triton is installed."""
+    if _before("1.16") and not NO_FUSED_HEAD and device.type == "cpu" and find_spec("triton") is not None:
+        from triton import knobs
+
+        if not knobs.runtime.interpret:
+            raise ImportError(
+                f"trl {trl.__version__} runs its Triton kernels on a CPU, too, where triton is installed, and fails "
+                "there. Install trl 1.16 or 1.14, uninstall triton, or set TRITON_INTERPRET=1, which is slow."
+            )
+
+
+def no_asynchronous_training() -> str | None:
+    """Until 1.16: why `AsyncOTBGRPOTrainer` cannot be imported."""
+    if not _before("1.16"):
+        return None
+    return (
+        f"Asynchronous training needs trl 1.16, and {trl.__version__} is installed, whose AsyncGRPOTrainer has other "
+        "parts. Install it: pip install 'trl>=1.16,<1.17'. `OTBGRPOTrainer` works with this version."
+    )
