@@ -98,6 +98,7 @@ class OTBGRPOConfig(GRPOConfig):
                 "with `@dataclass`, and give each option a type (`baseline: str = 'ogb'`)."
             )
         unset = [name for name in UNSET if getattr(self, name) is None]
+        self.names_baseline = "baseline" not in unset  # no option: see `named_baseline`
         for name, default in {"baseline": "otb", "scale_rewards": "none"}.items():
             if name in unset:
                 setattr(self, name, default)
@@ -130,15 +131,28 @@ def warn_of_other_trainer(args: Any, trainer: str) -> None:
         )
 
 
-def check_options(args: GRPOConfig, own_loss: bool = True) -> Baseline:
+def named_baseline(args: GRPOConfig, trainer: type = object) -> tuple[Any, str]:
     """
-    The baseline of an [`OTBGRPOConfig`], or the default one of a plain [`~trl.GRPOConfig`]. `own_loss`: whether the
-    trainer may compute another loss than TRL's, of a type of its own.
+    The baseline that a trainer of this class uses, and where it is named: in the config, if it is set there; else in
+    the class, as `default_baseline`; else it is `"otb"`.
+    """
+    name, of_class = getattr(args, "baseline", None), getattr(trainer, "default_baseline", None)
+    if name is not None and (getattr(args, "names_baseline", True) or name != "otb"):
+        return name, f"set in {type(args).__name__}"
+    if of_class is not None:
+        return of_class, f"`default_baseline` of {trainer.__name__}"
+    return "otb", f"the default: {type(args).__name__} names none"
+
+
+def check_options(args: GRPOConfig, own_loss: bool = True, trainer: type = object) -> Baseline:
+    """
+    The baseline that [`named_baseline`] finds. `own_loss`: whether the trainer may compute another loss than TRL's, of
+    a type of its own.
 
     Raises:
         ValueError: An option is unknown, or conflicts with the baseline.
     """
-    name = getattr(args, "baseline", "otb")
+    (name, named), plain = named_baseline(args, trainer), not hasattr(args, "baseline")
     if not isinstance(name, str):
         raise ValueError(
             f"`baseline` is {name!r}: a config holds text. Register the function with "
@@ -152,6 +166,13 @@ def check_options(args: GRPOConfig, own_loss: bool = True) -> Baseline:
         )
     if args.scale_rewards not in (False, "none", "running") and not baseline.scalable:
         scalable = ", ".join(repr(of.name) for of in BASELINES.values() if of.scalable)
+        if plain:
+            raise ValueError(
+                f"`args` is a {type(args).__name__}, which has no `baseline`, so that it is {name!r} ({named}), and "
+                f"whose `scale_rewards` is {args.scale_rewards!r}: advantages under {name!r} cannot be divided so. "
+                "Use OTBGRPOConfig, whose default is 'none'; or set `scale_rewards` to 'none' or 'running', and name a "
+                "baseline as `default_baseline` in the trainer's class."
+            )
         raise ValueError(
             f"`scale_rewards` is {args.scale_rewards!r} and `baseline` is {name!r}, under which completions have "
             "advantages where all returns are nearly equal: these would be divided by their standard deviation, which "

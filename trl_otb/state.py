@@ -5,14 +5,12 @@ from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from accelerate.utils import is_peft_model
 from transformers import Trainer
 
 import trl_otb
 
-from .run_baseline import RunBaseline
 from .seam.contract import trl_utils
-from .seam.forwards import PolicyRecorder
+from .seam.private import Private, Public
 
 
 logger = get_logger(__name__)
@@ -23,15 +21,9 @@ STATE_FILE = "baseline.pt"  # in a checkpoint
 class KeepsBaseline(Trainer):
     """A [`~transformers.Trainer`] whose checkpoints hold the state of its baseline."""
 
-    baseline: RunBaseline
-    recorder: PolicyRecorder
-    scale_rewards: Any
-    extra_state: dict[str, Any] = {}  # noqa: RUF012  # what else checkpoints of a learning baseline hold
-
-    @property
-    def policy(self) -> Any:
-        """The model without the PEFT wrapper."""
-        return self.model.get_base_model() if is_peft_model(self.model) else self.model
+    _trl_otb: Private
+    baseline = Public()
+    rollouts = Public()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
@@ -52,16 +44,18 @@ class KeepsBaseline(Trainer):
                 "starts with empty state."
             )
         elif self.baseline.entry.learns:
-            self.recorder.projection = state.get("projection")
+            self._trl_otb.recorder.projection = state.get("projection")
             # Less in a file of OTBGRPOTrainer
-            self.extra_state = {key: state.get(key, value) for key, value in self.extra_state.items()}
+            extra = self._trl_otb.extra_state
+            extra.update({key: state[key] for key in extra if key in state})
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
         if self.args.should_save and (state := self.baseline.state_dict()):
             if self.baseline.entry.learns:
-                state["projection"] = None if self.recorder.projection is None else self.recorder.projection.cpu()
-            torch.save(state | self.extra_state, Path(output_dir) / STATE_FILE)
+                projection = self._trl_otb.recorder.projection
+                state["projection"] = None if projection is None else projection.cpu()
+            torch.save(state | self._trl_otb.extra_state, Path(output_dir) / STATE_FILE)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         super().create_model_card(*args, **kwargs)

@@ -10,16 +10,18 @@ from accelerate.logging import get_logger
 from trl import GRPOConfig, GRPOTrainer
 
 from .baselines import Completions
-from .config import OTBGRPOConfig, check_options
+from .config import OTBGRPOConfig, check_options, named_baseline
 from .metrics import STATISTICS, summarize
-from .rollout import Rollout, Rollouts, prompt_keys
+from .rollout import Rollout, prompt_keys
 from .rollout.page import RolloutPages
 from .run_baseline import RunBaseline, Step
 from .seam.contract import GRPO, BrokenContract, check_config, check_subclass, trl_utils, users_methods
 from .seam.draws import draw_ratio
 from .seam.forwards import PolicyRecorder, scores_anyway, values_of_batch
 from .seam.loss import TokenLoss
-from .seam.rollouts import RecordsRewards, rollout_of
+from .seam.older_trl import check_head, check_liger
+from .seam.private import Private, Public, check_names
+from .seam.rollouts import RecordsRewards, recorded_rewards, rollout_of
 from .seam.sampled import SampledTurns
 from .seam.tool_turns import CollectiveToolLoop
 from .state import KeepsBaseline
@@ -64,10 +66,16 @@ class OTBGRPOTrainer(KeepsBaseline, RecordsRewards, CollectiveToolLoop, TokenLos
         "{71553--71575},\n    year = 2026,\n    eprint = {arXiv:2602.07078},\n}",
     }
 
+    _trl_otb: Private
+    energy_source = Public()
+    scale_rewards: Any
+    default_baseline: str | None = None
+
     def __init__(
         self, model: Any, reward_funcs: Any = None, args: GRPOConfig | None = None, *other_args: Any, **kwargs: Any
     ) -> None:
         GRPO.check()
+        check_names(self)
         if args is None:
             check_config(type(self))
             name = model if isinstance(model, str) else trl_utils.get_config_model_id(model.config)
@@ -76,46 +84,46 @@ class OTBGRPOTrainer(KeepsBaseline, RecordsRewards, CollectiveToolLoop, TokenLos
             raise TypeError(f"`args` is a {type(args).__name__}: OTBGRPOTrainer takes an OTBGRPOConfig.")
         args.of_trl_otb = True  # see `warn_of_other_trainer`
         own_loss = bool(users_methods(self, ("_compute_loss", "compute_loss")))
-        self.baseline = RunBaseline(check_options(args, own_loss), running_scale=args.scale_rewards == "running")
-        self.rollouts: dict[str, Rollout] = Rollouts()  # the latest one of each mode, "train" and "eval"
-        self.energy_source: str | None = None  # of the latest rollout in training
-        self.needs = self.baseline.entry.needs  # what rollouts are to hold; more during a comparison
+        entry = check_options(args, own_loss, type(self))
+        check_liger(args.use_liger_kernel, entry.per_token, entry.name)
+        baseline = RunBaseline(entry, running_scale=args.scale_rewards == "running")
+        self._trl_otb = Private(baseline, needs=entry.needs)
         # By name, as a user's class may take them so only
         names = list(inspect.signature(GRPOTrainer.__init__).parameters)[4:]
         super().__init__(model, reward_funcs, args=args, **dict(zip(names, other_args, strict=False)), **kwargs)
         GRPO.check_attributes("GRPOTrainer", self)
-        self.known_loss = None if {*GRPO.warn_if_changed()} & GRPO.loss else GRPOTrainer._compute_loss
+        check_head(self.accelerator.device)
+        known = not {*GRPO.warn_if_changed()} & GRPO.loss
+        self._trl_otb.known_loss = GRPOTrainer._compute_loss if known else None
         if getattr(args, "save_rollouts_steps", None):
             self.add_callback(RolloutPages(self.rollouts))
         if self.scale_rewards == "running":
             self.scale_rewards = "none"  # of GRPOTrainer's own advantages
         entry = self.baseline.entry
         check_subclass(self, entry)
-        self.recorder = PolicyRecorder(self.policy, self.temperature, self.args.cast_lm_head_to_fp32)
+        self._trl_otb.recorder = PolicyRecorder(self.model, self.temperature, self.args.cast_lm_head_to_fp32)
         if entry.name not in ("otb", "otb_loo", "ogb", "ogb_loo"):  # the paper's; the model card says what was used
             self._name, self._paper = GRPOTrainer._name, GRPOTrainer._paper
-        if entry.scope == "batch" and self.num_generations > 1 and self.prompts_per_batch < 3:
+        if entry.scope == "batch" and self.num_generations > 1 and prompts_at_once(self) < 3:
             logger.warning(
                 f"`baseline` is {entry.name!r}, which pools prompts, and a generation batch has "
-                f"{self.prompts_per_batch}: with fewer than 3 nothing is pooled. Use more prompts, or choose 'rloo' or "
+                f"{prompts_at_once(self)}: with fewer than 3 nothing is pooled. Use more prompts, or choose 'rloo' or "
                 "'ogb_loo'."
             )
-
-    @property
-    def prompts_per_batch(self) -> int:
-        """Prompts per generation batch, over all processes."""
-        return self.args.generation_batch_size // self.num_generations
 
     # Training and its state
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """[`~trl.GRPOTrainer`]'s `train`; raises a `ValueError` if the dataset is too small for a single step."""
-        if (now := check_options(self.args).name) != (kept := self.baseline.entry.name):
+        now, named = check_options(self.args, trainer=type(self)).name, named_baseline(self.args, type(self))[1]
+        if now != (kept := self.baseline.entry.name):
             raise ValueError(
                 f"`args.baseline` was set to {now!r} after the trainer was made with {kept!r}, which it keeps. Make "
                 "a new trainer."
             )
-        logger.info(f"Training with `baseline={kept!r}` and `scale_rewards={self.args.scale_rewards!r}`.")
+        self.accelerator.print(
+            f"Training with baseline {kept!r} ({named}) and scale_rewards {self.args.scale_rewards!r}."
+        )
         before = self.rollouts.get("train")
         result = super().train(*args, **kwargs)
         # Where data ran out transformers stops training, too, but before the first rollout
@@ -123,7 +131,7 @@ class OTBGRPOTrainer(KeepsBaseline, RecordsRewards, CollectiveToolLoop, TokenLos
         if self.state.global_step > 0 or self.state.max_steps == 0 or stopped:
             return result
         raise ValueError(
-            f"`train_dataset` has too few prompts: a generation batch takes {self.prompts_per_batch} "
+            f"`train_dataset` has too few prompts: a generation batch takes {prompts_at_once(self)} "
             f"({self.args.generation_batch_size} completions, {self.num_generations} per prompt): not a single "
             "step could be trained. Add prompts, or lower `per_device_train_batch_size`, "
             "`gradient_accumulation_steps` or `steps_per_generation`."
@@ -133,7 +141,7 @@ class OTBGRPOTrainer(KeepsBaseline, RecordsRewards, CollectiveToolLoop, TokenLos
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         mode = "train" if self.model.training else "eval"  # which a reward function may change
-        rollout, completions, batch = self.collect(inputs)
+        rollout, completions, batch = collect(self, inputs)
         gather = self.accelerator.gather if self.accelerator.num_processes > 1 else None
         step = self.baseline.step(
             completions,
@@ -152,58 +160,19 @@ class OTBGRPOTrainer(KeepsBaseline, RecordsRewards, CollectiveToolLoop, TokenLos
             step=self.state.global_step + (mode == "train"),
         )
         self.rollouts[mode] = rollout
-        self._log_step(mode, step, rollout.num_generations)
+        _log_rollout(self, mode, step, rollout.num_generations)
         advantages = rollout.advantages
         assert advantages is not None  # after `with_advantages`
         return batch | {"advantages": advantages if step.per_token else advantages[:, 0]}
 
-    def collect(self, inputs: list[dict[str, Any]]) -> tuple[Rollout, Completions, dict[str, Any]]:
-        """Sampled and rewarded completions of `inputs`, one per row: to show, for baselines, and as TRL's batch."""
-        n = self.num_generations if self.model.training else self.num_generations_eval
-        keys = prompt_keys(inputs) if "prompt_key" in self.needs else None
-        needed = not self.needs.isdisjoint({"energy", "logps", "states"})  # what only a forward computes
-        turns = SampledTurns() if needed and not scores_anyway(self) else None
-        try:
-            with self.recorder.recording(needed=needed, states="states" in self.needs, turns=turns) as recording:
-                with self.recorded_rewards() as recorders:
-                    batch = super()._generate_and_score_completions(inputs)
-            rollout = rollout_of(self, batch, recorders, n)
-            values, source = values_of_batch(self, batch, rollout.mask, recording, self.recorder)
-        except BrokenContract as broken:
-            raise broken.named(self) from None
-        if values is not None and self.energy_source != source:
-            self.energy_source = source
-            logger.info(f"Energies come from {source}.")
-        rollout = rollout.read(values, batch.get("importance_sampling_ratio"))
-        if values is None:
-            return rollout, rollout.completions(prompt_key=keys), batch
-        ratio = None
-        if "logps" in self.needs:
-            ratio, unknown = draw_ratio(self, batch, source, values.logps, recording.processor)
-            if unknown is not None:
-                logger.warning_once(f"Later luck is not subtracted: {unknown}.")
-        return rollout, rollout.completions(values.states, keys, ratio), batch
-
-    def _log_step(self, mode: str, step: Step, num_generations: int) -> None:
-        for name, value in (summarize(step.statistics, num_generations) | step.learned).items():
-            if not math.isnan(value):  # what is undefined is left out
-                self._metrics[mode][f"otb/{name}"].append(value)
-        if self.num_generations == num_generations == 1:
-            self._metrics[mode].pop("frac_reward_zero_std", None)  # of groups, of which there are none
-        logged = self._logs["advantages"]  # the completions table, to which GRPOTrainer has added its own
-        for _ in range(min(len(step.statistics), len(logged))):
-            logged.pop()
-        of_completion = dict(zip(STATISTICS, step.statistics.unbind(dim=1), strict=True))
-        logged.extend((of_completion["advantage"] / of_completion["tokens"].clamp(min=1)).tolist())
-
     def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        with self.recorder.sampling() as keep:
+        with self._trl_otb.recorder.sampling() as keep:
             ids, logprobs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
             keep(prompt_ids, ids)
         return ids, logprobs
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        with self.recorder.scoring(model) as keep:
+        with self._trl_otb.recorder.scoring(model) as keep:
             result = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
             keep(result[0])
         return result
@@ -216,3 +185,49 @@ class OTBGRPOTrainer(KeepsBaseline, RecordsRewards, CollectiveToolLoop, TokenLos
             methods = ("_generate_and_score_completions", "_prepare_inputs", "training_step")
             raise BrokenContract(what, *methods).named(self)
         return loss
+
+
+def prompts_at_once(trainer: GRPOTrainer) -> int:
+    """Prompts per generation batch, over all processes."""
+    return trainer.args.generation_batch_size // trainer.num_generations
+
+
+def collect(trainer: OTBGRPOTrainer, inputs: list[dict[str, Any]]) -> tuple[Rollout, Completions, dict[str, Any]]:
+    """Sampled and rewarded completions of `inputs`, one per row: to show, for baselines, and as TRL's batch."""
+    of, n = trainer._trl_otb, trainer.num_generations if trainer.model.training else trainer.num_generations_eval
+    keys = prompt_keys(inputs) if "prompt_key" in of.needs else None
+    needed = not of.needs.isdisjoint({"energy", "logps", "states"})  # what only a forward computes
+    turns = SampledTurns() if needed and not scores_anyway(trainer) else None
+    try:
+        with of.recorder.recording(needed=needed, states="states" in of.needs, turns=turns) as recording:
+            with recorded_rewards(trainer) as recorders:
+                batch = super(OTBGRPOTrainer, trainer)._generate_and_score_completions(inputs)
+        rollout = rollout_of(trainer, batch, recorders, n)
+        values, source = values_of_batch(trainer, batch, rollout.mask, recording, of.recorder)
+    except BrokenContract as broken:
+        raise broken.named(trainer) from None
+    if values is not None and of.energy_source != source:
+        of.energy_source = source
+        logger.info(f"Energies come from {source}.")
+    rollout = rollout.read(values, batch.get("importance_sampling_ratio"))
+    if values is None:
+        return rollout, rollout.completions(prompt_key=keys), batch
+    ratio = None
+    if "logps" in of.needs:
+        ratio, unknown = draw_ratio(trainer, batch, source, values.logps, recording.processor)
+        if unknown is not None:
+            logger.warning_once(f"Later luck is not subtracted: {unknown}.")
+    return rollout, rollout.completions(values.states, keys, ratio), batch
+
+
+def _log_rollout(trainer: OTBGRPOTrainer, mode: str, step: Step, num_generations: int) -> None:
+    for name, value in (summarize(step.statistics, num_generations) | step.learned).items():
+        if not math.isnan(value):  # what is undefined is left out
+            trainer._metrics[mode][f"otb/{name}"].append(value)
+    if trainer.num_generations == num_generations == 1:
+        trainer._metrics[mode].pop("frac_reward_zero_std", None)  # of groups, of which there are none
+    logged = trainer._logs["advantages"]  # the completions table, to which GRPOTrainer has added its own
+    for _ in range(min(len(step.statistics), len(logged))):
+        logged.pop()
+    of_completion = dict(zip(STATISTICS, step.statistics.unbind(dim=1), strict=True))
+    logged.extend((of_completion["advantage"] / of_completion["tokens"].clamp(min=1)).tolist())

@@ -25,8 +25,8 @@ from recipes.toy import scratchpad
 from trl_otb.baselines import Completions, find_baseline, joined
 from trl_otb.comparison import LEARN_BATCHES
 from trl_otb.comparison.efficiency import Estimate, bootstrap
+from trl_otb.comparison.pools import at_rest, sample, training_examples
 from trl_otb.run_baseline import RunBaseline
-from trl_otb.seam.pools import at_rest, sample, training_examples
 
 
 TASKS = ("scratchpad_30", "scratchpad_100", "scratchpad_300", "scratchpad_mixed")

@@ -18,6 +18,7 @@ from recipes.tool_math import calculator_tool
 from recipes.toy import dialogues, lake, scratchpad, worked_sums
 from recipes.toy.local_rollouts import LocalWorker
 from trl_otb import AsyncOTBGRPOConfig, AsyncOTBGRPOTrainer, OTBGRPOConfig, OTBGRPOTrainer
+from trl_otb.seam.forwards import policy_of
 
 
 # Of a language model; where a CPU lacks bfloat16, PyTorch emulates it, eight times slower than float32
@@ -108,7 +109,7 @@ def trainer_of(
     if task.peft_config:
         # Generation multiplies a slice of the states with the head; PyTorch copies the head for each row, if it is not
         # contiguous, which takes 47 of 63 seconds with a vocabulary of 262,144
-        head = trainer.policy.get_output_embeddings()
+        head = policy_of(trainer.model).get_output_embeddings()
         head.register_forward_pre_hook(lambda module, states: states[0].contiguous())
     return trainer
 

@@ -496,9 +496,9 @@ def test_learned_state_is_in_checkpoints(train_async, tmp_path):
     first = train_async(**run)
     resumed = train_async(train=False, **run | {"max_steps": 3})
     resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
-    assert torch.equal(resumed.recorder.projection, first.recorder.projection)
+    assert torch.equal(resumed._trl_otb.recorder.projection, first._trl_otb.recorder.projection)
     assert resumed.baseline.entry.estimator._prompts == 1.5 * first.baseline.entry.estimator._prompts > 0
-    assert resumed.extra_state["earlier"][1] > first.extra_state["earlier"][1]
+    assert resumed._trl_otb.extra_state["earlier"][1] > first._trl_otb.extra_state["earlier"][1]
 
 
 @pytest.mark.parametrize(

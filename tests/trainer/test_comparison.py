@@ -24,8 +24,8 @@ from trl_otb.comparison import moments as moments_module
 from trl_otb.comparison.efficiency import moments_of
 from trl_otb.comparison.gradients import CompletionGradients, Projection
 from trl_otb.comparison.moments import prompt_moments
+from trl_otb.comparison.pools import at_rest, sample
 from trl_otb.rollout import generated_mask
-from trl_otb.seam.pools import at_rest, sample
 
 
 SMALL = {"num_prompts": 3, "completions_per_prompt": 16, "group_sizes": [4], "baselines": ["otb", "ogb_pooled"]}
@@ -355,7 +355,7 @@ def test_comparison_leaves_training_unchanged(train, kind, when):
     trainer.train()
     assert_same_weights(trainer, without)
     assert log_of(trainer) == log_of(without) and len(log_of(trainer)) > 2
-    assert trainer.model.training == without.model.training and trainer.needs == without.needs
+    assert trainer.model.training == without.model.training and trainer._trl_otb.needs == without._trl_otb.needs
 
 
 @pytest.mark.parametrize("layout", tiny_vision.LAYOUTS)

@@ -8,9 +8,9 @@ from trl.trainer import grpo_trainer
 
 from tests.helpers.recording import Sampler
 from tests.helpers.settings import scripted_rollout
+from trl_otb.comparison.pools import at_rest, sample
 from trl_otb.energy import TokenValues
 from trl_otb.seam import draws
-from trl_otb.seam.pools import at_rest, sample
 from trl_otb.seam.sampled import SampledTurns
 
 

@@ -29,7 +29,7 @@ def test_resume_is_bit_exact(train, tmp_path, options, monkeypatch):
     if options.get("baseline") == "value":
         of_both = [trainer.baseline.entry.estimator.theta for trainer in (whole, resumed)]
         assert torch.equal(*of_both) and of_both[0].abs().max() > 0
-        assert torch.equal(whole.recorder.projection, resumed.recorder.projection)
+        assert torch.equal(whole._trl_otb.recorder.projection, resumed._trl_otb.recorder.projection)
 
 
 PLACES = {  # of a forward, by the number of tokens read and whether there is a gradient

@@ -34,16 +34,16 @@ def test_sources_in_trl_are_unchanged():
     assert not [name for of in CONTRACTS for name in of.changed()] and contract.versions() == TESTED["versions"]
 
 
-def test_only_the_tested_minor_is_allowed(monkeypatch):
+def test_only_tested_minors_are_allowed(monkeypatch):
     (requirement,) = [
         Requirement(text)
         for text in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
         if text.startswith("trl")
     ]
     monkeypatch.delenv(contract.ANY_TRL, raising=False)
-    tested = Version(TESTED["versions"]["trl"])
-    others = [f"{tested.major}.{tested.minor - 1}.9", f"{tested.major}.{tested.minor + 1}.0", f"{tested.major + 1}.0.0"]
-    allowed = [str(tested), f"{tested.major}.{tested.minor}.99"]
+    newest, oldest = Version(TESTED["versions"]["trl"]), Version(contract.OLDEST)
+    others = [f"{newest.major}.{newest.minor + 1}.0", f"{newest.major + 1}.0.0", f"{oldest.major}.{oldest.minor - 1}.9"]
+    allowed = [str(newest), f"{newest.major}.{newest.minor}.99", f"{oldest}.0", f"{oldest.major}.{oldest.minor + 1}.2"]
     assert list(requirement.specifier.filter([*allowed, *others])) == allowed
     for version in allowed + others:
         monkeypatch.setattr(contract, "versions", lambda version=version: {"trl": version})
@@ -131,7 +131,7 @@ def test_loss_of_other_advantages_is_refused(train, monkeypatch, name):
 
     monkeypatch.setattr(GRPOTrainer, "_compute_loss", changed)
     trainer = train(OTBGRPOTrainer, baseline="value", train=False)
-    assert trainer.known_loss is None
+    assert trainer._trl_otb.known_loss is None
     with pytest.raises(ImportError, match="`GRPOTrainer._compute_loss` does not weight"):
         trainer.train()
 
@@ -140,10 +140,10 @@ def test_another_loss_of_the_same_advantages_is_taken(train, monkeypatch):
     plain, loss = train(OTBGRPOTrainer, baseline="value"), GRPOTrainer._compute_loss
     monkeypatch.setattr(GRPOTrainer, "_compute_loss", lambda self, model, inputs: loss(self, model, inputs))
     trainer = train(OTBGRPOTrainer, baseline="value", train=False)
-    assert trainer.known_loss is None
+    assert trainer._trl_otb.known_loss is None
     trainer.train()
     assert_same_weights(plain, trainer)
-    assert trainer.known_loss is GRPOTrainer._compute_loss
+    assert trainer._trl_otb.known_loss is GRPOTrainer._compute_loss
 
 
 def test_rewards_past_the_seam_are_errors(train, monkeypatch):

@@ -14,6 +14,7 @@ from tests.helpers import tiny
 from tests.helpers.settings import SGD, SOURCES, assert_same_weights, in_turn
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer, TokenRewards
 from trl_otb.seam.forwards import extra_forward
+from trl_otb.trainer import collect
 
 
 class Shaped:
@@ -281,8 +282,8 @@ class Positional(GRPOTrainer):
 def test_forward_is_called_by_argument_names(train):
     trainer = train(type("Own", (OTBGRPOTrainer, Positional), {}), train=False)
     trainer.model.train()
-    rollout, _, batch = trainer.collect([{"prompt": "1+1=", "answer": "2"}] * 4)
-    assert extra_forward(trainer, batch, False, trainer.recorder).energy.shape == rollout.mask.shape
+    rollout, _, batch = collect(trainer, [{"prompt": "1+1=", "answer": "2"}] * 4)
+    assert extra_forward(trainer, batch, False, trainer._trl_otb.recorder).energy.shape == rollout.mask.shape
 
 
 def each_but(batch, name):

@@ -1,7 +1,6 @@
 """Vision-language models: GRPOTrainer to the bit, and energies that saw each completion's own pictures."""
 
 import re
-from types import MethodType
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from tests.helpers.settings import SETTINGS, SOURCES, assert_same_weights, in_tu
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 from trl_otb.baselines import compute_advantages
 from trl_otb.seam.forwards import extra_forward
+from trl_otb.trainer import collect
 
 
 # By what the dataset holds: the layout of `pixel_values`, and the dataset
@@ -99,20 +99,20 @@ def test_energies_and_advantages_saw_the_pictures(train_on, pictures, source):
 
 
 @pytest.mark.parametrize("pictures", [*PICTURES][1:3])
-def test_sampled_forwards_equal_an_extra_one(train_on, pictures):
+def test_sampled_forwards_equal_an_extra_one(train_on, pictures, monkeypatch):
     trainer = train_on(pictures, train=False, baseline="value")
     differences = []
 
-    def compared(self, inputs):
-        rollout, x, batch = OTBGRPOTrainer.collect(self, inputs)
-        other = extra_forward(self, batch, True, self.recorder)
+    def compared(trainer, inputs):
+        rollout, x, batch = collect(trainer, inputs)
+        other = extra_forward(trainer, batch, True, trainer._trl_otb.recorder)
         for name in ("energy", "logps", "states"):
             found, expected = getattr(x, name), getattr(other, name)
             mask = rollout.mask if found.dim() == 2 else rollout.mask.unsqueeze(-1)
             differences.append(((found - expected) * mask).abs().max().item())
         return rollout, x, batch
 
-    trainer.collect = MethodType(compared, trainer)
+    monkeypatch.setattr("trl_otb.trainer.collect", compared)
     trainer.train()
     assert trainer.energy_source == "the forwards that sampled"
     assert len(differences) == 6 and max(differences) < 1e-4

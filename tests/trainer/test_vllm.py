@@ -16,7 +16,7 @@ from tests.helpers.oracles import energies_by_softmax, generated, logps_by_softm
 from tests.helpers.recording import Sampler, first_rollout
 from tests.helpers.settings import predicted
 from trl_otb.baselines import compute_advantages
-from trl_otb.seam.pools import at_rest, sample
+from trl_otb.comparison.pools import at_rest, sample
 
 
 ONE_STEP = {"max_steps": 1, "learning_rate": 0.0, "use_vllm": True, "vllm_mode": "colocate"}

@@ -17,11 +17,12 @@ from ..baselines import BASELINES, Completions, find_baseline, joined
 from ..rollout import generated_mask
 from ..run_baseline import RunBaseline
 from ..seam.draws import changed_distribution
-from ..seam.pools import at_rest, sample, training_examples
-from ..trainer import OTBGRPOTrainer
+from ..seam.forwards import policy_of
+from ..trainer import OTBGRPOTrainer, prompts_at_once
 from .efficiency import Comparison, Estimate, control
 from .gradients import CompletionGradients, Projection, studied_parameters
 from .moments import comparable, prompt_moments
+from .pools import at_rest, sample, training_examples
 from .report import BaselineReport, no_reward_varies
 
 
@@ -76,7 +77,7 @@ def compare_baselines(
     """
     _check_trainer(trainer)
     args, n_of_run, completions = trainer.args, trainer.num_generations, completions_per_prompt
-    seed, batch = args.seed if seed is None else seed, trainer.prompts_per_batch
+    seed, batch = args.seed if seed is None else seed, prompts_at_once(trainer)
     batch = batch if prompts_per_batch is None else prompts_per_batch
     sizes = _sizes(n_of_run, group_sizes, completions)
     for name, least in {"group_sizes": min(sizes), "prompts_per_batch": batch, "projection": projection}.items():
@@ -154,7 +155,9 @@ def compare_baselines(
         learned=learned,
         baseline=trainer.baseline.entry.name,
         repeated=repeated,
-        subject=Path(getattr(trainer.policy.config, "_name_or_path", "") or type(trainer.policy).__name__).name,
+        subject=Path(
+            getattr(policy_of(trainer.model).config, "_name_or_path", "") or type(policy_of(trainer.model)).__name__
+        ).name,
     )
 
 

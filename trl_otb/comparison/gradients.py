@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 
-from ..seam.pools import logps_and_states
+from ..seam.forwards import policy_of
 from ..trainer import OTBGRPOTrainer
+from .pools import logps_and_states
 
 
 SMALL_MODEL = 2**22  # parameters; backward passes of a smaller model are taken together, as they wait for the calls
@@ -59,9 +60,9 @@ class CompletionGradients:
 
     def __init__(self, trainer: OTBGRPOTrainer, parameters: list[torch.nn.Parameter], projection: Projection) -> None:
         self.trainer, self.parameters, self.projection = trainer, parameters, projection
-        of_head = {id(p) for p in trainer.policy.get_output_embeddings().parameters()}
+        of_head = {id(p) for p in policy_of(trainer.model).get_output_embeddings().parameters()}
         self.in_head = [i for i, p in enumerate(parameters) if id(p) in of_head]
-        self.is_small = sum(p.numel() for p in trainer.policy.parameters()) <= SMALL_MODEL
+        self.is_small = sum(p.numel() for p in policy_of(trainer.model).parameters()) <= SMALL_MODEL
         self.together = max(1, PROJECT_AT_ONCE // sum(p.numel() for p in parameters))
 
     def __call__(self, row: dict[str, Any], weights: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""`make drift` checks the installed TRL against what was read; `make hashes` adds its sources to those that were read."""
+"""`make drift` checks the installed TRL against the sources that were read; `make hashes` adds its own to these."""
 
 import json
 import sys

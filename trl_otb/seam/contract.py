@@ -31,7 +31,7 @@ ANY_TRL = "TRL_OTB_ANY_TRL"  # the environment variable that allows other versio
 
 
 def tested() -> dict[str, Any]:
-    """The newest `versions` that were tested, and by part the hashes of the `sources` that were read, of any version."""
+    """The newest `versions` that were tested, and by part the hashes of the `sources` that were read."""
     return json.loads(PINNED.read_text())
 
 
@@ -72,8 +72,8 @@ def check_version() -> None:
     minors = [Version(version).release[:2] for version in (OLDEST, installed, newest)]
     if minors != sorted(minors) and os.environ.get(ANY_TRL, "0") in ("", "0"):
         raise ImportError(
-            f"trl {installed} is installed, and trl_otb was tested with trl {OLDEST} to {newest}. Install one of these: "
-            f"pip install 'trl=={newest}'. To try the installed one, set the environment variable {ANY_TRL}=1: all "
+            f"trl {installed} is installed, and trl_otb was tested with trl {OLDEST} to {newest}. Install one: pip "
+            f"install 'trl=={newest}'. To try the installed one, set the environment variable {ANY_TRL}=1: all "
             "checks still run."
         )
 

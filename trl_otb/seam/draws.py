@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from trl import GRPOTrainer
 
-from .forwards import SAMPLED
+from .forwards import SAMPLED, policy_of
 
 
 # With these values, and with what is 0, empty or None, they leave the distribution as it is
@@ -46,7 +46,9 @@ def draw_ratio(
     if unknown is None and source != SAMPLED:
         if trainer.rollout_func is not None:
             unknown = "`rollout_func` returns no log-probs"
-        elif any(map(_drops, trainer.policy.modules())):  # in eval mode, too: a comparison is of a run that trains
+        elif any(
+            map(_drops, policy_of(trainer.model).modules())
+        ):  # in eval mode, too: a comparison is of a run that trains
             unknown = "dropout was another one when tokens were sampled"
         elif batch.get("old_per_token_logps") is None:
             unknown = "the forwards that sampled could not be read"

@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import torch
 from accelerate.logging import get_logger
+from accelerate.utils import is_peft_model
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation import TemperatureLogitsWarper
@@ -42,6 +43,11 @@ class Recording:
     processor: str | None = None  # what made `generate` sample from another distribution than energies are of
 
 
+def policy_of(model: Any) -> PreTrainedModel:
+    """The model without the PEFT wrapper."""
+    return model.get_base_model() if is_peft_model(model) else model
+
+
 class PolicyRecorder:
     """
     Records what forwards of the policy, the model without the PEFT wrapper, compute. While a scoring forward is
@@ -49,7 +55,8 @@ class PolicyRecorder:
     the LM head is quantized.
     """
 
-    def __init__(self, policy: PreTrainedModel, temperature: float, cast_lm_head_to_fp32: bool) -> None:
+    def __init__(self, model: Any, temperature: float, cast_lm_head_to_fp32: bool) -> None:
+        policy = policy_of(model)
         head = policy.get_output_embeddings()
         if not head.weight.is_floating_point():  # TRL's fused head multiplies by the weight as it is stored
             raise ValueError(

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
@@ -12,6 +12,10 @@ from trl import GRPOTrainer
 
 from ..rollout import generated_mask
 from .contract import incompatible_trl
+
+
+if TYPE_CHECKING:
+    from .private import Private
 
 
 class TokenLoss(GRPOTrainer):
@@ -25,7 +29,7 @@ class TokenLoss(GRPOTrainer):
     computes this if the old log-probs are sg[log π(y_t)] − log s.
     """
 
-    known_loss: Any = None  # the function of TRL that is known to take advantages per token
+    _trl_otb: "Private"
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         shape, rows = tuple(inputs["advantages"].shape), tuple(inputs["completion_mask"].shape)
@@ -35,13 +39,16 @@ class TokenLoss(GRPOTrainer):
                 f"loss, such as a method of {type(self).__name__}, reshaped it. The loss takes {rows[:1]} or {rows}."
             )
         per_token = len(shape) > 1
-        if per_token and self.known_loss is not GRPOTrainer._compute_loss and check_token_loss(self, inputs):
-            self.known_loss = GRPOTrainer._compute_loss
+        if per_token and self._trl_otb.known_loss is not GRPOTrainer._compute_loss and check_token_loss(self, inputs):
+            self._trl_otb.known_loss = GRPOTrainer._compute_loss
         if self.importance_sampling_level != "sequence" or not per_token:
             return super()._compute_loss(model, inputs)
         inputs = dict(inputs)  # the micro-batch is used again
         spread = partial(_spread_sequence_ratio, inputs)
-        with self.recorder.recording(on_logps=spread), patch.object(self, "importance_sampling_level", "token"):
+        with (
+            self._trl_otb.recorder.recording(on_logps=spread),
+            patch.object(self, "importance_sampling_level", "token"),
+        ):
             return super()._compute_loss(model, inputs)
 
     # Both use the sign of a completion's advantage, so they get one advantage per completion

@@ -55,8 +55,8 @@ def _is_async(function: Callable) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
-add_fused_lm_head = _add_to_outputs if NO_FUSED_HEAD else getattr(trl_utils, "add_fused_lm_head", None)
-is_async_callable = _is_async if _before("1.14") else getattr(trl_utils, "is_async_callable", None)
+add_fused_lm_head: Any = _add_to_outputs if NO_FUSED_HEAD else getattr(trl_utils, "add_fused_lm_head", None)
+is_async_callable: Any = _is_async if _before("1.14") else getattr(trl_utils, "is_async_callable", None)
 # What the contract lists, and a version does not have
 LACKING = {"add_fused_lm_head", "FusedCausalLMOutput"} if NO_FUSED_HEAD else set()
 LACKING |= {"is_async_callable"} if _before("1.14") else set()
@@ -64,20 +64,20 @@ LACKING |= {"is_async_callable"} if _before("1.14") else set()
 EMPTY_TURN: tuple[Any, ...] = ([], None, {}) if _before("1.14") else ([], None, {}, 1)
 
 
-def check_options(use_liger_kernel: bool, per_token: bool, baseline: str) -> None:
-    """Raise a `ValueError` if an option or device does not go with this version."""
+def check_liger(use_liger_kernel: bool, per_token: bool, baseline: str) -> None:
+    """Raise a `ValueError` if Liger's loss, until 1.15, is to take advantages per token."""
     if NO_FUSED_HEAD and use_liger_kernel and per_token:
         raise ValueError(
-            f"`use_liger_kernel` is set and `baseline` is {baseline!r}, one per token: in trl {trl.__version__} Liger's "
-            "loss takes one advantage per completion. Leave it out, install trl 1.15 or newer, or choose a baseline "
-            "per completion, such as 'rloo'."
+            f"`use_liger_kernel` is set and `baseline` is {baseline!r}, one per token: in trl {trl.__version__} "
+            "Liger's loss takes one advantage per completion. Leave it out, install trl 1.15 or newer, or choose a "
+            "baseline per completion, such as 'rloo'."
         )
 
 
 def check_head(device: torch.device) -> None:
     """Raise an `ImportError` where 1.15's own LM head fails: on a CPU, if triton is installed."""
     if _before("1.16") and not NO_FUSED_HEAD and device.type == "cpu" and find_spec("triton") is not None:
-        from triton import knobs
+        from triton import knobs  # type: ignore[import-untyped]
 
         if not knobs.runtime.interpret:
             raise ImportError(

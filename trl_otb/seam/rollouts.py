@@ -16,6 +16,7 @@ from ..rollout import Rollout, generated_mask
 from .contract import BrokenContract, trl_utils
 from .forwards import scores_anyway
 from .older_trl import is_async_callable
+from .private import Private
 
 
 class Returns(NamedTuple):
@@ -80,44 +81,45 @@ class RecordsRewards(GRPOTrainer):
     that return sums, as it cannot handle rewards per turn or token; all others read what the user gave.
     """
 
-    _functions: list[Any]
-    _recorders: list[RewardRecorder] | None = None  # of the rollout that is being rewarded
+    _trl_otb: Private
 
     @property
     def reward_funcs(self) -> list[Any]:
+        functions, recorders = self._trl_otb.reward_funcs, self._trl_otb.reward_recorders
         caller = sys._getframe(1).f_code
-        if not self._recorders or (caller.co_name, caller.co_filename) != ("_calculate_rewards", grpo_trainer.__file__):
-            return self._functions
-        wrap = self._recorders[-1].wrap
+        if not recorders or (caller.co_name, caller.co_filename) != ("_calculate_rewards", grpo_trainer.__file__):
+            return functions
+        wrap = recorders[-1].wrap
         return [
             of if isinstance(of, torch.nn.Module) else wrap(i, name, of, is_async_callable(of))
-            for i, (of, name) in enumerate(zip(self._functions, self.reward_func_names, strict=True))
+            for i, (of, name) in enumerate(zip(functions, self.reward_func_names, strict=True))
         ]
 
     @reward_funcs.setter
     def reward_funcs(self, functions: list[Any]) -> None:
-        self._functions = functions
+        self._trl_otb.reward_funcs = functions
 
-    @contextmanager
-    def recorded_rewards(self) -> Iterator[list[RewardRecorder]]:
-        """Context in which a recorder is appended to the yielded list for each call of `_calculate_rewards`."""
-        recorders: list[RewardRecorder] = []
-        calculate = self._calculate_rewards
 
-        def outermost(*args: Any, **kwargs: Any) -> Any:
-            completion_ids = args[3] if len(args) > 3 else kwargs["completion_ids_list"]
-            # Copies, as a function may change the lists that it gets
-            ids = [torch.tensor(of_row, dtype=torch.long) for of_row in completion_ids]
-            recorders.append(RewardRecorder(ids, self.reward_weights.tolist()))
-            recorders[-1].rewards_per_func = rewards = calculate(*args, **kwargs)
-            return rewards
+@contextmanager
+def recorded_rewards(trainer: RecordsRewards) -> Iterator[list[RewardRecorder]]:
+    """Context in which a recorder is appended to the yielded list for each call of `_calculate_rewards`."""
+    recorders: list[RewardRecorder] = []
+    calculate = trainer._calculate_rewards
 
-        self._recorders = recorders
-        with patch.object(self, "_calculate_rewards", outermost):
-            try:
-                yield recorders
-            finally:
-                self._recorders = None
+    def outermost(*args: Any, **kwargs: Any) -> Any:
+        completion_ids = args[3] if len(args) > 3 else kwargs["completion_ids_list"]
+        # Copies, as a function may change the lists that it gets
+        ids = [torch.tensor(of_row, dtype=torch.long) for of_row in completion_ids]
+        recorders.append(RewardRecorder(ids, trainer.reward_weights.tolist()))
+        recorders[-1].rewards_per_func = rewards = calculate(*args, **kwargs)
+        return rewards
+
+    trainer._trl_otb.reward_recorders = recorders
+    with patch.object(trainer, "_calculate_rewards", outermost):
+        try:
+            yield recorders
+        finally:
+            trainer._trl_otb.reward_recorders = None
 
 
 def rollout_of(

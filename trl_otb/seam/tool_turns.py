@@ -45,9 +45,7 @@ def _turns_are_collective(trainer: GRPOTrainer) -> bool:
     return trainer.is_fsdp_enabled or (deepspeed is not None and deepspeed.zero_stage == 3)
 
 
-def _together(
-    trainer: GRPOTrainer, generate: Callable, prompt_ids: Any, images: Any, *args: Any, **kwargs: Any
-) -> Any:
+def _together(trainer: GRPOTrainer, generate: Callable, prompt_ids: Any, images: Any, *args: Any, **kwargs: Any) -> Any:
     """A turn of all processes, in which those without prompts idle; None if no process has prompts."""
     rows = len(prompt_ids)
     most = trainer.accelerator.gather(torch.tensor([rows], device=trainer.accelerator.device)).max().item()

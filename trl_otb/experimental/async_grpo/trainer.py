@@ -13,13 +13,13 @@ from torch.nn.utils.rnn import pad_sequence
 from ...baselines import Completions, squeeze
 from ...energy import token_energy
 from ...metrics import STATISTICS, summarize
-from ...rollout import Rollout, Rollouts
 from ...rollout.page import RolloutPages
 from ...run_baseline import RunBaseline
 from ...seam.contract import users_loss
 from ...seam.draws import changed_distribution
 from ...seam.forwards import PolicyRecorder
 from ...seam.loss import check_product
+from ...seam.private import Private, check_names
 from ...state import KeepsBaseline
 from .config import AsyncOTBGRPOConfig, check_async_options, warn_of_scale
 from .contract import ASYNC_GRPO, LOSS
@@ -88,6 +88,7 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
         self, model: Any, reward_funcs: Any = None, args: AsyncGRPOConfig | None = None, *other: Any, **kwargs: Any
     ) -> None:
         ASYNC_GRPO.check()
+        check_names(self, AsyncGRPOTrainer)
         if args is None:
             args = AsyncOTBGRPOConfig(f"{model.rstrip('/').split('/')[-1]}-AsyncOTB")
         if not isinstance(args, AsyncGRPOConfig):
@@ -95,21 +96,21 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
         args.of_trl_otb = True  # see `warn_of_other_trainer`
         if not hasattr(args, "scale_rewards"):
             warn_of_scale()
-        self.baseline = RunBaseline(check_async_options(args))
+        entry = check_async_options(args)
+        # Decayed sums of earlier returns, and of 1
+        earlier = {"earlier": torch.zeros(2, dtype=torch.float64)}
+        self._trl_otb = Private(RunBaseline(entry), needs=entry.needs, extra_state=earlier)
         super().__init__(model, reward_funcs, args, *other, **kwargs)
         ASYNC_GRPO.check_attributes("AsyncGRPOTrainer", self)
         # That is known to multiply each token by its own advantage, which is known after the forward
-        self._known_loss = None if LOSS in ASYNC_GRPO.warn_if_changed() else AsyncGRPOTrainer.compute_loss
+        self._trl_otb.known_loss = None if LOSS in ASYNC_GRPO.warn_if_changed() else AsyncGRPOTrainer.compute_loss
         self.scale_rewards = getattr(args, "scale_rewards", "none")
         self._check_users_loss()
-        self.recorder = PolicyRecorder(self.policy, self.temperature, False)
+        self._trl_otb.recorder = PolicyRecorder(self.model, self.temperature, False)
         self._luck_is_known = changed_distribution(args) is None
         self._to_learn: list[Sample] = []
         self._to_come: dict[int, int] = {}  # of the groups of this step, the samples that are still to come
-        # Decayed sums of earlier returns, and of 1
-        self.extra_state = {"earlier": torch.zeros(2, dtype=torch.float64)}
         self._sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64))  # of this step
-        self.rollouts: dict[str, Rollout] = Rollouts()  # "train": of a step that is recorded, the last packed row
         self.pages = RolloutPages(self.rollouts) if getattr(args, "save_rollouts_steps", None) else None
         if self.pages is not None:
             self.add_callback(self.pages)
@@ -163,20 +164,20 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
                 "Advantages that the worker or a method of yours changed are replaced by those of "
                 f"`baseline={self.baseline.entry.name!r}`: change rewards instead."
             )
-        if self._known_loss is not AsyncGRPOTrainer.compute_loss and self._check_loss(model, inputs, index):
-            self._known_loss = AsyncGRPOTrainer.compute_loss
+        if self._trl_otb.known_loss is not AsyncGRPOTrainer.compute_loss and self._check_loss(model, inputs, index):
+            self._trl_otb.known_loss = AsyncGRPOTrainer.compute_loss
         self._to_come.update(groups.tolist())
         old_logps, advantages = inputs["old_log_probs"][selected], DeferredAdvantages(len(index), carried.device)
 
         def forward(**packed: Any) -> Any:
             with_states = "states" in self.baseline.entry.needs
-            with self.recorder.reading(with_states) as states:
+            with self._trl_otb.recorder.reading(with_states) as states:
                 outputs = model(**packed)
             with torch.no_grad(), torch.autocast(carried.device.type, enabled=False):
                 logps = outputs.log_probs.detach().float().flatten()[index]
                 energy = token_energy(logps, outputs.log_sum_sq_probs.flatten()[index])
                 ratio = torch.exp(logps - old_logps)
-                read = self.recorder.checked(states, 1)[0][0][index] if with_states else energy[:, None]
+                read = self._trl_otb.recorder.checked(states, 1)[0][0][index] if with_states else energy[:, None]
                 of_tokens = energy, ratio.square() * energy, logps, read, ratio * self._luck_is_known
                 advantages.values.copy_(self._advantages(inputs, carried, sample_of, of_tokens))
                 self._add(terms=torch.ones_like(ratio), ratio=ratio, square=ratio.square())
@@ -212,7 +213,7 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
         sizes = torch.bincount(sample_of, minlength=len(carried)).tolist()
         b0 = {"group_mean": mean, "none": torch.zeros_like(mean)}.get(self.baseline.entry.name, leave_one_out_mean)
         if self.baseline.entry.adjusts:
-            total_of_earlier, number = self.extra_state["earlier"]
+            total_of_earlier, number = self._trl_otb.extra_state["earlier"]
             b0 = b0.where(b0.isfinite(), (total_of_earlier / number).to(b0))  # NaN before anything is known
         by_sample = [values.split(sizes) for values in of_tokens]
         samples = [Sample(*row) for row in zip(total, b0, group, *by_sample, strict=True) if len(row[3])]
@@ -254,12 +255,12 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
         returns = torch.stack([sample.returns for sample in ready]).double()
         known = torch.stack([returns.nansum(), returns.isfinite().sum().double()])
         known = self.accelerator.gather(known.unsqueeze(0)).sum(dim=0).cpu()
-        self.extra_state["earlier"] = 0.9 * self.extra_state["earlier"] + known
+        self._trl_otb.extra_state["earlier"] = 0.9 * self._trl_otb.extra_state["earlier"] + known
         return metrics
 
     def _nothing(self) -> Sample:
         """An unscored token, as all processes learn together."""
-        projection, device = self.recorder.projection, self.accelerator.device
+        projection, device = self._trl_otb.recorder.projection, self.accelerator.device
         width = 1 if projection is None else projection.size(1)
         nan, zero = torch.tensor(torch.nan, device=device), torch.zeros(1, device=device)
         return Sample(nan, nan, zero[0], zero, zero, zero, torch.zeros(1, width, device=device), zero)

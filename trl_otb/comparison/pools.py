@@ -5,33 +5,31 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from transformers import set_seed
 
 from ..baselines import Completions, joined
-from .contract import trl_utils
-from .forwards import score
-
-
-if TYPE_CHECKING:
-    from ..trainer import OTBGRPOTrainer
+from ..seam.contract import trl_utils
+from ..seam.forwards import policy_of, score
+from ..trainer import OTBGRPOTrainer, collect
 
 
 @contextmanager
-def at_rest(trainer: "OTBGRPOTrainer", needs: frozenset[str]) -> Iterator[None]:
+def at_rest(trainer: OTBGRPOTrainer, needs: frozenset[str]) -> Iterator[None]:
     """Context in which `trainer` samples in eval mode what baselines need; its state is restored afterwards."""
-    names = ("_metrics", "_logs", "_pending_extra_logs", "_pending_metrics")
-    kept = {name: getattr(trainer, name) for name in (*names, "num_generations_eval", "needs", "energy_source")}
+    names, of = ("_metrics", "_logs", "_pending_extra_logs", "_pending_metrics"), trainer._trl_otb
+    kept = {name: getattr(trainer, name) for name in (*names, "num_generations_eval")}
+    private = of.needs, of.energy_source
     tokens_seen = trainer.state.num_input_tokens_seen
     modes = {module: module.training for module in trainer.model.modules()}
     python, numpy = random.getstate(), np.random.get_state()
     device = trainer.accelerator.device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         trainer.model.eval()
-        trainer.needs = trainer.needs | needs
+        of.needs = of.needs | needs
         for name in names:
             setattr(trainer, name, copy.deepcopy(kept[name]))
         try:
@@ -45,12 +43,13 @@ def at_rest(trainer: "OTBGRPOTrainer", needs: frozenset[str]) -> Iterator[None]:
             trainer.state.num_input_tokens_seen = tokens_seen
             for name, value in kept.items():
                 setattr(trainer, name, value)
+            of.needs, of.energy_source = private
 
 
 Pool = tuple[Completions, list[dict[str, Any]]]  # of one example, with the rows of TRL's batch one by one
 
 
-def sample(trainer: "OTBGRPOTrainer", examples: list[dict[str, Any]], completions: int, seed: int) -> list[Pool]:
+def sample(trainer: OTBGRPOTrainer, examples: list[dict[str, Any]], completions: int, seed: int) -> list[Pool]:
     """So many completions of each example, as in an evaluation; the record is on the CPU."""
     set_seed(seed % 2**32)
     at_once = max(trainer.args.per_device_train_batch_size, trainer.args.per_device_eval_batch_size)
@@ -60,7 +59,7 @@ def sample(trainer: "OTBGRPOTrainer", examples: list[dict[str, Any]], completion
         n = trainer.num_generations_eval = min(at_once, completions - first)
         for start in range(0, len(examples), together):
             some = examples[start : start + together]
-            _, record, batch = trainer.collect([dict(example) for example in some for _ in range(n)])
+            _, record, batch = collect(trainer, [dict(example) for example in some for _ in range(n)])
             record, rows = record.to("cpu"), single_rows(batch)
             for i, part in enumerate(parts[start : start + together]):
                 part.append((record.rows(slice(i * n, i * n + n)), rows[i * n : i * n + n]))
@@ -83,7 +82,7 @@ def single_rows(batch: dict[str, Any]) -> list[dict[str, Any]]:
     return result
 
 
-def logps_and_states(trainer: "OTBGRPOTrainer", row: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def logps_and_states(trainer: OTBGRPOTrainer, row: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """
     The training forward with gradient for one of [`single_rows`], cut before the LM head: log π(y_t), `(1, T)`, whose
     graph ends at the second value; the head's input `(1, P + T, d)`, a leaf; and the same with the graph of the body.
@@ -96,7 +95,7 @@ def logps_and_states(trainer: "OTBGRPOTrainer", row: dict[str, Any]) -> tuple[to
         output.last_hidden_state = leaf = body.detach().requires_grad_()
         return output
 
-    hook = trainer.policy.base_model.register_forward_hook(cut)
+    hook = policy_of(trainer.model).base_model.register_forward_hook(cut)
     try:
         with torch.enable_grad():
             return score(trainer, row, batch_size=1), leaf, body
@@ -104,7 +103,7 @@ def logps_and_states(trainer: "OTBGRPOTrainer", row: dict[str, Any]) -> tuple[to
         hook.remove()
 
 
-def training_examples(trainer: "OTBGRPOTrainer") -> Any:
+def training_examples(trainer: OTBGRPOTrainer) -> Any:
     """The training data as the trainer's dataloader reads it."""
     data = trainer.train_dataset
     if hasattr(data, "column_names") and trainer.args.remove_unused_columns and data.column_names is not None:

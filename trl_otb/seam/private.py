@@ -1,0 +1,55 @@
+"""What a trainer of this package keeps: all of it in one object under one name, so that a subclass's names are free."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import Trainer
+
+from ..rewards import RewardRecorder
+from ..rollout import Rollout, Rollouts
+from ..run_baseline import RunBaseline
+from .contract import GRPOTrainer, users_methods
+from .forwards import PolicyRecorder
+
+
+PRIVATE = "_trl_otb"  # the attribute of a trainer
+
+
+@dataclass
+class Private:
+    """The state of a trainer, as `trainer._trl_otb`."""
+
+    baseline: RunBaseline
+    needs: frozenset[str]  # what rollouts are to hold; more during a comparison
+    rollouts: dict[str, Rollout] = field(default_factory=Rollouts)  # the latest one of each mode, "train" and "eval"
+    energy_source: str | None = None  # of the latest rollout in training
+    known_loss: Any = None  # the function that is known to weight each token by its own advantage
+    extra_state: dict[str, Any] = field(default_factory=dict)  # what else checkpoints of a learning baseline hold
+    reward_funcs: list[Any] = field(default_factory=list)
+    reward_recorders: list[RewardRecorder] | None = None  # of the rollout that is being rewarded
+    recorder: PolicyRecorder = field(init=False)  # made last, when the policy is complete
+
+
+class Public:
+    """A read-only attribute of a trainer, from its [`Private`]; a `TypeError` if a subclass uses the name itself."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, trainer: Trainer | None, owner: type | None = None) -> Any:
+        return self if trainer is None else getattr(getattr(trainer, PRIVATE), self.name)
+
+    def __set__(self, trainer: Trainer, value: Any) -> None:
+        raise TypeError(_taken(f"`{type(trainer).__name__}` sets `self.{self.name}`", self.name))
+
+
+def check_names(trainer: Trainer, of_trl: type = GRPOTrainer) -> None:
+    """Raise a `TypeError` if a user's class has an attribute or method by one of the [`Public`] names."""
+    ours = {name for cls in type(trainer).__mro__ for name, of in vars(cls).items() if isinstance(of, Public)}
+    for owner, name in users_methods(trainer, sorted(ours), of_trl):
+        raise TypeError(_taken(f"`{owner}` has a `{name}` of its own", name))
+
+
+def _taken(what: str, name: str) -> str:
+    remedy = " To name a baseline in a class, set `default_baseline`." if name == "baseline" else ""
+    return f"{what}, which is an attribute of trl_otb's trainers: choose another name.{remedy}"
