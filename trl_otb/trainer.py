@@ -2,6 +2,7 @@
 
 import inspect
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -15,10 +16,10 @@ from .metrics import STATISTICS, summarize
 from .rollout import Rollout, prompt_keys
 from .rollout.page import RolloutPages
 from .run_baseline import RunBaseline, Step
-from .seam.contract import GRPO, BrokenContract, check_config, check_subclass, trl_utils, users_methods
+from .seam.contract import GRPO, BrokenContract, check_config, check_subclass, trl_utils, users_loss, users_methods
 from .seam.draws import draw_ratio
-from .seam.forwards import PolicyRecorder, scores_anyway, values_of_batch
-from .seam.loss import TokenLoss
+from .seam.forwards import NoEnergiesError, PolicyRecorder, scores_anyway, values_of_batch
+from .seam.loss import TokenLoss, tried_first
 from .seam.older_trl import check_head, check_liger
 from .seam.private import Private, Public, check_names
 from .seam.rollouts import RecordsRewards, recorded_rewards, rollout_of
@@ -179,12 +180,16 @@ class OTBGRPOTrainer(KeepsBaseline, RecordsRewards, CollectiveToolLoop, TokenLos
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         check_subclass(self, self.baseline.entry)  # methods may be set on a trainer, too
-        loss = super().training_step(*args, **kwargs)
+        loss = None
+        if self.baseline.entry.per_token and not self._trl_otb.users_loss_was_tried:
+            loss = users_loss(self, tried="_compute_loss")
+        with nullcontext() if loss is None else tried_first(self, loss):
+            result = super().training_step(*args, **kwargs)
         if "train" not in self.rollouts:
             what = "`_generate_and_score_completions` is bypassed, so the baseline is never applied"
             methods = ("_generate_and_score_completions", "_prepare_inputs", "training_step")
             raise BrokenContract(what, *methods).named(self)
-        return loss
+        return result
 
 
 def prompts_at_once(trainer: GRPOTrainer) -> int:
@@ -206,6 +211,12 @@ def collect(trainer: OTBGRPOTrainer, inputs: list[dict[str, Any]]) -> tuple[Roll
         values, source = values_of_batch(trainer, batch, rollout.mask, recording, of.recorder)
     except BrokenContract as broken:
         raise broken.named(trainer) from None
+    except NoEnergiesError:
+        method = "_get_per_token_logps_and_entropies"
+        if not users_methods(trainer, (method,)):
+            raise
+        what = f"`baseline` is {trainer.baseline.entry.name!r}, which needs energies, and the log-probs of a rollout "
+        raise BrokenContract(f"{what}come from another forward than GRPOTrainer's", method).named(trainer) from None
     if values is not None and of.energy_source != source:
         of.energy_source = source
         logger.info(f"Energies come from {source}.")

@@ -31,6 +31,10 @@ LAYER_DEPTH = 2 / 3  # of the layer whose states are recorded
 SAMPLED = "the forwards that sampled"  # a source of energies
 
 
+class NoEnergiesError(RuntimeError):
+    """A scoring forward did not use the LM head that yields energies."""
+
+
 @dataclass
 class Recording:
     """What is recorded: scoring forwards without gradient, turns that are sampled, hidden states in both."""
@@ -97,14 +101,15 @@ class PolicyRecorder:
     def scoring(self, model: torch.nn.Module) -> Iterator[Callable[[Tensor], Any]]:
         """Context of a scoring forward of `model`, policy or reference; the yielded function takes its log-probs."""
         to = self._recording
-        if to is None or to.on_logps or torch.is_grad_enabled() or all(m is not self.policy for m in model.modules()):
+        reads = to is not None and to.needed and not to.on_logps and not torch.is_grad_enabled()
+        if to is None or not reads or all(m is not self.policy for m in model.modules()):
             yield (to and to.on_logps) or (lambda logps: None)
             return
         chunks: list[Any] = []
 
         def keep(logps: Tensor) -> None:
             if not chunks or any(chunk is None for chunk in chunks):
-                raise RuntimeError(
+                raise NoEnergiesError(
                     "The policy's forward returned no log Σπ²: something replaced the fused LM head of the model after "
                     "OTBGRPOTrainer was constructed. Construct the trainer last."
                 )

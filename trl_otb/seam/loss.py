@@ -1,12 +1,15 @@
 """The loss for advantages per token, and a check that TRL's loss takes them."""
 
 import copy
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
+from accelerate.logging import get_logger
 from torch import Tensor
 from trl import GRPOTrainer
 
@@ -16,6 +19,9 @@ from .contract import incompatible_trl
 
 if TYPE_CHECKING:
     from .private import Private
+
+
+logger = get_logger(__name__)
 
 
 class TokenLoss(GRPOTrainer):
@@ -95,16 +101,86 @@ def check_token_loss(trainer: GRPOTrainer, inputs: dict[str, Any]) -> bool:
     inputs = {key: value for key, value in inputs.items() if key != "old_per_token_logps"}
     mask = generated_mask(inputs)
 
-    def forward(*args: Any, **kwargs: Any) -> tuple[Any, Tensor]:
-        logps, *others = trainer._get_per_token_logps_and_entropies(*args, **kwargs)
-        leaf = logps.detach().requires_grad_()
-        return (leaf, *others), leaf
-
     def loss(probe: Any, forward: Callable, advantages: Tensor) -> Tensor:
         probe._get_per_token_logps_and_entropies, probe.importance_sampling_level = forward, "token"
         return GRPOTrainer._compute_loss(probe, trainer.model, inputs | {"advantages": advantages})
 
-    return check_product("GRPOTrainer._compute_loss", trainer, forward, loss, mask, lambda gradient: gradient * mask)
+    of_tokens = partial(torch.mul, mask)
+    return check_product("GRPOTrainer._compute_loss", trainer, _scoring(trainer), loss, mask, of_tokens)
+
+
+@contextmanager
+def tried_first(trainer: GRPOTrainer, name: str) -> Iterator[None]:
+    """
+    Context in which `compute_loss` of a trainer whose class sets `takes_token_advantages` is tried when it is called:
+    its gradient must weight the log-prob of each token by its own advantage, see [`check_product`], or a `TypeError`
+    that calls the loss `name` is raised. For the trial it is called on a copy of the trainer, three times, with
+    advantages `(B, T)` and the log-probs of one `_get_per_token_logps_and_entropies`. If it has log-probs from
+    elsewhere, a warning says that it was not tried.
+    """
+    compute_loss = trainer.compute_loss
+
+    def wrong(problem: str) -> Exception:
+        return TypeError(
+            f"`takes_token_advantages` is set, and {problem}. Multiply the log-prob of each token by its own number of "
+            "`inputs['advantages']`, (B, T); what depends on other advantages, such as a division by their deviation, "
+            "belongs in `_generate_and_score_completions`. Or choose a baseline per completion, such as 'rloo'."
+        )
+
+    def tried(model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        mask = generated_mask(inputs)
+
+        def loss(probe: Any, forward: Callable, advantages: Tensor) -> Tensor:
+            probe._get_per_token_logps_and_entropies = forward
+            of_tokens = advantages.view(len(mask), -1) * mask
+            return _rebound(compute_loss, probe)(model, inputs | {"advantages": of_tokens}, *args, **kwargs)
+
+        try:
+            found = check_product(
+                name, trainer, _scoring(_copied(trainer)), loss, mask, partial(torch.mul, mask), wrong
+            )
+        except NotTriedError:
+            found = True
+            logger.warning_once(
+                f"`{name}` does not take log-probs from `_get_per_token_logps_and_entropies`, so that it was not tried "
+                "whether it weights each token by its own advantage."
+            )
+        trainer._trl_otb.users_loss_was_tried = found
+        return compute_loss(model, inputs, *args, **kwargs)
+
+    with patch.object(trainer, "compute_loss", tried):
+        yield
+
+
+def _scoring(trainer: GRPOTrainer) -> Callable[..., tuple[Any, Tensor]]:
+    """The trainer's scoring forward; the log-probs are a leaf, which is returned a second time."""
+
+    def forward(*args: Any, **kwargs: Any) -> tuple[Any, Tensor]:
+        logps, *others = score(*args, **kwargs)
+        leaf = logps.detach().float().requires_grad_()
+        return (leaf, *others), leaf
+
+    score = trainer._get_per_token_logps_and_entropies
+    return forward
+
+
+def _copied(trainer: Any) -> Any:
+    """A copy with collections of its own, whose metrics and controllers a call may change."""
+    copied = copy.copy(trainer)
+    for name, value in vars(trainer).items():
+        vars(copied)[name] = copy.copy(value) if isinstance(value, list | dict | set) else _rebound(value, copied)
+    copied._metrics = copy.deepcopy(trainer._metrics)
+    return copied
+
+
+def _rebound(value: Any, trainer: Any) -> Any:
+    """A method of a trainer as one of its copy; all else as it is."""
+    of_trainer = isinstance(value, types.MethodType) and isinstance(value.__self__, GRPOTrainer)
+    return types.MethodType(value.__func__, trainer) if of_trainer else value
+
+
+class NotTriedError(Exception):
+    """A loss does not call the forward that a trial has for it."""
 
 
 def check_product(
@@ -114,18 +190,18 @@ def check_product(
     loss: Callable[[Any, Callable, Tensor], Tensor],
     tokens: Tensor,
     of_tokens: Callable[[Tensor], Tensor],
+    wrong: Callable[[str], Exception] = incompatible_trl,
 ) -> bool:
     """
-    Raise an `ImportError`, on all processes, unless the gradient of the `loss` called `name` with respect to log-probs
-    is linear in each token's own advantage, and falls with it: from the gradients for advantages of 0 and 1 that for
-    the positive advantages `mixed` follows. Takes one `forward` without gradient, which returns its result and in it
-    the log-probs as a leaf; trainer and random numbers stay as they are. `of_tokens` makes a gradient of the leaf look
-    like `tokens`. Returns whether advantages have an effect on all processes.
+    Raise an error, `wrong` of the problem, on all processes, unless the gradient of the `loss` called `name` with
+    respect to log-probs is linear in each token's own advantage, and falls with it: from the gradients for advantages
+    of 0 and 1 that for the positive advantages `mixed` follows. Takes one `forward` without gradient, which returns its
+    result and in it the log-probs as a leaf; trainer and random numbers stay as they are. `of_tokens` makes a gradient
+    of the leaf look like `tokens`. Returns whether advantages have an effect on all processes.
     """
     zeros = torch.zeros(len(tokens), device=tokens.device)  # and ones, one for each row
     mixed = 1 + torch.arange(tokens.numel(), device=tokens.device).view_as(tokens) / tokens.numel()
-    probe, computed = copy.copy(trainer), list[tuple[Any, Tensor]]()  # a copy gets metrics and controllers' state
-    probe._metrics = copy.deepcopy(trainer._metrics)
+    probe, computed = _copied(trainer), list[tuple[Any, Tensor]]()
 
     def once(*args: Any, **kwargs: Any) -> Any:
         if not computed:
@@ -135,6 +211,8 @@ def check_product(
 
     def gradient(advantages: Tensor) -> Tensor:
         value = loss(probe, once, advantages)
+        if not computed:
+            raise NotTriedError
         return of_tokens(torch.autograd.grad(value, computed[0][1])[0])
 
     problem, effect = "", False
@@ -152,5 +230,5 @@ def check_product(
         problem = f": {type(error).__name__}: {error}"
     failed, found = trainer.accelerator.gather(torch.tensor([[problem != "", effect]], device=zeros.device).long()).T
     if failed.any():
-        raise incompatible_trl(f"`{name}` does not weight each token by its own advantage{problem}")
+        raise wrong(f"`{name}` does not weight each token by its own advantage{problem}")
     return bool(found.all())

@@ -24,6 +24,7 @@ class Private:
     rollouts: dict[str, Rollout] = field(default_factory=Rollouts)  # the latest one of each mode, "train" and "eval"
     energy_source: str | None = None  # of the latest rollout in training
     known_loss: Any = None  # the function that is known to weight each token by its own advantage
+    users_loss_was_tried: bool = False
     extra_state: dict[str, Any] = field(default_factory=dict)  # what else checkpoints of a learning baseline hold
     reward_funcs: list[Any] = field(default_factory=list)
     reward_recorders: list[RewardRecorder] | None = None  # of the rollout that is being rewarded

@@ -146,6 +146,11 @@ def rollout_of(
         if not torch.equal(ids[row, : len(of_row)], of_row):
             raise broken(f"completion {row} of a rollout is not the one that was rewarded in its place")
     expected, actual, scale = weighed.group_mean_advantages[local], batch["advantages"], weighed.scale[local]
+    if actual.shape != expected.shape:
+        raise broken(
+            f"GRPOTrainer's advantages have the shape {(*expected.shape,)}, one per completion, and those of a rollout "
+            f"{(*actual.shape,)}, which the baseline would replace"
+        )
     difference = ((expected - actual) * scale.nan_to_num(posinf=1.0)).abs()
     if (difference > 1e-5 * (1 + weighed.returns.abs().nan_to_num(nan=0.0).max())).any():
         row = int(difference.argmax())
