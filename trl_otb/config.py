@@ -106,8 +106,7 @@ class OTBGRPOConfig(GRPOConfig):
             super().__post_init__()
         if not (isinstance(self.baseline, str) and ":" in self.baseline):  # which the trainer imports
             check_options(self)
-        if unset:
-            logger.warning_once(f"{' '.join(UNSET[name] for name in unset)} Set {' and '.join(unset)} to silence this.")
+        warn_of_unset(unset)
 
     def get_warmup_steps(self, *args: Any) -> int:  # which every trainer calls when it trains
         warn_of_other_trainer(self, "OTBGRPOTrainer")
@@ -119,6 +118,12 @@ class _One(int):
 
     def __lt__(self, other: int) -> bool:
         return False
+
+
+def warn_of_unset(names: list[str]) -> None:
+    """Said once of options of which the default is not GRPOConfig's, or not advised."""
+    if names:
+        logger.warning_once(f"{' '.join(UNSET[name] for name in names)} Set {' and '.join(names)} to silence this.")
 
 
 def warn_of_other_trainer(args: Any, trainer: str) -> None:

@@ -19,6 +19,7 @@ from .run_baseline import RunBaseline, Step
 from .seam.contract import GRPO, BrokenContract, check_config, check_subclass, trl_utils, users_loss, users_methods
 from .seam.draws import draw_ratio
 from .seam.forwards import NoEnergiesError, PolicyRecorder, scores_anyway, values_of_batch
+from .seam.hosts import check_hosts
 from .seam.loss import TokenLoss, tried_first
 from .seam.older_trl import check_head, check_liger
 from .seam.private import Private, Public, check_names
@@ -75,6 +76,7 @@ class OTBGRPOTrainer(KeepsBaseline, RecordsRewards, CollectiveToolLoop, TokenLos
     def __init__(
         self, model: Any, reward_funcs: Any = None, args: GRPOConfig | None = None, *other_args: Any, **kwargs: Any
     ) -> None:
+        check_hosts(type(self))
         GRPO.check()
         check_names(self)
         if args is None:

@@ -80,8 +80,8 @@ def script_turns(monkeypatch, turns=TURNS, rows_before=lambda trainer: 0):
 
     generate = GRPOTrainer._generate_single_turn
 
-    def scripted(self, prompt_ids, images, multimodal_fields, num_generations, *args, **kwargs):
-        generate(self, prompt_ids, images, multimodal_fields, num_generations, *args, **kwargs)
+    def scripted(self, prompt_ids, images, multimodal_fields, *args, **kwargs):
+        generate(self, prompt_ids, images, multimodal_fields, *args, **kwargs)
         tokenizer, ids = self.processing_class, []
         for row, prompt in enumerate(prompt_ids):
             text = tokenizer.decode(prompt)

@@ -3,6 +3,8 @@
 import itertools
 
 import torch
+import trl
+from packaging.version import Version
 from peft import LoraConfig
 from trl import GRPOTrainer
 
@@ -10,6 +12,7 @@ from trl_otb.baselines import compute_advantages
 from trl_otb.config import LOSS_TYPES
 
 
+TRL = Version(trl.__version__)
 LORA = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 
 SETTINGS = {
@@ -42,7 +45,8 @@ def sampled_elsewhere(prompts, trainer):
     """What GRPOTrainer itself would generate, where OTBGRPOTrainer does not listen."""
     n = trainer.num_generations if trainer.model.training else trainer.num_generations_eval
     ids, images, fields = trainer._tokenize_prompts(prompts)
-    found, logprobs = GRPOTrainer._generate_single_turn(trainer, ids, images, fields, n)
+    more = (n,) if TRL >= Version("1.14") else ()
+    found, logprobs = GRPOTrainer._generate_single_turn(trainer, ids, images, fields, *more)
     return {"prompt_ids": ids, "completion_ids": found, "logprobs": logprobs}
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from trl import GRPOTrainer
 
 from ..rollout import generated_mask
-from .contract import incompatible_trl
+from .contract import BrokenContract, incompatible_trl
 
 
 if TYPE_CHECKING:
@@ -105,8 +105,11 @@ def check_token_loss(trainer: GRPOTrainer, inputs: dict[str, Any]) -> bool:
         probe._get_per_token_logps_and_entropies, probe.importance_sampling_level = forward, "token"
         return GRPOTrainer._compute_loss(probe, trainer.model, inputs | {"advantages": advantages})
 
-    of_tokens = partial(torch.mul, mask)
-    return check_product("GRPOTrainer._compute_loss", trainer, _scoring(trainer), loss, mask, of_tokens)
+    def wrong(problem: str) -> Exception:
+        return BrokenContract(problem, "_get_per_token_logps_and_entropies").named(trainer)
+
+    scoring, of_tokens = _scoring(trainer), partial(torch.mul, mask)
+    return check_product("GRPOTrainer._compute_loss", trainer, scoring, loss, mask, of_tokens, wrong)
 
 
 @contextmanager

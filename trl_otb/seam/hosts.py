@@ -1,0 +1,28 @@
+"""Other programs that put a trainer of their own in the place of TRL's, where a baseline could not be honoured."""
+
+from typing import Any
+
+import trl
+
+
+def check_hosts(trainer: type) -> None:
+    """An `ImportError` if Unsloth has replaced GRPOTrainer; a `TypeError` if `trainer` is Axolotl's asynchronous one."""
+    for of in (trl.GRPOTrainer, *trainer.__mro__):
+        if "unsloth" in f"{of.__module__}.{of.__name__}".lower():
+            raise ImportError(
+                f"Unsloth has replaced trl.GRPOTrainer by {of.__name__}, whose forward returns no log Σπ², so that no "
+                "energies are known, and whose losses were not tried with trl_otb. Do not import unsloth in this "
+                "process; recipes/reference.md says what it would take."
+            )
+    # By name, as they are in Axolotl's own files
+    asynchronous = next((of for of in trainer.__mro__ if _is_axolotls(of) and "_prepare_inputs" in vars(of)), None)
+    if asynchronous is not None:
+        raise TypeError(
+            f"`{asynchronous.__name__}._prepare_inputs` of Axolotl makes rollouts and advantages by itself, which a "
+            f"baseline would not reach. In `{trainer.__name__}`, use `AxolotlGRPOTrainer`, as "
+            "`trl_otb.axolotl.trainer.OTBTrainer` does, without `async_prefetch` and `use_data_producer`."
+        )
+
+
+def _is_axolotls(of: Any) -> bool:
+    return of.__module__.partition(".")[0] == "axolotl"
