@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # The CPU suite: no GPU is looked for, no hub is asked, and one thread a process is fastest for tiny models.
 TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore::FutureWarning
 
-.PHONY: run test quick gpu lint format picture drift hashes wheel constraints clean
+.PHONY: run test quick gpu lint format picture drift oldest hashes wheel constraints clean
 
 run: $(VENV)/.recipes ## train on the embedded task; ARGS="--baseline group_mean" and the like are passed on
 	$(BIN)/accelerate launch --quiet --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no recipes/math.py $(ARGS)
@@ -32,16 +32,20 @@ format: $(VENV)/.test
 picture: $(VENV)/.recipes ## the README's picture, recipes/group.png
 	$(BIN)/python -W ignore -m recipes.studies.picture
 
-# What another TRL would break: it is installed beside the environment, and contract and tests run with it. That sources
+# What another TRL breaks: it is installed beside the environment, and contract and tests run with it. That sources
 # differ is printed, and no failure; so is what this TRL needs and the environment lacks. Tests of what is about the
-# tested version alone are left out; tests of the asynchronous trainer are skipped if its parts are gone.
+# newest tested version alone are left out; tests of the asynchronous trainer are skipped if its parts are gone.
 DRIFT := $(or $(FOLDER),$(CURDIR)/.drift)
 DRIFT_ENV := PYTHONPATH="$(DRIFT)" TRL_OTB_ANY_TRL=1 $(TEST_ENV)
-drift: $(VENV)/.test ## with the newest TRL; or make drift TRL=1.17.0, or FOLDER=… that holds one
+TESTS := tests/maths tests/trainer tests/asynchronous
+drift: $(VENV)/.test ## with the newest TRL; or make drift TRL=1.9.0, or FOLDER=… that holds one
 	test -n "$(FOLDER)" || { rm -rf "$(DRIFT)"; $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target "$(DRIFT)" "trl$(addprefix ==,$(TRL))"; }
 	@$(DRIFT_ENV) $(BIN)/pip check | sed -n 's/^trl /requirements: &/p'
 	$(DRIFT_ENV) $(BIN)/python -m trl_otb.seam; moved=$$?; \
-	$(DRIFT_ENV) $(BIN)/python -m pytest -q -p no:warnings -m "not tested_trl" tests/maths tests/trainer tests/asynchronous $(ARGS) && exit $$moved
+	$(DRIFT_ENV) $(BIN)/python -m pytest -q -p no:warnings -m "not tested_trl" $(TESTS) $(ARGS) && exit $$moved
+
+oldest: ## the oldest TRL, in short
+	$(MAKE) drift TRL=1.9.0 TESTS="tests/trainer/test_older_trl.py tests/trainer/test_seam.py"
 
 hashes: $(VENV)/.test ## after reading what changed in TRL: the sources that were read
 	$(BIN)/python -m trl_otb.seam --hashes

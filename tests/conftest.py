@@ -59,6 +59,7 @@ def model_path(tmp_path_factory):
 @pytest.fixture
 def train(model_path, tmp_path):
     """Trains a tiny model and returns the trainer; keywords that are not the config's go to the trainer."""
+    from transformers import set_seed
     from trl import GRPOTrainer
 
     from tests.helpers import tiny
@@ -71,6 +72,7 @@ def train(model_path, tmp_path):
         trainer_args.setdefault("train_dataset", tiny.prompts())
         kwargs.setdefault("output_dir", str(tmp_path / cls.__name__))
         args = config(**{**tiny.SETTINGS, **kwargs})
+        set_seed(args.seed)  # as TRL does from 1.15 on: adapters are random
         trainer = cls(model, reward_funcs, args=args, **trainer_args)
         if train:
             trainer.train()

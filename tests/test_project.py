@@ -245,7 +245,7 @@ def test_workflow_runs_lint_tests_drift():
     text = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
     makefile = (ROOT / "Makefile").read_text()
     targets = set(re.findall(r"^(\w+):", makefile, flags=re.MULTILINE))
-    assert {"lint", "test", "drift"} == set(re.findall(r"run: make (\w+)", text)) <= targets
+    assert {"lint", "test", "oldest", "drift"} == set(re.findall(r"run: make (\w+)", text)) <= targets
     workflow = yaml.safe_load(text)
     jobs, events = workflow["jobs"], workflow[True]  # `on`, which is a boolean in YAML 1.1
     assert {"push", "pull_request", "schedule"} <= events.keys() and "schedule" in jobs["drift"]["if"]

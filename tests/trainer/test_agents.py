@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from trl import GRPOTrainer
 
 from tests.helpers.agents import AGENT, CHAT, assert_is_double_loop, by_length, rewards_of
 from tests.helpers.oracles import mask_of
@@ -10,6 +9,7 @@ from tests.helpers.recording import first_rollout
 from tests.helpers.scripted import TOOLS, TURNS, add, script_turns
 from tests.helpers.settings import logged
 from trl_otb.rewards import turn_ends
+from trl_otb.seam.tool_turns import together
 
 
 class Keep:
@@ -122,18 +122,16 @@ def test_processes_take_a_turn_together(train, monkeypatch, vllm, counts, idle):
     """
     asked = []
 
-    def generate(self, prompt_ids, images, multimodal_fields, num_generations):
-        assert num_generations == 1
+    def generate(prompt_ids, images, multimodal_fields):
         asked.append((prompt_ids, images))
         return [[i] for i in range(len(prompt_ids))], [[0.0]] * len(prompt_ids)
 
-    monkeypatch.setattr(GRPOTrainer, "_generate_single_turn", generate)
     trainer = train(train=False)
     monkeypatch.setattr(trainer.accelerator, "gather", lambda own: torch.tensor(counts))
     trainer.use_vllm, stand_in = vllm, [trainer.processing_class.eos_token_id]
     own = [[1, 2], [3]][: counts[0]]
-    ids, logps = trainer._generate_together(own, ["an image"] * len(own), {}, num_generations=1)
+    ids, logps = together(trainer, generate, own, ["an image"] * len(own), {})
     assert asked == [(own + [stand_in] * idle, ["an image"] * len(own) + [None] * idle)]
     assert ids == [[0], [1]][: counts[0]] and len(logps) == counts[0]
     monkeypatch.setattr(trainer.accelerator, "gather", lambda own: torch.tensor([0, 0]))
-    assert trainer._generate_together([], None, {}) is None and len(asked) == 1
+    assert together(trainer, generate, [], None, {}) is None and len(asked) == 1

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from trl.kernels import chunked_logprob
 from trl.trainer import utils as trl_utils
 
 from tests.helpers import tiny
@@ -23,6 +22,10 @@ from tests.helpers.energies import HEADS, energies, model_of, trainer_of
 from tests.helpers.settings import LORA, SGD, SOURCES, assert_same_weights, scripted_rollout, weights
 from trl_otb.seam.forwards import extra_forward
 
+
+chunked_logprob = pytest.importorskip("trl.kernels.chunked_logprob", exc_type=ImportError)
+if not hasattr(chunked_logprob, "_use_triton"):
+    pytest.skip("trl 1.16 is the first whose head can do without Triton", allow_module_level=True)
 
 # Triton reads it when it is imported, so that a process has its interpreter throughout, or not at all
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -20,6 +20,7 @@ from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 from trl_otb.experimental.async_grpo.contract import ASYNC_GRPO
 from trl_otb.seam import contract
 from trl_otb.seam.contract import GRPO, from_library
+from trl_otb.seam.older_trl import LACKING
 
 
 CONTRACTS = (GRPO, ASYNC_GRPO)
@@ -51,7 +52,7 @@ def test_only_tested_minors_are_allowed(monkeypatch):
             contract.check_version()
 
 
-OWNERS = {name: resolve_name(owner) for owner, parts in GRPO.parts.items() for name in parts}
+OWNERS = {name: resolve_name(owner) for owner, parts in GRPO.parts.items() for name in parts if name not in LACKING}
 
 
 @pytest.mark.parametrize("name", OWNERS)
@@ -88,6 +89,7 @@ def test_an_attribute_that_moved_is_named(of, owner, name):
         of.check_attributes(owner, type("Instance", (), attributes)())
 
 
+@pytest.mark.skipif("add_fused_lm_head" in LACKING, reason="before trl 1.15 there is none")
 def test_a_replaced_lm_head_is_noticed(train):
     from trl.trainer.utils import add_fused_lm_head
 

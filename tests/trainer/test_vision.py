@@ -4,11 +4,12 @@ import re
 
 import pytest
 import torch
+from packaging.version import Version
 from trl import GRPOConfig, GRPOTrainer
 
 from tests.helpers import tiny, tiny_vision
 from tests.helpers.oracles import generated
-from tests.helpers.settings import SETTINGS, SOURCES, assert_same_weights, in_turn, logged
+from tests.helpers.settings import SETTINGS, SOURCES, TRL, assert_same_weights, in_turn, logged
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 from trl_otb.baselines import compute_advantages
 from trl_otb.seam.forwards import extra_forward
@@ -37,6 +38,8 @@ def train_on(train, folders):
 
     def run(pictures, *args, **kwargs):
         layout, dataset = PICTURES[pictures]
+        if pictures == "rows, one picture or two" and TRL < Version("1.11"):
+            pytest.skip("before trl 1.11 batches of rows with several pictures cannot be cut")
         return train(*args, **tiny_vision.given(layout, folders[layout], dataset()), **kwargs)
 
     return run

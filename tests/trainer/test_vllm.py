@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from packaging.version import Version
 from transformers import AutoModelForCausalLM
 from trl.generation.vllm_client import VLLMClient
 from trl.trainer import grpo_trainer
@@ -14,7 +15,7 @@ from recipes.benchmarks import vllm_on_cpu
 from tests.helpers import tiny
 from tests.helpers.oracles import energies_by_softmax, generated, logps_by_softmax, mask_of
 from tests.helpers.recording import Sampler, first_rollout
-from tests.helpers.settings import predicted
+from tests.helpers.settings import TRL, predicted
 from trl_otb.baselines import compute_advantages
 from trl_otb.comparison.pools import at_rest, sample
 
@@ -54,7 +55,7 @@ def test_energies_carry_the_squared_ratio(mode, baseline, train, model_path, mon
         ratio = ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
     assert ((ratio == low) | (ratio == high) | (ratio == 0)).any() and ratio.unique().numel() > 3
     if mode.startswith("token"):
-        assert ratio[2, 1] == 1  # unavailable: no correction
+        assert ratio[2, 1] == 1 or TRL < Version("1.11")  # unavailable: no correction
 
     rewards = torch.tensor(tiny.even_bytes(generated(batch)))
     energy = energies_by_softmax(policy, batch)
@@ -125,7 +126,7 @@ def test_ratios_affect_values_learning_only(mode, train, monkeypatch):
         with at_rest(two, frozenset({"energy"})):
             ((sampled, rows),) = sample(two, [{"prompt": "abc"}], 4, seed=0)
         for row, weights, mask in zip(rows, sampled.loss_energy, sampled.mask.bool(), strict=True):
-            expected = energies_by_softmax(two.policy, row)[0].float()
+            expected = energies_by_softmax(two.model, row)[0].float()
             torch.testing.assert_close(weights[mask], expected, atol=1e-5, rtol=0)
 
 
@@ -135,6 +136,7 @@ def test_vllm_check_names_own_commands():
     assert all(callable(getattr(vllm_on_cpu, verb)) for _, verb in commands)
 
 
+@pytest.mark.tested_trl
 def test_stubbed_client_takes_same_arguments():
     names = "init_communicator _start_weight_update _finish_weight_update update_named_params".split()
     stubbed = type("Stubbed", (VLLMClient,), {})

@@ -58,9 +58,10 @@ class Rollout:
         """With energies and log-probs, and ratios ρ, `(B, T)` or `(B, 1)`; a `ValueError` if one is not finite."""
         if values is None:
             return self
-        loss_energy = values.energy if ratio is None else importance_weighted(values.energy, ratio)
+        energy = values.energy.where(self.mask.bool(), 0.0)  # which padding has in TRL from 1.15 on
+        loss_energy = energy if ratio is None else importance_weighted(energy, ratio)
         check_energies(loss_energy, self.mask)
-        return replace(self, energy=values.energy, loss_energy=loss_energy, logps=values.logps)
+        return replace(self, energy=energy, loss_energy=loss_energy, logps=values.logps)
 
     def completions(
         self, states: Tensor | None = None, prompt_key: Tensor | None = None, draw_ratio: Tensor | None = None

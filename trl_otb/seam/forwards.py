@@ -101,14 +101,15 @@ class PolicyRecorder:
     def scoring(self, model: torch.nn.Module) -> Iterator[Callable[[Tensor], Any]]:
         """Context of a scoring forward of `model`, policy or reference; the yielded function takes its log-probs."""
         to = self._recording
-        reads = to is not None and to.needed and not to.on_logps and not torch.is_grad_enabled()
-        if to is None or not reads or all(m is not self.policy for m in model.modules()):
+        if to is None or to.on_logps or torch.is_grad_enabled() or all(m is not self.policy for m in model.modules()):
             yield (to and to.on_logps) or (lambda logps: None)
             return
         chunks: list[Any] = []
 
         def keep(logps: Tensor) -> None:
             if not chunks or any(chunk is None for chunk in chunks):
+                if not to.needed:
+                    return
                 raise NoEnergiesError(
                     "The policy's forward returned no log Σπ²: something replaced the fused LM head of the model after "
                     "OTBGRPOTrainer was constructed. Construct the trainer last."

@@ -6,7 +6,7 @@ import trl
 
 
 def check_hosts(trainer: type) -> None:
-    """An `ImportError` if Unsloth has replaced GRPOTrainer; a `TypeError` if `trainer` is Axolotl's asynchronous one."""
+    """An `ImportError` if Unsloth has replaced GRPOTrainer; a `TypeError` for Axolotl's asynchronous trainers."""
     for of in (trl.GRPOTrainer, *trainer.__mro__):
         if "unsloth" in f"{of.__module__}.{of.__name__}".lower():
             raise ImportError(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import torch
 from accelerate.logging import get_logger
@@ -134,9 +134,12 @@ def tried_first(trainer: GRPOTrainer, name: str) -> Iterator[None]:
         mask = generated_mask(inputs)
 
         def loss(probe: Any, forward: Callable, advantages: Tensor) -> Tensor:
-            probe._get_per_token_logps_and_entropies = forward
+            probe._get_per_token_logps_and_entropies = counted = Mock(side_effect=forward)
             of_tokens = advantages.view(len(mask), -1) * mask
-            return _rebound(compute_loss, probe)(model, inputs | {"advantages": of_tokens}, *args, **kwargs)
+            value = _rebound(compute_loss, probe)(model, inputs | {"advantages": of_tokens}, *args, **kwargs)
+            if not counted.called:
+                raise NotTriedError
+            return value
 
         try:
             found = check_product(
@@ -214,8 +217,6 @@ def check_product(
 
     def gradient(advantages: Tensor) -> Tensor:
         value = loss(probe, once, advantages)
-        if not computed:
-            raise NotTriedError
         return of_tokens(torch.autograd.grad(value, computed[0][1])[0])
 
     problem, effect = "", False

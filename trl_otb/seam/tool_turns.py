@@ -25,14 +25,14 @@ class CollectiveToolLoop(GRPOTrainer):
     def _tool_call_loop(self, *args: Any, **kwargs: Any) -> Any:
         result = super()._tool_call_loop(*args, **kwargs)
         if _turns_are_collective(self):
-            while _together(self, super()._generate_single_turn, *EMPTY_TURN) is not None:
+            while together(self, super()._generate_single_turn, *EMPTY_TURN) is not None:
                 pass
         return result
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         generate = super()._generate_single_turn
         if self.tools and _turns_are_collective(self):
-            return _together(self, generate, *args, **kwargs)
+            return together(self, generate, *args, **kwargs)
         return generate(*args, **kwargs)
 
 
@@ -45,7 +45,7 @@ def _turns_are_collective(trainer: GRPOTrainer) -> bool:
     return trainer.is_fsdp_enabled or (deepspeed is not None and deepspeed.zero_stage == 3)
 
 
-def _together(trainer: GRPOTrainer, generate: Callable, prompt_ids: Any, images: Any, *args: Any, **kwargs: Any) -> Any:
+def together(trainer: GRPOTrainer, generate: Callable, prompt_ids: Any, images: Any, *args: Any, **kwargs: Any) -> Any:
     """A turn of all processes, in which those without prompts idle; None if no process has prompts."""
     rows = len(prompt_ids)
     most = trainer.accelerator.gather(torch.tensor([rows], device=trainer.accelerator.device)).max().item()
