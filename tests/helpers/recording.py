@@ -3,7 +3,7 @@
 import torch
 from packaging.version import Version
 
-from tests.helpers.settings import TRL
+from tests.helpers.tiny import TRL
 from trl_otb import OTBGRPOTrainer
 
 

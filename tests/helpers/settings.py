@@ -3,16 +3,15 @@
 import itertools
 
 import torch
-import trl
 from packaging.version import Version
 from peft import LoraConfig
 from trl import GRPOTrainer
 
+from tests.helpers.tiny import TRL
 from trl_otb.baselines import compute_advantages
 from trl_otb.config import LOSS_TYPES
 
 
-TRL = Version(trl.__version__)
 LORA = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 
 SETTINGS = {

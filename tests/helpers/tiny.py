@@ -6,8 +6,12 @@ from pathlib import Path
 import torch
 import trl
 from datasets import Dataset
+from packaging.version import Version
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+
+TRL = Version(trl.__version__)
 
 
 def tokenizer(chat_template: str | None = "qwen3") -> PreTrainedTokenizerFast:
@@ -63,3 +67,5 @@ SETTINGS = {
     "per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 8,
     "learning_rate": 1e-2, "lr_scheduler_type": "constant",
 }  # fmt: skip
+if TRL < Version("1.10"):  # which loads a model with `device_map="auto"` on a CPU, too, where ZeRO-3 refuses it
+    SETTINGS["model_init_kwargs"] = {"device_map": None}
