@@ -12,7 +12,7 @@ from trl import GRPOConfig, GRPOTrainer
 from .baselines import Completions
 from .config import OTBGRPOConfig, check_options
 from .metrics import STATISTICS, summarize
-from .rollout import Rollout, Rollouts, prompt_keys
+from .rollout import Rollout, Rollouts, columns_of, prompt_keys
 from .rollout.page import RolloutPages
 from .run_baseline import RunBaseline, Step
 from .seam.contract import GRPO, BrokenContract, check_config, check_subclass, trl_utils, users_methods
@@ -85,8 +85,9 @@ class OTBGRPOTrainer(KeepsBaseline, RecordsRewards, CollectiveToolLoop, TokenLos
         super().__init__(model, reward_funcs, args=args, **dict(zip(names, other_args, strict=False)), **kwargs)
         GRPO.check_attributes("GRPOTrainer", self)
         self.known_loss = None if {*GRPO.warn_if_changed()} & GRPO.loss else GRPOTrainer._compute_loss
-        if getattr(args, "save_rollouts_steps", None):
-            self.add_callback(RolloutPages(self.rollouts))
+        self.pages = RolloutPages(self.rollouts) if getattr(args, "save_rollouts_steps", None) else None
+        if self.pages is not None:
+            self.add_callback(self.pages)
         if self.scale_rewards == "running":
             self.scale_rewards = "none"  # of GRPOTrainer's own advantages
         entry = self.baseline.entry
@@ -135,6 +136,7 @@ class OTBGRPOTrainer(KeepsBaseline, RecordsRewards, CollectiveToolLoop, TokenLos
         mode = "train" if self.model.training else "eval"  # which a reward function may change
         rollout, completions, batch = self.collect(inputs)
         gather = self.accelerator.gather if self.accelerator.num_processes > 1 else None
+        number = self.state.global_step + (mode == "train")  # of the optimizer step
         step = self.baseline.step(
             completions,
             rollout.scale,
@@ -142,6 +144,7 @@ class OTBGRPOTrainer(KeepsBaseline, RecordsRewards, CollectiveToolLoop, TokenLos
             first_row=rollout.first_row,
             returns=rollout.returns_of_all,
             learn=mode == "train",
+            parts=self.pages is not None and (mode == "eval" or self.pages.due(self.args, number)),
         )
         if mode == "train" and self.state.global_step == 0 and not self.baseline.entry.built_in:
             self.baseline.state_dict()  # raises early if the state cannot be saved
@@ -149,7 +152,7 @@ class OTBGRPOTrainer(KeepsBaseline, RecordsRewards, CollectiveToolLoop, TokenLos
         rollout = replace(
             rollout.with_advantages(step, batch["advantages"] if uses_trl_advantages else None),
             baseline_name=self.baseline.entry.name,
-            step=self.state.global_step + (mode == "train"),
+            step=number,
         )
         self.rollouts[mode] = rollout
         self._log_step(mode, step, rollout.num_generations)
@@ -167,7 +170,7 @@ class OTBGRPOTrainer(KeepsBaseline, RecordsRewards, CollectiveToolLoop, TokenLos
             with self.recorder.recording(needed=needed, states="states" in self.needs, turns=turns) as recording:
                 with self.recorded_rewards() as recorders:
                     batch = super()._generate_and_score_completions(inputs)
-            rollout = rollout_of(self, batch, recorders, n)
+            rollout = replace(rollout_of(self, batch, recorders, n), columns=columns_of(inputs))
             values, source = values_of_batch(self, batch, rollout.mask, recording, self.recorder)
         except BrokenContract as broken:
             raise broken.named(self) from None

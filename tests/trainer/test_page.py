@@ -1,5 +1,6 @@
 """The page of rollouts, in a real browser."""
 
+import base64
 import functools
 import http.server
 import json
@@ -8,10 +9,12 @@ import shutil
 import sys
 import threading
 import time
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 
@@ -21,15 +24,28 @@ from tests.helpers.scripted import TOOLS, script_turns
 from tests.trainer.test_display import TWO, credited, energies, rollout_of
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 from trl_otb.energy import TokenValues
-from trl_otb.rollout import page
+from trl_otb.rollout import page, record
 
 
 HOSTILE = ["</script><script>document.title='ran'</script>", "<img src=x onerror=\"document.title='ran'\">"]
 
 
+def unpacked(record: str) -> dict:
+    """A recorded step, with `values`: a number of each token, by column."""
+    packet = zlib.decompress(base64.b64decode(record.partition('">')[2].partition("<")[0]))
+    text, _, numbers = packet.partition(b"\0")
+    data = json.loads(text) | {"values": {}}
+    planes = numpy.frombuffer(numbers, numpy.uint8).astype(int).reshape(-1, 2, data["tokens"])
+    for (name, unit, differences), (low, high) in zip(data["columns"], planes, strict=True):
+        zigzag = low + 256 * high
+        values = (zigzag >> 1) ^ -(zigzag & 1)
+        values = (values.cumsum() + 2**15) % 2**16 - 2**15 if differences else values
+        data["values"][name] = values * unit
+    return data
+
+
 def steps_of(path: Path) -> list[dict]:
-    found = re.findall(r'<script type="application/json"[^>]*>(.*)</script>', path.read_text())
-    return [json.loads(text) for text in found]
+    return [unpacked(record) for record in page.records_of(path)]
 
 
 @pytest.fixture(scope="session")
@@ -56,6 +72,14 @@ class Opened:
         browser.get_log("browser")
         browser.get(path.as_uri() + link)
         self.browser = browser
+        self.settle()
+
+    def settle(self):
+        """Until the page has drawn what was asked for last."""
+        from selenium.webdriver.support.wait import WebDriverWait
+
+        drawn = "return document.readyState === 'complete' && document.body.getAttribute('aria-busy') === 'false'"
+        WebDriverWait(self.browser, 20, 0.02).until(lambda browser: browser.execute_script(drawn))
 
     @property
     def errors(self):
@@ -74,15 +98,21 @@ class Opened:
         lines = self.browser.find_element("id", "tip").text.splitlines()
         return dict(re.split(r"\s{2,}|(?<=GRPO)\s", line, maxsplit=1) for line in lines[1:])
 
-    def choose(self, kind):
+    def choose(self, value, what="colour"):
         from selenium.webdriver.support.select import Select
 
-        Select(self.of("#colour")[0]).select_by_value(kind)
+        Select(self.of(f"#{what}")[0]).select_by_value(value)
+        self.settle()
 
     def press(self, key):
         from selenium.webdriver import ActionChains, Keys
 
-        ActionChains(self.browser).send_keys(getattr(Keys, key)).perform()
+        ActionChains(self.browser).send_keys(getattr(Keys, key, key)).perform()
+        self.settle()
+
+    def click(self, element):
+        (self.of(element)[0] if isinstance(element, str) else element).click()
+        self.settle()
 
 
 def test_numbers_of_a_token_are_the_rollouts(tmp_path, browser):
@@ -90,18 +120,20 @@ def test_numbers_of_a_token_are_the_rollouts(tmp_path, browser):
     rollout.page(tmp_path / "one.html")
     opened = Opened(browser, tmp_path / "one.html")
     assert opened.text("#title") == ["trl_otb · baseline otb"] and opened.text("#which") == ["rollout 4"]
-    assert opened.text(".titles span") == ["GRPO", "otb"] and opened.text(".prompt") == ["1+1="]
-    assert opened.text("summary") == ["completion 0 · reward 1 · 5 tokens", "completion 1 · reward 0 · 2 tokens"]
+    assert opened.text(".label") == ["GRPO", "otb"] * 2 and opened.text(".prompt") == ["1+1="]
+    assert opened.text(".told") == ["reward 1 · 5 tokens", "reward 0 · 2 tokens"]
     assert opened.text(".tokens") == ["abcde", "abcde", "fg", "fg"]
     grpo, own, *_ = opened.of(".tokens")
     tokens = own.find_elements("css selector", "span")
-    assert [token.get_attribute("class") for token in tokens] == ["", "", "tool", "tool", "unlikely"]
+    shades = [token.get_attribute("class").split() for token in tokens]
+    assert [{*of} & {"tool", "unlikely"} for of in shades] == [set(), set(), {"tool"}, {"tool"}, {"unlikely"}]
     shown = opened.hover(tokens[1])
     energy, advantage = rollout.energy[0, 1].item(), rollout.advantages[0, 1].item()
     expected = {"push": advantage * energy**0.5, "advantage": advantage, "baseline": rollout.baselines[0, 1].item()}
     expected |= {"energy": energy, "log-probability": rollout.logps[0, 1].item()}
     expected |= {"push under GRPO": 0.5 * energy**0.5, "advantage under GRPO": 0.5}
-    assert {name: float(text) for name, text in shown.items()} == pytest.approx(expected, rel=1e-3)
+    assert shown.pop("advantage is") == "1 − 0.071" and shown.pop("that is") == "reward − baseline"
+    assert {name: float(text) for name, text in shown.items()} == pytest.approx(expected, abs=2e-3)
     colours = [
         of.find_elements("css selector", "span")[4].value_of_css_property("background-color") for of in (grpo, own)
     ]
@@ -128,8 +160,8 @@ def test_steps_colours_and_links(tmp_path, browser):
     for kind in ("advantage", "baseline", "energy", "logp"):
         opened.choose(kind)
         assert any("rgba" in of.value_of_css_property("background-color") for of in opened.of(".tokens span"))
-    opened.of("summary")[0].click()
-    assert len(opened.of("polyline")) == 2
+    opened.click(".toggle")
+    assert len(opened.of(".completion polyline")) == 2
     linked = Opened(browser, path, "#train-2/1/energy")
     assert linked.text("#which") == ["train 2"] and linked.text(".prompt") == ["2+2="]
     assert linked.of("#colour")[0].get_attribute("value") == "energy"
@@ -241,32 +273,45 @@ def test_a_run_with_a_large_page_is_recorded_less_often(tmp_path, monkeypatch):
 
 
 def test_prompts_beyond_the_limit_are_counted(monkeypatch):
-    monkeypatch.setattr(page, "MAX_TOKENS", 1)
-    assert '"left_out":1}' in page.recorded(credited(), "train", "run")
+    monkeypatch.setattr(record, "MAX_TOKENS", 1)
+    step = unpacked(page.recorded(credited(), "train", "run"))
+    assert step["left_out"] == 1 and len(step["prompts"]) == 1 and step["tokens"] == 7
 
 
 def test_a_run_writes_its_page(train, tmp_path):
     options = {"save_rollouts_steps": 2, "baseline": "value", "max_steps": 4, "output_dir": str(tmp_path)}
     both = {"a": tiny.prompts(), "b": tiny.prompts(4)}
     trainer = train(OTBGRPOTrainer, eval_dataset=both, eval_strategy="steps", eval_steps=4, **options)
-    trainer.train()  # begins anew, as a notebook's cell
+    trainer.train()  # a page of its own, as of a notebook's cell
     steps = steps_of(tmp_path / "rollouts.html")
     assert [(of["mode"], of["step"]) for of in steps] == [("train", 2), ("train", 4), ("eval", 4), ("eval", 4)]
-    train(OTBGRPOTrainer, **options | {"max_steps": 2})  # begins anew
+    train(OTBGRPOTrainer, **options | {"max_steps": 2})
     assert [of["step"] for of in steps_of(tmp_path / "rollouts.html")] == [2]
+    assert [len(steps_of(tmp_path / f"rollouts-{number}.html")) for number in (1, 2)] == [4, 4]
     assert all(of["baseline"] == "value" and of["title"] == tmp_path.name for of in steps)
-    assert steps[1]["kinds"][-2:] == ["push", "grpo_push"]
-    rollout, of = trainer.rollouts["train"], steps[1]["prompts"][0]["completions"][0]
-    assert of["advantage"] == pytest.approx(rollout.advantages[0, : len(of["tokens"])].tolist(), rel=1e-3)
+    rollout, of = trainer.rollouts["train"], steps[1]["values"]
+    completions = [of for prompt in steps[1]["prompts"] for of in prompt["completions"]]
+    b0 = torch.tensor([of["b0"] for of in completions]).repeat_interleave(8)
+    assert b0 + of["prefix"] + of["luck"] == pytest.approx(rollout.baselines.flatten().numpy(), abs=2e-3)
+    assert of["energy"] ** 2 == pytest.approx(rollout.energy.flatten().numpy(), abs=4e-3)
+    assert -(of["logp"] ** 2) == pytest.approx(rollout.logps.flatten().numpy(), abs=3e-2)
+    assert [of["grpo"] for of in completions] == pytest.approx(
+        rollout.group_mean_advantages.flatten().tolist(), rel=1e-5
+    )
+    _, _, about = page.about_of(page.records_of(tmp_path / "rollouts-1.html")[1])
+    assert about["run"] == tmp_path.name and {"explained", "kept", "mean", "lowest", "highest"} <= {*about}
 
 
 def test_tool_output_is_marked(train, monkeypatch, tmp_path):
     script_turns(monkeypatch)
     options = {"save_rollouts_steps": 1, "output_dir": str(tmp_path), **AGENT}
     train(OTBGRPOTrainer, reward_funcs=tiny.even_bytes, tools=TOOLS, **options)
-    of = steps_of(tmp_path / "rollouts.html")[0]["prompts"][0]["completions"][0]
-    spoken = "".join(token for token, generated in zip(of["tokens"], of["generated"], strict=True) if not generated)
-    assert "<tool_response>" in spoken
+    (step,) = steps_of(tmp_path / "rollouts.html")
+    text = "".join(of["text"] for prompt in step["prompts"] for of in prompt["completions"])
+    ends = step["values"]["length"].astype(int).cumsum()
+    parts = [text[end - length : end] for end, length in zip(ends, step["values"]["length"].astype(int), strict=True)]
+    of_tools = "".join(part for part, made in zip(parts, step["values"]["generated"], strict=True) if not made)
+    assert "<tool_response>" in of_tools and step["values"]["generated"].any()
 
 
 @pytest.mark.parametrize("library", ["wandb", "trackio"])
