@@ -18,6 +18,7 @@ from .run_baseline import RunBaseline, Step
 from .seam.contract import GRPO, BrokenContract, check_config, check_subclass, trl_utils, users_methods
 from .seam.draws import draw_ratio
 from .seam.forwards import PolicyRecorder, scores_anyway, values_of_batch
+from .seam.hub import LeavesPagesOut
 from .seam.loss import TokenLoss
 from .seam.rollouts import RecordsRewards, rollout_of
 from .seam.sampled import SampledTurns
@@ -28,7 +29,7 @@ from .state import KeepsBaseline
 logger = get_logger(__name__)
 
 
-class OTBGRPOTrainer(KeepsBaseline, RecordsRewards, CollectiveToolLoop, TokenLoss):
+class OTBGRPOTrainer(KeepsBaseline, LeavesPagesOut, RecordsRewards, CollectiveToolLoop, TokenLoss):
     """
     [`~trl.GRPOTrainer`] with a baseline of one's choice, for every token if it has one: by default the Optimal Token
     Baseline (https://huggingface.co/papers/2602.07078). It takes the arguments of [`~trl.GRPOTrainer`] and, apart from

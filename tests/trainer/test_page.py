@@ -1,25 +1,19 @@
 """The page of rollouts, in a real browser."""
 
-import base64
 import functools
 import http.server
-import json
-import re
-import shutil
 import sys
 import threading
 import time
-import zlib
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
-import numpy
 import pytest
 import torch
 
 from tests.helpers import tiny
 from tests.helpers.agents import AGENT
+from tests.helpers.pages import Opened, steps_of, unpacked
 from tests.helpers.scripted import TOOLS, script_turns
 from tests.trainer.test_display import TWO, credited, energies, rollout_of
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
@@ -28,91 +22,6 @@ from trl_otb.rollout import page, record
 
 
 HOSTILE = ["</script><script>document.title='ran'</script>", "<img src=x onerror=\"document.title='ran'\">"]
-
-
-def unpacked(record: str) -> dict:
-    """A recorded step, with `values`: a number of each token, by column."""
-    packet = zlib.decompress(base64.b64decode(record.partition('">')[2].partition("<")[0]))
-    text, _, numbers = packet.partition(b"\0")
-    data = json.loads(text) | {"values": {}}
-    planes = numpy.frombuffer(numbers, numpy.uint8).astype(int).reshape(-1, 2, data["tokens"])
-    for (name, unit, differences), (low, high) in zip(data["columns"], planes, strict=True):
-        zigzag = low + 256 * high
-        values = (zigzag >> 1) ^ -(zigzag & 1)
-        values = (values.cumsum() + 2**15) % 2**16 - 2**15 if differences else values
-        data["values"][name] = values * unit
-    return data
-
-
-def steps_of(path: Path) -> list[dict]:
-    return [unpacked(record) for record in page.records_of(path)]
-
-
-@pytest.fixture(scope="session")
-def browser():
-    if shutil.which("chromedriver") is None:
-        pytest.skip("chromedriver is not installed: apt-get install chromium-driver")
-    from selenium import webdriver
-
-    options = webdriver.ChromeOptions()
-    for argument in ("--headless=new", "--no-sandbox", "--window-size=1300,900"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver")))
-    driver.implicitly_wait(10)  # a line is drawn after the click that opens it
-    yield driver
-    driver.quit()
-
-
-class Opened:
-    """A page in a browser; `errors` are those of its console."""
-
-    def __init__(self, browser, path, link=""):
-        browser.get("about:blank")
-        browser.get_log("browser")
-        browser.get(path.as_uri() + link)
-        self.browser = browser
-        self.settle()
-
-    def settle(self):
-        """Until the page has drawn what was asked for last."""
-        from selenium.webdriver.support.wait import WebDriverWait
-
-        drawn = "return document.readyState === 'complete' && document.body.getAttribute('aria-busy') === 'false'"
-        WebDriverWait(self.browser, 20, 0.02).until(lambda browser: browser.execute_script(drawn))
-
-    @property
-    def errors(self):
-        return self.browser.get_log("browser")
-
-    def of(self, selector):
-        return self.browser.find_elements("css selector", selector)
-
-    def text(self, selector):
-        return [element.text for element in self.of(selector)]
-
-    def hover(self, element):
-        from selenium.webdriver import ActionChains
-
-        ActionChains(self.browser).move_to_element(element).perform()
-        lines = self.browser.find_element("id", "tip").text.splitlines()
-        return dict(re.split(r"\s{2,}|(?<=GRPO)\s", line, maxsplit=1) for line in lines[1:])
-
-    def choose(self, value, what="colour"):
-        from selenium.webdriver.support.select import Select
-
-        Select(self.of(f"#{what}")[0]).select_by_value(value)
-        self.settle()
-
-    def press(self, key):
-        from selenium.webdriver import ActionChains, Keys
-
-        ActionChains(self.browser).send_keys(getattr(Keys, key, key)).perform()
-        self.settle()
-
-    def click(self, element):
-        (self.of(element)[0] if isinstance(element, str) else element).click()
-        self.settle()
 
 
 def test_numbers_of_a_token_are_the_rollouts(tmp_path, browser):
@@ -127,12 +36,12 @@ def test_numbers_of_a_token_are_the_rollouts(tmp_path, browser):
     tokens = own.find_elements("css selector", "span")
     shades = [token.get_attribute("class").split() for token in tokens]
     assert [{*of} & {"tool", "unlikely"} for of in shades] == [set(), set(), {"tool"}, {"tool"}, {"unlikely"}]
-    shown = opened.hover(tokens[1])
+    shown, parts = opened.hover(tokens[1])
     energy, advantage = rollout.energy[0, 1].item(), rollout.advantages[0, 1].item()
     expected = {"push": advantage * energy**0.5, "advantage": advantage, "baseline": rollout.baselines[0, 1].item()}
     expected |= {"energy": energy, "log-probability": rollout.logps[0, 1].item()}
     expected |= {"push under GRPO": 0.5 * energy**0.5, "advantage under GRPO": 0.5}
-    assert shown.pop("advantage is") == "1 − 0.071" and shown.pop("that is") == "reward − baseline"
+    assert parts == ["= 1 − 0.071", "= reward − baseline"]
     assert {name: float(text) for name, text in shown.items()} == pytest.approx(expected, abs=2e-3)
     colours = [
         of.find_elements("css selector", "span")[4].value_of_css_property("background-color") for of in (grpo, own)

@@ -42,7 +42,6 @@ class Rollout:
     first_row: int = 0  # the index of the first row among those of all processes, on which a group may begin
     returns_of_all: Tensor = field(default_factory=lambda: torch.empty(0), compare=False)  # (B_all,), of all processes
     processing_class: Any = field(default=None, compare=False)  # the trainer's tokenizer or processor
-    groups: Tensor | None = None  # (B,) of what is not in whole groups: the group of each row, ascending
     baseline_name: str = ""
     step: int = 0  # the optimizer step that it is sampled for; 0 without training
     # (B, T) w_t, ρ_t² w_t and log π(y_t), at the sampling temperature; `None` if the baseline needs none, and TRL runs

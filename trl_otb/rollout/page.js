@@ -186,6 +186,9 @@ function render() {
     ...(other && !twin ? [make("p", { textContent: `This prompt is not in ${other.at.name}.` })] : []),
     ...shown.filter(row => !$("failed").checked || !group.completions[row] || fails(group.completions[row])).map(row => completion(row, group.completions[row], twin && twin.completions[row], grpo, kind, needle)),
   );
+  const heads = [...document.querySelectorAll(".head")];
+  heads.map(head => head.offsetHeight).forEach((height, k) => heads[k].parentNode.style.setProperty("--head", height + "px"));
+  for (const box of document.querySelectorAll(".tokens")) if (box.getBoundingClientRect().top < innerHeight) box.fill?.(); else break;
   curves();
   const parts = [step.id, prompt, kind, $("beside").value, runs.length > 1 ? step.about.run : ""].map(encodeURIComponent);
   link = "#" + parts.join("/").replace(/\/+$/, ""); // so that a reload shows the same
@@ -235,7 +238,7 @@ function list(inList) {
 function legend(kind) {
   const signed = SIGNED.includes(kind), end = (kind === "logp" ? -most : most).toPrecision(2);
   $("low").textContent = signed ? "-" + end : "0";
-  $("high").textContent = `${end} in this ${$("scale").value}`;
+  $("high").textContent = `${end} in ${other ? `both ${$("scale").value}s` : `this ${$("scale").value}`}`;
   const shade = (name, share) => `rgb(var(--${name}) / ${share})`;
   $("bar").style.background = `linear-gradient(90deg, ${signed ? shade("less", .6) : "transparent"}, transparent ${signed ? "50%" : "0"}, ${shade(signed ? "more" : "plain", .6)})`;
   $("meaning").textContent = KINDS[kind][1] + ".";
@@ -250,7 +253,7 @@ function told(c) { // rewards and length
 }
 function completion(row, c, twin, grpo, kind, needle) {
   const block = make("section", { className: "completion" }), sides = make("div", { className: "sides" });
-  const head = make("div", { className: "head" }, make("b", { textContent: `completion ${row}` }), make("span", { className: "told", textContent: c ? told(c) : "" }));
+  const head = make("div", { className: "head" }, make("b", { textContent: `completion ${row}` }), make("span", { className: "told", textContent: c && !other ? told(c) : "" }));
   const own = c && side(c, row, kind, grpo || other ? now.baseline || "this run" : "", kind, needle);
   if (c && valuesOf(c.page, "push")) head.append(make("button", { className: "hardest", textContent: "largest push", onclick: () => own.jump(hardest(c)) }));
   const chartBox = make("div");
@@ -311,8 +314,7 @@ function side(c, row, key, label, kind, needle) { // a completion's tokens, in t
     if (i >= to) add(i + 100);
     const span = [...box.children].find(of => of.completion && of.from <= i && i < of.to);
     if (!span) return;
-    span.scrollIntoView({ block: "center" });
-    focusOn(span, true);
+    jumpTo(span, true);
   };
   box.setAttribute("aria-label", `completion ${row}: its tokens; arrow keys read their numbers`);
   box.onkeydown = e => {
@@ -324,12 +326,12 @@ function side(c, row, key, label, kind, needle) { // a completion's tokens, in t
   };
   box.onblur = () => tip(null);
   box.fill = () => { filler.unobserve(box); delete box.fill; box.style.minHeight = ""; add(SHOWN); };
-  box.style.minHeight = Math.ceil(starts[Math.min(SHOWN, c.tokens)] / columnsOfText) * 1.9 * 13 + "px"; // about
+  box.style.minHeight = Math.ceil(starts[Math.min(SHOWN, c.tokens)] / columnsOfText) * 1.8 * 13 + "px"; // about
   if (needle) box.fill(); else filler.observe(box);
   const strip = make("canvas", { className: "strip", width: 300, height: 1, title: "where the pushes are; a click goes there" });
   drawStrip(strip, c, values, kind);
   strip.onclick = e => jump(Math.min(c.tokens - 1, Math.floor(e.offsetX / strip.clientWidth * c.tokens)));
-  return { box: make("div", { className: "side" }, make("div", { className: "label", textContent: label }), strip, box), jump };
+  return { box: make("div", { className: "side" }, make("div", { className: "top" }, make("div", { className: "label", textContent: label }), strip), box), jump };
 }
 function drawStrip(canvas, c, values, kind) { // the largest number of each part
   const context = canvas.getContext("2d"), width = canvas.width;
@@ -354,6 +356,11 @@ function focusOn(span, told) {
   const box = span.getBoundingClientRect();
   if (told) tip(span, box.left, box.bottom);
 }
+function jumpTo(span, told) {
+  span.scrollIntoView({ block: "center" });
+  focusOn(span, false);
+  if (told) requestAnimationFrame(() => requestAnimationFrame(() => cursor === span && focusOn(span, true))); // scrolling hides it
+}
 
 // Curves
 
@@ -363,7 +370,7 @@ function plot(series, { from, to, low, high, mark, pick, label }) { // each {nam
   const all = svg("svg", { viewBox: "0 0 1000 90", preserveAspectRatio: "none", role: "img", "aria-label": `${series.map(s => s.name).join(", ")}: from ${number(low)} to ${number(high)}` });
   if (low < 0 && high > 0) all.append(svg("line", { x1: 0, x2: 1000, y1: y(0), y2: y(0), class: "zero" }));
   if (mark != null) all.append(svg("line", { x1: x(mark), x2: x(mark), y1: 0, y2: 90, class: "mark" }));
-  series.forEach(({ points }, k) => all.append(svg("polyline", { points: points.map(p => `${x(p[0])},${y(p[1])}`).join(" "), class: "s" + k })));
+  series.forEach(({ points }, k) => all.append(svg("polyline", { points: (points.length === 1 ? [points[0], points[0]] : points).map(p => `${x(p[0])},${y(p[1])}`).join(" "), class: `s${k}${points.length === 1 ? " dot" : ""}` })));
   all.onclick = e => { const box = all.getBoundingClientRect(); pick(from + (e.clientX - box.left) / box.width * (to - from)); };
   const zero = low < 0 && high > 0 && Math.abs(low + high) < 1e-9 ? ["0"] : [];
   return make("div", { className: "plot" },
@@ -407,7 +414,7 @@ function tip(span, x, y) {
   const { completion: c, from, to } = span, tokens = Array.from({ length: to - from }, (_, k) => from + k), starts = offsets(c);
   const text = JSON.stringify(c.text.slice(starts[from], starts[to])), several = tokens.length > 1;
   const rows = c.page.numbers.generated[c.start + from]
-    ? Object.keys(NAMES).filter(kind => valuesOf(c.page, kind)).map(kind => NAMES[kind].padEnd(22) + tokens.map(i => number(of(c, kind, i))).join(" · ")).concat(tokens.length === 1 ? parts(c, from) : [])
+    ? Object.keys(NAMES).filter(kind => valuesOf(c.page, kind)).flatMap(kind => [NAMES[kind].padEnd(22) + tokens.map(i => number(of(c, kind, i))).join(" · "), ...(kind === "advantage" && !several ? parts(c, from) : [])])
     : ["not generated: of a tool, or masked"];
   box.textContent = [several ? `tokens ${from} to ${to - 1} form ${text}` : `token ${from} ${text}`, ...rows].join("\n");
   box.style.left = box.style.top = "0";
@@ -423,7 +430,8 @@ function parts(c, i) { // what an advantage is made of: G − (B0 + prefix + lat
   const [numbers, names] = prefix
     ? [`(${lead(start(c, k))} ${sign(prefix[k])} ${sign(luck[k])})`, "(B0 + prefix + later luck)"]
     : [baseline < 0 ? `(${lead(baseline)})` : lead(baseline), "baseline"];
-  return ["advantage is".padEnd(22) + `${lead(reward)} − ${numbers}${scaled}`, "that is".padEnd(22) + `${what} − ${names}${scaled && " / scale"}`];
+  const whole = (of, rest) => scaled ? `  = (${of})${rest}` : `  = ${of}`;
+  return [whole(`${lead(reward)} − ${numbers}`, scaled), whole(`${what} − ${names}`, " / scale")];
 }
 function go(i) { // to a prompt, at its top
   prompt = i;
@@ -433,8 +441,8 @@ function nextMatch() { // of the search: in this prompt, in the next ones, and i
   const needle = $("search").value.toLowerCase();
   if (!needle) return;
   const hits = [...document.querySelectorAll("#shown .hit")], after = hits.indexOf(cursor) + 1;
-  if (hits[after]) { hits[after].scrollIntoView({ block: "center" }); return focusOn(hits[after], false); }
-  const place = listed.indexOf(prompt), first = () => { const hit = document.querySelector("#shown .hit"); if (hit) { hit.scrollIntoView({ block: "center" }); focusOn(hit, false); } };
+  if (hits[after]) return jumpTo(hits[after], false);
+  const place = listed.indexOf(prompt), first = () => { const hit = document.querySelector("#shown .hit"); if (hit) jumpTo(hit, false); };
   if (place + 1 < listed.length) { prompt = listed[place + 1]; return draw(first); }
   laterStep(needle, first);
 }
@@ -458,7 +466,7 @@ $("course").ontoggle = () => { if (now) curves(); };
 $("step").oninput = e => { at = +e.target.value; draw(); };
 $("run").onchange = () => { const { mode, step } = steps[at]; useRun($("run").value); const same = steps.findIndex(s => s.mode === mode && s.step === step); at = same >= 0 ? same : steps.length - 1; draw(); };
 document.onkeydown = e => { // left and right: steps; up and down: prompts
-  if (modified(e) || ["INPUT", "SELECT"].includes(e.target.tagName)) return;
+  if (modified(e) || e.target.matches?.("select, input:not([type=checkbox])")) return;
   if (e.key === "/") { e.preventDefault(); $("find").open = true; $("search").focus(); return; }
   const [kind, by] = { ArrowRight: ["step", 1], ArrowLeft: ["step", -1], ArrowDown: ["prompt", 1], ArrowUp: ["prompt", -1] }[e.key] || [];
   if (!by || !now) return;

@@ -78,8 +78,6 @@ def rows_of_prompt(rollout: "Rollout", prompt: int) -> slice:
 
 def prompt_numbers(rollout: "Rollout") -> torch.Tensor:
     """`(B,)`, from 0 on."""
-    if rollout.groups is not None:
-        return torch.unique_consecutive(rollout.groups, return_inverse=True)[1]
     n = rollout.num_generations
     return (rollout.first_row % n + torch.arange(len(rollout))) // n
 
