@@ -1,7 +1,10 @@
 """What people look for in a page of rollouts, in a real browser: on a desktop and a phone."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -276,8 +279,10 @@ def test_what_completions_became(tmp_path, browser, two_runs):
         for name, rollout in (("grpo", before), ("ours", after)):
             (tmp_path / name).mkdir()
             page.append(tmp_path / name / "rollouts.html", page.recorded(replace(rollout, step=5), "eval", name))
-        page.join_pages([tmp_path / "grpo", tmp_path / "ours" / "rollouts.html"], tmp_path / "both.html")
-        opened, other = Opened(browser, tmp_path / "both.html", "#eval-5/0/push/grpo eval 5/ours"), "grpo eval 5"
+        paths = [tmp_path / name for name in ("ours", "grpo/rollouts.html", "both.html")]
+        command = [sys.executable, "-m", "trl_otb.rollout", *paths[:2], "--output", paths[2]]
+        subprocess.run(command, cwd=Path(__file__).parents[2], check=True)
+        opened, other = Opened(browser, tmp_path / "both.html"), "grpo eval 5"  # what both have recorded last
     else:
         opened = opened_of(browser, tmp_path / "both.html", before, after)
         other = "train 1"

@@ -190,8 +190,8 @@ function render() {
   heads.map(head => head.offsetHeight).forEach((height, k) => heads[k].parentNode.style.setProperty("--head", height + "px"));
   for (const box of document.querySelectorAll(".tokens")) if (box.getBoundingClientRect().top < innerHeight) box.fill?.(); else break;
   curves();
-  const parts = [step.id, prompt, kind, $("beside").value, runs.length > 1 ? step.about.run : ""].map(encodeURIComponent);
-  link = "#" + parts.join("/").replace(/\/+$/, ""); // so that a reload shows the same
+  const place = [step.id, prompt, kind, $("beside").value || "nothing", ...(runs.length > 1 ? [step.about.run] : [])];
+  link = "#" + place.map(encodeURIComponent).join("/"); // so that a reload shows the same
   if (location.protocol !== "about:") location.replace(link); // in a notebook's frame it would load the notebook
 }
 function chooseBeside(step, hasGrpo) {
@@ -509,17 +509,23 @@ document.addEventListener("DOMContentLoaded", async () => { // steps are data, w
   $("sort").replaceChildren(...Object.entries(SORTS).map(([value, [textContent]]) => make("option", { value, textContent })));
   useRun(runs[0].name);
   at = steps.length - 1;
+  let beside = "grpo";
+  if (runs.length > 1) { // what both have recorded, an evaluation if there is one, since its prompts are the same
+    const twin = s => runs[1].steps.find(of => of.id === s.id), both = steps.filter(twin), last = both.filter(s => s.mode === "eval").pop() || both.pop();
+    if (last) { at = steps.indexOf(last); beside = twin(last).name; }
+  }
+  $("beside").append(make("option", { value: beside })); $("beside").value = beside;
   show();
 });
 async function show() { // what the link asks for: #STEP/PROMPT/COLOUR/BESIDE/RUN
-  const [step, where, kind, beside, run] = location.hash.slice(1).split("/").map(decodeURIComponent);
+  const [step, where, kind, beside, run] = location.hash.slice(1).split("/").map(part => { try { return decodeURIComponent(part); } catch { return part; } });
   if (run) useRun(run);
   const asked = steps.findIndex(s => s.id === step || String(s.step) === step);
   at = asked >= 0 ? asked : Math.min(at, steps.length - 1);
   const page = await decoded(steps[at]), spreads = page.prompts.map(p => p.spread ?? -1); // by default the prompt whose rewards vary most
   prompt = asked >= 0 && where ? +where || 0 : spreads.indexOf(Math.max(...spreads));
   if (page.kinds.includes(kind)) { $("colour").append(make("option", { value: kind })); $("colour").value = kind; }
-  $("beside").append(make("option", { value: beside ?? "grpo" })); $("beside").value = beside ?? "grpo";
+  if (beside) { const value = beside === "nothing" ? "" : beside; $("beside").append(make("option", { value })); $("beside").value = value; }
   draw(() => { if (step && asked < 0) $("which").textContent += ` (${step} is not recorded)`; });
 }
 onhashchange = () => { if (location.hash !== link) show(); };
