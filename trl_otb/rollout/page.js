@@ -398,7 +398,7 @@ function curves() { // of the run: what its steps say of themselves
   const line = (name, key, mode) => ({ name, points: steps.filter(s => s.mode === mode && s.about[key] != null).map(s => [s.step, s.about[key]]) });
   const has = s => s.points.length > 0, pick = x => { at = steps.reduce((best, s, i) => Math.abs(s.step - x) < Math.abs(steps[best].step - x) ? i : best, 0); draw(); };
   const rewards = [line("reward", "mean", "train"), line("reward, eval", "mean", "eval")].filter(has), values = rewards.flatMap(s => s.points.map(p => p[1]));
-  const learned = [line("explained: share of the gradient's noise that predictions remove", "explained", "train"), line("kept: share of completions left with B0", "kept", "train")].filter(has);
+  const learned = [line("explained: share of the power that predictions remove", "explained", "train"), line("kept: share of completions left with B0", "kept", "train")].filter(has);
   const common = { from, to, mark: steps[at].step, pick, label: "step" };
   $("curves").replaceChildren(
     ...(rewards.length ? [plot(rewards, { ...common, low: Math.min(...values), high: Math.max(...values) })] : []),
