@@ -89,13 +89,33 @@ def test_arrow_keys_read_numbers(tmp_path, browser):
 def test_hostile_text_is_text(tmp_path, browser):
     rollout = rollout_of(HOSTILE, [1.0, 0.0])
     rollout = replace(rollout.read(TokenValues(energies(rollout), -energies(rollout), None), None), baseline_name="<b>")
+    named = {"reward_names": tuple(HOSTILE), "rewards_per_func": torch.ones(2, 2)}
+    rollout = replace(rollout, **named, columns=({HOSTILE[0]: HOSTILE[1], "<!--<script>": "&quot;\"'><b>"},) * 2)
     rollout.page(tmp_path / "one.html")
     opened = Opened(browser, tmp_path / "one.html")
     assert opened.text(".tokens") == HOSTILE and browser.title == "trl_otb, rollout 0" and not opened.errors
+    assert opened.text("dt") == [HOSTILE[0], "<!--<script>"] and opened.text("dd") == [HOSTILE[1], "&quot;\"'><b>"]
+    assert HOSTILE[1] in opened.text(".told")[0]
     # A script that got in would be refused
     (tmp_path / "two.html").write_text((tmp_path / "one.html").read_text() + "<script>document.title = 'ran'</script>")
     opened = Opened(browser, tmp_path / "two.html")
     assert browser.title == "trl_otb, rollout 0" and "Content Security Policy" in str(opened.errors)
+
+
+def test_a_run_of_any_name(tmp_path, browser):
+    """Which is a folder's, and stands at the head of each record."""
+    name = "a/\"><script>document.title='ran'</script>\n--> %41 é"
+    for step in (1, 2):
+        page.append(tmp_path / "rollouts.html", page.recorded(replace(credited(*TWO), step=step), "train", name))
+    opened = Opened(browser, tmp_path / "rollouts.html")
+    assert opened.text("#which") == ["train 2"] and browser.title.startswith('a/"><script>') and not opened.errors
+    assert page.about_of(page.records_of(tmp_path / "rollouts.html")[1])[2]["run"] == name
+
+
+def test_a_batch_without_numbers_is_text(tmp_path, browser):
+    rollout_of(*TWO).page(tmp_path / "one.html")
+    opened = Opened(browser, tmp_path / "one.html")
+    assert opened.text(".tokens") == ["abcde", "fg"] and not opened.errors
 
 
 def test_a_notebook_shows_it(tmp_path, browser):

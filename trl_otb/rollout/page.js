@@ -236,6 +236,8 @@ function list(inList) {
   if (current) { current.scrollIntoView({ block: "nearest" }); if (inList) current.focus(); }
 }
 function legend(kind) {
+  $("legend").hidden = !kind; // of a batch that has no advantages yet
+  if (!kind) return;
   const signed = SIGNED.includes(kind), end = (kind === "logp" ? -most : most).toPrecision(2);
   $("low").textContent = signed ? "-" + end : "0";
   $("high").textContent = `${end} in ${other ? `both ${$("scale").value}s` : `this ${$("scale").value}`}`;
