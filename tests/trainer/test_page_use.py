@@ -137,14 +137,17 @@ def test_prompts_are_searched_filtered_and_sorted(tmp_path, browser):
 
 
 def test_a_search_goes_on_in_later_steps(tmp_path, browser):
-    steps = [pushed([text, "fg"], [1.0, 0.0]) for text in ("ab", "cd", "xyz")]
+    steps = [pushed([text, "fg"], [1.0, 0.0]) for text in ("ab", "cd", "q" * 4500 + "xyz")]
     opened = opened_of(browser, tmp_path / "one.html", *steps, link="#train-1")
     opened.press("/")
     opened.press("xy")
     assert opened.text("#prompts button") == []
     opened.press("ENTER")
     wait(browser, "document.querySelector('#which').textContent === 'train 3'")
-    assert "".join(of.text for of in opened.of(".hit"))[:2] == "xy"
+    opened.settle()
+    assert [of.text for of in opened.of(".hit")] == [*"xyxy"]  # far below, where it scrolls to
+    top = browser.execute_script("return document.querySelector('.at').getBoundingClientRect().top")
+    assert 0 < top < browser.execute_script("return innerHeight")
 
 
 def test_snippets_begin_with_a_word(tmp_path, browser):

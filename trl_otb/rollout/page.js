@@ -141,7 +141,8 @@ function pieceEnd(c, i) { // the end of the tokens from `i` on that form whole c
 
 // Drawing
 
-async function draw(then) {
+async function draw(then) { // `then` is called if nothing else was asked for meanwhile
+  clearTimeout(typing);
   const mine = ++turn, compared = runs.flatMap(run => run.steps).find(step => step.name === $("beside").value);
   document.body.setAttribute("aria-busy", "true");
   try {
@@ -165,7 +166,7 @@ function render() {
   $("colour").replaceChildren(...kinds.map(k => make("option", { value: k, textContent: NAMES[k], title: KINDS[k][1] })));
   $("colour").value = kind;
   const hasGrpo = now.kinds.includes("grpo_" + kind);
-  chooseBeside(step, hasGrpo);
+  chooseBeside(hasGrpo);
   $("title").textContent = `${now.title} · baseline ${now.baseline}`;
   $("which").textContent = `${now.mode} ${now.step}`;
   $("step").value = at; $("step").setAttribute("aria-valuetext", `${now.mode} ${now.step}`);
@@ -194,10 +195,10 @@ function render() {
   link = "#" + place.map(encodeURIComponent).join("/"); // so that a reload shows the same
   if (location.protocol !== "about:") location.replace(link); // in a notebook's frame it would load the notebook
 }
-function chooseBeside(step, hasGrpo) {
-  const others = runs.flatMap(run => run.steps).filter(s => s !== step);
-  const options = [["", "nothing"], ...(hasGrpo ? [["grpo", "GRPO"]] : []), ...others.map(s => [s.name, s.name])];
-  const wanted = options.some(([value]) => value === $("beside").value) ? $("beside").value : other ? $("beside").value : hasGrpo ? "grpo" : "";
+function chooseBeside(hasGrpo) {
+  const names = runs.flatMap(run => run.steps).map(s => s.name);
+  const options = [["", "nothing"], ...(hasGrpo ? [["grpo", "GRPO"]] : []), ...(names.length > 1 ? names.map(name => [name, name]) : [])];
+  const wanted = options.some(([value]) => value === $("beside").value) ? $("beside").value : hasGrpo ? "grpo" : "";
   $("beside").replaceChildren(...options.map(([value, textContent]) => make("option", { value, textContent })));
   $("beside").value = wanted;
   $("shared").hidden = !other;
@@ -327,7 +328,11 @@ function side(c, row, key, label, kind, needle) { // a completion's tokens, in t
     if (span && span.completion) focusOn(span, true);
   };
   box.onblur = () => tip(null);
-  box.fill = () => { filler.unobserve(box); delete box.fill; box.style.minHeight = ""; add(SHOWN); };
+  box.fill = () => {
+    filler.unobserve(box); delete box.fill; box.style.minHeight = "";
+    add(SHOWN);
+    while (matches.length && to < c.tokens && starts[to] <= matches[matches.length - 1]) add(to + SHOWN);
+  };
   box.style.minHeight = Math.ceil(starts[Math.min(SHOWN, c.tokens)] / columnsOfText) * 1.8 * 13 + "px"; // about
   if (needle) box.fill(); else filler.observe(box);
   const strip = make("canvas", { className: "strip", width: 300, height: 1, title: "where the pushes are; a click goes there" });
@@ -449,20 +454,26 @@ function nextMatch() { // of the search: in this prompt, in the next ones, and i
   laterStep(needle, first);
 }
 async function laterStep(needle, then) {
+  document.body.setAttribute("aria-busy", "true");
   for (let k = 1; k <= steps.length; k++) {
     const where = (at + k) % steps.length, page = await decoded(steps[where]).catch(() => null);
-    if (page && page.prompts.some(p => texts(p).some(text => text.toLowerCase().includes(needle)))) {
-      at = where; prompt = 0;
-      return draw(() => { go(listed[0] ?? 0); then(); });
-    }
+    if (!page || !page.prompts.some(p => texts(p).some(text => text.toLowerCase().includes(needle)))) continue;
+    at = where; prompt = 0; // or the first one that is listed
+    return draw(then);
   }
   $("found").textContent = "found in no step";
+  document.body.setAttribute("aria-busy", "false");
 }
 $("main").onmousemove = e => { const span = e.target.closest?.(".tokens span"); tip(span, e.clientX, e.clientY); };
 $("main").onmouseleave = () => tip(null);
 addEventListener("scroll", () => tip(null), { capture: true, passive: true });
 for (const id of ["colour", "beside", "scale", "sort", "both", "varied", "failed"]) $(id).onchange = () => draw();
-$("search").oninput = () => draw(() => { if ($("search").value && !document.querySelector("#shown .hit") === false) $("found").textContent += ` · ${document.querySelectorAll("#shown .hit").length} tokens here`; });
+let typing;
+$("search").oninput = () => { // once there is a pause
+  document.body.setAttribute("aria-busy", "true");
+  clearTimeout(typing);
+  typing = setTimeout(draw, 120);
+};
 $("search").onkeydown = e => { if (e.key === "Enter") { e.preventDefault(); nextMatch(); } };
 $("course").ontoggle = () => { if (now) curves(); };
 $("step").oninput = e => { at = +e.target.value; draw(); };
@@ -496,8 +507,11 @@ document.addEventListener("DOMContentLoaded", async () => { // steps are data, w
     const { step, mode, about } = block.dataset, parsed = JSON.parse(about), id = `${mode}-${step}`;
     recorded.set(`${parsed.run}/${id}`, { block, mode, step: +step, about: parsed, id });
   }
-  const byRun = Map.groupBy ? Map.groupBy(recorded.values(), s => s.about.run) : [...recorded.values()].reduce((m, s) => m.set(s.about.run, [...(m.get(s.about.run) || []), s]), new Map());
-  runs = [...byRun].map(([name, of]) => ({ name, steps: of.sort((a, b) => a.step - b.step || (a.mode < b.mode ? 1 : -1)) }));
+  for (const step of recorded.values()) {
+    const name = step.about.run, run = runs.find(of => of.name === name) || runs[runs.push({ name, steps: [] }) - 1];
+    run.steps.push(step);
+  }
+  for (const run of runs) run.steps.sort((a, b) => a.step - b.step || (a.mode < b.mode ? 1 : -1));
   for (const run of runs) for (const s of run.steps) s.name = `${runs.length > 1 ? run.name + " " : ""}${s.mode} ${s.step}`;
   for (const run of runs) { // the last step was cut off if writing was
     while (run.steps.length) try { await decoded(run.steps[run.steps.length - 1]); break; } catch { run.steps.pop(); }
