@@ -23,9 +23,16 @@ const KEPT = 4; // decoded steps
 const POINTS = 1000; // of a curve
 
 const $ = id => document.getElementById(id);
-const make = (tag, props = {}, ...children) => { const e = Object.assign(document.createElement(tag), props); e.append(...children); return e; };
+function make(tag, props = {}, ...children) {
+  const element = Object.assign(document.createElement(tag), props);
+  element.append(...children);
+  return element;
+}
 const modified = e => e.altKey || e.ctrlKey || e.metaKey || e.shiftKey;
-const number = (x, digits = 4) => x == null || Number.isNaN(x) ? "–" : Math.abs(x) >= 1000 || (x && Math.abs(x) < .001) ? x.toExponential(2) : String(+x.toPrecision(digits));
+function number(x, digits = 4) {
+  if (x == null || Number.isNaN(x)) return "–";
+  return Math.abs(x) >= 1000 || (x && Math.abs(x) < .001) ? x.toExponential(2) : String(+x.toPrecision(digits));
+}
 const unsigned = x => number(Math.abs(x), 3);
 const mean = values => values.length ? values.reduce((sum, x) => sum + x, 0) / values.length : null;
 
@@ -85,7 +92,10 @@ function valuesOf(page, kind) { // of all tokens of a step, NaN where there is n
     logp: (c, i) => -(numbers.logp[i] ** 2),
     advantage,
     push: (c, i) => advantage(c, i) * roots[i],
-    baseline: numbers.prefix ? expected : (c, i) => c.baseline !== undefined ? c.baseline : returned(c, i) == null || c.scale == null ? NaN : returned(c, i) - advantage(c, i) * c.scale,
+    baseline: numbers.prefix ? expected : (c, i) => {
+      if (c.baseline !== undefined) return c.baseline;
+      return returned(c, i) == null || c.scale == null ? NaN : returned(c, i) - advantage(c, i) * c.scale;
+    },
     grpo_advantage: c => c.grpo,
     grpo_push: (c, i) => c.grpo * roots[i],
   }[kind];
@@ -114,8 +124,8 @@ function measure(p) { // what prompts are sorted by
 function largest(kind, prompts) {
   let found = 0;
   for (const p of prompts) for (const c of p.completions) for (const k of [kind, "grpo_" + kind]) {
-    const values = valuesOf(c.page, k);
-    if (values) for (let i = c.start; i < c.start + c.tokens; i++) if (Math.abs(values[i]) > found) found = Math.abs(values[i]);
+    const values = valuesOf(c.page, k) || [];
+    for (let i = c.start; i < c.start + c.tokens; i++) if (Math.abs(values[i]) > found) found = Math.abs(values[i]);
   }
   return found || 1;
 }
@@ -128,14 +138,16 @@ function offsets(c) { // where the text of each token begins
 }
 const segmenter = globalThis.Intl?.Segmenter ? new Intl.Segmenter(undefined, { granularity: "grapheme" }) : null;
 function divides(text, where) { // whether a character ends there
-  if (!segmenter || where === 0 || where >= text.length || text.charCodeAt(where) < 0x300 && text.charCodeAt(where - 1) < 0x300) return true;
+  if (!segmenter || where === 0 || where >= text.length) return true;
+  if (text.charCodeAt(where) < 0x300 && text.charCodeAt(where - 1) < 0x300) return true;
   const from = Math.max(0, where - 24);
   return segmenter.segment(text.slice(from, where + 8)).containing(where - from).index === where - from;
 }
 function pieceEnd(c, i) { // the end of the tokens from `i` on that form whole characters
   const starts = offsets(c), { generated } = c.page.numbers;
   for (i++; i < c.tokens; i++)
-    if (generated[c.start + i] !== generated[c.start + i - 1] || starts[i] > starts[i - 1] && divides(c.text, starts[i])) return i;
+    if (generated[c.start + i] !== generated[c.start + i - 1]
+      || starts[i] > starts[i - 1] && divides(c.text, starts[i])) return i;
   return i;
 }
 
@@ -143,15 +155,18 @@ function pieceEnd(c, i) { // the end of the tokens from `i` on that form whole c
 
 async function draw(then) { // `then` is called if nothing else was asked for meanwhile
   clearTimeout(typing);
-  const mine = ++turn, compared = runs.flatMap(run => run.steps).find(step => step.name === $("beside").value);
+  const mine = ++turn, wanted = $("beside").value;
+  const compared = runs.flatMap(run => run.steps).find(step => step.name === wanted);
   document.body.setAttribute("aria-busy", "true");
   try {
-    const pages = await Promise.all([decoded(steps[at]), compared && compared !== steps[at] ? decoded(compared) : null]);
+    const second = compared && compared !== steps[at] ? decoded(compared) : null;
+    const pages = await Promise.all([decoded(steps[at]), second]);
     if (mine !== turn) return;
     [now, other] = pages;
     render();
     if (then) then();
-    for (const next of [steps[at - 1], steps[at + 1]]) if (next) setTimeout(() => mine === turn && decoded(next).catch(() => {}), 50); // while this one is read
+    for (const next of [steps[at - 1], steps[at + 1]]) // while this one is read
+      if (next) setTimeout(() => mine === turn && decoded(next).catch(() => {}), 50);
   } catch (error) {
     $("shown").textContent = `${steps[at].name} cannot be read: ${error}`;
   }
@@ -163,7 +178,8 @@ function render() {
   const inList = $("prompts").contains(document.activeElement), step = steps[at];
   const kinds = Object.keys(KINDS).filter(k => now.kinds.includes(k));
   const kind = kinds.includes($("colour").value) ? $("colour").value : kinds[0];
-  $("colour").replaceChildren(...kinds.map(k => make("option", { value: k, textContent: NAMES[k], title: KINDS[k][1] })));
+  const option = value => make("option", { value, textContent: NAMES[value], title: KINDS[value][1] });
+  $("colour").replaceChildren(...kinds.map(option));
   $("colour").value = kind;
   const hasGrpo = now.kinds.includes("grpo_" + kind);
   chooseBeside(hasGrpo);
@@ -173,23 +189,32 @@ function render() {
   document.title = `${now.title}, ${now.mode} ${now.step}`;
   list(inList);
   const group = now.prompts[prompt], twin = other && other.prompts.find(p => p.prompt === group.prompt);
-  most = $("scale").value === "step" ? largest(kind, [...now.prompts, ...(other ? other.prompts : [])]) : largest(kind, [group, ...(twin ? [twin] : [])]);
+  const ofStep = $("scale").value === "step";
+  most = largest(kind, ofStep ? [...now.prompts, ...(other ? other.prompts : [])] : [group, ...(twin ? [twin] : [])]);
   legend(kind);
   const grpo = hasGrpo && $("beside").value === "grpo";
   $("shown").className = grpo || other ? "beside" : "";
   columnsOfText = Math.max(20, $("main").clientWidth / ((grpo || other) && innerWidth > 600 ? 2 : 1) / 8.2);
   filler.disconnect();
   const needle = $("search").value.toLowerCase(), columns = Object.entries(group.columns);
-  const shown = [...group.completions.keys(), ...(twin ? [...twin.completions.keys()] : [])].filter((row, i, rows) => rows.indexOf(row) === i);
+  const entry = ([name, text]) => [make("dt", { textContent: name }), make("dd", { dir: "auto" }, ...lines(text))];
+  const count = Math.max(group.completions.length, twin ? twin.completions.length : 0), blocks = [];
+  for (let row = 0; row < count; row++) {
+    const c = group.completions[row];
+    if (!$("failed").checked || !c || fails(c)) blocks.push(completion(row, c, twin && twin.completions[row], grpo, kind, needle));
+  }
   $("shown").replaceChildren(
     make("p", { className: "prompt", dir: "auto" }, ...lines(group.prompt)),
-    ...(columns.length ? [make("dl", { className: "columns" }, ...columns.flatMap(([name, text]) => [make("dt", { textContent: name }), make("dd", { dir: "auto" }, ...lines(text))]))] : []),
+    ...(columns.length ? [make("dl", { className: "columns" }, ...columns.flatMap(entry))] : []),
     ...(other && !twin ? [make("p", { textContent: `This prompt is not in ${other.at.name}.` })] : []),
-    ...shown.filter(row => !$("failed").checked || !group.completions[row] || fails(group.completions[row])).map(row => completion(row, group.completions[row], twin && twin.completions[row], grpo, kind, needle)),
+    ...blocks,
   );
   const heads = [...document.querySelectorAll(".head")];
   heads.map(head => head.offsetHeight).forEach((height, k) => heads[k].parentNode.style.setProperty("--head", height + "px"));
-  for (const box of document.querySelectorAll(".tokens")) if (box.getBoundingClientRect().top < innerHeight) box.fill?.(); else break;
+  for (const box of document.querySelectorAll(".tokens")) {
+    if (box.getBoundingClientRect().top > innerHeight) break;
+    box.fill?.();
+  }
   curves();
   const place = [step.id, prompt, kind, $("beside").value || "nothing", ...(runs.length > 1 ? [step.about.run] : [])];
   link = "#" + place.map(encodeURIComponent).join("/"); // so that a reload shows the same
@@ -197,8 +222,9 @@ function render() {
 }
 function chooseBeside(hasGrpo) {
   const names = runs.flatMap(run => run.steps).map(s => s.name);
-  const options = [["", "nothing"], ...(hasGrpo ? [["grpo", "GRPO"]] : []), ...(names.length > 1 ? names.map(name => [name, name]) : [])];
-  const wanted = options.some(([value]) => value === $("beside").value) ? $("beside").value : hasGrpo ? "grpo" : "";
+  const options = [["", "nothing"], ...(hasGrpo ? [["grpo", "GRPO"]] : [])];
+  if (names.length > 1) options.push(...names.map(name => [name, name]));
+  const before = $("beside").value, wanted = options.some(([value]) => value === before) ? before : hasGrpo ? "grpo" : "";
   $("beside").replaceChildren(...options.map(([value, textContent]) => make("option", { value, textContent })));
   $("beside").value = wanted;
   $("shared").hidden = !other;
@@ -218,20 +244,28 @@ function order() { // the prompts that are listed
 }
 let listed = [];
 function list(inList) {
-  $("sort").replaceChildren(...Object.entries(SORTS).filter(([key]) => key !== "distance" || now.kinds.includes("grpo_push")).filter(([key]) => key !== "push" || now.kinds.includes("push"))
-    .map(([value, [textContent]]) => make("option", { value, textContent, selected: value === $("sort").value })));
+  const needs = { distance: "grpo_push", push: "push" };
+  const sorts = Object.keys(SORTS).filter(key => !needs[key] || now.kinds.includes(needs[key]));
+  const sorted = sorts.includes($("sort").value) ? $("sort").value : "order";
+  $("sort").replaceChildren(...sorts.map(value => make("option", { value, textContent: SORTS[value][0] })));
+  $("sort").value = sorted;
   listed = order();
   prompt = Math.max(0, Math.min(prompt, now.prompts.length - 1));
   if (listed.length && !listed.includes(prompt)) prompt = listed[0];
-  const first = now.prompts[0].prompt, told = { length: p => `${p.length} tokens`, push: p => `push ${number(p.push, 3)}`, distance: p => `${number(p.distance, 3)} from GRPO` }[$("sort").value];
+  const first = now.prompts[0].prompt, numbers = {
+    length: p => `${p.length} tokens`, push: p => `push ${number(p.push, 3)}`, distance: p => `${number(p.distance, 3)} from GRPO`,
+  };
   let shared = [...first].findIndex((_, i) => now.prompts.some(p => p.prompt[i] !== first[i])); // what all begin with
-  while (shared > 0 && /[^\s]/.test(first[shared - 1])) shared--; // to the begin of a word
-  $("prompts").replaceChildren(...listed.map(i => {
-    const p = now.prompts[i], button = make("button", { onclick: () => go(i) },
-      `prompt ${i} · ${told ? told(p) : `reward ${number(p.reward)}`}`, make("small", { dir: "auto", textContent: (shared > 0 ? "… " : "") + p.prompt.slice(Math.max(shared, 0)).slice(0, 200) }));
+  while (shared > 0 && /\S/.test(first[shared - 1])) shared--; // to the beginning of a word
+  const buttons = listed.map(i => {
+    const p = now.prompts[i], what = (numbers[sorted] || (p => `reward ${number(p.reward)}`))(p);
+    const snippet = shared > 0 ? "… " + p.prompt.slice(shared, shared + 200) : p.prompt.slice(0, 200);
+    const button = make("button", { onclick: () => go(i) }, `prompt ${i} · ${what}`, make("small", { dir: "auto", textContent: snippet }));
     button.setAttribute("aria-current", i === prompt);
     return button;
-  }), ...(now.left_out ? [make("p", { textContent: `${now.left_out} more prompts are not recorded.` })] : []));
+  });
+  const more = now.left_out ? [make("p", { textContent: `${now.left_out} more prompts are not recorded.` })] : [];
+  $("prompts").replaceChildren(...buttons, ...more);
   $("found").textContent = listed.length < now.prompts.length ? `${listed.length} of ${now.prompts.length} prompts` : "";
   const current = $("prompts").querySelector("[aria-current=true]");
   if (current) { current.scrollIntoView({ block: "nearest" }); if (inList) current.focus(); }
@@ -242,36 +276,46 @@ function legend(kind) {
   const signed = SIGNED.includes(kind), end = (kind === "logp" ? -most : most).toPrecision(2);
   $("low").textContent = signed ? "-" + end : "0";
   $("high").textContent = `${end} in ${other ? `both ${$("scale").value}s` : `this ${$("scale").value}`}`;
-  const shade = (name, share) => `rgb(var(--${name}) / ${share})`;
-  $("bar").style.background = `linear-gradient(90deg, ${signed ? shade("less", .6) : "transparent"}, transparent ${signed ? "50%" : "0"}, ${shade(signed ? "more" : "plain", .6)})`;
+  const darkest = name => `rgb(var(--${name}) / .6)`;
+  const parts = signed ? [darkest("less"), "transparent 50%", darkest("more")] : ["transparent", darkest("plain")];
+  $("bar").style.background = `linear-gradient(90deg, ${parts.join(", ")})`;
   $("meaning").textContent = KINDS[kind][1] + ".";
 }
 function lines(text) { // with a dimmed sign before each line break
   const parts = text.split("\n");
-  return parts.flatMap((part, i) => i + 1 < parts.length ? [part, make("i", { textContent: "↵" }), "\n"] : [part]);
+  return parts.flatMap((part, i) => i ? [make("i", { textContent: "↵" }), "\n", part] : [part]);
 }
 function told(c) { // rewards and length
   const of = c.page.rewards.map((name, k) => `${name} ${number(c.rewards[k])}`);
-  return `reward ${number(c.reward)}${of.length > 1 || of.length && c.rewards[0] !== c.reward ? ` (${of.join(", ")})` : ""} · ${c.tokens} tokens`;
+  const alone = of.length === 0 || of.length === 1 && c.rewards[0] === c.reward;
+  return `reward ${number(c.reward)}${alone ? "" : ` (${of.join(", ")})`} · ${c.tokens} tokens`;
 }
-function completion(row, c, twin, grpo, kind, needle) {
-  const block = make("section", { className: "completion" }), sides = make("div", { className: "sides" });
-  const head = make("div", { className: "head" }, make("b", { textContent: `completion ${row}` }), make("span", { className: "told", textContent: c && !other ? told(c) : "" }));
-  const own = c && side(c, row, kind, grpo || other ? now.baseline || "this run" : "", kind, needle);
-  if (c && valuesOf(c.page, "push")) head.append(make("button", { className: "hardest", textContent: "largest push", onclick: () => own.jump(hardest(c)) }));
-  const chartBox = make("div");
-  if (c && valuesOf(c.page, "advantage")) {
-    const toggle = make("button", { className: "toggle", textContent: "chart", onclick: () => { charts.has(row) ? charts.delete(row) : charts.add(row); open(); } });
-    const open = () => { toggle.setAttribute("aria-expanded", charts.has(row)); chartBox.replaceChildren(...(charts.has(row) ? [chart(c, own)] : [])); };
-    head.append(toggle); open();
-  }
-  if (other) sides.append(twin ? side(twin, row, kind, `${other.at.name} · ${other.baseline} · ${told(twin)}`, kind, needle).box : make("div"));
+function completion(row, c, twin, grpo, kind, needle) { // with what stands beside it; one of the two may be missing
+  const block = make("section", { className: "completion" }), sides = make("div", { className: "sides" }), chartBox = make("div");
+  const head = make("div", { className: "head" }, make("b", { textContent: `completion ${row}` }));
+  const title = (page, c) => `${page.at.name} · ${page.baseline} · ${told(c)}`;
+  if (other) sides.append(twin ? side(twin, row, kind, title(other, twin), kind, needle).box : make("div"));
   else if (grpo) sides.append(side(c, row, "grpo_" + kind, "GRPO", kind, needle).box);
-  if (own) { if (other) own.box.querySelector(".label").textContent = `${steps[at].name} · ${now.baseline} · ${told(c)}`; sides.append(own.box); }
   block.append(head, chartBox, sides);
+  if (!c) return block;
+  const own = side(c, row, kind, other ? title(now, c) : grpo ? now.baseline : "", kind, needle);
+  sides.append(own.box);
+  if (!other) head.append(make("span", { className: "told", textContent: told(c) }));
+  if (valuesOf(c.page, "push"))
+    head.append(make("button", { className: "hardest", textContent: "largest push", onclick: () => own.jump(hardest(c)) }));
+  if (!valuesOf(c.page, "advantage")) return block;
+  const toggle = make("button", { className: "toggle", textContent: "chart" });
+  const open = () => {
+    toggle.setAttribute("aria-expanded", charts.has(row));
+    chartBox.replaceChildren(...(charts.has(row) ? [chart(c, own)] : []));
+  };
+  toggle.onclick = () => { if (!charts.delete(row)) charts.add(row); open(); };
+  head.append(toggle);
+  open();
   return block;
 }
-const filler = new IntersectionObserver(seen => seen.forEach(of => of.isIntersecting && of.target.fill?.()), { rootMargin: "300px" }); // tokens that are looked at
+// Tokens are drawn when they are about to be looked at
+const filler = new IntersectionObserver(seen => seen.forEach(of => of.isIntersecting && of.target.fill?.()), { rootMargin: "300px" });
 let columnsOfText = 80; // characters in a line, about
 function hardest(c) {
   let best = 0;
@@ -280,11 +324,13 @@ function hardest(c) {
 }
 function shade(kind, x) { // a class of colour
   const level = Math.round(SHADES * Math.min(Math.abs(x) / most, 1)) || 0;
-  return level ? `${SIGNED.includes(kind) ? (x < 0 ? "less" : "more") : "plain"}${level}` : "";
+  return level ? paintOf(kind, x) + level : "";
 }
+const paintOf = (kind, x) => SIGNED.includes(kind) ? (x < 0 ? "less" : "more") : "plain";
 function side(c, row, key, label, kind, needle) { // a completion's tokens, in the colours of the numbers `key`
   const box = make("div", { className: "tokens", dir: "auto", tabIndex: 0 });
-  const values = valuesOf(c.page, key) || new Float32Array(c.page.tokens).fill(NaN), energy = valuesOf(c.page, "energy"), starts = offsets(c);
+  const values = valuesOf(c.page, key) || new Float32Array(c.page.tokens).fill(NaN), { generated } = c.page.numbers;
+  const energy = valuesOf(c.page, "energy"), starts = offsets(c);
   const matches = needle ? found(c, needle) : [];
   let to = 0, next = 0, more = null;
   const add = until => {
@@ -301,23 +347,22 @@ function side(c, row, key, label, kind, needle) { // a completion's tokens, in t
       if (text.includes("\n")) span.append(...lines(text)); else span.textContent = text;
       while (next < matches.length && matches[next] + needle.length <= starts[from]) next++;
       const hit = next < matches.length && matches[next] < starts[to];
-      const name = (c.page.numbers.generated[c.start + from] ? shade(kind, x) : "tool") + (unlikely ? " unlikely" : "") + (hit ? " hit" : "");
-      if (name) span.className = name;
+      const names = [generated[c.start + from] ? shade(kind, x) : "tool", unlikely && "unlikely", hit && "hit"].filter(Boolean);
+      if (names.length) span.className = names.join(" ");
       Object.assign(span, { completion: c, from, to });
       pieces.append(span);
     }
     if (more) more.remove();
     box.append(pieces);
-    const rest = c.tokens - to;
-    more = rest ? make("button", { textContent: `show ${Math.min(SHOWN, rest)} of ${rest} more tokens`, onclick: () => add(to + SHOWN) }) : null;
+    const rest = c.tokens - to, text = `show ${Math.min(SHOWN, rest)} of ${rest} more tokens`;
+    more = rest ? make("button", { textContent: text, onclick: () => add(to + SHOWN) }) : null;
     if (more) box.append(more);
   };
   const jump = i => { // to a token
     box.fill?.();
     if (i >= to) add(i + 100);
     const span = [...box.children].find(of => of.completion && of.from <= i && i < of.to);
-    if (!span) return;
-    jumpTo(span, true);
+    if (span) jumpTo(span, true);
   };
   box.setAttribute("aria-label", `completion ${row}: its tokens; arrow keys read their numbers`);
   box.onkeydown = e => {
@@ -338,7 +383,8 @@ function side(c, row, key, label, kind, needle) { // a completion's tokens, in t
   const strip = make("canvas", { className: "strip", width: 300, height: 1, title: "where the pushes are; a click goes there" });
   drawStrip(strip, c, values, kind);
   strip.onclick = e => jump(Math.min(c.tokens - 1, Math.floor(e.offsetX / strip.clientWidth * c.tokens)));
-  return { box: make("div", { className: "side" }, make("div", { className: "top" }, make("div", { className: "label", textContent: label }), strip), box), jump };
+  const top = make("div", { className: "top" }, make("div", { className: "label", textContent: label }), strip);
+  return { box: make("div", { className: "side" }, top, box), jump };
 }
 function drawStrip(canvas, c, values, kind) { // the largest number of each part
   const context = canvas.getContext("2d"), width = canvas.width;
@@ -347,7 +393,7 @@ function drawStrip(canvas, c, values, kind) { // the largest number of each part
     const from = Math.floor(k * c.tokens / width), to = Math.max(from + 1, Math.floor((k + 1) * c.tokens / width));
     for (let i = from; i < to && i < c.tokens; i++) if (Math.abs(values[c.start + i]) > Math.abs(x)) x = values[c.start + i];
     if (!x) continue;
-    context.fillStyle = `rgb(${paints[SIGNED.includes(kind) ? (x < 0 ? "less" : "more") : "plain"]} / ${Math.min(Math.abs(x) / most, 1).toFixed(3)})`;
+    context.fillStyle = `rgb(${paints[paintOf(kind, x)]} / ${Math.min(Math.abs(x) / most, 1).toFixed(3)})`;
     context.fillRect(k, 0, 1, 1);
   }
 }
@@ -371,45 +417,77 @@ function jumpTo(span, told) {
 
 // Curves
 
-function plot(series, { from, to, low, high, mark, pick, label }) { // each {name, points: [[x, y]]}
-  const svg = (tag, props, ...children) => { const e = document.createElementNS("http://www.w3.org/2000/svg", tag); for (const k in props) e.setAttribute(k, props[k]); e.append(...children); return e; };
-  const x = of => ((of - from) / ((to - from) || 1) * 1000).toFixed(1), y = of => (90 - 90 * (Math.max(low, Math.min(high, of)) - low) / ((high - low) || 1)).toFixed(1);
-  const all = svg("svg", { viewBox: "0 0 1000 90", preserveAspectRatio: "none", role: "img", "aria-label": `${series.map(s => s.name).join(", ")}: from ${number(low)} to ${number(high)}` });
+function svg(tag, props, ...children) {
+  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const name in props) element.setAttribute(name, props[name]);
+  element.append(...children);
+  return element;
+}
+function plot(series, { from, to, low, high, mark, pick, label }) { // of each {name, points: [[x, y]]}
+  const x = of => ((of - from) / ((to - from) || 1) * 1000).toFixed(1);
+  const y = of => (90 - 90 * (Math.max(low, Math.min(high, of)) - low) / ((high - low) || 1)).toFixed(1);
+  const about = `${series.map(s => s.name).join(", ")}: from ${number(low)} to ${number(high)}`;
+  const all = svg("svg", { viewBox: "0 0 1000 90", preserveAspectRatio: "none", role: "img", "aria-label": about });
   if (low < 0 && high > 0) all.append(svg("line", { x1: 0, x2: 1000, y1: y(0), y2: y(0), class: "zero" }));
   if (mark != null) all.append(svg("line", { x1: x(mark), x2: x(mark), y1: 0, y2: 90, class: "mark" }));
-  series.forEach(({ points }, k) => all.append(svg("polyline", { points: (points.length === 1 ? [points[0], points[0]] : points).map(p => `${x(p[0])},${y(p[1])}`).join(" "), class: `s${k}${points.length === 1 ? " dot" : ""}` })));
-  all.onclick = e => { const box = all.getBoundingClientRect(); pick(from + (e.clientX - box.left) / box.width * (to - from)); };
-  const zero = low < 0 && high > 0 && Math.abs(low + high) < 1e-9 ? ["0"] : [];
+  series.forEach(({ points }, k) => {
+    const drawn = points.length === 1 ? [points[0], points[0]] : points; // one alone is a dot
+    const props = { points: drawn.map(p => `${x(p[0])},${y(p[1])}`).join(" "), class: `s${k}${points.length === 1 ? " dot" : ""}` };
+    all.append(svg("polyline", props));
+  });
+  all.onclick = e => {
+    const box = all.getBoundingClientRect();
+    pick(from + (e.clientX - box.left) / box.width * (to - from));
+  };
+  const texts = of => of.map(textContent => make("span", { textContent }));
+  const ends = [number(high, 2), ...(low === -high ? ["0"] : []), number(low, 2)];
+  const names = series.flatMap(({ name }, k) => [make("span", { className: "s" + k, textContent: (k ? "╌ " : "─ ") + name }), "  "]);
   return make("div", { className: "plot" },
-    make("div", { className: "y" }, ...[number(high, 2), ...zero, number(low, 2)].map(textContent => make("span", { textContent }))), all,
-    make("div", { className: "x" }, make("span", { textContent: number(from) }), make("span", { textContent: label }), make("span", { textContent: number(to, 9) })),
-    make("div", { className: "names" }, ...series.flatMap(({ name }, k) => [make("span", { className: "s" + k, textContent: (k ? "╌ " : "─ ") + name }), "  "])));
+    make("div", { className: "y" }, ...texts(ends)), all,
+    make("div", { className: "x" }, ...texts([number(from, 9), label, number(to, 9)])), make("div", { className: "names" }, ...names));
+}
+function curveOf(c, kind) { // of each part of a completion the token with the largest number
+  const points = [], size = Math.max(1, Math.ceil(c.tokens / POINTS));
+  for (let i = 0; i < c.tokens; i += size) {
+    let best = null;
+    for (let j = i; j < Math.min(i + size, c.tokens); j++) {
+      const x = of(c, kind, j);
+      if (!Number.isNaN(x) && (!best || Math.abs(x) > Math.abs(best[1]))) best = [j, x];
+    }
+    if (best) points.push(best);
+  }
+  return points;
 }
 function chart(c, own) { // of a completion's tokens
-  const series = ["advantage", "baseline"].filter(kind => valuesOf(c.page, kind)).map(kind => {
-    const points = [], size = Math.max(1, Math.ceil(c.tokens / POINTS));
-    for (let i = 0; i < c.tokens; i += size) {
-      let best = NaN, where = i;
-      for (let j = i; j < Math.min(i + size, c.tokens); j++) if (!(Math.abs(of(c, kind, j)) <= Math.abs(best)) && !Number.isNaN(of(c, kind, j))) { best = of(c, kind, j); where = j; }
-      if (!Number.isNaN(best)) points.push([where, best]);
-    }
-    return { name: NAMES[kind], points };
-  });
-  const high = Math.max(1e-9, ...series.flatMap(s => s.points.map(p => Math.abs(p[1]))));
-  return plot(series, { from: 0, to: Math.max(c.tokens - 1, 1), low: -high, high, mark: null, pick: i => own.jump(Math.min(c.tokens - 1, Math.round(i))), label: "token" });
+  const kinds = ["advantage", "baseline"].filter(kind => valuesOf(c.page, kind));
+  const series = kinds.map(kind => ({ name: NAMES[kind], points: curveOf(c, kind) }));
+  const high = Math.max(1e-9, ...series.flatMap(s => s.points.map(p => Math.abs(p[1])))), last = c.tokens - 1;
+  const pick = i => own.jump(Math.max(0, Math.min(last, Math.round(i))));
+  return plot(series, { from: 0, to: Math.max(last, 1), low: -high, high, mark: null, pick, label: "token" });
 }
 function curves() { // of the run: what its steps say of themselves
   $("course").hidden = steps.length < 2;
   if (steps.length < 2 || !$("course").open) return;
-  const from = steps[0].step, to = steps[steps.length - 1].step;
-  const line = (name, key, mode) => ({ name, points: steps.filter(s => s.mode === mode && s.about[key] != null).map(s => [s.step, s.about[key]]) });
-  const has = s => s.points.length > 0, pick = x => { at = steps.reduce((best, s, i) => Math.abs(s.step - x) < Math.abs(steps[best].step - x) ? i : best, 0); draw(); };
-  const rewards = [line("reward", "mean", "train"), line("reward, eval", "mean", "eval")].filter(has), values = rewards.flatMap(s => s.points.map(p => p[1]));
-  const learned = [line("explained: share of the power that predictions remove", "explained", "train"), line("kept: share of completions left with B0", "kept", "train")].filter(has);
-  const common = { from, to, mark: steps[at].step, pick, label: "step" };
-  $("curves").replaceChildren(
-    ...(rewards.length ? [plot(rewards, { ...common, low: Math.min(...values), high: Math.max(...values) })] : []),
-    ...(learned.length ? [plot(learned, { ...common, low: Math.max(-1, Math.min(0, ...learned.flatMap(s => s.points.map(p => p[1])))), high: 1 })] : []));
+  const line = (name, key, mode) => {
+    const known = steps.filter(s => s.mode === mode && s.about[key] != null);
+    return { name, points: known.map(s => [s.step, s.about[key]]) };
+  };
+  const drawn = lines => lines.filter(s => s.points.length), heights = lines => lines.flatMap(s => s.points.map(p => p[1]));
+  const rewards = drawn([line("reward", "mean", "train"), line("reward, eval", "mean", "eval")]);
+  const learned = drawn([
+    line("explained: share of the power that predictions remove", "explained", "train"),
+    line("kept: share of completions left with B0", "kept", "train"),
+  ]);
+  const pick = x => {
+    const far = steps.map(s => Math.abs(s.step - x));
+    at = far.indexOf(Math.min(...far));
+    draw();
+  };
+  const common = { from: steps[0].step, to: steps[steps.length - 1].step, mark: steps[at].step, pick, label: "step" };
+  const ofRewards = { low: Math.min(...heights(rewards)), high: Math.max(...heights(rewards)) };
+  const ofLearned = { low: Math.max(-1, Math.min(0, ...heights(learned))), high: 1 };
+  const plots = [[rewards, ofRewards], [learned, ofLearned]].filter(([lines]) => lines.length);
+  $("curves").replaceChildren(...plots.map(([lines, ends]) => plot(lines, { ...common, ...ends })));
 }
 
 // What the pointer and keys do
@@ -420,10 +498,14 @@ function tip(span, x, y) {
   if (!span) return;
   const { completion: c, from, to } = span, tokens = Array.from({ length: to - from }, (_, k) => from + k), starts = offsets(c);
   const text = JSON.stringify(c.text.slice(starts[from], starts[to])), several = tokens.length > 1;
-  const rows = c.page.numbers.generated[c.start + from]
-    ? Object.keys(NAMES).filter(kind => valuesOf(c.page, kind)).flatMap(kind => [NAMES[kind].padEnd(22) + tokens.map(i => number(of(c, kind, i))).join(" · "), ...(kind === "advantage" && !several ? parts(c, from) : [])])
-    : ["not generated: of a tool, or masked"];
-  box.textContent = [several ? `tokens ${from} to ${to - 1} form ${text}` : `token ${from} ${text}`, ...rows].join("\n");
+  const rows = [several ? `tokens ${from} to ${to - 1} form ${text}` : `token ${from} ${text}`];
+  if (!c.page.numbers.generated[c.start + from]) rows.push("not generated: of a tool, or masked");
+  else for (const kind of Object.keys(NAMES)) {
+    if (!valuesOf(c.page, kind)) continue;
+    rows.push(NAMES[kind].padEnd(22) + tokens.map(i => number(of(c, kind, i))).join(" · "));
+    if (kind === "advantage" && !several) rows.push(...parts(c, from));
+  }
+  box.textContent = rows.join("\n");
   box.style.left = box.style.top = "0";
   const size = box.getBoundingClientRect();
   box.style.left = Math.max(4, Math.min(x + 14, innerWidth - size.width - 8)) + "px";
@@ -432,13 +514,12 @@ function tip(span, x, y) {
 function parts(c, i) { // what an advantage is made of: G − (B0 + prefix + later luck)
   const k = c.start + i, { luck, prefix } = c.page.numbers, reward = returned(c, k), baseline = of(c, "baseline", i);
   if (reward == null || Number.isNaN(baseline)) return [];
-  const scaled = c.scale === 1 || c.scale == null ? "" : ` / ${unsigned(c.scale)}`, sign = x => `${x < 0 ? "−" : "+"} ${unsigned(x)}`, lead = x => (x < 0 ? "−" : "") + unsigned(x);
-  const what = c.page.numbers.returns ? "reward from here" : "reward";
-  const [numbers, names] = prefix
-    ? [`(${lead(start(c, k))} ${sign(prefix[k])} ${sign(luck[k])})`, "(B0 + prefix + later luck)"]
-    : [baseline < 0 ? `(${lead(baseline)})` : lead(baseline), "baseline"];
-  const whole = (of, rest) => scaled ? `  = (${of})${rest}` : `  = ${of}`;
-  return [whole(`${lead(reward)} − ${numbers}`, scaled), whole(`${what} − ${names}`, " / scale")];
+  const added = x => `${x < 0 ? "−" : "+"} ${unsigned(x)}`, first = x => (x < 0 ? "−" : "") + unsigned(x);
+  const sum = prefix ? `(${first(start(c, k))} ${added(prefix[k])} ${added(luck[k])})` : baseline < 0 ? `(${first(baseline)})` : first(baseline);
+  const names = prefix ? "(B0 + prefix + later luck)" : "baseline";
+  const what = c.page.numbers.returns ? "reward from here" : "reward", scaled = c.scale !== 1 && c.scale != null;
+  const divided = (text, by) => scaled ? `  = (${text}) / ${by}` : `  = ${text}`;
+  return [divided(`${first(reward)} − ${sum}`, unsigned(c.scale)), divided(`${what} − ${names}`, "scale")];
 }
 function go(i) { // to a prompt, at its top
   prompt = i;
@@ -477,7 +558,13 @@ $("search").oninput = () => { // once there is a pause
 $("search").onkeydown = e => { if (e.key === "Enter") { e.preventDefault(); nextMatch(); } };
 $("course").ontoggle = () => { if (now) curves(); };
 $("step").oninput = e => { at = +e.target.value; draw(); };
-$("run").onchange = () => { const { mode, step } = steps[at]; useRun($("run").value); const same = steps.findIndex(s => s.mode === mode && s.step === step); at = same >= 0 ? same : steps.length - 1; draw(); };
+$("run").onchange = () => {
+  const { id } = steps[at];
+  useRun($("run").value);
+  const same = steps.findIndex(s => s.id === id);
+  at = same >= 0 ? same : steps.length - 1;
+  draw();
+};
 document.onkeydown = e => { // left and right: steps; up and down: prompts
   if (modified(e) || e.target.matches?.("select, input:not([type=checkbox])")) return;
   if (e.key === "/") { e.preventDefault(); $("find").open = true; $("search").focus(); return; }
@@ -499,7 +586,8 @@ function useRun(name) {
 }
 document.addEventListener("DOMContentLoaded", async () => { // steps are data, which the browser never runs
   const shades = make("style");
-  for (const name of ["more", "less", "plain"]) for (let k = 1; k <= SHADES; k++) shades.append(`.${name}${k} { background: rgb(var(--${name}) / ${(.6 * k / SHADES).toFixed(3)}) }\n`);
+  for (const name in paints) for (let k = 1; k <= SHADES; k++)
+    shades.append(`.${name}${k} { background: rgb(var(--${name}) / ${(.6 * k / SHADES).toFixed(3)}) }\n`);
   document.head.append(shades);
   $("find").open = innerWidth > 600;
   const recorded = new Map(); // the last recording of a step, in the order of steps
@@ -527,21 +615,27 @@ document.addEventListener("DOMContentLoaded", async () => { // steps are data, w
   at = steps.length - 1;
   let beside = "grpo";
   if (runs.length > 1) { // what both have recorded, an evaluation if there is one, since its prompts are the same
-    const twin = s => runs[1].steps.find(of => of.id === s.id), both = steps.filter(twin), last = both.filter(s => s.mode === "eval").pop() || both.pop();
+    const twin = s => runs[1].steps.find(of => of.id === s.id), both = steps.filter(twin);
+    const last = both.filter(s => s.mode === "eval").pop() || both.pop();
     if (last) { at = steps.indexOf(last); beside = twin(last).name; }
   }
-  $("beside").append(make("option", { value: beside })); $("beside").value = beside;
+  choose("beside", beside);
   show();
 });
+function choose(list, value) { // before the page has filled the list
+  $(list).append(make("option", { value }));
+  $(list).value = value;
+}
 async function show() { // what the link asks for: #STEP/PROMPT/COLOUR/BESIDE/RUN
-  const [step, where, kind, beside, run] = location.hash.slice(1).split("/").map(part => { try { return decodeURIComponent(part); } catch { return part; } });
+  const decode = part => { try { return decodeURIComponent(part); } catch { return part; } };
+  const [step, where, kind, beside, run] = location.hash.slice(1).split("/").map(decode);
   if (run) useRun(run);
   const asked = steps.findIndex(s => s.id === step || String(s.step) === step);
   at = asked >= 0 ? asked : Math.min(at, steps.length - 1);
   const page = await decoded(steps[at]), spreads = page.prompts.map(p => p.spread ?? -1); // by default the prompt whose rewards vary most
   prompt = asked >= 0 && where ? +where || 0 : spreads.indexOf(Math.max(...spreads));
-  if (page.kinds.includes(kind)) { $("colour").append(make("option", { value: kind })); $("colour").value = kind; }
-  if (beside) { const value = beside === "nothing" ? "" : beside; $("beside").append(make("option", { value })); $("beside").value = value; }
+  if (page.kinds.includes(kind)) choose("colour", kind);
+  if (beside) choose("beside", beside === "nothing" ? "" : beside);
   draw(() => { if (step && asked < 0) $("which").textContent += ` (${step} is not recorded)`; });
 }
 onhashchange = () => { if (location.hash !== link) show(); };
