@@ -1,4 +1,15 @@
-"""A page of rollouts: one HTML file with every token and its numbers; no server, no network."""
+"""
+A page of rollouts: one HTML file with every token and its numbers; no server, no network.
+
+- A completion has the rewards of each function; a prompt has the data set's other columns, shortened; a token of `value`
+  has what its advantage is made of: reward − (B0 + prefix + later luck).
+- Beside a completion stands GRPO's view of it, or what another step or run sampled for the same prompt: [`join_pages`].
+- Numbers are rounded: advantages and baselines to a thousandth of the step's largest, √w to 0.002, √−log π to 0.005. At
+  most 100,000 tokens of a step are recorded, in whole prompts; 36,000 take about 220 kB.
+- A resumed run goes on in its page, without what came after the checkpoint. A new run renames the old page, and either
+  renames a file of another kind.
+- `push_to_hub` leaves pages out, since they hold prompts and answers. To publish one, use `HfApi().upload_file`.
+"""
 
 import base64
 import hashlib
