@@ -1,7 +1,7 @@
 """
 A page of rollouts: one HTML file with every token and its numbers; no server, no network.
 
-- A completion has the rewards of each function; a prompt has the data set's other columns, shortened; a token of `value`
+- A completion has the rewards of each function, a prompt the data set's other columns, shortened. A token of `value`
   has what its advantage is made of: reward − (B0 + prefix + later luck).
 - Beside a completion stands GRPO's view of it, or what another step or run sampled for the same prompt: [`join_pages`].
 - Numbers are rounded: advantages and baselines to a thousandth of the step's largest, √w to 0.002, √−log π to 0.005. At
