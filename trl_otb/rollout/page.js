@@ -18,6 +18,7 @@ const SORTS = { // of prompts; name, and a number of the step's page
   distance: ["farthest from GRPO", p => -p.distance],
 };
 const SHOWN = 2000; // tokens of a completion, before a click shows more
+const LONG = 100; // tokens of a completion that has a strip
 const SHADES = 24; // of a colour
 const KEPT = 4; // decoded steps
 const POINTS = 1000; // of a curve
@@ -168,6 +169,7 @@ async function draw(then) { // `then` is called if nothing else was asked for me
     for (const next of [steps[at - 1], steps[at + 1]]) // while this one is read
       if (next) setTimeout(() => mine === turn && decoded(next).catch(() => {}), 50);
   } catch (error) {
+    if (mine !== turn) return;
     $("shown").textContent = `${steps[at].name} cannot be read: ${error}`;
   }
   document.body.setAttribute("aria-busy", "false");
@@ -212,7 +214,7 @@ function render() {
   const heads = [...document.querySelectorAll(".head")];
   heads.map(head => head.offsetHeight).forEach((height, k) => heads[k].parentNode.style.setProperty("--head", height + "px"));
   for (const box of document.querySelectorAll(".tokens")) {
-    if (box.getBoundingClientRect().top > innerHeight) break;
+    if (box.getBoundingClientRect().top > innerHeight + 300) break;
     box.fill?.();
   }
   curves();
@@ -383,6 +385,7 @@ function side(c, row, key, label, kind, needle) { // a completion's tokens, in t
   const strip = make("canvas", { className: "strip", width: 300, height: 1, title: "where the pushes are; a click goes there" });
   drawStrip(strip, c, values, kind);
   strip.onclick = e => jump(Math.min(c.tokens - 1, Math.floor(e.offsetX / strip.clientWidth * c.tokens)));
+  strip.hidden = c.tokens < LONG;
   const top = make("div", { className: "top" }, make("div", { className: "label", textContent: label }), strip);
   return { box: make("div", { className: "side" }, top, box), jump };
 }
@@ -632,7 +635,9 @@ async function show() { // what the link asks for: #STEP/PROMPT/COLOUR/BESIDE/RU
   if (run) useRun(run);
   const asked = steps.findIndex(s => s.id === step || String(s.step) === step);
   at = asked >= 0 ? asked : Math.min(at, steps.length - 1);
-  const page = await decoded(steps[at]), spreads = page.prompts.map(p => p.spread ?? -1); // by default the prompt whose rewards vary most
+  const page = await decoded(steps[at]).catch(() => null);
+  if (!page) return draw(); // which says what is wrong
+  const spreads = page.prompts.map(p => p.spread ?? -1); // by default the prompt whose rewards vary most
   prompt = asked >= 0 && where ? +where || 0 : spreads.indexOf(Math.max(...spreads));
   if (page.kinds.includes(kind)) choose("colour", kind);
   if (beside) choose("beside", beside === "nothing" ? "" : beside);
