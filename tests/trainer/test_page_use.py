@@ -304,6 +304,18 @@ def test_joined_pages_need_records(tmp_path):
     (tmp_path / "rollouts.html").write_text("<p>mine")
     with pytest.raises(ValueError, match=r"rollouts\.html holds no recorded step"):
         page.join_pages([tmp_path], tmp_path / "both.html")
+    with pytest.raises(ValueError, match="would be overwritten: choose another output"):
+        page.join_pages([tmp_path], tmp_path / "rollouts.html")
+    assert (tmp_path / "rollouts.html").read_text() == "<p>mine"
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        page.append(tmp_path / name / "rollouts.html", page.recorded(credited(), "eval", "run"))
+    page.join_pages([tmp_path / "a", tmp_path / "b"], tmp_path / "both.html")
+    joined = page.records_of(tmp_path / "both.html")
+    assert [page.about_of(of)[2]["run"] for of in joined] == ["run", "run (2)"]
 
 
 def test_a_step_takes_few_bytes():

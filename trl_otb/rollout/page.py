@@ -134,12 +134,14 @@ def join_pages(paths: Sequence[str | Path], to: str | Path) -> None:
         to: The page to write.
 
     Raises:
-        ValueError: There is no recorded step in a file.
+        ValueError: There is no recorded step in a file, or it is the one to write.
     """
     joined: list[str] = []
     taken: set[str] = set()
     for path in map(Path, paths):
         page = path / NAME if path.is_dir() else path
+        if page.resolve() == Path(to).resolve():
+            raise ValueError(f"{page} is one of the pages to join, and would be overwritten: choose another output.")
         records = records_of(page)
         if not records:
             raise ValueError(f"{page} holds no recorded step: give pages that `save_rollouts_steps` has written.")
