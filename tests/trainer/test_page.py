@@ -112,6 +112,16 @@ def test_a_run_of_any_name(tmp_path, browser):
     assert page.about_of(page.records_of(tmp_path / "rollouts.html")[1])[2]["run"] == name
 
 
+@pytest.mark.parametrize("texts", [["", "fg"], ["", ""]])
+def test_a_completion_without_tokens(tmp_path, browser, texts):
+    credited(texts, [1.0, 0.0]).page(tmp_path / "one.html")
+    opened = Opened(browser, tmp_path / "one.html")
+    assert opened.text(".tokens")[2:] == [texts[1]] * 2 and opened.text(".told")[0] == "reward 1 · 0 tokens"
+    for selector in (".hardest", ".toggle"):
+        opened.click(selector)
+    assert not opened.errors
+
+
 def test_a_batch_without_numbers_is_text(tmp_path, browser):
     rollout_of(*TWO).page(tmp_path / "one.html")
     opened = Opened(browser, tmp_path / "one.html")

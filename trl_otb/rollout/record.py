@@ -81,11 +81,10 @@ def about_step(rollout: "Rollout") -> dict[str, float | None]:
     """What the page shows of all steps, for which it decodes none: rewards, and what a learning baseline measured."""
     returns = completion_returns(rollout.rewards)
     known = returns[~returns.isnan()]
-    rewards = {"mean": known.mean(), "lowest": known.amin(), "highest": known.amax()} if len(known) else {}
-    learned = {name.rpartition("/")[2]: value for name, value in rollout.learned.items()}
-    return {
-        name: finite(value) for name, value in ({name: of.item() for name, of in rewards.items()} | learned).items()
-    }
+    numbers = {name.rpartition("/")[2]: value for name, value in rollout.learned.items()}
+    if len(known):
+        numbers |= {"mean": known.mean().item(), "lowest": known.amin().item(), "highest": known.amax().item()}
+    return {name: finite(value) for name, value in numbers.items()}
 
 
 def columns_of(rollout: "Rollout") -> dict[str, Column]:
@@ -97,12 +96,11 @@ def columns_of(rollout: "Rollout") -> dict[str, Column]:
     energy, loss_energy = rollout.energy, rollout.loss_energy
     columns: dict[str, Column | None] = {
         "energy": None if energy is None else Column(energy.sqrt(), 2e-3, False),
-        "loss_energy": None
-        if loss_energy is None or loss_energy is energy
-        else Column(loss_energy.sqrt(), 2e-3, False),
         "logp": None if rollout.logps is None else Column((-rollout.logps).sqrt(), 5e-3, False),
         "generated": Column(rollout.mask, 1),
     }
+    if loss_energy is not None and loss_energy is not energy:
+        columns["loss_energy"] = Column(loss_energy.sqrt(), 2e-3, False)
     of_tokens = {"advantage": rollout.advantages}
     if rollout.later_luck is not None and rollout.b0 is not None and rollout.baselines is not None:
         prefix = (rollout.baselines - rollout.b0 - rollout.later_luck) * rollout.mask
@@ -117,9 +115,8 @@ def numbers_of_row(rollout: "Rollout", row: int) -> dict[str, Any]:
     """What is one number for all tokens of a completion."""
     of_row = {"advantage": rollout.advantages, "baseline": rollout.baselines}
     of_row |= {"b0": rollout.b0, "scale": rollout.scale, "grpo": rollout.group_mean_advantages}
-    numbers = {
-        name: values[row].item() for name, values in of_row.items() if values is not None and values.size(1) == 1
-    }
+    of_all = {name: values for name, values in of_row.items() if values is not None and values.size(1) == 1}
+    numbers = {name: values[row].item() for name, values in of_all.items()}
     numbers["reward"] = completion_returns(rollout.rewards[row : row + 1]).item()
     rewards = [] if rollout.rewards_per_func is None else rollout.rewards_per_func[row].tolist()
     return {name: finite(value) for name, value in numbers.items()} | {"rewards": [*map(finite, rewards)]}
