@@ -54,7 +54,8 @@ class OTBGRPOConfig(GRPOConfig):
             completion's summed reward, not with the rewards from it on. Set it if a reward of a turn or token depends
             on later tokens, as a judge's that reads the whole transcript: rewards-to-go are biased then.
         save_rollouts_steps (`int`, *optional*): Every so many steps the latest completions are added to
-            `output_dir/rollouts.html`, a page that shows what training pushes, token by token. It stays below 200 MB.
+            `output_dir/rollouts.html`, a page that shows what training pushes, token by token. It stays below 200 MB;
+            `push_to_hub` leaves it out, since it holds prompts and columns of the data set.
     """
 
     scale_rewards: str | None = field(

@@ -29,6 +29,9 @@ class Step:
     per_token: bool
     statistics: Float[Tensor, "B_all S"]  # of the completions of all processes, a column for each of `STATISTICS`
     learned: dict[str, float]  # metrics of a baseline that learned
+    # Of `value`, if parts were asked for: B0, and the luck of later tokens
+    b0: Float[Tensor, "B #T"] | None = None
+    later_luck: Float[Tensor, "B T"] | None = None
 
 
 class RunBaseline:
@@ -49,6 +52,7 @@ class RunBaseline:
         b0: Float[Tensor, "B 1"] | None = None,
         returns: Float[Tensor, " B_all"] | None = None,
         learn: bool = False,
+        parts: bool = False,
     ) -> Step:
         """
         Compute the advantages of a generation batch, compare them with a reference, and learn from it.
@@ -64,6 +68,7 @@ class RunBaseline:
             b0: B0 if it is known already: then groups need not be whole, and B0 is the reference.
             returns: Of the completions of all processes, NaN without a reward, for the running scale.
             learn: Whether it is a batch of training.
+            parts: Whether to tell what B is made of, which takes one more prediction.
         """
         n = local.num_generations
         if self.running_scale is not None and returns is not None:
@@ -92,6 +97,10 @@ class RunBaseline:
                 "float32, which holds up to 3.4e+38. Scale the rewards, or `reward_weights`, down."
             )
         statistics = completion_statistics(local, chosen, reference, scale)
+        luck: Tensor | None = None
+        if parts and hasattr(self.entry.estimator, "later_luck"):
+            luck = self.entry.estimator.later_luck(local, chosen.b0)
+            luck = luck.where(chosen.baselines != chosen.b0, 0.0)  # a prompt that keeps B0 has none
         return Step(
             advantages=advantages,
             baselines=chosen.baselines,
@@ -100,6 +109,8 @@ class RunBaseline:
             per_token=self.entry.per_token,
             statistics=statistics if gather is None else gather(statistics),
             learned=self.learn(local, chosen.b0, gather) | kept if learn else {},
+            b0=None if luck is None else chosen.b0,
+            later_luck=luck,
         )
 
     def _kept_where_worse(

@@ -23,7 +23,6 @@ class KeepsBaseline(Trainer):
 
     _trl_otb: Private
     baseline = Public()
-    rollouts = Public()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)

@@ -13,13 +13,14 @@ from trl import GRPOConfig, GRPOTrainer
 from .baselines import Completions
 from .config import OTBGRPOConfig, check_options, named_baseline
 from .metrics import STATISTICS, summarize
-from .rollout import Rollout, prompt_keys
+from .rollout import Rollout, columns_of, prompt_keys
 from .rollout.page import RolloutPages
 from .run_baseline import RunBaseline, Step
 from .seam.contract import GRPO, BrokenContract, check_config, check_subclass, trl_utils, users_loss, users_methods
 from .seam.draws import draw_ratio
 from .seam.forwards import NoEnergiesError, PolicyRecorder, scores_anyway, values_of_batch
 from .seam.hosts import check_hosts
+from .seam.hub import LeavesPagesOut
 from .seam.loss import TokenLoss, tried_first
 from .seam.older_trl import check_head, check_liger
 from .seam.private import Private, Public, check_names
@@ -32,7 +33,7 @@ from .state import KeepsBaseline
 logger = get_logger(__name__)
 
 
-class OTBGRPOTrainer(KeepsBaseline, RecordsRewards, CollectiveToolLoop, TokenLoss):
+class OTBGRPOTrainer(KeepsBaseline, LeavesPagesOut, RecordsRewards, CollectiveToolLoop, TokenLoss):
     """
     [`~trl.GRPOTrainer`] with a baseline of one's choice, for every token if it has one: by default the Optimal Token
     Baseline (https://huggingface.co/papers/2602.07078). It takes the arguments of [`~trl.GRPOTrainer`] and, apart from
@@ -69,6 +70,7 @@ class OTBGRPOTrainer(KeepsBaseline, RecordsRewards, CollectiveToolLoop, TokenLos
     }
 
     _trl_otb: Private
+    rollouts = Public()
     energy_source = Public()
     scale_rewards: Any
     default_baseline: str | None = None
@@ -98,8 +100,9 @@ class OTBGRPOTrainer(KeepsBaseline, RecordsRewards, CollectiveToolLoop, TokenLos
         check_head(self.accelerator.device)
         known = not {*GRPO.warn_if_changed()} & GRPO.loss
         self._trl_otb.known_loss = GRPOTrainer._compute_loss if known else None
-        if getattr(args, "save_rollouts_steps", None):
-            self.add_callback(RolloutPages(self.rollouts))
+        self._trl_otb.pages = RolloutPages(self.rollouts) if getattr(args, "save_rollouts_steps", None) else None
+        if self._trl_otb.pages is not None:
+            self.add_callback(self._trl_otb.pages)
         if self.scale_rewards == "running":
             self.scale_rewards = "none"  # of GRPOTrainer's own advantages
         entry = self.baseline.entry
@@ -146,6 +149,7 @@ class OTBGRPOTrainer(KeepsBaseline, RecordsRewards, CollectiveToolLoop, TokenLos
         mode = "train" if self.model.training else "eval"  # which a reward function may change
         rollout, completions, batch = collect(self, inputs)
         gather = self.accelerator.gather if self.accelerator.num_processes > 1 else None
+        number = self.state.global_step + (mode == "train")  # of the optimizer step
         step = self.baseline.step(
             completions,
             rollout.scale,
@@ -153,6 +157,7 @@ class OTBGRPOTrainer(KeepsBaseline, RecordsRewards, CollectiveToolLoop, TokenLos
             first_row=rollout.first_row,
             returns=rollout.returns_of_all,
             learn=mode == "train",
+            parts=self._trl_otb.pages is not None and (mode == "eval" or self._trl_otb.pages.due(self.args, number)),
         )
         if mode == "train" and self.state.global_step == 0 and not self.baseline.entry.built_in:
             self.baseline.state_dict()  # raises early if the state cannot be saved
@@ -160,7 +165,7 @@ class OTBGRPOTrainer(KeepsBaseline, RecordsRewards, CollectiveToolLoop, TokenLos
         rollout = replace(
             rollout.with_advantages(step, batch["advantages"] if uses_trl_advantages else None),
             baseline_name=self.baseline.entry.name,
-            step=self.state.global_step + (mode == "train"),
+            step=number,
         )
         self.rollouts[mode] = rollout
         _log_rollout(self, mode, step, rollout.num_generations)
@@ -209,7 +214,7 @@ def collect(trainer: OTBGRPOTrainer, inputs: list[dict[str, Any]]) -> tuple[Roll
         with of.recorder.recording(needed=needed, states="states" in of.needs, turns=turns) as recording:
             with recorded_rewards(trainer) as recorders:
                 batch = super(OTBGRPOTrainer, trainer)._generate_and_score_completions(inputs)
-        rollout = rollout_of(trainer, batch, recorders, n)
+        rollout = replace(rollout_of(trainer, batch, recorders, n), columns=columns_of(inputs))
         values, source = values_of_batch(trainer, batch, rollout.mask, recording, of.recorder)
     except BrokenContract as broken:
         raise broken.named(trainer) from None

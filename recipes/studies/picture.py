@@ -95,5 +95,5 @@ if __name__ == "__main__":
     page.write_text(HEAD + recorded(rollout, "eval", "calculator"), encoding="utf-8")
     picture = Path(__file__).parents[1] / "group.png"
     options = ["--headless=new", "--no-sandbox", "--force-device-scale-factor=1.5", "--hide-scrollbars"]
-    options += [f"--window-size={WINDOW}", f"--screenshot={picture}"]
+    options += [f"--window-size={WINDOW}", f"--screenshot={picture}", "--virtual-time-budget=5000"]  # it is drawn soon
     subprocess.run([chromium, *options, page.resolve().as_uri()], check=True)

@@ -514,30 +514,3 @@ def test_learned_state_is_in_checkpoints(train_async, tmp_path):
 def test_what_cannot_be_honoured_is_named(options, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         AsyncOTBGRPOConfig(**SETTINGS | options, output_dir=str(tmp_path))
-
-
-@pytest.mark.parametrize("name", ["plain", "no reward", "tools", "forks", "token budget"])
-def test_completions_of_a_step_are_recorded(train_async, name, tmp_path):
-    """What the worker sampled, from TRL's packed rows."""
-    trainer = train_async(**{"max_steps": 2, "save_rollouts_steps": 2} | OPTIONS[name])
-    rollout = trainer.rollouts["train"]
-    assert rollout.step == 2 and rollout.baseline_name == "value"
-    taken = {}
-    for sample in trainer.rollout_worker.taken:
-        trained = [at for at, of in enumerate(sample.completion_mask) if of]
-        begin, end = trained[0], trained[-1]
-        generated = [*map(int, sample.completion_mask[begin : end + 1])]
-        taken.setdefault((*sample.input_ids[: end + 1],), []).append((begin, generated, sample.metrics["reward"]))
-    assert len(rollout) > 1
-    for row in range(len(rollout)):
-        prompt = rollout.prompt_ids[row][rollout.prompt_mask[row].bool()].tolist()
-        completion = rollout.completion_ids[row][rollout.completion_mask[row].bool()].tolist()
-        known = taken[(*prompt, *completion)]  # several with forks, whose base is the same
-        assert known[0][0] == len(prompt) and rollout.mask[row].tolist()[: len(completion)] == known[0][1]
-        reward = rollout.rewards[row].item()
-        assert any(reward == pytest.approx(of, nan_ok=True) for _, _, of in known)
-        if not math.isnan(reward):
-            of = rollout.mask[row].bool()
-            assert torch.allclose(rollout.advantages[row, of] + rollout.baselines[row, of], rollout.rewards[row])
-    assert 'data-step="2" data-mode="train"' in (tmp_path / "run" / "rollouts.html").read_text()
-    rollout.show()

@@ -450,6 +450,21 @@ def test_the_order_of_prompts_does_not_decide():
     assert run.step(jumped, learn=True).learned["value/kept"] == 1
 
 
+def test_what_a_baseline_is_made_of():
+    """Is told if asked for, and changes nothing; a prompt that keeps B0 has no later luck."""
+    taught, task = learnt(seen=True), Task(100, seen=True)
+    run = run_baseline.RunBaseline(replace(BASELINES["value"], estimator=taught))
+    taught.luck_weight = 1.0  # whatever it has learned
+    x = task.batch().x
+    step, usual = run.step(x, parts=True), run.step(x)
+    assert usual.b0 is None is usual.later_luck and torch.equal(step.baselines, usual.baselines)
+    state = taught.adjust(replace(x, draw_ratio=torch.zeros_like(x.mask)), step.b0)
+    torch.testing.assert_close(step.later_luck, step.baselines - state)
+    assert step.later_luck.abs().max() > 0
+    jumped = run.step(task.batch(task.rewards + 5, n=1).x, parts=True, learn=True)
+    assert jumped.learned["value/kept"] == 1 and not jumped.later_luck.any()
+
+
 @pytest.mark.parametrize("n", [1, N])
 @pytest.mark.parametrize("jump", [0.0, 5.0])
 def test_own_return_does_not_decide_what_is_subtracted(jump, n):

@@ -29,10 +29,11 @@ TWO = ["ab[cd]e", "fg"], [1.0, 0.0]
 
 
 def rollout_of(texts=TEXTS, rewards=REWARDS, n=2, device="cpu", **fields) -> Rollout:
-    """Rewards as given, no energies yet; every character of `texts` is a token."""
+    """Rewards as given, no energies yet; every byte of `texts` is a token."""
     tokenizer = tiny.tokenizer()
     spoken = [re.sub(r"[\[\]]", "", text) for text in texts]
-    said = [[i % 2 == 0 for i, part in enumerate(re.split(r"[\[\]]", text)) for _ in part] for text in texts]
+    parts = [re.split(r"[\[\]]", text) for text in texts]
+    said = [[i % 2 == 0 for i, part in enumerate(of) for _ in part.encode()] for of in parts]
     ids = [tokenizer(text)["input_ids"] for text in spoken]
     length = max(map(len, ids)) + 1  # a column of padding
     padded = torch.full((len(texts), length), tokenizer.pad_token_id)

@@ -2,14 +2,10 @@
 
 import functools
 import http.server
-import json
-import re
-import shutil
 import sys
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,72 +13,15 @@ import torch
 
 from tests.helpers import tiny
 from tests.helpers.agents import AGENT
+from tests.helpers.pages import Opened, steps_of, unpacked
 from tests.helpers.scripted import TOOLS, script_turns
 from tests.trainer.test_display import TWO, credited, energies, rollout_of
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 from trl_otb.energy import TokenValues
-from trl_otb.rollout import page
+from trl_otb.rollout import page, record
 
 
 HOSTILE = ["</script><script>document.title='ran'</script>", "<img src=x onerror=\"document.title='ran'\">"]
-
-
-def steps_of(path: Path) -> list[dict]:
-    found = re.findall(r'<script type="application/json"[^>]*>(.*)</script>', path.read_text())
-    return [json.loads(text) for text in found]
-
-
-@pytest.fixture(scope="session")
-def browser():
-    if shutil.which("chromedriver") is None:
-        pytest.skip("chromedriver is not installed: apt-get install chromium-driver")
-    from selenium import webdriver
-
-    options = webdriver.ChromeOptions()
-    for argument in ("--headless=new", "--no-sandbox", "--window-size=1300,900"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver")))
-    driver.implicitly_wait(10)  # a line is drawn after the click that opens it
-    yield driver
-    driver.quit()
-
-
-class Opened:
-    """A page in a browser; `errors` are those of its console."""
-
-    def __init__(self, browser, path, link=""):
-        browser.get("about:blank")
-        browser.get_log("browser")
-        browser.get(path.as_uri() + link)
-        self.browser = browser
-
-    @property
-    def errors(self):
-        return self.browser.get_log("browser")
-
-    def of(self, selector):
-        return self.browser.find_elements("css selector", selector)
-
-    def text(self, selector):
-        return [element.text for element in self.of(selector)]
-
-    def hover(self, element):
-        from selenium.webdriver import ActionChains
-
-        ActionChains(self.browser).move_to_element(element).perform()
-        lines = self.browser.find_element("id", "tip").text.splitlines()
-        return dict(re.split(r"\s{2,}|(?<=GRPO)\s", line, maxsplit=1) for line in lines[1:])
-
-    def choose(self, kind):
-        from selenium.webdriver.support.select import Select
-
-        Select(self.of("#colour")[0]).select_by_value(kind)
-
-    def press(self, key):
-        from selenium.webdriver import ActionChains, Keys
-
-        ActionChains(self.browser).send_keys(getattr(Keys, key)).perform()
 
 
 def test_numbers_of_a_token_are_the_rollouts(tmp_path, browser):
@@ -90,18 +29,20 @@ def test_numbers_of_a_token_are_the_rollouts(tmp_path, browser):
     rollout.page(tmp_path / "one.html")
     opened = Opened(browser, tmp_path / "one.html")
     assert opened.text("#title") == ["trl_otb · baseline otb"] and opened.text("#which") == ["rollout 4"]
-    assert opened.text(".titles span") == ["GRPO", "otb"] and opened.text(".prompt") == ["1+1="]
-    assert opened.text("summary") == ["completion 0 · reward 1 · 5 tokens", "completion 1 · reward 0 · 2 tokens"]
+    assert opened.text(".label") == ["GRPO", "otb"] * 2 and opened.text(".prompt") == ["1+1="]
+    assert opened.text(".told") == ["reward 1 · 5 tokens", "reward 0 · 2 tokens"]
     assert opened.text(".tokens") == ["abcde", "abcde", "fg", "fg"]
     grpo, own, *_ = opened.of(".tokens")
     tokens = own.find_elements("css selector", "span")
-    assert [token.get_attribute("class") for token in tokens] == ["", "", "tool", "tool", "unlikely"]
-    shown = opened.hover(tokens[1])
+    shades = [token.get_attribute("class").split() for token in tokens]
+    assert [{*of} & {"tool", "unlikely"} for of in shades] == [set(), set(), {"tool"}, {"tool"}, {"unlikely"}]
+    shown, parts = opened.hover(tokens[1])
     energy, advantage = rollout.energy[0, 1].item(), rollout.advantages[0, 1].item()
     expected = {"push": advantage * energy**0.5, "advantage": advantage, "baseline": rollout.baselines[0, 1].item()}
     expected |= {"energy": energy, "log-probability": rollout.logps[0, 1].item()}
     expected |= {"push under GRPO": 0.5 * energy**0.5, "advantage under GRPO": 0.5}
-    assert {name: float(text) for name, text in shown.items()} == pytest.approx(expected, rel=1e-3)
+    assert parts == ["= 1 − 0.071", "= reward − baseline"]
+    assert {name: float(text) for name, text in shown.items()} == pytest.approx(expected, abs=2e-3)
     colours = [
         of.find_elements("css selector", "span")[4].value_of_css_property("background-color") for of in (grpo, own)
     ]
@@ -128,8 +69,8 @@ def test_steps_colours_and_links(tmp_path, browser):
     for kind in ("advantage", "baseline", "energy", "logp"):
         opened.choose(kind)
         assert any("rgba" in of.value_of_css_property("background-color") for of in opened.of(".tokens span"))
-    opened.of("summary")[0].click()
-    assert len(opened.of("polyline")) == 2
+    opened.click(".toggle")
+    assert len(opened.of(".completion polyline")) == 2
     linked = Opened(browser, path, "#train-2/1/energy")
     assert linked.text("#which") == ["train 2"] and linked.text(".prompt") == ["2+2="]
     assert linked.of("#colour")[0].get_attribute("value") == "energy"
@@ -148,13 +89,43 @@ def test_arrow_keys_read_numbers(tmp_path, browser):
 def test_hostile_text_is_text(tmp_path, browser):
     rollout = rollout_of(HOSTILE, [1.0, 0.0])
     rollout = replace(rollout.read(TokenValues(energies(rollout), -energies(rollout), None), None), baseline_name="<b>")
+    named = {"reward_names": tuple(HOSTILE), "rewards_per_func": torch.ones(2, 2)}
+    rollout = replace(rollout, **named, columns=({HOSTILE[0]: HOSTILE[1], "<!--<script>": "&quot;\"'><b>"},) * 2)
     rollout.page(tmp_path / "one.html")
     opened = Opened(browser, tmp_path / "one.html")
     assert opened.text(".tokens") == HOSTILE and browser.title == "trl_otb, rollout 0" and not opened.errors
+    assert opened.text("dt") == [HOSTILE[0], "<!--<script>"] and opened.text("dd") == [HOSTILE[1], "&quot;\"'><b>"]
+    assert HOSTILE[1] in opened.text(".told")[0]
     # A script that got in would be refused
     (tmp_path / "two.html").write_text((tmp_path / "one.html").read_text() + "<script>document.title = 'ran'</script>")
     opened = Opened(browser, tmp_path / "two.html")
     assert browser.title == "trl_otb, rollout 0" and "Content Security Policy" in str(opened.errors)
+
+
+def test_a_run_of_any_name(tmp_path, browser):
+    """Which is a folder's, and stands at the head of each record."""
+    name = "a/\"><script>document.title='ran'</script>\n--> %41 é"
+    for step in (1, 2):
+        page.append(tmp_path / "rollouts.html", page.recorded(replace(credited(*TWO), step=step), "train", name))
+    opened = Opened(browser, tmp_path / "rollouts.html")
+    assert opened.text("#which") == ["train 2"] and browser.title.startswith('a/"><script>') and not opened.errors
+    assert page.about_of(page.records_of(tmp_path / "rollouts.html")[1])[2]["run"] == name
+
+
+@pytest.mark.parametrize("texts", [["", "fg"], ["", ""]])
+def test_a_completion_without_tokens(tmp_path, browser, texts):
+    credited(texts, [1.0, 0.0]).page(tmp_path / "one.html")
+    opened = Opened(browser, tmp_path / "one.html")
+    assert opened.text(".tokens")[2:] == [texts[1]] * 2 and opened.text(".told")[0] == "reward 1 · 0 tokens"
+    for selector in (".hardest", ".toggle"):
+        opened.click(selector)
+    assert not opened.errors
+
+
+def test_a_batch_without_numbers_is_text(tmp_path, browser):
+    rollout_of(*TWO).page(tmp_path / "one.html")
+    opened = Opened(browser, tmp_path / "one.html")
+    assert opened.text(".tokens") == ["abcde", "fg"] and not opened.errors
 
 
 def test_a_notebook_shows_it(tmp_path, browser):
@@ -241,32 +212,45 @@ def test_a_run_with_a_large_page_is_recorded_less_often(tmp_path, monkeypatch):
 
 
 def test_prompts_beyond_the_limit_are_counted(monkeypatch):
-    monkeypatch.setattr(page, "MAX_TOKENS", 1)
-    assert '"left_out":1}' in page.recorded(credited(), "train", "run")
+    monkeypatch.setattr(record, "MAX_TOKENS", 1)
+    step = unpacked(page.recorded(credited(), "train", "run"))
+    assert step["left_out"] == 1 and len(step["prompts"]) == 1 and step["tokens"] == 7
 
 
 def test_a_run_writes_its_page(train, tmp_path):
     options = {"save_rollouts_steps": 2, "baseline": "value", "max_steps": 4, "output_dir": str(tmp_path)}
     both = {"a": tiny.prompts(), "b": tiny.prompts(4)}
     trainer = train(OTBGRPOTrainer, eval_dataset=both, eval_strategy="steps", eval_steps=4, **options)
-    trainer.train()  # begins anew, as a notebook's cell
+    trainer.train()  # a page of its own, as of a notebook's cell
     steps = steps_of(tmp_path / "rollouts.html")
     assert [(of["mode"], of["step"]) for of in steps] == [("train", 2), ("train", 4), ("eval", 4), ("eval", 4)]
-    train(OTBGRPOTrainer, **options | {"max_steps": 2})  # begins anew
+    train(OTBGRPOTrainer, **options | {"max_steps": 2})
     assert [of["step"] for of in steps_of(tmp_path / "rollouts.html")] == [2]
+    assert [len(steps_of(tmp_path / f"rollouts-{number}.html")) for number in (1, 2)] == [4, 4]
     assert all(of["baseline"] == "value" and of["title"] == tmp_path.name for of in steps)
-    assert steps[1]["kinds"][-2:] == ["push", "grpo_push"]
-    rollout, of = trainer.rollouts["train"], steps[1]["prompts"][0]["completions"][0]
-    assert of["advantage"] == pytest.approx(rollout.advantages[0, : len(of["tokens"])].tolist(), rel=1e-3)
+    rollout, of = trainer.rollouts["train"], steps[1]["values"]
+    completions = [of for prompt in steps[1]["prompts"] for of in prompt["completions"]]
+    b0 = torch.tensor([of["b0"] for of in completions]).repeat_interleave(8)
+    assert b0 + of["prefix"] + of["luck"] == pytest.approx(rollout.baselines.flatten().numpy(), abs=2e-3)
+    assert of["energy"] ** 2 == pytest.approx(rollout.energy.flatten().numpy(), abs=4e-3)
+    assert -(of["logp"] ** 2) == pytest.approx(rollout.logps.flatten().numpy(), abs=3e-2)
+    assert [of["grpo"] for of in completions] == pytest.approx(
+        rollout.group_mean_advantages.flatten().tolist(), rel=1e-5
+    )
+    _, _, about = page.about_of(page.records_of(tmp_path / "rollouts-1.html")[1])
+    assert about["run"] == tmp_path.name and {"explained", "kept", "mean", "lowest", "highest"} <= {*about}
 
 
 def test_tool_output_is_marked(train, monkeypatch, tmp_path):
     script_turns(monkeypatch)
     options = {"save_rollouts_steps": 1, "output_dir": str(tmp_path), **AGENT}
     train(OTBGRPOTrainer, reward_funcs=tiny.even_bytes, tools=TOOLS, **options)
-    of = steps_of(tmp_path / "rollouts.html")[0]["prompts"][0]["completions"][0]
-    spoken = "".join(token for token, generated in zip(of["tokens"], of["generated"], strict=True) if not generated)
-    assert "<tool_response>" in spoken
+    (step,) = steps_of(tmp_path / "rollouts.html")
+    text = "".join(of["text"] for prompt in step["prompts"] for of in prompt["completions"])
+    ends = step["values"]["length"].astype(int).cumsum()
+    parts = [text[end - length : end] for end, length in zip(ends, step["values"]["length"].astype(int), strict=True)]
+    of_tools = "".join(part for part, made in zip(parts, step["values"]["generated"], strict=True) if not made)
+    assert "<tool_response>" in of_tools and step["values"]["generated"].any()
 
 
 @pytest.mark.parametrize("library", ["wandb", "trackio"])

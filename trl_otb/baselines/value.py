@@ -72,6 +72,11 @@ class Value:
             return b0
         return torch.cat([self._baseline(read(x, b), b)[1] for x, b, _ in blocks(local, b0)])
 
+    def later_luck(self, local: Completions, b0: Float[Tensor, "B #T"]) -> Float[Tensor, "B T"]:
+        """The part of B that is the luck of later tokens, to show it."""
+        parts = (self._baseline(read(x, b), b) for x, b, _ in blocks(local, b0))
+        return torch.cat([whole - state for state, whole in parts])
+
     def update(
         self, local: Completions, b0: Float[Tensor, "B #T"], gather: Callable[[Tensor], Tensor]
     ) -> dict[str, float]:

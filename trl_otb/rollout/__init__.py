@@ -42,7 +42,6 @@ class Rollout:
     first_row: int = 0  # the index of the first row among those of all processes, on which a group may begin
     returns_of_all: Tensor = field(default_factory=lambda: torch.empty(0), compare=False)  # (B_all,), of all processes
     processing_class: Any = field(default=None, compare=False)  # the trainer's tokenizer or processor
-    groups: Tensor | None = None  # (B,) of what is not in whole groups: the group of each row, ascending
     baseline_name: str = ""
     step: int = 0  # the optimizer step that it is sampled for; 0 without training
     # (B, T) w_t, ρ_t² w_t and log π(y_t), at the sampling temperature; `None` if the baseline needs none, and TRL runs
@@ -53,6 +52,14 @@ class Rollout:
     advantages: Tensor | None = None  # (B, T), or (B, 1) under a baseline per completion: (G − B) / scale
     baselines: Tensor | None = None  # B
     group_mean_advantages: Tensor | None = None  # (B, 1) under the group mean, for comparison; `None` for N = 1
+    # For display. In steps that are recorded, the parts of `value`: B0, (B, T) or (B, 1), and the luck of later tokens,
+    # (B, T). What a baseline measured; each function's rewards, (B, F), NaN without one; the data set's other columns
+    b0: Tensor | None = None
+    later_luck: Tensor | None = None
+    learned: dict[str, float] = field(default_factory=dict, compare=False)
+    rewards_per_func: Tensor | None = None
+    reward_names: tuple[str, ...] = ()
+    columns: tuple[dict[str, Any], ...] = field(default=(), compare=False)
 
     def read(self, values: TokenValues | None, ratio: Tensor | None) -> "Rollout":
         """With energies and log-probs, and ratios ρ, `(B, T)` or `(B, 1)`; a `ValueError` if one is not finite."""
@@ -83,10 +90,19 @@ class Rollout:
     def with_advantages(self, step: Step, trl_advantages: Tensor | None = None) -> "Rollout":
         """With what a baseline made of it, at the places of the tokens, or with `trl_advantages`, `(B,)`."""
         values = step.advantages if trl_advantages is None else trl_advantages.unsqueeze(1)
-        advantages, baselines = (put_back(x, self.mask) if step.per_token else x for x in (values, step.baselines))
-        of_group_mean = step.group_mean_advantages
+
+        def placed(x: Tensor | None) -> Tensor | None:
+            return x if x is None or not step.per_token or x.size(1) == 1 else put_back(x, self.mask)
+
         return replace(
-            self, scale=step.scale, advantages=advantages, baselines=baselines, group_mean_advantages=of_group_mean
+            self,
+            scale=step.scale,
+            advantages=put_back(values, self.mask) if step.per_token else values,
+            baselines=put_back(step.baselines, self.mask) if step.per_token else step.baselines,
+            group_mean_advantages=step.group_mean_advantages,
+            b0=placed(step.b0),
+            later_luck=placed(step.later_luck),
+            learned=step.learned,
         )
 
     def __len__(self) -> int:
@@ -129,3 +145,9 @@ def prompt_keys(inputs: list[dict[str, Any]]) -> Tensor:
             known[same] = int(Hasher.hash(columns)[:15], 16)
         keys.append([known[same]])
     return torch.tensor(keys)
+
+
+def columns_of(inputs: list[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+    """What the examples hold beside prompt and images, such as the right answer."""
+    left_out = {"prompt", "image", "images", "completion", "completion_ids"}
+    return tuple({name: value for name, value in of.items() if name not in left_out} for of in inputs)

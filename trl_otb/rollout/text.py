@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 
 IMPROBABLE = 1.5  # of energy: where it is above, another token had more than half of the probability
+NOTHING = "·"  # the text of a token that has none
 COLOURED = "blue: more of this, orange: less (advantage × √energy); "
 LEGEND = "‹ ›: the policy was fairly sure of another token; [ ]: of tools"
 COLOURS = {True: (0, 98, 190), False: (213, 84, 0)}  # of tokens with positive and negative numbers, as on the page
@@ -45,15 +46,19 @@ def group_data(rollout: "Rollout", prompt: int, known: dict[int, str] | None = N
         completions.append(
             {
                 "reward": None if rewards[i] != rewards[i] else rewards[i],
-                "tokens": [*map(visible, token_texts(ids, tokenizer, known))],
+                "tokens": [visible(text) if text else "" for text in token_texts(ids, tokenizer, known)],
                 "generated": rollout.mask[row, : len(ids)].int().tolist(),
             }
             | {name: of[i, : len(ids)].tolist() for name, of in numbers.items()}
         )
-    ids = rollout.prompt_ids[rows.start][rollout.prompt_mask[rows.start].bool()].tolist()
-    # Without special tokens, such as the placeholders of images
-    text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False).strip()
-    return {"prompt": "\n".join(visible(line) if line else "" for line in text.split("\n")), "completions": completions}
+    return {"prompt": prompt_text(rollout, rows.start), "completions": completions}
+
+
+def prompt_text(rollout: "Rollout", row: int) -> str:
+    """Without special tokens, such as the placeholders of images."""
+    ids = rollout.prompt_ids[row][rollout.prompt_mask[row].bool()].tolist()
+    decode = rollout.processing_class.decode
+    return readable(decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False).strip())
 
 
 def rounded(values: torch.Tensor) -> numpy.ndarray:
@@ -73,8 +78,6 @@ def rows_of_prompt(rollout: "Rollout", prompt: int) -> slice:
 
 def prompt_numbers(rollout: "Rollout") -> torch.Tensor:
     """`(B,)`, from 0 on."""
-    if rollout.groups is not None:
-        return torch.unique_consecutive(rollout.groups, return_inverse=True)[1]
     n = rollout.num_generations
     return (rollout.first_row % n + torch.arange(len(rollout))) // n
 
@@ -84,7 +87,7 @@ def prompts_in(rollout: "Rollout") -> int:
 
 
 def token_texts(ids: list[int], tokenizer: Any, known: dict[int, str] | None = None) -> list[str]:
-    """The text that each token adds; of several tokens that form one character, the last adds all of it."""
+    """The text that each token adds, "·" if none; of several that form one character, "" and at the last all of it."""
 
     def decode(some: list[int]) -> str:
         return tokenizer.decode(some, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -98,7 +101,7 @@ def token_texts(ids: list[int], tokenizer: Any, known: dict[int, str] | None = N
             if now.endswith("�") and end < len(ids) and end - done < 4:  # bytes of a character
                 texts.append("")
                 continue
-            text = now[len(before) :]
+            text = now[len(before) :] or NOTHING
             if 0 < done == end - 1 and not text.endswith("�"):
                 known[ids[done]] = text
         texts.append(text)
@@ -110,7 +113,13 @@ def token_texts(ids: list[int], tokenizer: Any, known: dict[int, str] | None = N
 def visible(text: str) -> str:
     """`text` with symbols for line breaks and tabs; other unprintable characters are escaped, but not joiners."""
     signs = {"\n": "↵", "\t": "⇥", "\r": "␍", "\u200c": "\u200c", "\u200d": "\u200d"}
-    return "".join(signs.get(c, c if c.isprintable() else ascii(c)[1:-1]) for c in text) or "·"
+    return "".join(signs.get(c, c if c.isprintable() else ascii(c)[1:-1]) for c in text) or NOTHING
+
+
+@functools.lru_cache(100_000)
+def readable(text: str) -> str:
+    """As [`visible`], with its line breaks, and nothing where there is nothing."""
+    return "\n".join(visible(line) if line else "" for line in text.split("\n"))
 
 
 def show(rollout: "Rollout", prompt: int, max_tokens: int) -> None:
@@ -135,14 +144,19 @@ def show(rollout: "Rollout", prompt: int, max_tokens: int) -> None:
         say(f"\ncompletion {i}, {head}, {len(of['tokens'])} tokens", "bold")
         cut = range(max_tokens - max_tokens // 3, len(of["tokens"]) - max_tokens // 3)
         made = [True, *of["generated"], True]  # beside each token
+        begin = 0  # of the tokens that form one character, which is shown once
         for t, word in enumerate(of["tokens"]):
+            if not word and t + 1 < len(of["tokens"]) and t not in cut:
+                continue
+            first, begin = begin, t + 1
             if t in cut:
                 word, style = f" … {len(cut):,} tokens are not shown … " if t == cut.start else "", "dim"
             elif not made[t + 1]:
-                opens, closes = made[t] or "↵" in of["tokens"][t - 1], made[t + 2] or "↵" in word  # of each line
+                # Of each line
+                opens, closes = made[first] or "↵" in of["tokens"][first - 1], made[t + 2] or "↵" in word
                 word, style = f"{'[' * opens}{word}{']' * closes}", "italic dim"
             else:
-                x = number(of, colour, t) / most
+                x = max((number(of, colour, i) for i in range(first, t + 1)), key=abs) / most
                 parts = (round(255 - 0.6 * abs(x) * (255 - part)) for part in COLOURS[x > 0])
                 style = f"black on rgb({','.join(map(str, parts))})"
                 word = f"‹{word}›" if number(of, "energy", t) > IMPROBABLE else word

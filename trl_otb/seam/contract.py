@@ -208,7 +208,9 @@ GRPO = Contract(
         "trl.trainer.grpo_config:GRPOConfig": {"__post_init__": "self"},
         "transformers.trainer:Trainer": {
             "_load_optimizer_and_scheduler": "self checkpoint",
+            "_push_from_checkpoint": "self checkpoint_folder",
             "_save_optimizer_and_scheduler": "self output_dir",
+            "push_to_hub": "self commit_message",
             "training_step": "self model inputs",
         },
         "trl.trainer.utils": {

@@ -7,6 +7,7 @@ from transformers import Trainer
 
 from ..rewards import RewardRecorder
 from ..rollout import Rollout, Rollouts
+from ..rollout.page import RolloutPages
 from ..run_baseline import RunBaseline
 from .contract import GRPOTrainer, users_methods
 from .forwards import PolicyRecorder
@@ -22,6 +23,7 @@ class Private:
     baseline: RunBaseline
     needs: frozenset[str]  # what rollouts are to hold; more during a comparison
     rollouts: dict[str, Rollout] = field(default_factory=Rollouts)  # the latest one of each mode, "train" and "eval"
+    pages: RolloutPages | None = None  # that steps are recorded in
     energy_source: str | None = None  # of the latest rollout in training
     known_loss: Any = None  # the function that is known to weight each token by its own advantage
     users_loss_was_tried: bool = False

@@ -172,6 +172,8 @@ def rollout_of(
         returns_of_all=weighed.returns,
         first_row=first,
         processing_class=trainer.processing_class,
+        rewards_per_func=rewards_per_func[local],
+        reward_names=tuple(trainer.reward_func_names),
     )
 
 

@@ -7,7 +7,6 @@ from accelerate.logging import get_logger
 
 from ...baselines import Baseline, find_baseline
 from ...config import warn_of_other_trainer
-from ...rollout.page import SAVE_ROLLOUTS, check_steps
 from .worker import AsyncGRPOConfig
 
 
@@ -19,14 +18,12 @@ BASELINES = ("value", "rloo", "group_mean", "none")  # those that do not need wh
 @dataclass
 class AsyncOTBGRPOConfig(AsyncGRPOConfig):
     r"""
-    Configuration class for the [`AsyncOTBGRPOTrainer`]: every parameter of [`~trl.AsyncGRPOConfig`], and three more.
+    Configuration class for the [`AsyncOTBGRPOTrainer`]: every parameter of [`~trl.AsyncGRPOConfig`], and two more.
 
     Parameters:
         baseline (`str`, *optional*, defaults to `"value"`): `"value"`, `"rloo"`, `"group_mean"` or `"none"`.
         scale_rewards (`str`, *optional*): `"none"`, the default, or `"group"`, what TRL's trainer always does: division
             by the standard deviation of the group's returns, with `"rloo"` and `"group_mean"`.
-        save_rollouts_steps (`int`, *optional*): As in [`OTBGRPOConfig`], with the completions of one micro-batch; TRL's
-            own advantages, of `"group_mean"` with `"group"`, are not recorded.
     """
 
     baseline: str = field(default="value", metadata={"help": f"What returns are reduced by: {', '.join(BASELINES)}."})
@@ -34,8 +31,6 @@ class AsyncOTBGRPOConfig(AsyncGRPOConfig):
         default=None,
         metadata={"help": "'none' (default), or 'group': divided by the deviation of the group's returns."},
     )
-
-    save_rollouts_steps: int | None = field(default=None, metadata={"help": SAVE_ROLLOUTS})
 
     def __post_init__(self) -> None:
         by_default = self.scale_rewards is None
@@ -60,7 +55,6 @@ def warn_of_scale() -> None:
 
 def check_async_options(args: AsyncGRPOConfig) -> Baseline:
     """The baseline of an [`AsyncOTBGRPOConfig`], `value` of a plain one; a `ValueError` if options conflict."""
-    check_steps(getattr(args, "save_rollouts_steps", None))
     name, scale = getattr(args, "baseline", "value"), getattr(args, "scale_rewards", "none")
     if name not in BASELINES:
         find_baseline(name)

@@ -13,7 +13,6 @@ from torch.nn.utils.rnn import pad_sequence
 from ...baselines import Completions, squeeze
 from ...energy import token_energy
 from ...metrics import STATISTICS, summarize
-from ...rollout.page import RolloutPages
 from ...run_baseline import RunBaseline
 from ...seam.contract import users_loss
 from ...seam.draws import changed_distribution
@@ -23,7 +22,6 @@ from ...seam.private import Private, check_names
 from ...state import KeepsBaseline
 from .config import AsyncOTBGRPOConfig, check_async_options, warn_of_scale
 from .contract import ASYNC_GRPO, LOSS
-from .rollouts import rollout_of_row
 from .worker import AfterStep, AsyncGRPOConfig, AsyncGRPOTrainer, carried_with, stamp_groups
 
 
@@ -111,9 +109,6 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
         self._to_learn: list[Sample] = []
         self._to_come: dict[int, int] = {}  # of the groups of this step, the samples that are still to come
         self._sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64))  # of this step
-        self.pages = RolloutPages(self.rollouts) if getattr(args, "save_rollouts_steps", None) else None
-        if self.pages is not None:
-            self.add_callback(self.pages)
         stamp_groups(self.rollout_worker)
         if not self.uses_trl_advantages:
             self.add_callback(AfterStep(self._after_step))
@@ -179,7 +174,7 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
                 ratio = torch.exp(logps - old_logps)
                 read = self._trl_otb.recorder.checked(states, 1)[0][0][index] if with_states else energy[:, None]
                 of_tokens = energy, ratio.square() * energy, logps, read, ratio * self._luck_is_known
-                advantages.values.copy_(self._advantages(inputs, carried, sample_of, of_tokens))
+                advantages.values.copy_(self._advantages(carried, sample_of, of_tokens))
                 self._add(terms=torch.ones_like(ratio), ratio=ratio, square=ratio.square())
             return outputs
 
@@ -205,9 +200,7 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
 
         return check_product(LOSS, self, forward, loss, index, lambda gradient: gradient.flatten()[index])
 
-    def _advantages(
-        self, inputs: dict[str, Any], carried: Tensor, sample_of: Tensor, of_tokens: tuple[Tensor, ...]
-    ) -> Tensor:
+    def _advantages(self, carried: Tensor, sample_of: Tensor, of_tokens: tuple[Tensor, ...]) -> Tensor:
         """`(M,)`: one per term of the loss, whose terms of one sample are adjacent; 0 without a return or B0."""
         total, std, mean, leave_one_out_mean, group = carried.unbind(dim=1)
         sizes = torch.bincount(sample_of, minlength=len(carried)).tolist()
@@ -222,10 +215,6 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
         if self.scale_rewards == "group":
             scale = (std[kept].float() + 1e-8).unsqueeze(1).nan_to_num(nan=1.0)
         step = self.baseline.step(local, scale, b0=known)
-        if self.pages is not None and self.pages.due(self.args, self.state.global_step + 1):
-            of_run: dict[str, Any] = {"baseline_name": self.baseline.entry.name, "step": self.state.global_step + 1}
-            of_run |= {"processing_class": self.processing_class}
-            self.rollouts["train"] = replace(rollout_of_row(inputs, local, mean[kept], step), **of_run)
         self._to_learn += samples
         self._add(**dict(zip(STATISTICS, step.statistics.unbind(dim=1), strict=True)))
         rows = zip(step.advantages.expand_as(local.mask), samples, strict=True)
