@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .completions import Completions, numbered
+from .luck import COLUMNS, DECAYS, NEAR, TOO_FAR, decayed, deviations, measured
 from .pooled import pooled
 from .value_parts import OF_LUCK, Reading, blocks, features, later, products, read, solution
 
@@ -18,6 +19,7 @@ from .value_parts import OF_LUCK, Reading, blocks, features, later, products, re
 logger = logging.getLogger(__name__)
 
 ROUNDING = 1e-12  # of squared float32 numbers, relative
+OF_LATER_RELEASES = {"_draws", "_largest_ratio", "_luck_left_out"}  # of the state: checkpoints before 0.9.6 lack them
 RESET_RATIO = 2.0  # of the power that B left to B0's: `value` is reset after two such batches in a row
 
 
@@ -61,6 +63,9 @@ class Value:
         self._prompts = 0  # in all batches
         self._returns_seen = (math.inf, -math.inf)  # minimum and maximum
         self._doubted = False  # whether B left too much of the last batch
+        self._draws = torch.zeros(len(DECAYS), len(COLUMNS), dtype=torch.float64)  # what is measured of the luck of tokens
+        self._largest_ratio = 1.0  # of the draws
+        self._luck_left_out = False  # since its mean is not 0
 
     def __call__(self, x: Completions) -> Float[Tensor, "B #T"]:
         """B0, `rloo_pooled`, of returns or of rewards-to-go."""
@@ -78,12 +83,13 @@ class Value:
         """
         Learn from a generation batch. Returns `explained`, 1 − Σ w (G − B)² / Σ w (G − B0)² for what was used, NaN if
         B0 is each return; `explained_by_state`, the same without later luck; `weight` and `luck_weight`, c₁ and c₂;
-        and `restarted`, 1 if it was reset.
+        `restarted`, 1 if it was reset; and those of [`Value._check_luck`].
         """
         prompt, prompts = numbered(local, gather)
         fold = (prompt + self._prompts) % self.prompt_folds
-        of_value, measured = _gathered(self._measure(local, b0, fold), gather)
-        power, left, left_by_state, squares, excluded, tokens = measured.tolist()
+        (*local_sums, largest_ratio) = self._measure(local, b0, fold)
+        of_value, of_batch, of_draws = _gathered(local_sums, gather)
+        power, left, left_by_state, squares, excluded, tokens = of_batch.tolist()
         varies = power > ROUNDING * squares
         lost = varies and left > RESET_RATIO * power
         reset, self._doubted = lost and self._doubted, lost
@@ -97,13 +103,14 @@ class Value:
                 "'value' predicts nothing and learns nothing. If the model runs in float16, try bfloat16."
             )
         if tokens == 0:
-            return metrics
+            return metrics | {"luck_left_out": float(self._luck_left_out)}
         if reset:
             self._reset(f"it left {left / power:.1f} times the power of 'rloo_pooled', as after a change of rewards")
 
         present, returns = local.mask > 0, local.returns.expand_as(local.mask)
-        ends = torch.stack([-returns.where(present, math.inf).amin(), returns.where(present, -math.inf).amax()])
-        least, most = gather(ends.unsqueeze(0)).amax(dim=0).tolist()
+        ends = [-returns.where(present, math.inf).amin(), returns.where(present, -math.inf).amax(), largest_ratio]
+        least, most, largest = gather(torch.stack(ends).unsqueeze(0)).amax(dim=0).tolist()
+        metrics |= self._check_luck(of_draws, largest)
         self._returns_seen = min(self._returns_seen[0], -least), max(self._returns_seen[1], most)
         self._prompts += prompts
         whole = of_value.sum(dim=0) + (0 if self._value_sums is None else self.decay_per_batch * self._value_sums)
@@ -121,12 +128,12 @@ class Value:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         kept = self.state_dict().keys()
-        if not kept <= state.keys():
+        if not kept - OF_LATER_RELEASES <= state.keys():
             raise ValueError(
                 f"The state of 'value' is damaged, or of a release before 0.8: it holds {[*state]}. "
                 "Without the checkpoint's `baseline.pt` it starts empty."
             )
-        vars(self).update({name: copy.deepcopy(state[name]) for name in kept})
+        vars(self).update({name: copy.deepcopy(state[name]) for name in kept & state.keys()})
 
     def _features(self, of: Reading, v: Float[Tensor, "B T"]) -> tuple[Float[Tensor, "B T k"], Float[Tensor, "B T l"]]:
         """φ and ψ; studies leave out some."""
@@ -151,8 +158,11 @@ class Value:
         return state, state + self.luck_weight * later(of.luck * per_draw)
 
     def _measure(self, local: Completions, b0: Tensor, fold: Tensor) -> list[Tensor]:
-        """Sums that V is fitted to, by fold; and the power that B0 and B leave, with what else a batch tells."""
-        sums, total = b0.new_zeros(1), b0.new_zeros(6)
+        """
+        Sums that V is fitted to, by fold; the power that B0 and B leave, with what else a batch tells; and what
+        [`measured`] returns.
+        """
+        sums, total, of_draws, largest = b0.new_zeros(1), b0.new_zeros(6), b0.new_zeros(len(COLUMNS)), b0.new_ones(())
         for x, b, rows in blocks(local, b0):
             of, target, weights = read(x, b), (x.returns - b).expand_as(x.mask), x.need("loss_energy")
             state, whole = (x.returns - values for values in self._baseline(of, b))
@@ -162,7 +172,9 @@ class Value:
             total += torch.stack([*powers, squares, x.mask.sum() - present.sum(), present.sum()])
             columns = torch.cat([of.numbers, target.unsqueeze(-1)], dim=-1)
             sums = sums + products(columns, present, fold[rows], self.prompt_folds)
-        return [sums, total]
+            of_block, largest_of_block = measured(of, x)
+            of_draws, largest = of_draws + of_block, torch.maximum(largest, largest_of_block)
+        return [sums, total, of_draws, largest]
 
     def _sums_of(self, local: Completions, b0: Tensor, fold: Tensor, etas: Tensor) -> Tensor:
         """Sums that θ and Γ are fitted to, by fold, with V of the other folds' prompts."""
@@ -177,17 +189,22 @@ class Value:
     def _fit(self) -> None:
         """Fit θ and Γ to the sums; c₁ and c₂ by what θ and Γ, fitted without a fold, predict of it."""
         assert self._sums is not None
-        whole, tokens_per_feature = self._sums.sum(dim=0), self._tokens / self._sums.size(-1)
+        sums = self._sums
+        if self._luck_left_out:
+            of_luck = torch.zeros(sums.size(-1))
+            of_luck[-OF_LUCK - 1 : -1] = 1
+            sums = sums.masked_fill((of_luck.unsqueeze(0) + of_luck.unsqueeze(1)) > 0, 0.0)
+        whole, tokens_per_feature = sums.sum(dim=0), self._tokens / sums.size(-1)
         ridge = max(0.5 / self._prompts, 1 / tokens_per_feature)
         both = solution(whole, ridge)
         if not both.isfinite().all():
             return self._reset("its linear system has no finite solution")
         self.theta, self.gamma = both[:-OF_LUCK], both[-OF_LUCK:]
-        without = solution(whole - self._sums, ridge).unsqueeze(1).repeat(1, 2, 1)
+        without = solution(whole - sums, ridge).unsqueeze(1).repeat(1, 2, 1)
         without[:, 0, -OF_LUCK:] = 0  # of θ alone
         without[:, 1, :-OF_LUCK] = 0
-        agreement = torch.einsum("fpk,fk->p", without, self._sums[:, :-1, -1])
-        squares = torch.einsum("fpk,fkl,fql->pq", without, self._sums[:, :-1, :-1], without)
+        agreement = torch.einsum("fpk,fk->p", without, sums[:, :-1, -1])
+        squares = torch.einsum("fpk,fkl,fql->pq", without, sums[:, :-1, :-1], without)
         c = torch.ones_like(agreement)
         for part in (0, 1) * 3:  # each, given the other
             left = agreement[part] - c[1 - part] * squares[0, 1]
@@ -195,9 +212,36 @@ class Value:
         most = min(1.0, self._prompts / self.prompts_enough, tokens_per_feature / self.tokens_enough)
         self.weight, self.luck_weight = c.nan_to_num().clamp(max=most).tolist()
 
+    def _check_luck(self, new: Tensor, largest_ratio: float) -> dict[str, float]:
+        """
+        Decide from this batch and earlier ones whether later luck is subtracted from the next on. Returns `luck_mean`,
+        the mean of d_t, absent where none is used, and `luck_left_out`, the decision.
+        """
+        self._draws = decayed(self._draws, new)
+        self._largest_ratio = max(self.decay_per_batch * self._largest_ratio, largest_ratio)
+        found = [deviations(sums, self._largest_ratio) for sums in self._draws]
+        far, name, mean, error = max((far, name, *of_mean) for of in found for name, (*of_mean, far) in of.items())
+        if self._luck_left_out != (far > (NEAR if self._luck_left_out else TOO_FAR)):
+            self._luck_left_out = not self._luck_left_out
+            what = {"luck": "luck per token", "ratio": "the ratio of policy to sampler"}[name]
+            told = f"{what} has a mean of {mean:.3g} ± {error:.1g}, and {int(name == 'ratio')} is expected"
+            logger.warning(
+                f"Later luck is not subtracted from now on: {told}. So tokens were not drawn from the distribution "
+                "that their log-probs are of. Look for noise or dropout in the policy's forward, for a sampler or "
+                "`rollout_func` that gives other log-probs, and for completions that are excluded because of their "
+                "content. `baseline='value'` goes on with its prediction alone."
+                if self._luck_left_out
+                else f"Later luck is subtracted again: {told}."
+            )
+        known = bool(self._draws[0, 0] > 0)
+        mean = found[0]["luck"][0] if known else math.nan
+        return {"luck_mean": mean, "luck_left_out": float(self._luck_left_out or not known)}
+
     def _reset(self, reason: str) -> None:
         logger.warning(f"The baseline 'value' discards what it has learned: {reason}. It continues as 'rloo_pooled'.")
+        kept = {name: vars(self)[name] for name in OF_LATER_RELEASES}  # which rewards say nothing of
         Value.__init__(self)
+        vars(self).update(kept)
 
 
 def _gathered(parts: list[Tensor], gather: Callable[[Tensor], Tensor]) -> list[Tensor]:
