@@ -541,3 +541,20 @@ def test_completions_of_a_step_are_recorded(train_async, name, tmp_path):
             assert torch.allclose(rollout.advantages[row, of] + rollout.baselines[row, of], rollout.rewards[row])
     assert 'data-step="2" data-mode="train"' in (tmp_path / "run" / "rollouts.html").read_text()
     rollout.show()
+
+
+@pytest.mark.parametrize("wrong", [None, "zeros", "raw"])
+def test_wrong_log_probs_of_the_sampler_are_noticed(train_async, caplog, wrong):
+    """As a plain vLLM server's, which are of temperature 1: at temperature 0.7 about 0.7 of those that are right."""
+
+    def change(sample):
+        factor = {None: 1.0, "zeros": 0.0, "raw": 0.7}[wrong]
+        sample.old_log_probs = factor * sample.old_log_probs
+
+    trainer = train_async(change=change, max_steps=25, learning_rate=0.0)
+    left_out = logged(trainer, "otb/value/luck_left_out")
+    if wrong is None:
+        assert not any(left_out) and "Later luck" not in caplog.text
+    else:
+        assert any(left_out) and all(left_out[left_out.index(1.0) :]) and trainer.baseline.entry.estimator.luck_weight == 0
+        assert "the ratio of policy to sampler has a mean of" in caplog.text

@@ -4,10 +4,10 @@ import json
 import sys
 
 from ..experimental.async_grpo.contract import ASYNC_GRPO
-from .contract import GRPO, PINNED, versions
+from .contract import CLI, GRPO, PINNED, versions
 
 
-CONTRACTS = (GRPO, ASYNC_GRPO)
+CONTRACTS = (GRPO, ASYNC_GRPO, CLI)
 if sys.argv[1:] == ["--hashes"]:
     sources = {name: source for contract in CONTRACTS for name, source in contract.sources().items()}
     PINNED.write_text(json.dumps({"versions": versions(), "sources": sources}, indent=2) + "\n")

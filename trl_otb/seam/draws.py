@@ -35,7 +35,7 @@ def draw_ratio(
     """
     unknown, of_sampler = changed_distribution(trainer.args), batch.get("sampling_per_token_logps")
     if unknown is None and processor is not None:
-        unknown = f"tokens were sampled with {processor}, as by a generation config"
+        unknown = f"tokens were sampled with {processor}"
     corrected = trainer.use_vllm and trainer.args.vllm_importance_sampling_correction
     of_server = trainer.use_vllm and trainer.args.vllm_mode == "server"
     if unknown is None and of_server and not corrected and trainer.temperature != 1:  # as TRL advises if raw
