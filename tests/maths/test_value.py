@@ -421,8 +421,36 @@ def test_jumps_again_and_again_do_no_harm(jump, n, monkeypatch):
     assert largest_power(jump, n) > 10
 
 
+@pytest.mark.parametrize("n", [1, N])
+@pytest.mark.parametrize("level", [0.0, 1.0, 2.0])
+def test_returns_that_no_longer_vary_give_no_advantages(level, n):
+    """As group means do, while what was learned predicts other returns; and it is learned that nothing varies."""
+    run, found = run_baseline.RunBaseline(BASELINES["value"]), []
+    for seed in range(16):
+        task = Task(seed, seen=True)
+        step = run.step(task.batch(task.rewards if seed < 10 else task.rewards * 0 + level, n=n).x, learn=True)
+        found.append((step.advantages.abs().max().item(), step.learned["value/kept"]))
+    assert found[10][0] < 1e-6 and found[10][1] == 1
+    assert max(size for size, _ in found[11:]) < 0.5 and not any(kept for _, kept in found[:10])
+
+
+def test_two_batches_that_do_not_vary_and_are_predicted_otherwise_cause_a_reset(caplog):
+    """Where no other prompts keep B0 for a prompt, as in asynchronous training."""
+    value, task = learnt(seen=True), Task(100, seen=True)
+    quiet = task.batch(torch.full_like(task.rewards, 2.0))
+    theta, restarted = value.theta, []
+    for _ in range(2):
+        value.theta = theta  # it stays wrong
+        assert quiet.power(value) > 2 * value.usual_power * task.energy.sum()
+        restarted.append(quiet.teach(value)["restarted"])
+    assert restarted == [0, 1] and "it left power where no return varied" in caplog.text
+    assert torch.equal(Task(101).batch().baseline(Value()), Task(101).batch().base.expand(-1, T))
+
+
 class Worse:
     """Its B leaves `ratio` times the power of any B0."""
+
+    usual_power = 0.0
 
     def __init__(self, ratio):
         self.ratio = ratio

@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 ROUNDING = 1e-12  # of squared float32 numbers, relative
 OF_LATER_RELEASES = {"_draws", "_largest_ratio", "_luck_left_out"}  # of the state: checkpoints before 0.9.6 lack them
+VARIES_NOT_RATIO = 0.5  # of B0's usual power: what B may leave where returns do not vary, so that B0 leaves nothing
 RESET_RATIO = 2.0  # of the power that B left to B0's: `value` is reset after two such batches in a row
 
 
@@ -38,7 +39,8 @@ class Value:
 
     A batch's weight decays by 0.9 per batch. c₁ and c₂ are cross-validated over four folds of prompts, and limited
     while prompts or tokens are few. B0 + c₁ θ·φ stays within the returns seen so far, Γ·ψ within their width. What was
-    learned is discarded after two batches in a row of which B left over twice B0's power. In OTBGRPOTrainer a prompt
+    learned is discarded after two batches in a row of which B left over twice B0's power, or, where no return varies,
+    over half of B0's usual power. In OTBGRPOTrainer a prompt
     keeps B0 where B leaves too much power in the other prompts of a batch ([`~trl_otb.run_baseline.RunBaseline`]);
     asynchronous batches have no such bound.
 
@@ -89,9 +91,10 @@ class Value:
         fold = (prompt + self._prompts) % self.prompt_folds
         (*local_sums, largest_ratio) = self._measure(local, b0, fold)
         of_value, of_batch, of_draws = _gathered(local_sums, gather)
-        power, left, left_by_state, squares, excluded, tokens = of_batch.tolist()
+        power, left, left_by_state, squares, excluded, tokens, energy = of_batch.tolist()
         varies = power > ROUNDING * squares
-        lost = varies and left > RESET_RATIO * power
+        allowed = RESET_RATIO * power if varies else VARIES_NOT_RATIO * self.usual_power * energy
+        lost = left > max(allowed, ROUNDING * squares)
         reset, self._doubted = lost and self._doubted, lost
         shares = [1 - part / power if varies else math.nan for part in (left, left_by_state)]
         metrics = dict(zip(("explained", "explained_by_state"), shares, strict=True))
@@ -105,7 +108,8 @@ class Value:
         if tokens == 0:
             return metrics | {"luck_left_out": float(self._luck_left_out)}
         if reset:
-            self._reset(f"it left {left / power:.1f} times the power of 'rloo_pooled', as after a change of rewards")
+            times = f"{left / power:.1f} times the power of 'rloo_pooled'" if varies else "power where no return varied"
+            self._reset(f"it left {times}, as after a change of rewards")
 
         present, returns = local.mask > 0, local.returns.expand_as(local.mask)
         ends = [-returns.where(present, math.inf).amin(), returns.where(present, -math.inf).amax(), largest_ratio]
@@ -122,6 +126,14 @@ class Value:
         self._tokens = self.decay_per_batch * self._tokens + tokens
         self._fit()
         return metrics
+
+    @property
+    def usual_power(self) -> float:
+        """What B0 left in earlier batches, per energy."""
+        if self._sums is None:
+            return 0.0
+        sums = self._sums.sum(dim=0)  # of products of features, of which the first is 1, and, last, of G − B0
+        return (sums[-1, -1] / sums[0, 0].clamp(min=1e-30)).item()
 
     def state_dict(self) -> dict[str, Any]:
         return copy.deepcopy(vars(self))
@@ -162,14 +174,14 @@ class Value:
         Sums that V is fitted to, by fold; the power that B0 and B leave, with what else a batch tells; and what
         [`measured`] returns.
         """
-        sums, total, of_draws, largest = b0.new_zeros(1), b0.new_zeros(6), b0.new_zeros(len(COLUMNS)), b0.new_ones(())
+        sums, total, of_draws, largest = b0.new_zeros(1), b0.new_zeros(7), b0.new_zeros(len(COLUMNS)), b0.new_ones(())
         for x, b, rows in blocks(local, b0):
             of, target, weights = read(x, b), (x.returns - b).expand_as(x.mask), x.need("loss_energy")
             state, whole = (x.returns - values for values in self._baseline(of, b))
             powers = [(weights * left.square()).sum() for left in (target, whole, state)]
             squares = (weights * (x.returns.square() + b.square())).sum()
             present = x.mask * of.known
-            total += torch.stack([*powers, squares, x.mask.sum() - present.sum(), present.sum()])
+            total += torch.stack([*powers, squares, x.mask.sum() - present.sum(), present.sum(), weights.sum()])
             columns = torch.cat([of.numbers, target.unsqueeze(-1)], dim=-1)
             sums = sums + products(columns, present, fold[rows], self.prompt_folds)
             of_block, largest_of_block = measured(of, x)
