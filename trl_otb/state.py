@@ -10,6 +10,7 @@ from transformers import Trainer
 
 import trl_otb
 
+from .baselines import find_baseline
 from .run_baseline import RunBaseline
 from .seam.contract import trl_utils
 from .seam.forwards import PolicyRecorder
@@ -23,6 +24,7 @@ STATE_FILE = "baseline.pt"  # in a checkpoint
 class KeepsBaseline(Trainer):
     """A [`~transformers.Trainer`] whose checkpoints hold the state of its baseline."""
 
+    applies_baseline = True  # of its config; see `warn_of_other_trainer`
     baseline: RunBaseline
     recorder: PolicyRecorder
     scale_rewards: Any
@@ -33,11 +35,46 @@ class KeepsBaseline(Trainer):
         """The model without the PEFT wrapper."""
         return self.model.get_base_model() if is_peft_model(self.model) else self.model
 
+    def load_checkpoint(self, folder: str | Path) -> None:
+        """
+        Restore weights, and what the baseline has learned, to measure or sample with them;
+        `train(resume_from_checkpoint=…)` restores a run. A `ValueError` if `folder` holds no checkpoint, or if it is
+        one of DeepSpeed or FSDP.
+        """
+        if not Path(folder).is_dir():
+            raise ValueError(f"There is no checkpoint in {folder}: it is no folder.")
+        if self.is_deepspeed_enabled or self.is_fsdp_enabled:
+            raise ValueError(
+                f"{folder} cannot be loaded here: with DeepSpeed or FSDP weights are restored by "
+                "`train(resume_from_checkpoint=…)` alone. Save the model, and load it from its folder."
+            )
+        self._load_from_checkpoint(str(folder))
+        self._load_baseline(Path(folder))
+
+    def check_unchanged(self) -> None:
+        """Raise a `ValueError` if the config names another baseline than it did when the trainer was made."""
+        now, kept = getattr(self.args, "baseline", None), self.baseline.entry.name
+        if now is not None and now != kept and find_baseline(now).name != kept:
+            raise ValueError(
+                f"`args.baseline` was set to {now!r} after the trainer was made with {kept!r}, which it keeps. Make a "
+                "new trainer."
+            )
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is None or not (self.baseline.entry.learns or self.baseline.running_scale):
+        if checkpoint is None:
             return
-        path, name = Path(checkpoint) / STATE_FILE, self.baseline.entry.name
+        sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled  # whose files have other names
+        missing = [name for name in ("optimizer.pt", "scheduler.pt") if not (Path(checkpoint) / name).exists()]
+        if missing and not sharded:
+            logger.warning(
+                f"{checkpoint} has no {' and no '.join(missing)}, as with `save_only_model`: optimizer and learning "
+                "rate start anew, and the run is not the one that would have gone on."
+            )
+        self._load_baseline(Path(checkpoint))
+
+    def _load_baseline(self, checkpoint: Path) -> None:
+        path, name, learns = checkpoint / STATE_FILE, self.baseline.entry.name, self.baseline.entry.learns
         try:
             state = dict(torch.load(path, weights_only=True, map_location="cpu")) if path.exists() else {}
         except Exception as error:  # of pickle, of all kinds
@@ -45,13 +82,24 @@ class KeepsBaseline(Trainer):
                 f"{path} is damaged, or no file of trl_otb's trainers ({type(error).__name__}). Remove it, and the "
                 "baseline starts with empty state."
             ) from None
+        if "baseline" in state and not learns:
+            logger.warning(
+                f"The checkpoint holds the state of {state['baseline']!r}, which `baseline={name!r}` does not use: the "
+                "run goes on with another baseline, and that state is lost with the next checkpoint."
+            )
+        if ("scale" in state) != (self.baseline.running_scale is not None):
+            had, has = ("a", "no") if "scale" in state else ("no", "a")
+            logger.warning(
+                f"The checkpoint holds {had} running scale of advantages, and the run has {has} running scale: "
+                "advantages are now of another size. Set `scale_rewards` as it was."
+            )
         if not self.baseline.load_state_dict(state):
             content = f"the state of {state['baseline']!r}" if "baseline" in state else "nothing"
             logger.warning(
                 f"The checkpoint holds {content} for `baseline={name!r}`, which learns from earlier batches: it now "
                 "starts with empty state."
             )
-        elif self.baseline.entry.learns:
+        elif learns:
             self.recorder.projection = state.get("projection")
             # Less in a file of OTBGRPOTrainer
             self.extra_state = {key: state.get(key, value) for key, value in self.extra_state.items()}

@@ -16,7 +16,7 @@ from .rollout import Rollout, Rollouts, prompt_keys
 from .rollout.page import RolloutPages
 from .run_baseline import RunBaseline, Step
 from .seam.contract import GRPO, BrokenContract, check_config, check_subclass, trl_utils, users_methods
-from .seam.draws import draw_ratio
+from .seam.draws import draw_ratio, dropout_of, warning_of_dropout
 from .seam.forwards import PolicyRecorder, scores_anyway, values_of_batch
 from .seam.loss import TokenLoss
 from .seam.rollouts import RecordsRewards, rollout_of
@@ -74,7 +74,6 @@ class OTBGRPOTrainer(KeepsBaseline, RecordsRewards, CollectiveToolLoop, TokenLos
             args = OTBGRPOConfig(f"{name.rstrip('/').split('/')[-1]}-OTB")
         if not isinstance(args, GRPOConfig):
             raise TypeError(f"`args` is a {type(args).__name__}: OTBGRPOTrainer takes an OTBGRPOConfig.")
-        args.of_trl_otb = True  # see `warn_of_other_trainer`
         own_loss = bool(users_methods(self, ("_compute_loss", "compute_loss")))
         self.baseline = RunBaseline(check_options(args, own_loss), running_scale=args.scale_rewards == "running")
         self.rollouts: dict[str, Rollout] = Rollouts()  # the latest one of each mode, "train" and "eval"
@@ -110,12 +109,12 @@ class OTBGRPOTrainer(KeepsBaseline, RecordsRewards, CollectiveToolLoop, TokenLos
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """[`~trl.GRPOTrainer`]'s `train`; raises a `ValueError` if the dataset is too small for a single step."""
-        if (now := check_options(self.args).name) != (kept := self.baseline.entry.name):
-            raise ValueError(
-                f"`args.baseline` was set to {now!r} after the trainer was made with {kept!r}, which it keeps. Make "
-                "a new trainer."
-            )
-        logger.info(f"Training with `baseline={kept!r}` and `scale_rewards={self.args.scale_rewards!r}`.")
+        check_options(self.args)
+        self.check_unchanged()
+        name = self.baseline.entry.name
+        if name == "value" and (dropout := dropout_of(self.policy)):
+            logger.warning_once(warning_of_dropout(dropout))
+        logger.info(f"Training with `baseline={name!r}` and `scale_rewards={self.args.scale_rewards!r}`.")
         before = self.rollouts.get("train")
         result = super().train(*args, **kwargs)
         # Where data ran out transformers stops training, too, but before the first rollout
@@ -132,6 +131,7 @@ class OTBGRPOTrainer(KeepsBaseline, RecordsRewards, CollectiveToolLoop, TokenLos
     # A generation batch: sampled, rewarded, with advantages
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        self.check_unchanged()  # which a callback may have done
         mode = "train" if self.model.training else "eval"  # which a reward function may change
         rollout, completions, batch = self.collect(inputs)
         gather = self.accelerator.gather if self.accelerator.num_processes > 1 else None

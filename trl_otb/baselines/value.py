@@ -161,12 +161,17 @@ class Value:
         """B without later luck, and B."""
         if self.eta is None or self.theta is None or self.gamma is None:
             return (b0.expand_as(of.sure),) * 2
-        phi, psi = self._features(of, self._centred_v(of, b0, self.eta))
+        v = self._centred_v(of, b0, self.eta)
+        phi, psi = self._features(of, v)
         least, most = self._returns_seen
         predicted = b0 + self.weight * (phi @ self.theta.to(phi))
         state = predicted.clamp(b0.clamp(max=least), b0.clamp(min=most))
-        # Known before the draw, so that it may be bounded; the sum may not, or its mean would not be 0
-        per_draw = (psi @ self.gamma.to(psi)).clamp(least - most, most - least)
+        # Known before the draw, so that it may be bounded; the sum may not, or its mean would not be 0. No draw, whose d
+        # is between σ − √σ and σ, takes V out of the returns seen
+        above, below = ((most - least) / 2 - v).clamp(min=0), ((most - least) / 2 + v).clamp(min=0)
+        lucky, unlucky = (of.sure.sqrt() - of.sure).clamp(min=1e-9), of.sure.clamp(min=1e-9)
+        rise, fall = torch.minimum(above / unlucky, below / lucky), torch.minimum(below / unlucky, above / lucky)
+        per_draw = (psi @ self.gamma.to(psi)).clamp(-fall, rise)
         return state, state + self.luck_weight * later(of.luck * per_draw)
 
     def _measure(self, local: Completions, b0: Tensor, fold: Tensor) -> list[Tensor]:

@@ -6,7 +6,7 @@ from typing import Any
 from accelerate.logging import get_logger
 
 from ...baselines import Baseline, find_baseline
-from ...config import warn_of_other_trainer
+from ...config import refuse_unknown, warn_of_other_trainer
 from ...rollout.page import SAVE_ROLLOUTS, check_steps
 from .worker import AsyncGRPOConfig
 
@@ -36,6 +36,10 @@ class AsyncOTBGRPOConfig(AsyncGRPOConfig):
     )
 
     save_rollouts_steps: int | None = field(default=None, metadata={"help": SAVE_ROLLOUTS})
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "AsyncOTBGRPOConfig":
+        refuse_unknown(cls, kwargs)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         by_default = self.scale_rewards is None

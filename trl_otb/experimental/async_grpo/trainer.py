@@ -17,7 +17,7 @@ from ...rollout import Rollout, Rollouts
 from ...rollout.page import RolloutPages
 from ...run_baseline import RunBaseline
 from ...seam.contract import users_loss
-from ...seam.draws import changed_distribution
+from ...seam.draws import changed_distribution, dropout_of, warning_of_dropout
 from ...seam.forwards import PolicyRecorder
 from ...seam.loss import check_product
 from ...state import KeepsBaseline
@@ -92,7 +92,6 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
             args = AsyncOTBGRPOConfig(f"{model.rstrip('/').split('/')[-1]}-AsyncOTB")
         if not isinstance(args, AsyncGRPOConfig):
             raise TypeError(f"`args` is a {type(args).__name__}: AsyncOTBGRPOTrainer takes an AsyncOTBGRPOConfig.")
-        args.of_trl_otb = True  # see `warn_of_other_trainer`
         if not hasattr(args, "scale_rewards"):
             warn_of_scale()
         self.baseline = RunBaseline(check_async_options(args))
@@ -103,7 +102,12 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
         self.scale_rewards = getattr(args, "scale_rewards", "none")
         self._check_users_loss()
         self.recorder = PolicyRecorder(self.policy, self.temperature, False)
-        self._luck_is_known = changed_distribution(args) is None
+        changed, dropout = changed_distribution(args), dropout_of(self.policy)
+        self._luck_is_known = changed is None
+        if self.baseline.entry.name == "value" and changed is not None:
+            logger.warning_once(f"Later luck is not subtracted: {changed}.")
+        if self.baseline.entry.name == "value" and dropout is not None:
+            logger.warning_once(warning_of_dropout(dropout))
         self._to_learn: list[Sample] = []
         self._to_come: dict[int, int] = {}  # of the groups of this step, the samples that are still to come
         # Decayed sums of earlier returns, and of 1
@@ -134,6 +138,7 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
             )
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.check_unchanged()  # which a callback may have done
         self._check_users_loss()  # methods may be set on a trainer, too
         return super().training_step(*args, **kwargs)
 
