@@ -75,6 +75,8 @@ def main(argv: list[str]) -> OTBGRPOTrainer:
     )
     common.prepare(trainer)
     if options.compare_baselines is not None:
+        if checkpoint is not None:
+            trainer.load_checkpoint(checkpoint)
         chosen = {"seed": args.seed, **json.loads(options.compare_baselines)}
         trainer.accelerator.print(compare_baselines(trainer, **chosen))
         return trainer
