@@ -344,6 +344,29 @@ def test_it_stays_within_the_returns_seen():
         assert (found >= 0).all() and (found <= batch.base.clamp(min=1)).all()  # B0 has left them, no further
 
 
+def test_one_draws_luck_stays_within_the_returns_seen():
+    """Whatever is drawn, and whatever Γ says: by a tenth of their width, from V; and it changes little that is near."""
+    value, g = learnt(seen=True), torch.Generator().manual_seed(0)
+    for scale in (0.1, 1.0, 1e3):
+        v, per_luck = torch.rand(8, 400, generator=g) - 0.5, scale * torch.randn(8, 400, generator=g)
+        policy = (5 * torch.rand(8, 400, 1, generator=g) * torch.randn(8, 400, 6, generator=g)).softmax(-1)
+        sure = policy.square().sum(-1)
+        bounded = parts.bounded_luck(per_luck, sure, v, 1.0)
+        after = v.unsqueeze(-1) + (sure.unsqueeze(-1) - policy) * bounded.unsqueeze(-1)
+        assert after.abs().max() <= 0.6 + 1e-5 and bounded.abs().max() <= 1
+        assert ((bounded == per_luck).float().mean() > 0.95) == (scale == 0.1)
+    # In a batch of which one token's luck is subtracted, by a coefficient that is far off
+    task, farthest = Task(100, seen=True), 0.0
+    value.gamma = 30 * value.gamma
+    without = task.batch(draw_ratio=torch.zeros(task.mask.shape)).baseline(value)
+    for t in range(1, T):
+        batch = task.batch(draw_ratio=(torch.arange(T) == t).float().expand(task.mask.shape))
+        moved = (batch.baseline(value) - without)[:, t - 1] / value.luck_weight
+        v = value._centred_v(parts.read(batch.x, batch.base), batch.base, value.eta)[:, t]
+        farthest = max(farthest, (v + moved).abs().max().item())
+    assert 0.55 < farthest <= 0.6 + 1e-3
+
+
 @pytest.mark.parametrize(("factor", "level"), [(100, 0), (1, 1e3), (1, 1e5)])
 def test_it_follows_units_and_level_of_rewards(factor, level):
     value = Value()

@@ -13,7 +13,7 @@ from torch import Tensor
 from .completions import Completions, numbered
 from .luck import COLUMNS, DECAYS, NEAR, TOO_FAR, decayed, deviations, measured
 from .pooled import pooled
-from .value_parts import OF_LUCK, Reading, blocks, features, later, products, read, solution
+from .value_parts import OF_LUCK, Reading, blocks, bounded_luck, features, later, products, read, solution
 
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,8 @@ class Value:
     holds the sums.
 
     A batch's weight decays by 0.9 per batch. c₁ and c₂ are cross-validated over four folds of prompts, and limited
-    while prompts or tokens are few. B0 + c₁ θ·φ stays within the returns seen so far, Γ·ψ within their width. What was
+    while prompts or tokens are few. B0 + c₁ θ·φ stays within the returns seen so far, and Γ·ψ is such that no
+    single draw takes V out of them by more than a tenth of their width. What was
     learned is discarded after two batches in a row of which B left over twice B0's power, or, where no return varies,
     over half of B0's usual power. In OTBGRPOTrainer a prompt
     keeps B0 where B leaves too much power in the other prompts of a batch ([`~trl_otb.run_baseline.RunBaseline`]);
@@ -166,12 +167,8 @@ class Value:
         least, most = self._returns_seen
         predicted = b0 + self.weight * (phi @ self.theta.to(phi))
         state = predicted.clamp(b0.clamp(max=least), b0.clamp(min=most))
-        # Known before the draw, so that it may be bounded; the sum may not, or its mean would not be 0. No draw, whose d
-        # is between σ − √σ and σ, takes V out of the returns seen
-        above, below = ((most - least) / 2 - v).clamp(min=0), ((most - least) / 2 + v).clamp(min=0)
-        lucky, unlucky = (of.sure.sqrt() - of.sure).clamp(min=1e-9), of.sure.clamp(min=1e-9)
-        rise, fall = torch.minimum(above / unlucky, below / lucky), torch.minimum(below / unlucky, above / lucky)
-        per_draw = (psi @ self.gamma.to(psi)).clamp(-fall, rise)
+        # Known before the draw, so that it may be bounded; the sum may not, or its mean would not be 0
+        per_draw = bounded_luck(psi @ self.gamma.to(psi), of.sure, v, most - least)
         return state, state + self.luck_weight * later(of.luck * per_draw)
 
     def _measure(self, local: Completions, b0: Tensor, fold: Tensor) -> list[Tensor]:
