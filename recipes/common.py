@@ -245,8 +245,8 @@ def check_csv(path: Path) -> None:
         for row in rows:
             if row and len(row) != len(header):
                 raise ValueError(
-                    f"{path}, line {rows.line_num}, has {len(row)} fields, and the first line {len(header)}: put a text "
-                    f'that holds a comma in quotes. The row begins with {",".join(row)[:60]!r}.'
+                    f"{path}, line {rows.line_num}, has {len(row)} fields, and the first line {len(header)}: put a "
+                    f"text that holds a comma in quotes. The row begins with {','.join(row)[:60]!r}."
                 )
 
 

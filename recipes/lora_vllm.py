@@ -66,8 +66,8 @@ def main(argv: list[str]) -> OTBGRPOTrainer:
     problems = load_problems(options)
     if not 0 < options.num_held_out_problems < len(problems):
         raise ValueError(
-            f"--num_held_out_problems is {options.num_held_out_problems}, and {options.dataset_name} has {len(problems)} "
-            "problems: give 1 or more, so that some are left to train on."
+            f"--num_held_out_problems is {options.num_held_out_problems}, and {options.dataset_name} has "
+            f"{len(problems)} problems: give 1 or more, so that some are left to train on."
         )
     problems = problems.train_test_split(test_size=options.num_held_out_problems, seed=0)
     trainer = OTBGRPOTrainer(

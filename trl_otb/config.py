@@ -119,7 +119,7 @@ class OTBGRPOConfig(GRPOConfig):
         return super().get_warmup_steps(*args)
 
 
-def refuse_unknown(cls: type, given: Mapping[str, Any]) -> None:
+def refuse_unknown(cls: Any, given: Mapping[str, Any]) -> None:
     """Raise a `TypeError` that suggests a name if `cls` has no option of a given one."""
     parameters = inspect.signature(cls.__init__).parameters
     if any(of.kind is of.VAR_KEYWORD for of in parameters.values()):  # a class with an `__init__` of its own

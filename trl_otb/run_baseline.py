@@ -111,8 +111,9 @@ class RunBaseline:
         prompts of the batch, as where rewards jump; and the share of completions for which that is so.
 
         The other prompts are measured with the B0 of their own group, which takes two completions. If the returns of
-        none of them vary, B0's power is 0, and half of its usual one, by earlier batches, is allowed. For N = 1 each half of the batch is measured with the B0 of that half, and decides for the other,
-        if B leaves more than twice B0's power. So no decision depends on the completions that it is made for.
+        none of them vary, B0's power is 0, and half of its usual one, by earlier batches, is allowed. For N = 1 each
+        half of the batch is measured with the B0 of that half, and decides for the other, if B leaves more than twice
+        B0's power. So no decision depends on the completions that it is made for.
         """
         n, energy = local.num_generations, local.need("loss_energy")
         own = slice(first_row, first_row + len(local))

@@ -556,5 +556,7 @@ def test_wrong_log_probs_of_the_sampler_are_noticed(train_async, caplog, wrong):
     if wrong is None:
         assert not any(left_out) and "Later luck" not in caplog.text
     else:
-        assert any(left_out) and all(left_out[left_out.index(1.0) :]) and trainer.baseline.entry.estimator.luck_weight == 0
+        assert (
+            any(left_out) and all(left_out[left_out.index(1.0) :]) and trainer.baseline.entry.estimator.luck_weight == 0
+        )
         assert "the ratio of policy to sampler has a mean of" in caplog.text

@@ -56,7 +56,8 @@ def batches(number, rows, tokens, kind, noise=0.0, group=4, drawn=None, loss="to
             ones = torch.ones(rows, tokens)
             x = Completions(
                 ones, ones[:, :1], ones, ones[:, :1], tokens * ones[:, :1], group, torch.arange(rows) // group,
-                energy[i], (of_loss * energy)[i], pi[i].log(), draw_ratio=ratio[i] if noise and loss == "token" else None,
+                energy[i], (of_loss * energy)[i], pi[i].log(),
+                draw_ratio=ratio[i] if noise and loss == "token" else None,
             )  # fmt: skip
             yield SimpleNamespace(known=ones > 0, sure=sure[i], luck=((sure - pi) * by_token)[i]), x
 

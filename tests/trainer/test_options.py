@@ -13,7 +13,7 @@ from tests.helpers.oracles import energies_by_softmax, generated, logps_by_softm
 from tests.helpers.recording import first_rollout
 from tests.helpers.settings import SETTINGS, SOURCES, assert_same_weights, in_turn, logged, scripted_rollout, weights
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
-from trl_otb.baselines import compute_advantages, register_baseline
+from trl_otb.baselines import BASELINES, compute_advantages, register_baseline
 from trl_otb.config import LOSS_TYPES
 from trl_otb.run_baseline import RunBaseline, RunningScale
 

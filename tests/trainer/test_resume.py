@@ -87,7 +87,9 @@ def test_a_checkpoint_without_optimizer_is_named(train, tmp_path, caplog, lost):
     train(save_strategy="steps", save_steps=1, **run)
     (tmp_path / "run" / "checkpoint-1" / lost).unlink()
     train(train=False, **run).train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
-    assert f"checkpoint-1 has no {lost}, as with `save_only_model`: optimizer and learning rate start anew" in caplog.text
+    assert (
+        f"checkpoint-1 has no {lost}, as with `save_only_model`: optimizer and learning rate start anew" in caplog.text
+    )
 
 
 def test_a_checkpoint_of_another_baseline_or_scale_is_named(train, tmp_path, caplog):

@@ -15,7 +15,17 @@ LARGEST_SPREAD = 1.0  # of log ρ per root of the energy: with more, ratios say 
 # Of a batch's weight, per batch: as of all that is learned; and slower, which finds a deviation that is small but stays
 DECAYS = (0.9, 0.99)
 # For each batch; those that make a variance are weighted by the square of the batch's weight
-COLUMNS = ("tokens", "luck", "excess", "log_squares", "energy", "luck_squares", "luck_bound", "excess_squares", "unsure")
+COLUMNS = (
+    "tokens",
+    "luck",
+    "excess",
+    "log_squares",
+    "energy",
+    "luck_squares",
+    "luck_bound",
+    "excess_squares",
+    "unsure",
+)
 
 
 def measured(of: Reading, x: Completions) -> tuple[Float[Tensor, " 9"], Float[Tensor, ""]]:

@@ -66,7 +66,8 @@ class Value:
         self._prompts = 0  # in all batches
         self._returns_seen = (math.inf, -math.inf)  # minimum and maximum
         self._doubted = False  # whether B left too much of the last batch
-        self._draws = torch.zeros(len(DECAYS), len(COLUMNS), dtype=torch.float64)  # what is measured of the luck of tokens
+        # What is measured of the luck of tokens
+        self._draws = torch.zeros(len(DECAYS), len(COLUMNS), dtype=torch.float64)
         self._largest_ratio = 1.0  # of the draws
         self._luck_left_out = False  # since its mean is not 0
 
@@ -234,7 +235,8 @@ class Value:
         self._draws = decayed(self._draws, new)
         self._largest_ratio = max(self.decay_per_batch * self._largest_ratio, largest_ratio)
         found = [deviations(sums, self._largest_ratio) for sums in self._draws]
-        far, name, mean, error = max((far, name, *of_mean) for of in found for name, (*of_mean, far) in of.items())
+        each = [(far, name, mean, error) for of in found for name, (mean, error, far) in of.items()]
+        far, name, mean, error = max(each)
         if self._luck_left_out != (far > (NEAR if self._luck_left_out else TOO_FAR)):
             self._luck_left_out = not self._luck_left_out
             what = {"luck": "luck per token", "ratio": "the ratio of policy to sampler"}[name]

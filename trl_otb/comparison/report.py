@@ -200,7 +200,7 @@ class BaselineReport:
         return json.loads(json.dumps(asdict(self)), parse_constant=lambda constant: None)
 
     def save(self, folder: str | Path) -> None:
-        """Write `report.json` and `report.html`, the text with the picture if matplotlib is installed, into `folder`."""
+        """Write `report.json` and `report.html`, the text, with a picture if matplotlib is there, into `folder`."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "report.json").write_text(json.dumps(self.to_json(), indent=1), encoding="utf-8")
@@ -211,7 +211,8 @@ class BaselineReport:
             data = base64.b64encode(self.plot()._repr_png_()).decode()
             picture = f"<img alt='how many more prompts the control needs' src='data:image/png;base64,{data}'>"
         (folder / "report.html").write_text(
-            f"<!doctype html><meta charset='utf-8'><title>Baselines</title><pre>{html.escape(repr(self))}</pre>{picture}",
+            f"<!doctype html><meta charset='utf-8'><title>Baselines</title><pre>{html.escape(repr(self))}</pre>"
+            + picture,
             encoding="utf-8",
         )
 
