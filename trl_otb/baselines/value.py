@@ -47,7 +47,9 @@ class Value:
 
     Unbiased, since B_t depends on what precedes y_t, and on sums of later terms whose mean is 0 given what precedes
     them; θ, Γ and c on earlier batches. Where tokens are drawn from a distribution that is not recorded, later luck is
-    left out (`Completions.draw_ratio`). Importance ratios of the loss weight only what it learns from.
+    left out (`Completions.draw_ratio`), and from the next batch on where it is measured that its mean is not 0
+    ([`~trl_otb.baselines.luck`]). Importance ratios of the loss weight only what it learns from; where they are cut, as
+    completions by `sequence_mask`, no baseline is unbiased.
     """
 
     decay_per_batch = 0.9  # of a batch's weight
