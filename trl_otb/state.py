@@ -78,6 +78,8 @@ class KeepsBaseline(Trainer):
         try:
             state = dict(torch.load(path, weights_only=True, map_location="cpu")) if path.exists() else {}
         except Exception as error:  # of pickle, of all kinds
+            if not (learns or self.baseline.running_scale):
+                return  # nothing of it is used
             raise ValueError(
                 f"{path} is damaged, or no file of trl_otb's trainers ({type(error).__name__}). Remove it, and the "
                 "baseline starts with empty state."

@@ -183,9 +183,10 @@ class OnRloo(Value):
         return BASELINES["rloo"].estimator(x)
 
 
+@pytest.mark.parametrize("width", [10.0, 1.0])  # of the returns seen: 1 bounds prediction and luck
 @pytest.mark.parametrize("weighted", [None, "by completion", "by token"])
 @pytest.mark.parametrize("n", [1, 2, 3])
-def test_what_it_subtracts_is_unbiased(n, weighted):
+def test_what_it_subtracts_is_unbiased(n, weighted, width):
     """
     By all groups of a policy whose completions are all listed. Another sampler's completions are weighted with a ratio
     of their own, which depends on all of their tokens; or each token is, which leaves out the tokens before it: then
@@ -196,7 +197,7 @@ def test_what_it_subtracts_is_unbiased(n, weighted):
     ratio = of_tokens if weighted == "by token" else of_tokens.prod(1, keepdim=True)
     value, g = OnRloo(), torch.Generator().manual_seed(0)
     value.eta, value.theta, value.gamma = (torch.randn(k, generator=g) for k in (9 + 2 * V + 2, 28, 14))
-    value.weight, value.luck_weight, value._returns_seen = 0.7, 0.9, (-10.0, 10.0)
+    value.weight, value.luck_weight, value._returns_seen = 0.7, 0.9, (-width, width)
     rule = replace(BASELINES["value"], estimator=value)
     # A state that predicts token t: the tokens before it
     tokens = torch.tensor([[*history, 0, 0][:3] for history, _, _ in policy.completions])
@@ -513,6 +514,17 @@ def test_own_return_does_not_decide_what_is_subtracted(jump, n):
         found.append(run.step(batch.x).baselines[5])
         assert (found[-1] != batch.base[5]).any() == (jump == 0)
     torch.testing.assert_close(found[1:], [found[0]] * 2, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("n", [1, N])
+def test_own_return_does_not_decide_where_no_other_varies(n):
+    run = run_baseline.RunBaseline(replace(BASELINES["value"], estimator=learnt(seen=True)))
+    task, found = Task(100, seen=True), []
+    for own in (0.0, 1.0, 100.0):
+        batch = task.batch(2.0 + own * (torch.arange(64) == 5), n=n)
+        found.append(run.step(batch.x).baselines[5])
+        torch.testing.assert_close(found[-1], batch.base[5].expand(T), atol=1e-6, rtol=0)  # the others keep B0 for it
+    torch.testing.assert_close(found[1:], [found[0]] * 2, atol=1e-5, rtol=0)
 
 
 def test_rewards_along_the_way_are_read():
