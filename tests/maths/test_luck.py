@@ -211,3 +211,16 @@ def test_unknown_draws_are_not_measured():
         found = Task(seed, seen=True).batch(draw_ratio=torch.zeros(Task(seed).mask.shape)).teach(value)
     assert math.isnan(found["luck_mean"]) and found["luck_left_out"] == 1 and value._draws.sum() == 0
     assert not value._luck_left_out and set(found) == {*NAMES}
+
+
+def test_broken_numbers_do_not_end_the_measuring():
+    """Energies and states that are not finite, and ratios beyond float32's squares."""
+    value = Value()
+    for seed in range(6):
+        task = Task(seed, seen=True)
+        ratio = torch.ones(task.mask.shape)
+        if seed < 2:
+            task.energy[3, 2], task.states[5, 1], task.logps[7, 0] = math.nan, math.inf, -math.inf
+            ratio[9, 1], ratio[11, 0], ratio[13, 0] = 1e30, math.inf, math.nan
+        found = task.batch(draw_ratio=ratio if seed == 0 else None).teach(value)
+    assert value._draws.isfinite().all() and math.isfinite(found["luck_mean"]) and not found["luck_left_out"]

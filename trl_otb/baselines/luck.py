@@ -11,6 +11,7 @@ from .value_parts import Reading
 
 
 TOO_FAR, NEAR = 5.0, 2.5  # standard errors: beyond the first luck is left out, until it is within the second
+LARGEST_RATIO = 1e6  # that is counted, so that squares stay finite
 LARGEST_SPREAD = 1.0  # of log ρ per root of the energy: with more, ratios say little of anything
 # Of a batch's weight, per batch: as of all that is learned; and slower, which finds a deviation that is small but stays
 DECAYS = (0.9, 0.99)
@@ -30,25 +31,27 @@ COLUMNS = (
 
 def measured(of: Reading, x: Completions) -> tuple[Float[Tensor, " 9"], Float[Tensor, ""]]:
     """Sums over the tokens whose luck is subtracted, one for each of `COLUMNS`; and the largest ratio."""
-    drawn_from_policy = x.draw_ratio is None
+    energy = x.need("energy")
     ratio = torch.ones_like(x.mask) if x.draw_ratio is None else x.draw_ratio
-    present = (x.mask * of.known > 0) & ratio.isfinite() & (ratio > 0)
-    ratio, one_each = ratio.where(present, 1.0), x.mask.new_ones(len(x), 1)
-    if drawn_from_policy:  # the loss may weight each completion by a ratio of its own
-        energies = (x.need("loss_energy").sum(dim=1), x.need("energy").sum(dim=1))
-        one_each = (energies[0] / energies[1].clamp(min=1e-30)).where(energies[1] > 0, 1.0).sqrt().unsqueeze(1)
-    luck = of.luck.where(present, 0.0) * one_each
+    present = (x.mask * of.known > 0) & ratio.isfinite() & (ratio > 0) & energy.isfinite()
+    limited = ratio.clamp(max=LARGEST_RATIO)
+    luck, ratio = (of.luck * (limited / ratio)).where(present, 0.0), limited.where(present, 1.0)
+    of_completion = x.mask.new_ones(len(x), 1)
+    if x.draw_ratio is None:  # the loss may weight each completion by a ratio of its own
+        squares = x.need("loss_energy").sum(dim=1) / energy.sum(dim=1).clamp(min=1e-30)
+        of_completion = squares.where(energy.sum(dim=1) > 0, 1.0).sqrt().clamp(max=LARGEST_RATIO).unsqueeze(1)
+    luck = (luck * of_completion).where(of_completion.isfinite(), 0.0)
     # Σ π³ ≤ (Σ π²)^1.5, so that this is at least the variance of π(y)
-    bound = (of.sure.pow(1.5) - of.sure.square()).clamp(min=0) * one_each.square()
+    bound = (of.sure.pow(1.5) - of.sure.square()).clamp(min=0) * of_completion.nan_to_num().square()
     # Luck has mean 0 given the tokens before, so that tokens of a completion are uncorrelated; with a ratio that
     # depends on all of them only completions are
-    terms = luck.sum(dim=1) if bool((one_each != 1).any()) else luck
+    terms = luck.sum(dim=1) if bool((of_completion != 1).any()) else luck
     of_tokens = {
         "tokens": present.float(),
         "luck": luck,
         "excess": ratio - 1,
         "log_squares": ratio.log().square(),
-        "energy": x.need("energy"),
+        "energy": energy,
         "luck_squares": terms.square(),
         "luck_bound": bound,
         "excess_squares": (ratio - 1).square(),
@@ -58,7 +61,7 @@ def measured(of: Reading, x: Completions) -> tuple[Float[Tensor, " 9"], Float[Te
         (values.where(present, 0.0) if values.shape == present.shape else values).sum()
         for values in (of_tokens[name] for name in COLUMNS)
     ]
-    return torch.stack(sums), torch.maximum(ratio.amax(), one_each.amax())
+    return torch.stack(sums), torch.maximum(ratio.amax(), of_completion.nan_to_num().amax())
 
 
 def decayed(sums: Float[Tensor, "2 9"], new: Float[Tensor, " 9"]) -> Float[Tensor, "2 9"]:
