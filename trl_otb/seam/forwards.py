@@ -162,7 +162,11 @@ class PolicyRecorder:
             processors = prepare(generation_config, *args, **kwargs)
             warpers = [of for of in processors if isinstance(of, TemperatureLogitsWarper)]
             # With a `min_p` of 0 nothing is cut
-            others = [named(of, self.policy) for of in processors if of not in warpers and getattr(of, "min_p", 1) != 0]
+            others = [
+                processor_and_cause(of, self.policy)
+                for of in processors
+                if of not in warpers and getattr(of, "min_p", 1) != 0
+            ]
             if math.prod(of.temperature for of in warpers) != self.temperature:
                 others.append(f"a temperature that is not {self.temperature}{BY_CONFIG}")
             to.processor = next(iter(others), None if generation_config.do_sample else f"do_sample=False{BY_CONFIG}")
@@ -205,7 +209,7 @@ class PolicyRecorder:
         return states
 
 
-def named(processor: Any, policy: Any) -> str:
+def processor_and_cause(processor: Any, policy: Any) -> str:
     """What a processor of logits is, and what it comes from."""
     suppressed, image = getattr(processor, "suppress_tokens", None), getattr(policy.config, "image_token_id", None)
     if image is not None and suppressed is not None and suppressed.flatten().tolist() == [image]:
