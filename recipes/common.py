@@ -4,6 +4,7 @@ What the recipes share: the command line, checkpoints, stopping, problems of dat
 Copy it with a recipe. It needs `pip install '.[recipes]'`, and nothing else of this folder.
 """
 
+import csv
 import json
 import logging
 import os
@@ -73,8 +74,10 @@ def parse(argv: list[str], kinds: tuple[type, ...], file: str, config: str | Non
         if (model_args or [options])[0].model_name_or_path is None:
             raise ValueError("--model_name_or_path is missing: give a hub id or a folder.")
         checkpoint = None
-        if not getattr(options, "compare_baselines", None):
-            checkpoint = find_checkpoint(args)
+        trains = not getattr(options, "compare_baselines", None)
+        if trains or args.resume_from_checkpoint:
+            checkpoint = find_checkpoint(args, trains)
+        if trains:
             keep_to_this_run(Path(args.output_dir))
     except ZeroDivisionError:
         parser.error("--num_generations and batch sizes must be 1 or more.")
@@ -93,8 +96,8 @@ def check_json(name: str, text: str | None) -> None:
         raise ValueError(f"--{name} is {text}, which is not JSON: {error}.") from error
 
 
-def find_checkpoint(args: TrainingArguments) -> str | None:
-    """The checkpoint to resume from. A folder with a run is an error unless the run is to be resumed."""
+def find_checkpoint(args: TrainingArguments, trains: bool = True) -> str | None:
+    """The checkpoint to resume from, or to measure. A folder with a run is an error unless the run is to be resumed."""
     folder, asked = Path(args.output_dir), args.resume_from_checkpoint
     if asked is None:
         if any(folder.glob("checkpoint-*")) or (folder / "trainer_state.json").is_file():
@@ -106,7 +109,7 @@ def find_checkpoint(args: TrainingArguments) -> str | None:
     checkpoint = latest_checkpoint(folder) if asked.lower() in ("latest", "true") else asked
     if checkpoint is None or not Path(checkpoint).is_dir():
         raise ValueError(f"--resume_from_checkpoint is {asked}: there is no checkpoint in {checkpoint or folder}.")
-    if 0 < args.max_steps <= int(Path(checkpoint).name.rpartition("-")[2]):
+    if trains and 0 < args.max_steps <= int(Path(checkpoint).name.rpartition("-")[2]):
         raise ValueError(f"{checkpoint} is the end of a run of {args.max_steps} steps: raise --max_steps to go on.")
     return checkpoint
 
@@ -199,8 +202,12 @@ def read_problems(options: ProblemOptions) -> Dataset:
     """The rows of a file or hub dataset, each question once, with the columns `question`, `answer` and `solution`."""
     name, formats = options.dataset_name, {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
     if file := formats.get(Path(name).suffix):
-        if options.dataset_split != "train":
-            raise ValueError(f"--dataset_split is {options.dataset_split}, and {name} is a file, which has none.")
+        unused = {"dataset_split": "train", "dataset_config": None}
+        for option_of_hub, default in unused.items():
+            if (value := getattr(options, option_of_hub)) != default:
+                raise ValueError(f"--{option_of_hub} is {value}, and {name} is a file, which has none.")
+        if file == "csv" and Path(name).is_file():
+            check_csv(Path(name))
         try:
             data = load_dataset(file, data_files=name, split="train")
         except (StopIteration, ValueError, DatasetGenerationError) as error:
@@ -224,7 +231,23 @@ def read_problems(options: ProblemOptions) -> Dataset:
         return {"question": row[asked], "answer": answer, "solution": solution}
 
     data = data.map(problem, with_indices=True)
-    return data.select(sorted({str(question): i for i, question in enumerate(data["question"])}.values()))
+    data = data.select(sorted({str(question): i for i, question in enumerate(data["question"])}.values()))
+    if len(data) < 2:
+        raise ValueError(f"{name} has a single problem: give 2 or more, as one of them is held out.")
+    return data
+
+
+def check_csv(path: Path) -> None:
+    """A `ValueError` if a row has more or fewer fields than the first: a reader would shift them without a word."""
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = csv.reader(file)
+        header = next(rows, [])
+        for row in rows:
+            if row and len(row) != len(header):
+                raise ValueError(
+                    f"{path}, line {rows.line_num}, has {len(row)} fields, and the first line {len(header)}: put a "
+                    f"text that holds a comma in quotes. The row begins with {','.join(row)[:60]!r}."
+                )
 
 
 def find_column(data: Dataset, chosen: str | None, *usual: str) -> str:
@@ -245,6 +268,9 @@ def generate_problems(options: ProblemOptions, seed: int) -> tuple[Dataset, Data
     """
     import reasoning_gym
 
+    for name in ("prompt_column", "answer_column", "dataset_config"):
+        if (value := getattr(options, name, None)) is not None:
+            raise ValueError(f"--{name} is {value}, and {options.dataset_name} makes its problems: leave it out.")
     sizes = {10**9: options.num_held_out_problems, 10**6 * (seed + 1): options.num_train_problems or 20_000}
     task, chosen = options.dataset_name.partition(":")[2], json.loads(options.dataset_options)
     held_out, train = (reasoning_gym.create_dataset(task, size=n, seed=s, **chosen) for s, n in sizes.items())

@@ -63,7 +63,13 @@ def main(argv: list[str]) -> OTBGRPOTrainer:
     options, args, model_args, checkpoint = parse(
         argv, (Options, OTBGRPOConfig, ModelConfig), __file__, "lora_vllm.yaml"
     )
-    problems = load_problems(options).train_test_split(test_size=options.num_held_out_problems, seed=0)
+    problems = load_problems(options)
+    if not 0 < options.num_held_out_problems < len(problems):
+        raise ValueError(
+            f"--num_held_out_problems is {options.num_held_out_problems}, and {options.dataset_name} has "
+            f"{len(problems)} problems: give 1 or more, so that some are left to train on."
+        )
+    problems = problems.train_test_split(test_size=options.num_held_out_problems, seed=0)
     trainer = OTBGRPOTrainer(
         model=model_args.model_name_or_path,
         reward_funcs=accuracy_reward,

@@ -30,6 +30,7 @@ from trl.rewards import accuracy_reward
 
 import common
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer, compare_baselines
+from trl_otb.state import load_checkpoint
 
 
 # Data, and the reward: 1 for a right answer, 0 for a wrong one
@@ -75,6 +76,8 @@ def main(argv: list[str]) -> OTBGRPOTrainer:
     )
     common.prepare(trainer)
     if options.compare_baselines is not None:
+        if checkpoint is not None:
+            load_checkpoint(trainer, checkpoint)
         chosen = {"seed": args.seed, **json.loads(options.compare_baselines)}
         trainer.accelerator.print(compare_baselines(trainer, **chosen))
         return trainer

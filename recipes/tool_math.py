@@ -32,6 +32,7 @@ from trl.rewards import accuracy_reward
 
 import common
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer, compare_baselines
+from trl_otb.state import load_checkpoint
 
 
 @dataclass
@@ -129,6 +130,8 @@ def main(argv: list[str]) -> OTBGRPOTrainer:
     )
     common.prepare(trainer)
     if options.compare_baselines is not None:
+        if checkpoint is not None:
+            load_checkpoint(trainer, checkpoint)
         chosen = {"seed": args.seed, **json.loads(options.compare_baselines)}
         trainer.accelerator.print(compare_baselines(trainer, **chosen))
         return trainer

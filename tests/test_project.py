@@ -87,6 +87,28 @@ def test_notebook_needs_no_repository():
     assert imported - set(sys.stdlib_module_names) == {"datasets", "pandas", "torch", "transformers", "trl", "trl_otb"}
 
 
+MINIMAL = (ROOT / "recipes" / "minimal.py").read_text()
+
+
+def learned_by(done):
+    """The share of answers that minimal.py got right after training."""
+    before, after = map(float, re.search(r"all_right/mean: ([\d.]+) before, ([\d.]+) after", done.stdout).groups())
+    assert before < 0.1
+    return after
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(5))
+def test_the_first_recipe_learns_with_every_seed(tmp_path, seed):
+    """As its docstring says."""
+    assert MINIMAL.count("\nSEED = 0\n") == 1
+    (tmp_path / "minimal.py").write_text(MINIMAL.replace("\nSEED = 0\n", f"\nSEED = {seed}\n"))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "minimal.py"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert learned_by(done) > 0.9
+
+
 @pytest.mark.slow
 def test_a_wheel_works_by_itself(tmp_path):
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
@@ -99,8 +121,8 @@ def test_a_wheel_works_by_itself(tmp_path):
     assert not any(name.startswith(("tests", "recipes")) for name in names)
     subprocess.run([*pip, "install", "--no-deps", "--target", str(tmp_path / "site"), str(wheel)], check=True)
 
-    # A stranger's script in an empty folder: the model learns to write numbers, even and odd ones; show, compare
-    script = (ROOT / "recipes" / "minimal.py").read_text()
+    # A stranger's script in an empty folder: the model learns to write digits or vowels; show, compare
+    script = MINIMAL
     script += """
 import trl_otb
 print(trl_otb.__file__)
@@ -116,12 +138,11 @@ print(trl_otb.compare_baselines(trainer, num_prompts=3, completions_per_prompt=3
     )
     assert done.returncode == 0, done.stderr
     assert str(tmp_path / "site") in done.stdout
-    before, after = map(float, re.search(r"is_number/mean: ([\d.]+) before, ([\d.]+) after", done.stdout).groups())
-    assert before < 0.2 and after > 0.6
-    assert len(re.findall(r"^\['A number, (?:even|odd):'", done.stdout, flags=re.MULTILINE)) == 3
+    assert learned_by(done) > 0.9
+    assert len(re.findall(r"^\['Write (?:digits|vowels):'", done.stdout, flags=re.MULTILINE)) == 3
     assert (tmp_path / "empty" / "minimal" / "model.safetensors").is_file()
     assert "more prompts, % (95 %)" in done.stdout and "\ngroup_mean " in done.stdout
-    assert "A number, " in done.stdout and (tmp_path / "empty" / "group.html").stat().st_size > 10_000
+    assert "Write " in done.stdout and (tmp_path / "empty" / "group.html").stat().st_size > 10_000
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists() or not shutil.which("git"), reason="needs a checkout and git")
@@ -134,6 +155,7 @@ def test_nothing_lies_beside_the_project():
 
 
 VALUE_METRICS = ("explained", "explained_by_state", "weight", "luck_weight", "kept", "restarted")
+VALUE_METRICS += ("luck_mean", "luck_left_out")
 
 
 def test_exactly_logged_metrics_are_explained():

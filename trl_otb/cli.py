@@ -12,6 +12,7 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -59,19 +60,45 @@ def make_parser(command: str) -> Any:
     return parser
 
 
+def check(command: str, args: Any, others: list[Any]) -> None:
+    """
+    Raise a `ValueError` for what would fail after minutes, or be ignored; `"latest"` becomes the checkpoint's folder.
+    `others` are the other parsed options, [`CompareOptions`] among them.
+    """
+    from trl_otb.stopping import latest_checkpoint
+
+    asked = args.resume_from_checkpoint
+    if latest := str(asked).lower() in ("latest", "true"):
+        args.resume_from_checkpoint = latest_checkpoint(args.output_dir)
+    checkpoint = args.resume_from_checkpoint
+    if asked is not None and not (latest and command == "grpo") and not (checkpoint and Path(checkpoint).is_dir()):
+        where = args.output_dir if checkpoint is None else checkpoint
+        raise ValueError(f"--resume_from_checkpoint is {asked}, and there is no checkpoint in {where}.")
+    folder = next((of.report for of in others if isinstance(of, CompareOptions)), None)
+    if folder is not None:
+        if find_spec("matplotlib") is None:
+            raise ValueError("--report draws with matplotlib, which is not installed: `pip install matplotlib`.")
+        Path(folder).mkdir(parents=True, exist_ok=True)  # an OSError if it cannot be written
+
+
 def run(argv: list[str]) -> None:
     """In each process: TRL's script, with this package's trainer."""
     import trl
     from trl.scripts import grpo
 
     from trl_otb import OTBGRPOTrainer, compare_baselines
-    from trl_otb.stopping import StopAfterStep, end_quietly_on_interrupt, latest_checkpoint
+    from trl_otb.seam.contract import CLI
+    from trl_otb.state import load_checkpoint
+    from trl_otb.stopping import StopAfterStep, end_quietly_on_interrupt
 
+    CLI.check()
     end_quietly_on_interrupt()
     command, *flags = argv
     options, args, *others = make_parser(command).parse_args_and_config(flags, fail_with_unknown_args=False)
-    if str(args.resume_from_checkpoint).lower() in ("latest", "true"):
-        args.resume_from_checkpoint = latest_checkpoint(args.output_dir)
+    latest = args.resume_from_checkpoint
+    check(command, args, others)
+    if latest is not None and args.resume_from_checkpoint is None:
+        print(f"There is no checkpoint in {args.output_dir}: the run starts from the beginning.", file=sys.stderr)
 
     class Trainer(OTBGRPOTrainer):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -81,6 +108,8 @@ def run(argv: list[str]) -> None:
         def train(self, *args: Any, **kwargs: Any) -> Any:
             if command == "grpo":
                 return super().train(*args, **kwargs)
+            if checkpoint := self.args.resume_from_checkpoint:
+                load_checkpoint(self, checkpoint)
             chosen = asdict(others.pop())
             folder = chosen.pop("report")
             report = compare_baselines(self, **chosen)
@@ -114,6 +143,9 @@ def main(argv: list[str] | None = None) -> None:
     from trl.cli.accelerate_config import resolve_accelerate_config_argument
     from trl.cli.commands.training import _subtract_subsequence
 
+    from trl_otb.seam.contract import CLI
+
+    CLI.check()
     remaining = {"return_remaining_strings": True, "separate_remaining_strings": True}
     parser, launcher = make_parser(command), launch_command_parser()
     known = {*parser._option_string_actions, *launcher._option_string_actions, "--config", "--accelerate_config"}
@@ -127,7 +159,8 @@ def main(argv: list[str] | None = None) -> None:
         for name, shown in given.items():
             if name not in known:
                 parser.error(f"{shown} is no option of trl grpo, trl_otb or accelerate.{hint(name, known)}")
-        *_, of_file, of_line = parser.parse_args_and_config(flags, **remaining)
+        _, args, *others, of_file, of_line = parser.parse_args_and_config(flags, **remaining)
+        check(command, args, others)
     except (ValueError, OSError, yaml.YAMLError) as error:
         parser.error(str(error))
     launch = resolve_accelerate_config_argument(of_file + of_line)

@@ -1,5 +1,7 @@
+import difflib
 import inspect
 import sys
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -10,6 +12,7 @@ from trl import GRPOConfig
 
 from .baselines import BASELINES, Baseline, find_baseline
 from .rollout.page import SAVE_ROLLOUTS, check_steps
+from .seam.private import PRIVATE
 
 
 logger = get_logger(__name__)
@@ -90,6 +93,10 @@ class OTBGRPOConfig(GRPOConfig):
                 setattr(cls, name, option)
         cls.__annotations__ = annotations
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> "OTBGRPOConfig":
+        refuse_unknown(cls, kwargs)
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         stated = vars(type(self))
         undecorated = inspect.get_annotations(type(self)) and "__dataclass_fields__" not in stated
@@ -114,6 +121,16 @@ class OTBGRPOConfig(GRPOConfig):
         return super().get_warmup_steps(*args)
 
 
+def refuse_unknown(cls: Any, given: Mapping[str, Any]) -> None:
+    """Raise a `TypeError` that suggests a name if `cls` has no option of a given one."""
+    parameters = inspect.signature(cls.__init__).parameters
+    if any(of.kind is of.VAR_KEYWORD for of in parameters.values()):  # a class with an `__init__` of its own
+        return
+    for name in given.keys() - parameters.keys():
+        near = difflib.get_close_matches(name, parameters, n=1)
+        raise TypeError(f"{cls.__name__} has no option {name!r}.{f' Did you mean {near[0]!r}?' if near else ''}")
+
+
 class _One(int):
     """N = 1, which passes GRPOConfig's own check of N ≥ 2: with other prompts, one completion is compared, too."""
 
@@ -128,9 +145,10 @@ def warn_of_unset(names: list[str]) -> None:
 
 
 def warn_of_other_trainer(args: Any, trainer: str) -> None:
-    """Said once if another trainer than `trainer`, which sets `of_trl_otb`, trains with a config of this package."""
-    by_trainer = sys._getframe(2).f_globals.get("__name__", "").startswith("transformers.trainer")
-    if by_trainer and not getattr(args, "of_trl_otb", False):
+    """Said once if another trainer than those of this package trains with one of its configs."""
+    caller = sys._getframe(2)
+    by_trainer = caller.f_globals.get("__name__", "").startswith("transformers.trainer")
+    if by_trainer and not hasattr(caller.f_locals.get("self"), PRIVATE):
         logger.warning_once(
             f"A {type(args).__name__} is used by another trainer than {trainer}: `baseline={args.baseline!r}` has no "
             f"effect, and `scale_rewards` is {args.scale_rewards!r}. Make an {trainer}."

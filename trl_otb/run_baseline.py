@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .baselines import Baseline, Completions, Credit, credit, find_baseline
+from .baselines.value import ROUNDING, VARIES_NOT_RATIO
 from .metrics import completion_statistics
 
 
@@ -120,9 +121,10 @@ class RunBaseline:
         The credit with B0 in the place of B for each prompt if B leaves more than 1.5 times B0's power in the other
         prompts of the batch, as where rewards jump; and the share of completions for which that is so.
 
-        The other prompts are measured with the B0 of their own group, which takes two completions, and only if their
-        returns vary. For N = 1 each half of the batch is measured with the B0 of that half, and decides for the other,
-        if B leaves more than twice B0's power. So no decision depends on the completions that it is made for.
+        The other prompts are measured with the B0 of their own group, which takes two completions. If the returns of
+        none of them vary, B0's power is 0, and half of its usual one, by earlier batches, is allowed. For N = 1 each
+        half of the batch is measured with the B0 of that half, and decides for the other, if B leaves more than twice
+        B0's power. So no decision depends on the completions that it is made for.
         """
         n, energy = local.num_generations, local.need("loss_energy")
         own = slice(first_row, first_row + len(local))
@@ -145,14 +147,18 @@ class RunBaseline:
         b0 = b0[at][:, : local.mask.size(1)]
         left = credit(self.entry, local, b0=b0).advantages
         powers = [(energy * of.square()).sum(dim=1) for of in (left, local.returns - b0, local.returns)]
-        sums = torch.stack([*powers, local.members.flatten()], dim=1)
+        sums = torch.stack([*powers, energy.sum(dim=1), local.members.flatten()], dim=1)
         sums = (sums if gather is None else gather(sums)).cpu().double()
         part = parts(len(sums))
-        of_parts = sums.new_zeros(int(part.max()) + 1, 4).index_add(0, part, sums)
-        varies = of_parts[:, 1] > 1e-12 * of_parts[:, 2]  # beyond rounding
-        of_parts = of_parts * (varies & (of_parts[:, 3] > 1)).unsqueeze(1)
+        of_parts = sums.new_zeros(int(part.max()) + 1, 5).index_add(0, part, sums)
+        left, of_b0, squares, energies, members = of_parts.unbind(dim=1)
+        # Beyond rounding; of a single completion nothing is known
+        measured = [power.where((power > ROUNDING * squares) & (members > 1), 0.0) for power in (left, of_b0)]
+        of_parts = torch.stack([*measured, energies * (members > 1)], dim=1)
         others = (1 - torch.eye(len(of_parts), dtype=sums.dtype)) @ of_parts  # the sum less own would cancel
-        worse = (others[:, 0] > (WORSE_RATIO if n > 1 else WORSE_RATIO_OF_HALF) * others[:, 1])[part]
+        allowed = (WORSE_RATIO if n > 1 else WORSE_RATIO_OF_HALF) * others[:, 1]
+        usual = VARIES_NOT_RATIO * self.entry.estimator.usual_power * others[:, 2]
+        worse = (others[:, 0] > allowed.where(others[:, 1] > 0, usual))[part]
         baselines = chosen.b0.where(worse[own].unsqueeze(1).to(local.mask.device), chosen.baselines)
         chosen = chosen._replace(advantages=(local.returns - baselines) * local.mask, baselines=baselines)
         return chosen, worse.float().mean().item()
@@ -180,7 +186,9 @@ class RunBaseline:
 
     def state_dict(self) -> dict[str, Any]:
         """What checkpoints keep, as one restores it, or nothing; a `ValueError` if what was learned is no `dict`."""
-        state: dict[str, Any] = {} if self.running_scale is None else {"scale": self.running_scale.sums}
+        state: dict[str, Any] = {}
+        if self.running_scale is not None:
+            state = {"scale": self.running_scale.sums, "scale_doubted": self.running_scale.doubted}
         if not self.entry.learns:
             return state
         learned, file = self.entry.estimator.state_dict(), io.BytesIO()
@@ -200,6 +208,7 @@ class RunBaseline:
         """Restore it. Returns False, and resets, if `state` is another baseline's, or none."""
         if self.running_scale is not None:
             self.running_scale.sums = tuple(state.get("scale", (0.0, 0.0)))
+            self.running_scale.doubted = tuple(state.get("scale_doubted", (0.0, 0.0)))
         if not self.entry.learns:
             return True
         if state.get("baseline") == self.entry.name:
@@ -214,12 +223,15 @@ class RunningScale:
     """
     The standard deviation of returns within groups, over earlier batches; a batch ago weighs 0.9 of the present.
 
-    It is at least a tenth of the batch's own deviation, so that advantages stay below some tens where rewards suddenly
-    vary; in such a batch alone it depends on the batch's own returns, which biases a little. Rounding is no variance.
+    It is between a tenth of the batch's own deviation and ten times it, so that advantages are neither beyond some
+    tens nor all but 0 where rewards suddenly change; in such a batch alone it depends on the batch's own returns, which
+    biases a little. After two batches in a row whose own deviation was less than half of it, only these two count.
+    Rounding is no variance.
     """
 
     def __init__(self) -> None:
         self.sums = (0.0, 0.0)  # of the variances of groups, and of their number; groups of equal returns left out
+        self.doubted = (0.0, 0.0)  # those of the last batch alone, if its own deviation was less than half
 
     def of(self, returns: Float[Tensor, " B_all"], num_generations: int, learn: bool) -> float:
         """By earlier batches, or by these returns if there are none; 1 if nothing varied. For N = 1 one group."""
@@ -228,9 +240,20 @@ class RunningScale:
         squares = (groups - groups.nanmean(dim=1, keepdim=True)).square().nanmean(dim=1)
         variances = (squares * (number / (number - 1))).sqrt().square()
         variances = variances[variances > 1e-12 * groups.square().nanmean(dim=1)]  # of float32 returns; NaN is not
-        new = (0.9 * self.sums[0] + variances.sum().item(), 0.9 * self.sums[1] + len(variances))
-        total, count = self.sums if self.sums[1] > 0 else new
+        if len(variances) == 0:
+            usual = _mean(self.sums) ** 0.5 if self.sums[1] > 0 else 1.0
+            self.sums = (0.9 * self.sums[0], 0.9 * self.sums[1]) if learn else self.sums
+            return usual
+        batch = variances.sum().item(), float(len(variances))
+        own = _mean(batch) ** 0.5
+        usual = _mean(self.sums) ** 0.5 if self.sums[1] > 0 else own
         if learn:
-            self.sums = new
-        least = variances.mean().sqrt().item() / 10 if len(variances) > 0 else 0.0
-        return max((total / count) ** 0.5, least) if count > 0 else 1.0
+            shrunk = usual > 2 * own
+            before = self.doubted if shrunk and self.doubted[1] > 0 else self.sums
+            self.sums = 0.9 * before[0] + batch[0], 0.9 * before[1] + batch[1]
+            self.doubted = batch if shrunk and before is not self.doubted else (0.0, 0.0)
+        return min(max(usual, own / 10), 10 * own)
+
+
+def _mean(sums: tuple[float, float]) -> float:
+    return sums[0] / sums[1]

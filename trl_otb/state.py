@@ -9,6 +9,7 @@ from transformers import Trainer
 
 import trl_otb
 
+from .baselines import find_baseline
 from .seam.contract import trl_utils
 from .seam.private import Private, Public
 
@@ -26,27 +27,16 @@ class KeepsBaseline(Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is None or not (self.baseline.entry.learns or self.baseline.running_scale):
+        if checkpoint is None:
             return
-        path, name = Path(checkpoint) / STATE_FILE, self.baseline.entry.name
-        try:
-            state = dict(torch.load(path, weights_only=True, map_location="cpu")) if path.exists() else {}
-        except Exception as error:  # of pickle, of all kinds
-            raise ValueError(
-                f"{path} is damaged, or no file of trl_otb's trainers ({type(error).__name__}). Remove it, and the "
-                "baseline starts with empty state."
-            ) from None
-        if not self.baseline.load_state_dict(state):
-            content = f"the state of {state['baseline']!r}" if "baseline" in state else "nothing"
+        sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled  # whose files have other names
+        missing = [name for name in ("optimizer.pt", "scheduler.pt") if not (Path(checkpoint) / name).exists()]
+        if missing and not sharded:
             logger.warning(
-                f"The checkpoint holds {content} for `baseline={name!r}`, which learns from earlier batches: it now "
-                "starts with empty state."
+                f"{checkpoint} has no {' and no '.join(missing)}, as with `save_only_model`: optimizer and learning "
+                "rate start anew, and the run is not the one that would have gone on."
             )
-        elif self.baseline.entry.learns:
-            self._trl_otb.recorder.projection = state.get("projection")
-            # Less in a file of OTBGRPOTrainer
-            extra = self._trl_otb.extra_state
-            extra.update({key: state[key] for key in extra if key in state})
+        _load_baseline(self, Path(checkpoint))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
@@ -68,3 +58,65 @@ class KeepsBaseline(Trainer):
                     f"`scale_rewards={getattr(self.args, 'scale_rewards', 'none')!r}`. Token energies are those of the "
                     "Optimal Token Baseline (https://arxiv.org/abs/2602.07078).\n"
                 )
+
+
+def load_checkpoint(trainer: KeepsBaseline, folder: str | Path) -> None:
+    """
+    Restore weights, and what the baseline has learned, to measure or sample with them;
+    `train(resume_from_checkpoint=…)` restores a run. A `ValueError` if `folder` holds no checkpoint, or if it is
+    one of DeepSpeed or FSDP.
+    """
+    if not Path(folder).is_dir():
+        raise ValueError(f"There is no checkpoint in {folder}: it is no folder.")
+    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        raise ValueError(
+            f"{folder} cannot be loaded here: with DeepSpeed or FSDP weights are restored by "
+            "`train(resume_from_checkpoint=…)` alone. Save the model, and load it from its folder."
+        )
+    trainer._load_from_checkpoint(str(folder))
+    _load_baseline(trainer, Path(folder))
+
+
+def check_unchanged(trainer: KeepsBaseline) -> None:
+    """Raise a `ValueError` if the config names another baseline than it did when the trainer was made."""
+    now, kept = getattr(trainer.args, "baseline", None), trainer.baseline.entry.name
+    if now not in (None, trainer._trl_otb.option) and find_baseline(now).name != kept:
+        raise ValueError(
+            f"`args.baseline` was set to {now!r} after the trainer was made with {kept!r}, which it keeps. Make a "
+            "new trainer."
+        )
+
+
+def _load_baseline(trainer: KeepsBaseline, checkpoint: Path) -> None:
+    path, name, learns = checkpoint / STATE_FILE, trainer.baseline.entry.name, trainer.baseline.entry.learns
+    try:
+        state = dict(torch.load(path, weights_only=True, map_location="cpu")) if path.exists() else {}
+    except Exception as error:  # of pickle, of all kinds
+        if not (learns or trainer.baseline.running_scale):
+            return  # nothing of it is used
+        raise ValueError(
+            f"{path} is damaged, or no file of trl_otb's trainers ({type(error).__name__}). Remove it, and the "
+            "baseline starts with empty state."
+        ) from None
+    if "baseline" in state and not learns:
+        logger.warning(
+            f"The checkpoint holds the state of {state['baseline']!r}, which `baseline={name!r}` does not use: the "
+            "run goes on with another baseline, and that state is lost with the next checkpoint."
+        )
+    if ("scale" in state) != (trainer.baseline.running_scale is not None):
+        had, has = ("a", "no") if "scale" in state else ("no", "a")
+        logger.warning(
+            f"The checkpoint holds {had} running scale of advantages, and the run has {has} running scale: "
+            "advantages are now of another size. Set `scale_rewards` as it was."
+        )
+    if not trainer.baseline.load_state_dict(state):
+        content = f"the state of {state['baseline']!r}" if "baseline" in state else "nothing"
+        logger.warning(
+            f"The checkpoint holds {content} for `baseline={name!r}`, which learns from earlier batches: it now "
+            "starts with empty state."
+        )
+    elif learns:
+        trainer._trl_otb.recorder.projection = state.get("projection")
+        # Less in a file of OTBGRPOTrainer
+        extra = trainer._trl_otb.extra_state
+        extra.update({key: state[key] for key in extra if key in state})

@@ -17,8 +17,8 @@ from .rollout import Rollout, columns_of, prompt_keys
 from .rollout.page import RolloutPages
 from .run_baseline import RunBaseline, Step
 from .seam.contract import GRPO, BrokenContract, check_config, check_subclass, trl_utils, users_loss, users_methods
-from .seam.draws import draw_ratio
-from .seam.forwards import NoEnergiesError, PolicyRecorder, scores_anyway, values_of_batch
+from .seam.draws import draw_ratio, dropout_of, warning_of_dropout
+from .seam.forwards import NoEnergiesError, PolicyRecorder, policy_of, scores_anyway, values_of_batch
 from .seam.hosts import check_hosts
 from .seam.hub import LeavesPagesOut
 from .seam.loss import TokenLoss, tried_first
@@ -27,7 +27,7 @@ from .seam.private import Private, Public, check_names
 from .seam.rollouts import RecordsRewards, recorded_rewards, rollout_of
 from .seam.sampled import SampledTurns
 from .seam.tool_turns import CollectiveToolLoop
-from .state import KeepsBaseline
+from .state import KeepsBaseline, check_unchanged
 
 
 logger = get_logger(__name__)
@@ -87,12 +87,11 @@ class OTBGRPOTrainer(KeepsBaseline, LeavesPagesOut, RecordsRewards, CollectiveTo
             args = OTBGRPOConfig(f"{name.rstrip('/').split('/')[-1]}-OTB")
         if not isinstance(args, GRPOConfig):
             raise TypeError(f"`args` is a {type(args).__name__}: OTBGRPOTrainer takes an OTBGRPOConfig.")
-        args.of_trl_otb = True  # see `warn_of_other_trainer`
         own_loss = bool(users_methods(self, ("_compute_loss", "compute_loss")))
         entry = check_options(args, own_loss, type(self))
         check_liger(args.use_liger_kernel, entry.per_token, entry.name)
         baseline = RunBaseline(entry, running_scale=args.scale_rewards == "running")
-        self._trl_otb = Private(baseline, needs=entry.needs)
+        self._trl_otb = Private(baseline, entry.needs, getattr(args, "baseline", None))
         # By name, as a user's class may take them so only
         names = list(inspect.signature(GRPOTrainer.__init__).parameters)[4:]
         super().__init__(model, reward_funcs, args=args, **dict(zip(names, other_args, strict=False)), **kwargs)
@@ -121,14 +120,13 @@ class OTBGRPOTrainer(KeepsBaseline, LeavesPagesOut, RecordsRewards, CollectiveTo
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """[`~trl.GRPOTrainer`]'s `train`; raises a `ValueError` if the dataset is too small for a single step."""
-        now, named = check_options(self.args, trainer=type(self)).name, named_baseline(self.args, type(self))[1]
-        if now != (kept := self.baseline.entry.name):
-            raise ValueError(
-                f"`args.baseline` was set to {now!r} after the trainer was made with {kept!r}, which it keeps. Make "
-                "a new trainer."
-            )
+        check_options(self.args, trainer=type(self))
+        check_unchanged(self)
+        name, (_, named) = self.baseline.entry.name, named_baseline(self.args, type(self))
+        if name == "value" and (dropout := dropout_of(policy_of(self.model))):
+            logger.warning_once(warning_of_dropout(dropout))
         self.accelerator.print(
-            f"Training with baseline {kept!r} ({named}) and scale_rewards {self.args.scale_rewards!r}."
+            f"Training with baseline {name!r} ({named}) and scale_rewards {self.args.scale_rewards!r}."
         )
         before = self.rollouts.get("train")
         result = super().train(*args, **kwargs)
@@ -146,6 +144,7 @@ class OTBGRPOTrainer(KeepsBaseline, LeavesPagesOut, RecordsRewards, CollectiveTo
     # A generation batch: sampled, rewarded, with advantages
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        check_unchanged(self)  # which a callback may have done
         mode = "train" if self.model.training else "eval"  # which a reward function may change
         rollout, completions, batch = collect(self, inputs)
         gather = self.accelerator.gather if self.accelerator.num_processes > 1 else None

@@ -213,7 +213,8 @@ def test_groups_teach_when_complete_or_dropped(train_async, staleness):
     assert len(trainer.learned) == 5 and len(groups) == 90
 
 
-def test_ratios_weight_learning_and_luck_alone(train_async):
+def test_ratios_weight_learning_and_luck_alone(train_async, monkeypatch):
+    monkeypatch.setattr("trl_otb.baselines.value.TOO_FAR", math.inf)  # a ratio with a mean of 2 would be noticed
     ratio = 2.0
 
     def change(sample):
@@ -514,3 +515,22 @@ def test_learned_state_is_in_checkpoints(train_async, tmp_path):
 def test_what_cannot_be_honoured_is_named(options, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         AsyncOTBGRPOConfig(**SETTINGS | options, output_dir=str(tmp_path))
+
+
+@pytest.mark.parametrize("wrong", [None, "zeros", "raw"])
+def test_wrong_log_probs_of_the_sampler_are_noticed(train_async, caplog, wrong):
+    """As a plain vLLM server's, which are of temperature 1: at temperature 0.7 about 0.7 of those that are right."""
+
+    def change(sample):
+        factor = {None: 1.0, "zeros": 0.0, "raw": 0.7}[wrong]
+        sample.old_log_probs = factor * sample.old_log_probs
+
+    trainer = train_async(change=change, max_steps=25, learning_rate=0.0)
+    left_out = logged(trainer, "otb/value/luck_left_out")
+    if wrong is None:
+        assert not any(left_out) and "Later luck" not in caplog.text
+    else:
+        assert (
+            any(left_out) and all(left_out[left_out.index(1.0) :]) and trainer.baseline.entry.estimator.luck_weight == 0
+        )
+        assert "the ratio of policy to sampler has a mean of" in caplog.text

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from statistics import NormalDist
 
 import pytest
@@ -245,3 +246,14 @@ def test_picture_has_all_sizes_and_baselines(tmp_path):
     assert [label.get_text() for label in axis.get_yticklabels()] == ["lost", "group_mean", "x"]
     assert "lost in noise" in [text.get_text() for text in axis.texts]
     assert (tmp_path / "noise.png").stat().st_size > 5000
+
+
+def test_a_report_is_saved_where_nothing_can_be_drawn(tmp_path, monkeypatch, caplog):
+    """The README's installation has no matplotlib, and measuring took minutes."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr("trl_otb.comparison.report.find_spec", lambda name: None)
+    report_of([CONTROL_ROW, row("<b>", 0.3, 0.2, 0.4)]).save(tmp_path / "report")
+    assert json.loads((tmp_path / "report" / "report.json").read_text())["comparisons"]
+    page = (tmp_path / "report" / "report.html").read_text()
+    assert "<img" not in page and "&lt;b&gt;" in page
+    assert "report.html has no picture: matplotlib is missing. `pip install matplotlib`" in caplog.text

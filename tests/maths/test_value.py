@@ -21,7 +21,7 @@ from trl_otb.baselines import value_parts as parts
 
 
 PROMPTS, N, T, K = 16, 4, 12, 3
-NAMES = ("explained", "explained_by_state", "weight", "luck_weight", "restarted")
+NAMES = ("explained", "explained_by_state", "weight", "luck_weight", "restarted", "luck_mean", "luck_left_out")
 
 
 @pytest.fixture(autouse=True)
@@ -124,7 +124,8 @@ def test_joined_batches_keep_the_ratios_of_their_draws():
 def test_batch_does_not_affect_itself():
     value, first = Value(), Task(seen=True).batch()
     assert torch.equal(first.baseline(value), first.base.expand_as(first.x.mask))
-    assert first.teach(value) == dict.fromkeys(NAMES, 0.0)
+    found = first.teach(value)
+    assert {name: found[name] for name in NAMES[:5]} == dict.fromkeys(NAMES[:5], 0.0)
     batch = Task(1, seen=True).batch()
     other = Task(1, seen=True).batch(1 - Task(1, seen=True).rewards, base=batch.base)  # with B0 held fixed
     assert torch.equal(other.baseline(value), batch.baseline(value))
@@ -182,9 +183,10 @@ class OnRloo(Value):
         return BASELINES["rloo"].estimator(x)
 
 
+@pytest.mark.parametrize("width", [10.0, 1.0])  # of the returns seen: 1 bounds prediction and luck
 @pytest.mark.parametrize("weighted", [None, "by completion", "by token"])
 @pytest.mark.parametrize("n", [1, 2, 3])
-def test_what_it_subtracts_is_unbiased(n, weighted):
+def test_what_it_subtracts_is_unbiased(n, weighted, width):
     """
     By all groups of a policy whose completions are all listed. Another sampler's completions are weighted with a ratio
     of their own, which depends on all of their tokens; or each token is, which leaves out the tokens before it: then
@@ -195,7 +197,7 @@ def test_what_it_subtracts_is_unbiased(n, weighted):
     ratio = of_tokens if weighted == "by token" else of_tokens.prod(1, keepdim=True)
     value, g = OnRloo(), torch.Generator().manual_seed(0)
     value.eta, value.theta, value.gamma = (torch.randn(k, generator=g) for k in (9 + 2 * V + 2, 28, 14))
-    value.weight, value.luck_weight, value._returns_seen = 0.7, 0.9, (-10.0, 10.0)
+    value.weight, value.luck_weight, value._returns_seen = 0.7, 0.9, (-width, width)
     rule = replace(BASELINES["value"], estimator=value)
     # A state that predicts token t: the tokens before it
     tokens = torch.tensor([[*history, 0, 0][:3] for history, _, _ in policy.completions])
@@ -343,6 +345,29 @@ def test_it_stays_within_the_returns_seen():
         assert (found >= 0).all() and (found <= batch.base.clamp(min=1)).all()  # B0 has left them, no further
 
 
+def test_one_draws_luck_stays_within_the_returns_seen():
+    """Whatever is drawn, and whatever Γ says: by a tenth of their width, from V; and it changes little that is near."""
+    value, g = learnt(seen=True), torch.Generator().manual_seed(0)
+    for scale in (0.1, 1.0, 1e3):
+        v, per_luck = torch.rand(8, 400, generator=g) - 0.5, scale * torch.randn(8, 400, generator=g)
+        policy = (5 * torch.rand(8, 400, 1, generator=g) * torch.randn(8, 400, 6, generator=g)).softmax(-1)
+        sure = policy.square().sum(-1)
+        bounded = parts.bounded_luck(per_luck, sure, v, 1.0)
+        after = v.unsqueeze(-1) + (sure.unsqueeze(-1) - policy) * bounded.unsqueeze(-1)
+        assert after.abs().max() <= 0.6 + 1e-5 and bounded.abs().max() <= 1
+        assert ((bounded == per_luck).float().mean() > 0.95) == (scale == 0.1)
+    # In a batch of which one token's luck is subtracted, by a coefficient that is far off
+    task, farthest = Task(100, seen=True), 0.0
+    value.gamma = 30 * value.gamma
+    without = task.batch(draw_ratio=torch.zeros(task.mask.shape)).baseline(value)
+    for t in range(1, T):
+        batch = task.batch(draw_ratio=(torch.arange(T) == t).float().expand(task.mask.shape))
+        moved = (batch.baseline(value) - without)[:, t - 1] / value.luck_weight
+        v = value._centred_v(parts.read(batch.x, batch.base), batch.base, value.eta)[:, t]
+        farthest = max(farthest, (v + moved).abs().max().item())
+    assert 0.55 < farthest <= 0.6 + 1e-3
+
+
 @pytest.mark.parametrize(("factor", "level"), [(100, 0), (1, 1e3), (1, 1e5)])
 def test_it_follows_units_and_level_of_rewards(factor, level):
     value = Value()
@@ -420,8 +445,36 @@ def test_jumps_again_and_again_do_no_harm(jump, n, monkeypatch):
     assert largest_power(jump, n) > 10
 
 
+@pytest.mark.parametrize("n", [1, N])
+@pytest.mark.parametrize("level", [0.0, 1.0, 2.0])
+def test_returns_that_no_longer_vary_give_no_advantages(level, n):
+    """As group means do, while what was learned predicts other returns; and it is learned that nothing varies."""
+    run, found = run_baseline.RunBaseline(BASELINES["value"]), []
+    for seed in range(16):
+        task = Task(seed, seen=True)
+        step = run.step(task.batch(task.rewards if seed < 10 else task.rewards * 0 + level, n=n).x, learn=True)
+        found.append((step.advantages.abs().max().item(), step.learned["value/kept"]))
+    assert found[10][0] < 1e-6 and found[10][1] == 1
+    assert max(size for size, _ in found[11:]) < 0.5 and not any(kept for _, kept in found[:10])
+
+
+def test_two_batches_that_do_not_vary_and_are_predicted_otherwise_cause_a_reset(caplog):
+    """Where no other prompts keep B0 for a prompt, as in asynchronous training."""
+    value, task = learnt(seen=True), Task(100, seen=True)
+    quiet = task.batch(torch.full_like(task.rewards, 2.0))
+    theta, restarted = value.theta, []
+    for _ in range(2):
+        value.theta = theta  # it stays wrong
+        assert quiet.power(value) > 2 * value.usual_power * task.energy.sum()
+        restarted.append(quiet.teach(value)["restarted"])
+    assert restarted == [0, 1] and "it left power where no return varied" in caplog.text
+    assert torch.equal(Task(101).batch().baseline(Value()), Task(101).batch().base.expand(-1, T))
+
+
 class Worse:
     """Its B leaves `ratio` times the power of any B0."""
+
+    usual_power = 0.0
 
     def __init__(self, ratio):
         self.ratio = ratio
@@ -476,6 +529,17 @@ def test_own_return_does_not_decide_what_is_subtracted(jump, n):
         found.append(run.step(batch.x).baselines[5])
         assert (found[-1] != batch.base[5]).any() == (jump == 0)
     torch.testing.assert_close(found[1:], [found[0]] * 2, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("n", [1, N])
+def test_own_return_does_not_decide_where_no_other_varies(n):
+    run = run_baseline.RunBaseline(replace(BASELINES["value"], estimator=learnt(seen=True)))
+    task, found = Task(100, seen=True), []
+    for own in (0.0, 1.0, 100.0):
+        batch = task.batch(2.0 + own * (torch.arange(64) == 5), n=n)
+        found.append(run.step(batch.x).baselines[5])
+        torch.testing.assert_close(found[-1], batch.base[5].expand(T), atol=1e-6, rtol=0)  # the others keep B0 for it
+    torch.testing.assert_close(found[1:], [found[0]] * 2, atol=1e-5, rtol=0)
 
 
 def test_rewards_along_the_way_are_read():

@@ -40,5 +40,5 @@ def test_wrong_input_is_named(data_file, capsys):
     rows = data_file([{"question": "1+1", "result": "2"}])
     with pytest.raises(ValueError, match="columns question, result, and .*: rename a column to answer"):
         recipe.load_problems(recipe.Options(dataset_name=rows))
-    with pytest.raises(ValueError, match="test_size=200 .* number of samples 7"):
+    with pytest.raises(ValueError, match="--num_held_out_problems is 200, and .* has 7 problems"):
         recipe.main(["--use_cpu", "true", "--dataset_name", data_file(ROWS)])

@@ -10,8 +10,10 @@ from importlib.util import find_spec
 from statistics import fmean
 
 import pytest
+import torch
 import yaml
 from filelock import FileLock, Timeout
+from safetensors.torch import load_file
 from trl import ModelConfig
 
 from common import ProblemOptions, final_answer, load_object
@@ -245,7 +247,7 @@ def test_generated_problems_use_task_grading():
         ([{"question": "1+1", "gold": "2"}], "columns question, gold, and none of answer, solution, target"),
         ([{"question": "1+1", "answer": "2"}, {"question": "1+2", "answer": None}], "row 1 of .* and None in 'answer'"),
         ([{"question": "Who?", "answer": "Paris"}], "'Paris' in 'answer': remove it, or give"),
-        ([{"question": "1+1", "answer": "2"}] * 3, "number of samples 1"),
+        ([{"question": "1+1", "answer": "2"}] * 3, "has a single problem: give 2 or more"),
         ([{"question": "1+1", "answer": {"value": 2}}], "row 0 of .*{'value': 2} in 'answer'"),
         ([{"question": "1+1", "answer": "so 2 ####"}], "row 0 of .*'so 2 ####' in 'answer'"),
     ],
@@ -261,6 +263,8 @@ def test_data_that_cannot_be_used(rows, message, data_file):
         ("empty.csv", "", "empty.csv"),
         ("head.csv", "question,answer\n", "head.csv"),
         ("empty.jsonl", "", "empty.jsonl"),
+        ("comma.csv", "question,answer\n1+1,2\nOf 1, 2,3\n", "comma.csv, line 3, has 3 fields, and the first line 2"),
+        ("short.csv", "question,answer\n1+1\n", "short.csv, line 2, has 1 fields"),
         ("split.csv", "question,answer\n1+1,2\n", "--dataset_split is test, and .* is a file"),
     ],
 )
@@ -268,6 +272,33 @@ def test_a_file_without_rows_is_named(tmp_path, name, text, message):
     (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=message):
         problems_of(str(tmp_path / name), dataset_split="test" if name == "split.csv" else "train")
+
+
+def test_a_quoted_comma_is_read(tmp_path):
+    (tmp_path / "quoted.csv").write_text('question,answer\n"Of 1, 2:\nthe sum?",3\n1+1,2\n')
+    train, held_out, _ = problems_of(str(tmp_path / "quoted.csv"))
+    assert {*train["question"], *held_out["question"]} == {"Of 1, 2:\nthe sum?", "1+1"}
+
+
+@pytest.mark.parametrize("name", ["prompt_column", "answer_column", "dataset_config"])
+def test_options_that_would_not_be_used_are_refused(tmp_path, name):
+    with pytest.raises(ValueError, match=f"--{name} is mine, and reasoning_gym:chain_sum makes its problems"):
+        problems_of("reasoning_gym:chain_sum", **{name: "mine"})
+    (tmp_path / "some.csv").write_text("question,answer\n1+1,2\n1+2,3\n")
+    if name == "dataset_config":
+        with pytest.raises(ValueError, match="--dataset_config is mine, and .* is a file"):
+            problems_of(str(tmp_path / "some.csv"), dataset_config="mine")
+
+
+def test_a_comparison_measures_the_checkpoint(run, monkeypatch):
+    folder, found = run("--save_steps", "2"), []
+    weights = lambda trainer, **options: found.append(trainer.model.get_output_embeddings().weight.detach().clone())  # noqa: E731
+    monkeypatch.setattr(recipe, "compare_baselines", weights)
+    for flags in ([], ["--resume_from_checkpoint", "latest"]):
+        run("--compare_baselines", "{}", *flags)
+    saved = load_file(folder / "checkpoint-4" / "model.safetensors")
+    name = next(name for name in ("lm_head.weight", "model.embed_tokens.weight") if name in saved)
+    assert torch.equal(found[1], saved[name]) and not torch.equal(found[0], saved[name])
 
 
 def test_a_module_that_exits_is_named(tmp_path, monkeypatch):

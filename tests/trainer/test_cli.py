@@ -11,6 +11,7 @@ import time
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 
 import trl_otb
 from tests.helpers import tiny
@@ -121,3 +122,57 @@ def test_a_checkpoint_that_was_cut_off_is_passed_over(tmp_path, capsys):
     assert stopping.latest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-9")
     assert "checkpoint-11 was not saved to its end" in capsys.readouterr().err
     assert stopping.latest_checkpoint(tmp_path / "none") is None
+
+
+@pytest.fixture
+def checkpoint(folder):
+    """A run's second checkpoint, whose baseline has learned and whose weights are others than the model's."""
+    flags = ["--save_strategy", "steps", "--save_steps", "2", "--learning_rate", "0.1"]
+    cli.run(["grpo", "--config", "run.yaml", *flags])
+    return folder / "out" / "checkpoint-2"
+
+
+@pytest.mark.parametrize("asked", ["latest", "out/checkpoint-2"])
+def test_compare_measures_the_checkpoint(folder, checkpoint, monkeypatch, asked):
+    """Its weights, and what its baseline has learned."""
+    found = []
+
+    def watched(trainer, **options):
+        head = trainer.model.get_output_embeddings().weight.detach().clone()
+        found.append((head, trainer.baseline.state_dict()["state"]["_prompts"]))
+        raise SystemExit
+
+    monkeypatch.setattr(trl_otb, "compare_baselines", watched)
+    for flags in (["--resume_from_checkpoint", asked], []):
+        with pytest.raises(SystemExit):
+            cli.run(["compare", "--config", "run.yaml", *flags])
+    (head, learned), (of_model, nothing) = found
+    saved = load_file(checkpoint / "model.safetensors")["lm_head.weight"]
+    assert torch.equal(head, saved) and not torch.equal(of_model, saved)
+    assert learned == 4 and nothing == 0
+
+
+@pytest.mark.parametrize("command", ["grpo", "compare"])
+def test_a_checkpoint_that_is_not_there_is_refused(folder, capsys, command):
+    for asked in ["no/such/folder"] + ["latest"] * (command == "compare"):
+        with pytest.raises(ValueError, match=f"--resume_from_checkpoint is {asked}, and there is no checkpoint in"):
+            cli.run([command, "--config", "run.yaml", "--resume_from_checkpoint", asked])
+        with pytest.raises(SystemExit):
+            cli.main([command, "--config", "run.yaml", "--resume_from_checkpoint", asked])
+        assert f"--resume_from_checkpoint is {asked}" in capsys.readouterr().err
+
+
+def test_a_run_without_a_latest_checkpoint_says_so(folder, capsys):
+    cli.run(["grpo", "--config", "run.yaml", "--resume_from_checkpoint", "latest", "--max_steps", "1"])
+    assert "There is no checkpoint in out: the run starts from the beginning." in capsys.readouterr().err
+
+
+def test_what_a_report_needs_is_asked_for_at_the_start(folder, monkeypatch):
+    flags = ["compare", "--config", "run.yaml", "--report", "found"]
+    monkeypatch.setattr(cli, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="--report draws with matplotlib, .*`pip install matplotlib`"):
+        cli.run(flags)
+    monkeypatch.undo()
+    (folder / "found").write_text("a file, not a folder")
+    with pytest.raises(OSError):
+        cli.run([*flags[:2], str(folder / "run.yaml"), "--report", str(folder / "found")])

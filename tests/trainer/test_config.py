@@ -1,17 +1,21 @@
 """Configuration: accepted, converted, or rejected with value, reason and remedy."""
 
+import copy
 import json
+import pickle
 from dataclasses import dataclass
 from pathlib import Path
 
+import accelerate.logging
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.experimental.gmpo import GMPOConfig
 
 from tests.helpers import tiny
-from trl_otb import OTBGRPOConfig, OTBGRPOTrainer, config, register_baseline
+from trl_otb import AsyncOTBGRPOConfig, OTBGRPOConfig, OTBGRPOTrainer, config, register_baseline
 
 
 @pytest.mark.parametrize("config", [GRPOConfig, GMPOConfig])
@@ -166,3 +170,46 @@ def test_another_trainer_says_that_it_ignores_the_baseline(train, caplog):
     train(OTBGRPOTrainer, baseline="value", scale_rewards="none", max_steps=1)
     OTBGRPOConfig(**ON_CPU, baseline="value", scale_rewards="none").get_warmup_steps(10)  # by a user
     assert "another trainer" not in caplog.text
+
+
+def test_a_config_that_was_ours_is_of_no_use_to_another_trainer(train, caplog, model_path, tmp_path):
+    """Also after an OTBGRPOTrainer has trained with the same arguments."""
+    type(config.logger).warning_once.cache_clear()
+    ours = train(OTBGRPOTrainer, baseline="value", scale_rewards="none", max_steps=1)
+    caplog.clear()
+    GRPOTrainer(model_path, tiny.even_bytes, args=ours.args, train_dataset=tiny.prompts()).train()
+    assert "used by another trainer than OTBGRPOTrainer: `baseline='value'` has no effect" in caplog.text
+
+
+@pytest.mark.parametrize("cls", [OTBGRPOConfig, AsyncOTBGRPOConfig, OnCPU])
+def test_a_misspelt_option_is_named(cls):
+    with pytest.raises(TypeError, match=f"{cls.__name__} has no option 'basline'. Did you mean 'baseline'?"):
+        cls(output_dir="unused", basline="value")
+    args = copy.deepcopy(OnCPU(output_dir="unused", baseline="value"))
+    assert pickle.loads(pickle.dumps(args)).baseline == "value"
+
+
+def test_a_config_with_an_init_of_its_own_takes_what_it_takes():
+    class Own(OTBGRPOConfig):
+        def __init__(self, *, name, **kwargs):
+            super().__init__(output_dir=name, **kwargs)
+
+    assert Own(name="unused", **{k: v for k, v in ON_CPU.items() if k != "output_dir"}).output_dir == "unused"
+
+
+class Switch(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        args.baseline = "rloo"
+
+
+def test_a_callback_that_changes_the_baseline_is_refused(train):
+    with pytest.raises(ValueError, match="`args.baseline` was set to 'rloo' after the trainer was made with 'value'"):
+        train(baseline="value", callbacks=[Switch()])
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1])
+def test_dropout_is_told_at_the_start(train, caplog, rate):
+    accelerate.logging.MultiProcessAdapter.warning_once.cache_clear()
+    train(baseline="value", max_steps=1, peft_config=LoraConfig(r=2, target_modules="all-linear", lora_dropout=rate))
+    said = "The policy has dropout: model.layers.0.self_attn.q_proj.lora_dropout.default (p=0.1)"
+    assert (said in caplog.text) == (rate > 0) and ("dropout" in caplog.text) == (rate > 0)

@@ -4,10 +4,12 @@ import accelerate.logging
 import pytest
 import torch
 from peft import LoraConfig
+from transformers import Qwen3ForCausalLM
 from trl.trainer import grpo_trainer
 
+from tests.helpers import tiny
 from tests.helpers.recording import Sampler
-from tests.helpers.settings import scripted_rollout
+from tests.helpers.settings import logged, sampled_elsewhere, scripted_rollout
 from trl_otb.comparison.pools import at_rest, sample
 from trl_otb.energy import TokenValues
 from trl_otb.seam import draws
@@ -116,3 +118,87 @@ def test_each_row_has_the_values_of_its_own_draw():
     for _ in range(2):
         assert torch.equal(turns.of_batch(batch, torch.ones(2, 2)).energy, torch.stack(drawn))
     assert torch.equal(turns.of_batch(batch, torch.zeros(2, 2)).energy, torch.zeros(2, 2))
+
+
+class Changed(torch.nn.Module):
+    """An MLP whose output is changed in train mode, under a name that no list has."""
+
+    def __init__(self, layer, change):
+        super().__init__()
+        self.layer, self.change = layer, change
+
+    def forward(self, x):
+        return self.change(self.layer(x)) if self.training else self.layer(x)
+
+
+def skip(layer, args, output):
+    """LayerDrop."""
+    return args[0] if layer.training and torch.rand(()) < 0.4 else None
+
+
+def model_with(change):
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(tiny.config(num_hidden_layers=3))
+    torch.nn.init.normal_(model.get_output_embeddings().weight, std=0.5)
+    for layer in model.model.layers:
+        if change is skip:
+            layer.register_forward_hook(change)
+        elif change is not None:
+            layer.mlp = Changed(layer.mlp, change)
+    return model
+
+
+def zeros(prompts, trainer):
+    """What a `rollout_func` may give, as GRPOTrainer never reads it."""
+    rollout = sampled_elsewhere(prompts, trainer)
+    return rollout | {"logprobs": [[0.0] * len(ids) for ids in rollout["completion_ids"]]}
+
+
+def at_temperature_1(prompts, trainer):
+    """Log-probs before the temperature that tokens were sampled at."""
+    rollout, logprobs = sampled_elsewhere(prompts, trainer), []
+    for prompt, ids in zip(rollout["prompt_ids"], rollout["completion_ids"], strict=True):
+        with torch.no_grad():
+            logits = trainer.model(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+        logprobs.append(logits.float().log_softmax(-1).gather(1, torch.tensor(ids).unsqueeze(1)).flatten().tolist())
+    return rollout | {"logprobs": logprobs}
+
+
+def resampled(prompts, trainer):
+    """Each completion is the more probable of two."""
+    one, other = (at_temperature_1(prompts, trainer) for _ in range(2))
+    rows = [of if sum(of[1]) > sum(or_else[1]) else or_else for of, or_else in zip(
+        *(zip(of["completion_ids"], of["logprobs"], strict=True) for of in (one, other)), strict=True
+    )]  # fmt: skip
+    return one | {"completion_ids": [ids for ids, _ in rows], "logprobs": [logprobs for _, logprobs in rows]}
+
+
+UNLISTED = {
+    "router noise": {"model": lambda x: x + 0.5 * torch.randn_like(x), "num_iterations": 2},
+    "dropout of another name": {"model": lambda x: 4 * x * (torch.rand_like(x) < 0.25), "num_iterations": 2},
+    "LayerDrop": {"model": skip, "num_iterations": 2},
+    "neftune": {"model": None, "num_iterations": 2, "neftune_noise_alpha": 5},
+    "zeros as log-probs": {"model": None, "rollout_func": zeros},
+    "a sampler that resamples": {"model": None, "rollout_func": resampled},
+    "log-probs of another temperature": {"model": None, "rollout_func": at_temperature_1, "temperature": 0.7},
+}
+
+
+@pytest.mark.parametrize("case", UNLISTED)
+def test_a_cause_that_no_list_has_is_measured(case, train, caplog):
+    """Its luck is left out soon, and stays so; the same without the cause is not."""
+    options = {"max_steps": 40, "learning_rate": 0.0, "per_device_train_batch_size": 32, **UNLISTED[case]}
+    options |= {"model": model_with(options["model"]), "processing_class": tiny.tokenizer(), "baseline": "value"}
+    trainer = train(**options)
+    left_out = logged(trainer, "otb/value/luck_left_out")
+    first = left_out.index(1.0)
+    assert first < 15 and all(left_out[first:]) and trainer.baseline.entry.estimator.luck_weight == 0
+    assert caplog.text.count("Later luck is not subtracted") == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"num_iterations": 2}, {"rollout_func": at_temperature_1}])
+def test_honest_draws_are_not_suspected(options, train, caplog):
+    options = options | {"model": model_with(None), "processing_class": tiny.tokenizer()}
+    trainer = train(baseline="value", max_steps=40, learning_rate=0.0, per_device_train_batch_size=32, **options)
+    assert not any(logged(trainer, "otb/value/luck_left_out")) and "Later luck" not in caplog.text
+    assert max(map(abs, logged(trainer, "otb/value/luck_mean")[5:])) < 0.02

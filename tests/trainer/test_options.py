@@ -14,9 +14,9 @@ from tests.helpers.pages import steps_of
 from tests.helpers.recording import first_rollout
 from tests.helpers.settings import SETTINGS, SOURCES, assert_same_weights, in_turn, logged, scripted_rollout, weights
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
-from trl_otb.baselines import compute_advantages, register_baseline
+from trl_otb.baselines import BASELINES, compute_advantages, register_baseline
 from trl_otb.config import LOSS_TYPES
-from trl_otb.run_baseline import RunningScale
+from trl_otb.run_baseline import RunBaseline, RunningScale
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
@@ -183,6 +183,22 @@ def test_sudden_variance_does_not_explode(before, scale):
     for _ in range(20):
         assert running.of(torch.tensor(before * 2), 2, learn=True) == pytest.approx(scale, rel=0.02)
     assert running.of(torch.tensor([0.0, 1.0, 1.0, 0.0]), 2, learn=True) >= stdev([0, 1]) / 10 - 1e-6
+
+
+def test_rewards_that_shrink_are_followed_after_two_batches():
+    """Advantages are not all but 0 for long, where a hundredth of the deviation would take 74 batches."""
+    running, g = RunningScale(), torch.Generator().manual_seed(0)
+    found = []
+    for step in range(40):
+        returns = (29 if step < 30 else 0.29) * torch.randn(16, 4, generator=g)
+        found.append(running.of(returns.flatten(), 4, learn=True) / returns.std(dim=1).square().mean().sqrt().item())
+    assert max(found[30:32]) <= 10 + 1e-6 and max(found[32:]) < 1.5 and min(found[1:]) > 0.6
+    # Twice by chance, but not in a row, is no change
+    other = RunningScale()
+    for step in range(20):
+        other.of(torch.tensor([0.0, 0.4 if step % 2 else 1.0] * 4), 2, learn=True)
+    assert other.of(torch.ones(8), 2, learn=False) > 0.5
+    assert RunBaseline(BASELINES["rloo"], running_scale=True).load_state_dict({"scale": (1.0, 2.0)})  # of 0.9.5
 
 
 @pytest.mark.parametrize("baseline", ["group_mean", "value"])

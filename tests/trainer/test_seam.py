@@ -19,11 +19,11 @@ from tests.helpers.settings import SOURCES, assert_same_weights
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 from trl_otb.experimental.async_grpo.contract import ASYNC_GRPO
 from trl_otb.seam import contract
-from trl_otb.seam.contract import GRPO, from_library
+from trl_otb.seam.contract import CLI, GRPO, from_library
 from trl_otb.seam.older_trl import LACKING
 
 
-CONTRACTS = (GRPO, ASYNC_GRPO)
+CONTRACTS = (GRPO, ASYNC_GRPO, CLI)
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTED = json.loads(contract.PINNED.read_text())

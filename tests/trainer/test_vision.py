@@ -2,6 +2,7 @@
 
 import re
 
+import accelerate.logging
 import pytest
 import torch
 from packaging.version import Version
@@ -119,3 +120,14 @@ def test_sampled_forwards_equal_an_extra_one(train_on, pictures, monkeypatch):
     trainer.train()
     assert trainer.energy_source == "the forwards that sampled"
     assert len(differences) == 6 and max(differences) < 1e-4
+
+
+def test_why_vision_models_have_no_later_luck(train_on, caplog):
+    """TRL lets `generate` sample no image token, so that tokens are not drawn from the softmax."""
+    accelerate.logging.MultiProcessAdapter.warning_once.cache_clear()
+    trainer = train_on("rows, one picture each", baseline="value", max_steps=1, train=False)
+    image, trainer.args.generation_kwargs = trainer.model.config.image_token_id, None  # none of the test's own
+    trainer.generation_config.suppress_tokens = [image]  # as TRL itself sets it
+    trainer.train()
+    said = f"SuppressTokensLogitsProcessor: TRL lets a vision model sample no image token (id {image})."
+    assert f"Later luck is not subtracted: tokens were sampled with {said}" in caplog.text

@@ -11,13 +11,16 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .completions import Completions, numbered
+from .luck import COLUMNS, DECAYS, NEAR, TOO_FAR, decayed, deviations, measured
 from .pooled import pooled
-from .value_parts import OF_LUCK, Reading, blocks, features, later, products, read, solution
+from .value_parts import OF_LUCK, Reading, blocks, bounded_luck, features, later, products, read, solution
 
 
 logger = logging.getLogger(__name__)
 
 ROUNDING = 1e-12  # of squared float32 numbers, relative
+OF_LATER_RELEASES = {"_draws", "_largest_ratio", "_luck_left_out"}  # of the state: checkpoints before 0.10 lack them
+VARIES_NOT_RATIO = 0.5  # of B0's usual power: what B may leave where returns do not vary, so that B0 leaves nothing
 RESET_RATIO = 2.0  # of the power that B left to B0's: `value` is reset after two such batches in a row
 
 
@@ -35,14 +38,18 @@ class Value:
     holds the sums.
 
     A batch's weight decays by 0.9 per batch. c₁ and c₂ are cross-validated over four folds of prompts, and limited
-    while prompts or tokens are few. B0 + c₁ θ·φ stays within the returns seen so far, Γ·ψ within their width. What was
-    learned is discarded after two batches in a row of which B left over twice B0's power. In OTBGRPOTrainer a prompt
+    while prompts or tokens are few. B0 + c₁ θ·φ stays within the returns seen so far, and Γ·ψ is such that no
+    single draw takes V out of them by more than a tenth of their width. What was
+    learned is discarded after two batches in a row of which B left over twice B0's power, or, where no return varies,
+    over half of B0's usual power. In OTBGRPOTrainer a prompt
     keeps B0 where B leaves too much power in the other prompts of a batch ([`~trl_otb.run_baseline.RunBaseline`]);
     asynchronous batches have no such bound.
 
     Unbiased, since B_t depends on what precedes y_t, and on sums of later terms whose mean is 0 given what precedes
     them; θ, Γ and c on earlier batches. Where tokens are drawn from a distribution that is not recorded, later luck is
-    left out (`Completions.draw_ratio`). Importance ratios of the loss weight only what it learns from.
+    left out (`Completions.draw_ratio`), and from the next batch on where it is measured that its mean is not 0
+    ([`~trl_otb.baselines.luck`]). Importance ratios of the loss weight only what it learns from; where they are cut, as
+    completions by `sequence_mask`, no baseline is unbiased.
     """
 
     decay_per_batch = 0.9  # of a batch's weight
@@ -61,6 +68,10 @@ class Value:
         self._prompts = 0  # in all batches
         self._returns_seen = (math.inf, -math.inf)  # minimum and maximum
         self._doubted = False  # whether B left too much of the last batch
+        # What is measured of the luck of tokens
+        self._draws = torch.zeros(len(DECAYS), len(COLUMNS), dtype=torch.float64)
+        self._largest_ratio = 1.0  # of the draws
+        self._luck_left_out = False  # since its mean is not 0
 
     def __call__(self, x: Completions) -> Float[Tensor, "B #T"]:
         """B0, `rloo_pooled`, of returns or of rewards-to-go."""
@@ -83,14 +94,16 @@ class Value:
         """
         Learn from a generation batch. Returns `explained`, 1 − Σ w (G − B)² / Σ w (G − B0)² for what was used, NaN if
         B0 is each return; `explained_by_state`, the same without later luck; `weight` and `luck_weight`, c₁ and c₂;
-        and `restarted`, 1 if it was reset.
+        `restarted`, 1 if it was reset; and those of [`Value._check_luck`].
         """
         prompt, prompts = numbered(local, gather)
         fold = (prompt + self._prompts) % self.prompt_folds
-        of_value, measured = _gathered(self._measure(local, b0, fold), gather)
-        power, left, left_by_state, squares, excluded, tokens = measured.tolist()
+        (*local_sums, largest_ratio) = self._measure(local, b0, fold)
+        of_value, of_batch, of_draws = _gathered(local_sums, gather)
+        power, left, left_by_state, squares, excluded, tokens, energy = of_batch.tolist()
         varies = power > ROUNDING * squares
-        lost = varies and left > RESET_RATIO * power
+        allowed = RESET_RATIO * power if varies else VARIES_NOT_RATIO * self.usual_power * energy
+        lost = left > max(allowed, ROUNDING * squares)
         reset, self._doubted = lost and self._doubted, lost
         shares = [1 - part / power if varies else math.nan for part in (left, left_by_state)]
         metrics = dict(zip(("explained", "explained_by_state"), shares, strict=True))
@@ -102,13 +115,15 @@ class Value:
                 "'value' predicts nothing and learns nothing. If the model runs in float16, try bfloat16."
             )
         if tokens == 0:
-            return metrics
+            return metrics | {"luck_left_out": float(self._luck_left_out)}
         if reset:
-            self._reset(f"it left {left / power:.1f} times the power of 'rloo_pooled', as after a change of rewards")
+            times = f"{left / power:.1f} times the power of 'rloo_pooled'" if varies else "power where no return varied"
+            self._reset(f"it left {times}, as after a change of rewards")
 
         present, returns = local.mask > 0, local.returns.expand_as(local.mask)
-        ends = torch.stack([-returns.where(present, math.inf).amin(), returns.where(present, -math.inf).amax()])
-        least, most = gather(ends.unsqueeze(0)).amax(dim=0).tolist()
+        ends = [-returns.where(present, math.inf).amin(), returns.where(present, -math.inf).amax(), largest_ratio]
+        least, most, largest = gather(torch.stack(ends).unsqueeze(0)).amax(dim=0).tolist()
+        metrics |= self._check_luck(of_draws, largest)
         self._returns_seen = min(self._returns_seen[0], -least), max(self._returns_seen[1], most)
         self._prompts += prompts
         whole = of_value.sum(dim=0) + (0 if self._value_sums is None else self.decay_per_batch * self._value_sums)
@@ -121,17 +136,25 @@ class Value:
         self._fit()
         return metrics
 
+    @property
+    def usual_power(self) -> float:
+        """What B0 left in earlier batches, per energy."""
+        if self._sums is None:
+            return 0.0
+        sums = self._sums.sum(dim=0)  # of products of features, of which the first is 1, and, last, of G − B0
+        return (sums[-1, -1] / sums[0, 0].clamp(min=1e-30)).item()
+
     def state_dict(self) -> dict[str, Any]:
         return copy.deepcopy(vars(self))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         kept = self.state_dict().keys()
-        if not kept <= state.keys():
+        if not kept - OF_LATER_RELEASES <= state.keys():
             raise ValueError(
                 f"The state of 'value' is damaged, or of a release before 0.8: it holds {[*state]}. "
                 "Without the checkpoint's `baseline.pt` it starts empty."
             )
-        vars(self).update({name: copy.deepcopy(state[name]) for name in kept})
+        vars(self).update({name: copy.deepcopy(state[name]) for name in kept & state.keys()})
 
     def _features(self, of: Reading, v: Float[Tensor, "B T"]) -> tuple[Float[Tensor, "B T k"], Float[Tensor, "B T l"]]:
         """φ and ψ; studies leave out some."""
@@ -147,27 +170,33 @@ class Value:
         """B without later luck, and B."""
         if self.eta is None or self.theta is None or self.gamma is None:
             return (b0.expand_as(of.sure),) * 2
-        phi, psi = self._features(of, self._centred_v(of, b0, self.eta))
+        v = self._centred_v(of, b0, self.eta)
+        phi, psi = self._features(of, v)
         least, most = self._returns_seen
         predicted = b0 + self.weight * (phi @ self.theta.to(phi))
         state = predicted.clamp(b0.clamp(max=least), b0.clamp(min=most))
         # Known before the draw, so that it may be bounded; the sum may not, or its mean would not be 0
-        per_draw = (psi @ self.gamma.to(psi)).clamp(least - most, most - least)
+        per_draw = bounded_luck(psi @ self.gamma.to(psi), of.sure, v, most - least)
         return state, state + self.luck_weight * later(of.luck * per_draw)
 
     def _measure(self, local: Completions, b0: Tensor, fold: Tensor) -> list[Tensor]:
-        """Sums that V is fitted to, by fold; and the power that B0 and B leave, with what else a batch tells."""
-        sums, total = b0.new_zeros(1), b0.new_zeros(6)
+        """
+        Sums that V is fitted to, by fold; the power that B0 and B leave, with what else a batch tells; and what
+        [`measured`] returns.
+        """
+        sums, total, of_draws, largest = b0.new_zeros(1), b0.new_zeros(7), b0.new_zeros(len(COLUMNS)), b0.new_ones(())
         for x, b, rows in blocks(local, b0):
             of, target, weights = read(x, b), (x.returns - b).expand_as(x.mask), x.need("loss_energy")
             state, whole = (x.returns - values for values in self._baseline(of, b))
             powers = [(weights * left.square()).sum() for left in (target, whole, state)]
             squares = (weights * (x.returns.square() + b.square())).sum()
             present = x.mask * of.known
-            total += torch.stack([*powers, squares, x.mask.sum() - present.sum(), present.sum()])
+            total += torch.stack([*powers, squares, x.mask.sum() - present.sum(), present.sum(), weights.sum()])
             columns = torch.cat([of.numbers, target.unsqueeze(-1)], dim=-1)
             sums = sums + products(columns, present, fold[rows], self.prompt_folds)
-        return [sums, total]
+            of_block, largest_of_block = measured(of, x)
+            of_draws, largest = of_draws + of_block, torch.maximum(largest, largest_of_block)
+        return [sums, total, of_draws, largest]
 
     def _sums_of(self, local: Completions, b0: Tensor, fold: Tensor, etas: Tensor) -> Tensor:
         """Sums that θ and Γ are fitted to, by fold, with V of the other folds' prompts."""
@@ -182,17 +211,22 @@ class Value:
     def _fit(self) -> None:
         """Fit θ and Γ to the sums; c₁ and c₂ by what θ and Γ, fitted without a fold, predict of it."""
         assert self._sums is not None
-        whole, tokens_per_feature = self._sums.sum(dim=0), self._tokens / self._sums.size(-1)
+        sums = self._sums
+        if self._luck_left_out:
+            of_luck = torch.zeros(sums.size(-1))
+            of_luck[-OF_LUCK - 1 : -1] = 1
+            sums = sums.masked_fill((of_luck.unsqueeze(0) + of_luck.unsqueeze(1)) > 0, 0.0)
+        whole, tokens_per_feature = sums.sum(dim=0), self._tokens / sums.size(-1)
         ridge = max(0.5 / self._prompts, 1 / tokens_per_feature)
         both = solution(whole, ridge)
         if not both.isfinite().all():
             return self._reset("its linear system has no finite solution")
         self.theta, self.gamma = both[:-OF_LUCK], both[-OF_LUCK:]
-        without = solution(whole - self._sums, ridge).unsqueeze(1).repeat(1, 2, 1)
+        without = solution(whole - sums, ridge).unsqueeze(1).repeat(1, 2, 1)
         without[:, 0, -OF_LUCK:] = 0  # of θ alone
         without[:, 1, :-OF_LUCK] = 0
-        agreement = torch.einsum("fpk,fk->p", without, self._sums[:, :-1, -1])
-        squares = torch.einsum("fpk,fkl,fql->pq", without, self._sums[:, :-1, :-1], without)
+        agreement = torch.einsum("fpk,fk->p", without, sums[:, :-1, -1])
+        squares = torch.einsum("fpk,fkl,fql->pq", without, sums[:, :-1, :-1], without)
         c = torch.ones_like(agreement)
         for part in (0, 1) * 3:  # each, given the other
             left = agreement[part] - c[1 - part] * squares[0, 1]
@@ -200,9 +234,37 @@ class Value:
         most = min(1.0, self._prompts / self.prompts_enough, tokens_per_feature / self.tokens_enough)
         self.weight, self.luck_weight = c.nan_to_num().clamp(max=most).tolist()
 
+    def _check_luck(self, new: Tensor, largest_ratio: float) -> dict[str, float]:
+        """
+        Decide from this batch and earlier ones whether later luck is subtracted from the next on. Returns `luck_mean`,
+        the mean of d_t, absent where none is used, and `luck_left_out`, the decision.
+        """
+        self._draws = decayed(self._draws, new)
+        self._largest_ratio = max(self.decay_per_batch * self._largest_ratio, largest_ratio)
+        found = [deviations(sums, self._largest_ratio) for sums in self._draws]
+        each = [(far, name, mean, error) for of in found for name, (mean, error, far) in of.items()]
+        far, name, mean, error = max(each)
+        if self._luck_left_out != (far > (NEAR if self._luck_left_out else TOO_FAR)):
+            self._luck_left_out = not self._luck_left_out
+            what = {"luck": "luck per token", "ratio": "the ratio of policy to sampler"}[name]
+            told = f"{what} has a mean of {mean:.3g} ± {error:.1g}, and {int(name == 'ratio')} is expected"
+            logger.warning(
+                f"Later luck is not subtracted from now on: {told}. So tokens were not drawn from the distribution "
+                "that their log-probs are of. Look for noise or dropout in the policy's forward, for a sampler or "
+                "`rollout_func` that gives other log-probs, and for completions that are excluded because of their "
+                "content. `baseline='value'` goes on with its prediction alone."
+                if self._luck_left_out
+                else f"Later luck is subtracted again: {told}."
+            )
+        known = bool(self._draws[0, 0] > 0)
+        mean = found[0]["luck"][0] if known else math.nan
+        return {"luck_mean": mean, "luck_left_out": float(self._luck_left_out or not known)}
+
     def _reset(self, reason: str) -> None:
         logger.warning(f"The baseline 'value' discards what it has learned: {reason}. It continues as 'rloo_pooled'.")
+        kept = {name: vars(self)[name] for name in OF_LATER_RELEASES}  # which rewards say nothing of
         Value.__init__(self)
+        vars(self).update(kept)
 
 
 def _gathered(parts: list[Tensor], gather: Callable[[Tensor], Tensor]) -> list[Tensor]:

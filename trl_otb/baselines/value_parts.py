@@ -12,6 +12,7 @@ from .completions import Completions
 
 
 FEATURE_BLOCK = 2**13  # tokens whose features, some hundred numbers each, are in memory at once, in small batches
+BEYOND = 0.1  # of the width of the returns seen: how far out of them one draw's luck may take V
 B0_COLUMN, OF_LUCK = 1, 14  # among the features that of B0; how many are of later luck
 
 
@@ -64,6 +65,21 @@ def features(of: Reading, v: Float[Tensor, "B T"]) -> tuple[Float[Tensor, "B T k
     q = torch.stack([torch.ones_like(v), root, v, v.square(), m, v * m, v * root], dim=-1) * of.known.unsqueeze(-1)
     products = (powers.unsqueeze(-1) * q.unsqueeze(-2)).flatten(-2)  # with 1 first, then with σ, then with σ²
     return torch.cat([of.numbers[..., :9], products[..., 2:]], dim=-1), products[..., :OF_LUCK]
+
+
+def bounded_luck(
+    per_luck: Float[Tensor, "B T"], sure: Float[Tensor, "B T"], centred_v: Float[Tensor, "B T"], width: float
+) -> Float[Tensor, "B T"]:
+    """
+    `per_luck`, Γ·ψ, such that no draw, whose d is between σ − √σ and σ, takes V further out of the returns seen than a
+    tenth of their `width`; `centred_v` is V less their middle. It is known before the draw. The tenth is for V's error.
+    """
+    reach = (0.5 + BEYOND) * width
+    above, below = (reach - centred_v).clamp(min=0), (reach + centred_v).clamp(min=0)
+    largest, smallest = sure.clamp(min=1e-9), (sure.sqrt() - sure).clamp(min=1e-9)
+    highest = torch.minimum(above / largest, below / smallest).clamp(max=width)
+    lowest = torch.minimum(below / largest, above / smallest).clamp(max=width)
+    return torch.minimum(torch.maximum(per_luck, -lowest), highest)
 
 
 def later(values: Float[Tensor, "B T *more"]) -> Float[Tensor, "B T *more"]:

@@ -3,13 +3,18 @@
 import base64
 import html
 import json
+import logging
 import math
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from .efficiency import Comparison, Estimate, compare, control, moments_of, percent
+
+
+logger = logging.getLogger(__name__)
 
 
 SETTLED_BELOW = 0.15  # if the best is better by at most this share, measuring more prompts is not recommended
@@ -195,14 +200,19 @@ class BaselineReport:
         return json.loads(json.dumps(asdict(self)), parse_constant=lambda constant: None)
 
     def save(self, folder: str | Path) -> None:
-        """Write `report.json` and `report.html`, the text with the picture, into `folder`."""
+        """Write `report.json` and `report.html`, the text, with a picture if matplotlib is there, into `folder`."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "report.json").write_text(json.dumps(self.to_json(), indent=1), encoding="utf-8")
-        picture = base64.b64encode(self.plot()._repr_png_()).decode()
+        if find_spec("matplotlib") is None:
+            logger.warning(f"{folder}/report.html has no picture: matplotlib is missing. `pip install matplotlib`.")
+            picture = ""
+        else:
+            data = base64.b64encode(self.plot()._repr_png_()).decode()
+            picture = f"<img alt='how many more prompts the control needs' src='data:image/png;base64,{data}'>"
         (folder / "report.html").write_text(
             f"<!doctype html><meta charset='utf-8'><title>Baselines</title><pre>{html.escape(repr(self))}</pre>"
-            f"<img alt='how many more prompts the control needs' src='data:image/png;base64,{picture}'>",
+            + picture,
             encoding="utf-8",
         )
 

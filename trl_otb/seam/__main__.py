@@ -6,10 +6,10 @@ import sys
 from packaging.version import Version
 
 from ..experimental.async_grpo.contract import ASYNC_GRPO
-from .contract import GRPO, PINNED, tested, versions
+from .contract import CLI, GRPO, PINNED, tested, versions
 
 
-CONTRACTS = (GRPO, ASYNC_GRPO)
+CONTRACTS = (GRPO, ASYNC_GRPO, CLI)
 if sys.argv[1:] == ["--hashes"]:
     known = tested()
     known["versions"] = max(known["versions"], versions(), key=lambda of: Version(of["trl"]))

@@ -207,12 +207,14 @@ GRPO = Contract(
         },
         "trl.trainer.grpo_config:GRPOConfig": {"__post_init__": "self"},
         "transformers.trainer:Trainer": {
+            "_load_from_checkpoint": "self resume_from_checkpoint model",
             "_load_optimizer_and_scheduler": "self checkpoint",
             "_push_from_checkpoint": "self checkpoint_folder",
             "_save_optimizer_and_scheduler": "self output_dir",
             "push_to_hub": "self commit_message",
             "training_step": "self model inputs",
         },
+        "transformers.generation.utils:GenerationMixin": {"_get_logits_processor": "self generation_config"},
         "trl.trainer.utils": {
             "add_fused_lm_head": "model temperature cast_lm_head_to_fp32 outputs",
             "FusedCausalLMOutput": "loss log_probs entropy log_sum_sq_probs",
@@ -232,6 +234,20 @@ GRPO = Contract(
         "vllm_importance_sampling_mode vllm_tensor_parallel_size"
     },
     loss=frozenset(("GRPOTrainer._compute_loss", "GRPOTrainer.get_gamma_weights", "GRPOTrainer.get_off_policy_mask")),
+)
+
+CLI = Contract(  # of the command line
+    "trl grpo",
+    parts={
+        "trl.cli.accelerate_config": {"resolve_accelerate_config_argument": "launch_args"},
+        "trl.cli.commands.training": {"_subtract_subsequence": "lst subseq"},
+        "trl.scripts.grpo": {"main": "script_args training_args model_args dataset_args"},
+        "trl.scripts.utils:TrlParser": {
+            "__init__": "self dataclass_types",
+            "parse_args_and_config": "self args return_remaining_strings fail_with_unknown_args",
+        },
+    },
+    attributes={},
 )
 
 

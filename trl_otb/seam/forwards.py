@@ -29,6 +29,7 @@ logger = get_logger(__name__)
 PROJECTED_SIZE = 32  # of a hidden state
 LAYER_DEPTH = 2 / 3  # of the layer whose states are recorded
 SAMPLED = "the forwards that sampled"  # a source of energies
+BY_CONFIG = ", as by a generation config"
 
 
 class NoEnergiesError(RuntimeError):
@@ -44,7 +45,7 @@ class Recording:
     turns: SampledTurns | None = None
     scored: list[TokenValues] = field(default_factory=list)  # with the log-probs that TRL got
     on_logps: Callable[[Tensor], None] | None = None  # called with the log-probs of forwards with gradient
-    processor: str | None = None  # what made `generate` sample from another distribution than energies are of
+    processor: str | None = None  # what made `generate` sample from another distribution than energies are of, and why
 
 
 def policy_of(model: Any) -> PreTrainedModel:
@@ -166,7 +167,7 @@ class PolicyRecorder:
     @contextmanager
     def _watching_processors(self, to: Recording | None) -> Iterator[None]:
         """Context in which `generate` tells `to` which processor of logits it has, beside that of the temperature."""
-        prepare = getattr(self.policy, "_get_logits_processor", None)
+        prepare = getattr(self.policy, "_get_logits_processor", None)  # of all that have a `generate`, see `contract`
         if to is None or prepare is None:
             yield
             return
@@ -175,10 +176,14 @@ class PolicyRecorder:
             processors = prepare(generation_config, *args, **kwargs)
             warpers = [of for of in processors if isinstance(of, TemperatureLogitsWarper)]
             # With a `min_p` of 0 nothing is cut
-            others = [type(of).__name__ for of in processors if of not in warpers and getattr(of, "min_p", None) != 0]
+            others = [
+                processor_and_cause(of, self.policy)
+                for of in processors
+                if of not in warpers and getattr(of, "min_p", 1) != 0
+            ]
             if math.prod(of.temperature for of in warpers) != self.temperature:
-                others.append(f"a temperature that is not {self.temperature}")
-            to.processor = next(iter(others), None if generation_config.do_sample else "do_sample=False")
+                others.append(f"a temperature that is not {self.temperature}{BY_CONFIG}")
+            to.processor = next(iter(others), None if generation_config.do_sample else f"do_sample=False{BY_CONFIG}")
             return processors
 
         with patch.object(self.policy, "_get_logits_processor", watched):
@@ -216,6 +221,14 @@ class PolicyRecorder:
                 "compiled by hand (set `torch_compile`). Choose a baseline that needs no states, such as 'rloo_pooled'."
             )
         return states
+
+
+def processor_and_cause(processor: Any, policy: Any) -> str:
+    """What a processor of logits is, and what it comes from."""
+    suppressed, image = getattr(processor, "suppress_tokens", None), getattr(policy.config, "image_token_id", None)
+    if image is not None and suppressed is not None and suppressed.flatten().tolist() == [image]:
+        return f"{type(processor).__name__}: TRL lets a vision model sample no image token (id {image})"
+    return f"{type(processor).__name__}{BY_CONFIG}"
 
 
 def _one_call_each(states: list[Tensor], forwards: int) -> bool:

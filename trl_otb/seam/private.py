@@ -22,6 +22,7 @@ class Private:
 
     baseline: RunBaseline
     needs: frozenset[str]  # what rollouts are to hold; more during a comparison
+    option: str | None  # `baseline` of the config, as it was when the trainer was made
     rollouts: dict[str, Rollout] = field(default_factory=Rollouts)  # the latest one of each mode, "train" and "eval"
     pages: RolloutPages | None = None  # that steps are recorded in
     energy_source: str | None = None  # of the latest rollout in training

@@ -6,7 +6,7 @@ from typing import Any
 from accelerate.logging import get_logger
 
 from ...baselines import Baseline, find_baseline
-from ...config import warn_of_other_trainer
+from ...config import refuse_unknown, warn_of_other_trainer
 from .worker import AsyncGRPOConfig
 
 
@@ -31,6 +31,10 @@ class AsyncOTBGRPOConfig(AsyncGRPOConfig):
         default=None,
         metadata={"help": "'none' (default), or 'group': divided by the deviation of the group's returns."},
     )
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "AsyncOTBGRPOConfig":
+        refuse_unknown(cls, kwargs)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         by_default = self.scale_rewards is None

@@ -15,11 +15,11 @@ from ...energy import token_energy
 from ...metrics import STATISTICS, summarize
 from ...run_baseline import RunBaseline
 from ...seam.contract import users_loss
-from ...seam.draws import changed_distribution
-from ...seam.forwards import PolicyRecorder
+from ...seam.draws import changed_distribution, dropout_of, warning_of_dropout
+from ...seam.forwards import PolicyRecorder, policy_of
 from ...seam.loss import check_product
 from ...seam.private import Private, check_names
-from ...state import KeepsBaseline
+from ...state import KeepsBaseline, check_unchanged
 from .config import AsyncOTBGRPOConfig, check_async_options, warn_of_scale
 from .contract import ASYNC_GRPO, LOSS
 from .worker import AfterStep, AsyncGRPOConfig, AsyncGRPOTrainer, carried_with, stamp_groups
@@ -91,13 +91,12 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
             args = AsyncOTBGRPOConfig(f"{model.rstrip('/').split('/')[-1]}-AsyncOTB")
         if not isinstance(args, AsyncGRPOConfig):
             raise TypeError(f"`args` is a {type(args).__name__}: AsyncOTBGRPOTrainer takes an AsyncOTBGRPOConfig.")
-        args.of_trl_otb = True  # see `warn_of_other_trainer`
         if not hasattr(args, "scale_rewards"):
             warn_of_scale()
         entry = check_async_options(args)
         # Decayed sums of earlier returns, and of 1
         earlier = {"earlier": torch.zeros(2, dtype=torch.float64)}
-        self._trl_otb = Private(RunBaseline(entry), needs=entry.needs, extra_state=earlier)
+        self._trl_otb = Private(RunBaseline(entry), entry.needs, getattr(args, "baseline", None), extra_state=earlier)
         super().__init__(model, reward_funcs, args, *other, **kwargs)
         ASYNC_GRPO.check_attributes("AsyncGRPOTrainer", self)
         # That is known to multiply each token by its own advantage, which is known after the forward
@@ -105,7 +104,12 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
         self.scale_rewards = getattr(args, "scale_rewards", "none")
         self._check_users_loss()
         self._trl_otb.recorder = PolicyRecorder(self.model, self.temperature, False)
-        self._luck_is_known = changed_distribution(args) is None
+        changed, dropout = changed_distribution(args), dropout_of(policy_of(self.model))
+        self._luck_is_known = changed is None
+        if self.baseline.entry.name == "value" and changed is not None:
+            logger.warning_once(f"Later luck is not subtracted: {changed}.")
+        if self.baseline.entry.name == "value" and dropout is not None:
+            logger.warning_once(warning_of_dropout(dropout))
         self._to_learn: list[Sample] = []
         self._to_come: dict[int, int] = {}  # of the groups of this step, the samples that are still to come
         self._sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64))  # of this step
@@ -130,6 +134,7 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
             )
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        check_unchanged(self)  # which a callback may have done
         self._check_users_loss()  # methods may be set on a trainer, too
         return super().training_step(*args, **kwargs)
 

@@ -1,0 +1,94 @@
+"""Whether the luck that `value` subtracts has mean 0, as it must: measured over the batches so far."""
+
+import math
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from .completions import Completions
+from .value_parts import Reading
+
+
+TOO_FAR, NEAR = 5.0, 2.5  # standard errors: beyond the first luck is left out, until it is within the second
+LARGEST_RATIO = 1e6  # that is counted, so that squares stay finite
+LARGEST_SPREAD = 1.0  # of log ρ per root of the energy: with more, ratios say little of anything
+# Of a batch's weight, per batch: as of all that is learned; and slower, which finds a deviation that is small but stays
+DECAYS = (0.9, 0.99)
+# For each batch; those that make a variance are weighted by the square of the batch's weight
+COLUMNS = (
+    "tokens",
+    "luck",
+    "excess",
+    "log_squares",
+    "energy",
+    "luck_squares",
+    "luck_bound",
+    "excess_squares",
+    "unsure",
+)
+
+
+def measured(of: Reading, x: Completions) -> tuple[Float[Tensor, " 9"], Float[Tensor, ""]]:
+    """Sums over the tokens whose luck is subtracted, one for each of `COLUMNS`; and the largest ratio."""
+    energy = x.need("energy")
+    ratio = torch.ones_like(x.mask) if x.draw_ratio is None else x.draw_ratio
+    present = (x.mask * of.known > 0) & ratio.isfinite() & (ratio > 0) & energy.isfinite()
+    limited = ratio.clamp(max=LARGEST_RATIO)
+    luck, ratio = (of.luck * (limited / ratio)).where(present, 0.0), limited.where(present, 1.0)
+    of_completion = x.mask.new_ones(len(x), 1)
+    if x.draw_ratio is None:  # the loss may weight each completion by a ratio of its own
+        squares = x.need("loss_energy").sum(dim=1) / energy.sum(dim=1).clamp(min=1e-30)
+        of_completion = squares.where(energy.sum(dim=1) > 0, 1.0).sqrt().clamp(max=LARGEST_RATIO).unsqueeze(1)
+    luck = (luck * of_completion).where(of_completion.isfinite(), 0.0)
+    # Σ π³ ≤ (Σ π²)^1.5, so that this is at least the variance of π(y)
+    bound = (of.sure.pow(1.5) - of.sure.square()).clamp(min=0) * of_completion.nan_to_num().square()
+    # Luck has mean 0 given the tokens before, so that tokens of a completion are uncorrelated; with a ratio that
+    # depends on all of them only completions are
+    terms = luck.sum(dim=1) if bool((of_completion != 1).any()) else luck
+    of_tokens = {
+        "tokens": present.float(),
+        "luck": luck,
+        "excess": ratio - 1,
+        "log_squares": ratio.log().square(),
+        "energy": energy,
+        "luck_squares": terms.square(),
+        "luck_bound": bound,
+        "excess_squares": (ratio - 1).square(),
+        "unsure": 1 - of.sure,
+    }
+    sums = [
+        (values.where(present, 0.0) if values.shape == present.shape else values).sum()
+        for values in (of_tokens[name] for name in COLUMNS)
+    ]
+    return torch.stack(sums), torch.maximum(ratio.amax(), of_completion.nan_to_num().amax())
+
+
+def decayed(sums: Float[Tensor, "2 9"], new: Float[Tensor, " 9"]) -> Float[Tensor, "2 9"]:
+    """The sums of earlier batches, each weighing one of `DECAYS` of the next, with those of a new one."""
+    powers = torch.tensor([1 if name in COLUMNS[:5] else 2 for name in COLUMNS], dtype=sums.dtype)
+    return torch.tensor(DECAYS, dtype=sums.dtype).unsqueeze(1) ** powers * sums + new
+
+
+def deviations(sums: Float[Tensor, " 9"], largest: float) -> dict[str, tuple[float, float, float]]:
+    """
+    Of `"luck"`, d ρ, and `"ratio"`, ρ: the mean per token, its standard error, and how many of them it is from what it
+    must be, 0 and 1.
+
+    By Freedman's inequality a sum S of terms below b with mean 0 and variances that sum up to V has
+    S² / (V + b |S| / 3) above z² with a probability of at most 2 exp(−z²/2), also where most of V is in a few
+    improbable draws that did not happen. V is the sum of squares, or, where that is more, what the policy says: at most
+    Σ (σ^1.5 − σ²) for d, and for ρ with noise of variance s² in each logit Σ (e^s² − 1) (1 − σ). s² is estimated by
+    Σ log² ρ / Σ w.
+    """
+    of = dict(zip(COLUMNS, sums.tolist(), strict=True))
+    spread = math.exp(min(of["log_squares"] / max(of["energy"], 1e-30), LARGEST_SPREAD**2))
+    variances = {
+        "luck": (of["luck"], max(of["luck_squares"], spread * of["luck_bound"])),
+        "ratio": (of["excess"], max(of["excess_squares"], (spread - 1) * of["unsure"])),
+    }
+    result, tokens = {}, max(of["tokens"], 1e-30)
+    for name, (total, variance) in variances.items():
+        far = abs(total) / math.sqrt(variance + max(largest, 1.0) * abs(total) / 3 + 1e-30)
+        result[name] = ((name == "ratio") + total / tokens, math.sqrt(variance) / tokens, far)
+    return result
