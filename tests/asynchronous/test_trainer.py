@@ -25,6 +25,7 @@ from tests.helpers.scripted import add
 from tests.helpers.settings import LORA, assert_same_weights, logged
 from trl_otb import AsyncOTBGRPOConfig, AsyncOTBGRPOTrainer, OTBGRPOConfig, OTBGRPOTrainer
 from trl_otb.energy import token_energy
+from trl_otb.experimental.async_grpo import trainer as async_trainer
 from trl_otb.experimental.async_grpo.worker import carried_with, stamp_groups, stamped
 
 
@@ -137,18 +138,29 @@ class Watched(AsyncOTBGRPOTrainer):
         super().__init__(*args, **kwargs)
         self.advantages, self.samples, self.learned = [], [], []
 
-    def _advantages(self, *of_row):
-        before = len(self._to_learn)
-        self.advantages.append(super()._advantages(*of_row))
-        self.samples += self._to_learn[before:]
-        return self.advantages[-1]
 
-    def _learn(self):
-        before = [int(sample.group) for sample in self._to_learn]
-        metrics = super()._learn()
-        waiting = {int(sample.group) for sample in self._to_learn}
-        self.learned.append((len(self.samples), {*before} - waiting))
+@pytest.fixture(autouse=True)
+def watching(monkeypatch):
+    advantages_of, learn = async_trainer.advantages_of, async_trainer.learn
+
+    def keeps_advantages(trainer, *of_row):
+        before = len(trainer._trl_otb.to_learn)
+        result = advantages_of(trainer, *of_row)
+        if isinstance(trainer, Watched):
+            trainer.advantages.append(result)
+            trainer.samples += trainer._trl_otb.to_learn[before:]
+        return result
+
+    def keeps_groups(trainer):
+        before = [int(sample.group) for sample in trainer._trl_otb.to_learn]
+        metrics = learn(trainer)
+        waiting = {int(sample.group) for sample in trainer._trl_otb.to_learn}
+        if isinstance(trainer, Watched):
+            trainer.learned.append((len(trainer.samples), {*before} - waiting))
         return metrics
+
+    monkeypatch.setattr(async_trainer, "advantages_of", keeps_advantages)
+    monkeypatch.setattr(async_trainer, "learn", keeps_groups)
 
 
 def test_read_values_match_plain_forwards(train_async, model_path):

@@ -11,7 +11,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
 from tests.helpers import tiny
-from tests.helpers.settings import SGD, SOURCES, assert_same_weights, in_turn
+from tests.helpers.settings import SGD, SOURCES, assert_same_weights, in_turn, logged
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer, TokenRewards
 from trl_otb.seam.forwards import extra_forward
 from trl_otb.trainer import collect
@@ -341,3 +341,149 @@ def test_a_loss_of_ones_own_has_a_type_of_its_own(train):
         train(cls, baseline="value", loss_type="mine")
     with pytest.raises(ValueError, match="`loss_type` is 'mine'"):
         train(OTBGRPOTrainer, baseline="rloo", loss_type="mine")
+
+
+class Half(OTBGRPOTrainer):
+    takes_token_advantages = True
+
+    def __init__(self, *args, **kwargs):
+        self.calls = []
+        super().__init__(*args, **kwargs)
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        self.calls.append(tuple(inputs["advantages"].shape))
+        return 0.5 * super().compute_loss(model, inputs, *args, **kwargs)
+
+
+class OfMean(OTBGRPOTrainer):
+    """Declared to take advantages per token, of which it takes the mean."""
+
+    takes_token_advantages = True
+
+    def _compute_loss(self, model, inputs):
+        mean = inputs["advantages"].mean(dim=1, keepdim=True)
+        return super()._compute_loss(model, inputs | {"advantages": mean.expand_as(inputs["advantages"])})
+
+
+class OfNone(OTBGRPOTrainer):
+    takes_token_advantages = True
+
+    def _compute_loss(self, model, inputs):
+        return super()._compute_loss(model, inputs | {"advantages": torch.ones_like(inputs["advantages"])})
+
+
+class OTBGMPODeclared(OTBGMPO):
+    takes_token_advantages = True
+
+
+class OwnForward(OTBGRPOTrainer):
+    """A loss with log-probs of its own."""
+
+    takes_token_advantages = True
+
+    def _compute_loss(self, model, inputs):
+        logps = own_logps(model, torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1), inputs)
+        self._metrics["train"]["entropy"].append(0.0)
+        return -(logps * inputs["advantages"] * inputs["completion_mask"]).mean()
+
+
+def own_logps(model, ids, inputs):
+    kept = inputs["completion_ids"].size(1)
+    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+    logits = model(input_ids=ids, attention_mask=mask).logits[:, -kept - 1 : -1]
+    return logits.log_softmax(-1).gather(-1, ids[:, -kept:, None]).squeeze(-1)
+
+
+@pytest.mark.parametrize(
+    ("cls", "config", "name"),
+    [
+        (OTBGMPODeclared, OTBGMPOConfig, "GMPOTrainer._compute_loss"),
+        (OfMean, OTBGRPOConfig, "OfMean._compute_loss"),
+        (OfNone, OTBGRPOConfig, "OfNone._compute_loss"),
+    ],
+)
+def test_a_declared_loss_is_tried_before_the_first_step(train, cls, config, name):
+    before = train(cls, config, baseline="value", train=False)
+    kept = {key: p.detach().clone() for key, p in before.model.named_parameters()}
+    with pytest.raises(TypeError, match=f"`takes_token_advantages` is set, and `{name}` does not weight each token"):
+        before.train()
+    assert before.state.global_step == 0
+    assert all(torch.equal(kept[key], p) for key, p in before.model.named_parameters())
+    assert train(cls, config, baseline="rloo").state.global_step == 2  # one number per completion is not tried
+
+
+def test_a_trial_leaves_no_trace(train):
+    """What the loss keeps, what is logged, and the weights."""
+    options = {**SGD, "max_grad_norm": 0.0}
+    trainer = train(Half, baseline="value", **options)
+    assert trainer.calls == [(8, 8)] * 2 and len(logged(trainer, "entropy")) == 2
+    plain = train(OTBGRPOTrainer, baseline="value", **{**options, "learning_rate": SGD["learning_rate"] / 2})
+    assert_same_weights(trainer, plain, atol=1e-6, rtol=1e-5)
+    assert logged(trainer, "loss")[0] == pytest.approx(logged(plain, "loss")[0] / 2, abs=1e-6)
+
+
+def test_a_loss_with_log_probs_of_its_own_is_not_tried_and_that_is_said(train, caplog):
+    assert train(OwnForward, baseline="value").state.global_step == 2
+    assert "`OwnForward._compute_loss` does not take log-probs from `_get_per_token_logps" in caplog.text
+
+
+class OwnLogps(GRPOTrainer):
+    """Computes log-probs by itself."""
+
+    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
+        logits = model(input_ids=input_ids, attention_mask=attention_mask).logits[:, -logits_to_keep - 1 : -1]
+        logps = logits.log_softmax(-1).gather(-1, input_ids[:, -logits_to_keep:, None]).squeeze(-1)
+        return logps, torch.zeros_like(logps), None
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_own_log_probs_are_an_error_where_energies_are_needed_alone(train, order):
+    own = type("Own", (OwnLogps, OTBGRPOTrainer) if order == "before" else (OTBGRPOTrainer, OwnLogps), {})
+    for baseline in ("group_mean", "rloo_pooled"):
+        assert train(own, baseline=baseline, num_iterations=2).state.global_step == 2
+    with pytest.raises(TypeError, match="look at OwnLogps._get_per_token_logps_and_entropies"):
+        train(own, baseline="value", num_iterations=2)
+
+
+@pytest.mark.parametrize("baseline", ["value", "group_mean"])
+def test_advantages_per_token_of_another_class_are_named(train, baseline):
+    class PerToken(GRPOTrainer):
+        def _generate_and_score_completions(self, inputs):
+            batch = super()._generate_and_score_completions(inputs)
+            return batch | {"advantages": batch["advantages"].unsqueeze(1).expand_as(batch["completion_ids"])}
+
+    with pytest.raises(TypeError, match=r"have the shape \(8,\).*look at PerToken._generate_and_score_completions"):
+        train(type("Own", (OTBGRPOTrainer, PerToken), {}), baseline=baseline)
+
+
+FREE = ("policy", "recorder", "needs", "collect", "prompts_per_batch", "recorded_rewards", "known_loss", "pages")
+
+
+@pytest.mark.parametrize("baseline", ["value", "group_mean"])
+def test_names_of_ones_own_are_free(train, baseline):
+    class Own(OTBGRPOTrainer):
+        def __init__(self, *args, **kwargs):
+            vars(self).update(dict.fromkeys(FREE, 0))
+            super().__init__(*args, **kwargs)
+            vars(self).update(dict.fromkeys(FREE, 0))
+
+    methods = {name: lambda self: pytest.fail("called") for name in (*FREE, "_log_step", "_learn", "_add")}
+    plain = train(baseline=baseline)
+    assert_same_weights(plain, train(Own, baseline=baseline))
+    assert_same_weights(plain, train(type("Methods", (OTBGRPOTrainer,), methods), baseline=baseline))
+
+
+@pytest.mark.parametrize("name", ["rollouts", "baseline", "energy_source"])
+def test_public_names_are_checked(train, name):
+    class Sets(OTBGRPOTrainer):
+        def __init__(self, *args, **kwargs):
+            setattr(self, name, [])
+            super().__init__(*args, **kwargs)
+
+    message = f"{name}`, which is an attribute of trl_otb's trainers: choose another name"
+    with pytest.raises(TypeError, match=f"`Sets` sets `self.{message}"):
+        train(Sets, train=False)
+    behind = type("Behind", (GRPOTrainer,), {name: lambda self: None})
+    for cls in (type("Own", (OTBGRPOTrainer,), {name: None}), type("Own", (OTBGRPOTrainer, behind), {})):
+        with pytest.raises(TypeError, match=f"has a `{name}` of its own, which is an attribute of trl_otb's"):
+            train(cls, train=False)

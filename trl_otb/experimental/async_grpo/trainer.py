@@ -2,7 +2,8 @@
 
 import math
 from collections import defaultdict
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -63,6 +64,18 @@ class DeferredAdvantages:
         return self.values
 
 
+@dataclass
+class AsyncPrivate(Private):
+    """The state of an asynchronous trainer."""
+
+    scale_rewards: str = "none"
+    luck_is_known: bool = True  # whether tokens are drawn from the policy's own distribution
+    to_learn: list[Sample] = field(default_factory=list)
+    to_come: dict[int, int] = field(default_factory=dict)  # of the groups of this step, the samples still to come
+    # Of this step
+    sums: dict[str, Tensor] = field(default_factory=lambda: defaultdict(lambda: torch.zeros((), dtype=torch.float64)))
+
+
 class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
     """
     TRL's [`~trl.experimental.async_grpo.AsyncGRPOTrainer`] with a baseline of one's choice, by default `value`, one per
@@ -79,6 +92,7 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
         args ([`AsyncOTBGRPOConfig`] or TRL's `AsyncGRPOConfig`, *optional*): A plain one has `value`, unscaled.
     """
 
+    _trl_otb: AsyncPrivate
     _tag_names = ["trl", "async-grpo", "otb"]  # noqa: RUF012
     _name = "AsyncOTB"
 
@@ -94,58 +108,52 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
         if not hasattr(args, "scale_rewards"):
             warn_of_scale()
         entry = check_async_options(args)
-        # Decayed sums of earlier returns, and of 1
-        earlier = {"earlier": torch.zeros(2, dtype=torch.float64)}
-        self._trl_otb = Private(RunBaseline(entry), entry.needs, getattr(args, "baseline", None), extra_state=earlier)
+        self._trl_otb = AsyncPrivate(
+            RunBaseline(entry),
+            entry.needs,
+            getattr(args, "baseline", None),
+            # Decayed sums of earlier returns, and of 1
+            extra_state={"earlier": torch.zeros(2, dtype=torch.float64)},
+            scale_rewards=getattr(args, "scale_rewards", "none"),
+        )
         super().__init__(model, reward_funcs, args, *other, **kwargs)
         ASYNC_GRPO.check_attributes("AsyncGRPOTrainer", self)
         # That is known to multiply each token by its own advantage, which is known after the forward
         self._trl_otb.known_loss = None if LOSS in ASYNC_GRPO.warn_if_changed() else AsyncGRPOTrainer.compute_loss
-        self.scale_rewards = getattr(args, "scale_rewards", "none")
-        self._check_users_loss()
+        check_users_loss(self)
         self._trl_otb.recorder = PolicyRecorder(self.model, self.temperature, False)
         changed, dropout = changed_distribution(args), dropout_of(policy_of(self.model))
-        self._luck_is_known = changed is None
+        self._trl_otb.luck_is_known = changed is None
         if self.baseline.entry.name == "value" and changed is not None:
             logger.warning_once(f"Later luck is not subtracted: {changed}.")
         if self.baseline.entry.name == "value" and dropout is not None:
             logger.warning_once(warning_of_dropout(dropout))
-        self._to_learn: list[Sample] = []
-        self._to_come: dict[int, int] = {}  # of the groups of this step, the samples that are still to come
-        self._sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64))  # of this step
         stamp_groups(self.rollout_worker)
-        if not self.uses_trl_advantages:
-            self.add_callback(AfterStep(self._after_step))
+        if not uses_trl_advantages(self):
+            self.add_callback(AfterStep(partial(after_step, self)))
 
-    @property
-    def uses_trl_advantages(self) -> bool:
-        """Whether advantages are those that TRL's worker has stamped."""
-        return self.baseline.entry.name == "group_mean" and self.scale_rewards == "group"
-
-    def _check_users_loss(self) -> None:
-        """A `TypeError` if a user's loss could read advantages before the forward, which yields them."""
-        if self.uses_trl_advantages or getattr(self, "takes_token_advantages", False):
-            return
-        if loss := users_loss(self, tried="compute_loss", of_trl=AsyncGRPOTrainer):
-            raise TypeError(
-                f"`baseline` is {self.baseline.entry.name!r}, whose advantages are known after the forward, and "
-                f"`{loss}` may read them before. If it only adds to `super()`'s, set `takes_token_advantages = True` "
-                "in the class; else `baseline='group_mean'` and `scale_rewards='group'`, for the worker's own."
-            )
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's `train`."""
+        name, config = self.baseline.entry.name, type(self.args).__name__
+        named = f"set in {config}" if hasattr(self.args, "baseline") else f"the default: {config} names none"
+        self.accelerator.print(
+            f"Training with baseline {name!r} ({named}) and scale_rewards {self._trl_otb.scale_rewards!r}."
+        )
+        return super().train(*args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         check_unchanged(self)  # which a callback may have done
-        self._check_users_loss()  # methods may be set on a trainer, too
+        check_users_loss(self)  # methods may be set on a trainer, too
         return super().training_step(*args, **kwargs)
 
     def get_train_dataloader(self) -> Any:
-        self._to_learn, self._to_come = [], {}  # of a training that was interrupted
-        self._sums.clear()
+        self._trl_otb.to_learn, self._trl_otb.to_come = [], {}  # of a training that was interrupted
+        self._trl_otb.sums.clear()
         loader: Any = super().get_train_dataloader()
         ASYNC_GRPO.check_attributes("DataLoaderDispatcher", loader)
         of = loader.base_dataloader
         of.collate_fn = carried_with(
-            of.collate_fn, self.args.num_generations, None if self.uses_trl_advantages else self.scale_rewards
+            of.collate_fn, self.args.num_generations, None if uses_trl_advantages(self) else self._trl_otb.scale_rewards
         )
         return loader
 
@@ -153,7 +161,7 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
         ASYNC_GRPO.check_attributes("AsyncGRPOTrainer's batch", inputs)
         inputs = dict(inputs)
         carried, groups = inputs.pop("otb_samples")[0].view(torch.float64), inputs.pop("otb_groups")[0]
-        if self.uses_trl_advantages:
+        if uses_trl_advantages(self):
             return super().compute_loss(model, inputs, *args, **kwargs)
         selected = inputs["token_index"] >= 0
         index, sample_of = inputs["token_index"][selected], inputs["segment_id"][selected]
@@ -164,9 +172,9 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
                 "Advantages that the worker or a method of yours changed are replaced by those of "
                 f"`baseline={self.baseline.entry.name!r}`: change rewards instead."
             )
-        if self._trl_otb.known_loss is not AsyncGRPOTrainer.compute_loss and self._check_loss(model, inputs, index):
+        if self._trl_otb.known_loss is not AsyncGRPOTrainer.compute_loss and check_loss(self, model, inputs, index):
             self._trl_otb.known_loss = AsyncGRPOTrainer.compute_loss
-        self._to_come.update(groups.tolist())
+        self._trl_otb.to_come.update(groups.tolist())
         old_logps, advantages = inputs["old_log_probs"][selected], DeferredAdvantages(len(index), carried.device)
 
         def forward(**packed: Any) -> Any:
@@ -178,83 +186,109 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
                 energy = token_energy(logps, outputs.log_sum_sq_probs.flatten()[index])
                 ratio = torch.exp(logps - old_logps)
                 read = self._trl_otb.recorder.checked(states, 1)[0][0][index] if with_states else energy[:, None]
-                of_tokens = energy, ratio.square() * energy, logps, read, ratio * self._luck_is_known
-                advantages.values.copy_(self._advantages(carried, sample_of, of_tokens))
-                self._add(terms=torch.ones_like(ratio), ratio=ratio, square=ratio.square())
+                of_tokens = energy, ratio.square() * energy, logps, read, ratio * self._trl_otb.luck_is_known
+                advantages.values.copy_(advantages_of(self, carried, sample_of, of_tokens))
+                add_up(self, terms=torch.ones_like(ratio), ratio=ratio, square=ratio.square())
             return outputs
 
         return super().compute_loss(forward, inputs | {"advantages": advantages}, *args, **kwargs)
 
-    def _check_loss(self, model: Any, inputs: dict[str, Any], index: Tensor) -> bool:
-        """[`check_product`] of TRL's loss, with advantages that are known after the forward."""
 
-        def forward(**packed: Any) -> tuple[Any, Tensor]:
-            outputs = model(**packed)
-            outputs.log_probs = outputs.log_probs.detach().requires_grad_()
-            return outputs, outputs.log_probs
+def uses_trl_advantages(trainer: AsyncOTBGRPOTrainer) -> bool:
+    """Whether advantages are those that TRL's worker has stamped."""
+    return trainer.baseline.entry.name == "group_mean" and trainer._trl_otb.scale_rewards == "group"
 
-        def loss(probe: Any, forward: Any, advantages: Tensor) -> Tensor:
-            deferred = DeferredAdvantages(len(index), index.device)
 
-            def known_afterwards(**packed: Any) -> Any:
-                outputs = forward(**packed)
-                deferred.values.copy_(advantages)
-                return outputs
+def check_users_loss(trainer: AsyncOTBGRPOTrainer) -> None:
+    """A `TypeError` if a user's loss could read advantages before the forward, which yields them."""
+    if uses_trl_advantages(trainer) or getattr(trainer, "takes_token_advantages", False):
+        return
+    if loss := users_loss(trainer, tried="compute_loss", of_trl=AsyncGRPOTrainer):
+        raise TypeError(
+            f"`baseline` is {trainer.baseline.entry.name!r}, whose advantages are known after the forward, and "
+            f"`{loss}` may read them before. If it only adds to `super()`'s, set `takes_token_advantages = True` "
+            "in the class; else `baseline='group_mean'` and `scale_rewards='group'`, for the worker's own."
+        )
 
-            return AsyncGRPOTrainer.compute_loss(probe, known_afterwards, inputs | {"advantages": deferred})
 
-        return check_product(LOSS, self, forward, loss, index, lambda gradient: gradient.flatten()[index])
+def check_loss(trainer: AsyncOTBGRPOTrainer, model: Any, inputs: dict[str, Any], index: Tensor) -> bool:
+    """[`check_product`] of TRL's loss, with advantages that are known after the forward."""
 
-    def _advantages(self, carried: Tensor, sample_of: Tensor, of_tokens: tuple[Tensor, ...]) -> Tensor:
-        """`(M,)`: one per term of the loss, whose terms of one sample are adjacent; 0 without a return or B0."""
-        total, std, mean, leave_one_out_mean, group = carried.unbind(dim=1)
-        sizes = torch.bincount(sample_of, minlength=len(carried)).tolist()
-        b0 = {"group_mean": mean, "none": torch.zeros_like(mean)}.get(self.baseline.entry.name, leave_one_out_mean)
-        if self.baseline.entry.adjusts:
-            total_of_earlier, number = self._trl_otb.extra_state["earlier"]
-            b0 = b0.where(b0.isfinite(), (total_of_earlier / number).to(b0))  # NaN before anything is known
-        by_sample = [values.split(sizes) for values in of_tokens]
-        samples = [Sample(*row) for row in zip(total, b0, group, *by_sample, strict=True) if len(row[3])]
-        local, known = completions_of(samples)
-        scale, kept = torch.ones_like(known), torch.tensor(sizes, device=std.device) > 0
-        if self.scale_rewards == "group":
-            scale = (std[kept].float() + 1e-8).unsqueeze(1).nan_to_num(nan=1.0)
-        step = self.baseline.step(local, scale, b0=known)
-        self._to_learn += samples
-        self._add(**dict(zip(STATISTICS, step.statistics.unbind(dim=1), strict=True)))
-        rows = zip(step.advantages.expand_as(local.mask), samples, strict=True)
-        return torch.cat([row[: len(sample.logps)] for row, sample in rows])
+    def forward(**packed: Any) -> tuple[Any, Tensor]:
+        outputs = model(**packed)
+        outputs.log_probs = outputs.log_probs.detach().requires_grad_()
+        return outputs, outputs.log_probs
 
-    def _add(self, **values: Tensor) -> None:
-        for name, of in values.items():
-            self._sums[name] = self._sums[name].to(of.device) + of.double().sum()
+    def loss(probe: Any, forward: Any, advantages: Tensor) -> Tensor:
+        deferred = DeferredAdvantages(len(index), index.device)
 
-    def _after_step(self) -> None:
-        sums = self.accelerator.gather(torch.stack([*self._sums.values()]).unsqueeze(0)).sum(dim=0)
-        of = dict(zip(self._sums, sums.tolist(), strict=True))
-        self._sums.clear()
-        of_step = summarize(torch.tensor([[of[name] for name in STATISTICS]]), 1)
-        metrics = {name: of_step[name] for name in METRICS} | self._learn()
-        metrics["effective_sample_share"] = of["ratio"] ** 2 / max(of["terms"] * of["square"], 1e-300)
-        for name, value in metrics.items():
-            if not math.isnan(value):
-                self._metrics["train"][f"otb/{name}"].append(value)
+        def known_afterwards(**packed: Any) -> Any:
+            outputs = forward(**packed)
+            deferred.values.copy_(advantages)
+            return outputs
 
-    def _learn(self) -> dict[str, float]:
-        """From groups that are complete, since B0 holds the returns of all their samples."""
-        ready = [sample for sample in self._to_learn if self._to_come.get(int(sample.group), 0) <= 0]
-        self._to_learn = [sample for sample in self._to_learn if self._to_come.get(int(sample.group), 0) > 0]
-        self._to_come, ready = {}, ready or [self._nothing()]
-        metrics = self.baseline.learn(*completions_of(ready), self.accelerator.gather)
-        returns = torch.stack([sample.returns for sample in ready]).double()
-        known = torch.stack([returns.nansum(), returns.isfinite().sum().double()])
-        known = self.accelerator.gather(known.unsqueeze(0)).sum(dim=0).cpu()
-        self._trl_otb.extra_state["earlier"] = 0.9 * self._trl_otb.extra_state["earlier"] + known
-        return metrics
+        return AsyncGRPOTrainer.compute_loss(probe, known_afterwards, inputs | {"advantages": deferred})
 
-    def _nothing(self) -> Sample:
-        """An unscored token, as all processes learn together."""
-        projection, device = self._trl_otb.recorder.projection, self.accelerator.device
-        width = 1 if projection is None else projection.size(1)
-        nan, zero = torch.tensor(torch.nan, device=device), torch.zeros(1, device=device)
-        return Sample(nan, nan, zero[0], zero, zero, zero, torch.zeros(1, width, device=device), zero)
+    return check_product(LOSS, trainer, forward, loss, index, lambda gradient: gradient.flatten()[index])
+
+
+def advantages_of(
+    trainer: AsyncOTBGRPOTrainer, carried: Tensor, sample_of: Tensor, of_tokens: tuple[Tensor, ...]
+) -> Tensor:
+    """`(M,)`: one per term of the loss, whose terms of one sample are adjacent; 0 without a return or B0."""
+    total, std, mean, leave_one_out_mean, group = carried.unbind(dim=1)
+    sizes = torch.bincount(sample_of, minlength=len(carried)).tolist()
+    b0 = {"group_mean": mean, "none": torch.zeros_like(mean)}.get(trainer.baseline.entry.name, leave_one_out_mean)
+    if trainer.baseline.entry.adjusts:
+        total_of_earlier, number = trainer._trl_otb.extra_state["earlier"]
+        b0 = b0.where(b0.isfinite(), (total_of_earlier / number).to(b0))  # NaN before anything is known
+    by_sample = [values.split(sizes) for values in of_tokens]
+    samples = [Sample(*row) for row in zip(total, b0, group, *by_sample, strict=True) if len(row[3])]
+    local, known = completions_of(samples)
+    scale, kept = torch.ones_like(known), torch.tensor(sizes, device=std.device) > 0
+    if trainer._trl_otb.scale_rewards == "group":
+        scale = (std[kept].float() + 1e-8).unsqueeze(1).nan_to_num(nan=1.0)
+    step = trainer.baseline.step(local, scale, b0=known)
+    trainer._trl_otb.to_learn += samples
+    add_up(trainer, **dict(zip(STATISTICS, step.statistics.unbind(dim=1), strict=True)))
+    rows = zip(step.advantages.expand_as(local.mask), samples, strict=True)
+    return torch.cat([row[: len(sample.logps)] for row, sample in rows])
+
+
+def add_up(trainer: AsyncOTBGRPOTrainer, **values: Tensor) -> None:
+    for name, of in values.items():
+        trainer._trl_otb.sums[name] = trainer._trl_otb.sums[name].to(of.device) + of.double().sum()
+
+
+def after_step(trainer: AsyncOTBGRPOTrainer) -> None:
+    sums = trainer.accelerator.gather(torch.stack([*trainer._trl_otb.sums.values()]).unsqueeze(0)).sum(dim=0)
+    of = dict(zip(trainer._trl_otb.sums, sums.tolist(), strict=True))
+    trainer._trl_otb.sums.clear()
+    of_step = summarize(torch.tensor([[of[name] for name in STATISTICS]]), 1)
+    metrics = {name: of_step[name] for name in METRICS} | learn(trainer)
+    metrics["effective_sample_share"] = of["ratio"] ** 2 / max(of["terms"] * of["square"], 1e-300)
+    for name, value in metrics.items():
+        if not math.isnan(value):
+            trainer._metrics["train"][f"otb/{name}"].append(value)
+
+
+def learn(trainer: AsyncOTBGRPOTrainer) -> dict[str, float]:
+    """From groups that are complete, since B0 holds the returns of all their samples."""
+    of = trainer._trl_otb
+    ready = [sample for sample in of.to_learn if of.to_come.get(int(sample.group), 0) <= 0]
+    of.to_learn = [sample for sample in of.to_learn if of.to_come.get(int(sample.group), 0) > 0]
+    of.to_come, ready = {}, ready or [nothing(trainer)]
+    metrics = trainer.baseline.learn(*completions_of(ready), trainer.accelerator.gather)
+    returns = torch.stack([sample.returns for sample in ready]).double()
+    known = torch.stack([returns.nansum(), returns.isfinite().sum().double()])
+    known = trainer.accelerator.gather(known.unsqueeze(0)).sum(dim=0).cpu()
+    of.extra_state["earlier"] = 0.9 * of.extra_state["earlier"] + known
+    return metrics
+
+
+def nothing(trainer: AsyncOTBGRPOTrainer) -> Sample:
+    """An unscored token, as all processes learn together."""
+    projection, device = trainer._trl_otb.recorder.projection, trainer.accelerator.device
+    width = 1 if projection is None else projection.size(1)
+    nan, zero = torch.tensor(torch.nan, device=device), torch.zeros(1, device=device)
+    return Sample(nan, nan, zero[0], zero, zero, zero, torch.zeros(1, width, device=device), zero)
