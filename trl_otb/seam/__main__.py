@@ -7,15 +7,14 @@ from packaging.version import Version
 
 from ..experimental.async_grpo.contract import ASYNC_GRPO
 from .contract import CLI, GRPO, PINNED, tested, versions
+from .older_trl import no_asynchronous_training
 
 
-CONTRACTS = (GRPO, ASYNC_GRPO, CLI)
+CONTRACTS = (GRPO, CLI) if no_asynchronous_training() else (GRPO, CLI, ASYNC_GRPO)
 if sys.argv[1:] == ["--hashes"]:
     known = tested()
     known["versions"] = max(known["versions"], versions(), key=lambda of: Version(of["trl"]))
     for contract in CONTRACTS:
-        if contract.gone():  # as of the asynchronous trainer before 1.16
-            continue
         for name, source in contract.sources().items():
             known["sources"][name] = sorted({*known["sources"].get(name, []), source})
     PINNED.write_text(json.dumps(known, indent=2) + "\n")
