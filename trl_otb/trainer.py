@@ -46,11 +46,13 @@ class OTBGRPOTrainer(KeepsBaseline, LeavesPagesOut, RecordsRewards, CollectiveTo
 
     Args:
         model, reward_funcs, train_dataset, ...: As for [`~trl.GRPOTrainer`].
-        args ([`OTBGRPOConfig`] or [`~trl.GRPOConfig`], *optional*): A plain [`~trl.GRPOConfig`] has the default
-            baseline.
+        args ([`OTBGRPOConfig`] or [`~trl.GRPOConfig`], *optional*): If it has no `baseline`, or none is set, the one
+            that the class names as `default_baseline`, or else `"otb"`, is used.
 
     To combine it with your own subclass of [`~trl.GRPOTrainer`]: `class Mine(OTBGRPOTrainer, Theirs)`. A loss of your
-    own sets `takes_token_advantages = True` in its class if it supports advantages of shape `(B, T)`. A
+    own sets `takes_token_advantages = True` in its class if it supports advantages of shape `(B, T)`; it is tried
+    before the first step, see [`~trl_otb.seam.loss.tried_first`]. `baseline`, `rollouts` and `energy_source` are
+    read-only, and all else that is kept stands in `_trl_otb`: other names are yours. A
     `_generate_and_score_completions` of your own returns the rewarded completions in order, with GRPOTrainer's
     advantages; change rewards in `_calculate_rewards`.
 
