@@ -239,14 +239,16 @@ def read_problems(options: ProblemOptions) -> Dataset:
 
 def check_csv(path: Path) -> None:
     """A `ValueError` if a row has more or fewer fields than the first: a reader would shift them without a word."""
+    csv.field_size_limit(2**31 - 1)  # of a solution; the usual limit is 128 kB
     with path.open(newline="", encoding="utf-8") as file:
         rows = csv.reader(file)
         header = next(rows, [])
         for row in rows:
             if row and len(row) != len(header):
                 raise ValueError(
-                    f"{path}, line {rows.line_num}, has {len(row)} fields, and the first line {len(header)}: put a "
-                    f"text that holds a comma in quotes. The row begins with {','.join(row)[:60]!r}."
+                    f"{path}, line {rows.line_num}, has {len(row)} fields, and the first line {len(header)}: give "
+                    f"each column a field, and put a text that holds a comma in quotes. The row begins with "
+                    f"{','.join(row)[:60]!r}."
                 )
 
 

@@ -68,6 +68,8 @@ def check(command: str, args: Any, others: list[Any]) -> None:
     from trl_otb.stopping import latest_checkpoint
 
     asked = args.resume_from_checkpoint
+    if str(asked).lower() == "false":
+        asked = args.resume_from_checkpoint = None
     if latest := str(asked).lower() in ("latest", "true"):
         args.resume_from_checkpoint = latest_checkpoint(args.output_dir)
     checkpoint = args.resume_from_checkpoint
@@ -107,6 +109,8 @@ def run(argv: list[str]) -> None:
 
         def train(self, *args: Any, **kwargs: Any) -> Any:
             if command == "grpo":
+                if not args:  # which TRL's script passes from 1.14.1 on
+                    kwargs.setdefault("resume_from_checkpoint", self.args.resume_from_checkpoint)
                 return super().train(*args, **kwargs)
             if checkpoint := self.args.resume_from_checkpoint:
                 load_checkpoint(self, checkpoint)

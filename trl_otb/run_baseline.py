@@ -121,10 +121,10 @@ class RunBaseline:
         The credit with B0 in the place of B for each prompt if B leaves more than 1.5 times B0's power in the other
         prompts of the batch, as where rewards jump; and the share of completions for which that is so.
 
-        The other prompts are measured with the B0 of their own group, which takes two completions. If the returns of
-        none of them vary, B0's power is 0, and half of its usual one, by earlier batches, is allowed. For N = 1 each
-        half of the batch is measured with the B0 of that half, and decides for the other, if B leaves more than twice
-        B0's power. So no decision depends on the completions that it is made for.
+        The other prompts are measured with the B0 of their own group, which takes two completions. If none of
+        their returns vary, B0's power is 0, and B may leave half of the power that B0 left in earlier batches. For N = 1
+        each half of the batch is measured with the B0 of that half, and decides for the other, if B leaves more than
+        twice B0's power. So no decision depends on the completions that it is made for.
         """
         n, energy = local.num_generations, local.need("loss_energy")
         own = slice(first_row, first_row + len(local))
@@ -188,7 +188,7 @@ class RunBaseline:
         """What checkpoints keep, as one restores it, or nothing; a `ValueError` if what was learned is no `dict`."""
         state: dict[str, Any] = {}
         if self.running_scale is not None:
-            state = {"scale": self.running_scale.sums, "scale_doubted": self.running_scale.doubted}
+            state = {"scale": self.running_scale.sums, "scale_shrunk": self.running_scale.shrunk}
         if not self.entry.learns:
             return state
         learned, file = self.entry.estimator.state_dict(), io.BytesIO()
@@ -208,7 +208,7 @@ class RunBaseline:
         """Restore it. Returns False, and resets, if `state` is another baseline's, or none."""
         if self.running_scale is not None:
             self.running_scale.sums = tuple(state.get("scale", (0.0, 0.0)))
-            self.running_scale.doubted = tuple(state.get("scale_doubted", (0.0, 0.0)))
+            self.running_scale.shrunk = tuple(state.get("scale_shrunk", (0.0, 0.0, 0)))
         if not self.entry.learns:
             return True
         if state.get("baseline") == self.entry.name:
@@ -225,13 +225,16 @@ class RunningScale:
 
     It is between a tenth of the batch's own deviation and ten times it, so that advantages are neither beyond some
     tens nor all but 0 where rewards suddenly change; in such a batch alone it depends on the batch's own returns, which
-    biases a little. After two batches in a row whose own deviation was less than half of it, only these two count.
+    biases a little. After 20 batches in a row whose own deviation was less than half of it, only these count: with
+    rare successes beside a small dense reward, as with half of the batches without a success, fewer happen by chance.
     Rounding is no variance.
     """
 
+    shrunk_batches = 20
+
     def __init__(self) -> None:
         self.sums = (0.0, 0.0)  # of the variances of groups, and of their number; groups of equal returns left out
-        self.doubted = (0.0, 0.0)  # those of the last batch alone, if its own deviation was less than half
+        self.shrunk = (0.0, 0.0, 0)  # the same of the last batches in a row with less than half of it; their number
 
     def of(self, returns: Float[Tensor, " B_all"], num_generations: int, learn: bool) -> float:
         """By earlier batches, or by these returns if there are none; 1 if nothing varied. For N = 1 one group."""
@@ -248,10 +251,12 @@ class RunningScale:
         own = _mean(batch) ** 0.5
         usual = _mean(self.sums) ** 0.5 if self.sums[1] > 0 else own
         if learn:
-            shrunk = usual > 2 * own
-            before = self.doubted if shrunk and self.doubted[1] > 0 else self.sums
-            self.sums = 0.9 * before[0] + batch[0], 0.9 * before[1] + batch[1]
-            self.doubted = batch if shrunk and before is not self.doubted else (0.0, 0.0)
+            self.sums = 0.9 * self.sums[0] + batch[0], 0.9 * self.sums[1] + batch[1]
+            total, count, batches = self.shrunk
+            longer = (0.9 * total + batch[0], 0.9 * count + batch[1], batches + 1)
+            self.shrunk = longer if usual > 2 * own else (0.0, 0.0, 0)
+            if self.shrunk[2] == self.shrunk_batches:
+                self.sums, self.shrunk = self.shrunk[:2], (0.0, 0.0, 0)
         return min(max(usual, own / 10), 10 * own)
 
 

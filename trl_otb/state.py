@@ -34,7 +34,7 @@ class KeepsBaseline(Trainer):
         if missing and not sharded:
             logger.warning(
                 f"{checkpoint} has no {' and no '.join(missing)}, as with `save_only_model`: optimizer and learning "
-                "rate start anew, and the run is not the one that would have gone on."
+                "rate start anew, so the run goes on differently."
             )
         _load_baseline(self, Path(checkpoint))
 

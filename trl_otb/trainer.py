@@ -158,7 +158,7 @@ class OTBGRPOTrainer(KeepsBaseline, LeavesPagesOut, RecordsRewards, CollectiveTo
             first_row=rollout.first_row,
             returns=rollout.returns_of_all,
             learn=mode == "train",
-            parts=self._trl_otb.pages is not None and (mode == "eval" or self._trl_otb.pages.due(self.args, number)),
+            parts=_is_recorded(self, mode),
         )
         if mode == "train" and self.state.global_step == 0 and not self.baseline.entry.built_in:
             self.baseline.state_dict()  # raises early if the state cannot be saved
@@ -198,6 +198,16 @@ class OTBGRPOTrainer(KeepsBaseline, LeavesPagesOut, RecordsRewards, CollectiveTo
             methods = ("_generate_and_score_completions", "_prepare_inputs", "training_step")
             raise BrokenContract(what, *methods).named(self)
         return result
+
+
+def _is_recorded(trainer: OTBGRPOTrainer, mode: str) -> bool:
+    """Whether a step that a rollout of now serves is added to the page of the run."""
+    pages, args = trainer._trl_otb.pages, trainer.args
+    if pages is None:
+        return False
+    steps = math.ceil(args.steps_per_generation * args.num_iterations / args.gradient_accumulation_steps)
+    served = range(trainer.state.global_step + 1, trainer.state.global_step + 1 + steps)
+    return mode == "eval" or any(pages.due(args, step) for step in served)
 
 
 def prompts_at_once(trainer: GRPOTrainer) -> int:

@@ -185,19 +185,21 @@ def test_sudden_variance_does_not_explode(before, scale):
     assert running.of(torch.tensor([0.0, 1.0, 1.0, 0.0]), 2, learn=True) >= stdev([0, 1]) / 10 - 1e-6
 
 
-def test_rewards_that_shrink_are_followed_after_two_batches():
+def test_rewards_that_shrink_are_followed_after_20_batches():
     """Advantages are not all but 0 for long, where a hundredth of the deviation would take 74 batches."""
     running, g = RunningScale(), torch.Generator().manual_seed(0)
     found = []
-    for step in range(40):
+    for step in range(60):
         returns = (29 if step < 30 else 0.29) * torch.randn(16, 4, generator=g)
         found.append(running.of(returns.flatten(), 4, learn=True) / returns.std(dim=1).square().mean().sqrt().item())
-    assert max(found[30:32]) <= 10 + 1e-6 and max(found[32:]) < 1.5 and min(found[1:]) > 0.6
-    # Twice by chance, but not in a row, is no change
-    other = RunningScale()
-    for step in range(20):
-        other.of(torch.tensor([0.0, 0.4 if step % 2 else 1.0] * 4), 2, learn=True)
-    assert other.of(torch.ones(8), 2, learn=False) > 0.5
+    assert max(found[30:50]) <= 10 + 1e-6 and max(found[50:]) < 1.5 and min(found[1:]) > 0.6
+    # Rare successes beside a small reward: batches without one, half of all, are no change
+    other, scales = RunningScale(), []
+    for _ in range(1000):
+        returns = 0.02 * torch.randn(32, generator=g) + (torch.rand(32, generator=g) < 0.02)
+        other.of(returns, 8, learn=True)
+        scales.append((other.sums[0] / other.sums[1]) ** 0.5)
+    assert sorted(scales[50:])[len(scales) // 20] > 0.08
     assert RunBaseline(BASELINES["rloo"], running_scale=True).load_state_dict({"scale": (1.0, 2.0)})  # of 0.9.5
 
 

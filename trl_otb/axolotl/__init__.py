@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict
 
 from ..baselines import find_baseline
 from ..config import UNSET, warn_of_unset
+from ..state import KeepsBaseline
 
 
 @dataclass
@@ -81,5 +82,11 @@ class Plugin(BasePlugin):
         return options | ({"scale_rewards": "none"} if options["scale_rewards"] is None else {})
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
+        """Raises a `TypeError` if the trainer, as of another plugin or `trainer_cls`, honours no baseline."""
+        if not isinstance(trainer, KeepsBaseline):
+            raise TypeError(
+                f"The trainer is a {type(trainer).__name__}, which has no baseline: the section `otb` would be "
+                "ignored. Derive `trainer_cls` from `trl_otb.axolotl.trainer.OTBTrainer`, or leave the plugin out."
+            )
         options = cfg.otb or {}
         warn_of_unset([name for name in UNSET if options.get(name) is None])

@@ -38,8 +38,8 @@ class Value:
     holds the sums.
 
     A batch's weight decays by 0.9 per batch. c₁ and c₂ are cross-validated over four folds of prompts, and limited
-    while prompts or tokens are few. B0 + c₁ θ·φ stays within the returns seen so far, and Γ·ψ is such that no
-    single draw takes V out of them by more than a tenth of their width. What was
+    while prompts or tokens are few. B0 + c₁ θ·φ stays within the returns seen so far, and one draw's luck takes V
+    at most a tenth of their width beyond them. What was
     learned is discarded after two batches in a row of which B left over twice B0's power, or, where no return varies,
     over half of B0's usual power. In OTBGRPOTrainer a prompt
     keeps B0 where B leaves too much power in the other prompts of a batch ([`~trl_otb.run_baseline.RunBaseline`]);

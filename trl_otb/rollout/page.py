@@ -19,7 +19,7 @@ import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -145,9 +145,9 @@ def join_pages(paths: Sequence[str | Path], to: str | Path) -> None:
         records = records_of(page)
         if not records:
             raise ValueError(f"{page} holds no recorded step: give pages that `save_rollouts_steps` has written.")
-        run = name = about_of(records[0])[2]["run"]
-        while run in taken:
-            run = f"{name} ({sum(of.partition(' (')[0] == name for of in taken) + 1})"
+        name = about_of(records[0])[2]["run"]
+        names = chain([name], (f"{name} ({number})" for number in count(2)))
+        run = next(of for of in names if of not in taken)
         taken.add(run)
         for record in records:
             about = html.escape(json.dumps(about_of(record)[2] | {"run": run}))

@@ -20,7 +20,7 @@ from trl import GRPOTrainer
 
 from ..energy import TokenValues, token_energy
 from .contract import BrokenContract, trl_models
-from .older_trl import add_fused_lm_head
+from .older_trl import add_fused_lm_head, call_on
 from .sampled import SampledTurn, SampledTurns
 
 
@@ -80,7 +80,7 @@ class PolicyRecorder:
         @functools.wraps(type(policy).forward)  # `generate` validates its arguments against the signature
         def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
             # Called on `module`, which is another model where the policy was copied
-            return (with_energies if module.trl_otb_energies else without).__func__(module, *args, **kwargs)
+            return call_on(module, with_energies if module.trl_otb_energies else without, *args, **kwargs)
 
         policy.forward = types.MethodType(forward, policy)
         decoder = (policy.get_decoder() if hasattr(policy, "get_decoder") else None) or policy.base_model

@@ -8,7 +8,7 @@ import trl
 def check_hosts(trainer: type) -> None:
     """An `ImportError` if Unsloth has replaced GRPOTrainer; a `TypeError` for Axolotl's asynchronous trainers."""
     for of in (trl.GRPOTrainer, *trainer.__mro__):
-        if "unsloth" in f"{of.__module__}.{of.__name__}".lower():
+        if of.__name__ in ("UnslothGRPOTrainer", "_UnslothGRPOTrainer"):
             raise ImportError(
                 f"Unsloth has replaced trl.GRPOTrainer by {of.__name__}, whose forward returns no log Σπ², so that no "
                 "energies are known, and whose losses were not tried with trl_otb. Do not import unsloth in this "

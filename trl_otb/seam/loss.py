@@ -98,7 +98,7 @@ def _completion_advantage(advantages: Tensor, mask: Tensor) -> Tensor:
 
 def check_token_loss(trainer: GRPOTrainer, inputs: dict[str, Any]) -> bool:
     """[`check_product`] of GRPOTrainer's loss of a micro-batch, without old log-probs, so that nothing is clipped."""
-    inputs = {key: value for key, value in inputs.items() if key != "old_per_token_logps"}
+    inputs = _uncut({key: value for key, value in inputs.items() if key != "old_per_token_logps"})
     mask = generated_mask(inputs)
 
     def loss(probe: Any, forward: Callable, advantages: Tensor) -> Tensor:
@@ -131,12 +131,12 @@ def tried_first(trainer: GRPOTrainer, name: str) -> Iterator[None]:
         )
 
     def tried(model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        mask = generated_mask(inputs)
+        mask, uncut = generated_mask(inputs), _uncut(inputs)
 
         def loss(probe: Any, forward: Callable, advantages: Tensor) -> Tensor:
             probe._get_per_token_logps_and_entropies = counted = Mock(side_effect=forward)
             of_tokens = advantages.view(len(mask), -1) * mask
-            value = _rebound(compute_loss, probe)(model, inputs | {"advantages": of_tokens}, *args, **kwargs)
+            value = _rebound(compute_loss, probe)(model, uncut | {"advantages": of_tokens}, *args, **kwargs)
             if not counted.called:
                 raise NotTriedError
             return value
@@ -156,6 +156,11 @@ def tried_first(trainer: GRPOTrainer, name: str) -> Iterator[None]:
 
     with patch.object(trainer, "compute_loss", tried):
         yield
+
+
+def _uncut(inputs: dict[str, Any]) -> dict[str, Any]:
+    """With importance ratios of 1, as where they are 0 advantages have no effect."""
+    return {key: torch.ones_like(of) if key == "importance_sampling_ratio" else of for key, of in inputs.items()}
 
 
 def _scoring(trainer: GRPOTrainer) -> Callable[..., tuple[Any, Tensor]]:

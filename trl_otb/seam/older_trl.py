@@ -1,6 +1,6 @@
 """
-What TRL before 1.16 lacks, or has otherwise. No other file asks which TRL is installed: each piece says until which
-version it is needed, and goes with that version.
+What TRL before 1.16 lacks, or has otherwise. No other file asks which TRL is installed, but for the check of the range
+(`contract.check_version`). Each piece says before which version it is needed, and goes with that version.
 """
 
 import functools
@@ -24,7 +24,7 @@ def _before(version: str) -> bool:
     return Version(trl.__version__) < Version(version)
 
 
-# Until 1.15: no fused LM head, so forwards return logits
+# Before 1.15: no fused LM head, so forwards return logits
 
 NO_FUSED_HEAD = _before("1.15")
 
@@ -42,15 +42,21 @@ def _add_to_outputs(model: Any, temperature: float, cast_lm_head_to_fp32: bool, 
 
     @functools.wraps(type(model).forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original.__func__(self, *args, **kwargs)
+        result = call_on(self, original, *args, **kwargs)
         result["log_sum_sq_probs"] = log_sum_sq_probs(result.logits.detach()[:, :-1], temperature)
         return result
 
     model.forward = types.MethodType(forward, model)
 
 
+def call_on(model: Any, forward: Callable, *args: Any, **kwargs: Any) -> Any:
+    """`forward` of a model or, if it is a method, of its copy; hooks of accelerate make it a function."""
+    method = getattr(forward, "__func__", None)
+    return forward(*args, **kwargs) if method is None else method(model, *args, **kwargs)
+
+
 def _is_async(function: Callable) -> bool:
-    """As TRL's `is_async_callable`, until 1.14."""
+    """As TRL's `is_async_callable`, before 1.14."""
     call = getattr(function, "__call__", None)  # noqa: B004  # of an object
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
@@ -60,12 +66,12 @@ is_async_callable: Any = _is_async if _before("1.14") else getattr(trl_utils, "i
 # What the contract lists, and a version does not have
 LACKING = {"add_fused_lm_head", "FusedCausalLMOutput"} if NO_FUSED_HEAD else set()
 LACKING |= {"is_async_callable"} if _before("1.14") else set()
-# Until 1.14, `_generate_single_turn` has no `num_generations`
-EMPTY_TURN: tuple[Any, ...] = ([], None, {}) if _before("1.14") else ([], None, {}, 1)
+# Before 1.14.1, `_generate_single_turn` has no `num_generations`
+EMPTY_TURN: tuple[Any, ...] = ([], None, {}) if _before("1.14.1") else ([], None, {}, 1)
 
 
 def check_liger(use_liger_kernel: bool, per_token: bool, baseline: str) -> None:
-    """Raise a `ValueError` if Liger's loss, until 1.15, is to take advantages per token."""
+    """Raise a `ValueError` if Liger's loss, before 1.15, is to take advantages per token."""
     if NO_FUSED_HEAD and use_liger_kernel and per_token:
         raise ValueError(
             f"`use_liger_kernel` is set and `baseline` is {baseline!r}, one per token: in trl {trl.__version__} "
@@ -87,7 +93,7 @@ def check_head(device: torch.device) -> None:
 
 
 def no_asynchronous_training() -> str | None:
-    """Until 1.16: why `AsyncOTBGRPOTrainer` cannot be imported."""
+    """Before 1.16: why `AsyncOTBGRPOTrainer` cannot be imported."""
     if not _before("1.16"):
         return None
     return (
