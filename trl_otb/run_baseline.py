@@ -121,10 +121,10 @@ class RunBaseline:
         The credit with B0 in the place of B for each prompt if B leaves more than 1.5 times B0's power in the other
         prompts of the batch, as where rewards jump; and the share of completions for which that is so.
 
-        The other prompts are measured with the B0 of their own group, which takes two completions. If none of
-        their returns vary, B0's power is 0, and B may leave half of the power that B0 left in earlier batches. For
-        N = 1 each half of the batch is measured with the B0 of that half, and decides for the other, if B leaves more than
-        twice B0's power. So no decision depends on the completions that it is made for.
+        The other prompts are measured with the B0 of their own group, which takes two completions. If none of their
+        returns vary, B0's power is 0, and B may leave half of the power that B0 left in earlier batches. For N = 1 each
+        half of the batch is measured with the B0 of that half, and decides for the other, if B leaves more than twice
+        B0's power. So no decision depends on the completions that it is made for.
         """
         n, energy = local.num_generations, local.need("loss_energy")
         own = slice(first_row, first_row + len(local))
