@@ -231,7 +231,8 @@ def collect(trainer: OTBGRPOTrainer, inputs: list[dict[str, Any]]) -> tuple[Roll
         raise broken.named(trainer) from None
     except NoEnergiesError:
         method = "_get_per_token_logps_and_entropies"
-        if not users_methods(trainer, (method,)):
+        behind = getattr(super(OTBGRPOTrainer, trainer), method).__func__  # of a user's class, if it is not TRL's
+        if behind is getattr(GRPOTrainer, method):
             raise
         what = f"`baseline` is {trainer.baseline.entry.name!r}, which needs energies, and the log-probs of a rollout "
         raise BrokenContract(f"{what}come from another forward than GRPOTrainer's", method).named(trainer) from None

@@ -89,7 +89,7 @@ def test_another_version_is_refused_unless_allowed(model_path, tmp_path):
     version = "1.17.0"
     folder = edited(tmp_path / "trl", "comment", version)
     result, _ = short_run(folder, "async", model_path, tmp_path)
-    assert result.startswith(f"ImportError: trl {version} is installed, and trl_otb was tested with trl 1.16.0")
+    assert result.startswith(f"ImportError: trl {version} is installed, and trl_otb was tested with trl 1.9 to 1.16.0")
     assert "TRL_OTB_ANY_TRL=1" in result
     result, (warning,) = short_run(folder, "value", model_path, tmp_path, TRL_OTB_ANY_TRL="1")
     assert result == short_run(tmp_path, "value", model_path, tmp_path)[0] and result.startswith("trained:")
