@@ -50,9 +50,12 @@ def test_copy_runs_in_empty_folder(data_file, tmp_path):
 
 @pytest.mark.slow
 def test_the_main_job_learns(tmp_path):
-    """`accelerate launch recipes/math.py` from elsewhere, an eighth of it: accuracy rises by at least 10 points."""
+    """`accelerate launch recipes/math.py` from elsewhere, a quarter of it: accuracy rises by at least 10 points.
+
+    With two seeds it rose by 14 and 19 points; after half of these steps by 10 to 16.
+    """
     launch = [*ACCELERATE, "--num_processes", "1", "--num_machines", "1", recipe.__file__]
-    done = started([*launch, *"--output_dir run --seed 1 --max_steps 100 --eval_strategy no".split()], tmp_path)
+    done = started([*launch, *"--output_dir run --seed 1 --max_steps 200 --eval_strategy no".split()], tmp_path)
     assert done.returncode == 0, done.stderr
     before, after = accuracies(tmp_path / "run").values()
     assert after - before >= 0.1

@@ -361,8 +361,10 @@ class OfMean(OTBGRPOTrainer):
     takes_token_advantages = True
 
     def _compute_loss(self, model, inputs):
-        mean = inputs["advantages"].mean(dim=1, keepdim=True)
-        return super()._compute_loss(model, inputs | {"advantages": mean.expand_as(inputs["advantages"])})
+        advantages = inputs["advantages"]
+        if advantages.dim() == 2:
+            advantages = advantages.mean(dim=1, keepdim=True).expand_as(advantages)
+        return super()._compute_loss(model, inputs | {"advantages": advantages})
 
 
 class OfNone(OTBGRPOTrainer):
