@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -176,3 +177,24 @@ def test_what_a_report_needs_is_asked_for_at_the_start(folder, monkeypatch):
     (folder / "found").write_text("a file, not a folder")
     with pytest.raises(OSError):
         cli.run([*flags[:2], str(folder / "run.yaml"), "--report", str(folder / "found")])
+
+
+@pytest.mark.parametrize("written", [False, "false", None])
+def test_a_resume_that_is_switched_off_starts_anew(written, tmp_path):
+    args = SimpleNamespace(resume_from_checkpoint=written, output_dir=str(tmp_path))
+    cli.check("grpo", args, [])
+    assert args.resume_from_checkpoint is None
+
+
+def test_grpo_goes_on_from_the_checkpoint(folder, checkpoint, monkeypatch):
+    """Also with TRL before 1.14.1, whose script does not pass it."""
+    steps = []
+
+    class Watches(trl_otb.OTBGRPOTrainer):
+        def training_step(self, *args, **kwargs):
+            steps.append(self.state.global_step)
+            return super().training_step(*args, **kwargs)
+
+    monkeypatch.setattr(trl_otb, "OTBGRPOTrainer", Watches)
+    cli.run(["grpo", "--config", "run.yaml", "--max_steps", "4", "--resume_from_checkpoint", str(checkpoint)])
+    assert steps[0] == 2

@@ -15,7 +15,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.experimental.gmpo import GMPOConfig
 
 from tests.helpers import tiny
-from trl_otb import AsyncOTBGRPOConfig, OTBGRPOConfig, OTBGRPOTrainer, config, register_baseline
+from trl_otb import OTBGRPOConfig, OTBGRPOTrainer, config, register_baseline
 
 
 @pytest.mark.parametrize("config", [GRPOConfig, GMPOConfig])
@@ -181,8 +181,10 @@ def test_a_config_that_was_ours_is_of_no_use_to_another_trainer(train, caplog, m
     assert "used by another trainer than OTBGRPOTrainer: `baseline='value'` has no effect" in caplog.text
 
 
-@pytest.mark.parametrize("cls", [OTBGRPOConfig, AsyncOTBGRPOConfig, OnCPU])
+@pytest.mark.parametrize("cls", [OTBGRPOConfig, "AsyncOTBGRPOConfig", OnCPU])
 def test_a_misspelt_option_is_named(cls):
+    if isinstance(cls, str):  # of TRL from 1.16 on
+        cls = getattr(pytest.importorskip("trl_otb.experimental.async_grpo.config", exc_type=ImportError), cls)
     with pytest.raises(TypeError, match=f"{cls.__name__} has no option 'basline'. Did you mean 'baseline'?"):
         cls(output_dir="unused", basline="value")
     args = copy.deepcopy(OnCPU(output_dir="unused", baseline="value"))

@@ -4,7 +4,9 @@ from itertools import product
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
 from tests.helpers.oracles import energies_by_softmax, mask_of
@@ -51,6 +53,16 @@ def test_group_mean_is_this_versions_own_trainer(train, setting):
     options = {"scale_rewards": "none", **SETTINGS[setting]}
     ours = train(OTBGRPOTrainer, OTBGRPOConfig, baseline="group_mean", **options)
     assert_same_weights(train(GRPOTrainer, GRPOConfig, **options), ours)
+
+
+def test_a_forward_with_hooks_of_accelerate_is_called(model_path):
+    """As where a model is split over devices: then `forward` is a function, not a method."""
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    ids = torch.randint(0, 256, (2, 7), generator=torch.Generator().manual_seed(0))
+    expected = log_sum_sq_probs(model(ids).logits.detach()[:, :-1], 0.7)
+    add_hook_to_module(model, ModelHook())
+    older_trl._add_to_outputs(model, 0.7, False, ())
+    assert torch.equal(model(ids)["log_sum_sq_probs"], expected)
 
 
 def test_liger_with_a_baseline_per_token_is_refused_before_its_head(monkeypatch):

@@ -17,6 +17,7 @@ from tests.trainer.test_display import credited, rollout_of
 from trl_otb import OTBGRPOTrainer
 from trl_otb.energy import TokenValues
 from trl_otb.rollout import page, record
+from trl_otb.seam import hub
 
 
 @pytest.fixture
@@ -316,6 +317,9 @@ def test_runs_of_one_name_are_told_apart(tmp_path):
     page.join_pages([tmp_path / "a", tmp_path / "b"], tmp_path / "both.html")
     joined = page.records_of(tmp_path / "both.html")
     assert [page.about_of(of)[2]["run"] for of in joined] == ["run", "run (2)"]
+    page.join_pages([tmp_path / "both.html", tmp_path / "a", tmp_path / "b"], tmp_path / "all.html")
+    runs = [page.about_of(of)[2]["run"] for of in page.records_of(tmp_path / "all.html")]
+    assert len(runs) == 4 and runs[-2:] == ["run (2)", "run (3)"]
 
 
 def test_a_step_takes_few_bytes():
@@ -396,3 +400,21 @@ def test_columns_are_bounded():
     found = record.columns_of_prompt(replace(credited(), columns=(columns,) * 4), 0)
     assert len(found) == record.MAX_COLUMNS and found["c"] == "3" and found["d"] == "None"
     assert all(len(text) <= record.MAX_CHARACTERS + 2 for text in found.values()) and json.dumps(found)
+
+
+def test_parts_are_known_of_every_recorded_step(train, tmp_path):
+    """Also where a rollout serves several steps, and is sampled in one that is not recorded."""
+    options = {"num_iterations": 2, "max_steps": 4, "save_rollouts_steps": 2, "output_dir": str(tmp_path)}
+    train(OTBGRPOTrainer, baseline="value", **options)
+    steps = steps_of(tmp_path / "rollouts.html")
+    assert [of["step"] for of in steps] == [1, 3] and all({"prefix", "luck"} <= of["values"].keys() for of in steps)
+
+
+def test_pages_stay_out_of_uploads_by_older_transformers(monkeypatch):
+    """Which call the function that they have imported."""
+    asked = []
+    monkeypatch.setattr(HfApi, "upload_folder", lambda self, **options: asked.append(options["ignore_patterns"]))
+    monkeypatch.setattr(hub.transformers_trainer, "upload_folder", HfApi().upload_folder, raising=False)
+    with hub._without_pages():
+        hub.transformers_trainer.upload_folder(folder_path=".", ignore_patterns=["_*"])
+    assert asked == [["_*", hub.PAGES]]
