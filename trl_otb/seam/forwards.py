@@ -20,7 +20,7 @@ from trl import GRPOTrainer
 
 from ..energy import TokenValues, token_energy
 from .contract import BrokenContract, trl_models
-from .older_trl import add_fused_lm_head, call_on
+from .older_trl import add_fused_lm_head, call_on, scoring_method
 from .sampled import SampledTurn, SampledTurns
 
 
@@ -287,7 +287,7 @@ def extra_forward(trainer: GRPOTrainer, batch: dict[str, Any], states: bool, rec
 def score(trainer: GRPOTrainer, batch: dict[str, Any], batch_size: int) -> Tensor:
     """`(B, T)` log-probs of TRL's `batch`, by its training forward."""
     named = {"input_ids", "attention_mask", "logits_to_keep", "batch_size"}
-    taken = inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters.keys() - named
+    taken = inspect.signature(scoring_method(GRPOTrainer)).parameters.keys() - named
     logps, *_ = trainer._get_per_token_logps_and_entropies(
         trainer.model,
         input_ids=torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),

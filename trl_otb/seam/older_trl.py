@@ -70,6 +70,11 @@ LACKING |= {"is_async_callable"} if _before("1.14") else set()
 EMPTY_TURN: tuple[Any, ...] = ([], None, {}) if _before("1.14.1") else ([], None, {}, 1)
 
 
+def scoring_method(trainer: Any) -> Any:
+    """Whose parameters are the inputs of a scoring forward: in 1.14 that of TRL passes any on to another."""
+    return getattr(trainer, "_full_logits_logps", trainer._get_per_token_logps_and_entropies)
+
+
 def check_liger(use_liger_kernel: bool, per_token: bool, baseline: str) -> None:
     """Raise a `ValueError` if Liger's loss, before 1.15, is to take advantages per token."""
     if NO_FUSED_HEAD and use_liger_kernel and per_token:
