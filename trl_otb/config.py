@@ -193,7 +193,7 @@ def check_options(args: GRPOConfig, own_loss: bool = True, trainer: type = objec
         if plain:
             raise ValueError(
                 f"`args` is a {type(args).__name__}, which has no `baseline`, so that it is {name!r} ({named}), and "
-                f"whose `scale_rewards` is {args.scale_rewards!r}: advantages under {name!r} cannot be divided so. "
+                f"whose `scale_rewards` is {args.scale_rewards!r}: such advantages must not be divided. "
                 "Use OTBGRPOConfig, whose default is 'none'; or set `scale_rewards` to 'none' or 'running', and name a "
                 "baseline as `default_baseline` in the trainer's class."
             )

@@ -15,18 +15,10 @@ LARGEST_RATIO = 1e6  # that is counted, so that squares stay finite
 LARGEST_SPREAD = 1.0  # of log ρ per root of the energy: with more, ratios say little of anything
 # Of a batch's weight, per batch: as of all that is learned; and slower, which finds a deviation that is small but stays
 DECAYS = (0.9, 0.99)
-# For each batch; those that make a variance are weighted by the square of the batch's weight
-COLUMNS = (
-    "tokens",
-    "luck",
-    "excess",
-    "log_squares",
-    "energy",
-    "luck_squares",
-    "luck_bound",
-    "excess_squares",
-    "unsure",
-)
+# For each batch: sums, and those that make a variance, which the square of the batch's weight multiplies
+SUMS = ("tokens", "luck", "excess", "log_squares", "energy")
+VARIANCES = ("luck_squares", "luck_bound", "excess_squares", "unsure")
+COLUMNS = SUMS + VARIANCES
 
 
 def measured(of: Reading, x: Completions) -> tuple[Float[Tensor, " 9"], Float[Tensor, ""]]:
@@ -66,7 +58,7 @@ def measured(of: Reading, x: Completions) -> tuple[Float[Tensor, " 9"], Float[Te
 
 def decayed(sums: Float[Tensor, "2 9"], new: Float[Tensor, " 9"]) -> Float[Tensor, "2 9"]:
     """The sums of earlier batches, each weighing one of `DECAYS` of the next, with those of a new one."""
-    powers = torch.tensor([1 if name in COLUMNS[:5] else 2 for name in COLUMNS], dtype=sums.dtype)
+    powers = torch.tensor([1 if name in SUMS else 2 for name in COLUMNS], dtype=sums.dtype)
     return torch.tensor(DECAYS, dtype=sums.dtype).unsqueeze(1) ** powers * sums + new
 
 

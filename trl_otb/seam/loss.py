@@ -148,8 +148,8 @@ def tried_first(trainer: GRPOTrainer, name: str) -> Iterator[None]:
         except NotTriedError:
             found = True
             logger.warning_once(
-                f"`{name}` does not take log-probs from `_get_per_token_logps_and_entropies`, so that it was not tried "
-                "whether it weights each token by its own advantage."
+                f"`{name}` does not take log-probs from `_get_per_token_logps_and_entropies`, so it could not be "
+                "tried whether it weights each token by its own advantage."
             )
         trainer._trl_otb.users_loss_was_tried = found
         return compute_loss(model, inputs, *args, **kwargs)
