@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from tests.helpers.oracles import ALIGNED, RULES, Rollouts
-from trl_otb.baselines import BASELINES, advantages, compute_advantages, credit, find_baseline, reward_to_go
+from trl_otb.baselines import BASELINES, advantages, compute_advantages, find_baseline, reward_to_go, subtract
 
 
 def found(x, baseline):
-    return credit(find_baseline(RULES[baseline]).instance(), x)
+    return subtract(find_baseline(RULES[baseline]).instance(), x)
 
 
 @pytest.mark.parametrize("baseline", [name for name, rule in RULES.items() if find_baseline(rule).unbiased])

@@ -5,7 +5,7 @@ import torch
 
 from recipes.benchmarks import allocated
 from tests.helpers.oracles import RULES
-from trl_otb.baselines import credit, find_baseline, squeeze
+from trl_otb.baselines import find_baseline, squeeze, subtract
 from trl_otb.metrics import completion_statistics
 
 
@@ -28,8 +28,8 @@ def test_crediting_and_measuring_take_little(baseline):
     rule, x, scale = find_baseline(RULES[baseline]).instance(), completions(), torch.ones(ROWS, 1)
 
     def score():
-        found = credit(rule, x)
-        completion_statistics(x, found, credit(find_baseline("group_mean"), x), scale)
+        found = subtract(rule, x)
+        completion_statistics(x, found, subtract(find_baseline("group_mean"), x), scale)
         return found
 
     peak, kept = peak_and_kept(score)
@@ -45,7 +45,7 @@ def test_predicting_and_learning_take_little():
     rule.estimator.weight = 1.0
 
     def score():
-        found = credit(rule, x)
+        found = subtract(rule, x)
         rule.estimator.update(x, found.b0, lambda values: values)
         return found
 

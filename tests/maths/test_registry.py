@@ -8,7 +8,7 @@ import torch
 
 import trl_otb
 from tests.helpers.oracles import RULES, WEIGHTS, Rollouts
-from trl_otb.baselines import BASELINES, Value, credit, find_baseline
+from trl_otb.baselines import BASELINES, Value, find_baseline, gathered, subtract
 from trl_otb.baselines.completions import MIN_WEIGHT
 from trl_otb.run_baseline import RunBaseline
 
@@ -56,7 +56,7 @@ def test_flags_say_what_a_baseline_sees():
 
     entry, x = find_baseline(mine), Rollouts()
     assert entry is BASELINES["mine"] and (entry.needs, entry.scalable, entry.unbiased) == ({"logps"}, True, False)
-    found = credit(entry, x.completions())
+    found = subtract(entry, x.completions())
     assert found.advantages.shape == (12, 1) and seen == {"rows": 12}
     torch.testing.assert_close(x.advantages(baseline="mine"), x.advantages(baseline="group_mean"))
 
@@ -70,7 +70,7 @@ def test_whatever_fits_is_broadcast(result):
         return 0.0 / c.mask.double() if isinstance(result, str) else result
 
     torch.testing.assert_close(x.advantages(baseline=mine), x.rewards.unsqueeze(1) * x.mask)
-    assert (credit(find_baseline(mine), x.completions()).baselines == 0).all()
+    assert (subtract(find_baseline(mine), x.completions()).baselines == 0).all()
 
 
 @pytest.mark.parametrize(
@@ -174,9 +174,9 @@ def test_base_may_be_per_token():
     x.rewards = torch.randn_like(x.energy) * x.mask
 
     def twice(own, tokens):
-        return own.gathered(lambda values: torch.cat([values, values]), tokens)
+        return gathered(own, lambda values: torch.cat([values, values]), tokens)
 
-    found = credit(find_baseline("mine").instance(), x.completions(), twice, slice(12, 24))
+    found = subtract(find_baseline("mine").instance(), x.completions(), twice, slice(12, 24))
     assert found.b0.shape == found.advantages.shape == (12, 12)
 
 
