@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tests.helpers.oracles import ALIGNED, RULES, Rollouts
+from tests.helpers.oracles import ALIGNED, ESTIMATORS, Rollouts
 from trl_otb.baselines import find_baseline, subtract
 from trl_otb.energy import TokenValues
 from trl_otb.metrics import summarize
@@ -74,7 +74,7 @@ def test_every_declared_need_arrives(x, mode, tool_output, dense):
 
 
 @pytest.mark.parametrize("dense", [False, True], ids=["terminal", "dense"])
-@pytest.mark.parametrize("baseline", [name for name, rule in RULES.items() if isinstance(rule, str)])
+@pytest.mark.parametrize("baseline", [name for name, entry in ESTIMATORS.items() if isinstance(entry, str)])
 def test_a_rollout_from_energies_to_metrics(x, baseline, dense):
     run = RunBaseline(find_baseline(baseline))
     rollout = Rollout(*[x.mask] * 5, x.n, x.energy if dense else x.rewards, torch.ones_like(x.rewards).unsqueeze(1))

@@ -185,7 +185,7 @@ def test_luck_is_left_out_from_the_next_batch_on(caplog):
 
 
 def of_power(batch, value):
-    return batch.power(value) / batch.power(batch.base)
+    return batch.power(value) / batch.power(batch.b0)
 
 
 def test_checkpoints_hold_what_was_measured_of_luck():
