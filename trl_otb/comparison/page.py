@@ -23,8 +23,9 @@ body { margin: 0 auto; padding: 1rem; max-width: 46rem; background: var(--back);
   font: 16px/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.2rem; overflow-wrap: anywhere; } h2 { font-size: 1rem; margin-top: 2rem; }
 .advice { font-weight: 600; } .faint, figcaption { color: var(--faint); font-size: .875rem; }
-.scrolls { overflow-x: auto; } table { border-collapse: collapse; font-size: .875rem; }
-th, td { padding: .25rem .75rem .25rem 0; text-align: left; border-bottom: 1px solid var(--line); }
+table { border-collapse: collapse; font-size: .875rem; }
+th, td { padding: .25rem .75rem .25rem 0; text-align: left; vertical-align: top; overflow-wrap: anywhere;
+  border-bottom: 1px solid var(--line); }
 figure { margin: 1rem 0; } svg { width: 100%; max-width: 34rem; height: auto; font-size: 11px; fill: var(--text); }
 pre { overflow-x: auto; font-size: .8rem; }
 """
@@ -56,11 +57,15 @@ def _section(report: "BaselineReport", n: int) -> str:
         "<tr>" + "".join(f"<td>{html.escape(text)}</td>" for text in line) + "</tr>" for line in report.table_of(n)
     )
     return (
-        f"<h2>N = {n}</h2><div class=scrolls><table><tr><th>baseline<th>more prompts that {of} needs, % (95 %)"
-        f"<th>noise on the same prompts, × {of}'s (95 %)</tr>{cells}</table></div>"
+        f"<h2>N = {n}</h2><table><tr><th>baseline<th>more prompts, % (95 %)<th>noise on the same prompts, × {of}'s</tr>"
+        f"{cells}</table>"
         f"<figure>{_picture(rows, of)}<figcaption>More prompts per step that {of} needs, in per cent, with intervals "
         "of 95 %. Blue: surely more; red: surely fewer; grey: neither.</figcaption></figure>"
     )
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 20 else f"{name[:19]}…"
 
 
 def _picture(rows: list[Comparison], of: str) -> str:
@@ -84,7 +89,7 @@ def _picture(rows: list[Comparison], of: str) -> str:
         parts.append(f"<text x='{at(share)}' y='{bottom + 14}' text-anchor='middle'>{round(100 * share)}</text>")
     for i, row in enumerate(rows):
         y, gain = ROW * (i + 0.5), row.more_prompts
-        parts.append(f"<text x='0' y='{y + 4}'>{html.escape(row.name)}</text>")
+        parts.append(f"<text x='0' y='{y + 4}'>{html.escape(_short(row.name))}</text>")
         if row.name == of:
             parts.append(f"<circle cx='{at(0)}' cy='{y}' r='4' fill='var(--faint)'/>")
         elif gain.lost:

@@ -147,8 +147,8 @@ class BaselineReport:
         if best is not None and none.more_prompts.value < best.more_prompts.value:
             return []
         return [
-            f"none, which subtracts nothing, has {none.more_prompts} here: tokens of high energy are mostly those of "
-            "completions with a reward near 0. This ends when rewards rise, so it is not advised."
+            f"none, which subtracts nothing, has {none.more_prompts} here. Its number depends on where your reward has "
+            "its 0, which no other baseline's does, so it is not advised."
         ]
 
     def _why_none(self, known: list[Comparison]) -> str:
