@@ -3,9 +3,14 @@
 import json
 import math
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from io import BytesIO
 from pathlib import Path
 from typing import Any
+
+import torch
+
+import trl_otb
 
 from .efficiency import UNKNOWN, Comparison, Estimate, compare, control, moments_of, percent
 from .page import PLOT_LIMIT, page_of
@@ -220,7 +225,10 @@ class BaselineReport:
         """Write `report.json` and `report.html`, a page with all tables and a picture for each N, into `folder`."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "report.json").write_text(json.dumps(self.to_json(), indent=1), encoding="utf-8")
+        where = {name: version(name) for name in ("trl", "transformers", "torch")} | {"trl_otb": trl_otb.__version__}
+        where["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+        data = json.dumps(self.to_json() | {"measured_with": where}, indent=1)
+        (folder / "report.json").write_text(data, encoding="utf-8")
         (folder / "report.html").write_text(page_of(self), encoding="utf-8")
 
     def plot(self, path: str | Path | None = None) -> Any:
