@@ -52,7 +52,7 @@ def test_compare_prints_verdict_trains_nothing(folder, capsys):
     assert end.value.code is None and "4 prompts, 16 completions each" in capsys.readouterr().out
     saved = json.loads((folder / "found" / "report.json").read_text())
     assert {row["name"] for row in saved["comparisons"]} == {"none", "group_mean", "rloo_pooled", "value", "rloo"}
-    assert "<img" in (folder / "found" / "report.html").read_text()
+    assert "<svg" in (folder / "found" / "report.html").read_text()
     assert not (folder / "out" / "model.safetensors").exists()
 
 
