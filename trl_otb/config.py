@@ -11,7 +11,7 @@ from accelerate.logging import get_logger
 from trl import GRPOConfig
 
 from .baselines import BASELINES, Baseline, find_baseline
-from .rollout.page import SAVE_ROLLOUTS, check_steps
+from .display.page import SAVE_ROLLOUTS, check_steps
 from .seam.private import PRIVATE
 
 

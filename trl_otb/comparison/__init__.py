@@ -214,7 +214,7 @@ def _learn(
         if batch == 0:
             with_first(sampled[0][1][0])
         with torch.autocast("cpu", enabled=False):
-            learned = [run.step(whole, learn=True).learned for run in fresh]
+            learned = [run.advantages_of(whole, learn=True).learned for run in fresh]
         for name, value in chain.from_iterable(of.items() for of in learned):
             metrics.setdefault(name, [])
             if 2 * batch >= many and math.isfinite(value):

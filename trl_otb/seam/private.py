@@ -5,10 +5,9 @@ from typing import Any
 
 from transformers import Trainer
 
+from ..display.page import RolloutPages
 from ..gain import Gain
-from ..rewards import RewardRecorder
 from ..rollout import Rollout, Rollouts
-from ..rollout.page import RolloutPages
 from ..run_baseline import RunBaseline
 from .contract import GRPOTrainer, users_methods
 from .forwards import PolicyRecorder
@@ -32,8 +31,6 @@ class Private:
     known_loss: Any = None  # the function that is known to weight each token by its own advantage
     users_loss_was_tried: bool = False
     extra_state: dict[str, Any] = field(default_factory=dict)  # what else checkpoints of a learning baseline hold
-    reward_funcs: list[Any] = field(default_factory=list)
-    reward_recorders: list[RewardRecorder] | None = None  # of the rollout that is being rewarded
     recorder: PolicyRecorder = field(init=False)  # made last, when the policy is complete
 
 
