@@ -277,3 +277,11 @@ def test_workflow_runs_lint_tests_drift():
     steps = [step for job in jobs.values() for step in job["steps"]]
     versions += [step["with"]["python-version"] for step in steps if "with" in step]
     assert all(version in supported for version in versions if "matrix" not in version)
+
+
+def test_the_project_is_cloned_from_its_repository():
+    """A placeholder until it is published: the same in the README, the package and `make gpu`."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    url = project["urls"]["Repository"]
+    assert re.findall(r"git clone (\S+)", README) == [url]
+    assert "Repository = " in (ROOT / "recipes" / "benchmarks" / "gpu.sh").read_text()
