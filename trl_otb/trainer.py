@@ -24,7 +24,7 @@ from .seam.hub import LeavesPagesOut
 from .seam.loss import TokenLoss, tried_first
 from .seam.older_trl import check_head, check_liger
 from .seam.private import Private, Public, check_names
-from .seam.rollouts import recorded_rewards, rollout_of
+from .seam.rewarding import recorded_rewards, rollout_of
 from .seam.sampled import SampledTurns
 from .seam.tool_turns import CollectiveToolLoop
 from .state import KeepsBaseline, check_unchanged, gain_of

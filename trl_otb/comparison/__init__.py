@@ -20,11 +20,11 @@ from ..run_baseline import RunBaseline
 from ..seam.draws import changed_distribution
 from ..seam.forwards import policy_of
 from ..trainer import OTBGRPOTrainer, prompts_at_once
+from .bar import Progress, announcement
 from .efficiency import Comparison, Estimate, control
 from .gradients import CompletionGradients, Projection, studied_parameters
 from .moments import comparable, prompt_moments
 from .pools import at_rest, sample, training_examples
-from .progress import Progress, announcement
 from .report import BaselineReport, no_reward_varies
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from trl_otb.comparison import progress as module
-from trl_otb.comparison.progress import Progress, announcement, duration
+from trl_otb.comparison.bar import Progress, announcement, duration
 
 
 @pytest.fixture
