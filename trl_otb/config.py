@@ -11,6 +11,7 @@ from accelerate.logging import get_logger
 from trl import GRPOConfig
 
 from .baselines import BASELINES, Baseline, find_baseline
+from .progress import check_names
 from .rollout.page import SAVE_ROLLOUTS, check_steps
 from .seam.private import PRIVATE
 
@@ -20,6 +21,8 @@ logger = get_logger(__name__)
 # The loss types of TRL 1.16 that multiply each token's score by its own advantage.
 LOSS_TYPES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 
+
+PROGRESS_PLACES = 64  # of a completion, at which progress functions are called
 
 # What is said of options that are not set
 UNSET = {
@@ -56,6 +59,10 @@ class OTBGRPOConfig(GRPOConfig):
         credit_whole_return (`bool`, *optional*, defaults to `False`): Whether every token is credited with the
             completion's summed reward, not with the rewards from it on. Set it if a reward of a turn or token depends
             on later tokens, as a judge's that reads the whole transcript: rewards-to-go are biased then.
+        progress_funcs (`list[str]`, *optional*): Functions of the text so far, as `"module:function"`, which `value`
+            reads: called like reward functions, on unfinished completions. `"rewards"` stands for the run's reward
+            functions. The trainer takes functions, too, as its `progress_funcs`.
+        progress_places (`int`, *optional*, defaults to 64): At how many places of a completion they are called, at most.
         save_rollouts_steps (`int`, *optional*): Every so many steps the latest completions are added to
             `output_dir/rollouts.html`, a page that shows what training pushes, token by token. It stays below 200 MB;
             `push_to_hub` leaves it out, since it holds prompts and columns of the data set.
@@ -72,6 +79,17 @@ class OTBGRPOConfig(GRPOConfig):
     credit_whole_return: bool = field(
         default=False,
         metadata={"help": "Whether every token is credited with the summed reward, not with the rewards from it on."},
+    )
+    progress_funcs: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Functions of the text so far, as `module:function`, which `value` reads: called like reward "
+            "functions, on unfinished completions. `rewards` stands for the run's reward functions."
+        },
+    )
+    progress_places: int = field(
+        default=PROGRESS_PLACES,
+        metadata={"help": "At how many places of a completion progress functions are called, at most."},
     )
     save_rollouts_steps: int | None = field(default=None, metadata={"help": SAVE_ROLLOUTS})
 
@@ -184,6 +202,7 @@ def check_options(args: GRPOConfig, own_loss: bool = True, trainer: type = objec
         )
     baseline = find_baseline(name)
     check_steps(getattr(args, "save_rollouts_steps", None))
+    check_names(getattr(args, "progress_funcs", None))
     if args.scale_rewards not in (True, False, "group", "batch", "none", "running"):
         raise ValueError(
             f"`scale_rewards` is {args.scale_rewards!r}: it must be one of 'none', 'running', 'group' and 'batch'."

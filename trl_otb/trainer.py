@@ -11,10 +11,11 @@ from accelerate.logging import get_logger
 from trl import GRPOConfig, GRPOTrainer
 
 from .baselines import Completions
-from .config import OTBGRPOConfig, check_options, named_baseline
+from .config import PROGRESS_PLACES, OTBGRPOConfig, check_options, named_baseline
 from .metrics import STATISTICS, summarize
 from .rollout import Rollout, columns_of, prompt_keys
 from .rollout.page import RolloutPages
+from .progress import Progress, found
 from .run_baseline import RunBaseline, Step
 from .seam.contract import GRPO, BrokenContract, check_config, check_subclass, trl_utils, users_loss, users_methods
 from .seam.draws import draw_ratio, dropout_of, warning_of_dropout
@@ -48,6 +49,9 @@ class OTBGRPOTrainer(KeepsBaseline, LeavesPagesOut, RecordsRewards, CollectiveTo
         model, reward_funcs, train_dataset, ...: As for [`~trl.GRPOTrainer`].
         args ([`OTBGRPOConfig`] or [`~trl.GRPOConfig`], *optional*): If it has no `baseline`, or none is set, the one
             that the class names as `default_baseline`, or else `"otb"`, is used.
+        progress_funcs (`Callable`, `str` or a list of them, *optional*): Functions of the text so far, which `value`
+            reads, see [`~trl_otb.progress`]: called like reward functions, on unfinished completions. `"rewards"`
+            stands for the reward functions. It may stand in the config instead.
 
     To combine it with your own subclass of [`~trl.GRPOTrainer`]: `class Mine(OTBGRPOTrainer, Theirs)`. A loss of your
     own sets `takes_token_advantages = True` in its class if it supports advantages of shape `(B, T)`; it is tried
@@ -78,7 +82,13 @@ class OTBGRPOTrainer(KeepsBaseline, LeavesPagesOut, RecordsRewards, CollectiveTo
     default_baseline: str | None = None
 
     def __init__(
-        self, model: Any, reward_funcs: Any = None, args: GRPOConfig | None = None, *other_args: Any, **kwargs: Any
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: GRPOConfig | None = None,
+        *other_args: Any,
+        progress_funcs: Any = None,
+        **kwargs: Any,
     ) -> None:
         check_hosts(type(self))
         GRPO.check()
@@ -111,6 +121,7 @@ class OTBGRPOTrainer(KeepsBaseline, LeavesPagesOut, RecordsRewards, CollectiveTo
         self._trl_otb.recorder = PolicyRecorder(self.model, self.temperature, self.args.cast_lm_head_to_fp32)
         if entry.name not in ("otb", "otb_loo", "ogb", "ogb_loo"):  # the paper's; the model card says what was used
             self._name, self._paper = GRPOTrainer._name, GRPOTrainer._paper
+        _set_up_progress(self, progress_funcs)
         if entry.scope == "batch" and self.num_generations > 1 and prompts_at_once(self) < 3:
             logger.warning(
                 f"`baseline` is {entry.name!r}, which pools prompts, and a generation batch has "
@@ -200,6 +211,45 @@ class OTBGRPOTrainer(KeepsBaseline, LeavesPagesOut, RecordsRewards, CollectiveTo
         return result
 
 
+def _set_up_progress(trainer: OTBGRPOTrainer, functions: Any) -> None:
+    args, of = trainer.args, trainer._trl_otb
+    named = getattr(args, "progress_funcs", None)
+    if functions is not None and named is not None:
+        raise ValueError(
+            f"`progress_funcs` is set in {type(args).__name__} ({named!r}) and given to the trainer: choose one of them."
+        )
+    functions = named if functions is None else functions
+    by_name = found(functions, trainer.reward_funcs, trainer.reward_func_names)
+    if not by_name:
+        return
+    if "progress" not in of.needs:
+        logger.warning_once(
+            f"`progress_funcs` has no effect: `baseline={trainer.baseline.entry.name!r}` does not read progress. "
+            "'value' does."
+        )
+    places = getattr(args, "progress_places", PROGRESS_PLACES)
+    of.progress = Progress(by_name, places, trainer.max_completion_length)
+    of.extra_state |= {"progress": of.progress.names, "progress_usual": of.progress.usual}
+
+
+def _progress(trainer: OTBGRPOTrainer, given: Any, rollout: Rollout) -> torch.Tensor | None:
+    """`(B, T, F)` what the run's progress functions say of the text before each token."""
+    of, mode = trainer._trl_otb, "train" if trainer.model.training else "eval"
+    if of.progress is None or "progress" not in of.needs or given is None:
+        return None
+    of.progress.usual = of.extra_state["progress_usual"]
+    loop = getattr(trainer, "async_loop", None)
+    numbers = of.progress.measure(
+        given, rollout.mask, trainer.processing_class, trainer.state, loop, training=mode == "train"
+    )
+    of.extra_state["progress_usual"] = of.progress.usual
+    flags = of.progress.flags().unsqueeze(0).to(numbers.device)
+    kept = of.progress.forget_left_out(trainer.accelerator.gather(flags))
+    if mode == "train" and not math.isnan(of.progress.time_share):
+        trainer._metrics[mode]["otb/progress/time_share"].append(of.progress.time_share)
+    return numbers * kept.to(numbers)
+
+
 def _is_recorded(trainer: OTBGRPOTrainer, mode: str) -> bool:
     """Whether a step that a rollout of now serves is added to the page of the run."""
     pages, args = trainer._trl_otb.pages, trainer.args
@@ -247,7 +297,8 @@ def collect(trainer: OTBGRPOTrainer, inputs: list[dict[str, Any]]) -> tuple[Roll
         ratio, unknown = draw_ratio(trainer, batch, source, values.logps, recording.processor)
         if unknown is not None:
             logger.warning_once(f"Later luck is not subtracted: {unknown}.")
-    return rollout, rollout.completions(values.states, keys, ratio), batch
+    progress = _progress(trainer, recorders[-1].given, rollout)
+    return rollout, rollout.completions(values.states, keys, ratio, progress), batch
 
 
 def _log_rollout(trainer: OTBGRPOTrainer, mode: str, step: Step, num_generations: int) -> None:

@@ -33,8 +33,8 @@ class Value:
     Source: this project. Σ w (G − B)² is the gradient's noise to first order (Greensmith, Bartlett and Baxter, 2004).
     d_t', how lucky the draw of y_t' was, has mean 0 given what precedes it: a control variate, as in AIVAT for poker
     (Burch et al., 2018). V, a value of the state, is fitted first, by plain least squares on sums over the prefix,
-    hidden states, σ = Σ_v π(v)² and m, the largest d so far, of other prompts than those that θ and Γ are then fitted
-    to. φ and ψ are products of (1, √n, V, V², m, V m, V √n) with powers of σ, n the number of tokens before; φ also
+    hidden states, σ = Σ_v π(v)², m, the largest d so far, and what the run's progress functions say of the text so far,
+    of other prompts than those that θ and Γ are then fitted to. φ and ψ are products of (1, √n, V, V², m, V m, V √n) with powers of σ, n the number of tokens before; φ also
     holds the sums.
 
     A batch's weight decays by 0.9 per batch. c₁ and c₂ are cross-validated over four folds of prompts, and limited
@@ -94,13 +94,14 @@ class Value:
         """
         Learn from a generation batch. Returns `explained`, 1 − Σ w (G − B)² / Σ w (G − B0)² for what was used, NaN if
         B0 is each return; `explained_by_state`, the same without later luck; `weight` and `luck_weight`, c₁ and c₂;
-        `restarted`, 1 if it was reset; and those of [`Value._check_luck`].
+        `restarted`, 1 if it was reset; `r2_at_end`, 1 − Σ (G − V)² / Σ (G − mean of G)² at the last tokens of
+        completions, NaN before V is fitted or if no return varies; and those of [`Value._check_luck`].
         """
         prompt, prompts = numbered(local, gather)
         fold = (prompt + self._prompts) % self.prompt_folds
         (*local_sums, largest_ratio) = self._measure(local, b0, fold)
         of_value, of_batch, of_draws = _gathered(local_sums, gather)
-        power, left, left_by_state, squares, excluded, tokens, energy = of_batch.tolist()
+        power, left, left_by_state, squares, excluded, tokens, energy, *at_end = of_batch.tolist()
         varies = power > ROUNDING * squares
         allowed = RESET_RATIO * power if varies else VARIES_NOT_RATIO * self.usual_power * energy
         lost = left > max(allowed, ROUNDING * squares)
@@ -108,6 +109,7 @@ class Value:
         shares = [1 - part / power if varies else math.nan for part in (left, left_by_state)]
         metrics = dict(zip(("explained", "explained_by_state"), shares, strict=True))
         metrics |= {"weight": self.weight, "luck_weight": self.luck_weight, "restarted": float(reset)}
+        metrics["r2_at_end"] = math.nan if self.eta is None else r_squared(*at_end)
         if excluded > 0 and not self._warned:
             Value._warned = True
             logger.warning(
@@ -156,6 +158,18 @@ class Value:
             )
         vars(self).update({name: copy.deepcopy(state[name]) for name in kept & state.keys()})
 
+    def use_progress(self, before: list[str], now: list[str]) -> None:
+        """Fit V to the progress functions `now`, after it was fitted to those `before`: nothing is known of new ones."""
+        if self._value_sums is None or self.eta is None:
+            return
+        sums, ridge = self._value_sums, 0.02 + 4 / max(self._prompts, 1)
+        rest = len(sums) - 1 - len(before)  # the numbers that are always there; the target is last
+        kept = [*range(rest), *(rest + before.index(name) for name in now if name in before), len(sums) - 1]
+        to = [*range(rest), *(rest + i for i, name in enumerate(now) if name in before), rest + len(now)]
+        wanted = sums.new_zeros(rest + len(now) + 1, rest + len(now) + 1)
+        wanted[torch.tensor(to).unsqueeze(1), torch.tensor(to)] = sums[kept][:, kept]
+        self._value_sums, self.eta = wanted, solution(wanted, ridge)
+
     def _features(self, of: Reading, v: Float[Tensor, "B T"]) -> tuple[Float[Tensor, "B T k"], Float[Tensor, "B T l"]]:
         """φ and ψ; studies leave out some."""
         return features(of, v)
@@ -184,19 +198,28 @@ class Value:
         Sums that V is fitted to, by fold; the power that B0 and B leave, with what else a batch tells; and what
         [`measured`] returns.
         """
-        sums, total, of_draws, largest = b0.new_zeros(1), b0.new_zeros(7), b0.new_zeros(len(COLUMNS)), b0.new_ones(())
+        sums, total, of_draws, largest = b0.new_zeros(1), b0.new_zeros(11), b0.new_zeros(len(COLUMNS)), b0.new_ones(())
         for x, b, rows in blocks(local, b0):
             of, target, weights = read(x, b), (x.returns - b).expand_as(x.mask), x.need("loss_energy")
             state, whole = (x.returns - values for values in self._baseline(of, b))
             powers = [(weights * left.square()).sum() for left in (target, whole, state)]
             squares = (weights * (x.returns.square() + b.square())).sum()
             present = x.mask * of.known
-            total += torch.stack([*powers, squares, x.mask.sum() - present.sum(), present.sum(), weights.sum()])
+            counts = x.mask.sum() - present.sum(), present.sum(), weights.sum()
+            total += torch.stack([*powers, squares, *counts, *self._at_end(x, of, b)])
             columns = torch.cat([of.numbers, target.unsqueeze(-1)], dim=-1)
             sums = sums + products(columns, present, fold[rows], self.prompt_folds)
             of_block, largest_of_block = measured(of, x)
             of_draws, largest = of_draws + of_block, torch.maximum(largest, largest_of_block)
         return [sums, total, of_draws, largest]
+
+    def _at_end(self, x: Completions, of: Reading, b0: Tensor) -> list[Tensor]:
+        """Of the last tokens: their number, and the sums of G, G² and (G − V)²."""
+        last = x.mask * (x.mask.cumsum(dim=1) == x.mask.sum(dim=1, keepdim=True)) * of.known
+        returns = left = x.returns.expand_as(last)
+        if self.eta is not None:
+            left = returns - self._centred_v(of, b0, self.eta) - sum(self._returns_seen) / 2
+        return [(last * values).sum() for values in (torch.ones_like(last), returns, returns.square(), left.square())]
 
     def _sums_of(self, local: Completions, b0: Tensor, fold: Tensor, etas: Tensor) -> Tensor:
         """Sums that θ and Γ are fitted to, by fold, with V of the other folds' prompts."""
@@ -265,6 +288,12 @@ class Value:
         kept = {name: vars(self)[name] for name in OF_LATER_RELEASES}  # which rewards say nothing of
         Value.__init__(self)
         vars(self).update(kept)
+
+
+def r_squared(number: float, total: float, squares: float, left: float) -> float:
+    """1 − `left` / Σ (G − mean of G)², from the number of G, Σ G and Σ G²; NaN if no G varies."""
+    variation = squares - total**2 / max(number, 1.0)
+    return 1 - left / variation if variation > 1e-6 * squares else math.nan
 
 
 def _gathered(parts: list[Tensor], gather: Callable[[Tensor], Tensor]) -> list[Tensor]:

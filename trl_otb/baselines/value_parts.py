@@ -23,7 +23,7 @@ class Reading(NamedTuple):
 
     Args:
         numbers: What V is linear in: 1, B0, the rewards earned, sums over the tokens before (energy, surprisal, their
-            number) and their square roots, `worst`, `sure`, and the hidden states: here, and their mean so far.
+            number) and their square roots, `worst`, `sure`, the hidden states, here and their mean so far, and the numbers of progress functions.
         sure: σ_t = Σ_v π(v)², how sure the policy is of the token to come.
         luck: d_t = ρ (σ_t − π(y_t)), which has mean 0 given what precedes; see `Completions.draw_ratio` for ρ.
         worst: The largest σ − π(y) of the tokens before: an improbable token is often a mistake.
@@ -48,7 +48,8 @@ def read(x: Completions, b0: Float[Tensor, "B #T"]) -> Reading:
     worst = _shifted(luck.nan_to_num().clamp(min=0).cummax(dim=1).values)
     mean_state = prefix_sums(states) / (count + 1).unsqueeze(-1)
     each = (*(values.expand_as(mask) for values in sums), worst, sure)
-    numbers = torch.cat([torch.stack(each, dim=-1), states, mean_state], dim=-1)
+    progress = () if x.progress is None else (x.progress,)
+    numbers = torch.cat([torch.stack(each, dim=-1), states, mean_state, *progress], dim=-1)
     known = numbers.sum(dim=-1).isfinite()
     drawn = luck if x.draw_ratio is None else luck * x.draw_ratio
     finite = (values.where(known & values.isfinite(), 0.0) for values in (sure, drawn, worst))

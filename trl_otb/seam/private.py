@@ -5,6 +5,7 @@ from typing import Any
 
 from transformers import Trainer
 
+from ..progress import Progress
 from ..rewards import RewardRecorder
 from ..rollout import Rollout, Rollouts
 from ..rollout.page import RolloutPages
@@ -31,6 +32,7 @@ class Private:
     extra_state: dict[str, Any] = field(default_factory=dict)  # what else checkpoints of a learning baseline hold
     reward_funcs: list[Any] = field(default_factory=list)
     reward_recorders: list[RewardRecorder] | None = None  # of the rollout that is being rewarded
+    progress: Progress | None = None  # the run's progress functions
     recorder: PolicyRecorder = field(init=False)  # made last, when the policy is complete
 
 
