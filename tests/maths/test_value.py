@@ -21,7 +21,8 @@ from trl_otb.baselines import value_parts as parts
 
 
 PROMPTS, N, T, K = 16, 4, 12, 3
-NAMES = ("explained", "explained_by_state", "weight", "luck_weight", "restarted", "luck_mean", "luck_left_out")
+NAMES = ("explained", "explained_by_state", "weight", "luck_weight", "restarted", "r2_at_end")
+NAMES += ("luck_mean", "luck_left_out")
 
 
 @pytest.fixture(autouse=True)

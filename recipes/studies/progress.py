@@ -1,0 +1,169 @@
+"""
+What is gained if `value` reads what the text so far is worth? Replayed on pools of completions, without sampling again.
+
+    OMP_NUM_THREADS=1 python -m recipes.studies.progress_pools --task words --prompts 48      # first, once
+    OMP_NUM_THREADS=1 python -m recipes.studies.progress --pools runs/progress/pools/*.pt     # minutes
+
+`value` learns from three of four folds of the prompts, in batches of 16 prompts and groups of four, and is measured on
+the fourth: power is Σ w A², noise the same with the tokens' gradients in the last block. Ratios are paired over the
+`value` that reads no progress, on the same completions, with intervals by bootstrap over prompts.
+"""
+
+import argparse
+import json
+import sys
+import time
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer
+
+from recipes.studies import language
+from trl_otb.baselines import Value, credit, joined
+from trl_otb.baselines.registry import BASELINES
+from trl_otb.baselines.value import r_squared
+from trl_otb.baselines.value_parts import blocks, read
+from trl_otb.comparison.efficiency import Estimate, bootstrap
+
+
+N, PROMPTS, FOLDS = 4, 16, 4
+
+
+class Pools:
+    """Completions of a task by prompt, with what was written and how its text is rewarded."""
+
+    def __init__(self, path: Path) -> None:
+        stored = torch.load(path, weights_only=False)
+        self.name, self.pools = stored["task"], stored["pools"]
+        self.reward, self.tokenizer, self.text = reward_of(self.name), tokenizer_of(self.name), {}
+        self.calls = self.seconds = 0.0
+
+    def rewards(self, row: dict, texts: list[str]) -> list[float]:
+        """The rewards of texts as completions of a prompt, each computed once."""
+        chat = not isinstance(row["prompt"], str)
+        key = row["prompt"] if not chat else json.dumps(row["prompt"])
+        missing = [text for text in dict.fromkeys(texts) if (key, text) not in self.text]
+        begin = time.perf_counter()
+        if missing:
+            completions = [[{"role": "assistant", "content": text}] if chat else text for text in missing]
+            columns = {name: [value] * len(missing) for name, value in row["columns"].items()}
+            found = self.reward(completions=completions, prompts=[row["prompt"]] * len(missing), **columns)
+            self.text.update({(key, text): float(value) for text, value in zip(missing, found, strict=True)})
+        self.seconds, self.calls = self.seconds + time.perf_counter() - begin, self.calls + len(missing)
+        return [self.text[key, text] for text in texts]
+
+
+def reward_of(name: str):
+    return language.task_of(name).reward
+
+
+def tokenizer_of(name: str):
+    return AutoTokenizer.from_pretrained(language.task_of(name).policy, padding_side="left")
+
+
+def so_far(pools: Pools, stride: int = 1) -> list[torch.Tensor]:
+    """The reward of the text before each token, by prompt `(C, T, 1)`; of every so many tokens' text."""
+    found = []
+    for prompt in pools.pools:
+        numbers = torch.zeros(*prompt["pool"].mask.shape, 1)
+        for i, row in enumerate(prompt["rows"]):
+            ids = row["ids"].tolist()
+            texts = pools.tokenizer.batch_decode(
+                [ids[: t - t % stride] for t in range(len(ids))], skip_special_tokens=True
+            )
+            numbers[i, : len(ids), 0] = torch.tensor(pools.rewards(prompt, texts))
+        found.append(numbers)
+    return found
+
+
+def draws_of(pools: Pools, likeliest: int = 8) -> list[torch.Tensor]:
+    """D_t = f(y_t) − Σ_v π(v) f(v) of the likeliest tokens, f(v) = S with v − S, by prompt `(C, T, 1)`."""
+    found = []
+    for prompt in pools.pools:
+        result = torch.zeros(*prompt["pool"].mask.shape, 1)
+        for i, row in enumerate(prompt["rows"]):
+            ids, top, p = row["ids"].tolist(), row["top_ids"][:, :likeliest].tolist(), row["top_p"][:, :likeliest]
+            wanted = [[*ids[:t], v] for t in range(len(ids)) for v in top[t]]
+            before = pools.tokenizer.batch_decode([ids[:t] for t in range(len(ids))], skip_special_tokens=True)
+            s = torch.tensor(pools.rewards(prompt, before))
+            texts = pools.tokenizer.batch_decode(wanted, skip_special_tokens=True)
+            gain = torch.tensor(pools.rewards(prompt, texts)).view(len(ids), -1) - s.unsqueeze(1)
+            own = torch.tensor([[float(v == y) for v in of] for y, of in zip(ids, top, strict=True)])
+            result[i, : len(ids), 0] = ((own - p) * gain).sum(1)
+        found.append(result)
+    return found
+
+
+# The replay
+
+
+def replay(pools: Pools, make, progress=None, states=None, change=None, seed: int = 0) -> dict[str, torch.Tensor]:
+    """
+    Of each prompt, under a `value` that `make()` returns: `power`, `noise`, and what R² at the last token is made of.
+    `progress` and `states` are by prompt, in place of those of the pools.
+    """
+    wholes = []
+    for i, prompt in enumerate(pools.pools):
+        x = prompt["pool"]
+        x = replace(x, progress=None if progress is None else progress[i])
+        x = x if states is None else replace(x, states=states[i])
+        wholes.append(x if change is None else change(x))
+    order = torch.randperm(len(wholes), generator=torch.Generator().manual_seed(seed)).tolist()
+    found = {name: torch.zeros(len(wholes)) for name in ("power", "noise", "b0", "left")}
+    ends: list[tuple[float, float]] = []
+    groups = wholes[0].num_generations // N
+    for fold in range(FOLDS):
+        value = make()
+        taught = [i for at, i in enumerate(order) if at % FOLDS != fold]
+        measured = [i for at, i in enumerate(order) if at % FOLDS == fold]
+        parts = [(i, g) for g in range(groups) for i in taught]
+        for first in range(0, len(parts), PROMPTS):
+            some = parts[first : first + PROMPTS]
+            if len(some) < 4:
+                continue
+            whole = together([wholes[i].rows(slice(N * g, N * g + N), N) for i, g in some])
+            value.update(whole, value(whole), lambda values: values)
+        for g in range(groups):
+            whole = together([wholes[i].rows(slice(N * g, N * g + N), N) for i in measured])
+            b0 = value(whole)
+            left = (whole.returns - value.adjust(whole, b0)) * whole.mask
+            power = (whole.energy * left.square()).sum(1).view(-1, N).sum(1)
+            of_b0 = (whole.energy * ((whole.returns - b0) * whole.mask).square()).sum(1).view(-1, N).sum(1)
+            v = torch.cat([
+                value._centred_v(read(x, b), b, value.eta) + sum(value._returns_seen) / 2 for x, b, _ in blocks(whole, b0)
+            ])
+            for k, i in enumerate(measured):
+                found["power"][i] += power[k]
+                found["b0"][i] += of_b0[k]
+                for j in range(N):
+                    row = pools.pools[i]["rows"][N * g + j]
+                    length = len(row["ids"])
+                    a = left[N * k + j, :length]
+                    found["noise"][i] += a @ row["gram"] @ a
+                    ends.append((whole.returns[N * k + j, 0].item(), v[N * k + j, length - 1].item()))
+    returns, predicted = torch.tensor(ends).T
+    found["r2"] = torch.tensor(
+        r_squared(len(ends), returns.sum().item(), returns.square().sum().item(),
+                  (returns - predicted).square().sum().item())
+    )
+    return found
+
+
+def together(groups):
+    return replace(joined(groups), prompt=torch.arange(len(groups)).repeat_interleave(N))
+
+
+def ratio(found: dict, control: dict, what: str = "power") -> Estimate:
+    counts = bootstrap(len(found[what]))
+    return Estimate.of((counts @ found[what]) / (counts @ control[what]))
+
+
+def told(name: str, found: dict, control: dict) -> dict:
+    power, noise = (ratio(found, control, what) for what in ("power", "noise"))
+    text = " ".join(f"{what} {x.value:.3f} ({x.low:.2f}-{x.high:.2f})" for what, x in (("power", power), ("noise", noise)))
+    print(f"  {name:28} {text} r2 {found['r2']:.2f} of B0 {found['power'].sum() / found['b0'].sum():.3f}", flush=True)
+    return {"name": name, "r2": found["r2"].item(), **{
+        what: [x.value, x.low, x.high] for what, x in (("power", power), ("noise", noise))
+    }}
