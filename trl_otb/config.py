@@ -124,6 +124,8 @@ class OTBGRPOConfig(GRPOConfig):
                 "with `@dataclass`, and give each option a type (`baseline: str = 'ogb'`)."
             )
         unset = [name for name in UNSET if getattr(self, name) is None]
+        if isinstance(self.progress_funcs, str):  # a single one in a YAML file
+            self.progress_funcs = [self.progress_funcs]
         self.names_baseline = "baseline" not in unset  # no option: see `named_baseline`
         for name, default in {"baseline": "otb", "scale_rewards": "none"}.items():
             if name in unset:
@@ -203,6 +205,8 @@ def check_options(args: GRPOConfig, own_loss: bool = True, trainer: type = objec
     baseline = find_baseline(name)
     check_steps(getattr(args, "save_rollouts_steps", None))
     check_names(getattr(args, "progress_funcs", None))
+    if (places := getattr(args, "progress_places", PROGRESS_PLACES)) < 1:
+        raise ValueError(f"`progress_places` is {places}: give 1 or more.")
     if args.scale_rewards not in (True, False, "group", "batch", "none", "running"):
         raise ValueError(
             f"`scale_rewards` is {args.scale_rewards!r}: it must be one of 'none', 'running', 'group' and 'batch'."

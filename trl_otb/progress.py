@@ -16,6 +16,7 @@ import os
 import random
 import sys
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -186,6 +187,7 @@ class Prefixes:
         self.given = given
         self.decode = functools.partial(processing_class.batch_decode, skip_special_tokens=True)
         self.generated = [row.nonzero().flatten().tolist() for row in mask.cpu()]  # columns of generated tokens
+        self._turns = [_turns(*of) for of in zip(given.completions, self.generated, strict=True)]
         self._ends: dict[int, bool] = {}
 
     def ends_line(self, token: int) -> bool:
@@ -205,10 +207,14 @@ class Prefixes:
         """Completion and ids at each place, as copies."""
         ids = [self.given.completion_ids[row][: self.generated[row][t]] for row, t in places]
         whole = [self.given.completions[row] for row, _ in places]
-        starts = [self._turn(row, t) for row, t in places]
-        unfinished = self.decode([of[start:] for of, (_, start) in zip(ids, starts, strict=True)])
+        turns = [bisect_right(self._turns[row], t) - 1 for row, t in places]
+        starts = [
+            self.generated[row][self._turns[row][turn]] if turn > 0 else 0
+            for (row, _), turn in zip(places, turns, strict=True)
+        ]
+        unfinished = self.decode([of[start:] for of, start in zip(ids, starts, strict=True)])
         completions = []
-        for completion, (turn, _), text in zip(whole, starts, unfinished, strict=True):
+        for completion, turn, text in zip(whole, turns, unfinished, strict=True):
             if isinstance(completion, str):
                 completions.append(text)
                 continue
@@ -217,17 +223,15 @@ class Prefixes:
             completions.append([*copy.deepcopy(before), {"role": "assistant", "content": text}])
         return completions, ids
 
-    def _turn(self, row: int, t: int) -> tuple[int, int]:
-        """
-        Of the policy's turn that the t-th generated token belongs to: its number and first column. A completion that is
-        text, or a single message, is one turn, with the output of tools in it.
-        """
-        completion, columns = self.given.completions[row], self.generated[row]
-        written = 1 if isinstance(completion, str) else sum(m["role"] == "assistant" for m in completion)
-        if written < 2:
-            return 0, 0
-        begins = [i for i in range(t + 1) if i == 0 or columns[i] != columns[i - 1] + 1]
-        return len(begins) - 1, columns[begins[-1]]
+
+def _turns(completion: Any, columns: list[int]) -> list[int]:
+    """
+    The first generated token of each of the policy's turns, from the columns of generated tokens. A completion that is
+    text, or has a single message of the policy's, is one turn, with the output of tools in it.
+    """
+    if isinstance(completion, str) or sum(message["role"] == "assistant" for message in completion) < 2:
+        return [0]
+    return [t for t, column in enumerate(columns) if t == 0 or column != columns[t - 1] + 1]
 
 
 # A run's progress functions
@@ -253,8 +257,6 @@ class Progress:
     """
 
     def __init__(self, functions: dict[str, Callable], places: int, longest: int) -> None:
-        if places < 1:
-            raise ValueError(f"`progress_places` is {places}: give 1 or more.")
         self.functions, self.max_places, self.longest = functions, places, longest
         self.usual = longest  # tokens of the longest completion of the batch before
         self.left_out: set[str] = set()

@@ -99,6 +99,7 @@ class OTBGRPOTrainer(KeepsBaseline, LeavesPagesOut, RecordsRewards, CollectiveTo
             args = OTBGRPOConfig(f"{name.rstrip('/').split('/')[-1]}-OTB")
         if not isinstance(args, GRPOConfig):
             raise TypeError(f"`args` is a {type(args).__name__}: OTBGRPOTrainer takes an OTBGRPOConfig.")
+        progress_funcs = _one_of(progress_funcs, args)
         own_loss = bool(users_methods(self, ("_compute_loss", "compute_loss")))
         entry = check_options(args, own_loss, type(self))
         check_liger(args.use_liger_kernel, entry.per_token, entry.name)
@@ -211,14 +212,18 @@ class OTBGRPOTrainer(KeepsBaseline, LeavesPagesOut, RecordsRewards, CollectiveTo
         return result
 
 
-def _set_up_progress(trainer: OTBGRPOTrainer, functions: Any) -> None:
-    args, of = trainer.args, trainer._trl_otb
+def _one_of(functions: Any, args: GRPOConfig) -> Any:
+    """`progress_funcs` of the trainer or, without them, of its config."""
     named = getattr(args, "progress_funcs", None)
     if functions is not None and named is not None:
         raise ValueError(
             f"`progress_funcs` is set in {type(args).__name__} ({named!r}) and given to the trainer: choose one of them."
         )
-    functions = named if functions is None else functions
+    return named if functions is None else functions
+
+
+def _set_up_progress(trainer: OTBGRPOTrainer, functions: Any) -> None:
+    args, of = trainer.args, trainer._trl_otb
     by_name = found(functions, trainer.reward_funcs, trainer.reward_func_names)
     if not by_name:
         return

@@ -54,7 +54,7 @@ def test_value_predicts_what_progress_tells():
     for value, is_told in ((told, True), (silent, False)):
         batch = Counted(100, told=is_told).batch()
         powers.append(batch.power(value) / batch.power(batch.base.expand_as(batch.x.mask)))
-    assert powers[0] < 0.75 and powers[1] > 0.95
+    assert powers[0] < 0.75 and powers[1] > 0.85
 
 
 def test_r2_at_the_end_is_that_of_v_before_the_last_token():
@@ -137,7 +137,7 @@ def test_other_functions_keep_what_is_known_of_the_same_ones():
     assert value.eta[-1] != 0
     value.use_progress(["b", "c"], [])
     alone = of.batch(progress=None)
-    assert alone.power(value) / batch.power(batch.base.expand_as(batch.x.mask)) > 0.9
+    assert alone.power(value) / batch.power(batch.base.expand_as(batch.x.mask)) > 0.85
     alone.teach(value)
     Value().use_progress(["a"], ["b"])  # nothing to keep
 
