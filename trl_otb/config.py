@@ -62,7 +62,8 @@ class OTBGRPOConfig(GRPOConfig):
         progress_funcs (`list[str]`, *optional*): Functions of the text so far, as `"module:function"`, which `value`
             reads: called like reward functions, on unfinished completions. `"rewards"` stands for the run's reward
             functions. The trainer takes functions, too, as its `progress_funcs`.
-        progress_places (`int`, *optional*, defaults to 64): At how many places of a completion they are called, at most.
+        progress_places (`int`, *optional*, defaults to 64): At how many places of a completion they are called, at
+            most.
         save_rollouts_steps (`int`, *optional*): Every so many steps the latest completions are added to
             `output_dir/rollouts.html`, a page that shows what training pushes, token by token. It stays below 200 MB;
             `push_to_hub` leaves it out, since it holds prompts and columns of the data set.

@@ -123,9 +123,9 @@ def _check(name: str, function: Any) -> None:
     if not callable(function):
         raise TypeError(f"`progress_funcs` holds {name!r}, a {type(function).__name__}: it must be a function.")
     try:
-        asked = inspect.signature(function).parameters
+        asked = [*inspect.signature(function).parameters]
     except (TypeError, ValueError):  # of some built-in functions
-        asked = {}
+        asked = []
     if "environments" in asked:
         raise ValueError(
             f"`progress_funcs` holds {name!r}, which reads `environments`: they are as the whole completion left them, "
@@ -492,7 +492,7 @@ def _stateless(function: Callable) -> Callable:
 def _is_async(function: Callable) -> bool:
     while isinstance(function, functools.partial):
         function = function.func
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def _run_now(coroutine: Any) -> None:
@@ -505,7 +505,7 @@ def _run_now(coroutine: Any) -> None:
 
 
 def _run(coroutine: Any, loop: Any) -> None:
-    """Run it in the loop of a thread of TRL's, or in a new one where there is none, or another runs, as in notebooks."""
+    """Run it in TRL's loop, or in a new one if there is none; in a thread if a loop runs here, as in notebooks."""
     if loop is not None:
         return asyncio.run_coroutine_threadsafe(coroutine, loop).result()
     try:

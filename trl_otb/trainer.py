@@ -13,9 +13,9 @@ from trl import GRPOConfig, GRPOTrainer
 from .baselines import Completions
 from .config import PROGRESS_PLACES, OTBGRPOConfig, check_options, named_baseline
 from .metrics import STATISTICS, summarize
+from .progress import Progress, found
 from .rollout import Rollout, columns_of, prompt_keys
 from .rollout.page import RolloutPages
-from .progress import Progress, found
 from .run_baseline import RunBaseline, Step
 from .seam.contract import GRPO, BrokenContract, check_config, check_subclass, trl_utils, users_loss, users_methods
 from .seam.draws import draw_ratio, dropout_of, warning_of_dropout
@@ -217,7 +217,8 @@ def _one_of(functions: Any, args: GRPOConfig) -> Any:
     named = getattr(args, "progress_funcs", None)
     if functions is not None and named is not None:
         raise ValueError(
-            f"`progress_funcs` is set in {type(args).__name__} ({named!r}) and given to the trainer: choose one of them."
+            f"`progress_funcs` is set in {type(args).__name__} ({named!r}) and given to the trainer, too: choose one "
+            "of them."
         )
     return named if functions is None else functions
 

@@ -9,11 +9,8 @@ the fourth: power is Σ w A², noise the same with the tokens' gradients in the 
 `value` that reads no progress, on the same completions, with intervals by bootstrap over prompts.
 """
 
-import argparse
 import json
-import sys
 import time
-import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,8 +18,7 @@ import torch
 from transformers import AutoTokenizer
 
 from recipes.studies import language
-from trl_otb.baselines import Value, credit, joined
-from trl_otb.baselines.registry import BASELINES
+from trl_otb.baselines import joined
 from trl_otb.baselines.value import r_squared
 from trl_otb.baselines.value_parts import blocks, read
 from trl_otb.comparison.efficiency import Estimate, bootstrap
@@ -131,9 +127,12 @@ def replay(pools: Pools, make, progress=None, states=None, change=None, seed: in
             left = (whole.returns - value.adjust(whole, b0)) * whole.mask
             power = (whole.energy * left.square()).sum(1).view(-1, N).sum(1)
             of_b0 = (whole.energy * ((whole.returns - b0) * whole.mask).square()).sum(1).view(-1, N).sum(1)
-            v = torch.cat([
-                value._centred_v(read(x, b), b, value.eta) + sum(value._returns_seen) / 2 for x, b, _ in blocks(whole, b0)
-            ])
+            v = torch.cat(
+                [
+                    value._centred_v(read(x, b), b, value.eta) + sum(value._returns_seen) / 2
+                    for x, b, _ in blocks(whole, b0)
+                ]
+            )
             for k, i in enumerate(measured):
                 found["power"][i] += power[k]
                 found["b0"][i] += of_b0[k]
@@ -145,8 +144,9 @@ def replay(pools: Pools, make, progress=None, states=None, change=None, seed: in
                     ends.append((whole.returns[N * k + j, 0].item(), v[N * k + j, length - 1].item()))
     returns, predicted = torch.tensor(ends).T
     found["r2"] = torch.tensor(
-        r_squared(len(ends), returns.sum().item(), returns.square().sum().item(),
-                  (returns - predicted).square().sum().item())
+        r_squared(
+            len(ends), returns.sum().item(), returns.square().sum().item(), (returns - predicted).square().sum().item()
+        )
     )
     return found
 
@@ -162,8 +162,12 @@ def ratio(found: dict, control: dict, what: str = "power") -> Estimate:
 
 def told(name: str, found: dict, control: dict) -> dict:
     power, noise = (ratio(found, control, what) for what in ("power", "noise"))
-    text = " ".join(f"{what} {x.value:.3f} ({x.low:.2f}-{x.high:.2f})" for what, x in (("power", power), ("noise", noise)))
+    text = " ".join(
+        f"{what} {x.value:.3f} ({x.low:.2f}-{x.high:.2f})" for what, x in (("power", power), ("noise", noise))
+    )
     print(f"  {name:28} {text} r2 {found['r2']:.2f} of B0 {found['power'].sum() / found['b0'].sum():.3f}", flush=True)
-    return {"name": name, "r2": found["r2"].item(), **{
-        what: [x.value, x.low, x.high] for what, x in (("power", power), ("noise", noise))
-    }}
+    return {
+        "name": name,
+        "r2": found["r2"].item(),
+        **{what: [x.value, x.low, x.high] for what, x in (("power", power), ("noise", noise))},
+    }

@@ -48,9 +48,11 @@ def details(trainer, row: dict) -> dict:
 
     hooks = [linear.register_forward_hook(keep) for linear in linears]
     states: list[torch.Tensor] = []
-    hooks.append(recorder._layer.register_forward_hook(
-        lambda module, args, out: states.append((out if isinstance(out, torch.Tensor) else out[0]).detach())
-    ))
+    hooks.append(
+        recorder._layer.register_forward_hook(
+            lambda module, args, out: states.append((out if isinstance(out, torch.Tensor) else out[0]).detach())
+        )
+    )
     with torch.enable_grad():  # the graph begins in the last block: nothing before it has a gradient
         logits = policy(input_ids=ids, attention_mask=mask).logits[0, at].float()
         logps = logits.log_softmax(-1)
@@ -99,13 +101,22 @@ def main(argv: list[str]) -> None:
             for example, (pool, rows) in zip(asked, sampled, strict=True):
                 each = [details(trainer, row) for row in rows]
                 columns = {key: value for key, value in example.items() if key != "prompt"}
-                found.append({"pool": replace(pool, num_generations=N), "rows": each, "columns": columns,
-                              "prompt": example["prompt"]})
+                found.append(
+                    {
+                        "pool": replace(pool, num_generations=N),
+                        "rows": each,
+                        "columns": columns,
+                        "prompt": example["prompt"],
+                    }
+                )
             rewards = torch.cat([of["pool"].whole_returns for of in found])
             lengths = torch.cat([of["pool"].lengths for of in found])
-            print(f"{args.task}: {len(found)} prompts, reward {rewards.mean():.3f}, "
-                  f"{lengths.mean():.0f} tokens, {time.time() - begin:.0f} s "
-                  f"({of_time['sampling']:.0f} s sampling)", flush=True)
+            print(
+                f"{args.task}: {len(found)} prompts, reward {rewards.mean():.3f}, "
+                f"{lengths.mean():.0f} tokens, {time.time() - begin:.0f} s "
+                f"({of_time['sampling']:.0f} s sampling)",
+                flush=True,
+            )
             torch.save({"task": args.task, "pools": found}, path.with_suffix(".unfinished"))
     path.with_suffix(".unfinished").rename(path)
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from tests.maths.test_derivation import Enumeration, V
-from tests.maths.test_value import N, PROMPTS, Batch, OnRloo, T
+from tests.maths.test_value import PROMPTS, Batch, N, OnRloo, T
 from trl_otb.baselines import BASELINES, Value, compute_advantages, joined, squeeze
 
 
 class Counted:
-    """Completions of random tokens, of which the return counts the good ones; states and log-probs say nothing of it."""
+    """Completions of random tokens, of which the return counts the good ones; states and log-probs tell nothing."""
 
     def __init__(self, seed, prompts=PROMPTS, functions=1, told=True):
         g = torch.Generator().manual_seed(seed)
@@ -46,8 +46,8 @@ def learnt(seeds=range(8), **kind):
 
 def test_value_predicts_what_progress_tells():
     """
-    The return counts the good ones of 6 to 12 fair coins. Over a completion half of them are before a token, on average,
-    and progress counts these: half of the power is left, and what is not known of the length.
+    The return counts the good ones of 6 to 12 fair coins. On average half of them are before a token, and progress
+    counts these: half of the power is left, and what is not known of the length.
     """
     told, silent = (learnt(told=told) for told in (True, False))
     powers = []
@@ -102,10 +102,12 @@ def test_what_it_subtracts_is_unbiased_with_progress(n):
         return number.setdefault(text, torch.randn(2, generator=g))
 
     size = policy.mask.size(1)
-    progress = torch.stack([
-        torch.stack([of_text(history[:t]) if t < len(history) else torch.zeros(2) for t in range(size)])
-        for history, _, _ in policy.completions
-    ])
+    progress = torch.stack(
+        [
+            torch.stack([of_text(history[:t]) if t < len(history) else torch.zeros(2) for t in range(size)])
+            for history, _, _ in policy.completions
+        ]
+    )
     groups, inputs = policy.groups(n)
     rows = groups.flatten()
     states = torch.zeros(len(rows), size, V)

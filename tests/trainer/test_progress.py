@@ -70,7 +70,9 @@ def test_reward_functions_by_one_switch(train_with):
 
 
 def test_a_config_names_functions(train, monkeypatch, tmp_path):
-    (tmp_path / "my_progress.py").write_text("def length(completions, **kwargs):\n    return [*map(len, completions)]\n")
+    (tmp_path / "my_progress.py").write_text(
+        "def length(completions, **kwargs):\n    return [*map(len, completions)]\n"
+    )
     monkeypatch.chdir(tmp_path)
     trainer = train(cls=Keeping, progress_funcs=["my_progress:length", "rewards"], **VALUE)
     assert trainer._trl_otb.progress.names == ["my_progress:length", "reward even_bytes"]
@@ -339,7 +341,9 @@ def test_asynchronous_training_has_no_progress():
     with pytest.raises(TypeError, match="has no option 'progress_funcs'"):
         AsyncOTBGRPOConfig("out", progress_funcs=["rewards"])
     with pytest.raises(TypeError, match="`progress_funcs` is not read in asynchronous training"):
-        AsyncOTBGRPOTrainer("not loaded", even, AsyncOTBGRPOConfig("out", use_cpu=True, bf16=False), progress_funcs=[even])
+        AsyncOTBGRPOTrainer(
+            "not loaded", even, AsyncOTBGRPOConfig("out", use_cpu=True, bf16=False), progress_funcs=[even]
+        )
 
 
 # Where functions are called

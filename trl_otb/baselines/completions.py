@@ -243,8 +243,8 @@ def squeeze(
         alignment (`str`, *optional*): `"position"` leaves tool output in its place, with mask 0, as the reference's
             single-turn form does.
         first_row (`int`, *optional*): The index of the first row among those of all processes.
-        prompt_key, and in `of_tokens` energy, loss_energy, logps, states, progress, draw_ratio: As in [`Completions`], before
-            squeezing. Values where `mask` is 0 are ignored and may be NaN. Without `loss_energy`, it is `energy`.
+        prompt_key, and in `of_tokens` energy, loss_energy, logps, states, progress, draw_ratio: As in [`Completions`],
+            before squeezing. Values where `mask` is 0 are ignored and may be NaN. Without `loss_energy`, it is `energy`.
     """
     missing = rewards.isnan() if rewards.dim() == 1 else rewards.isnan().any(1)
     scored = (~missing).float().unsqueeze(1)

@@ -34,8 +34,8 @@ class Value:
     d_t', how lucky the draw of y_t' was, has mean 0 given what precedes it: a control variate, as in AIVAT for poker
     (Burch et al., 2018). V, a value of the state, is fitted first, by plain least squares on sums over the prefix,
     hidden states, σ = Σ_v π(v)², m, the largest d so far, and what the run's progress functions say of the text so far,
-    of other prompts than those that θ and Γ are then fitted to. φ and ψ are products of (1, √n, V, V², m, V m, V √n) with powers of σ, n the number of tokens before; φ also
-    holds the sums.
+    of other prompts than those that θ and Γ are then fitted to. φ and ψ are products of (1, √n, V, V², m, V m, V √n)
+    with powers of σ, n the number of tokens before; φ also holds the sums.
 
     A batch's weight decays by 0.9 per batch. c₁ and c₂ are cross-validated over four folds of prompts, and limited
     while prompts or tokens are few. B0 + c₁ θ·φ stays within the returns seen so far, and one draw's luck takes V
@@ -159,7 +159,7 @@ class Value:
         vars(self).update({name: copy.deepcopy(state[name]) for name in kept & state.keys()})
 
     def use_progress(self, before: list[str], now: list[str]) -> None:
-        """Fit V to the progress functions `now`, after it was fitted to those `before`: nothing is known of new ones."""
+        """Fit V to the progress functions `now` after those `before`: of new ones nothing is known."""
         if self._value_sums is None or self.eta is None:
             return
         sums, ridge = self._value_sums, 0.02 + 4 / max(self._prompts, 1)

@@ -23,7 +23,8 @@ class Reading(NamedTuple):
 
     Args:
         numbers: What V is linear in: 1, B0, the rewards earned, sums over the tokens before (energy, surprisal, their
-            number) and their square roots, `worst`, `sure`, the hidden states, here and their mean so far, and the numbers of progress functions.
+            number) and their square roots, `worst`, `sure`, the hidden states, here and their mean so far, and the
+            numbers of progress functions.
         sure: σ_t = Σ_v π(v)², how sure the policy is of the token to come.
         luck: d_t = ρ (σ_t − π(y_t)), which has mean 0 given what precedes; see `Completions.draw_ratio` for ρ.
         worst: The largest σ − π(y) of the tokens before: an improbable token is often a mistake.
