@@ -1,10 +1,10 @@
 """
-A long answer of a language model: sums of two long numbers, worked out column by column, in 150 to 250 tokens.
+A long answer of a language model: sums of two long numbers, worked out column by column, in about 175 tokens.
 
     python -m recipes.studies.long_answers   # supervised training of half an hour on one core, once; and some answers
 
-Each line of an answer is a column, from the right: "7 + 8 + 1 = 16 -> 6". A wrong digit or carry spoils the columns after
-it. The reward is the share of lines that are right, at their place: partial credit.
+Each line of an answer is a column, from the right: "7 + 8 + 1 = 16 -> 6". A wrong carry spoils the column after it. The
+reward is the share of lines that are right, at their place: partial credit.
 """
 
 import hashlib

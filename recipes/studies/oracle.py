@@ -4,11 +4,12 @@ How far is `value` from the best that a baseline can be? V and Q by continuation
     OMP_NUM_THREADS=1 python -m recipes.studies.oracle --task scratchpad_30                   # minutes on one core
     OMP_NUM_THREADS=1 python -m recipes.studies.oracle --task words --progress --prompts 12   # hours; it says so first
 
-In shares of Σ w (G − B)² under `rloo` at N = 4, with intervals by bootstrap over prompts. After a prompt's pool of
-completions some of its tokens are drawn with probability in proportion to energy, and weighted by its inverse. From each,
-K completions go on after the token that was drawn (their mean is Q), and K after another token, drawn from the policy
-without the first: V = π(y) Q + (1 − π(y)) O. Squares are products of halves of the K, so that their noise has mean 0.
-The best baseline of a state is b* = E[w Q] / E[w] over the token to come.
+In shares of Σ w (G − B)² under `rloo` at N = 4, with intervals by bootstrap over prompts. Of some completions of a
+prompt's pool, tokens are drawn with probability in proportion to energy, and weighted by its inverse. From each, K
+completions go on after the token that was sampled (their mean is Q), and K after another token, drawn from the policy
+without the first (O): V = π(y) Q + (1 − π(y)) O. Squares are products of halves of the K, so that their noise has mean
+0. The best baseline of a state is b* = E[w Q] / E[w] over the token to come. On the scratchpad of 30 tokens it found
+b* 0.40 (0.35 to 0.44) and Q − b* 0.02 (-0.02 to 0.06), where the exact table of limit.py has 0.415 and 0.028.
 
 `oracle(trainer, ...)` takes any OTBGRPOTrainer whose completions have one turn. It trains nothing.
 """

@@ -61,10 +61,12 @@ def details(trainer, row: dict) -> dict:
     for hook in hooks:
         hook.remove()
     policy.zero_grad(set_to_none=True)
-    gram = sum(
-        (seen[of][0, at].float() @ seen[of][0, at].float().T) * (kept[of][0, at].float() @ kept[of][0, at].float().T)
-        for of in linears
-    )
+    with torch.autocast(ids.device.type, enabled=False):
+        gram = sum(
+            (seen[of][0, at].float() @ seen[of][0, at].float().T)
+            * (kept[of][0, at].float() @ kept[of][0, at].float().T)
+            for of in linears
+        )
     top = logps.detach().exp().topk(LIKELIEST, dim=-1)
     return {
         "ids": row["completion_ids"][0].clone(),
