@@ -242,6 +242,7 @@ COLORS = {
     "otb, one left out": "tab:orange",
     "ogb_pooled": "tab:blue",
     "value": "tab:green",
+    "value_progress": "tab:cyan",
     "value_weights_one": "tab:olive",
     "rloo": "tab:purple",
     "none": "tab:brown",
