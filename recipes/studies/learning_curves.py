@@ -228,9 +228,8 @@ def main(argv: list[str]) -> None:
 
     parser = argparse.ArgumentParser(prog="learning_curves", description=__doc__.splitlines()[1])
     parser.add_argument("--task", choices=TASKS, default="calculator")
-    parser.add_argument(
-        "--baselines", nargs="+", choices=[*BASELINES, PROGRESS], default=["group_mean", "otb", "value"]
-    )
+    names, default = [*BASELINES, PROGRESS], ["group_mean", "otb", "value"]
+    parser.add_argument("--baselines", nargs="+", choices=names, default=default)
     parser.add_argument("--sizes", nargs="+", type=int, choices=(1, 2, 4, 8, 32), default=[4])
     parser.add_argument("--seeds", type=int, default=5, help="Seeds per arm, beside those that tune it.")
     rates = sorted({rate for schedule in TASKS.values() for rate in schedule.learning_rates})
