@@ -162,13 +162,13 @@ def fine_tuned(name: str) -> Path:
     return toy.cached(f"{name}-{hashlib.sha256(json.dumps(dial).encode()).hexdigest()[:8]}", make)
 
 
-def trainer_at(name: str, seed: int, folder: Path) -> OTBGRPOTrainer:
+def trainer_at(name: str, seed: int, folder: Path, **options) -> OTBGRPOTrainer:
     """The trainer of a task, which has trained where its name says so; `folder` keeps the adapter then."""
     trained = name.endswith("_trained")
     name = name.removesuffix("_trained")
     rates = {"learning_rate": 5e-4, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 2}
     sizes = {"num_generations": 8, "per_device_train_batch_size": 16, "max_steps": STEPS.get(name, 1)}
-    trainer = trainer_of(task_of(name), seed=seed, disable_tqdm=False, **rates, **sizes)
+    trainer = trainer_of(task_of(name), seed=seed, disable_tqdm=False, **rates, **sizes, **options)
     if trained:
         policy = folder / f"{name}-policy-seed{seed}"
         if not (policy / "adapter_model.safetensors").exists():

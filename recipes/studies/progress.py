@@ -170,16 +170,17 @@ def ratio(found: dict, control: dict, what: str = "power") -> Estimate:
 
 
 def told(name: str, found: dict, control: dict) -> dict:
-    power, noise = (ratio(found, control, what) for what in ("power", "noise"))
-    text = " ".join(
-        f"{what} {x.value:.3f} ({x.low:.2f}-{x.high:.2f})" for what, x in (("power", power), ("noise", noise))
-    )
-    print(f"  {name:28} {text} r2 {found['r2']:.2f} of B0 {found['power'].sum() / found['b0'].sum():.3f}", flush=True)
-    return {
-        "name": name,
-        "r2": found["r2"].item(),
-        **{what: [x.value, x.low, x.high] for what, x in (("power", power), ("noise", noise))},
-    }
+    """Power and noise over the control's, and without the prompts that make more than a tenth of its power."""
+    usual = control["power"] <= 0.1 * control["power"].sum()
+    rest = {what: of[usual] if of.dim() else of for what, of in found.items()}
+    of_rest = {what: of[usual] if of.dim() else of for what, of in control.items()}
+    estimates = {what: ratio(found, control, what) for what in ("power", "noise")}
+    estimates |= {f"{what}_trimmed": ratio(rest, of_rest, what) for what in ("power", "noise")}
+    text = ", ".join(f"{what} {x.value:.3f} ({x.low:.2f}-{x.high:.2f})" for what, x in estimates.items())
+    explained = 1 - found["power"].sum() / found["b0"].sum()
+    print(f"  {name:28} {text}, {int((~usual).sum())} out; r2 {found['r2']:.2f} explained {explained:.2f}", flush=True)
+    rows = {what: [x.value, x.low, x.high] for what, x in estimates.items()}
+    return {"name": name, "r2": found["r2"].item(), "explained": explained.item(), **rows}
 
 
 class WithDraws(Value):
