@@ -22,6 +22,7 @@ logger = get_logger(__name__)
 LOSS_TYPES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 
 
+MOST_DRAWS = 64  # tokens
 PROGRESS_PLACES = 64  # of a completion, at which progress functions are called
 
 # What is said of options that are not set
@@ -64,6 +65,9 @@ class OTBGRPOConfig(GRPOConfig):
             functions. The trainer takes functions, too, as its `progress_funcs`.
         progress_places (`int`, *optional*, defaults to 64): At how many places of a completion they are called, at
             most.
+        progress_draws (`int`, *optional*, defaults to 0): How many of the likeliest tokens are tried in the place of
+            each token that the policy was not sure of, at these places: the luck of the token that was drawn is
+            subtracted from earlier advantages. Each place takes as many calls more.
         save_rollouts_steps (`int`, *optional*): Every so many steps the latest completions are added to
             `output_dir/rollouts.html`, a page that shows what training pushes, token by token. It stays below 200 MB;
             `push_to_hub` leaves it out, since it holds prompts and columns of the data set.
@@ -91,6 +95,13 @@ class OTBGRPOConfig(GRPOConfig):
     progress_places: int = field(
         default=PROGRESS_PLACES,
         metadata={"help": "At how many places of a completion progress functions are called, at most."},
+    )
+    progress_draws: int = field(
+        default=0,
+        metadata={
+            "help": "How many of the likeliest tokens are tried in the place of each token that the policy was not "
+            "sure of: what progress functions say of the token that was drawn is compared with what they say of these."
+        },
     )
     save_rollouts_steps: int | None = field(default=None, metadata={"help": SAVE_ROLLOUTS})
 
@@ -208,6 +219,8 @@ def check_options(args: GRPOConfig, own_loss: bool = True, trainer: type = objec
     check_names(getattr(args, "progress_funcs", None))
     if (places := getattr(args, "progress_places", PROGRESS_PLACES)) < 1:
         raise ValueError(f"`progress_places` is {places}: give 1 or more.")
+    if not 0 <= (draws := getattr(args, "progress_draws", 0)) <= MOST_DRAWS:
+        raise ValueError(f"`progress_draws` is {draws}: give 0 to {MOST_DRAWS}.")
     if args.scale_rewards not in (True, False, "group", "batch", "none", "running"):
         raise ValueError(
             f"`scale_rewards` is {args.scale_rewards!r}: it must be one of 'none', 'running', 'group' and 'batch'."

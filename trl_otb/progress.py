@@ -36,7 +36,12 @@ REWARDS = "rewards"  # in the place of a function: all reward functions of the r
 SLOW = 0.05  # of the time between two generation batches: with more a warning says so
 TIMED = 3  # batches before it does
 ASKED_AGAIN = 4  # texts of a batch, for which a function must return the same number
+SURE = 0.95  # the probability of the likeliest token above which nothing is tried in its place
 LATE_PLACES = 8  # of a completion's, for what is longer than completions usually are
+
+
+# A text: of a row, up to so many generated tokens, and perhaps a further one
+Place = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -195,22 +200,22 @@ class Prefixes:
             self._ends[token] = "\n" in self.decode([[token]])[0]
         return self._ends[token]
 
-    def places(self, starts: list[int], longest: int) -> list[tuple[int, int]]:
+    def places(self, starts: list[int], longest: int) -> list[Place]:
         """Row, and number of generated tokens before, of each place."""
-        result = []
+        result: list[Place] = []
         for row, columns in enumerate(self.generated):
             tokens = [self.given.completion_ids[row][column] for column in columns]
             result += [(row, t) for t in places_of(starts, longest, tokens, self.ends_line)]
         return result
 
-    def texts(self, places: list[tuple[int, int]]) -> tuple[list[Any], list[list[int]]]:
+    def texts(self, places: list[Place]) -> tuple[list[Any], list[list[int]]]:
         """Completion and ids at each place, as copies."""
-        ids = [self.given.completion_ids[row][: self.generated[row][t]] for row, t in places]
-        whole = [self.given.completions[row] for row, _ in places]
-        turns = [bisect_right(self._turns[row], t) - 1 for row, t in places]
+        ids = [[*self.given.completion_ids[row][: self.generated[row][t]], *more] for row, t, *more in places]
+        whole = [self.given.completions[row] for row, *_ in places]
+        turns = [bisect_right(self._turns[row], t) - 1 for row, t, *_ in places]
         starts = [
             self.generated[row][self._turns[row][turn]] if turn > 0 else 0
-            for (row, _), turn in zip(places, turns, strict=True)
+            for (row, *_), turn in zip(places, turns, strict=True)
         ]
         unfinished = self.decode([of[start:] for of, start in zip(ids, starts, strict=True)])
         completions = []
@@ -251,13 +256,17 @@ class Progress:
     """
     The progress functions of a run.
 
-    `measure` returns `(B, T, F)`. A function without a number for a text (None, NaN, or an error) keeps the one that it
-    had before, 0 at first. A function that returns two numbers for one text, because it is random, has a state, or
-    compares completions, is left out from then on: its numbers are 0.
+    `measure` returns `(B, T, F)`, and draws, if l of the likeliest tokens are tried: of a token y that the policy was
+    not sure of, at a place, D = f(y) − Σ_v π(v) f(v), where f(v) is by how much the number changes if v is written
+    there; 0 for all tokens but the l likeliest. So D has mean 0 given what precedes y. A function without a number for
+    a text (None, NaN, or an error) keeps the one that it had before, 0 at first. A function that returns two numbers
+    for one text, because it is random, has a state, or compares completions, is left out from then on: its numbers are
+    0.
     """
 
-    def __init__(self, functions: dict[str, Callable], places: int, longest: int) -> None:
+    def __init__(self, functions: dict[str, Callable], places: int, longest: int, likeliest: int = 0) -> None:
         self.functions, self.max_places, self.longest = functions, places, longest
+        self.likeliest = likeliest  # tokens that are tried in the place of one
         self.usual = longest  # tokens of the longest completion of the batch before
         self.left_out: set[str] = set()
         self.time_share = math.nan  # of the time since the batch before
@@ -279,11 +288,14 @@ class Progress:
         state: Any = None,
         loop: Any = None,
         training: bool = True,
-    ) -> Tensor:
+        likely: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
         """
-        `(B, T, F)` for the completions of this process; 0 where `mask`, `(B, T)`, is 0.
+        The numbers, `(B, T, F)`, of the completions of this process, and draws, the same; 0 where `mask`, `(B, T)`, is
+        0. No draws if no tokens are to be tried.
 
         Args:
+            likely: `(B, T, 2 l)` ids of the likeliest tokens before each, and their probabilities; draws are 0 without.
             processing_class: The tokenizer or processor that decodes completions.
             state: TRL's `trainer_state`, of which functions get a copy.
             loop: The event loop of asynchronous reward functions, if there is one.
@@ -296,23 +308,29 @@ class Progress:
         start = time.perf_counter()
         prefixes = Prefixes(given, mask, processing_class)
         places = prefixes.places(schedule(self.max_places, self.usual, self.longest), self.longest)
-        result = torch.zeros(*mask.shape, len(self.functions))
+        result = torch.zeros(*mask.shape, len(self.functions), dtype=torch.float64)
+        draws = torch.zeros_like(result)
         if places:
+            tried = self._alternatives(prefixes, places, likely)
             with _random_state_kept():
-                calls = self._called(prefixes, places, copy.copy(state), loop)
-            self._tell(calls, len(places))
+                calls = self._called(prefixes, [*places, *tried], copy.copy(state), loop)
+            self._tell(calls, len(places) + len(tried))
             columns: list[Any] = [[] for _ in prefixes.generated]
-            for number, (row, t) in enumerate(places):
+            for number, (row, t, *_) in enumerate(places):
                 columns[row].append((t, number))
             for row, of_row in enumerate(columns):
                 generated = torch.tensor(prefixes.generated[row], dtype=torch.long)
                 for f in range(len(self.functions)):
-                    held = _held(calls.numbers[f], of_row, len(generated))
-                    result[row, generated, f] = held.to(result)
+                    result[row, generated, f] = _held(calls.numbers[f], of_row, len(generated))
+            for number, (place, weight) in enumerate(tried.items(), start=len(places)):
+                row, t, _ = place
+                at = row, prefixes.generated[row][t]
+                draws[at] += weight * (calls.numbers[:, number] - result[at]).nan_to_num(nan=0.0)
         if training:
             self.usual = max([len(of_row) for of_row in prefixes.generated], default=0) or self.usual
             self._clock(start)
-        return result.to(mask.device)
+        result, draws = (values.float().to(mask.device) for values in (result, draws))
+        return result, draws if self.likeliest else None
 
     def forget_left_out(self, flags: Tensor) -> Tensor:
         """From `(processes, F)` flags: a function that any process leaves out is left out everywhere; `(F,)` kept."""
@@ -323,7 +341,24 @@ class Progress:
         """`(F,)` 1 for each function that is left out."""
         return torch.tensor([float(name in self.left_out) for name in self.names])
 
-    def _called(self, prefixes: Prefixes, places: list[tuple[int, int]], state: Any, loop: Any) -> Calls:
+    def _alternatives(self, prefixes: Prefixes, places: list[Place], likely: Tensor | None) -> dict[Place, float]:
+        """Texts with another token at places where the policy was not sure, each with its weight 1[v = y] − π(v)."""
+        if not self.likeliest or likely is None:
+            return {}
+        tokens, probs = (of.cpu() for of in likely.split(self.likeliest, dim=-1))
+        result: dict[Place, float] = {}
+        for row, t in places:
+            column = prefixes.generated[row][t]
+            if probs[row, column, 0] > SURE:
+                continue
+            y, of = (
+                prefixes.given.completion_ids[row][column],
+                zip(tokens[row, column], probs[row, column], strict=True),
+            )
+            result |= {(row, t, int(v)): float(int(v) == y) - p.item() for v, p in of if p > 0}
+        return result
+
+    def _called(self, prefixes: Prefixes, places: list[Place], state: Any, loop: Any) -> Calls:
         calls = Calls(torch.full((len(self.functions), len(places)), torch.nan, dtype=torch.float64))
         checked = sorted(self._again.sample(range(len(places)), min(ASKED_AGAIN, len(places))))
         some = [places[i] for i in checked[::-1]]
@@ -459,9 +494,9 @@ class _WrongResult(Exception):
     """A function returned something else than numbers."""
 
 
-async def _call(function: Callable, prefixes: Prefixes, places: list[tuple[int, int]], state: Any) -> Any:
+async def _call(function: Callable, prefixes: Prefixes, places: list[Place], state: Any) -> Any:
     """A function's result for the texts at some places, as TRL calls reward functions, on copies of all arguments."""
-    rows, given = [row for row, _ in places], prefixes.given
+    rows, given = [row for row, *_ in places], prefixes.given
     completions, ids = prefixes.texts(places)
     result = _stateless(function)(
         prompts=[_copied(given.prompts[row]) for row in rows],

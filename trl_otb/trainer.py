@@ -234,26 +234,34 @@ def _set_up_progress(trainer: OTBGRPOTrainer, functions: Any) -> None:
             "'value' does."
         )
     places = getattr(args, "progress_places", PROGRESS_PLACES)
-    of.progress = Progress(by_name, places, trainer.max_completion_length)
+    likeliest = getattr(args, "progress_draws", 0)
+    of.progress = Progress(by_name, places, trainer.max_completion_length, likeliest)
     of.extra_state |= {"progress": of.progress.names, "progress_usual": of.progress.usual}
 
 
-def _progress(trainer: OTBGRPOTrainer, given: Any, rollout: Rollout) -> torch.Tensor | None:
-    """`(B, T, F)` what the run's progress functions say of the text before each token."""
+def _progress(
+    trainer: OTBGRPOTrainer, given: Any, rollout: Rollout, likely: torch.Tensor | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """`(B, T, F)` what the run's progress functions say of the text before each token, and their draws."""
     of, mode = trainer._trl_otb, "train" if trainer.model.training else "eval"
     if of.progress is None or "progress" not in of.needs or given is None:
-        return None
+        return None, None
+    if of.progress.likeliest and likely is None:
+        logger.warning_once(
+            f"`progress_draws` has no effect: energies come from {of.energy_source}, which does not tell what other "
+            "tokens were likely. Only forwards of `generate` do."
+        )
     of.progress.usual = of.extra_state["progress_usual"]
     loop = getattr(trainer, "async_loop", None)
-    numbers = of.progress.measure(
-        given, rollout.mask, trainer.processing_class, trainer.state, loop, training=mode == "train"
+    numbers, draws = of.progress.measure(
+        given, rollout.mask, trainer.processing_class, trainer.state, loop, mode == "train", likely
     )
     of.extra_state["progress_usual"] = of.progress.usual
     flags = of.progress.flags().unsqueeze(0).to(numbers.device)
     kept = of.progress.forget_left_out(trainer.accelerator.gather(flags))
     if mode == "train" and not math.isnan(of.progress.time_share):
         trainer._metrics[mode]["otb/progress/time_share"].append(of.progress.time_share)
-    return numbers * kept.to(numbers)
+    return numbers * kept.to(numbers), None if draws is None else draws * kept.to(draws)
 
 
 def _is_recorded(trainer: OTBGRPOTrainer, mode: str) -> bool:
@@ -278,7 +286,9 @@ def collect(trainer: OTBGRPOTrainer, inputs: list[dict[str, Any]]) -> tuple[Roll
     needed = not of.needs.isdisjoint({"energy", "logps", "states"})  # what only a forward computes
     turns = SampledTurns() if needed and not scores_anyway(trainer) else None
     try:
-        with of.recorder.recording(needed=needed, states="states" in of.needs, turns=turns) as recording:
+        likeliest = of.progress.likeliest if of.progress is not None and "progress" in of.needs else 0
+        wanted = {"needed": needed, "states": "states" in of.needs, "turns": turns, "likeliest": likeliest}
+        with of.recorder.recording(**wanted) as recording:
             with recorded_rewards(trainer) as recorders:
                 batch = super(OTBGRPOTrainer, trainer)._generate_and_score_completions(inputs)
         rollout = replace(rollout_of(trainer, batch, recorders, n), columns=columns_of(inputs))
@@ -303,8 +313,8 @@ def collect(trainer: OTBGRPOTrainer, inputs: list[dict[str, Any]]) -> tuple[Roll
         ratio, unknown = draw_ratio(trainer, batch, source, values.logps, recording.processor)
         if unknown is not None:
             logger.warning_once(f"Later luck is not subtracted: {unknown}.")
-    progress = _progress(trainer, recorders[-1].given, rollout)
-    return rollout, rollout.completions(values.states, keys, ratio, progress), batch
+    progress, draws = _progress(trainer, recorders[-1].given, rollout, values.likely)
+    return rollout, rollout.completions(values.states, keys, ratio, progress, draws), batch
 
 
 def _log_rollout(trainer: OTBGRPOTrainer, mode: str, step: Step, num_generations: int) -> None:

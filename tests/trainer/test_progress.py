@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from tests.helpers import tiny
 from tests.helpers.agents import AGENT, CHAT, by_length
@@ -15,7 +16,7 @@ from tests.helpers.recording import Recording
 from tests.helpers.scripted import TOOLS, script_turns
 from tests.helpers.settings import assert_same_weights, logged
 from trl_otb import AsyncOTBGRPOConfig, AsyncOTBGRPOTrainer, OTBGRPOConfig, OTBGRPOTrainer, compare_baselines
-from trl_otb.progress import places_of, schedule
+from trl_otb.progress import SURE, places_of, schedule
 
 
 VALUE = {"baseline": "value", "max_steps": 3}
@@ -379,3 +380,71 @@ def test_a_place_is_after_the_end_of_a_line():
     assert places_of([0, 5], 11, tokens, bool) == [3, 10]
     assert places_of([0, 5], 11, [0] * 11, bool) == [4, 10]
     assert places_of([0, 5], 60, [0] * 11, bool) == [4]
+
+
+# What the likeliest tokens would have brought
+
+
+def vowels(completions, **kwargs):
+    """Which some tokens change, and others do not."""
+    return [sum(1.0 + (letter in "aeiouAEIOU") for letter in of) for of in texts_of(completions)]
+
+
+@pytest.mark.parametrize("data", ["text", "conversation"])
+def test_draws_compare_the_token_with_the_likeliest_ones(train_with, data, model_path):
+    """D = f(y) − Σ π(v) f(v) over the three likeliest tokens, by the model's own softmax and the function's values."""
+    chat = {"train_dataset": CHAT} if data == "conversation" else {}
+    trainer = train_with(vowels, progress_draws=3, max_steps=1, learning_rate=0.0, **chat)
+    seen, rollout, decode = trainer.seen[-1], trainer.rollouts["train"], trainer.processing_class.decode
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    ids = torch.cat([rollout.prompt_ids, rollout.completion_ids], dim=1)
+    mask = torch.cat([rollout.prompt_mask, rollout.completion_mask], dim=1)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    start = rollout.prompt_ids.size(1)
+    with torch.no_grad():
+        probs = model(ids, attention_mask=mask, position_ids=positions).logits[:, start - 1 : -1].softmax(-1)
+    checked = 0
+    for row, written in enumerate(rollout.completion_ids.tolist()):
+        for t in range(int(rollout.mask[row].sum())):
+            p, likely = probs[row, t].topk(3)
+            found = seen.progress_draws[row, t, 0].item()
+            if p[0] > SURE:
+                assert found == 0
+                continue
+            texts = [decode([*written[:t], *more], skip_special_tokens=True) for more in ([], *likely.unsqueeze(1))]
+            before, *after = vowels(texts)
+            gains = [of - before for of in after]
+            own = sum(gain for gain, v in zip(gains, likely.tolist(), strict=True) if v == written[t])
+            expected = own - sum(q * gain for q, gain in zip(p.tolist(), gains, strict=True))
+            assert found == pytest.approx(expected, abs=1e-4)
+            checked += found != 0
+    assert checked > 20
+
+
+def test_draws_have_mean_zero(train_with):
+    """Over many tokens that were sampled: within four standard errors."""
+    options = {"per_device_train_batch_size": 64, "train_dataset": tiny.prompts(64), "learning_rate": 0.0}
+    trainer = train_with(vowels, progress_draws=4, max_steps=6, **options)
+    draws = torch.cat([of.progress_draws[of.mask > 0] for of in trainer.seen]).double()
+    tried = draws[draws != 0]
+    assert len(tried) > 1000 and abs(tried.sum()) < 4 * tried.square().sum().sqrt()
+    assert tried.square().mean() > 0.01
+    assert "draw_weight" in "".join(trainer.state.log_history[0])
+
+
+def test_draws_need_forwards_that_sample(train_with, caplog):
+    trainer = train_with(vowels, progress_draws=2, num_iterations=2)
+    (told,) = [m for m in caplog.messages if "`progress_draws` has no effect: energies come from" in m]
+    assert "the no-gradient forward that GRPOTrainer runs anyway" in told
+    assert all((of.progress_draws == 0).all() for of in trainer.seen) and trainer.seen[-1].progress[:, 1].any()
+
+
+def test_runs_with_draws_resume_exactly(train_with, tmp_path):
+    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "output_dir": str(tmp_path)}
+    whole = train_with(vowels, progress_draws=3, **options)
+    resumed = train_with(vowels, train=False, progress_draws=3, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert_same_weights(whole, resumed)
+    assert whole.baseline.entry.estimator.delta.numel() == 2
+    with pytest.raises(ValueError, match="`progress_draws` is 65: give 0 to 64"):
+        train_with(vowels, progress_draws=65)

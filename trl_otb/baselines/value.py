@@ -13,13 +13,14 @@ from torch import Tensor
 from .completions import Completions, numbered
 from .luck import COLUMNS, DECAYS, NEAR, TOO_FAR, decayed, deviations, measured
 from .pooled import pooled
-from .value_parts import OF_LUCK, Reading, blocks, bounded_luck, features, later, products, read, solution
+from .value_parts import OF_LUCK, Reading, blocks, bounded_luck, draw_columns, features, later, products, read, solution
 
 
 logger = logging.getLogger(__name__)
 
 ROUNDING = 1e-12  # of squared float32 numbers, relative
 OF_LATER_RELEASES = {"_draws", "_largest_ratio", "_luck_left_out"}  # of the state: checkpoints before 0.10 lack them
+OF_0_11 = {"delta", "draw_weight", "_draw_columns"}  # the same of checkpoints before 0.11
 VARIES_NOT_RATIO = 0.5  # of B0's usual power: what B may leave where returns do not vary, so that B0 leaves nothing
 RESET_RATIO = 2.0  # of the power that B left to B0's: `value` is reset after two such batches in a row
 
@@ -37,13 +38,13 @@ class Value:
     of other prompts than those that θ and Γ are then fitted to. φ and ψ are products of (1, √n, V, V², m, V m, V √n)
     with powers of σ, n the number of tokens before; φ also holds the sums.
 
-    A batch's weight decays by 0.9 per batch. c₁ and c₂ are cross-validated over four folds of prompts, and limited
-    while prompts or tokens are few. B0 + c₁ θ·φ stays within the returns seen so far, and one draw's luck takes V
-    at most a tenth of their width beyond them. What was
-    learned is discarded after two batches in a row of which B left over twice B0's power, or, where no return varies,
-    over half of B0's usual power. In OTBGRPOTrainer a prompt
-    keeps B0 where B leaves too much power in the other prompts of a batch ([`~trl_otb.run_baseline.RunBaseline`]);
-    asynchronous batches have no such bound.
+    Where the run's progress functions have draws D ([`~trl_otb.baselines.Completions`]), c₃ Σ_{t'>t} D_t'·(δ + δ' V) is
+    added, like later luck. A batch's weight decays by 0.9 per batch. c₁, c₂ and c₃ are cross-validated over four folds
+    of prompts, and limited while prompts or tokens are few. B0 + c₁ θ·φ stays within the returns seen so far, and one
+    draw's luck takes V at most a tenth of their width beyond them. What was learned is discarded after two batches in a
+    row of which B left over twice B0's power, or, where no return varies, over half of B0's usual power. In
+    OTBGRPOTrainer a prompt keeps B0 where B leaves too much power in the other prompts of a batch
+    ([`~trl_otb.run_baseline.RunBaseline`]); asynchronous batches have no such bound.
 
     Unbiased, since B_t depends on what precedes y_t, and on sums of later terms whose mean is 0 given what precedes
     them; θ, Γ and c on earlier batches. Where tokens are drawn from a distribution that is not recorded, later luck is
@@ -61,7 +62,9 @@ class Value:
         self.eta: Tensor | None = None  # (K,) of V
         self.theta: Tensor | None = None  # (k,)
         self.gamma: Tensor | None = None  # (l,)
-        self.weight = self.luck_weight = 0.0  # c₁, c₂
+        self.delta: Tensor | None = None  # (2F,) of draws of progress, and of these times V
+        self.weight = self.luck_weight = self.draw_weight = 0.0  # c₁, c₂, c₃
+        self._draw_columns = 0  # 2F, in the sums
         self._value_sums: Tensor | None = None  # over earlier batches; float64, on the CPU
         self._sums: Tensor | None = None  # the same by fold
         self._tokens = 0.0  # the same of tokens
@@ -79,7 +82,7 @@ class Value:
 
     def adjust(self, local: Completions, b0: Float[Tensor, "B #T"]) -> Float[Tensor, "B #T"]:
         """B; or B0, before anything is predicted."""
-        if self.theta is None or max(self.weight, self.luck_weight) == 0.0:
+        if self.theta is None or max(self.weight, self.luck_weight, self.draw_weight) == 0.0:
             return b0
         return torch.cat([self._baseline(read(x, b), b)[1] for x, b, _ in blocks(local, b0)])
 
@@ -109,6 +112,7 @@ class Value:
         shares = [1 - part / power if varies else math.nan for part in (left, left_by_state)]
         metrics = dict(zip(("explained", "explained_by_state"), shares, strict=True))
         metrics |= {"weight": self.weight, "luck_weight": self.luck_weight, "restarted": float(reset)}
+        metrics |= {} if local.progress_draws is None else {"draw_weight": self.draw_weight}
         metrics["r2_at_end"] = math.nan if self.eta is None else r_squared(*at_end)
         if excluded > 0 and not self._warned:
             Value._warned = True
@@ -133,6 +137,7 @@ class Value:
         (of_both,) = _gathered([self._sums_of(local, b0, fold, solution(whole - of_value, ridge))], gather)
         self.eta = solution(whole, ridge)
         self._value_sums = whole
+        self._fit_draws(0 if local.progress_draws is None else 2 * local.progress_draws.size(-1))
         self._sums = of_both if self._sums is None else self.decay_per_batch * self._sums + of_both
         self._tokens = self.decay_per_batch * self._tokens + tokens
         self._fit()
@@ -151,24 +156,40 @@ class Value:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         kept = self.state_dict().keys()
-        if not kept - OF_LATER_RELEASES <= state.keys():
+        if not kept - OF_LATER_RELEASES - OF_0_11 <= state.keys():
             raise ValueError(
                 f"The state of 'value' is damaged, or of a release before 0.8: it holds {[*state]}. "
                 "Without the checkpoint's `baseline.pt` it starts empty."
             )
+        Value.__init__(self)
         vars(self).update({name: copy.deepcopy(state[name]) for name in kept & state.keys()})
 
     def use_progress(self, before: list[str], now: list[str]) -> None:
         """Fit V to the progress functions `now` after those `before`: of new ones nothing is known."""
         if self._value_sums is None or self.eta is None:
             return
+        self._fit_draws(0)
         sums, ridge = self._value_sums, 0.02 + 4 / max(self._prompts, 1)
-        rest = len(sums) - 1 - len(before)  # the numbers that are always there; the target is last
-        kept = [*range(rest), *(rest + before.index(name) for name in now if name in before), len(sums) - 1]
-        to = [*range(rest), *(rest + i for i, name in enumerate(now) if name in before), rest + len(now)]
-        wanted = sums.new_zeros(rest + len(now) + 1, rest + len(now) + 1)
+        rest = len(sums) - 1 - 2 * len(before)  # the numbers that are always there; the target is last
+        same = [(before.index(name), i) for i, name in enumerate(now) if name in before]
+        kept = [*range(rest), *(rest + i for i, _ in same), *(rest + len(before) + i for i, _ in same), len(sums) - 1]
+        size = rest + 2 * len(now) + 1
+        to = [*range(rest), *(rest + i for _, i in same), *(rest + len(now) + i for _, i in same), size - 1]
+        wanted = sums.new_zeros(size, size)
         wanted[torch.tensor(to).unsqueeze(1), torch.tensor(to)] = sums[kept][:, kept]
         self._value_sums, self.eta = wanted, solution(wanted, ridge)
+
+    def _fit_draws(self, columns: int) -> None:
+        """Make room in the sums for so many columns of draws; what is known of another number of them is dropped."""
+        if columns == self._draw_columns:
+            return
+        if self._sums is not None:
+            rest, sums = self._sums.size(-1) - 1 - self._draw_columns, self._sums
+            kept = torch.tensor([*range(rest), sums.size(-1) - 1])
+            to = torch.tensor([*range(rest), rest + columns])
+            self._sums = sums.new_zeros(len(sums), rest + columns + 1, rest + columns + 1)
+            self._sums[:, to.unsqueeze(1), to] = sums[:, kept.unsqueeze(1), kept]
+        self._draw_columns, self.delta, self.draw_weight = columns, None, 0.0
 
     def _features(self, of: Reading, v: Float[Tensor, "B T"]) -> tuple[Float[Tensor, "B T k"], Float[Tensor, "B T l"]]:
         """φ and ψ; studies leave out some."""
@@ -191,7 +212,12 @@ class Value:
         state = predicted.clamp(b0.clamp(max=least), b0.clamp(min=most))
         # Known before the draw, so that it may be bounded; the sum may not, or its mean would not be 0
         per_draw = bounded_luck(psi @ self.gamma.to(psi), of.sure, v, most - least)
-        return state, state + self.luck_weight * later(of.luck * per_draw)
+        luck = self.luck_weight * of.luck * per_draw
+        if self.delta is not None and of.draws.size(-1) * 2 == self.delta.numel():
+            of_each = self.delta.to(psi).view(2, -1)
+            of_each = (of_each[0] + of_each[1] * v.unsqueeze(-1)).clamp(least - most, most - least)
+            luck = luck + self.draw_weight * (of.draws * of_each).sum(dim=-1)
+        return state, state + later(luck)
 
     def _measure(self, local: Completions, b0: Tensor, fold: Tensor) -> list[Tensor]:
         """
@@ -226,8 +252,10 @@ class Value:
         sums = b0.new_zeros(1)
         for x, b, rows in blocks(local, b0):
             of, target, weights = read(x, b), (x.returns - b).expand_as(x.mask), x.need("loss_energy")
-            phi, psi = self._features(of, self._centred_v(of, b, etas[fold[rows]]))
-            columns = torch.cat([phi, later(of.luck.unsqueeze(-1) * psi), target.unsqueeze(-1)], dim=-1)
+            v = self._centred_v(of, b, etas[fold[rows]])
+            phi, psi = self._features(of, v)
+            luck = torch.cat([of.luck.unsqueeze(-1) * psi, draw_columns(of, v)], dim=-1)
+            columns = torch.cat([phi, later(luck), target.unsqueeze(-1)], dim=-1)
             sums = sums + products(columns, weights * of.known, fold[rows], self.prompt_folds)
         return sums
 
@@ -237,25 +265,29 @@ class Value:
         sums = self._sums
         if self._luck_left_out:
             of_luck = torch.zeros(sums.size(-1))
-            of_luck[-OF_LUCK - 1 : -1] = 1
+            of_luck[-OF_LUCK - self._draw_columns - 1 : -1] = 1
             sums = sums.masked_fill((of_luck.unsqueeze(0) + of_luck.unsqueeze(1)) > 0, 0.0)
         whole, tokens_per_feature = sums.sum(dim=0), self._tokens / sums.size(-1)
         ridge = max(0.5 / self._prompts, 1 / tokens_per_feature)
         both = solution(whole, ridge)
         if not both.isfinite().all():
             return self._reset("its linear system has no finite solution")
-        self.theta, self.gamma = both[:-OF_LUCK], both[-OF_LUCK:]
-        without = solution(whole - sums, ridge).unsqueeze(1).repeat(1, 2, 1)
-        without[:, 0, -OF_LUCK:] = 0  # of θ alone
-        without[:, 1, :-OF_LUCK] = 0
+        draws = self._draw_columns
+        sizes = [len(both) - OF_LUCK - draws, OF_LUCK, *([draws] if draws else [])]
+        self.theta, self.gamma, *delta = both.split(sizes)
+        self.delta = delta[0] if delta else None
+        without = torch.block_diag(*(torch.ones(1, size) for size in sizes)) * solution(whole - sums, ridge).unsqueeze(
+            1
+        )
         agreement = torch.einsum("fpk,fk->p", without, sums[:, :-1, -1])
         squares = torch.einsum("fpk,fkl,fql->pq", without, sums[:, :-1, :-1], without)
         c = torch.ones_like(agreement)
-        for part in (0, 1) * 3:  # each, given the other
-            left = agreement[part] - c[1 - part] * squares[0, 1]
+        for part in [*range(len(sizes))] * 3:  # each, given the others
+            left = agreement[part] - sum(c[i] * squares[min(i, part), max(i, part)] for i in range(len(c)) if i != part)
             c[part] = (left / squares[part, part].clamp(min=1e-30)).clamp(0, 1)
         most = min(1.0, self._prompts / self.prompts_enough, tokens_per_feature / self.tokens_enough)
-        self.weight, self.luck_weight = c.nan_to_num().clamp(max=most).tolist()
+        self.weight, self.luck_weight, *others = c.nan_to_num().clamp(max=most).tolist()
+        self.draw_weight = others[0] if others else 0.0
 
     def _check_luck(self, new: Tensor, largest_ratio: float) -> dict[str, float]:
         """

@@ -24,9 +24,10 @@ class Reading(NamedTuple):
     Args:
         numbers: What V is linear in: 1, B0, the rewards earned, sums over the tokens before (energy, surprisal, their
             number) and their square roots, `worst`, `sure`, the hidden states, here and their mean so far, and the
-            numbers of progress functions.
+            numbers of progress functions, as they are and times √n, n the number of tokens before.
         sure: σ_t = Σ_v π(v)², how sure the policy is of the token to come.
         luck: d_t = ρ (σ_t − π(y_t)), which has mean 0 given what precedes; see `Completions.draw_ratio` for ρ.
+        draws: What `Completions.progress_draws` holds, ρ times: its mean is 0, too. `(B, T, 0)` without it.
         worst: The largest σ − π(y) of the tokens before: an improbable token is often a mistake.
     """
 
@@ -35,6 +36,7 @@ class Reading(NamedTuple):
     sure: Float[Tensor, "B T"]
     luck: Float[Tensor, "B T"]
     worst: Float[Tensor, "B T"]
+    draws: Float[Tensor, "B T F"]
 
 
 def read(x: Completions, b0: Float[Tensor, "B #T"]) -> Reading:
@@ -49,12 +51,14 @@ def read(x: Completions, b0: Float[Tensor, "B #T"]) -> Reading:
     worst = _shifted(luck.nan_to_num().clamp(min=0).cummax(dim=1).values)
     mean_state = prefix_sums(states) / (count + 1).unsqueeze(-1)
     each = (*(values.expand_as(mask) for values in sums), worst, sure)
-    progress = () if x.progress is None else (x.progress,)
+    progress = () if x.progress is None else (x.progress, x.progress * count.sqrt().unsqueeze(-1))
     numbers = torch.cat([torch.stack(each, dim=-1), states, mean_state, *progress], dim=-1)
     known = numbers.sum(dim=-1).isfinite()
-    drawn = luck if x.draw_ratio is None else luck * x.draw_ratio
-    finite = (values.where(known & values.isfinite(), 0.0) for values in (sure, drawn, worst))
-    return Reading(known, numbers.masked_fill_(~known.unsqueeze(-1), 0.0), *finite)
+    ratio = torch.ones_like(mask) if x.draw_ratio is None else x.draw_ratio
+    sure, luck, worst = (values.where(known & values.isfinite(), 0.0) for values in (sure, luck * ratio, worst))
+    draws = states[..., :0] if x.progress_draws is None else x.progress_draws * (ratio * mask).unsqueeze(-1)
+    draws = draws.where(known.unsqueeze(-1) & draws.isfinite(), 0.0)
+    return Reading(known, numbers.masked_fill_(~known.unsqueeze(-1), 0.0), sure, luck, worst, draws)
 
 
 def features(of: Reading, v: Float[Tensor, "B T"]) -> tuple[Float[Tensor, "B T k"], Float[Tensor, "B T l"]]:
@@ -67,6 +71,11 @@ def features(of: Reading, v: Float[Tensor, "B T"]) -> tuple[Float[Tensor, "B T k
     q = torch.stack([torch.ones_like(v), root, v, v.square(), m, v * m, v * root], dim=-1) * of.known.unsqueeze(-1)
     products = (powers.unsqueeze(-1) * q.unsqueeze(-2)).flatten(-2)  # with 1 first, then with σ, then with σ²
     return torch.cat([of.numbers[..., :9], products[..., 2:]], dim=-1), products[..., :OF_LUCK]
+
+
+def draw_columns(of: Reading, v: Float[Tensor, "B T"]) -> Float[Tensor, "B T 2F"]:
+    """Draws of progress functions, and their products with V."""
+    return torch.cat([of.draws, of.draws * v.unsqueeze(-1)], dim=-1)
 
 
 def bounded_luck(

@@ -76,6 +76,7 @@ class Rollout:
         prompt_key: Tensor | None = None,
         draw_ratio: Tensor | None = None,
         progress: Tensor | None = None,
+        progress_draws: Tensor | None = None,
     ) -> Completions:
         """What a baseline is computed from."""
         return squeeze(
@@ -89,6 +90,7 @@ class Rollout:
             logps=self.logps,
             states=states,
             progress=progress,
+            progress_draws=progress_draws,
             draw_ratio=draw_ratio,
         )
 
