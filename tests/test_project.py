@@ -155,7 +155,7 @@ def test_nothing_lies_beside_the_project():
 
 
 VALUE_METRICS = ("explained", "explained_by_state", "weight", "luck_weight", "kept", "restarted")
-VALUE_METRICS += ("luck_mean", "luck_left_out", "r2_at_end")
+VALUE_METRICS += ("luck_mean", "luck_left_out", "r2_at_end", "draw_weight")
 
 
 def test_exactly_logged_metrics_are_explained():

@@ -15,17 +15,17 @@ import sys
 import time
 import warnings
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import torch
 from transformers import AutoTokenizer
 
-from recipes.studies import language
+from recipes.studies import render
+from recipes.studies.progress_pools import task_of
+from recipes.studies.value import TASKS as TITLES
 from trl_otb.baselines import Value, joined
-from trl_otb.baselines.completions import numbered
 from trl_otb.baselines.value import r_squared
-from trl_otb.baselines.value_parts import OF_LUCK, blocks, features, later, products, read, solution
+from trl_otb.baselines.value_parts import blocks, read
 from trl_otb.comparison.efficiency import Estimate, bootstrap
 
 
@@ -57,11 +57,11 @@ class Pools:
 
 
 def reward_of(name: str):
-    return language.task_of(name).reward
+    return task_of(name).reward
 
 
 def tokenizer_of(name: str):
-    return AutoTokenizer.from_pretrained(language.task_of(name).policy, padding_side="left")
+    return AutoTokenizer.from_pretrained(task_of(name).policy, padding_side="left")
 
 
 def so_far(pools: Pools, stride: int = 1) -> list[torch.Tensor]:
@@ -100,19 +100,18 @@ def draws_of(pools: Pools, likeliest: int = 8) -> list[torch.Tensor]:
 # The replay
 
 
-def replay(pools: Pools, make, progress=None, states=None, change=None, seed: int = 0) -> dict[str, torch.Tensor]:
+def replay(pools: Pools, make, progress=None, draws=None, states=None, seed: int = 0) -> dict[str, torch.Tensor]:
     """
-    Of each prompt, under a `value` that `make()` returns: `power`, `noise`, and what R² at the last token is made of.
-    `progress` and `states` are by prompt, in place of those of the pools.
+    `power` and `noise` of each prompt under a `value` that `make()` returns, the power of its B0, and R² at the last
+    token. `progress`, `draws` and `states` are by prompt, in place of those of the pools.
     """
     wholes = []
     for i, prompt in enumerate(pools.pools):
         x = prompt["pool"]
-        x = replace(x, progress=None if progress is None else progress[i])
-        x = x if states is None else replace(x, states=states[i])
-        wholes.append(x if change is None else change(x))
+        given = {"progress": progress, "progress_draws": draws, "states": states}
+        wholes.append(replace(x, **{"progress": None} | {name: of[i] for name, of in given.items() if of is not None}))
     order = torch.randperm(len(wholes), generator=torch.Generator().manual_seed(seed)).tolist()
-    found = {name: torch.zeros(len(wholes)) for name in ("power", "noise", "b0", "left")}
+    found = {name: torch.zeros(len(wholes)) for name in ("power", "noise", "b0")}
     ends: list[tuple[float, float]] = []
     groups = wholes[0].num_generations // N
     for fold in range(FOLDS):
@@ -134,7 +133,7 @@ def replay(pools: Pools, make, progress=None, states=None, change=None, seed: in
             of_b0 = (whole.energy * ((whole.returns - b0) * whole.mask).square()).sum(1).view(-1, N).sum(1)
             v = torch.cat(
                 [
-                    value._centred_v(reading(value, x, b), b, value.eta) + sum(value._returns_seen) / 2
+                    value._centred_v(read(x, b), b, value.eta) + sum(value._returns_seen) / 2
                     for x, b, _ in blocks(whole, b0)
                 ]
             )
@@ -154,10 +153,6 @@ def replay(pools: Pools, make, progress=None, states=None, change=None, seed: in
         )
     )
     return found
-
-
-def reading(value: Value, x, b0):
-    return value._read(x, b0)[0] if isinstance(value, WithDraws) else read(x, b0)
 
 
 def together(groups):
@@ -181,112 +176,6 @@ def told(name: str, found: dict, control: dict) -> dict:
     print(f"  {name:28} {text}, {int((~usual).sum())} out; r2 {found['r2']:.2f} explained {explained:.2f}", flush=True)
     rows = {what: [x.value, x.low, x.high] for what, x in estimates.items()}
     return {"name": name, "r2": found["r2"].item(), "explained": explained.item(), **rows}
-
-
-class WithDraws(Value):
-    """
-    `value` whose later luck knows which token was drawn, too: B_t + c₃ Σ_{t'>t} D_t'·(w₀ + w₁ V(x_t')), where D_t' is
-    the draw of the reward of the text so far, the last column of `progress`.
-    """
-
-    ridge_of_draws = 10.0  # over that of the other features
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = None
-        self.draw_weight = 0.0
-
-    def _read(self, x, b):
-        progress = x.progress[..., :-1]
-        of = read(replace(x, progress=progress if progress.size(-1) else None), b)
-        return of, x.progress[..., -1:] * (x.mask * of.known).unsqueeze(-1)
-
-    def _columns(self, d, v):
-        return torch.cat([d, d * v.unsqueeze(-1)], dim=-1)
-
-    def _both(self, of, d, b0):
-        state, whole = self._baseline(of, b0)
-        if self.w is None or self.eta is None:
-            return state, whole
-        v = self._centred_v(of, b0, self.eta)
-        width = self._returns_seen[1] - self._returns_seen[0]
-        # Known before the draw, so that it may be bounded
-        of_each = (self.w[:1].to(v) + v.unsqueeze(-1) * self.w[1:].to(v)).clamp(-width, width)
-        return state, whole + self.draw_weight * later((d * of_each).sum(-1))
-
-    def adjust(self, local, b0):
-        if self.theta is None:
-            return b0
-        return torch.cat([self._both(*self._read(x, b), b)[1] for x, b, _ in blocks(local, b0)])
-
-    def update(self, local, b0, gather):
-        prompt, prompts = numbered(local, gather)
-        fold = (prompt + self._prompts) % self.prompt_folds
-        sums, tokens = 0.0, 0.0
-        for x, b, rows in blocks(local, b0):
-            (of, _), target = self._read(x, b), (x.returns - b).expand_as(x.mask)
-            columns = torch.cat([of.numbers, target.unsqueeze(-1)], dim=-1)
-            sums = sums + products(columns, x.mask * of.known, fold[rows], self.prompt_folds)
-            tokens += (x.mask * of.known).sum().item()
-        returns = local.returns.expand_as(local.mask)[local.mask > 0]
-        least, most = returns.min().item(), returns.max().item()
-        self._returns_seen = min(self._returns_seen[0], least), max(self._returns_seen[1], most)
-        self._prompts += prompts
-        whole = sums.sum(0) + (0 if self._value_sums is None else self.decay_per_batch * self._value_sums)
-        ridge = 0.02 + 4 / self._prompts
-        etas = solution(whole - sums, ridge)
-        new = 0.0
-        for x, b, rows in blocks(local, b0):
-            (of, d), target, weights = self._read(x, b), (x.returns - b).expand_as(x.mask), x.need("loss_energy")
-            v = self._centred_v(of, b, etas[fold[rows]])
-            phi, psi = features(of, v)
-            luck = torch.cat([of.luck.unsqueeze(-1) * psi, self._columns(d, v)], dim=-1)
-            columns = torch.cat([phi, later(luck), target.unsqueeze(-1)], dim=-1)
-            new = new + products(columns, weights * of.known, fold[rows], self.prompt_folds)
-        self.eta, self._value_sums = solution(whole, ridge), whole
-        self._sums = new if self._sums is None else self.decay_per_batch * self._sums + new
-        self._tokens = self.decay_per_batch * self._tokens + tokens
-        self._fit()
-        return {}
-
-    def _fit(self) -> None:
-        sums, k = self._sums, self._sums.size(-1) - 1
-        whole, tokens_per_feature = sums.sum(0), self._tokens / sums.size(-1)
-        ridge = max(0.5 / self._prompts, 1 / tokens_per_feature)
-        ends = [0, k - OF_LUCK - 2, k - 2, k]
-        scale = sums.new_ones(k + 1)
-        scale[-3:-1] = self.ridge_of_draws**-0.5
-
-        def solved(of):
-            """With more of the ridge for draws, which is added to their squares before."""
-            squares = of[..., :-1, :-1].diagonal(dim1=-2, dim2=-1)
-            more = torch.nn.functional.pad(ridge * (scale[:-1] ** -2 - 1) * squares, (0, 1))
-            return solution(of + torch.diag_embed(more), ridge)
-
-        both = solved(whole)
-        self.theta, self.gamma, self.w = (both[a:b] for a, b in pairwise(ends))
-        without = solved(whole - sums)
-        each = without.new_zeros(len(without), 3, k)
-        for i, (a, b) in enumerate(pairwise(ends)):
-            each[:, i, a:b] = without[:, a:b]
-        agreement = torch.einsum("fpk,fk->p", each, sums[:, :-1, -1])
-        squares = torch.einsum("fpk,fkl,fql->pq", each, sums[:, :-1, :-1], each)
-        c = torch.ones_like(agreement)
-        for part in (0, 1, 2) * 3:  # each, given the others
-            left = agreement[part] - c @ squares[part] + c[part] * squares[part, part]
-            c[part] = (left / squares[part, part].clamp(min=1e-30)).clamp(0, 1)
-        most = min(1.0, self._prompts / self.prompts_enough, tokens_per_feature / self.tokens_enough)
-        self.weight, self.luck_weight, self.draw_weight = c.nan_to_num().clamp(max=most).tolist()
-
-
-def with_products(pools: Pools, numbers: list[torch.Tensor]) -> list[torch.Tensor]:
-    """S with S² and S σ."""
-    result = []
-    for prompt, s in zip(pools.pools, numbers, strict=True):
-        x = prompt["pool"]
-        sure = ((x.energy - 1 + 2 * x.logps.exp() * x.mask) * x.mask).clamp(0, 1).unsqueeze(-1)
-        result.append(torch.cat([s, s.square(), s * sure], dim=-1))
-    return result
 
 
 def principal(pools: Pools, numbers: int = 32, tokens: int = 256) -> list[torch.Tensor]:
@@ -315,10 +204,6 @@ def projected(pools: Pools, project) -> list[torch.Tensor]:
     return found
 
 
-def joint(*numbers: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [torch.cat(of, dim=-1) for of in zip(*numbers, strict=True)]
-
-
 def measured(path: Path, seed: int, quick: bool) -> dict:
     pools = Pools(path)
     completions = sum(len(prompt["rows"]) for prompt in pools.pools)
@@ -326,28 +211,41 @@ def measured(path: Path, seed: int, quick: bool) -> dict:
     control = replay(pools, Value, seed=seed)
     cells = [told("value", control, control)]
 
-    def add(name: str, make, **options) -> None:
-        cells.append(told(name, replay(pools, make, seed=seed, **options), control))
+    def add(name: str, **options) -> None:
+        cells.append(told(name, replay(pools, Value, seed=seed, **options), control))
 
     s = so_far(pools)
     cost = {"calls": pools.calls / completions, "ms": 1000 * pools.seconds / completions}
-    add("S", Value, progress=s)
+    add("progress", progress=s)
     if not quick:
         for stride in (4, 8):
-            add(f"S, every {stride} tokens", Value, progress=so_far(pools, stride))
-        add("S, S², S σ", Value, progress=with_products(pools, s))
-        calls, seconds = pools.calls, pools.seconds
+            add(f"every {stride} tokens", progress=so_far(pools, stride))
         for likeliest in (4, 8):
-            add(f"S and its draw, {likeliest}", WithDraws, progress=joint(s, draws_of(pools, likeliest)))
-            if likeliest == 4:
-                cost["draw_calls"] = (pools.calls - calls) / completions
-                cost["draw_ms"] = 1000 * (pools.seconds - seconds) / completions
-        add("S and draws of 0", WithDraws, progress=joint(s, [torch.zeros_like(of) for of in s]))
-        add("principal directions", Value, states=principal(pools))
+            calls, seconds = pools.calls, pools.seconds
+            add(f"and draws of {likeliest}", progress=s, draws=draws_of(pools, likeliest))
+            cost[f"calls_{likeliest}"] = (pools.calls - calls) / completions
+            cost[f"ms_{likeliest}"] = 1000 * (pools.seconds - seconds) / completions
+        add("principal directions", states=principal(pools))
         for other in (1, 2, 3):
-            add(f"random directions, seed {other}", Value, states=random_directions(pools, other))
-        add("S, principal directions", Value, progress=s, states=principal(pools))
+            add(f"random directions, seed {other}", states=random_directions(pools, other))
+        add("progress, principal directions", progress=s, states=principal(pools))
     return {"task": pools.name, "prompts": len(pools.pools), "completions": completions, "cost": cost, "cells": cells}
+
+
+def publish(found: list[dict]) -> None:
+    """Power and noise of each task over those of `value` without progress, into results/progress.json and the page."""
+    tables: render.Tables = {}
+    for of in found:
+        for what in ("power", "noise"):
+            tables[f"{TITLES[of['task']]}, {what}"] = [
+                {"prompts": of["prompts"], "n": N, "estimator": cell["name"], "noise": cell[what], "r2": cell["r2"]}
+                for cell in of["cells"]
+            ]
+    costs = {TITLES[of["task"]]: of["cost"] | {"completions": of["completions"]} for of in found}
+    published = render.load("progress")
+    published = published | {"costs": published["costs"] | costs, "tables": published["tables"] | tables}
+    render.save("progress", published)
+    render.render()
 
 
 def main(argv: list[str]) -> None:
@@ -355,12 +253,16 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--pools", nargs="+", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="S alone")
+    parser.add_argument("--publish", action="store_true", help="put the tables into the results and the page")
     parser.add_argument("--output", type=Path, default=Path("runs/progress/replays.jsonl"))
     args = parser.parse_args(argv)
+    found = []
     for path in args.pools:
-        found = measured(path, args.seed, args.quick)
+        found.append(measured(path, args.seed, args.quick))
         with args.output.open("a") as file:
-            file.write(json.dumps(found) + "\n")
+            file.write(json.dumps(found[-1]) + "\n")
+    if args.publish:
+        publish(found)
 
 
 if __name__ == "__main__":
