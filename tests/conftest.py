@@ -19,7 +19,9 @@ from jaxtyping import install_import_hook
 
 
 # The shapes in signatures hold in every test
-CHECKED = [f"baselines.{name}" for name in ("completions", "means", "pooled", "value")]
+CHECKED = [
+    f"baselines.{name}" for name in ("bound", "completions", "least_squares", "means", "pooled", "prefix", "value")
+]
 CHECKED += ["energy", "metrics", "run_baseline"]
 install_import_hook([f"trl_otb.{name}" for name in CHECKED], "beartype.beartype")
 

@@ -115,7 +115,7 @@ def test_a_wheel_works_by_itself(tmp_path):
     subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", str(tmp_path), str(ROOT)], check=True)
     (wheel,) = tmp_path.glob("trl_otb-*.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    data = {f"trl_otb/rollout/page.{kind}" for kind in ("html", "css", "js")}
+    data = {f"trl_otb/display/page.{kind}" for kind in ("html", "css", "js")}
     assert data | {"trl_otb/py.typed", "trl_otb/seam/trl_sources.json"} <= {*names}
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert not any(name.startswith(("tests", "recipes")) for name in names)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .config import OTBGRPOConfig as OTBGRPOConfig
     from .experimental.async_grpo.config import AsyncOTBGRPOConfig as AsyncOTBGRPOConfig
     from .experimental.async_grpo.trainer import AsyncOTBGRPOTrainer as AsyncOTBGRPOTrainer
-    from .rewards import TokenRewards as TokenRewards
+    from .seam.rewards import TokenRewards as TokenRewards
     from .trainer import OTBGRPOTrainer as OTBGRPOTrainer
 
 
@@ -36,7 +36,7 @@ _MODULES = {
     "BaselineReport": "comparison",
     "OTBGRPOConfig": "config",
     "OTBGRPOTrainer": "trainer",
-    "TokenRewards": "rewards",
+    "TokenRewards": "seam.rewards",
     "compare_baselines": "comparison",
     "register_baseline": "baselines",
 }

@@ -11,8 +11,8 @@ from accelerate.logging import get_logger
 from trl import GRPOConfig
 
 from .baselines import BASELINES, Baseline, find_baseline
+from .display.page import SAVE_ROLLOUTS, check_steps
 from .progress import check_names
-from .rollout.page import SAVE_ROLLOUTS, check_steps
 from .seam.private import PRIVATE
 
 

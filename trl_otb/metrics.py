@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from .baselines import Completions, Credit
+from .baselines import Advantages, Completions
 
 
 STATISTICS = (
@@ -13,7 +13,7 @@ STATISTICS = (
 
 
 def completion_statistics(
-    x: Completions, chosen: Credit, reference: Credit, scale: Float[Tensor, "B 1"]
+    x: Completions, chosen: Advantages, reference: Advantages, scale: Float[Tensor, "B 1"]
 ) -> Float[Tensor, "B S"]:
     """
     float32, a column for each of `STATISTICS`: sums over tokens, of ρ_t² w_t A_t² for `power`; NaN without energies.

@@ -3,7 +3,6 @@
 import inspect
 import math
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,11 +11,11 @@ from trl import GRPOConfig, GRPOTrainer
 
 from .baselines import Completions
 from .config import PROGRESS_PLACES, OTBGRPOConfig, check_options, named_baseline
+from .display.page import RolloutPages
 from .metrics import STATISTICS, summarize
 from .progress import Progress, found
 from .rollout import Rollout, columns_of, prompt_keys
-from .rollout.page import RolloutPages
-from .run_baseline import RunBaseline, Step
+from .run_baseline import BatchAdvantages, RunBaseline
 from .seam.contract import GRPO, BrokenContract, check_config, check_subclass, trl_utils, users_loss, users_methods
 from .seam.draws import draw_ratio, dropout_of, warning_of_dropout
 from .seam.forwards import NoEnergiesError, PolicyRecorder, policy_of, scores_anyway, values_of_batch
@@ -25,7 +24,7 @@ from .seam.hub import LeavesPagesOut
 from .seam.loss import TokenLoss, tried_first
 from .seam.older_trl import check_head, check_liger
 from .seam.private import Private, Public, check_names
-from .seam.rollouts import RecordsRewards, recorded_rewards, rollout_of
+from .seam.rollouts import recorded_rewards, rollout_of
 from .seam.sampled import SampledTurns
 from .seam.tool_turns import CollectiveToolLoop
 from .state import KeepsBaseline, check_unchanged
@@ -34,7 +33,7 @@ from .state import KeepsBaseline, check_unchanged
 logger = get_logger(__name__)
 
 
-class OTBGRPOTrainer(KeepsBaseline, LeavesPagesOut, RecordsRewards, CollectiveToolLoop, TokenLoss):
+class OTBGRPOTrainer(KeepsBaseline, LeavesPagesOut, CollectiveToolLoop, TokenLoss):
     """
     [`~trl.GRPOTrainer`] with a baseline of one's choice, for every token if it has one: by default the Optimal Token
     Baseline (https://huggingface.co/papers/2602.07078). It takes the arguments of [`~trl.GRPOTrainer`] and, apart from
@@ -162,8 +161,7 @@ class OTBGRPOTrainer(KeepsBaseline, LeavesPagesOut, RecordsRewards, CollectiveTo
         mode = "train" if self.model.training else "eval"  # which a reward function may change
         rollout, completions, batch = collect(self, inputs)
         gather = self.accelerator.gather if self.accelerator.num_processes > 1 else None
-        number = self.state.global_step + (mode == "train")  # of the optimizer step
-        step = self.baseline.step(
+        found = self.baseline.advantages_of(
             completions,
             rollout.scale,
             gather=gather,
@@ -175,16 +173,11 @@ class OTBGRPOTrainer(KeepsBaseline, LeavesPagesOut, RecordsRewards, CollectiveTo
         if mode == "train" and self.state.global_step == 0 and not self.baseline.entry.built_in:
             self.baseline.state_dict()  # raises early if the state cannot be saved
         uses_trl_advantages = self.baseline.entry.name == "group_mean" and self.baseline.running_scale is None
-        rollout = replace(
-            rollout.with_advantages(step, batch["advantages"] if uses_trl_advantages else None),
-            baseline_name=self.baseline.entry.name,
-            step=number,
-        )
-        self.rollouts[mode] = rollout
-        _log_rollout(self, mode, step, rollout.num_generations)
-        advantages = rollout.advantages
+        self.rollouts[mode] = rollout.with_advantages(found, batch["advantages"] if uses_trl_advantages else None)
+        _log_rollout(self, mode, found, rollout.num_generations)
+        advantages = self.rollouts[mode].advantages
         assert advantages is not None  # after `with_advantages`
-        return batch | {"advantages": advantages if step.per_token else advantages[:, 0]}
+        return batch | {"advantages": advantages if found.per_token else advantages[:, 0]}
 
     def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
         with self._trl_otb.recorder.sampling() as keep:
@@ -291,7 +284,7 @@ def collect(trainer: OTBGRPOTrainer, inputs: list[dict[str, Any]]) -> tuple[Roll
         with of.recorder.recording(**wanted) as recording:
             with recorded_rewards(trainer) as recorders:
                 batch = super(OTBGRPOTrainer, trainer)._generate_and_score_completions(inputs)
-        rollout = replace(rollout_of(trainer, batch, recorders, n), columns=columns_of(inputs))
+        rollout = rollout_of(trainer, batch, recorders, n, columns_of(inputs))
         values, source = values_of_batch(trainer, batch, rollout.mask, recording, of.recorder)
     except BrokenContract as broken:
         raise broken.named(trainer) from None
@@ -305,7 +298,7 @@ def collect(trainer: OTBGRPOTrainer, inputs: list[dict[str, Any]]) -> tuple[Roll
     if values is not None and of.energy_source != source:
         of.energy_source = source
         logger.info(f"Energies come from {source}.")
-    rollout = rollout.read(values, batch.get("importance_sampling_ratio"))
+    rollout = rollout.with_values(values, batch.get("importance_sampling_ratio"))
     if values is None:
         return rollout, rollout.completions(prompt_key=keys), batch
     ratio = None
@@ -317,14 +310,14 @@ def collect(trainer: OTBGRPOTrainer, inputs: list[dict[str, Any]]) -> tuple[Roll
     return rollout, rollout.completions(values.states, keys, ratio, progress, draws), batch
 
 
-def _log_rollout(trainer: OTBGRPOTrainer, mode: str, step: Step, num_generations: int) -> None:
-    for name, value in (summarize(step.statistics, num_generations) | step.learned).items():
+def _log_rollout(trainer: OTBGRPOTrainer, mode: str, found: BatchAdvantages, num_generations: int) -> None:
+    for name, value in (summarize(found.statistics, num_generations) | found.learned).items():
         if not math.isnan(value):  # what is undefined is left out
             trainer._metrics[mode][f"otb/{name}"].append(value)
     if trainer.num_generations == num_generations == 1:
         trainer._metrics[mode].pop("frac_reward_zero_std", None)  # of groups, of which there are none
     logged = trainer._logs["advantages"]  # the completions table, to which GRPOTrainer has added its own
-    for _ in range(min(len(step.statistics), len(logged))):
+    for _ in range(min(len(found.statistics), len(logged))):
         logged.pop()
-    of_completion = dict(zip(STATISTICS, step.statistics.unbind(dim=1), strict=True))
+    of_completion = dict(zip(STATISTICS, found.statistics.unbind(dim=1), strict=True))
     logged.extend((of_completion["advantage"] / of_completion["tokens"].clamp(min=1)).tolist())

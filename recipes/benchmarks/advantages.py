@@ -45,8 +45,8 @@ def inputs_of(rows: int, length: int, device: str, states: bool) -> list[torch.T
 def training_step(baseline: RunBaseline, rewards, energy, mask, logps, states=None) -> Rollout:
     """Everything that a step does after the energies are known."""
     rollout = Rollout(mask, mask, mask, mask, mask, N, rewards, torch.ones_like(rewards)[:, None])
-    rollout = rollout.read(TokenValues(energy, logps, states), None)
-    step = baseline.step(rollout.completions(states), rollout.scale, learn=True)
+    rollout = rollout.with_values(TokenValues(energy, logps, states), None)
+    step = baseline.advantages_of(rollout.completions(states), rollout.scale, learn=True)
     summarize(step.statistics, N)
     return rollout.with_advantages(step)
 

@@ -128,7 +128,7 @@ def main(argv: list[str]) -> None:
             for batch in range(LEARN_BATCHES):
                 whole = together([pool for pool, _ in sampled(task, trainer, PROMPTS_PER_BATCH, 1, 1000 + batch)])
                 for run in runs.values():
-                    run.step(whole, learn=True)
+                    run.advantages_of(whole, learn=True)
             pools = sampled(task, trainer, args.num_prompts, GROUPS, args.seed)
         half = len(pools) // 2
         limits = torch.cat([powers(pools[:half], table(pools[half:])), powers(pools[half:], table(pools[:half]))])
@@ -153,7 +153,7 @@ def measured(pools, run: RunBaseline) -> torch.Tensor:
         some = range(start, start + PROMPTS_PER_BATCH)
         for group in range(GROUPS):
             whole = together([pools[i][0].rows(slice(N * group, N * group + N), N) for i in some])
-            advantages = run.step(whole).advantages
+            advantages = run.advantages_of(whole).advantages
             power = (whole.energy * advantages.square() * whole.mask).sum(dim=1).view(-1, N).sum(dim=1)
             found[start : start + PROMPTS_PER_BATCH] += power
     return found

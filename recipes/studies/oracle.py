@@ -203,7 +203,7 @@ def oracle(
             whole = together([pool for pool, _ in found])
             learned, length = learned + len(whole), length + whole.lengths.sum().item()
             for name, run in runs.items():
-                run.step(without(whole) if name != "value" else whole, learn=True)
+                run.advantages_of(without(whole) if name != "value" else whole, learn=True)
         rate, mean = length / (time.perf_counter() - begin), length / learned
         expected = prompts * (POOL + chosen * positions * 2 * k * 0.6) * mean / rate
         print(
@@ -243,7 +243,7 @@ def measured_powers(pools: list[Completions], runs: dict[str, RunBaseline]) -> d
         for first in range(0, POOL, N):
             whole = together([pool.rows(slice(first, first + N), N) for pool in pools])
             whole = without(whole) if name == "value_without_progress" else whole
-            power = (whole.energy * run.step(whole).advantages.square() * whole.mask).sum(dim=1)
+            power = (whole.energy * run.advantages_of(whole).advantages.square() * whole.mask).sum(dim=1)
             found[name] += power.view(-1, N).sum(dim=1)
     return found
 

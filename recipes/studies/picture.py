@@ -18,8 +18,8 @@ from statistics import fmean
 from typing import Any
 
 from recipes.studies.tasks import task_of, trainer_of
-from trl_otb.rollout.page import HEAD, recorded
-from trl_otb.rollout.text import group_data
+from trl_otb.display.page import HEAD, recorded
+from trl_otb.display.text import group_data
 
 
 SIZE = 16  # attempts at each problem, of which it is counted where their mistakes are

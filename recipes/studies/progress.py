@@ -24,8 +24,8 @@ from recipes.studies import render
 from recipes.studies.progress_pools import task_of
 from recipes.studies.value import TASKS as TITLES
 from trl_otb.baselines import Value, joined
+from trl_otb.baselines.prefix import blocks
 from trl_otb.baselines.value import r_squared
-from trl_otb.baselines.value_parts import blocks, read
 from trl_otb.comparison.efficiency import Estimate, bootstrap
 
 
@@ -131,12 +131,8 @@ def replay(pools: Pools, make, progress=None, draws=None, states=None, seed: int
             left = (whole.returns - value.adjust(whole, b0)) * whole.mask
             power = (whole.energy * left.square()).sum(1).view(-1, N).sum(1)
             of_b0 = (whole.energy * ((whole.returns - b0) * whole.mask).square()).sum(1).view(-1, N).sum(1)
-            v = torch.cat(
-                [
-                    value._centred_v(read(x, b), b, value.eta) + sum(value._returns_seen) / 2
-                    for x, b, _ in blocks(whole, b0)
-                ]
-            )
+            middle = sum(value._returns_seen) / 2
+            v = torch.cat([value._centred_v(of, b0[rows], value.eta) + middle for _, of, rows in blocks(whole)])
             for k, i in enumerate(measured):
                 found["power"][i] += power[k]
                 found["b0"][i] += of_b0[k]

@@ -12,12 +12,12 @@ from trl_otb.baselines.completions import ALIGNMENTS
 
 
 # By name, what a test can give to `baseline`: those of this package, and one of them with its option
-RULES: dict[str, Any] = {name: name for name, entry in BASELINES.items() if entry.built_in}
-RULES["otb_no_zero_tail"] = partial(otb, zero_tail=False)
+ESTIMATORS: dict[str, Any] = {name: name for name, entry in BASELINES.items() if entry.built_in}
+ESTIMATORS["otb_no_zero_tail"] = partial(otb, zero_tail=False)
 ALIGNED = [  # with every alignment that a baseline looks at
-    (rule, alignment)
-    for rule in RULES
-    for alignment in (ALIGNMENTS if find_baseline(RULES[rule]).per_token else ALIGNMENTS[:1])
+    (estimator, alignment)
+    for estimator in ESTIMATORS
+    for alignment in (ALIGNMENTS if find_baseline(ESTIMATORS[estimator]).per_token else ALIGNMENTS[:1])
 ]
 
 
@@ -37,11 +37,11 @@ class Rollouts:
         self.ratios = torch.rand(rows, length, generator=g) + 0.5
 
     def advantages(self, rewards=None, energy=None, mask=None, baseline="otb", **options):
-        """`baseline` is one of `RULES`, or anything that `compute_advantages` takes."""
+        """`baseline` is one of `ESTIMATORS`, or anything that `compute_advantages` takes."""
         given = zip((rewards, energy, mask), (self.rewards, self.energy, self.mask), strict=True)
-        rule = RULES.get(baseline, baseline) if isinstance(baseline, str) else baseline
+        estimator = ESTIMATORS.get(baseline, baseline) if isinstance(baseline, str) else baseline
         inputs = (own if values is None else values for values, own in given)
-        return compute_advantages(*inputs, self.n, baseline=rule, **options)
+        return compute_advantages(*inputs, self.n, baseline=estimator, **options)
 
     def completions(self, **more):
         return squeeze(self.rewards, self.mask, self.n, energy=self.energy, **more)

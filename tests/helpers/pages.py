@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy
 
-from trl_otb.rollout import page
+from trl_otb.display import page
 
 
 def unpacked(record: str) -> dict:

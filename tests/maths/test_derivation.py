@@ -11,7 +11,7 @@ import itertools
 import pytest
 import torch
 
-from tests.helpers.oracles import RULES, double_loop
+from tests.helpers.oracles import ESTIMATORS, double_loop
 from trl_otb.baselines import compute_advantages, find_baseline
 
 
@@ -138,8 +138,8 @@ def test_otb_is_theorem_4_1s_minimum(policy):
     """
     inputs = policy.inputs(torch.arange(len(policy.mask)))
     ratios = policy.probability.sqrt().float().unsqueeze(1)
-    rule = RULES["otb_no_zero_tail"]
-    advantages = compute_advantages(*inputs, len(policy.mask), baseline=rule, importance_weights=ratios)
+    entry = ESTIMATORS["otb_no_zero_tail"]
+    advantages = compute_advantages(*inputs, len(policy.mask), baseline=entry, importance_weights=ratios)
     realized = policy.energy.cumsum(1) * policy.mask
     for t in range(T):
         b = torch.zeros((), dtype=torch.float64, requires_grad=True)
@@ -152,12 +152,14 @@ def test_otb_is_theorem_4_1s_minimum(policy):
 
 
 @pytest.mark.parametrize("n", [2, 3])
-@pytest.mark.parametrize("baseline", [name for name, rule in RULES.items() if find_baseline(rule).scope == "group"])
+@pytest.mark.parametrize(
+    "baseline", [name for name, entry in ESTIMATORS.items() if find_baseline(entry).scope == "group"]
+)
 def test_unbiased_flags_are_true(policy, baseline, n):
-    assert find_baseline(RULES[baseline]).unbiased == (policy.error(n, RULES[baseline]) < 2e-7)
+    assert find_baseline(ESTIMATORS[baseline]).unbiased == (policy.error(n, ESTIMATORS[baseline]) < 2e-7)
 
 
-POOLED = [name for name, rule in RULES.items() if find_baseline(rule).scope == "batch"]
+POOLED = [name for name, entry in ESTIMATORS.items() if find_baseline(entry).scope == "batch"]
 
 
 @pytest.mark.parametrize(("baseline", "n"), itertools.product(POOLED, (1, 2)))

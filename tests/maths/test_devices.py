@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tests.helpers.oracles import ALIGNED, RULES, Rollouts
-from trl_otb.baselines import credit, find_baseline
+from tests.helpers.oracles import ALIGNED, ESTIMATORS, Rollouts
+from trl_otb.baselines import find_baseline, subtract
 from trl_otb.energy import TokenValues
 from trl_otb.metrics import summarize
-from trl_otb.rewards import RewardRecorder, TokenRewards
 from trl_otb.rollout import Rollout
 from trl_otb.run_baseline import RunBaseline
+from trl_otb.seam.rewards import RewardRecorder, TokenRewards
 
 
 READ = [getattr(torch.Tensor, name) for name in ("item", "tolist", "cpu", "__int__", "__float__")]
@@ -70,26 +70,26 @@ def test_every_declared_need_arrives(x, mode, tool_output, dense):
     mode.decides = tool_output
     completions = x.completions(**x.more)
     mode.decides = False
-    assert all(values.is_meta for values in credit(find_baseline(own), completions))
+    assert all(values.is_meta for values in subtract(find_baseline(own), completions))
 
 
 @pytest.mark.parametrize("dense", [False, True], ids=["terminal", "dense"])
-@pytest.mark.parametrize("baseline", [name for name, rule in RULES.items() if isinstance(rule, str)])
+@pytest.mark.parametrize("baseline", [name for name, entry in ESTIMATORS.items() if isinstance(entry, str)])
 def test_a_rollout_from_energies_to_metrics(x, baseline, dense):
     run = RunBaseline(find_baseline(baseline))
     rollout = Rollout(*[x.mask] * 5, x.n, x.energy if dense else x.rewards, torch.ones_like(x.rewards).unsqueeze(1))
-    rollout = rollout.read(TokenValues(x.energy, x.energy, x.more["states"]), x.ratios)
+    rollout = rollout.with_values(TokenValues(x.energy, x.energy, x.more["states"]), x.ratios)
     local = rollout.completions(x.more["states"], x.more["prompt_key"])
-    step = run.step(local, rollout.scale, learn=True)
+    step = run.advantages_of(local, rollout.scale, learn=True)
     rollout = rollout.with_advantages(step)
     assert rollout.advantages.is_meta and rollout.baselines.is_meta and step.statistics.is_meta
     assert "grad_power" in summarize(step.statistics, x.n)
     if baseline == "value":
         assert "value/explained" in step.learned
         value = run.entry.estimator
-        value.eta, value.theta, value.gamma = torch.ones(11 + 2 * 4), torch.ones(28), torch.ones(14)
+        value.eta, value.theta, value.gamma = torch.ones(11 + 2 * 4), torch.ones(23), torch.ones(14)
         value.weight, value._returns_seen = 0.5, (0.0, 1.0)
-        assert run.step(local, rollout.scale).advantages.is_meta
+        assert run.advantages_of(local, rollout.scale).advantages.is_meta
 
 
 def test_rewards_of_tokens(x):

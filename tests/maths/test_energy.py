@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from trl_otb.baselines import Credit, squeeze
+from trl_otb.baselines import Advantages, squeeze
 from trl_otb.energy import token_energy
 from trl_otb.metrics import STATISTICS, completion_statistics, summarize
 
@@ -75,8 +75,8 @@ def rows(energy):
     x = squeeze(torch.zeros(2), torch.tensor([[1, 1, 0], [1, 1, 1]]), 2, energy=energy, loss_energy=loss_energy)
     advantages = 2 * torch.tensor([[0.5, -1.0, 7.0], [1.0, 2.0, 0.0]])
     baselines = torch.tensor([[1.0, 3.0, 7.0], [2.0, 2.0, 5.0]])
-    reference = Credit(torch.tensor([[1.0], [-1.0]]), *[torch.zeros(2, 1)] * 2)
-    return completion_statistics(x, Credit(advantages, baselines, baselines), reference, torch.full((2, 1), 2.0))
+    reference = Advantages(torch.tensor([[1.0], [-1.0]]), *[torch.zeros(2, 1)] * 2)
+    return completion_statistics(x, Advantages(advantages, baselines, baselines), reference, torch.full((2, 1), 2.0))
 
 
 def test_metrics_by_hand():

@@ -7,15 +7,15 @@ from functools import partial
 import pytest
 import torch
 
-from tests.helpers.oracles import ALIGNED, RULES, Rollouts
-from trl_otb.baselines import BASELINES, advantages, compute_advantages, credit, find_baseline, reward_to_go
+from tests.helpers.oracles import ALIGNED, ESTIMATORS, Rollouts
+from trl_otb.baselines import BASELINES, advantages, compute_advantages, find_baseline, reward_to_go, subtract
 
 
 def found(x, baseline):
-    return credit(find_baseline(RULES[baseline]).instance(), x)
+    return subtract(find_baseline(ESTIMATORS[baseline]).instance(), x)
 
 
-@pytest.mark.parametrize("baseline", [name for name, rule in RULES.items() if find_baseline(rule).unbiased])
+@pytest.mark.parametrize("baseline", [name for name, entry in ESTIMATORS.items() if find_baseline(entry).unbiased])
 def test_unbiased_baseline_ignores_own_return(baseline):
     x = Rollouts(groups=5)
     before = found(x.completions(), baseline).baselines
@@ -61,13 +61,13 @@ def test_advantages_follow_input_transformations(baseline, alignment, what):
     torch.testing.assert_close(actual, expected, atol=0 if exact else 1e-6 * unit, rtol=0)
 
 
-@pytest.mark.parametrize("baseline", RULES)
+@pytest.mark.parametrize("baseline", ESTIMATORS)
 def test_only_batch_scope_reads_other_groups(baseline):
     x = Rollouts()
-    alone = compute_advantages(x.rewards[:4], x.energy[:4], x.mask[:4], 4, baseline=RULES[baseline])
+    alone = compute_advantages(x.rewards[:4], x.energy[:4], x.mask[:4], 4, baseline=ESTIMATORS[baseline])
     beside = x.advantages(baseline=baseline)[:4]
     difference = (beside - alone).abs().max()
-    assert difference > 1e-3 if find_baseline(RULES[baseline]).scope == "batch" else difference < 1e-6
+    assert difference > 1e-3 if find_baseline(ESTIMATORS[baseline]).scope == "batch" else difference < 1e-6
 
 
 @pytest.mark.parametrize(("pooled", "plain"), [("ogb_pooled", "ogb_loo"), ("rloo_pooled", "rloo")])
@@ -106,7 +106,7 @@ def test_nothing_to_compare_subtracts_nothing(pooled):
     assert compute_advantages(rewards, ones, ones, 4, baseline=pooled).flatten().tolist() == [1.0, 0.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("baseline", RULES)
+@pytest.mark.parametrize("baseline", ESTIMATORS)
 @pytest.mark.parametrize("dense", [False, True], ids=["terminal", "dense"])
 @pytest.mark.parametrize("weighted", [False, True], ids=["on-policy", "ratios"])
 def test_blocks_change_nothing(baseline, dense, weighted, monkeypatch):

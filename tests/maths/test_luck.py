@@ -158,7 +158,7 @@ def unlucky(seed):
 
 def test_luck_is_left_out_from_the_next_batch_on(caplog):
     value, other = learnt(seen=True), learnt(seen=True)
-    assert value.luck_weight > 0.9 and not value._luck_left_out
+    assert value.luck_weight > 0.9 and not value.luck_check.luck_left_out
     batch, before = Task(100, seen=True).batch(), None
     with caplog.at_level(logging.WARNING):
         for seed in range(200, 230):
@@ -176,7 +176,7 @@ def test_luck_is_left_out_from_the_next_batch_on(caplog):
     assert of_power(batch, value) < 0.8  # and it is fitted by itself
     # A reset for the sake of rewards says nothing of draws
     value._reset("of a test")
-    assert value._luck_left_out and value._draws.abs().sum() > 0
+    assert value.luck_check.luck_left_out and value.luck_check.draws.abs().sum() > 0
     # And back, where the cause has gone
     for seed in range(300, 900):
         if not Task(seed, seen=True).batch().teach(value)["luck_left_out"]:
@@ -185,7 +185,7 @@ def test_luck_is_left_out_from_the_next_batch_on(caplog):
 
 
 def of_power(batch, value):
-    return batch.power(value) / batch.power(batch.base)
+    return batch.power(value) / batch.power(batch.b0)
 
 
 def test_checkpoints_hold_what_was_measured_of_luck():
@@ -195,13 +195,13 @@ def test_checkpoints_hold_what_was_measured_of_luck():
     state = value.state_dict()
     again = Value()
     again.load_state_dict(copy.deepcopy(state))
-    assert again._luck_left_out and torch.equal(again._draws, value._draws)
+    assert again.luck_check.luck_left_out and torch.equal(again.luck_check.draws, value.luck_check.draws)
     batch = Task(100, seen=True).batch()
     assert torch.equal(batch.baseline(again), batch.baseline(value))
     older = {name: of for name, of in state.items() if name not in ("_draws", "_largest_ratio", "_luck_left_out")}
     of_before = Value()
     of_before.load_state_dict(older)  # of 0.9.5
-    assert not of_before._luck_left_out and of_before._draws.sum() == 0
+    assert not of_before.luck_check.luck_left_out and of_before.luck_check.draws.sum() == 0
     assert torch.equal(of_before.theta, value.theta)
 
 
@@ -209,8 +209,8 @@ def test_unknown_draws_are_not_measured():
     value = Value()
     for seed in range(8):
         found = Task(seed, seen=True).batch(draw_ratio=torch.zeros(Task(seed).mask.shape)).teach(value)
-    assert math.isnan(found["luck_mean"]) and found["luck_left_out"] == 1 and value._draws.sum() == 0
-    assert not value._luck_left_out and set(found) == {*NAMES}
+    assert math.isnan(found["luck_mean"]) and found["luck_left_out"] == 1 and value.luck_check.draws.sum() == 0
+    assert not value.luck_check.luck_left_out and set(found) == {*NAMES}
 
 
 def test_broken_numbers_do_not_end_the_measuring():
@@ -223,4 +223,4 @@ def test_broken_numbers_do_not_end_the_measuring():
             task.energy[3, 2], task.states[5, 1], task.logps[7, 0] = math.nan, math.inf, -math.inf
             ratio[9, 1], ratio[11, 0], ratio[13, 0] = 1e30, math.inf, math.nan
         found = task.batch(draw_ratio=ratio if seed == 0 else None).teach(value)
-    assert value._draws.isfinite().all() and math.isfinite(found["luck_mean"]) and not found["luck_left_out"]
+    assert value.luck_check.draws.isfinite().all() and math.isfinite(found["luck_mean"]) and not found["luck_left_out"]

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from recipes.benchmarks import allocated
-from tests.helpers.oracles import RULES
-from trl_otb.baselines import credit, find_baseline, squeeze
+from tests.helpers.oracles import ESTIMATORS
+from trl_otb.baselines import find_baseline, squeeze, subtract
 from trl_otb.metrics import completion_statistics
 
 
@@ -23,30 +23,30 @@ def completions(**more):
     return squeeze(torch.rand(ROWS), mask, 4, energy=torch.rand(ROWS, LENGTH), **more)
 
 
-@pytest.mark.parametrize("baseline", RULES)
+@pytest.mark.parametrize("baseline", ESTIMATORS)
 def test_crediting_and_measuring_take_little(baseline):
-    rule, x, scale = find_baseline(RULES[baseline]).instance(), completions(), torch.ones(ROWS, 1)
+    entry, x, scale = find_baseline(ESTIMATORS[baseline]).instance(), completions(), torch.ones(ROWS, 1)
 
     def score():
-        found = credit(rule, x)
-        completion_statistics(x, found, credit(find_baseline("group_mean"), x), scale)
+        found = subtract(entry, x)
+        completion_statistics(x, found, subtract(find_baseline("group_mean"), x), scale)
         return found
 
     peak, kept = peak_and_kept(score)
-    assert kept <= (12.1 if rule.per_token else 0.1)  # advantages and baselines, before `adjust` too
+    assert kept <= (12.1 if entry.per_token else 0.1)  # advantages and baselines, before `adjust` too
     assert 0 < peak - kept < 17
 
 
 def test_predicting_and_learning_take_little():
     x = completions(logps=-torch.rand(ROWS, LENGTH), states=torch.randn(ROWS, LENGTH, 32))
-    rule = find_baseline("value").instance()
+    entry = find_baseline("value").instance()
     few = x.rows(slice(0, 8))
-    rule.estimator.update(few, rule.estimator(few), lambda values: values)
-    rule.estimator.weight = 1.0
+    entry.estimator.update(few, entry.estimator(few), lambda values: values)
+    entry.estimator.weight = 1.0
 
     def score():
-        found = credit(rule, x)
-        rule.estimator.update(x, found.b0, lambda values: values)
+        found = subtract(entry, x)
+        entry.estimator.update(x, found.b0, lambda values: values)
         return found
 
     peak, kept = peak_and_kept(score)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers.oracles import ALIGNED, RULES, Rollouts, double_loop
+from tests.helpers.oracles import ALIGNED, ESTIMATORS, Rollouts, double_loop
 from trl_otb.baselines import compute_advantages
 from trl_otb.energy import token_energy
 
@@ -47,7 +47,7 @@ def assert_reference(names):
             if "zero_tail" in name:
                 rewards, zero_tail = case["token_rewards"], name.endswith("True")
                 options = {
-                    "baseline": RULES["otb" if zero_tail else "otb_no_zero_tail"],
+                    "baseline": ESTIMATORS["otb" if zero_tail else "otb_no_zero_tail"],
                     "alignment": name.partition("_")[0], "importance_weights": case["importance_weights"],
                 }  # fmt: skip
             actual = compute_advantages(rewards, energy, case["mask"], case["num_generations"], **options)
@@ -83,7 +83,7 @@ def test_holes_are_finite(baseline, alignment, hole):
     assert actual.isfinite().all() and (actual[x.mask == 0] == 0).all()
 
 
-@pytest.mark.parametrize("baseline", RULES)
+@pytest.mark.parametrize("baseline", ESTIMATORS)
 def test_advantages_are_float32_inputs_unchanged(baseline):
     x = Rollouts()
     inputs = x.rewards.bfloat16(), x.energy.half(), x.mask.bool(), x.ratios.double()

@@ -10,6 +10,8 @@ from tests.maths.test_derivation import Enumeration, V
 from tests.maths.test_value import PROMPTS, Batch, N, OnRloo, T
 from trl_otb.baselines import BASELINES, Value, compute_advantages, joined, squeeze
 from trl_otb.baselines import value as module
+from trl_otb.baselines.prefix import read
+from trl_otb.baselines.transport import only_compared
 
 
 class Counted:
@@ -54,7 +56,7 @@ def test_value_predicts_what_progress_tells():
     powers = []
     for value, is_told in ((told, True), (silent, False)):
         batch = Counted(100, told=is_told).batch()
-        powers.append(batch.power(value) / batch.power(batch.base.expand_as(batch.x.mask)))
+        powers.append(batch.power(value) / batch.power(batch.b0.expand_as(batch.x.mask)))
     assert powers[0] < 0.75 and powers[1] > 0.85
 
 
@@ -72,9 +74,7 @@ def test_r2_at_the_end_is_that_of_v_before_the_last_token():
 
 
 def _read(batch):
-    from trl_otb.baselines.value_parts import read
-
-    return read(batch.x, batch.base), batch.base
+    return read(batch.x), batch.b0
 
 
 def test_progress_after_a_token_does_not_matter_to_it():
@@ -94,7 +94,7 @@ def test_what_it_subtracts_is_unbiased_with_progress(n):
     """By all groups of a policy whose completions are all listed; progress is a function of the tokens so far."""
     policy = Enumeration()
     value, g = OnRloo(), torch.Generator().manual_seed(0)
-    value.eta, value.theta, value.gamma = (torch.randn(k, generator=g) for k in (9 + 2 * V + 2 + 4, 28, 14))
+    value.eta, value.theta, value.gamma = (torch.randn(k, generator=g) for k in (9 + 2 * V + 2 + 4, 23, 14))
     value.weight, value.luck_weight, value._returns_seen = 0.7, 0.9, (-10.0, 10.0)
     rule = replace(BASELINES["value"], estimator=value)
     number = {}  # of each text, two random ones
@@ -134,13 +134,13 @@ def test_other_functions_keep_what_is_known_of_the_same_ones():
     value.use_progress(["a", "b"], ["b", "c"])
     of = Counted(100, functions=2)
     batch = of.batch()  # what tells, then noise that V knows nothing of
-    power = batch.power(value) / batch.power(batch.base.expand_as(batch.x.mask))
+    power = batch.power(value) / batch.power(batch.b0.expand_as(batch.x.mask))
     assert power < 0.75 and value.eta[-1] == 0
     batch.teach(value)
     assert value.eta[-1] != 0
     value.use_progress(["b", "c"], [])
     alone = of.batch(progress=None)
-    assert alone.power(value) / batch.power(batch.base.expand_as(batch.x.mask)) > 0.85
+    assert alone.power(value) / batch.power(batch.b0.expand_as(batch.x.mask)) > 0.85
     alone.teach(value)
     Value().use_progress(["a"], ["b"])  # nothing to keep
 
@@ -155,7 +155,7 @@ def test_completions_carry_progress_row_by_row():
     both = joined([x, squeezed])
     assert both.progress.shape == (len(x) * 2, T, 1)
     assert joined([x, of.batch(progress=None).x]).progress is None
-    assert x.compared(tokens=True).progress is None and x.totals().progress is None
+    assert only_compared(x, tokens=True).progress is None and x.totals().progress is None
     assert BASELINES["value"].needs >= {"progress"}
 
 
@@ -177,7 +177,7 @@ def test_the_luck_of_draws_is_subtracted_from_earlier_tokens():
         for seed in range(8):
             found = kind(seed).batch().teach(value)
         batch = kind(100).batch()
-        powers.append(batch.power(value) / batch.power(batch.base.expand_as(batch.x.mask)))
+        powers.append(batch.power(value) / batch.power(batch.b0.expand_as(batch.x.mask)))
     assert powers[1] < 0.5 * powers[0]
     assert found["draw_weight"] > 0.5 and value.delta.numel() == 2
     # Of the last token nothing comes later
@@ -187,7 +187,7 @@ def test_the_luck_of_draws_is_subtracted_from_earlier_tokens():
     assert torch.equal(whole[last], without[last]) and not torch.equal(whole, without)
     # The part that a page shows
     value.draw_weight = 1.0
-    torch.testing.assert_close(value.later_luck(batch.x, batch.base), batch.baseline(value) - _state(value, batch))
+    torch.testing.assert_close(value.later_luck(batch.x, batch.b0), batch.baseline(value) - _state(value, batch))
 
 
 def _state(value, batch):
@@ -210,7 +210,7 @@ def test_draws_come_and_go():
     value.use_progress(["a"], ["b"])
     assert value.delta is None and value.draw_weight == 0.0
     Counted(9).batch().teach(value)
-    assert value._sums.size(-1) == 28 + 14 + 1
+    assert value._sums.size(-1) == 23 + 14 + 1
 
 
 @pytest.mark.parametrize("weighted", [None, "by token"])
@@ -224,7 +224,7 @@ def test_draws_of_progress_are_unbiased(n, weighted):
     ratio = (policy.logps - sampler.logps).exp()
     value, g = OnRloo(), torch.Generator().manual_seed(0)
     value.eta, value.theta, value.gamma, value.delta = (
-        torch.randn(k, generator=g) for k in (9 + 2 * V + 2 + 2, 28, 14, 2)
+        torch.randn(k, generator=g) for k in (9 + 2 * V + 2 + 2, 23, 14, 2)
     )
     value.weight, value.luck_weight, value.draw_weight, value._returns_seen = 0.7, 0.9, 1.0, (-10.0, 10.0)
     rule = replace(BASELINES["value"], estimator=value)

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import trl_otb
-from tests.helpers.oracles import RULES, WEIGHTS, Rollouts
-from trl_otb.baselines import BASELINES, Value, credit, find_baseline
+from tests.helpers.oracles import ESTIMATORS, WEIGHTS, Rollouts
+from trl_otb.baselines import BASELINES, Value, find_baseline, gathered, subtract
 from trl_otb.baselines.completions import MIN_WEIGHT
 from trl_otb.run_baseline import RunBaseline
 
@@ -26,7 +26,7 @@ def plain_mean(x):
 
 
 def test_baselines_have_docstring_and_oracle():
-    assert {*RULES} <= {*WEIGHTS}
+    assert {*ESTIMATORS} <= {*WEIGHTS}
     for entry in map(find_baseline, BASELINES):
         docstring = entry.estimator.__doc__
         assert "B" in docstring and "ω" not in entry.summary and entry.summary.startswith("Per ")
@@ -56,7 +56,7 @@ def test_flags_say_what_a_baseline_sees():
 
     entry, x = find_baseline(mine), Rollouts()
     assert entry is BASELINES["mine"] and (entry.needs, entry.scalable, entry.unbiased) == ({"logps"}, True, False)
-    found = credit(entry, x.completions())
+    found = subtract(entry, x.completions())
     assert found.advantages.shape == (12, 1) and seen == {"rows": 12}
     torch.testing.assert_close(x.advantages(baseline="mine"), x.advantages(baseline="group_mean"))
 
@@ -70,7 +70,7 @@ def test_whatever_fits_is_broadcast(result):
         return 0.0 / c.mask.double() if isinstance(result, str) else result
 
     torch.testing.assert_close(x.advantages(baseline=mine), x.rewards.unsqueeze(1) * x.mask)
-    assert (credit(find_baseline(mine), x.completions()).baselines == 0).all()
+    assert (subtract(find_baseline(mine), x.completions()).baselines == 0).all()
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ class Learns:
     def __call__(self, x):
         return 0.0
 
-    def update(self, own, base, gather):
+    def update(self, local, b0, gather):
         return self.told
 
     def state_dict(self):
@@ -142,16 +142,16 @@ SHARED = Learns()
 
 
 @pytest.mark.parametrize(
-    ("rule", "message"),
+    ("entry", "message"),
     [
         (3, "'mine' is a int: "),
         (type("Forgets", (), {"__call__": own_otb}), "'mine' is a class: it lacks methods .* see `help"),
         (SHARED, "'mine' is a Learns: all trainers would share what this instance learns. Give the class"),
     ],
 )
-def test_uncallable_or_shared_baselines_are_errors(rule, message):
+def test_uncallable_or_shared_baselines_are_errors(entry, message):
     with pytest.raises(TypeError, match=message):
-        trl_otb.register_baseline("mine")(rule)
+        trl_otb.register_baseline("mine")(entry)
     with pytest.raises(TypeError, match="'tests.maths.test_registry:SHARED' is a Learns: all trainers would"):
         find_baseline("tests.maths.test_registry:SHARED")
 
@@ -174,9 +174,9 @@ def test_base_may_be_per_token():
     x.rewards = torch.randn_like(x.energy) * x.mask
 
     def twice(own, tokens):
-        return own.gathered(lambda values: torch.cat([values, values]), tokens)
+        return gathered(own, lambda values: torch.cat([values, values]), tokens)
 
-    found = credit(find_baseline("mine").instance(), x.completions(), twice, slice(12, 24))
+    found = subtract(find_baseline("mine").instance(), x.completions(), twice, slice(12, 24))
     assert found.b0.shape == found.advantages.shape == (12, 12)
 
 
@@ -195,7 +195,7 @@ def test_state_returns_from_checkpoint(state):
     assert str(RunBaseline(find_baseline(Learns(state=kept))).state_dict()["state"]) == str(kept)
 
 
-@pytest.mark.parametrize("baseline", RULES)
+@pytest.mark.parametrize("baseline", ESTIMATORS)
 def test_no_baseline_needs_subnormal_numbers(baseline):
     """GPUs flush them to zero, and so does this test where the CPU can."""
     assert MIN_WEIGHT > torch.finfo(torch.float32).tiny

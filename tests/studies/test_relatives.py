@@ -21,23 +21,23 @@ def relatives(registry, monkeypatch):
 
 
 def taught(name):
-    rule = find_baseline(name).instance().estimator
+    estimator = find_baseline(name).instance().estimator
     for seed in range(1, 6):
         x = Task(seed).batch().x
-        rule.update(x, rule(x), lambda values: values)
-    return rule
+        estimator.update(x, estimator(x), lambda values: values)
+    return estimator
 
 
-def baseline_of(rule, x):
-    base = rule(x)
-    return (rule.adjust(x, base) if hasattr(rule, "adjust") else base).expand_as(x.mask)
+def baseline_of(estimator, x):
+    b0 = estimator(x)
+    return (estimator.adjust(x, b0) if hasattr(estimator, "adjust") else b0).expand_as(x.mask)
 
 
 @pytest.mark.parametrize("name", ["tether", "poise", "v05"])
 def test_unbiased_relative_ignores_own_return(name):
     assert BASELINES[name].unbiased
-    rule, x = taught(name), Task().batch().x
-    before, row, token = baseline_of(rule, x), 5, 4
+    estimator, x = taught(name), Task().batch().x
+    before, row, token = baseline_of(estimator, x), 5, 4
     returns = x.returns.clone()
     returns[row] += 3
     later = torch.arange(x.mask.size(1)) >= token
@@ -47,7 +47,7 @@ def test_unbiased_relative_ignores_own_return(name):
     energy[row, later] += 1
     energies = {"energy": energy, "loss_energy": energy}
     new = replace(x, returns=returns, whole_returns=returns, states=states, logps=logps, **energies)
-    after = baseline_of(rule, new)
+    after = baseline_of(estimator, new)
     assert torch.equal(after[row, :token], before[row, :token])
     others = slice(row - 1, row + 2, 2)  # of its group; under v05 a prior that is not rejected hides the return
     assert name == "v05" or not torch.equal(after[others], before[others])
@@ -55,11 +55,11 @@ def test_unbiased_relative_ignores_own_return(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_learned_is_kept(name):
-    rule, x = taught(name), Task().batch().x
+    estimator, x = taught(name), Task().batch().x
     new = find_baseline(name).instance().estimator
-    assert not torch.equal(baseline_of(new, x), baseline_of(rule, x))
-    new.load_state_dict(rule.state_dict())
-    assert torch.equal(baseline_of(new, x), baseline_of(rule, x))
+    assert not torch.equal(baseline_of(new, x), baseline_of(estimator, x))
+    new.load_state_dict(estimator.state_dict())
+    assert torch.equal(baseline_of(new, x), baseline_of(estimator, x))
     rewards, mask, energy = Task().rewards, Task().mask, Task().energy
     more = {"states": Task().states, "logps": Task().logps}
     found = compute_advantages(rewards, energy, mask, N, baseline=name, **more)
@@ -68,20 +68,20 @@ def test_what_is_learned_is_kept(name):
 
 def test_ebpo_by_hand():
     """Two groups of 2: means 0.5 and 2.5, variances within 0.5 and 0.5."""
-    rule = BASELINES["ebpo"].instance().estimator
+    estimator = BASELINES["ebpo"].instance().estimator
     x = Task(prompts=2).batch().x
     x = replace(x, num_generations=2).rows(slice(0, 4), 2)
     returns = torch.tensor([[0.0], [1.0], [2.0], [3.0]])
     x = replace(x, returns=returns, whole_returns=returns, scored=torch.ones(4, 1))
-    assert rule(x).flatten().tolist() == [0.5, 0.5, 2.5, 2.5]
-    rule.update(x, rule(x), lambda values: values)
+    assert estimator(x).flatten().tolist() == [0.5, 0.5, 2.5, 2.5]
+    estimator.update(x, estimator(x), lambda values: values)
     # Between: ((0.25 + 6.25) / 2 − 1.5²) − 0.5 / 2 = 0.75; the share 0.25 / (0.25 + 0.75)
-    assert rule(x).flatten().tolist() == pytest.approx([0.75, 0.75, 2.25, 2.25])
+    assert estimator(x).flatten().tolist() == pytest.approx([0.75, 0.75, 2.25, 2.25])
 
 
 def test_v05_is_prior_unless_rejected():
-    rule, x = taught("v05"), Task().batch().x
-    prior, mean = rule.predicted(x), rule(x)
+    estimator, x = taught("v05"), Task().batch().x
+    prior, mean = estimator.predicted(x), estimator(x)
     returns = x.grouped(x.whole_returns)
     for i in range(N):
         others = torch.cat([returns[:, :i], returns[:, i + 1 :]], dim=1)
@@ -89,18 +89,22 @@ def test_v05_is_prior_unless_rejected():
         apart = (prior - mean).view(-1, N)[:, i : i + 1].square()
         share = (variance / apart).clamp(max=1)
         expected = share * prior.view(-1, N)[:, i : i + 1] + (1 - share) * mean.view(-1, N)[:, i : i + 1]
-        torch.testing.assert_close(rule.adjust(x, mean)[i::N, :1], expected)
+        torch.testing.assert_close(estimator.adjust(x, mean)[i::N, :1], expected)
         assert (share == 1).any() and (share < 1).any()
 
 
 def test_tether_share_is_least_squares():
-    rule, task = taught("tether"), Task(9, told=False).batch()
-    x, base, others = task.x, rule(task.x), task.x.completion_mean(torch.ones_like(task.x.scored), leave_one_out=True)
-    rule.share = 1.0
-    value = rule.adjust(x, base)
-    rule.share = 0.0
-    assert torch.equal(rule.adjust(x, base), others.expand_as(x.mask))
+    estimator, task = taught("tether"), Task(9, told=False).batch()
+    x, b0, others = (
+        task.x,
+        estimator(task.x),
+        task.x.completion_mean(torch.ones_like(task.x.scored), leave_one_out=True),
+    )
+    estimator.share = 1.0
+    value = estimator.adjust(x, b0)
+    estimator.share = 0.0
+    assert torch.equal(estimator.adjust(x, b0), others.expand_as(x.mask))
     columns, target = ((value - others) * x.mask).flatten(), ((x.returns - others) * x.mask).flatten()
     expected = (columns @ target / (columns @ columns)).item()
-    assert rule.update(x, base, lambda values: values)["share"] == pytest.approx(expected, rel=1e-4)
+    assert estimator.update(x, b0, lambda values: values)["share"] == pytest.approx(expected, rel=1e-4)
     assert 0 < expected < 1

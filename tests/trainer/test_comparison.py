@@ -115,8 +115,8 @@ def gradient_of(sampled):
 
 def moments(sampled, *baselines, companions=()):
     _, pool, rows = sampled
-    rules, masks = {rule.name: rule for rule in baselines}, [generated_mask(row)[0] for row in rows]
-    return prompt_moments(pool, masks, gradient_of(sampled), rules, [4], {4: list(companions)})
+    entries, masks = {entry.name: entry for entry in baselines}, [generated_mask(row)[0] for row in rows]
+    return prompt_moments(pool, masks, gradient_of(sampled), entries, [4], {4: list(companions)})
 
 
 @pytest.fixture
@@ -161,9 +161,9 @@ def companion(mask, **values):
 def test_group_gradient_is_completions_mean(sampled, one_partition, baseline, per_token):
     """With the groups of other prompts, the whole batch put together and credited by hand; companions come in turn."""
     trainer, pool, rows = sampled
-    rule = BASELINES[baseline].instance()
+    entry = BASELINES[baseline].instance()
     if baseline == "value":  # that has learned something
-        value, g = rule.estimator, torch.Generator().manual_seed(0)
+        value, g = entry.estimator, torch.Generator().manual_seed(0)
         value.eta, value.theta, value.gamma = (0.1 * torch.randn(k, generator=g) for k in (11 + 2 * 3, 28, 14))
         value.weight, value.luck_weight, value._returns_seen = 0.7, 0.9, (-3.0, 3.0)
     pool = replace(pool, draw_ratio=None)
@@ -180,11 +180,11 @@ def test_group_gradient_is_completions_mean(sampled, one_partition, baseline, pe
         for number, group in enumerate(rows.split(4)):
             parts = [{name: values[group] for name, values in own.items()}, *others[number % 2]]
             whole = {name: torch.cat([part[name] for part in parts]) for name in own}
-            found.append(compute_advantages(**whole, num_generations=4, baseline=rule)[:4])
+            found.append(compute_advantages(**whole, num_generations=4, baseline=entry)[:4])
         return torch.cat(found)
 
     companions = [[companion(**x) for x in batch] for batch in others]
-    found = moments((trainer, pool, rows), rule, companions=companions)
+    found = moments((trainer, pool, rows), entry, companions=companions)
     assert_moments(found[baseline, 4], sampled, advantages, one_partition)
     first, second = found[baseline, 4]["mean"].double()  # of halves: products share no completion
     assert moments_of([found], set())[baseline, 4].signal.item() == pytest.approx((first @ second).item(), rel=1e-6)
@@ -220,9 +220,9 @@ def test_a_masked_completion_has_no_gradient(sampled):
 def calls_of_prompt_moments(monkeypatch):
     calls = []
 
-    def watched(pool, masks, gradient_of, rules, sizes, companions, seed):
-        calls.append((pool, rules, companions))
-        return prompt_moments(pool, masks, gradient_of, rules, sizes, companions, seed)
+    def watched(pool, masks, gradient_of, entries, sizes, companions, seed):
+        calls.append((pool, entries, companions))
+        return prompt_moments(pool, masks, gradient_of, entries, sizes, companions, seed)
 
     monkeypatch.setattr(comparison_module, "prompt_moments", watched)
     return calls
@@ -237,8 +237,8 @@ class Learner:
     def __call__(self, x):
         return torch.zeros_like(x.scored)
 
-    def update(self, own, base, gather):
-        self.seen.append(own.prompt_key.flatten().tolist())
+    def update(self, local, b0, gather):
+        self.seen.append(local.prompt_key.flatten().tolist())
 
     state_dict = load_state_dict = lambda self, *state: {}
 
@@ -248,8 +248,8 @@ def test_baselines_learn_from_other_prompts(train, calls_of_prompt_moments):
     register_baseline("learner", needs={"prompt_key"}, per_token=False, scope="batch")(Learner)
     compare_baselines(train(train=False), **SMALL | {"baselines": ["learner"]})  # 2 prompts a batch
     measured = {int(pool.prompt_key[0]) for pool, _, _ in calls_of_prompt_moments}
-    for _, rules, beside in calls_of_prompt_moments:
-        seen = rules["learner"].estimator.seen
+    for _, entries, beside in calls_of_prompt_moments:
+        seen = entries["learner"].estimator.seen
         assert [len(keys) for keys in seen] == [2 * 4] * 8 and measured.isdisjoint(chain(*seen))
         assert len({key for keys in seen for key in keys}) == 5  # of 8 there are
         assert len(measured) == 3 and [len(batch) for batch in beside[4]] == [1] * 3
@@ -267,7 +267,7 @@ def test_value_is_measured_as_trained(train, calls_of_prompt_moments):
     as_trained = compare_baselines(own, **SMALL | {"baselines": ["value"]})
     trained = calls_of_prompt_moments[-1][1]["value"].estimator
     assert trained is not own.baseline.entry.estimator
-    assert all(torch.equal(rule.theta, state) for rule in (trained, own.baseline.entry.estimator))
+    assert all(torch.equal(entry.theta, state) for entry in (trained, own.baseline.entry.estimator))
     report = compare_baselines(train(train=False), **SMALL | {"baselines": ["value"]})
     assert not torch.equal(calls_of_prompt_moments[-1][1]["value"].estimator.theta, state)
     assert all(math.isfinite(row.noise_over_group_mean.value) for row in report.comparisons)

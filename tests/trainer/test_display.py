@@ -15,9 +15,9 @@ from tests.helpers.agents import AGENT
 from tests.helpers.scripted import TOOLS, script_turns
 from trl_otb import OTBGRPOTrainer
 from trl_otb.baselines import find_baseline
+from trl_otb.display.text import token_texts, visible
 from trl_otb.energy import TokenValues
-from trl_otb.rollout import Rollout
-from trl_otb.rollout.text import token_texts, visible
+from trl_otb.rollout import Rollout, Shown
 from trl_otb.run_baseline import RunBaseline
 
 
@@ -47,8 +47,14 @@ def rollout_of(texts=TEXTS, rewards=REWARDS, n=2, device="cpu", **fields) -> Rol
     tensors = {"prompt_ids": prompts, "prompt_mask": (prompts != tokenizer.pad_token_id).long(), "mask": mask}
     tensors |= {"completion_ids": padded, "completion_mask": completion_mask}
     tensors |= {"rewards": torch.tensor(rewards), "scale": torch.ones(len(texts), 1)}
-    fields = {"processing_class": tokenizer} | fields
-    return Rollout(**{key: value.to(device) for key, value in tensors.items()}, num_generations=n, **fields)
+    rollout = Rollout(**{key: value.to(device) for key, value in tensors.items()}, num_generations=n)
+    return changed(rollout, **{"processing_class": tokenizer} | fields)
+
+
+def changed(rollout, **fields):
+    """A rollout with other fields, of its own or of what is shown."""
+    of_shown = {name: fields.pop(name) for name in list(fields) if name in Shown.__dataclass_fields__}
+    return replace(rollout, shown=replace(rollout.shown, **of_shown), **fields)
 
 
 def energies(rollout):
@@ -61,8 +67,8 @@ def energies(rollout):
 
 def credited(*texts_and_rewards, baseline="otb", **options):
     rollout, run = rollout_of(*texts_and_rewards, **options), RunBaseline(find_baseline(baseline))
-    rollout = rollout.read(TokenValues(energies(rollout), -energies(rollout), None), None)
-    return rollout.with_advantages(run.step(rollout.completions(), rollout.scale))
+    rollout = rollout.with_values(TokenValues(energies(rollout), -energies(rollout), None), None)
+    return rollout.with_advantages(run.advantages_of(rollout.completions(), rollout.scale))
 
 
 def text_of(capsys, rollout, **options):
@@ -95,7 +101,7 @@ def test_repr_has_the_sizes(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_text_shows_tokens_and_values(capsys, device):
-    rollout = replace(credited(*TWO, device=device), step=3, baseline_name="otb")
+    rollout = changed(credited(*TWO, device=device), step=3, baseline_name="otb")
     # "a": W = 0 and 0.6, so B = 0; "b": W = 0.1 and 1.3, so B = 0.1/1.4; "e": the lone tail, B = 0
     expected = (
         "Prompt 0 of 1, step 3, baseline otb, N = 2\n"

@@ -15,17 +15,17 @@ from tests.helpers import tiny
 from tests.helpers.agents import AGENT
 from tests.helpers.pages import Opened, steps_of, unpacked
 from tests.helpers.scripted import TOOLS, script_turns
-from tests.trainer.test_display import TWO, credited, energies, rollout_of
+from tests.trainer.test_display import TWO, changed, credited, energies, rollout_of
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
+from trl_otb.display import page, record
 from trl_otb.energy import TokenValues
-from trl_otb.rollout import page, record
 
 
 HOSTILE = ["</script><script>document.title='ran'</script>", "<img src=x onerror=\"document.title='ran'\">"]
 
 
 def test_numbers_of_a_token_are_the_rollouts(tmp_path, browser):
-    rollout = replace(credited(*TWO), baseline_name="otb", step=4)
+    rollout = changed(credited(*TWO), baseline_name="otb", step=4)
     rollout.page(tmp_path / "one.html")
     opened = Opened(browser, tmp_path / "one.html")
     assert opened.text("#title") == ["trl_otb · baseline otb"] and opened.text("#which") == ["rollout 4"]
@@ -55,7 +55,7 @@ def test_steps_colours_and_links(tmp_path, browser):
     for step, mode in ((1, "train"), (2, "train"), (2, "eval"), (3, "train"), (2, "train")):  # 2 again, after a resume
         rewards = [1.0, 0.0, float(step), 0.0]
         rollout = credited(rewards=rewards) if step < 3 else credited(rewards=rewards, baseline="rloo")
-        page.append(path, page.recorded(replace(rollout, step=step, baseline_name="otb"), mode, "run"))
+        page.append(path, page.recorded(changed(rollout, step=step, baseline_name="otb"), mode, "run"))
     opened = Opened(browser, path)
     assert opened.text("#which") == ["train 3"] and opened.of("#step")[0].get_attribute("max") == "3"
     assert opened.text("nav button")[1].startswith("prompt 1 · reward 1.5") and opened.text(".prompt") == ["2+2="]
@@ -88,9 +88,11 @@ def test_arrow_keys_read_numbers(tmp_path, browser):
 
 def test_hostile_text_is_text(tmp_path, browser):
     rollout = rollout_of(HOSTILE, [1.0, 0.0])
-    rollout = replace(rollout.read(TokenValues(energies(rollout), -energies(rollout), None), None), baseline_name="<b>")
+    rollout = rollout.with_values(TokenValues(energies(rollout), -energies(rollout), None), None)
     named = {"reward_names": tuple(HOSTILE), "rewards_per_func": torch.ones(2, 2)}
-    rollout = replace(rollout, **named, columns=({HOSTILE[0]: HOSTILE[1], "<!--<script>": "&quot;\"'><b>"},) * 2)
+    rollout = changed(
+        rollout, baseline_name="<b>", **named, columns=({HOSTILE[0]: HOSTILE[1], "<!--<script>": "&quot;\"'><b>"},) * 2
+    )
     rollout.page(tmp_path / "one.html")
     opened = Opened(browser, tmp_path / "one.html")
     assert opened.text(".tokens") == HOSTILE and browser.title == "trl_otb, rollout 0" and not opened.errors
@@ -106,7 +108,7 @@ def test_a_run_of_any_name(tmp_path, browser):
     """Which is a folder's, and stands at the head of each record."""
     name = "a/\"><script>document.title='ran'</script>\n--> %41 é"
     for step in (1, 2):
-        page.append(tmp_path / "rollouts.html", page.recorded(replace(credited(*TWO), step=step), "train", name))
+        page.append(tmp_path / "rollouts.html", page.recorded(changed(credited(*TWO), step=step), "train", name))
     opened = Opened(browser, tmp_path / "rollouts.html")
     assert opened.text("#which") == ["train 2"] and browser.title.startswith('a/"><script>') and not opened.errors
     assert page.about_of(page.records_of(tmp_path / "rollouts.html")[1])[2]["run"] == name
@@ -183,7 +185,7 @@ def test_a_file_without_a_head_begins_anew(tmp_path, text):
 
 
 def records_until(end, mode="train"):
-    return [page.recorded(replace(credited(), step=i), mode, "run") for i in range(end)]
+    return [page.recorded(changed(credited(), step=i), mode, "run") for i in range(end)]
 
 
 def test_a_file_stays_below_its_limit(tmp_path):
@@ -205,7 +207,7 @@ def test_a_run_with_a_large_page_is_recorded_less_often(tmp_path, monkeypatch):
     rollouts, args = {}, SimpleNamespace(output_dir=str(tmp_path), save_rollouts_steps=1, report_to=[])
     pages, steps = page.RolloutPages(rollouts), []
     for step in range(1, 17):
-        rollouts["train"] = replace(credited(), step=step)
+        rollouts["train"] = changed(credited(), step=step)
         pages.on_step_end(args, SimpleNamespace(global_step=step, is_world_process_zero=True), None)
         steps += [step] * (len(asked) - len(steps))
     assert steps == [1, 2, 4, 6, 8, 12, 16]

@@ -13,10 +13,10 @@ from huggingface_hub.utils import filter_repo_objects
 
 from tests.helpers import tiny
 from tests.helpers.pages import Opened, steps_of
-from tests.trainer.test_display import credited, rollout_of
+from tests.trainer.test_display import changed, credited, rollout_of
 from trl_otb import OTBGRPOTrainer
+from trl_otb.display import page, record
 from trl_otb.energy import TokenValues
-from trl_otb.rollout import page, record
 from trl_otb.seam import hub
 
 
@@ -35,16 +35,16 @@ def pushed(texts, rewards, pushes=None, n=2, **fields):
     ones, advantages = torch.ones_like(rollout.mask).float(), torch.zeros_like(rollout.mask).float()
     for (row, token), push in (pushes or {}).items():
         advantages[row, token] = push
-    rollout = rollout.read(TokenValues(ones, -ones, None), None)
+    rollout = rollout.with_values(TokenValues(ones, -ones, None), None)
     returns = torch.nan_to_num(rollout.rewards).unsqueeze(1)
     of_mean = returns - returns.view(-1, n).mean(1).repeat_interleave(n).unsqueeze(1)
     fields = {"group_mean_advantages": of_mean, "baseline_name": "value"} | fields
-    return replace(rollout, advantages=advantages, baselines=returns - advantages, **fields)
+    return changed(rollout, **{"advantages": advantages, "baselines": returns - advantages} | fields)
 
 
 def opened_of(browser, path, *rollouts, mode="train", run="run", link=""):
     for number, rollout in enumerate(rollouts):
-        page.append(path, page.recorded(replace(rollout, step=rollout.step or number + 1), mode, run))
+        page.append(path, page.recorded(changed(rollout, step=rollout.shown.step or number + 1), mode, run))
     return Opened(browser, path, link)
 
 
@@ -224,7 +224,7 @@ def test_charts_have_numbers_and_stay_open(tmp_path, browser):
     steps = []
     for number in (1, 2, 3):
         rollout = pushed(["ab", "cd", "ef", "gh"], [1.0, 0.0] * 2, {(0, 0): 1.5, (2, 1): -2.0})
-        steps.append(replace(rollout, learned={"value/explained": number / 10, "value/kept": 0.0}))
+        steps.append(changed(rollout, learned={"value/explained": number / 10, "value/kept": 0.0}))
     opened = opened_of(browser, tmp_path / "one.html", *steps, link="#train-3/0/push")
     opened.click(".toggle")
     assert opened.text(".completion .y")[0].split() == ["1.5", "0", "-1.5"]
@@ -259,7 +259,7 @@ def test_a_tooltip_tells_what_an_advantage_is_made_of(tmp_path, browser):
     rollout = pushed(["abcde", "fg"], [0.0, 1.0])
     baselines = torch.full((2, 6), 0.17)
     parts = {"b0": torch.full((2, 1), 0.42), "later_luck": luck, "baselines": baselines}
-    rollout = replace(rollout, advantages=rollout.rewards.unsqueeze(1) - baselines, **parts)
+    rollout = changed(rollout, advantages=rollout.rewards.unsqueeze(1) - baselines, **parts)
     opened = opened_of(browser, tmp_path / "one.html", rollout)
     numbers, lines = opened.hover(opened.of(".side:nth-child(2) .tokens span")[1])
     assert lines == ["= 0 − (0.42 + 0.11 − 0.36)", "= reward − (B0 + prefix + later luck)"]
@@ -282,9 +282,9 @@ def test_what_completions_became(tmp_path, browser, two_runs):
     if two_runs:
         for name, rollout in (("grpo", before), ("ours", after)):
             (tmp_path / name).mkdir()
-            page.append(tmp_path / name / "rollouts.html", page.recorded(replace(rollout, step=5), "eval", name))
+            page.append(tmp_path / name / "rollouts.html", page.recorded(changed(rollout, step=5), "eval", name))
         paths = [tmp_path / name for name in ("ours", "grpo/rollouts.html", "both.html")]
-        command = [sys.executable, "-m", "trl_otb.rollout", *paths[:2], "--output", paths[2]]
+        command = [sys.executable, "-m", "trl_otb.display", *paths[:2], "--output", paths[2]]
         subprocess.run(command, cwd=Path(__file__).parents[2], check=True)
         opened, other = Opened(browser, tmp_path / "both.html"), "grpo eval 5"  # what both have recorded last
     else:
@@ -330,7 +330,7 @@ def test_a_step_takes_few_bytes():
     energy = torch.rand(shape, generator=generator).square()
     state, luck = (0.02 * torch.randn(shape, generator=generator).cumsum(1) for _ in range(2))
     fields = {"energy": energy, "loss_energy": energy, "logps": -energy, "baselines": state + luck, "later_luck": luck}
-    rollout = replace(rollout, b0=torch.zeros(8, 1), **fields)
+    rollout = changed(rollout, b0=torch.zeros(8, 1), **fields)
     assert len(page.recorded(rollout, "train", "run")) < 6.5 * rollout.mask.sum()
 
 
@@ -397,7 +397,7 @@ def test_columns_are_bounded():
         "e": b"\x00" * 10**6,
     }
     columns |= {f"more {k}": k for k in range(100)}
-    found = record.columns_of_prompt(replace(credited(), columns=(columns,) * 4), 0)
+    found = record.columns_of_prompt(changed(credited(), columns=(columns,) * 4), 0)
     assert len(found) == record.MAX_COLUMNS and found["c"] == "3" and found["d"] == "None"
     assert all(len(text) <= record.MAX_CHARACTERS + 2 for text in found.values()) and json.dumps(found)
 

@@ -37,8 +37,8 @@ class Keeping(Recording):
     def __init__(self, *args, **kwargs):
         self.seen = []
         super().__init__(*args, **kwargs)
-        step = self.baseline.step
-        self.baseline.step = lambda local, *args, **kw: (self.seen.append(local), step(local, *args, **kw))[1]
+        of = self.baseline.advantages_of
+        self.baseline.advantages_of = lambda local, *args, **kw: (self.seen.append(local), of(local, *args, **kw))[1]
 
 
 @pytest.fixture

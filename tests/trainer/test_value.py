@@ -80,9 +80,9 @@ def test_mixed_precision_ends_at_the_forward(train_value):
     """States are projected, and baselines formed, in float32."""
     trainer = train_value(train=False, max_steps=2, bf16=True)
     seen = []
-    rule = trainer.baseline.entry.estimator
-    update = rule.update
-    rule.update = lambda own, *args: (seen.append(own.states), update(own, *args))[1]
+    estimator = trainer.baseline.entry.estimator
+    update = estimator.update
+    estimator.update = lambda own, *args: (seen.append(own.states), update(own, *args))[1]
     trainer.train()
     rollout = trainer.rollouts["train"]
     assert {x.dtype for x in (*seen, rollout.baselines, rollout.advantages)} == {torch.float32}
@@ -92,7 +92,7 @@ def test_mixed_precision_ends_at_the_forward(train_value):
 def test_states_come_from_two_thirds_depth(train_value, model_path):
     trainer = train_value(train=False, max_steps=1, learning_rate=0.0)
     seen = []
-    trainer.baseline.entry.estimator.update = lambda own, base, gather: seen.append(own)
+    trainer.baseline.entry.estimator.update = lambda local, b0, gather: seen.append(local)
     trainer.train()
     rollout, (own,), kept = trainer.rollouts["train"], seen, []
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
@@ -184,8 +184,8 @@ class Counting:
         self.calls += 1
         return 0.0
 
-    def update(self, own, base, gather):
-        self.updates.append(tuple(own.mask.shape))
+    def update(self, local, b0, gather):
+        self.updates.append(tuple(local.mask.shape))
         return {"updates": float(len(self.updates))}
 
     def state_dict(self):

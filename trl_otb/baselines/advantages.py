@@ -11,24 +11,24 @@ from .completions import ALIGNMENTS, Completions, put_back, squeeze
 from .registry import Baseline, find_baseline
 
 
-BLOCK = 2**18  # tokens of whole groups that are credited at once, to keep intermediate results small
+BLOCK = 2**18  # tokens of whole groups of which advantages are computed at once, to keep intermediate results small
 
 
-class Credit(NamedTuple):
-    """What [`credit`] returns, each `(B, T)`; T is 1 under a baseline per completion."""
+class Advantages(NamedTuple):
+    """What [`subtract`] returns, each `(B, T)`; T is 1 under a baseline per completion."""
 
     advantages: Tensor  # A = G − B; 0 for completions without a reward and where there is no token
     baselines: Tensor
     b0: Tensor  # what calling the baseline returned, before its `adjust`; may be `(B, 1)`
 
 
-def credit(
+def subtract(
     baseline: Baseline,
     local: Completions,
     gather_batch: Callable[[Completions, bool], Completions] | None = None,
     rows: slice = slice(None),
     b0: Tensor | None = None,
-) -> Credit:
+) -> Advantages:
     """
     The advantages of `local`, this process's completions, with all that `baseline.needs`. `gather_batch` adds the rows
     that the baseline must see, too, as of other processes (its second argument says whether it compares tokens), and
@@ -38,12 +38,12 @@ def credit(
     if not baseline.per_token:
         local = local.totals()
     if baseline.scope == "group" and gather_batch is None and baseline.per_token and b0 is None:
-        parts = [_credit(baseline, block, _b0(baseline, block)) for block in local.blocks(BLOCK)]
-        return parts[0] if len(parts) == 1 else Credit(*map(torch.cat, zip(*parts, strict=True)))
+        parts = [_subtract(baseline, block, _b0(baseline, block)) for block in local.blocks(BLOCK)]
+        return parts[0] if len(parts) == 1 else Advantages(*map(torch.cat, zip(*parts, strict=True)))
     if b0 is None:
         batch = local if gather_batch is None else gather_batch(local, not baseline.adjusts)
         b0 = _b0(baseline, batch)[rows][:, : local.mask.size(1)]
-    return _credit(baseline, local, b0)
+    return _subtract(baseline, local, b0)
 
 
 def _b0(baseline: Baseline, batch: Completions) -> Tensor:
@@ -52,10 +52,10 @@ def _b0(baseline: Baseline, batch: Completions) -> Tensor:
     return _checked(baseline.estimator(batch), baseline, batch)
 
 
-def _credit(baseline: Baseline, local: Completions, b0: Tensor) -> Credit:
+def _subtract(baseline: Baseline, local: Completions, b0: Tensor) -> Advantages:
     subtracted = _checked(baseline.estimator.adjust(local, b0), baseline, local) if baseline.adjusts else b0
     present = local.mask if baseline.per_token else local.scored
-    return Credit((local.returns - subtracted) * present, subtracted, b0)
+    return Advantages((local.returns - subtracted) * present, subtracted, b0)
 
 
 def _checked(result: Any, baseline: Baseline, x: Completions) -> Tensor:
@@ -132,7 +132,7 @@ def compute_advantages(
         check_energies(energies.get("loss_energy", energy), mask)
     options: dict[str, Any] = {"alignment": alignment, **energies, **more}
     x = squeeze(rewards, mask, num_generations, **options)
-    advantages = credit(entry, x).advantages
+    advantages = subtract(entry, x).advantages
     return put_back(advantages, mask) if alignment == "generated" else advantages.expand(mask.shape) * mask
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from ..energy import prefix_sums
@@ -14,7 +14,6 @@ from ..energy import prefix_sums
 MIN_WEIGHT = 1e-30  # added to all weights: lost in rounding unless all of them are 0
 # What a baseline may need in addition to returns, mask and lengths
 NEEDS = ("energy", "logps", "states", "progress", "prompt_key")
-OF_TOKENS = ("mask", "energy", "loss_energy", "logps", "states", "progress", "progress_draws", "draw_ratio")
 UNSENT = ("logps", "states", "progress", "progress_draws", "draw_ratio")  # to other processes
 ALIGNMENTS = ("generated", "position")
 
@@ -124,10 +123,10 @@ class Completions:
 
     def totals(self) -> "Completions":
         """The same completions as one number each, T = 1: whole returns, sums of energies."""
-        none = dict.fromkeys(UNSENT)
+        none: dict[str, Any] = dict.fromkeys(UNSENT)
         in_loss = None if self.loss_energy is None else self.total_energy
         energy = in_loss if self.energy is self.loss_energy else prefix_sums(self.need("energy"))[:, -1:]
-        return self._with(**none, energy=energy, loss_energy=in_loss, returns=self.whole_returns, mask=self.members)
+        return replace(self, **none, energy=energy, loss_energy=in_loss, returns=self.whole_returns, mask=self.members)
 
     def rows(self, rows: slice | Tensor, num_generations: int | None = None) -> "Completions":
         """Some rows, by default in groups of the same size."""
@@ -143,68 +142,20 @@ class Completions:
         for first in range(0, max(len(self), 1), rows):
             yield self.rows(slice(first, first + rows))
 
-    def gathered(self, gather: Callable[[Tensor], Tensor], tokens: bool) -> "Completions":
-        """
-        The rows of all processes: `gather` concatenates their tensors, which have one shape; all must call it. Mask
-        and energies are sent if the baseline compares `tokens`; states and log-probs never are.
-        """
-        sizes = torch.tensor([[self.mask.size(1), self.returns.size(1)]], device=self.mask.device)
-        length, of_returns = gather(sizes).amax(dim=0).tolist()
-        local = self.compared(tokens)
-        local = local._with(energy=None) if self.energy is self.loss_energy else local
-        sent = local.padded(length, of_returns > 1).tensors()
-        batch = {name: gather(x) for name, x in sent.items() if tokens or name != "mask"}
-        batch.setdefault("mask", batch["scored"] * (batch["lengths"] > 0))
-        return local._with(**{"energy": batch.get("loss_energy"), **batch})
-
-    def compared(self, tokens: bool) -> "Completions":
-        """Without states and log-probs, and without energies unless the baseline compares `tokens`."""
-        unsent = UNSENT + (() if tokens else ("energy", "loss_energy"))
-        return self._with(**dict.fromkeys(unsent))
-
-    def padded(self, length: int, returns_of_tokens: bool) -> "Completions":
-        """The same completions with T = `length`, with a return per token if asked for; the last value is repeated."""
-        more, more_returns = length - self.mask.size(1), length - self.returns.size(1)
-        tensors = {
-            name: torch.nn.functional.pad(values, (0, 0) * (values.dim() - 2) + (0, more))
-            for name, values in self.tensors().items()
-            if name in OF_TOKENS and more > 0
-        }
-        if returns_of_tokens and more_returns > 0:
-            tensors["returns"] = torch.cat([self.returns, self.returns[:, -1:].expand(-1, more_returns)], dim=1)
-        return self._with(**tensors)
+    def once(self, function: Callable[["Completions"], Any]) -> Any:
+        """`function` of these completions, computed on first use and kept as long as they are."""
+        computed = vars(self).setdefault("_computed", {})
+        if function not in computed:
+            computed[function] = function(self)
+        return computed[function]
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that are there, by name."""
         return {f.name: x for f in fields(self) if isinstance(x := getattr(self, f.name), Tensor)}
 
-    def _with(self, **changes: Any) -> "Completions":
-        return replace(self, **changes)
-
     def _each(self, function: Callable[[Tensor], Tensor], num_generations: int | None = None) -> "Completions":
-        tensors = {name: function(values) for name, values in self.tensors().items()}
-        return self._with(**tensors, num_generations=num_generations or self.num_generations)
-
-
-def joined(parts: list[Completions]) -> Completions:
-    """Completions of several batches, with what all of them hold, padded to the longest."""
-    if any(x.draw_ratio is not None for x in parts):  # without one it is 1
-        parts = [x if x.draw_ratio is not None else x._with(draw_ratio=torch.ones_like(x.mask)) for x in parts]
-    length = max(x.mask.size(1) for x in parts)
-    returns_of_tokens = any(x.returns.size(1) > 1 for x in parts)
-    tensors = [x.padded(length, returns_of_tokens).tensors() for x in parts]
-    names = set.intersection(*({*of} for of in tensors))
-    none = dict.fromkeys({*parts[0].tensors()} - names)
-    return parts[0]._with(**none, **{name: torch.cat([of[name] for of in tensors]) for name in names})
-
-
-def numbered(local: Completions, gather: Callable[[Tensor], Tensor]) -> tuple[Int[Tensor, " B"], int]:
-    """Each row's prompt, counted from the first of all processes, on the CPU; and how many prompts have tokens."""
-    ends = torch.nn.functional.pad(torch.stack([-local.prompt, local.prompt]), (0, 1), value=-(2**62)).amax(dim=1)
-    first, last = gather(ends.unsqueeze(0)).amax(dim=0).tolist()
-    seen = local.prompt.new_zeros(1, max(last + first + 1, 1))
-    seen[0].scatter_reduce_(0, local.prompt + first, local.mask.any(dim=1).long(), "amax")
-    return local.prompt.cpu() + first, max(int(gather(seen).amax(dim=0).sum()), 1)
+        tensors: dict[str, Any] = {name: function(values) for name, values in self.tensors().items()}
+        return replace(self, **tensors, num_generations=num_generations or self.num_generations)
 
 
 def _sum_of_group(x: Float[Tensor, "G N T"], leave_one_out: bool) -> Float[Tensor, "G #N T"]:

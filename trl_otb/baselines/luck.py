@@ -1,5 +1,6 @@
 """Whether the luck that `value` subtracts has mean 0, as it must: measured over the batches so far."""
 
+import logging
 import math
 
 import torch
@@ -7,21 +8,26 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .completions import Completions
-from .value_parts import Reading
+from .prefix import Prefix
 
 
-TOO_FAR, NEAR = 5.0, 2.5  # standard errors: beyond the first luck is left out, until it is within the second
+logger = logging.getLogger(__name__)
+
+# Standard errors: beyond the first luck is left out, until it is within the second. By Freedman's inequality 5 are
+# passed by chance at most once in 130,000 looks
+TOO_FAR, NEAR = 5.0, 2.5
 LARGEST_RATIO = 1e6  # that is counted, so that squares stay finite
 LARGEST_SPREAD = 1.0  # of log ρ per root of the energy: with more, ratios say little of anything
 # Of a batch's weight, per batch: as of all that is learned; and slower, which finds a deviation that is small but stays
 DECAYS = (0.9, 0.99)
+DECAY = DECAYS[0]
 # For each batch: sums, and those that make a variance, which the square of the batch's weight multiplies
 SUMS = ("tokens", "luck", "excess", "log_squares", "energy")
 VARIANCES = ("luck_squares", "luck_bound", "excess_squares", "unsure")
 COLUMNS = SUMS + VARIANCES
 
 
-def measured(of: Reading, x: Completions) -> tuple[Float[Tensor, " 9"], Float[Tensor, ""]]:
+def measured(of: Prefix, x: Completions) -> tuple[Float[Tensor, " 9"], Float[Tensor, ""]]:
     """Sums over the tokens whose luck is subtracted, one for each of `COLUMNS`; and the largest ratio."""
     energy = x.need("energy")
     ratio = torch.ones_like(x.mask) if x.draw_ratio is None else x.draw_ratio
@@ -84,3 +90,38 @@ def deviations(sums: Float[Tensor, " 9"], largest: float) -> dict[str, tuple[flo
         far = abs(total) / math.sqrt(variance + max(largest, 1.0) * abs(total) / 3 + 1e-30)
         result[name] = ((name == "ratio") + total / tokens, math.sqrt(variance) / tokens, far)
     return result
+
+
+class LuckCheck:
+    """Whether later luck is subtracted, by the draws of all batches so far."""
+
+    def __init__(self) -> None:
+        self.draws = torch.zeros(len(DECAYS), len(COLUMNS), dtype=torch.float64)
+        self.largest_ratio = 1.0
+        self.luck_left_out = False  # since its mean is not 0
+
+    def add(self, new: Float[Tensor, " 9"], largest_ratio: float) -> dict[str, float]:
+        """
+        Decide from this batch and earlier ones whether later luck is subtracted from the next on. Returns `luck_mean`,
+        the mean of d_t, NaN where none is used, and `luck_left_out`, the decision.
+        """
+        self.draws = decayed(self.draws, new)
+        self.largest_ratio = max(DECAY * self.largest_ratio, largest_ratio)
+        found = [deviations(sums, self.largest_ratio) for sums in self.draws]
+        each = [(far, name, mean, error) for of in found for name, (mean, error, far) in of.items()]
+        far, name, mean, error = max(each)
+        if self.luck_left_out != (far > (NEAR if self.luck_left_out else TOO_FAR)):
+            self.luck_left_out = not self.luck_left_out
+            what = {"luck": "luck per token", "ratio": "the ratio of policy to sampler"}[name]
+            told = f"{what} has a mean of {mean:.3g} ± {error:.1g}, and {int(name == 'ratio')} is expected"
+            logger.warning(
+                f"Later luck is not subtracted from now on: {told}. So tokens were not drawn from the distribution "
+                "that their log-probs are of. Look for noise or dropout in the policy's forward, for a sampler or "
+                "`rollout_func` that gives other log-probs, and for completions that are excluded because of their "
+                "content. `baseline='value'` goes on with its prediction alone."
+                if self.luck_left_out
+                else f"Later luck is subtracted again: {told}."
+            )
+        known = bool(self.draws[0, COLUMNS.index("tokens")] > 0)
+        mean = found[0]["luck"][0] if known else math.nan
+        return {"luck_mean": mean, "luck_left_out": float(self.luck_left_out or not known)}

@@ -66,6 +66,11 @@ class Baseline:
         return hasattr(self.estimator, "adjust")
 
     @property
+    def is_bounded(self) -> bool:
+        """Whether it tells, in `keeps_b0`, where B0 is better than B."""
+        return hasattr(self.estimator, "keeps_b0")
+
+    @property
     def learns(self) -> bool:
         """Whether it has an `update`."""
         return hasattr(self.estimator, "update")

@@ -191,7 +191,7 @@ def _learn(
         whole = replace(joined([pool.rows(slice(0, n), n) for pool in pools]), prompt=prompt)
         progress(len(whole))
         with torch.autocast("cpu", enabled=False):
-            learned = [run.step(whole, learn=True).learned for run in fresh]
+            learned = [run.advantages_of(whole, learn=True).learned for run in fresh]
         for name, value in chain.from_iterable(of.items() for of in learned):
             metrics.setdefault(name, [])
             if 2 * batch >= many and math.isfinite(value):

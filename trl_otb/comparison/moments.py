@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..baselines import Baseline, Completions, credit, find_baseline, joined
+from ..baselines import Baseline, Completions, find_baseline, joined, only_compared, subtract
 
 
 PARTITIONS = 20  # random splits of a pool into groups, for baselines that compare a group
@@ -120,21 +120,21 @@ def _advantages(
 
     def compared(x: Completions) -> Completions:
         """Only what processes send each other, too."""
-        return x.compared(not baseline.adjusts) if baseline.per_token else x.totals()
+        return only_compared(x, not baseline.adjusts) if baseline.per_token else x.totals()
 
     batches = {n: [[compared(x) for x in batch] for batch in of or [[]]] for n, of in companions.items()}
     turns = {n: cycle(of) for n, of in batches.items()}
 
     def of(rows: Tensor, n: int) -> Tensor:
         if baseline.scope == "group":
-            return credit(baseline, pool.rows(rows, n)).advantages
+            return subtract(baseline, pool.rows(rows, n)).advantages
         advantages = []
         drawn: Iterator[list[Completions]] = (groups_of(batch, n) for batch in turns[n])
         if n == 1:  # many batches of many prompts: drawn once for all of `rows`
             drawn = cycle([groups_of(batch, n) for batch in batches[n]])
         for group, others in zip(rows.split(n), drawn, strict=False):
-            gather_batch = lambda local, tokens, others=others: joined([local.compared(tokens), *others])  # noqa: E731
-            advantages.append(credit(baseline, pool.rows(group, n), gather_batch, slice(0, n)).advantages)
+            gather_batch = lambda local, tokens, others=others: joined([only_compared(local, tokens), *others])  # noqa: E731
+            advantages.append(subtract(baseline, pool.rows(group, n), gather_batch, slice(0, n)).advantages)
         return torch.cat(advantages)
 
     def groups_of(batch: list[Completions], n: int) -> list[Completions]:

@@ -45,7 +45,6 @@ class Recording:
     turns: SampledTurns | None = None
     likeliest: int = 0  # tokens whose probability is recorded, of turns that are sampled
     scored: list[TokenValues] = field(default_factory=list)  # with the log-probs that TRL got
-    on_logps: Callable[[Tensor], None] | None = None  # called with the log-probs of forwards with gradient
     processor: str | None = None  # what made `generate` sample from another distribution than energies are of, and why
 
 
@@ -103,8 +102,8 @@ class PolicyRecorder:
     def scoring(self, model: torch.nn.Module) -> Iterator[Callable[[Tensor], Any]]:
         """Context of a scoring forward of `model`, policy or reference; the yielded function takes its log-probs."""
         to = self._recording
-        if to is None or to.on_logps or torch.is_grad_enabled() or all(m is not self.policy for m in model.modules()):
-            yield (to and to.on_logps) or (lambda logps: None)
+        if to is None or torch.is_grad_enabled() or all(m is not self.policy for m in model.modules()):
+            yield lambda logps: None
             return
         chunks: list[Any] = []
 

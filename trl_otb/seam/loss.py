@@ -50,9 +50,15 @@ class TokenLoss(GRPOTrainer):
         if self.importance_sampling_level != "sequence" or not per_token:
             return super()._compute_loss(model, inputs)
         inputs = dict(inputs)  # the micro-batch is used again
-        spread = partial(_spread_sequence_ratio, inputs)
+        score = self._get_per_token_logps_and_entropies
+
+        def spreading(*args: Any, **kwargs: Any) -> Any:
+            logps, *others = score(*args, **kwargs)
+            _spread_sequence_ratio(inputs, logps)
+            return logps, *others
+
         with (
-            self._trl_otb.recorder.recording(on_logps=spread),
+            patch.object(self, "_get_per_token_logps_and_entropies", spreading),
             patch.object(self, "importance_sampling_level", "token"),
         ):
             return super()._compute_loss(model, inputs)

@@ -5,10 +5,9 @@ from typing import Any
 
 from transformers import Trainer
 
+from ..display.page import RolloutPages
 from ..progress import Progress
-from ..rewards import RewardRecorder
 from ..rollout import Rollout, Rollouts
-from ..rollout.page import RolloutPages
 from ..run_baseline import RunBaseline
 from .contract import GRPOTrainer, users_methods
 from .forwards import PolicyRecorder
@@ -30,8 +29,6 @@ class Private:
     known_loss: Any = None  # the function that is known to weight each token by its own advantage
     users_loss_was_tried: bool = False
     extra_state: dict[str, Any] = field(default_factory=dict)  # what else checkpoints of a learning baseline hold
-    reward_funcs: list[Any] = field(default_factory=list)
-    reward_recorders: list[RewardRecorder] | None = None  # of the rollout that is being rewarded
     progress: Progress | None = None  # the run's progress functions
     recorder: PolicyRecorder = field(init=False)  # made last, when the policy is complete
 

@@ -1,6 +1,6 @@
 """The rewards of a generation batch as GRPOTrainer uses them, and checks that they are the batch's."""
 
-import sys
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -9,15 +9,13 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from trl import GRPOTrainer
-from trl.trainer import grpo_trainer
 
 from ..progress import Given
-from ..rewards import RewardRecorder
-from ..rollout import Rollout, generated_mask
+from ..rollout import Rollout, Shown, generated_mask
 from .contract import BrokenContract, trl_utils
 from .forwards import scores_anyway
 from .older_trl import is_async_callable
-from .private import Private
+from .rewards import RewardRecorder
 
 
 class Returns(NamedTuple):
@@ -76,36 +74,15 @@ def _nanstd(x: Tensor, dim: int) -> Tensor:
     return trl_utils.nanstd(x, dim=dim) if x.size(dim) > 1 else torch.zeros_like(x.select(dim, 0))
 
 
-class RecordsRewards(GRPOTrainer):
-    """
-    Records the rewards that `_calculate_rewards` returns, even a subclass's. GRPOTrainer's own method reads functions
-    that return sums, as it cannot handle rewards per turn or token; all others read what the user gave.
-    """
-
-    _trl_otb: Private
-
-    @property
-    def reward_funcs(self) -> list[Any]:
-        functions, recorders = self._trl_otb.reward_funcs, self._trl_otb.reward_recorders
-        caller = sys._getframe(1).f_code
-        if not recorders or (caller.co_name, caller.co_filename) != ("_calculate_rewards", grpo_trainer.__file__):
-            return functions
-        wrap = recorders[-1].wrap
-        return [
-            of if isinstance(of, torch.nn.Module) else wrap(i, name, of, is_async_callable(of))
-            for i, (of, name) in enumerate(zip(functions, self.reward_func_names, strict=True))
-        ]
-
-    @reward_funcs.setter
-    def reward_funcs(self, functions: list[Any]) -> None:
-        self._trl_otb.reward_funcs = functions
-
-
 @contextmanager
-def recorded_rewards(trainer: RecordsRewards) -> Iterator[list[RewardRecorder]]:
-    """Context in which a recorder is appended to the yielded list for each call of `_calculate_rewards`."""
+def recorded_rewards(trainer: GRPOTrainer) -> Iterator[list[RewardRecorder]]:
+    """
+    Context in which a recorder is appended to the yielded list for each call of the trainer's `_calculate_rewards`,
+    even a subclass's. GRPOTrainer's own method, to which all others lead, gets functions that return sums, as it cannot
+    handle rewards per turn or token; all others read what the user gave.
+    """
     recorders: list[RewardRecorder] = []
-    calculate = trainer._calculate_rewards
+    calculate, of_trl = trainer._calculate_rewards, GRPOTrainer._calculate_rewards
 
     def outermost(*args: Any, **kwargs: Any) -> Any:
         completion_ids = args[3] if len(args) > 3 else kwargs["completion_ids_list"]
@@ -118,16 +95,30 @@ def recorded_rewards(trainer: RecordsRewards) -> Iterator[list[RewardRecorder]]:
         recorders[-1].rewards_per_func = rewards = calculate(*args, **kwargs)
         return rewards
 
-    trainer._trl_otb.reward_recorders = recorders
-    with patch.object(trainer, "_calculate_rewards", outermost):
-        try:
-            yield recorders
-        finally:
-            trainer._trl_otb.reward_recorders = None
+    @functools.wraps(of_trl)
+    def innermost(self: GRPOTrainer, *args: Any, **kwargs: Any) -> Any:
+        if self is not trainer or not recorders:
+            return of_trl(self, *args, **kwargs)
+        summing = [
+            of if isinstance(of, torch.nn.Module) else recorders[-1].wrap(i, name, of, is_async_callable(of))
+            for i, (of, name) in enumerate(zip(self.reward_funcs, self.reward_func_names, strict=True))
+        ]
+        with patch.object(self, "reward_funcs", summing):
+            return of_trl(self, *args, **kwargs)
+
+    outer, inner = (
+        patch.object(of, "_calculate_rewards", by) for of, by in ((trainer, outermost), (GRPOTrainer, innermost))
+    )
+    with outer, inner:
+        yield recorders
 
 
 def rollout_of(
-    trainer: GRPOTrainer, batch: dict[str, Any], recorders: list[RewardRecorder], num_generations: int
+    trainer: GRPOTrainer,
+    batch: dict[str, Any],
+    recorders: list[RewardRecorder],
+    num_generations: int,
+    columns: tuple[dict[str, Any], ...],
 ) -> Rollout:
     """The rollout of TRL's `batch`, after a check that it holds what was rewarded, with TRL's advantages."""
 
@@ -175,9 +166,14 @@ def rollout_of(
         scale=scale.unsqueeze(1),
         returns_of_all=weighed.returns,
         first_row=first,
-        processing_class=trainer.processing_class,
-        rewards_per_func=rewards_per_func[local],
-        reward_names=tuple(trainer.reward_func_names),
+        shown=Shown(
+            processing_class=trainer.processing_class,
+            step=trainer.state.global_step + trainer.model.training,
+            baseline_name=trainer.baseline.entry.name,
+            rewards_per_func=rewards_per_func[local],
+            reward_names=tuple(trainer.reward_func_names),
+            columns=columns,
+        ),
     )
 
 

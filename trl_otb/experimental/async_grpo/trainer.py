@@ -253,10 +253,10 @@ def advantages_of(
     scale, kept = torch.ones_like(known), torch.tensor(sizes, device=std.device) > 0
     if trainer._trl_otb.scale_rewards == "group":
         scale = (std[kept].float() + 1e-8).unsqueeze(1).nan_to_num(nan=1.0)
-    step = trainer.baseline.step(local, scale, b0=known)
+    found = trainer.baseline.advantages_of(local, scale, b0=known)
     trainer._trl_otb.to_learn += samples
-    add_up(trainer, **dict(zip(STATISTICS, step.statistics.unbind(dim=1), strict=True)))
-    rows = zip(step.advantages.expand_as(local.mask), samples, strict=True)
+    add_up(trainer, **dict(zip(STATISTICS, found.statistics.unbind(dim=1), strict=True)))
+    rows = zip(found.advantages.expand_as(local.mask), samples, strict=True)
     return torch.cat([row[: len(sample.logps)] for row, sample in rows])
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from ...rewards import passing
 from ...seam.contract import check_version, incompatible_trl, trl_utils
 from ...seam.older_trl import is_async_callable, no_asynchronous_training
+from ...seam.rewards import passing
 from .contract import ASYNC_GRPO
 from .stopping import check_living, stop_living
 

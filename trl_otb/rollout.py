@@ -1,4 +1,4 @@
-"""A generation batch, row by row: completions, rewards, energies and advantages, as text and page."""
+"""A generation batch, row by row: completions, rewards, energies and advantages."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -8,11 +8,11 @@ import torch
 from datasets.fingerprint import Hasher
 from torch import Tensor
 
-from ..baselines import Completions, put_back, squeeze
-from ..energy import TokenValues, check_energies, importance_weighted
-from ..run_baseline import Step
-from . import text
-from .page import HEAD, Page, recorded
+from .baselines import Completions, put_back, squeeze
+from .display import text
+from .display.page import HEAD, Page, recorded
+from .energy import TokenValues, check_energies, importance_weighted
+from .run_baseline import BatchAdvantages
 
 
 def generated_mask(batch: dict[str, Any]) -> Tensor:
@@ -22,13 +22,28 @@ def generated_mask(batch: dict[str, Any]) -> Tensor:
 
 
 @dataclass(frozen=True)
+class Shown:
+    """What only the display reads of a rollout."""
+
+    processing_class: Any = None  # the trainer's tokenizer or processor
+    step: int = 0  # the optimizer step that it is sampled for; 0 without training
+    baseline_name: str = ""
+    rewards_per_func: Tensor | None = None  # (B, F) each function's rewards, NaN without one
+    reward_names: tuple[str, ...] = ()
+    columns: tuple[dict[str, Any], ...] = ()  # of the data set, beside prompt and images; by row
+    learned: dict[str, float] = field(default_factory=dict)  # metrics of a baseline that learns
+    # The parts of `value`, in steps that are recorded
+    b0: Tensor | None = None  # (B, T) or (B, 1)
+    later_luck: Tensor | None = None  # (B, T)
+
+
+@dataclass(frozen=True)
 class Rollout:
     """
     A generation batch of one process: completions, rewards, energies and advantages.
 
     Rows are in the order of generation; the completions of a prompt are adjacent. `trainer.rollouts["train"]` and
     `trainer.rollouts["eval"]` are the latest ones.
-
     """
 
     prompt_ids: Tensor  # (B, P), padded on the left
@@ -41,9 +56,6 @@ class Rollout:
     scale: Tensor  # (B, 1) the divisor of advantages under `scale_rewards`: 1 for "none", infinite without spread
     first_row: int = 0  # the index of the first row among those of all processes, on which a group may begin
     returns_of_all: Tensor = field(default_factory=lambda: torch.empty(0), compare=False)  # (B_all,), of all processes
-    processing_class: Any = field(default=None, compare=False)  # the trainer's tokenizer or processor
-    baseline_name: str = ""
-    step: int = 0  # the optimizer step that it is sampled for; 0 without training
     # (B, T) w_t, ρ_t² w_t and log π(y_t), at the sampling temperature; `None` if the baseline needs none, and TRL runs
     # no forward that yields them
     energy: Tensor | None = None
@@ -52,16 +64,9 @@ class Rollout:
     advantages: Tensor | None = None  # (B, T), or (B, 1) under a baseline per completion: (G − B) / scale
     baselines: Tensor | None = None  # B
     group_mean_advantages: Tensor | None = None  # (B, 1) under the group mean, for comparison; `None` for N = 1
-    # For display. In steps that are recorded, the parts of `value`: B0, (B, T) or (B, 1), and the luck of later tokens,
-    # (B, T). What a baseline measured; each function's rewards, (B, F), NaN without one; the data set's other columns
-    b0: Tensor | None = None
-    later_luck: Tensor | None = None
-    learned: dict[str, float] = field(default_factory=dict, compare=False)
-    rewards_per_func: Tensor | None = None
-    reward_names: tuple[str, ...] = ()
-    columns: tuple[dict[str, Any], ...] = field(default=(), compare=False)
+    shown: Shown = field(default_factory=Shown, compare=False)
 
-    def read(self, values: TokenValues | None, ratio: Tensor | None) -> "Rollout":
+    def with_values(self, values: TokenValues | None, ratio: Tensor | None) -> "Rollout":
         """With energies and log-probs, and ratios ρ, `(B, T)` or `(B, 1)`; a `ValueError` if one is not finite."""
         if values is None:
             return self
@@ -94,22 +99,20 @@ class Rollout:
             draw_ratio=draw_ratio,
         )
 
-    def with_advantages(self, step: Step, trl_advantages: Tensor | None = None) -> "Rollout":
+    def with_advantages(self, found: BatchAdvantages, trl_advantages: Tensor | None = None) -> "Rollout":
         """With what a baseline made of it, at the places of the tokens, or with `trl_advantages`, `(B,)`."""
-        values = step.advantages if trl_advantages is None else trl_advantages.unsqueeze(1)
-
-        def placed(x: Tensor | None) -> Tensor | None:
-            return x if x is None or not step.per_token or x.size(1) == 1 else put_back(x, self.mask)
-
+        values = found.advantages if trl_advantages is None else trl_advantages.unsqueeze(1)
+        shown = replace(self.shown, learned=found.learned)
+        if found.later_luck is not None:
+            b0 = found.b0 if found.b0.size(1) == 1 else put_back(found.b0, self.mask)
+            shown = replace(shown, b0=b0, later_luck=put_back(found.later_luck, self.mask))
         return replace(
             self,
-            scale=step.scale,
-            advantages=put_back(values, self.mask) if step.per_token else values,
-            baselines=put_back(step.baselines, self.mask) if step.per_token else step.baselines,
-            group_mean_advantages=step.group_mean_advantages,
-            b0=placed(step.b0),
-            later_luck=placed(step.later_luck),
-            learned=step.learned,
+            scale=found.scale,
+            advantages=put_back(values, self.mask) if found.per_token else values,
+            baselines=put_back(found.baselines, self.mask) if found.per_token else found.baselines,
+            group_mean_advantages=found.group_mean_advantages,
+            shown=shown,
         )
 
     def __len__(self) -> int:

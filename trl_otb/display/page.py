@@ -29,7 +29,7 @@ from .record import END, RECORD, about_of, recorded
 
 
 if TYPE_CHECKING:
-    from . import Rollout
+    from ..rollout import Rollout
 
 
 logger = logging.getLogger(__name__)

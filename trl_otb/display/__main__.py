@@ -1,5 +1,5 @@
 """
-python -m trl_otb.rollout RUN RUN ... --output both.html: one page of several runs, to compare them prompt by prompt.
+python -m trl_otb.display RUN RUN ... --output both.html: one page of several runs, to compare them prompt by prompt.
 
 RUN is an output folder with a `rollouts.html`, or such a page.
 """
@@ -9,7 +9,7 @@ import argparse
 from .page import join_pages
 
 
-parser = argparse.ArgumentParser("python -m trl_otb.rollout", description=__doc__.strip().partition("\n")[0])
+parser = argparse.ArgumentParser("python -m trl_otb.display", description=__doc__.strip().partition("\n")[0])
 parser.add_argument("runs", nargs="+", metavar="RUN", help="an output folder with a rollouts.html, or such a page")
 parser.add_argument("--output", required=True, help="the page to write")
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from .text import prompt_text, prompts_in, readable, rows_of_prompt, token_texts
 
 
 if TYPE_CHECKING:
-    from . import Rollout
+    from ..rollout import Rollout
 
 
 MAX_TOKENS = 100_000  # of a recorded step; the first prompt is always whole
@@ -52,7 +52,7 @@ def recorded(rollout: "Rollout", mode: str, title: str) -> str:
         completions = []
         for row in range(rows.start, rows.stop):
             ids = rollout.completion_ids[row][rollout.completion_mask[row].bool()].tolist()
-            texts = [*map(readable, token_texts(ids, rollout.processing_class, known))]
+            texts = [*map(readable, token_texts(ids, rollout.shown.processing_class, known))]
             lengths += [len(text) if text.isascii() else len(text.encode("utf-16-le")) // 2 for text in texts]
             counts.append(len(ids))
             completions.append({"text": "".join(texts), "tokens": len(ids)} | numbers_of_row(rollout, row))
@@ -61,11 +61,11 @@ def recorded(rollout: "Rollout", mode: str, title: str) -> str:
     stored = [packed(name, column, counts) for name, column in columns_of(rollout).items()]
     stored.append((["length", 1, False], planes(numpy.array(lengths))))
     data = {
-        "step": rollout.step,
+        "step": rollout.shown.step,
         "mode": mode,
         "title": title,
-        "baseline": rollout.baseline_name,
-        "rewards": [*rollout.reward_names],
+        "baseline": rollout.shown.baseline_name,
+        "rewards": [*rollout.shown.reward_names],
         "tokens": sum(counts),
         "columns": [head for head, _ in stored],
         "prompts": prompts,
@@ -74,14 +74,16 @@ def recorded(rollout: "Rollout", mode: str, title: str) -> str:
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     packet = zlib.compress(text.encode() + b"\0" + b"".join(of for _, of in stored), 6)
     about = html.escape(json.dumps(about_step(rollout) | {"run": title}, allow_nan=False))
-    return f'{OPENS}{rollout.step}" data-mode="{mode}" data-about="{about}">{base64.b64encode(packet).decode()}{END}'
+    return (
+        f'{OPENS}{rollout.shown.step}" data-mode="{mode}" data-about="{about}">{base64.b64encode(packet).decode()}{END}'
+    )
 
 
 def about_step(rollout: "Rollout") -> dict[str, float | None]:
     """What the page shows of all steps, for which it decodes none: rewards, and what a learning baseline measured."""
     returns = completion_returns(rollout.rewards)
     known = returns[~returns.isnan()]
-    numbers = {name.rpartition("/")[2]: value for name, value in rollout.learned.items()}
+    numbers = {name.rpartition("/")[2]: value for name, value in rollout.shown.learned.items()}
     if len(known):
         numbers |= {"mean": known.mean().item(), "lowest": known.amin().item(), "highest": known.amax().item()}
     return {name: finite(value) for name, value in numbers.items()}
@@ -102,9 +104,9 @@ def columns_of(rollout: "Rollout") -> dict[str, Column]:
     if loss_energy is not None and loss_energy is not energy:
         columns["loss_energy"] = Column(loss_energy.sqrt(), 2e-3, False)
     of_tokens = {"advantage": rollout.advantages}
-    if rollout.later_luck is not None and rollout.b0 is not None and rollout.baselines is not None:
-        prefix = (rollout.baselines - rollout.b0 - rollout.later_luck) * rollout.mask
-        of_tokens = {"prefix": prefix, "luck": rollout.later_luck, "b0": rollout.b0}
+    if rollout.shown.later_luck is not None and rollout.shown.b0 is not None and rollout.baselines is not None:
+        prefix = (rollout.baselines - rollout.shown.b0 - rollout.shown.later_luck) * rollout.mask
+        of_tokens = {"prefix": prefix, "luck": rollout.shown.later_luck, "b0": rollout.shown.b0}
     if rollout.rewards.dim() == 2 and rollout.advantages is not None and rollout.advantages.size(1) > 1:
         of_tokens["returns"] = rollout.rewards.flip(1).cumsum(1).flip(1)  # rewards-to-go
     columns |= {name: Column(values) for name, values in of_tokens.items() if values is not None and values.size(1) > 1}
@@ -114,11 +116,11 @@ def columns_of(rollout: "Rollout") -> dict[str, Column]:
 def numbers_of_row(rollout: "Rollout", row: int) -> dict[str, Any]:
     """What is one number for all tokens of a completion."""
     of_row = {"advantage": rollout.advantages, "baseline": rollout.baselines}
-    of_row |= {"b0": rollout.b0, "scale": rollout.scale, "grpo": rollout.group_mean_advantages}
+    of_row |= {"b0": rollout.shown.b0, "scale": rollout.scale, "grpo": rollout.group_mean_advantages}
     of_all = {name: values for name, values in of_row.items() if values is not None and values.size(1) == 1}
     numbers = {name: values[row].item() for name, values in of_all.items()}
     numbers["reward"] = completion_returns(rollout.rewards[row : row + 1]).item()
-    rewards = [] if rollout.rewards_per_func is None else rollout.rewards_per_func[row].tolist()
+    rewards = [] if rollout.shown.rewards_per_func is None else rollout.shown.rewards_per_func[row].tolist()
     return {name: finite(value) for name, value in numbers.items()} | {"rewards": [*map(finite, rewards)]}
 
 
@@ -133,7 +135,7 @@ def columns_of_prompt(rollout: "Rollout", row: int) -> dict[str, str]:
     short.maxstring = short.maxother = MAX_CHARACTERS
     short.maxlist = short.maxtuple = short.maxdict = short.maxset = short.maxarray = 50
     found = {}
-    for name, value in [*(rollout.columns[row].items() if rollout.columns else ())][:MAX_COLUMNS]:
+    for name, value in [*(rollout.shown.columns[row].items() if rollout.shown.columns else ())][:MAX_COLUMNS]:
         text = value if isinstance(value, str) else short.repr(value)
         cut = text if len(text) <= MAX_CHARACTERS else text[:MAX_CHARACTERS] + " …"
         found[str(name)[:100]] = readable(cut)

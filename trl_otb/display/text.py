@@ -12,7 +12,7 @@ from ..baselines import completion_returns
 
 
 if TYPE_CHECKING:
-    from . import Rollout
+    from ..rollout import Rollout
 
 
 IMPROBABLE = 1.5  # of energy: where it is above, another token had more than half of the probability
@@ -27,7 +27,7 @@ def group_data(rollout: "Rollout", prompt: int, known: dict[int, str] | None = N
     The completions of prompt number `prompt`, as JSON: text and numbers of each token, rounded to four digits; one
     number where all tokens have the same. `push` is advantage × √energy. `known` holds texts of tokens, by id.
     """
-    rows, tokenizer = rows_of_prompt(rollout, prompt), rollout.processing_class
+    rows, tokenizer = rows_of_prompt(rollout, prompt), rollout.shown.processing_class
     columns = {
         "advantage": rollout.advantages,
         "baseline": rollout.baselines,
@@ -57,7 +57,7 @@ def group_data(rollout: "Rollout", prompt: int, known: dict[int, str] | None = N
 def prompt_text(rollout: "Rollout", row: int) -> str:
     """Without special tokens, such as the placeholders of images."""
     ids = rollout.prompt_ids[row][rollout.prompt_mask[row].bool()].tolist()
-    decode = rollout.processing_class.decode
+    decode = rollout.shown.processing_class.decode
     return readable(decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False).strip())
 
 
@@ -129,7 +129,9 @@ def show(rollout: "Rollout", prompt: int, max_tokens: int) -> None:
     def say(text: str, style: str = "", end: str = "\n") -> None:  # the terminal's encoding may lack a symbol
         shown.append(text.encode(console.encoding, "backslashreplace").decode(console.encoding) + end, style)
 
-    of_run = f"step {rollout.step}, baseline {rollout.baseline_name or 'unknown'}, N = {rollout.num_generations}"
+    of_run = (
+        f"step {rollout.shown.step}, baseline {rollout.shown.baseline_name or 'unknown'}, N = {rollout.num_generations}"
+    )
     say(f"Prompt {prompt} of {prompts_in(rollout)}, {of_run}", "bold")
     coloured = console.color_system is not None or console.is_jupyter
     say(f"{data['prompt']}\n{COLOURED * coloured}{LEGEND}", "dim")

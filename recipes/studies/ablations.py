@@ -1,0 +1,221 @@
+"""
+What is each part of `value` for? Its parts are left out or changed, one by one; the policy stands still.
+
+    OMP_NUM_THREADS=1 python -m recipes.studies.ablations --tasks sums      # minutes on one core; all: half an hour
+    OMP_NUM_THREADS=1 python -m recipes.studies.ablations --publish         # results/ablations.json and ablations.md
+
+Each task has 48 generation batches of 16 prompts × 4 completions, sampled once. `value` learns from each after it was
+used, as in a run. Numbers are the power Σ w A² that is left, over that of the whole `value`, in the first batches (from
+the second to the 8th, or with two prompts per batch to the 24th) and in all later ones. A `jump` is of rewards: after
+twelve batches they are divided by 100; then twelve more.
+"""
+
+import argparse
+import json
+import logging
+import math
+import random
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+
+from recipes.studies.tasks import task_of, trainer_of
+from trl_otb.baselines import BASELINES, Completions, Value, least_squares, value
+from trl_otb.comparison.pools import at_rest, training_examples
+from trl_otb.run_baseline import RunBaseline
+from trl_otb.trainer import collect
+
+
+TASKS = ("sums", "scratchpad_30", "scratchpad_100", "calculator", "lucky_unequal", "lucky_even")
+RESULTS, PAGE = Path(__file__).parent / "results" / "ablations.json", Path(__file__).with_name("ablations.md")
+N, PROMPTS, BATCHES = 4, 16, 48
+KINDS = {"16 prompts": 8, "2 prompts": 24, "N = 1": 8, "jump": 12}  # and the end of the first batches
+
+
+def unlimited_v(self, of, b0, eta):
+    predicted = b0 + (of.with_b0(b0) @ eta.to(of.numbers).unsqueeze(-1)).squeeze(-1)
+    phi, psi = self._features(of, predicted - sum(self._returns_seen) / 2)
+    return torch.cat([phi[..., :1], (b0 * of.known).unsqueeze(-1), phi[..., 1:]], dim=-1), psi
+
+
+def fit_without_cross_validation(self, fit=Value._fit):
+    with patch.object(value, "confidences", lambda *args: torch.ones(2)):
+        fit(self)
+
+
+def free_slope(sums, ridge):
+    squares, of_target = sums[..., :-1, :-1], sums[..., :-1, -1]
+    diagonal, constant = squares.diagonal(dim1=-2, dim2=-1), squares[..., 0]
+    varies = (diagonal - constant.square() / constant[..., :1].clamp(min=1e-30)).clamp(min=0)
+    penalty = (ridge * varies + 1e-9 * diagonal).where(diagonal > 0, 1.0)
+    return torch.linalg.solve_ex(squares + torch.diag_embed(penalty), of_target)[0]
+
+
+def with_ridge(of_v: float, of_b: float):
+    columns = value.OF_STATE + value.OF_LUCK + 1
+
+    def changed(sums, ridge, solution=least_squares.solution):
+        return solution(sums, ridge * (of_b if sums.size(-1) == columns else of_v))
+
+    return solving(changed)
+
+
+def solving(solution):
+    return [patch.object(module, "solution", solution) for module in (value, least_squares)]
+
+
+def without(*names: str):
+    """Without some of q, by place, or a power of σ of φ (`"σ²"`) or of ψ (`"σ in ψ"`)."""
+    places = {"√n": 1, "V²": 3, "m": 4, "V m": 5, "V √n": 6}
+    gone = [places[name] for name in names if name in places]
+    kept = [i for i in range(7) if i not in gone]
+    powers = 2 if "σ²" in names else 3
+    of_luck = 1 if "σ in ψ" in names else 2
+    of_state = powers * len(kept) + 2
+    all_of = value.features
+
+    def some(of, v):
+        phi, psi = all_of(of, v)
+        columns = [7 * power + i for power in range(powers) for i in kept]
+        return torch.cat([phi[..., columns], phi[..., -1:]], dim=-1), psi[
+            ..., [7 * p + i for p in range(of_luck) for i in kept]
+        ]
+
+    return [
+        patch.object(value, "features", some),
+        patch.object(value, "OF_STATE", of_state),
+        patch.object(value, "OF_LUCK", of_luck * len(kept)),
+    ]
+
+
+def of_value(name: str, new):
+    return [patch.object(Value, name, new)]
+
+
+PARTS = {
+    "the whole": [],
+    "no reset": [patch.object(value, "RESET_RATIO", math.inf)],
+    "no bound on other prompts": of_value(
+        "keeps_b0", lambda self, x, *rest: (torch.zeros(len(x), dtype=torch.bool), 0.0)
+    ),
+    "V is not limited": of_value("_columns", unlimited_v),
+    "c = 1 without cross-validation": of_value("_fit", fit_without_cross_validation),
+    "c = 1 for 16 tokens per feature": of_value("tokens_enough", 16),
+    "c = 1 at once": of_value("tokens_enough", 1e-9) + of_value("prompts_enough", 1e-9),
+    "any slope of B0": solving(free_slope),
+    "2 folds": of_value("prompt_folds", 2),
+    "8 folds": of_value("prompt_folds", 8),
+    "batches forgotten by 0.8": of_value("decay_per_batch", 0.8),
+    "batches forgotten by 0.95": of_value("decay_per_batch", 0.95),
+    "a quarter of V's ridge": with_ridge(0.25, 1),
+    "four times V's ridge": with_ridge(4, 1),
+    "a quarter of the other ridge": with_ridge(1, 0.25),
+    "four times the other ridge": with_ridge(1, 4),
+    "no V²": without("V²"),
+    "no V √n": without("V √n"),
+    "no m, no V m": without("m", "V m"),
+    "no σ² in φ": without("σ²"),
+    "no σ in ψ": without("σ in ψ"),
+}
+
+
+def batches_of(task: str, folder: Path) -> list[dict]:
+    """The tensors of completions, kept in `folder`."""
+    path = folder / f"{task}.pt"
+    if not path.exists():
+        trainer = trainer_of(task_of(task), baseline="value")
+        rows, rng, found = [*training_examples(trainer)], random.Random(1), []
+        with at_rest(trainer, frozenset({"energy", "logps", "states"})):
+            trainer.num_generations_eval = N
+            torch.manual_seed(1)
+            for _ in range(BATCHES):
+                prompts = rng.sample(rows, min(PROMPTS, len(rows)))
+                found.append(collect(trainer, [dict(row) for row in prompts for _ in range(N)])[1].to("cpu").tensors())
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save(found, path)
+    return torch.load(path)
+
+
+def batches_in(kind: str, found: list[dict]) -> Iterator[Completions]:
+    n = 1 if kind == "N = 1" else N
+    for number, tensors in enumerate(found[:24] if kind == "jump" else found):
+        x = Completions(**tensors, num_generations=n)
+        if kind == "jump" and number >= 12:
+            x = replace(x, returns=x.returns / 100, whole_returns=x.whole_returns / 100)
+        for rows in [slice(0, 8), slice(8, 16)] if kind == "2 prompts" else [slice(None)]:
+            part = x.rows(rows)
+            yield replace(part, prompt=torch.arange(len(part)) // n)
+
+
+@contextmanager
+def changed(part: str) -> Iterator[None]:
+    with ExitStack() as stack:
+        for patched in PARTS[part]:
+            stack.enter_context(patched)
+        yield
+
+
+def power_left(part: str, kind: str, found: list[dict]) -> tuple[float, float]:
+    """Over B0's: in the first batches, and in later ones."""
+    run, powers = RunBaseline(BASELINES["value"]), []
+    with changed(part):
+        for x in batches_in(kind, found):
+            of = run.advantages_of(x, learn=True)
+            left = [(x.loss_energy * x.mask * (x.returns - b).square()).sum() for b in (of.baselines, of.b0)]
+            powers.append(torch.stack(left))
+    first, later = torch.stack(powers[1 : KINDS[kind]]).sum(0), torch.stack(powers[KINDS[kind] :]).sum(0)
+    return (first[0] / first[1]).item(), (later[0] / later[1]).item()
+
+
+def table(results: dict[str, dict[str, list[float]]]) -> str:
+    """By part and kind of batch: the range over tasks of the power over that of the whole, at first → later."""
+    columns: dict[str, list[str]] = {}
+    for key in results:
+        task, kind = key.split(": ")
+        columns.setdefault(kind, []).append(task)
+
+    def cell(part: str, kind: str, when: int) -> str:
+        ratios = [
+            results[f"{task}: {kind}"][part][when] / results[f"{task}: {kind}"]["the whole"][when]
+            for task in columns[kind]
+        ]
+        low, high = min(ratios), max(ratios)
+        return f"{low:.2f}" if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f}–{high:.2f}"
+
+    heads = [f"{kind}, {when}" for kind in columns for when in ("first", "later")]
+    lines = [f"| part | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
+    for part in [of for of in PARTS if of != "the whole"]:
+        lines.append(f"| {part} | {' | '.join(cell(part, kind, when) for kind in columns for when in (0, 1))} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="ablations", description=__doc__.splitlines()[1])
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
+    parser.add_argument("--publish", action="store_true", help="put the results into the page")
+    parser.add_argument("--output_dir", type=Path, default=Path("runs/studies/ablations"))
+    args = parser.parse_args()
+    results: dict[str, dict[str, list[float]]] = {}
+    for task in args.tasks:
+        found = batches_of(task, args.output_dir)
+        for kind in KINDS:
+            of_kind = results[f"{task}: {kind}"] = {}
+            for part in PARTS:
+                of_kind[part] = [float(f"{power:.4g}") for power in power_left(part, kind, found)]
+                print(f"{task}: {kind}: {part}: {of_kind[part]}", flush=True)
+    print(table(results))
+    if args.publish:
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+        head, mark, _ = PAGE.read_text().partition("<!-- ablations.json -->\n\n")
+        PAGE.write_text(head + mark + table(results) + "\n")
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)  # each reset is said
+    main()

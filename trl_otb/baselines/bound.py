@@ -1,0 +1,78 @@
+"""Where a prediction is worse than B0: measured on the other prompts of a batch, so that nothing is biased."""
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from .completions import Completions
+from .transport import gathered
+
+
+ROUNDING = 1e-12  # of squared float32 numbers, relative
+# Of the power that B leaves in the other prompts to B0's: then a prompt keeps B0. In none of 576 batches of 64
+# completions without a jump of rewards did one, with two prompts per batch 0.5 to 6 %. Without the bound the first
+# batch after rewards were divided by 100 had 2,050 times B0's power
+WORSE_RATIO = 1.5
+WORSE_RATIO_OF_HALF = 2.0  # for N = 1, where only half of the batch decides
+VARIES_NOT_RATIO = 0.5  # of B0's usual power: what B may leave where returns do not vary, so that B0 leaves nothing
+
+
+def worse_than_b0(
+    predict: Callable[[Float[Tensor, "B #T"]], Float[Tensor, "B #T"]],
+    local: Completions,
+    usual_power: float,
+    gather: Callable[[Tensor], Tensor] | None = None,
+    first_row: int = 0,
+) -> tuple[Tensor, float]:
+    """
+    Which completions are to keep B0, `(B,)` bool; and the share of such completions in the batch of all processes.
+
+    A prompt keeps B0 if in the other prompts of the batch B leaves more than 1.5 times the power that B0 leaves there,
+    as after a jump of rewards. Other prompts are measured with the B0 of their own group, which takes two completions.
+    If none of their returns vary, B0 leaves nothing; then B may leave half of B0's usual power. For N = 1 each half of
+    the batch is measured with the B0 of that half, and decides for the other half, if B leaves more than twice B0's
+    power. So no decision depends on the completions that it is made for.
+
+    Args:
+        predict: B from B0, for the completions of `local`.
+        local: The completions of this process.
+        usual_power: What B0 left in earlier batches, per energy.
+        gather: With several processes, concatenates their tensors of one shape; all must call it.
+        first_row: The place of `local` among the completions of all processes.
+    """
+    n, energy = local.num_generations, local.need("loss_energy")
+    own = slice(first_row, first_row + len(local))
+
+    def parts(rows: int) -> Tensor:
+        """The groups, or random halves, which are the same on all processes."""
+        if n > 1:
+            return torch.arange(rows) // n
+        return torch.randperm(rows, generator=torch.Generator().manual_seed(0)) % 2
+
+    x, at = local, slice(None)
+    if gather is not None and (n == 1 or len(local) % n > 0):  # parts span processes
+        x, at = gathered(local, gather, tokens=False), own
+    if n > 1:
+        b0 = x.weighted_mean(x.members.expand_as(x.returns), x.returns, x.members, leave_one_out=True)
+    else:
+        half = parts(len(x)).to(x.members.device)
+        same_half = (half == half.unsqueeze(1)).float().fill_diagonal_(0.0)
+        b0 = same_half @ (x.members * x.returns) / (same_half @ x.members).clamp(min=1)
+    b0 = b0[at][:, : local.mask.size(1)]
+    left = (local.returns - predict(b0)) * local.mask
+    powers = [(energy * of.square()).sum(dim=1) for of in (left, local.returns - b0, local.returns)]
+    sums = torch.stack([*powers, energy.sum(dim=1), local.members.flatten()], dim=1)
+    sums = (sums if gather is None else gather(sums)).cpu().double()
+    part = parts(len(sums))
+    of_parts = sums.new_zeros(int(part.max()) + 1, 5).index_add(0, part, sums)
+    left, of_b0, squares, energies, members = of_parts.unbind(dim=1)
+    # Beyond rounding; of a single completion nothing is known
+    measured = [power.where((power > ROUNDING * squares) & (members > 1), 0.0) for power in (left, of_b0)]
+    of_parts = torch.stack([*measured, energies * (members > 1)], dim=1)
+    others = (1 - torch.eye(len(of_parts), dtype=sums.dtype)) @ of_parts  # the sum less own would cancel
+    left, of_b0, energies = others.unbind(dim=1)
+    allowed = (WORSE_RATIO if n > 1 else WORSE_RATIO_OF_HALF) * of_b0
+    worse = (left > allowed.where(of_b0 > 0, VARIES_NOT_RATIO * usual_power * energies))[part]
+    return worse[own].to(local.mask.device), worse.float().mean().item()

@@ -1,0 +1,59 @@
+"""Weighted least squares from sums that are kept by fold of prompts."""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from .prefix import B0
+
+
+def products(
+    columns: Float[Tensor, "B T K"], weights: Float[Tensor, "B T"], fold: Int[Tensor, " B"], folds: int
+) -> Float[Tensor, "folds K K"]:
+    """Σ ω x xᵀ over the tokens of each fold, in float64 if the device supports it."""
+    precise = torch.float32 if columns.device.type == "mps" else torch.float64
+    result = columns.new_zeros(folds, columns.size(-1), columns.size(-1), dtype=precise)
+    for number in set(fold.tolist()):
+        table, weight = (values[fold == number].flatten(0, 1).to(precise) for values in (columns, weights))
+        result[number] = (table * weight.unsqueeze(1)).T @ table
+    return result
+
+
+def solution(sums: Float[Tensor, "*folds K1 K1"], ridge: float) -> Float[Tensor, "*folds K"]:
+    """
+    The coefficients that least squares finds, from sums of products of features, the first of them 1 and the next B0,
+    and, last, the target. `ridge` is a part of each feature's variation: shifting or scaling features does not change
+    the predictions.
+
+    The coefficient of B0 in B is kept between 0 and 1. In a few batches the fit would leave that range: the returns of
+    the others predict a completion's own there, since all of them have the same sum. Without the limit `value` left up
+    to 1.27 times the power in its first batches.
+    """
+    squares, of_target = sums[..., :-1, :-1], sums[..., :-1, -1]
+    diagonal, constant = squares.diagonal(dim1=-2, dim2=-1), squares[..., 0]
+    varies = (diagonal - constant.square() / constant[..., :1].clamp(min=1e-30)).clamp(min=0)
+    # The small part keeps features apart that are all but the same; 1 is for a feature that is always 0
+    penalty = (ridge * varies + 1e-9 * diagonal).where(diagonal > 0, 1.0)
+    squares = squares + torch.diag_embed(penalty)
+    of_b0 = torch.linalg.solve_ex(squares, of_target)[0][..., B0].clamp(-1, 0).unsqueeze(-1)
+    rest = [i for i in range(of_target.size(-1)) if i != B0]
+    left = of_target[..., rest] - squares[..., rest, B0] * of_b0
+    found = torch.linalg.solve_ex(squares[..., rest, :][..., rest], left)[0]
+    return torch.cat([found[..., :B0], of_b0, found[..., B0:]], dim=-1)
+
+
+def confidences(sums: Float[Tensor, "folds K1 K1"], ridge: float, sizes: list[int]) -> Float[Tensor, " parts"]:
+    """
+    c₁, c₂, …, between 0 and 1: the shares of the parts of a prediction, each of so many features in turn, that leave
+    the least in folds of prompts that they were not fitted to.
+    """
+    of_part = torch.block_diag(*(sums.new_ones(1, size) for size in sizes))
+    parts = of_part * solution(sums.sum(dim=0) - sums, ridge).unsqueeze(1)
+    agreement = torch.einsum("fpk,fk->p", parts, sums[:, :-1, -1])
+    squares = torch.einsum("fpk,fkl,fql->pq", parts, sums[:, :-1, :-1], parts)
+    c = torch.ones_like(agreement)
+    for part in [*range(len(sizes))] * 3:  # each, given the others
+        others = [i for i in range(len(sizes)) if i != part]
+        left = agreement[part] - sum(c[i] * squares[min(i, part), max(i, part)] for i in others)
+        c[part] = (left / squares[part, part].clamp(min=1e-30)).clamp(0, 1)
+    return c.nan_to_num()

@@ -1,0 +1,105 @@
+"""What `value` reads of each token: numbers of the text before it, and how lucky its draw was."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from ..energy import prefix_sums
+from .completions import Completions
+
+
+BLOCK = 2**13  # tokens whose features are in memory at once, in batches of up to 2 million tokens
+# The columns of what V is linear in, before those of hidden states
+NUMBERS = (
+    "one", "b0", "earned", "energy", "surprisal", "count", "root_energy", "root_surprisal", "root_count", "worst",
+    "sure",
+)  # fmt: skip
+B0 = NUMBERS.index("b0")
+
+
+class Prefix(NamedTuple):
+    """
+    Of each token; all but `luck` and `draws` is known before it is drawn. Zeros where `known` is False: numbers before
+    the token are not finite there.
+
+    Args:
+        known: Whether all numbers are finite.
+        numbers: `NUMBERS`: 1; B0, left empty here; the rewards earned; of the tokens before, sums of energy, of
+            surprisal and their count, and the square roots of the three; `worst`; `sure`. Then hidden states: here, and
+            their mean so far. Then the numbers of progress functions: as they are, and times √n.
+        sure: σ_t = Σ_v π(v)², how sure the policy is of the token to come.
+        worst: m_t, the largest σ − π(y) of the tokens before: an improbable token is often a mistake.
+        root_count: √n_t, of the number of tokens before.
+        earned: The rewards of the tokens before.
+        draws: What `Completions.progress_draws` holds, ρ times: its mean is 0, too. `(B, T, 0)` without it.
+        luck: d_t = ρ (σ_t − π(y_t)), which has mean 0 given what precedes; see `Completions.draw_ratio` for ρ.
+    """
+
+    known: Bool[Tensor, "B T"]
+    numbers: Float[Tensor, "B T K"]
+    sure: Float[Tensor, "B T"]
+    worst: Float[Tensor, "B T"]
+    root_count: Float[Tensor, "B T"]
+    earned: Float[Tensor, "B T"]
+    luck: Float[Tensor, "B T"]
+    draws: Float[Tensor, "B T F"]
+
+    def with_b0(self, b0: Float[Tensor, "B #T"]) -> Float[Tensor, "B T K"]:
+        """What V is linear in."""
+        of_known = (b0 * self.known).unsqueeze(-1)
+        return torch.cat([self.numbers[..., :B0], of_known, self.numbers[..., B0 + 1 :]], dim=-1)
+
+
+def blocks(x: Completions) -> Iterator[tuple[Completions, Prefix, slice]]:
+    """Blocks of rows with what precedes their tokens, and their place; a batch of a single block is read once."""
+    if x.mask.numel() <= BLOCK:
+        yield x, x.once(read), slice(None)
+        return
+    tokens = max(BLOCK, x.mask.numel() // 256)
+    rows = max(tokens // max(x.mask.size(1), 1), 1)
+    for first in range(0, len(x), rows):
+        at = slice(first, first + rows)
+        block = x.rows(at, 1)
+        yield block, read(block), at
+
+
+def read(x: Completions) -> Prefix:
+    """What precedes each token of `x`."""
+    mask, energy, logps, states = x.mask, x.need("energy"), x.need("logps").float(), x.need("states")
+    prob = logps.exp() * mask
+    sure = ((energy - 1 + 2 * prob) * mask).clamp(0, 1)
+    luck = (sure - prob) * mask
+    totals = {"energy": before(energy), "surprisal": before(-logps).clamp(min=0), "count": before(mask)}
+    columns = totals | {f"root_{name}": values.sqrt() for name, values in totals.items()}
+    columns |= {"one": torch.ones_like(mask), "b0": torch.zeros_like(mask), "earned": x.returns[:, :1] - x.returns}
+    columns |= {"worst": shifted(luck.nan_to_num().clamp(min=0).cummax(dim=1).values), "sure": sure}
+    numbers = torch.stack([columns[name].expand_as(mask) for name in NUMBERS], dim=-1)
+    mean_state = prefix_sums(states) / (columns["count"] + 1).unsqueeze(-1)
+    progress = () if x.progress is None else (x.progress, x.progress * columns["root_count"].unsqueeze(-1))
+    numbers = torch.cat([numbers, states, mean_state, *progress], dim=-1)
+    known = numbers.sum(dim=-1).isfinite()
+    ratio = torch.ones_like(mask) if x.draw_ratio is None else x.draw_ratio
+    each = (sure, columns["worst"], columns["root_count"], columns["earned"].expand_as(mask), luck * ratio)
+    sure, worst, root, earned, luck = (values.where(known & values.isfinite(), 0.0) for values in each)
+    draws = states[..., :0] if x.progress_draws is None else x.progress_draws * (ratio * mask).unsqueeze(-1)
+    draws = draws.where(known.unsqueeze(-1) & draws.isfinite(), 0.0)
+    numbers = numbers.masked_fill_(~known.unsqueeze(-1), 0.0)
+    return Prefix(known, numbers, sure, worst, root, earned, luck, draws)
+
+
+def before(values: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+    """Sums over the tokens before each."""
+    return shifted(prefix_sums(values))
+
+
+def later(values: Float[Tensor, "B T *more"]) -> Float[Tensor, "B T *more"]:
+    """Sums over the tokens after each."""
+    return shifted(prefix_sums(values.flip(1))).flip(1)
+
+
+def shifted(values: Float[Tensor, "B T *more"]) -> Float[Tensor, "B T *more"]:
+    """By one token: 0 for the first."""
+    return torch.cat([torch.zeros_like(values[:, :1]), values[:, :-1]], dim=1)

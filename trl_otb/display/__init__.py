@@ -1,0 +1,1 @@
+"""A rollout as text in a terminal, and as a page."""
