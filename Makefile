@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # The CPU suite: no GPU is looked for, no hub is asked, and one thread a process is fastest for tiny models.
 TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore::FutureWarning
 
-.PHONY: run test quick gpu lint format picture drift oldest hashes wheel constraints clean
+.PHONY: run test quick medium gpu lint format picture drift oldest hashes wheel constraints clean
 
 run: $(VENV)/.recipes ## train on the embedded task; ARGS="--baseline group_mean" and the like are passed on
 	$(BIN)/accelerate launch --quiet --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no recipes/math.py $(ARGS)
@@ -13,7 +13,10 @@ run: $(VENV)/.recipes ## train on the embedded task; ARGS="--baseline group_mean
 test: $(VENV)/.test ## every test that can run here
 	$(TEST_ENV) $(BIN)/python -m pytest -q $(ARGS)
 
-quick: $(VENV)/.test ## without the tests that take more than a few seconds
+quick: lint ## certainty about a change in two minutes: lint, types, maths, each source of energies, the contract with TRL
+	$(TEST_ENV) $(BIN)/python -m pytest -q -m quick $(ARGS)
+
+medium: $(VENV)/.test ## without the tests that take more than a few seconds
 	$(TEST_ENV) $(BIN)/python -m pytest -q -m "not slow" $(ARGS)
 
 gpu: $(VENV)/.test ## on a machine with a GPU: its tests, the cost of a step, the main job, and a report of 25 minutes

@@ -18,6 +18,9 @@ import pytest
 from jaxtyping import install_import_hook
 
 
+# Beside tests that are marked
+QUICK = ("tests/maths", "tests/trainer/test_seam.py", "tests/trainer/test_config.py", "tests/trainer/test_parity.py")
+
 # The shapes in signatures hold in every test
 CHECKED = [
     f"baselines.{name}" for name in ("bound", "completions", "least_squares", "means", "pooled", "prefix", "value")
@@ -36,8 +39,10 @@ def pytest_collection_modifyitems(items):
         sweep = item.nodeid.partition("[")[0]
         trains = sweep.startswith("tests/trainer") or {"run", "no_trainer"} & {*item.fixturenames} == {"run"}
         if trains and sweep in seen:
-            item.add_marker(pytest.mark.slow)  # the quick run takes the first case of a sweep
+            item.add_marker(pytest.mark.slow)  # `make medium` takes the first case of a sweep
         seen.add(sweep)
+        if item.nodeid.startswith(QUICK) and "slow" not in item.keywords:
+            item.add_marker(pytest.mark.quick)
 
 
 @pytest.fixture

@@ -58,6 +58,17 @@ class KeepsBaseline(Trainer):
                     f"`scale_rewards={getattr(self.args, 'scale_rewards', 'none')!r}`. Token energies are those of the "
                     "Optimal Token Baseline (https://arxiv.org/abs/2602.07078).\n"
                 )
+                if line := self._trl_otb.gain.line(*gain_of(self)):
+                    file.write(f"\nBy the end of training {line}\n")
+
+
+def gain_of(trainer: KeepsBaseline) -> tuple[str, str | None, str | None]:
+    """What [`~trl_otb.gain.Gain.line`] needs to know of a trainer: its baseline, and what it is compared with."""
+    entry, n = trainer.baseline.entry, trainer.args.num_generations
+    if trainer._trl_otb.b0 != "rloo_pooled":  # asynchronous: no batch is compared with another baseline
+        return entry.name, trainer._trl_otb.b0 if n > 1 else None, None
+    reference = "rloo_pooled" if n == 1 else "rloo" if entry.unbiased else "group_mean"
+    return entry.name, "rloo_pooled", None if entry.name == reference else reference
 
 
 def load_checkpoint(trainer: KeepsBaseline, folder: str | Path) -> None:

@@ -12,6 +12,7 @@ from trl import GRPOConfig, GRPOTrainer
 from .baselines import Completions
 from .config import PROGRESS_PLACES, OTBGRPOConfig, check_options, named_baseline
 from .display.page import RolloutPages
+from .gain import Gain
 from .metrics import STATISTICS, summarize
 from .progress import Progress, found
 from .rollout import Rollout, columns_of, prompt_keys
@@ -24,10 +25,10 @@ from .seam.hub import LeavesPagesOut
 from .seam.loss import TokenLoss, tried_first
 from .seam.older_trl import check_head, check_liger
 from .seam.private import Private, Public, check_names
-from .seam.rollouts import recorded_rewards, rollout_of
+from .seam.rewarding import recorded_rewards, rollout_of
 from .seam.sampled import SampledTurns
 from .seam.tool_turns import CollectiveToolLoop
-from .state import KeepsBaseline, check_unchanged
+from .state import KeepsBaseline, check_unchanged, gain_of
 
 
 logger = get_logger(__name__)
@@ -141,11 +142,13 @@ class OTBGRPOTrainer(KeepsBaseline, LeavesPagesOut, CollectiveToolLoop, TokenLos
         self.accelerator.print(
             f"Training with baseline {name!r} ({named}) and scale_rewards {self.args.scale_rewards!r}."
         )
-        before = self.rollouts.get("train")
+        before, self._trl_otb.gain = self.rollouts.get("train"), Gain()
         result = super().train(*args, **kwargs)
         # Where data ran out transformers stops training, too, but before the first rollout
         stopped = self.control.should_training_stop and self.rollouts.get("train") is not before
         if self.state.global_step > 0 or self.state.max_steps == 0 or stopped:
+            if line := self._trl_otb.gain.line(*gain_of(self)):
+                self.accelerator.print(line)
             return result
         raise ValueError(
             f"`train_dataset` has too few prompts: a generation batch takes {prompts_at_once(self)} "
@@ -175,6 +178,8 @@ class OTBGRPOTrainer(KeepsBaseline, LeavesPagesOut, CollectiveToolLoop, TokenLos
         uses_trl_advantages = self.baseline.entry.name == "group_mean" and self.baseline.running_scale is None
         self.rollouts[mode] = rollout.with_advantages(found, batch["advantages"] if uses_trl_advantages else None)
         _log_rollout(self, mode, found, rollout.num_generations)
+        if mode == "train":
+            self._trl_otb.gain.add_statistics(found.statistics, found.learned)
         advantages = self.rollouts[mode].advantages
         assert advantages is not None  # after `with_advantages`
         return batch | {"advantages": advantages if found.per_token else advantages[:, 0]}

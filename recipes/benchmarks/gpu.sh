@@ -7,7 +7,8 @@
 #     SMALL=1 recipes/benchmarks/gpu.sh                # every part, tiny, on two CPU cores
 #
 # Each part is a command with a log and a time limit; if one fails, the others continue. runs/gpu/report.md says how each
-# ended, on which machine, and what it printed last: the tables for the Cost section of recipes/README.md.
+# ended, on which machine, and what it printed last: the tables for the Cost section of recipes/README.md. It can be
+# posted as it is (recipes/NUMBERS.md): it holds no prompts, paths of yours or weights.
 #
 # To a machine without network, copy this checkout and wheels of the packages it lacks: usually trl, datasets, dill and
 # multiprocess (peft, pytest-xdist and matplotlib are often installed); for the main job also reasoning-gym,
@@ -61,7 +62,11 @@ part() { # name, limit in minutes, what Python is called with
         grep -v '^\s*$' "$FOLDER/$name.log" | tail -n 25
         printf '```\n\n'
     } | tee "$FOLDER/$name.md"
-    for of in $PARTS; do cat "$FOLDER/$of.md" 2> /dev/null; done > "$FOLDER/report.md"
+    {
+        printf '# trl_otb on %s\n\nBy `make gpu`%s. ' "$MACHINE" "${SMALL:+ with SMALL=1}"
+        printf 'What each part printed last; failures are welcome, too.\n\n'
+        for of in $PARTS; do cat "$FOLDER/$of.md" 2> /dev/null; done
+    } | sed "s#$PWD/##g; s#$HOME#~#g" > "$FOLDER/report.md"
 }
 
 part tests 3 -m pytest -q -n 0 -m "$marks" tests/trainer/test_gpu.py
@@ -71,5 +76,7 @@ part step-generated 3 -m recipes.benchmarks.step --device $device $step --length
 part advantages 2 -m recipes.benchmarks.advantages --device $device $advantages
 [[ " $CHOSEN " != *" main "* ]] || rm -rf "$FOLDER/main" # an earlier run's
 part main 5 recipes/math.py --output_dir "$FOLDER/main" --disable_tqdm true $main
+URL=$(sed -n 's/^Repository = "\([^"]*\)".*/\1/p' pyproject.toml)
+echo "Nobody here has a GPU: please post $FOLDER/report.md as it is, at $URL/issues/new"
 echo "$FOLDER: report.md, and a log of each part. ${FAILED:+Failed:$FAILED.}"
 [ -z "$FAILED" ]

@@ -4,9 +4,11 @@ The studies' results as data, results/*.json, and the pages' tables and pictures
     python -m recipes.studies.render
 
 Below a line such as `<!-- value.json: 4; otb; value | T = 10; sums -->` stands the noise at N = 4 of these baselines on
-these tasks (on all, if none is named), or, with `equal` in the place of N, at 64 completions per step; below
-`<!-- runs: task -->` that task's runs, below `<!-- tokens: task -->` their tokens to a threshold. An interval is
-`[value, low, high]`; `null` is lost in noise.
+these tasks (on all, if none is named), on the same prompts; with `step 4` in the place of N that of a step whose
+prompts are drawn, with `both 4` the two and what they are worth in prompts, with `equal` at 64 completions per step.
+Below `<!-- runs: task -->` stand that task's runs, below `<!-- tokens: task -->` their tokens to a threshold, below
+`<!-- bias: all -->` and `<!-- few_prompts: all -->` the studies of these names. An interval is `[value, low, high]`;
+`null` is lost in noise.
 """
 
 import json
@@ -131,21 +133,43 @@ def by_task(tables: Tables, n: int) -> str:
     return _markdown(found.rename_axis("estimator").reset_index(), "–")
 
 
-def noise(tables: Tables, n: int, names: list[str]) -> str:
+def of_step(cell: dict) -> list[float | None]:
+    """The variance of a step whose prompts are drawn; in older results, all of N = 4, at as many completions."""
+    return cell["step"] if "step" in cell else cell["equal_completions"]
+
+
+def noise(tables: Tables, n: int, names: list[str], of_steps: bool = False) -> str:
     """
-    A task per row, one of these estimators per column: noise to signal over the group mean's. `explained` is what
-    `value` explained of the batches that it learned from, `removed` the share of `rloo_pooled`'s noise that it removes.
+    A task per row, one of these estimators per column: noise to signal over the group mean's, on the same prompts or of
+    a step whose prompts are drawn. `explained` is what `value` explained of the batches that it learned from, `removed`
+    the share of `rloo_pooled`'s noise that it removes.
     """
-    found = _frame(tables, n, lambda cell: interval(cell["noise"])).reindex([f"`{name}`" for name in names])
+    read = of_step if of_steps else lambda cell: cell["noise"]
+    found = _frame(tables, n, lambda cell: interval(read(cell))).reindex([f"`{name}`" for name in names])
     for task, cells in tables.items():
         of = {cell["estimator"]: cell for cell in cells if cell["n"] == n}
         if "explained" in names and {"value", "rloo_pooled"} <= {*of}:
             found.loc["`explained`", task] = number(of["value"].get("explained"), ".2f")
-            left = of["value"]["noise"][0] / of["rloo_pooled"]["noise"][0]
+            left = read(of["value"])[0] / read(of["rloo_pooled"])[0]
             found.loc["`removed`", task] = number(1 - left, ".2f")
     found = found.dropna(axis="columns", how="all").T
     found = found.rename(index=lambda task: f"{task} ({tables[task][0]['prompts']})")
     return _markdown(found.rename_axis("task (prompts)").reset_index(), "–")
+
+
+def both_units(tables: Tables, n: int, names: list[str]) -> str:
+    """A task and estimator per row: noise and variance over the group mean's, and what they are worth in prompts."""
+    titles = "noise, same prompts", "variance, prompts drawn", "worth, same (%)", "worth, drawn (%)"
+    rows = [["task (prompts)", "baseline", *titles]]
+    for task, cells in tables.items():
+        of = {cell["estimator"]: cell for cell in cells if cell["n"] == n}
+        for name in names:
+            if name in of:
+                units = of[name]["noise"], of_step(of[name])
+                worth = [[None if x is None else 100 / x - 100 for x in (a, c, b)] for a, b, c in units]
+                texts = [*map(interval, units), *(interval(x, ".0f") for x in worth)]
+                rows.append([f"{task} ({of[name]['prompts']})", f"`{name}`", *texts])
+    return markdown(rows)
 
 
 def at_equal_completions(tables: Tables, names: list[str]) -> str:
@@ -216,17 +240,52 @@ def of_tokens(key: str) -> str:
     return markdown(rows)
 
 
+def of_bias(policies: list[dict]) -> str:
+    """Of small policies: by the loss, least and most of what each part of a baseline adds to the mean gradient."""
+    losses, parts = [[*policies[0]][1:], [*next(iter([*policies[0].values()][1:]))]]
+    rows = [["loss", *parts]]
+    for loss in losses:
+        of = [[policy[loss][part] for policy in policies] for part in parts]
+        rows.append([f"`{loss}`", *("0" if max(x) < 5e-4 else f"{min(x):.3f}–{max(x):.3f}" for x in of)])
+    return markdown(rows)
+
+
+def of_few_prompts(results: dict) -> str:
+    """A baseline per row: what all prompts say, and of few, in per cent, how often the interval holds it, its width."""
+    few = sorted({cell["drawn"] for cell in results["cells"]})
+    of = {(cell["estimator"], cell["drawn"]): cell for cell in results["cells"]}
+    titles = [f"{n} prompts: held, too high, width" for n in few]
+    rows = [["baseline", f"more prompts, by all {results['prompts']} (%)", *titles]]
+    for name in dict.fromkeys(cell["estimator"] for cell in results["cells"]):
+        texts = []
+        for cell in (of[name, n] for n in few):
+            width = None if cell["width"] is None else 100 * cell["width"]
+            texts.append(f"{100 * cell['held']:.0f} %, {100 * cell['too_high']:.0f} %, {number(width, '.0f')}")
+        rows.append([f"`{name}`", interval([100 * x for x in of[name, few[0]]["truth"]], ".0f"), *texts])
+    return markdown(rows)
+
+
 def rendered(page: str) -> str:
     """The page's text with its tables as the results have them."""
 
     def table(found: re.Match) -> str:
         line, name, key = found.groups()
-        if name in ("runs", "tokens"):
+        if name == "bias":
+            text = of_bias(load("bias")["policies"])
+        elif name == "few_prompts":
+            text = of_few_prompts(load("few_prompts"))
+        elif name in ("runs", "tokens"):
             text = of_runs(runs_of(key)) if name == "runs" else of_tokens(key)
         else:
             (n, *names), tables, tasks = key.split(" | ")[0].split("; "), load(name)["tables"], key.partition(" | ")[2]
             tables = {task: tables[task] for task in tasks.split("; ")} if tasks else tables
-            text = at_equal_completions(tables, names) if n == "equal" else noise(tables, int(n), names)
+            unit, size = n.split() if " " in n else ("", n)
+            if n == "equal":
+                text = at_equal_completions(tables, names)
+            elif unit == "both":
+                text = both_units(tables, int(size), names)
+            else:
+                text = noise(tables, int(size), names, of_steps=unit == "step")
         return f"{line}\n\n{text}\n"
 
     pattern = r"^(<!-- (\w+)(?:\.json)?: (.+) -->)\n\n(?:(?:\|.*\n)+\n)?"

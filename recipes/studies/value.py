@@ -5,6 +5,7 @@ What do baselines gain as completions grow longer and groups larger, what `value
     python -m recipes.studies.value --num_prompts 16 --tasks words   # a language model: half an hour to two hours
     python -m recipes.studies.value --plot_only --publish            # the columns of value.md, and pictures
     python -m recipes.studies.value --relatives --tasks calculator   # other authors' baselines, and N from 1 to 32
+    python -m recipes.studies.value --steps --num_prompts 64 --tasks sums   # few baselines, at N = 4, on many prompts
 
 Each task is measured by trl_otb.compare_baselines, with pools of 128 completions (SmolLM2: 16); θ has seen 8 batches
 of other prompts, four completions each. The policies of the scratchpad (recipes/toy/scratchpad.py) make as many
@@ -61,6 +62,8 @@ TITLES = {"otb_loo": "otb, one left out"}  # of estimators, as they are publishe
 TOY = [task for task, title in TASKS.items() if not title.startswith(("SmolLM2", "Gemma3"))]
 BESIDE = ("otb", "otb_loo", "rloo", "rloo_pooled", "ogb_pooled", "ogb_pooled_damped")
 RELATIVES = ("otb", "rloo_pooled", "ogb_pooled", "tether", "poise", "v05", "ebpo", "value_weights_one", "value")
+STEPS = ("ogb_pooled", "rloo", "rloo_pooled", "value")
+FEWER = {"completions_per_prompt": 64, "group_sizes": [4], "projection": 4096}
 MEASURED = {"completions_per_prompt": 128, "group_sizes": [4, 8, 32], "projection": 4096}
 
 
@@ -141,6 +144,8 @@ def measured(task: str, folder: Path, args: argparse.Namespace) -> list[dict]:
             trainer, options = language.trainer_at(name, args.seed, folder, **progress), language.measured(name)
         options = options | {"prompts_per_batch": int(prompts or PROMPTS_PER_BATCH), "seed": args.seed}
         names = args.baselines or [*BESIDE, "value", *ABLATIONS]
+        if args.steps:
+            names, options = [*STEPS[task not in TOY :]], options | (FEWER if task in TOY else {"projection": 4096})
         if args.relatives:
             names, options = [*RELATIVES], options | ({"group_sizes": [1, 2, 4, 8, 32]} if task in TOY else {})
         report = trl_otb.compare_baselines(trainer, names, args.num_prompts, **options)
@@ -152,8 +157,9 @@ def measured(task: str, folder: Path, args: argparse.Namespace) -> list[dict]:
 
 def cells_of(report: dict) -> list[dict]:
     """
-    Of a report as plain data: efficiency and noise to signal, both over the group mean's; noise at as many completions
-    per step, over that of the control at the run's own N; the cosine, and what was explained while it learned.
+    Of a report as plain data, over the group mean's: efficiency and noise to signal on the same prompts, and the
+    variance of a step whose prompts are drawn (`step`); the latter at as many completions per step, over that of the
+    control at the run's own N; the cosine, and what was explained while it learned.
     """
     rows = report["comparisons"]
     mean = {row["n"]: 1 + row["more_completions"]["value"] for row in rows if row["name"] == "group_mean"}
@@ -168,6 +174,7 @@ def cells_of(report: dict) -> list[dict]:
         else:
             known = noise[0] is not None and row["n"] in mean
             equal = [noise[0] / mean[row["n"]] if known else None, None, None]
+        gain = [row["more_prompts"][end] for end in ("value", "high", "low")]
         explained = report["learned"].get(f"{row['name']}/explained")
         return {
             "prompts": report["num_prompts"],
@@ -175,6 +182,7 @@ def cells_of(report: dict) -> list[dict]:
             "estimator": TITLES.get(row["name"], row["name"]),
             "efficiency": [row["over_group_mean"][end] for end in ("value", "low", "high")],
             "noise": noise,
+            "step": [None if x is None else 1 / (1 + x) for x in gain],
             "equal_completions": equal,
             "cosine": row["cosine"]["value"],
             **({} if explained is None else {"explained": explained}),
@@ -191,13 +199,16 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--baselines", nargs="+", choices=BASELINES, help="by default those of the page")
     parser.add_argument("--relatives", action="store_true", help="other authors' baselines, and N from 1 to 32")
     parser.add_argument("--progress", action="store_true", help="`value` reads the text's reward so far")
+    parser.add_argument("--steps", action="store_true", help="few baselines at N = 4, for many prompts")
     parser.add_argument("--plot_only", action="store_true", help="tables and pictures from what is saved")
     parser.add_argument("--publish", action="store_true", help="put the columns into the results and the pages")
     parser.add_argument("--output_dir", type=Path, help="by default runs/studies/value, or …/relatives")
     args = parser.parse_args(argv)
-    if args.baselines and (args.relatives or args.publish):
-        parser.error("--baselines is for neither --relatives nor --publish, whose tables have baselines of their own")
-    name = "relatives" if args.relatives else "value"
+    if args.baselines and (args.relatives or args.steps or args.publish):
+        parser.error("--baselines is for no other of these options, whose tables have baselines of their own")
+    if args.relatives and args.steps:
+        parser.error("--relatives and --steps are two studies: choose one")
+    name = "relatives" if args.relatives else "steps" if args.steps else "value"
     args.output_dir = args.output_dir or Path("runs/studies", name)
     if args.publish and args.seed != render.load(name)["seed"]:
         parser.error(f"--publish is for the seed of the page, {render.load(name)['seed']}")

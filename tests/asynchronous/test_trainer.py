@@ -546,3 +546,15 @@ def test_wrong_log_probs_of_the_sampler_are_noticed(train_async, caplog, wrong):
             any(left_out) and all(left_out[left_out.index(1.0) :]) and trainer.baseline.entry.estimator.luck_weight == 0
         )
         assert "the ratio of policy to sampler has a mean of" in caplog.text
+
+
+@pytest.mark.parametrize(("options", "expected"), [
+    ({}, "beyond rloo (mean of the last 3 batches)"),
+    ({"num_generations": 1}, "beyond the mean of earlier steps (mean of the last "),
+    ({"baseline": "rloo"}, None),
+    ({"baseline": "group_mean", "scale_rewards": "group"}, None),
+])  # fmt: skip
+def test_the_end_of_training_says_what_value_did(train_async, capsys, options, expected):
+    train_async(max_steps=3, **options)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "of the gradient's power" in line]
+    assert len(lines) == (expected is not None) and all(expected in line for line in lines)

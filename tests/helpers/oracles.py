@@ -21,7 +21,7 @@ ALIGNED = [  # with every alignment that a baseline looks at
 ]
 
 
-class Rollouts:
+class RandomBatch:
     """Random ragged rollouts: G groups of N, with tool output inside some completions."""
 
     def __init__(self, seed=0, groups=3, n=4, length=12, tools=True):

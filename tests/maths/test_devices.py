@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tests.helpers.oracles import ALIGNED, ESTIMATORS, Rollouts
+from tests.helpers.oracles import ALIGNED, ESTIMATORS, RandomBatch
 from trl_otb.baselines import find_baseline, subtract
 from trl_otb.energy import TokenValues
 from trl_otb.metrics import summarize
@@ -39,7 +39,7 @@ def mode():
 
 @pytest.fixture
 def x():
-    x = Rollouts()
+    x = RandomBatch()
     for name in ("rewards", "energy", "mask", "ratios"):
         setattr(x, name, getattr(x, name).to("meta"))
     x.more = {

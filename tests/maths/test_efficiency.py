@@ -2,7 +2,7 @@
 
 import json
 import math
-import sys
+import re
 from statistics import NormalDist
 
 import pytest
@@ -51,6 +51,9 @@ def test_figures_by_hand():
     # Six such prompts: squares 14, 30 ordered pairs of mean product 1/3, so signal 24; noise 22
     six = moments.of_batch(BATCH, 6)
     assert (*efficiency(six), six["cosine"].item()) == pytest.approx((24 / 46, 1.0))
+    # E‖ĝ‖² is 6 on average, two prompts' mean product 1/3; ĝ is half of the truth, so squares count four times
+    assert figures["step"][0].item() == pytest.approx(4 * (6 - 1 / 3))
+    assert six["step"].item() == pytest.approx(4 * (6 - 1 / 3)) and figures["variance"].isnan().all()
     lost = Moments(SQUARE, -SIGNAL, SIGNAL, SIGNAL).of_batch(BATCH)
     assert lost.pop("signal") == 9 and all(value.isnan() for value in lost.values())
 
@@ -62,8 +65,11 @@ def test_figures_match_hand_calculation():
     figures = moments.of_batch(BATCH)
     # Noise 12 + 40 + 20 − 7 = 65, signal 9
     assert (figures["noise"].item(), figures["signal"].item()) == pytest.approx((65, 9))
+    # One prompt's ĝ in a step whose prompts are drawn: 4 · 6 less the mean product, at any number of prompts
+    assert figures["step"].item() == figures["variance"].item() == pytest.approx(24 - 1 / 3)
     assert efficiency(figures) == pytest.approx([9 / 74])
     six = moments.of_batch(BATCH, 6)  # noise twice as large, signal 24
+    assert six["step"].item() == pytest.approx(24 - 1 / 3)
     assert (six["noise"].item(), *efficiency(six)) == pytest.approx((130, 24 / 154))
     lost = Moments(SQUARE, unknown, unknown, -SIGNAL, scale=0.5).of_batch(BATCH)
     assert (lost["noise"].item(), lost["signal"].item()) == pytest.approx((79, 0))
@@ -119,8 +125,42 @@ def test_unbiased_noise_needs_no_signal():
     assert math.isnan(of["y"].over_group_mean.value)
     assert of["x"].more_prompts.value == pytest.approx(1, rel=1e-3)
     said = report_of(rows, 30).verdict
-    assert said.startswith("Set baseline='x': worth 100 % more prompts (")
+    assert said.startswith("Set baseline='x': group_mean, GRPO's, needs 100 % more prompts per step (95 %: ")
     assert "y cannot be compared, as the signal is lost in noise" in said
+
+
+def measured_prompts(seed: int, prompts: int = 16, size: int = 40) -> dict[tuple[str, int], Moments]:
+    """
+    Prompts drawn from a population that is known: gradients g_p = ḡ + δ_p with ‖ḡ‖² = 0.5 and E‖δ‖² = 1; noise σ_p²
+    under the control and 0.2 u_p σ_p² under `x`, log-normal with mean 1. So their variances are 2 and 1.2.
+    """
+    g = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    own = normal(prompts, size) / size**0.5
+    own[:, 0] += 0.5**0.5
+    noise, wobble = (torch.exp(s * normal(prompts) - s**2 / 2) for s in (0.7, 0.3))
+    halves = own.unsqueeze(1) + normal(prompts, 2, size) * (noise / 8 / size).sqrt().view(-1, 1, 1)  # of 8 groups each
+    products = halves.mean(1) @ halves.mean(1).T
+    products.diagonal().copy_((halves[:, 0] * halves[:, 1]).sum(1))
+    squares = own.square().sum(1)
+    return {
+        ("group_mean", 4): Moments((squares + noise) * (3 / 4) ** 2, *[products] * 3, scale=3 / 4),
+        ("x", 4): Moments(squares + 0.2 * wobble * noise, *[products] * 3, scale=1.0),
+    }
+
+
+def test_intervals_hold_what_is_true_of_all_prompts():
+    """16 prompts of a known population, 100 times: what a step with drawn prompts gains, 2 / 1.2 − 1."""
+    truth, reports = 2 / 1.2 - 1, [compare(measured_prompts(seed), 16, 4)[1] for seed in range(100)]
+    found = [row.more_prompts for row in reports]
+    assert 90 <= sum(of.low <= truth <= of.high for of in found) <= 99
+    assert sum(of.low > truth for of in found) <= 5  # too much is promised
+    assert sorted(of.value for of in found)[50] == pytest.approx(truth, rel=0.05)
+    # On the same prompts it would be 1 / 0.2 − 1 = 4, which is another question
+    assert all(of.high < 1 / row.noise_over_group_mean.high - 1 for of, row in zip(found, reports, strict=True))
 
 
 def test_which_scales_are_known():
@@ -166,7 +206,9 @@ def test_verdict_survives_undefined_draws(prompts):
     rows = compare(found, prompts, 4)
     said = report_of(rows, prompts).verdict
     assert said.startswith("Set baseline='x': " if prompts == 40 else ("Keep group_mean.\n", "Set baseline='x': "))
-    assert prompts < 40 or rows[1].more_prompts.value == pytest.approx(3, rel=0.1)
+    # Differences between prompts are 1 under both: E‖ĝ‖² has 1.01 of the signal, and two prompts' product is 0.01
+    of_control, of_x = (1 + of.mean().item() for of in noise)
+    assert prompts < 40 or rows[1].more_prompts.value == pytest.approx(of_control / of_x - 1)
 
 
 SURE, BIASED = row("b", 0.3, 0.2, 0.4), row("c", 0.9, 0.5, 1.5, unbiased=False, b=0.3, value=0.3)
@@ -174,28 +216,34 @@ LIKELY = [row("a", 0.5, -0.1, 1.5), row("b", 0.1, -0.3, 0.5)]
 VALUE, BETTER = row("value", 0.4, 0.1, 0.9), row("d", 0.9, 0.5, 1.5, value=0.01, b=0.2)
 # Beside the control, and the run's baseline: how the verdict begins, and what it says
 VERDICTS = [
-    ([row("d", 0.134, 0.08, 0.19)], "otb", "Set baseline='d': worth 13 % more prompts (95 %: 8 to 19) than ", "again"),
-    (LIKELY, "otb", "Keep group_mean.\nNo unbiased baseline is surely", "='a' is worth 50 % (-10 to 150) more"),
+    ([row("d", 0.134, 0.08, 0.19)], "otb",
+     "Set baseline='d': group_mean, GRPO's, needs 13 % more prompts per step (95 %: 8 to 19) for as little", "again"),
+    (LIKELY, "otb", "Keep group_mean.\nNo unbiased baseline is surely", "'a', 50 (-10 to 150) % more prompts, so the"),
     (LIKELY, "otb", "Keep group_mean.\n", "more prompts may decide it."),
     ([row("a", 0.02, -0.03, 0.07)], "otb", "Keep group_mean.\n", "is unlikely to change that"),
     ([LOST], "otb", "Keep group_mean.\n", "the signal is lost in"),
     ([row("value", 0.02, -0.05, 0.1), row("otb", 0.4, 0.3, 0.5, unbiased=False)], "otb", "Keep group_mean.\n",
-     "='value' is worth 2 % (-5 to 10) more prompts. Measuring more prompts is unlikely to change that. otb would be"),
+     "'value', 2 (-5 to 10) % more prompts, so the sign is not known. Measuring more prompts is unlikely to change "
+     "that. otb would be"),
     ([BIASED, SURE], "otb", "Set baseline='b':", "c would be better here, but biased"),
     ([BIASED], "otb", "Set baseline='c':", "Note: it is biased"),
     ([row("d", 0.5, 0.4, 0.6, unbiased=None)], "otb", "Set baseline='d':", "(then set `credit_whole_return=True`)"),
-    ([row("none", 2.0, 1.0, 3.0), SURE], "otb", "Set baseline='b':", ""),
-    ([row("none", 2.0, 1.0, 3.0)], "otb", "Keep group_mean.", ""),
-    (LIKELY, "b", "Keep baseline='b': it cannot be told apart from group_mean.\n", "='a' is worth 50 % (-10 to 150)"),
+    ([row("none", 2.0, 1.0, 3.0), SURE], "otb", "Set baseline='b':", "none, which subtracts nothing, has 200 (100 to"),
+    ([row("none", 2.0, 1.0, 3.0)], "otb", "Keep group_mean.", "so it is not advised."),
+    (LIKELY, "b", "Keep baseline='b': it cannot be told apart from group_mean.\n", "'a', 50 (-10 to 150) % more"),
     ([row("b", -0.4, -0.6, -0.1)], "b", "Set baseline='group_mean': 'b' is surely worse.\n", "is unlikely to change"),
     # Of what cannot be told apart, the run's own, else value
-    ([SURE, VALUE], "otb", "Set baseline='value': worth 40 % ", "On these prompts value and b cannot be told apart."),
+    ([SURE, VALUE], "otb", "Set baseline='value': group_mean, GRPO's, needs 40 % ",
+     "On these prompts value and b cannot be told apart."),
     ([SURE, VALUE], "value", "Keep baseline='value': ", ""),
     ([SURE, VALUE], "b", "Keep baseline='b': ", "On these prompts b and value cannot be told apart."),
-    ([SURE, row("value", 0.4, -0.1, 0.9)], "otb", "Set baseline='value': ", "value and b cannot be told apart."),
     ([SURE, VALUE, BETTER], "value", "Set baseline='d': ", "again later"),
     ([row("b", 0.3, 0.2, 0.4), row("value", 0.9, 0.5, 1.5, b=0.01), row("d", 0.95, 0.5, 1.5, b=0.01)], "b",
      "Set baseline='value': ", "value and d cannot be told apart"),
+    # What is not surely better than the control is not advised, even if it is the run's own, and not surely worse
+    ([SURE, row("value", 0.28, -0.06, 3.78)], "otb", "Set baseline='b': group_mean, GRPO's, needs 30 %", ""),
+    ([SURE, row("value", 0.28, -0.06, 3.78)], "value", "Set baseline='b': group_mean, GRPO's, needs 30 % ",
+     "'value', the run's own, may be as good: 28 (-6 to 378) is its estimate, which is not surely above 0."),
 ]  # fmt: skip
 
 
@@ -203,6 +251,22 @@ VERDICTS = [
 def test_verdict_keeps_what_is_not_surely_worse(rows, own, begins, says):
     verdict = report_of([CONTROL_ROW, *rows], baseline=own).verdict
     assert verdict.startswith(begins) and says in verdict
+
+
+@pytest.mark.parametrize(("rows", "own", "begins", "says"), VERDICTS)
+def test_advice_never_holds_zero(rows, own, begins, says):
+    """A number that someone is to act on has an interval above 0."""
+    report = report_of([CONTROL_ROW, *rows], baseline=own)
+    assert report.best is None or report.best.more_prompts.low > 0
+    advised = [float(low) for low in re.findall(r"^(?:Set|Keep) .*95 %: (-?\d+) to", report.verdict)]
+    assert len(advised) == (report.best is not None) and all(low > 0 for low in advised)
+
+
+def test_none_is_spoken_of_where_it_is_first_alone():
+    below = report_of([CONTROL_ROW, row("none", 0.2, 0.1, 0.3), SURE], baseline="b").verdict
+    assert "subtracts nothing" not in below
+    unsure = report_of([CONTROL_ROW, row("none", 2.0, -0.1, 5.0), SURE], baseline="b").verdict
+    assert "subtracts nothing" not in unsure
 
 
 def test_interval_of_few_prompts_is_wider():
@@ -220,24 +284,33 @@ def test_pairs_are_compared_on_the_same_prompts():
              for name, of in (("group_mean", 10.0), ("x", 5.0), ("y", 4.0))}  # fmt: skip
     rows = {row.name: row for row in compare(found, 16, 4)}
     of = rows["y"].more_than["x"]
-    assert of.value == pytest.approx(0.25, rel=0.05) and of.low > 0.2 and of.high < 0.3
+    x, y = (1 + share * noise.mean().item() for share in (5, 4))
+    assert of.value == pytest.approx(x / y - 1) and of.low > 0.17 and of.high < 0.25
     assert rows["x"].more_than["y"].high < 0 and set(rows["x"].more_than) == {"group_mean", "y"}
 
 
 def test_saved_report(tmp_path):
-    report_of([CONTROL_ROW, row("<b>", 0.3, 0.2, 0.4)]).save(tmp_path / "report")
-    text = (tmp_path / "report" / "report.html").read_text()
-    assert "&lt;b&gt;" in text and "data:image/png;base64," in text
+    rows = [CONTROL_ROW, row("<b>", 0.3, 0.2, 0.4), row("worse", -0.2, -0.3, -0.1), row("x", 0.1, -0.1, 9.0), LOST]
+    report_of(rows).save(tmp_path / "report")
+    page = (tmp_path / "report" / "report.html").read_text()
+    assert (
+        "&lt;b&gt;" in page and "<b>" not in page and "name=viewport" in page and "prefers-color-scheme: dark" in page
+    )
+    assert [page.count(f"r='4' fill='var(--{of})'") for of in ("better", "worse", "faint")] == [1, 1, 2]
+    assert "<td>30 (20 to 40)</td>" in page and page.count("lost in noise") == 3  # table, picture, note
     assert json.loads((tmp_path / "report" / "report.json").read_text())["num_prompts"] == 40
 
 
 def test_report_holds_everything():
-    report = report_of([row("a", -0.2, -0.3, -0.1), CONTROL_ROW, LOST, row("b", 0.3, 0.2, 0.4)])
+    report = report_of([row("a", -0.2, -0.3, -0.1), CONTROL_ROW, LOST, row("b", 0.3, 0.2, math.inf)])
     said = repr(report).splitlines()
     assert said[0].startswith("Set baseline='b'") and len(said) < 14
-    assert [line.split("  ")[0] for line in said[4:7]] == ["b", "group_mean", "a"]
-    assert said[7] == "lost in noise: lost"
+    assert re.split("  +", said[3]) == ["N = 4", "more prompts, % (95 %)", "noise on the same prompts, x group_mean's"]
+    assert [line.split()[0] for line in said[4:8]] == ["b", "group_mean", "a", "lost"]
+    assert "30 (20 to ?)" in said[4] and said[4].endswith("1.00 (0.90 to 1.10)") and "lost in noise" in said[7]
+    assert said[8] == "?: these prompts set no limit, or it is beyond 1,000 %."
     assert json.loads(json.dumps(report.to_json(), allow_nan=False))["comparisons"][2]["more_prompts"]["value"] is None
+    assert "?:" not in repr(report_of([CONTROL_ROW, SURE]))
 
 
 def test_picture_has_all_sizes_and_baselines(tmp_path):
@@ -246,14 +319,3 @@ def test_picture_has_all_sizes_and_baselines(tmp_path):
     assert [label.get_text() for label in axis.get_yticklabels()] == ["lost", "group_mean", "x"]
     assert "lost in noise" in [text.get_text() for text in axis.texts]
     assert (tmp_path / "noise.png").stat().st_size > 5000
-
-
-def test_a_report_is_saved_where_nothing_can_be_drawn(tmp_path, monkeypatch, caplog):
-    """The README's installation has no matplotlib, and measuring took minutes."""
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr("trl_otb.comparison.report.find_spec", lambda name: None)
-    report_of([CONTROL_ROW, row("<b>", 0.3, 0.2, 0.4)]).save(tmp_path / "report")
-    assert json.loads((tmp_path / "report" / "report.json").read_text())["comparisons"]
-    page = (tmp_path / "report" / "report.html").read_text()
-    assert "<img" not in page and "&lt;b&gt;" in page
-    assert "report.html has no picture: matplotlib is missing. `pip install matplotlib`" in caplog.text

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.helpers.oracles import ALIGNED, ESTIMATORS, Rollouts
+from tests.helpers.oracles import ALIGNED, ESTIMATORS, RandomBatch
 from trl_otb.baselines import BASELINES, advantages, compute_advantages, find_baseline, reward_to_go, subtract
 
 
@@ -17,7 +17,7 @@ def found(x, baseline):
 
 @pytest.mark.parametrize("baseline", [name for name, entry in ESTIMATORS.items() if find_baseline(entry).unbiased])
 def test_unbiased_baseline_ignores_own_return(baseline):
-    x = Rollouts(groups=5)
+    x = RandomBatch(groups=5)
     before = found(x.completions(), baseline).baselines
     x.rewards[0] += 5
     after = found(x.completions(), baseline).baselines
@@ -27,7 +27,7 @@ def test_unbiased_baseline_ignores_own_return(baseline):
 
 @pytest.mark.parametrize(("baseline", "alignment"), [pair for pair in ALIGNED if pair[0] != "none"])
 def test_a_shifted_reward_leaves_advantages_unchanged(baseline, alignment):
-    x, options = Rollouts(), {"baseline": baseline, "alignment": alignment}
+    x, options = RandomBatch(), {"baseline": baseline, "alignment": alignment}
     plain, shifted = (x.advantages(rewards, **options) for rewards in (x.rewards, x.rewards + 3))
     same = x.mask > 0
     if baseline in ("otb", "otb_loo"):  # on the lone tail B is 0
@@ -53,7 +53,7 @@ SAME = {
 @pytest.mark.parametrize(("baseline", "alignment"), ALIGNED)
 @pytest.mark.parametrize("what", SAME)
 def test_advantages_follow_input_transformations(baseline, alignment, what):
-    x, (change, of_advantages) = Rollouts(), SAME[what]
+    x, (change, of_advantages) = RandomBatch(), SAME[what]
     plain = x.advantages(baseline=baseline, alignment=alignment)
     expected, unit = of_advantages(plain), (of_advantages(plain).abs().max() / plain.abs().max()).item()
     actual = x.advantages(*change(x.rewards, x.energy, x.mask), baseline=baseline, alignment=alignment)
@@ -63,7 +63,7 @@ def test_advantages_follow_input_transformations(baseline, alignment, what):
 
 @pytest.mark.parametrize("baseline", ESTIMATORS)
 def test_only_batch_scope_reads_other_groups(baseline):
-    x = Rollouts()
+    x = RandomBatch()
     alone = compute_advantages(x.rewards[:4], x.energy[:4], x.mask[:4], 4, baseline=ESTIMATORS[baseline])
     beside = x.advantages(baseline=baseline)[:4]
     difference = (beside - alone).abs().max()
@@ -72,7 +72,7 @@ def test_only_batch_scope_reads_other_groups(baseline):
 
 @pytest.mark.parametrize(("pooled", "plain"), [("ogb_pooled", "ogb_loo"), ("rloo_pooled", "rloo")])
 def test_pooling_may_leave_one_out(pooled, plain):
-    x = Rollouts(groups=8)
+    x = RandomBatch(groups=8)
     x.mask[:, 0] = 1  # nobody is masked: `rloo` counts such completions, as TRL does, and pooling leaves them out
     two = [values[:8] for values in (x.rewards, x.energy, x.mask)]
     of_two, expected = (compute_advantages(*two, 4, baseline=name) for name in (pooled, plain))
@@ -110,7 +110,7 @@ def test_nothing_to_compare_subtracts_nothing(pooled):
 @pytest.mark.parametrize("dense", [False, True], ids=["terminal", "dense"])
 @pytest.mark.parametrize("weighted", [False, True], ids=["on-policy", "ratios"])
 def test_blocks_change_nothing(baseline, dense, weighted, monkeypatch):
-    x = Rollouts(groups=8)
+    x = RandomBatch(groups=8)
     rewards = torch.randn_like(x.energy) * x.mask if dense else x.rewards
     ratios = torch.rand(32, 1) + 0.5 if weighted else None
     whole = x.advantages(rewards, baseline=baseline, importance_weights=ratios)
@@ -125,7 +125,7 @@ def test_reward_to_go_counts_tool_rewards():
 
 @pytest.mark.parametrize("scalable", [name for name, entry in BASELINES.items() if entry.built_in and entry.scalable])
 def test_scalable_baselines_cancel_equal_returns(scalable):
-    x = Rollouts(groups=1)
+    x = RandomBatch(groups=1)
     x.mask[:] = 1
     assert x.advantages(torch.full((4,), 3.0), baseline=scalable).abs().max() < 1e-6
 

@@ -6,7 +6,7 @@ from importlib import import_module
 import pytest
 import torch
 
-from tests.helpers.oracles import Rollouts
+from tests.helpers.oracles import RandomBatch
 from tests.maths.test_derivation import Enumeration, gradient_in_batches, size_and_cosine
 from tests.maths.test_oracles import assert_double_loop, assert_reference
 from trl_otb.baselines import BASELINES, compute_advantages, find_baseline
@@ -48,7 +48,7 @@ def test_opo_is_the_reference_implementations():
 
 def test_shrunk_minimises_the_penalised_power():
     """By gradient descent on what its docstring minimises."""
-    x = Rollouts()
+    x = RandomBatch()
     rewards, energy, mask = x.rewards[:4], (x.energy * x.mask)[:4], torch.ones(4, 12)
     total = energy.sum(1)
     group = (total * rewards).sum() / total.sum()

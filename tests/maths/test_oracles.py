@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers.oracles import ALIGNED, ESTIMATORS, Rollouts, double_loop
+from tests.helpers.oracles import ALIGNED, ESTIMATORS, RandomBatch, double_loop
 from trl_otb.baselines import compute_advantages
 from trl_otb.energy import token_energy
 
 
 def assert_double_loop(baseline, alignment, dense, weighted, n):
     for seed in range(5):
-        x, g = Rollouts(seed, n=n), torch.Generator().manual_seed(seed)
+        x, g = RandomBatch(seed, n=n), torch.Generator().manual_seed(seed)
         x.mask[-1] = 0  # one completion without a single generated token
         x.energy[x.n :, ::3] = 0  # and stretches of zero energy
         x.energy[-x.n :] = 0  # a whole group of them
@@ -73,7 +73,7 @@ def test_otb_by_hand():
 @pytest.mark.parametrize(("baseline", "alignment"), ALIGNED)
 @pytest.mark.parametrize("hole", ["all rows masked", "all rewards NaN", "zero energy", "one token each"])
 def test_holes_are_finite(baseline, alignment, hole):
-    x = Rollouts()
+    x = RandomBatch()
     values, value = {
         "all rows masked": (x.mask, 0), "all rewards NaN": (x.rewards, math.nan), "zero energy": (x.energy, 0),
         "one token each": (x.mask[:, 1:], 0),
@@ -85,7 +85,7 @@ def test_holes_are_finite(baseline, alignment, hole):
 
 @pytest.mark.parametrize("baseline", ESTIMATORS)
 def test_advantages_are_float32_inputs_unchanged(baseline):
-    x = Rollouts()
+    x = RandomBatch()
     inputs = x.rewards.bfloat16(), x.energy.half(), x.mask.bool(), x.ratios.double()
     copies = [values.clone() for values in inputs]
     actual = x.advantages(*inputs[:3], baseline=baseline, importance_weights=inputs[3])
@@ -110,7 +110,7 @@ def test_leave_one_out_survives_dominant_energy():
     ],
 )
 def test_wrong_input_is_named(change, message):
-    x = Rollouts()
+    x = RandomBatch()
     arguments = {"rewards": x.rewards, "energy": x.energy, "mask": x.mask, "num_generations": x.n, **change}
     with pytest.raises(ValueError, match=message):
         compute_advantages(**arguments)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import trl_otb
-from tests.helpers.oracles import ESTIMATORS, WEIGHTS, Rollouts
+from tests.helpers.oracles import ESTIMATORS, WEIGHTS, RandomBatch
 from trl_otb.baselines import BASELINES, Value, find_baseline, gathered, subtract
 from trl_otb.baselines.completions import MIN_WEIGHT
 from trl_otb.run_baseline import RunBaseline
@@ -39,7 +39,7 @@ def test_registered_imported_given_are_same(dense, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     assert trl_otb.register_baseline("mine")(own_otb) is own_otb
-    x = Rollouts()
+    x = RandomBatch()
     rewards = torch.randn_like(x.energy) * x.mask if dense else x.rewards
     expected = x.advantages(rewards, baseline="otb_no_zero_tail")
     for baseline in ("mine", own_otb, "mine:weighted", find_baseline("mine")):
@@ -54,7 +54,7 @@ def test_flags_say_what_a_baseline_sees():
         seen["rows"] = len(x)
         return x.returns.view(-1, x.num_generations).mean(1).repeat_interleave(x.num_generations).unsqueeze(1)
 
-    entry, x = find_baseline(mine), Rollouts()
+    entry, x = find_baseline(mine), RandomBatch()
     assert entry is BASELINES["mine"] and (entry.needs, entry.scalable, entry.unbiased) == ({"logps"}, True, False)
     found = subtract(entry, x.completions())
     assert found.advantages.shape == (12, 1) and seen == {"rows": 12}
@@ -63,7 +63,7 @@ def test_flags_say_what_a_baseline_sees():
 
 @pytest.mark.parametrize("result", [0.0, torch.zeros(12), torch.zeros(1, 1), torch.zeros(12, 1), "NaN without tokens"])
 def test_whatever_fits_is_broadcast(result):
-    x = Rollouts()
+    x = RandomBatch()
     x.mask[:, 8:] = 0
 
     def mine(c):
@@ -92,7 +92,7 @@ def test_wrong_baselines_and_results_are_named(baseline, message, tmp_path, monk
     monkeypatch.syspath_prepend(tmp_path)
     trl_otb.register_baseline("totals", per_token=False)(lambda x: torch.zeros(12, 12))
     with pytest.raises((TypeError, ValueError), match=message):
-        Rollouts(tools=False).advantages(baseline=baseline)
+        RandomBatch(tools=False).advantages(baseline=baseline)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_names_and_flags_are_checked(flags, message):
 def test_undeclared_needs_cannot_be_read(name):
     trl_otb.register_baseline("mine", needs=())(lambda x: x.mean(x.need(name)))
     with pytest.raises(ValueError, match=f"reads `{name}`, which is not there"):
-        Rollouts().advantages(baseline="mine")
+        RandomBatch().advantages(baseline="mine")
 
 
 class Learns:
@@ -170,7 +170,7 @@ def test_trainers_get_instances_with_class_flags():
 def test_base_may_be_per_token():
     """Of other processes a class with `adjust` sees returns and lengths alone."""
     trl_otb.register_baseline("mine", scope="batch")(type("Mine", (Value,), {}))
-    x = Rollouts()
+    x = RandomBatch()
     x.rewards = torch.randn_like(x.energy) * x.mask
 
     def twice(own, tokens):
@@ -181,7 +181,7 @@ def test_base_may_be_per_token():
 
 
 def test_what_an_update_returns_is_numbers():
-    x = Rollouts().completions()
+    x = RandomBatch().completions()
     learnt = RunBaseline(find_baseline(Learns({"a": torch.tensor(2.0), 3: True}))).learn(x, x.returns)
     assert learnt == {"Learns/a": 2.0, "Learns/3": 1.0}
     assert RunBaseline(find_baseline(Learns())).learn(x, x.returns) == {}
@@ -199,7 +199,7 @@ def test_state_returns_from_checkpoint(state):
 def test_no_baseline_needs_subnormal_numbers(baseline):
     """GPUs flush them to zero, and so does this test where the CPU can."""
     assert MIN_WEIGHT > torch.finfo(torch.float32).tiny
-    lone = Rollouts(groups=1, n=2, tools=False)
+    lone = RandomBatch(groups=1, n=2, tools=False)
     lone.mask[:] = 0
     lone.mask[0] = lone.mask[1, 0] = 1  # one goes on alone, and left out of its own baseline it leaves nobody
     try:
@@ -212,7 +212,7 @@ def test_no_baseline_needs_subnormal_numbers(baseline):
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_nonfinite_energy_is_named(value):
-    x = Rollouts(tools=False)
+    x = RandomBatch(tools=False)
     x.mask[5, :4] = 1
     x.energy[5, 3] = value
     with pytest.raises(ValueError, match=f"The energy of completion 5, token 3, is {value}"):

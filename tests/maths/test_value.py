@@ -12,7 +12,7 @@ import jaxtyping
 import pytest
 import torch
 
-from tests.helpers.oracles import Rollouts
+from tests.helpers.oracles import RandomBatch
 from tests.helpers.settings import in_turn
 from tests.maths.test_derivation import Enumeration, V
 from trl_otb import run_baseline
@@ -661,7 +661,7 @@ def test_state_survives_a_file(tmp_path):
 
 
 def test_what_does_not_fit_is_named():
-    x = Rollouts()
+    x = RandomBatch()
     assert x.advantages(baseline="value").shape == x.mask.shape  # a new one looks at returns alone
     with pytest.raises(ValueError, match="reads `logps`, which is not there"):
         x.advantages(baseline=learnt())

@@ -45,7 +45,10 @@ def test_failing_part_stops_no_other(tmp_path):
     environment = {"PYTHON": str(python), "FOLDER": str(tmp_path / "gpu")}
     done = started([GPU], tmp_path, **environment)
     assert done.returncode == 1 and done.stdout.endswith("Failed: tests.\n"), done.stderr
-    sections = page.read_text().split("### ")[1:]
+    assert re.search(r"please post \S+/gpu/report.md as it is, at https://github.com/\S+/issues/new\n", done.stdout)
+    head, *sections = page.read_text().split("### ")
+    assert head.startswith("# trl_otb on A machine, torch 2\n\nBy `make gpu`. ")
+    assert str(Path.home()) not in page.read_text()
     failed, *others = sections
     assert failed.startswith("tests: failed with exit status 3") and "\nso it goes\n" in failed
     assert "A machine, torch 2" in failed and all("\n7\n```" in text for text in others)

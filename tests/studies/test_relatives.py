@@ -95,16 +95,16 @@ def test_v05_is_prior_unless_rejected():
 
 def test_tether_share_is_least_squares():
     estimator, task = taught("tether"), Task(9, told=False).batch()
-    x, b0, others = (
-        task.x,
-        estimator(task.x),
-        task.x.completion_mean(torch.ones_like(task.x.scored), leave_one_out=True),
-    )
+    x, b0 = task.x, estimator(task.x)
+    leave_one_out_mean = x.completion_mean(torch.ones_like(x.scored), leave_one_out=True)
     estimator.share = 1.0
     value = estimator.adjust(x, b0)
     estimator.share = 0.0
-    assert torch.equal(estimator.adjust(x, b0), others.expand_as(x.mask))
-    columns, target = ((value - others) * x.mask).flatten(), ((x.returns - others) * x.mask).flatten()
+    assert torch.equal(estimator.adjust(x, b0), leave_one_out_mean.expand_as(x.mask))
+    columns, target = (
+        ((value - leave_one_out_mean) * x.mask).flatten(),
+        ((x.returns - leave_one_out_mean) * x.mask).flatten(),
+    )
     expected = (columns @ target / (columns @ columns)).item()
     assert estimator.update(x, b0, lambda values: values)["share"] == pytest.approx(expected, rel=1e-4)
     assert 0 < expected < 1

@@ -15,7 +15,12 @@ from trl_otb.baselines import BASELINES, compute_advantages
 from trl_otb.seam.older_trl import LACKING
 
 
-@pytest.mark.parametrize(("baseline", "source"), in_turn(BASELINES, SOURCES))
+# Every baseline with one of the sources; the paper's and `value` with all of them, in the quick run, too
+CASES = [pytest.param(name, source, marks=pytest.mark.quick) for source in SOURCES for name in ("otb", "value")]
+CASES += [case for case in in_turn(BASELINES, SOURCES) if case[0] not in ("otb", "value")]
+
+
+@pytest.mark.parametrize(("baseline", "source"), CASES)
 def test_advantages_match_float64_softmax(train, model_path, source, baseline):
     trainer = train(baseline=baseline, temperature=0.7, learning_rate=0.0, max_steps=1, **SOURCES[source])
     batch = first_rollout(trainer)

@@ -1,7 +1,9 @@
 """Which baseline for my run? Measures the gradient noise under each baseline, on an existing trainer."""
 
 import math
+import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from itertools import chain, cycle, islice
 from pathlib import Path
@@ -11,7 +13,6 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 from datasets.fingerprint import Hasher
-from tqdm import tqdm
 
 from ..baselines import BASELINES, Completions, find_baseline, joined
 from ..rollout import generated_mask
@@ -19,6 +20,7 @@ from ..run_baseline import RunBaseline
 from ..seam.draws import changed_distribution
 from ..seam.forwards import policy_of
 from ..trainer import OTBGRPOTrainer, prompts_at_once
+from .bar import Progress, announcement
 from .efficiency import Comparison, Estimate, control
 from .gradients import CompletionGradients, Projection, studied_parameters
 from .moments import comparable, prompt_moments
@@ -110,15 +112,30 @@ def compare_baselines(
     gradients = CompletionGradients(trainer, parameters_studied, project)
     processes, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
     silent = args.disable_tqdm or not trainer.accelerator.is_main_process
-    to_learn = 0 if alone else LEARN_BATCHES * batch * n_of_run
-    bar = tqdm(total=to_learn + num_prompts * completions, desc="completions", disable=silent)
+    learn_from = min(batch, len(others or examples))  # prompts of a batch
+    fresh = any(run.entry.learns and not run.has_learned for run in runs.values())
+    to_learn = 0 if alone else sum(learn_from * size for size in _companion_sizes(fresh, n_of_run, sizes))
+    at_once = 1 + sum(entry.per_token and comparable(entry, n) for n in sizes for entry in entries.values())
+    if not silent:
+        print(announcement(len(runs), to_learn, num_prompts * completions, 1 + at_once, batch * n_of_run))
+    progress = Progress(to_learn + num_prompts * completions, num_prompts * completions, silent)
     measured: list[dict[Any, Any]] = []
-    with bar, at_rest(trainer, needs):
+
+    def try_gradient(row: dict[str, Any]) -> None:
+        """Measures how long the gradients of a completion take: the second time, as the first is slower."""
+        for _ in range(2):
+            began = time.perf_counter()
+            gradients(row, torch.ones(at_once, row["completion_ids"].size(1), device=trainer.accelerator.device))
+            progress.expect("measure", (time.perf_counter() - began) / processes)
+
+    with closing(progress), at_rest(trainer, needs):
         companions: list[dict[str, Completions]] = []
         learned: dict[str, float] = {}
         if not alone:
-            companions, learned = _learn(trainer, [*runs.values()], others or examples, batch, sizes, seed, bar.update)
-            bar.update(to_learn - bar.n)
+            with progress.phase("sample"):
+                companions, learned = _learn(
+                    trainer, [*runs.values()], others or examples, batch, sizes, seed, progress.advance, try_gradient
+                )
             pools = [pool for of in companions for pool in of.values() if len(pool) > 1]
             # As many as are to be measured: these will not vary, either
             if sum(map(len, pools)) >= num_prompts * completions and not any(map(_varies, pools)):
@@ -126,17 +143,20 @@ def compare_baselines(
         for first in range(0, num_prompts, processes):
             index = min(first + rank, num_prompts - 1)  # spare processes repeat the last one
             name, example = examples[index]
-            ((pool, rows),) = sample(trainer, [example], completions, seed + 1_000_003 * (index + 1))
+            with progress.phase("sample"):
+                ((pool, rows),) = sample(trainer, [example], completions, seed + 1_000_003 * (index + 1))
+                progress.advance(len(pool) * processes)
 
             def gradient_of(row: int, weights: torch.Tensor, rows: list[dict[str, Any]] = rows) -> torch.Tensor:
-                bar.update(processes)
-                return gradients(rows[row], weights.to(trainer.accelerator.device))
+                found = gradients(rows[row], weights.to(trainer.accelerator.device))
+                progress.advance(processes)
+                return found
 
             other_prompts = {
                 n: _other_prompts(companions, name, n, max(batch, batch * n_of_run // n) - 1) for n in sizes
             }
             masks = [generated_mask(row)[0].cpu() for row in rows]
-            with torch.autocast("cpu", enabled=False):
+            with progress.phase("measure"), torch.autocast("cpu", enabled=False):
                 moments = prompt_moments(pool, masks, gradient_of, entries, sizes, other_prompts, seed + index)
             reward = pool.whole_returns[pool.scored > 0].mean().item()
             moments |= {"reward": reward, "length": pool.lengths.mean().item()}
@@ -173,23 +193,26 @@ def _learn(
     sizes: list[int],
     seed: int,
     progress: Callable[[int], Any],
+    with_first: Callable[[dict[str, Any]], Any],
 ) -> tuple[list[dict[str, Completions]], dict[str, float]]:
     """
     Let baselines that have not learned yet learn from sampled batches; returns these, for others to be compared with,
-    and the metrics' means over the last half of them.
+    and the metrics' means over the last half of them. `with_first` is called with a row of the first one.
     """
     fresh = [run for run in runs if run.entry.learns and not run.has_learned]
     some, n, companions = cycle(examples), trainer.num_generations, []
     metrics: dict[str, list[float]] = {}
-    # A smaller N is put in a batch with more prompts
-    many = LEARN_BATCHES if fresh else min(max(COMPANION_BATCHES, n // min(sizes)), LEARN_BATCHES)
-    for batch in range(many):
+    of_batches = _companion_sizes(bool(fresh), n, sizes)
+    many = len(of_batches)
+    for batch, size in enumerate(of_batches):
         of_batch = list(islice(some, min(prompts_per_batch, len(examples))))
-        size = max(n, *sizes) if batch < COMPANION_BATCHES else n
-        pools = [pool for pool, _ in sample(trainer, [row for _, row in of_batch], size, seed + 7919 * (batch + 1))]
+        sampled = sample(trainer, [row for _, row in of_batch], size, seed + 7919 * (batch + 1))
+        pools = [pool for pool, _ in sampled]
         prompt = torch.arange(len(pools)).repeat_interleave(n)
         whole = replace(joined([pool.rows(slice(0, n), n) for pool in pools]), prompt=prompt)
-        progress(len(whole))
+        progress(size * len(pools))
+        if batch == 0:
+            with_first(sampled[0][1][0])
         with torch.autocast("cpu", enabled=False):
             learned = [run.advantages_of(whole, learn=True).learned for run in fresh]
         for name, value in chain.from_iterable(of.items() for of in learned):
@@ -198,6 +221,13 @@ def _learn(
                 metrics[name].append(value)
         companions.append({name: pool for (name, _), pool in zip(of_batch, pools, strict=True)})
     return companions, {name: fmean(values) if values else math.nan for name, values in metrics.items()}
+
+
+def _companion_sizes(fresh: bool, n: int, sizes: list[int]) -> list[int]:
+    """How many completions of each prompt the batches have that baselines learn from, or are compared with."""
+    # A smaller N is put in a batch with more prompts
+    many = LEARN_BATCHES if fresh else min(max(COMPANION_BATCHES, n // min(sizes)), LEARN_BATCHES)
+    return [max(n, *sizes) if batch < COMPANION_BATCHES else n for batch in range(many)]
 
 
 def _other_prompts(companions: list[dict[str, Completions]], but: str, n: int, most: int) -> list[list[Completions]]:

@@ -1,4 +1,17 @@
-"""Efficiency of gradient estimators from moments of their gradients, prompt by prompt. Pure torch.
+"""Variance and efficiency of gradient estimators from moments of their gradients, prompt by prompt. Pure torch.
+
+A step draws prompts, and completions for each of them. Let ĝ_p be an unbiased estimate of the gradient g_p of prompt p
+from one group, and ḡ = E g_p the gradient that training follows. The sum over a step's prompts then has, per prompt,
+the variance
+
+    V = E‖ĝ_p‖² − ‖ḡ‖²        = E‖ĝ_p − g_p‖² + E‖g_p − ḡ‖²,
+
+the noise on the same prompts plus the differences between prompts, which no baseline removes. The variance of a step's
+mean is V over its number of prompts. So a baseline with half of another's V needs half as many prompts per step.
+
+E‖ĝ_p‖² is a mean over prompts, and ‖ḡ‖² the mean product ⟨g_p, g_q⟩ over pairs of different prompts, whose errors are
+independent: both are unbiased with any number of prompts. Intervals are by bootstrap over prompts, with the tails of
+Student's t.
 
 An estimator ĝ of the true gradient g of a batch has the efficiency
 
@@ -50,8 +63,10 @@ class Moments:
         Returns:
             `dict`, each `counts.shape[:-1]`: `signal`, ‖g‖², at least 0; `noise` of ĝ scaled to the length of g;
             `missed`, noise plus the effect of bias, so that the efficiency is signal / (signal + missed); `cosine` of
-            Eĝ and g; `variance` of one prompt's ĝ, differences between prompts included, if the scale is known. NaN if
-            the estimate of a square is not positive; `noise` and `missed` never, if the scale is known.
+            Eĝ and g; `step`, the variance V of one prompt's ĝ in a step whose prompts are drawn, plus `size` times the
+            square of the mean's bias, with ĝ scaled as for `missed`; `variance`, the same if the scale is known, else
+            NaN. NaN if the estimate of a square is not positive; `noise`, `missed` and `step` never, if the scale is
+            known.
         """
         counts = counts.double()
         prompts = counts.sum(dim=-1)
@@ -75,11 +90,16 @@ class Moments:
             efficiency = with_truth.square() / (truth * signal * (1 + noise_to_signal))
             noise = (truth * noise_to_signal).where(resolved, torch.nan)
             missed = (truth * (1 / efficiency - 1)).where(resolved, torch.nan)
+            to_truth = truth / with_truth  # what ĝ is multiplied with, so that its part along g is g
+            mean_square, of_means = to_truth.square() * between(self.signal), between(self.truth)
+            bias = mean_square - 2 * to_truth * between(self.with_truth) + of_means
+            step = to_truth.square() * (counts @ self.square) / prompts - mean_square + of * bias
+            step = step.where(resolved & (with_truth > 0), torch.nan)
             variance = torch.full_like(truth, torch.nan)
         else:
             noise = missed = of_size @ (self.square / self.scale**2 - self.truth.diagonal())
-            variance = counts @ self.square / prompts / self.scale**2 - between(self.truth)
-        figures = {"signal": truth.clamp(min=0), "noise": noise, "missed": missed, "variance": variance}
+            step = variance = counts @ self.square / prompts / self.scale**2 - between(self.truth)
+        figures = {"signal": truth.clamp(min=0), "noise": noise, "missed": missed, "step": step, "variance": variance}
         return figures | {"cosine": cosine.where(resolved, torch.nan)}
 
 
@@ -142,18 +162,19 @@ class Comparison:
     """
     A baseline compared with the group mean at the same group size (for N = 1, with `rloo_pooled`).
 
-    Estimates but `cosine` are relative to that control: `more_prompts` is 0.13 if the control needs 13 % more prompts
-    per step to be as efficient.
+    Estimates but `cosine` are relative to that control. `more_prompts` is 0.13 if the control needs 13 % more prompts
+    per step for the same variance, where the prompts of a step are drawn, too. `noise_over_group_mean` leaves the
+    differences between prompts out: it is the noise on the same prompts.
     """
 
     name: str
     n: int  # group size
     unbiased: bool | None  # up to a factor; `None` if under conditions that are not certain here. Else bias is measured
-    more_prompts: Estimate
+    more_prompts: Estimate  # of a step whose prompts are drawn
     # Than the control at the run's own N, if a step's completions stay as many; NaN unless it is certainly unbiased
     more_completions: Estimate
     over_group_mean: Estimate  # the ratio of the efficiencies of a step
-    noise_over_group_mean: Estimate  # of noise to signal
+    noise_over_group_mean: Estimate  # of noise to signal, on the same prompts
     cosine: Estimate  # of the expected gradient to the true one
     # At the run's own N, by name: the same beside another baseline than the control, on the same prompts, with
     # intervals that hold for all of them at once
@@ -178,26 +199,31 @@ def compare(moments: dict[tuple[str, int], Moments], prompts_per_batch: int, gro
     counts = counts[((counts > 0).sum(dim=1) > 1) & (counts.double() @ squares > 0)]
     figures = {key: m.of_batch(counts, prompts_per_batch) for key, m in moments.items()}
     of_run, rows = group_size * figures[control(group_size), group_size]["variance"], []
-    rivals = {name: of["missed"] for (name, n), of in figures.items() if n == group_size}
+    rivals = {name: of["step"] for (name, n), of in figures.items() if n == group_size}
     tail, of_all = (interval_tail(len(squares), outside) for outside in (0.05, 0.05 / max(len(rivals) - 1, 1)))
     for (name, n), of in figures.items():
         of_control, signal = figures[control(n), n], of["signal"]
-        others = {other: missed for other, missed in rivals.items() if n == group_size and other != name}
+        others = {other: step for other, step in rivals.items() if n == group_size and other != name}
         rows.append(
             Comparison(
                 name=name,
                 n=n,
                 unbiased=moments[name, n].scale is not None,
-                more_prompts=Estimate.of(of_control["missed"] / of["missed"] - 1, tail),
+                more_prompts=Estimate.of(_more(of_control["step"], of["step"]), tail),
                 more_completions=Estimate.of(of_run / (n * of["variance"]) - 1, tail),
                 # Efficiency is ‖g‖² / (‖g‖² + what is missed), and where the signal is small it all but cancels
                 over_group_mean=Estimate.of((signal + of_control["missed"]) / (signal + of["missed"]), tail),
                 noise_over_group_mean=Estimate.of(of["noise"] / of_control["noise"], tail),
                 cosine=Estimate.of(of["cosine"], tail),
-                more_than={other: Estimate.of(missed / of["missed"] - 1, of_all) for other, missed in others.items()},
+                more_than={other: Estimate.of(_more(step, of["step"]), of_all) for other, step in others.items()},
             )
         )
     return rows
+
+
+def _more(variance: Tensor, less: Tensor) -> Tensor:
+    """The share of more prompts with which `variance` per prompt becomes `less`; NaN where an estimate is negative."""
+    return (variance / less - 1).where((variance > 0) & (less > 0), torch.nan)
 
 
 def moments_of(

@@ -1,24 +1,22 @@
 """The result of a comparison of baselines: a verdict, a table, a picture."""
 
-import base64
-import html
 import json
-import logging
 import math
 from dataclasses import asdict, dataclass, field
-from importlib.util import find_spec
+from importlib.metadata import version
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from .efficiency import Comparison, Estimate, compare, control, moments_of, percent
+import torch
 
+import trl_otb
 
-logger = logging.getLogger(__name__)
+from .efficiency import UNKNOWN, Comparison, Estimate, compare, control, moments_of, percent
+from .page import PLOT_LIMIT, page_of
 
 
 SETTLED_BELOW = 0.15  # if the best is better by at most this share, measuring more prompts is not recommended
-PLOT_LIMIT = 3.0  # the share of more prompts at which intervals are cut off in the picture
 
 
 def listed(names: list[str]) -> str:
@@ -37,9 +35,9 @@ class BaselineReport:
     """
     Baselines compared with the group mean (`rloo_pooled` for N = 1), from [`~trl_otb.compare_baselines`].
 
-    Its text is the verdict and a table: how many more prompts per step the group mean would need to be as efficient,
-    with a 95 % interval by bootstrap over prompts. Then what other N are worth with equally many completions per step.
-
+    Its text is the verdict and a table: how many more prompts per step the group mean needs for as little variance,
+    where the prompts of a step are drawn, too, and the noise on the same prompts, over the group mean's; with 95 %
+    intervals by bootstrap over prompts. Then what other N are worth with equally many completions per step.
     """
 
     comparisons: list[Comparison]  # every baseline at every group size
@@ -90,24 +88,26 @@ class BaselineReport:
     @property
     def best(self) -> Comparison | None:
         """
-        The baseline to set at the run's own N; `None` if none is surely better than the control. It is the run's own
-        where that is unbiased, else `value`, unless another is surely better on the same prompts.
+        The baseline to set at the run's own N; `None` if none is surely better than the control. Of those that are, it
+        is the run's own, else `value`, else the first, unless another one is surely better on the same prompts.
         """
-        # Without `none`, whose noise grows as successes become common
-        rows = {row.name: row for row in self.at() if row.name not in ("none", self.control)}
-        if not any(row.surely_better_than_control for row in rows.values()):
-            return None
-        certain = {name: row for name, row in rows.items() if row.unbiased is not False and not row.more_prompts.lost}
-        best = next((certain[name] for name in (self.baseline, "value", *certain) if name in certain), None)
-        if best is None:  # all are biased
-            return next(row for row in rows.values() if row.surely_better_than_control)
-        while better := [row for row in certain.values() if row.surely_better_than(best)]:
+        rows = self._candidates()
+        certain = {row.name: row for row in rows if row.unbiased is not False and not row.more_prompts.lost}
+        sure = {name: row for name, row in certain.items() if row.surely_better_than_control}
+        if not certain:  # all are biased
+            return next((row for row in rows if row.surely_better_than_control), None)
+        best = next((sure[name] for name in (self.baseline, "value", *sure) if name in sure), None)
+        while best and (better := [row for row in sure.values() if row.surely_better_than(best)]):
             best = next((row for row in better if row.name == "value"), better[0])
-        return best if best.surely_better_than_control or self._alike(best) else None
+        return best
+
+    def _candidates(self) -> list[Comparison]:
+        """All but the control, and `none`, whose noise depends on where rewards have their 0."""
+        return [row for row in self.at() if row.name not in ("none", self.control)]
 
     def _alike(self, best: Comparison) -> list[Comparison]:
         """Those that cannot be told apart from `best`, and are better than the control."""
-        rows = [row for row in self.at() if row.name not in ("none", self.control, best.name)]
+        rows = [row for row in self._candidates() if row.name != best.name]
         better = [row for row in rows if row.surely_better_than_control and row.unbiased is not False]
         return [row for row in better if not row.surely_better_than(best) and not best.surely_better_than(row)]
 
@@ -121,33 +121,55 @@ class BaselineReport:
         """An instruction for the run's own group size, and a sentence on what is not known."""
         rows, best = [row for row in self.at() if row.name != self.control], self.best
         known = [row for row in rows if not row.more_prompts.lost]
+        own = next((row for row in known if row.name == self.baseline and row.unbiased is not False), None)
         if best is None:
-            own = next((row for row in known if row.name == self.baseline and row.unbiased is not False), None)
             advice = f"Keep {self.control}."
             if own is not None and own.more_prompts.high < 0:
                 advice = f"Set baseline={self.control!r}: {own.name!r} is surely worse."
             elif own is not None:
                 advice = f"Keep baseline={own.name!r}: it cannot be told apart from {self.control}."
-            return f"{advice}\n{self._why_none(known)}"
-        worth = f"worth {percent(best.more_prompts.value)} % more prompts (95 %: {best.more_prompts.interval}) than "
-        worth += f"{self.control} needs" if self.control != "group_mean" else "group_mean, GRPO's, needs"
-        lines = [f"{'Keep' if best.name == self.baseline else 'Set'} baseline={best.name!r}: {worth}."]
+            return "\n".join([advice, self._why_none(known), *self._of_none(None)])
+        whose = ", GRPO's," if self.control == "group_mean" else ""
+        lines = [
+            f"{'Keep' if best.name == self.baseline else 'Set'} baseline={best.name!r}: {self.control}{whose} needs "
+            f"{percent(best.more_prompts.value)} % more "
+            f"prompts per step (95 %: {best.more_prompts.interval}) for as little variance."
+        ]
         if alike := [row.name for row in self._alike(best)]:
             lines.append(f"On these prompts {listed([best.name, *alike])} cannot be told apart.")
-        return "\n".join([*lines, self._caveats(rows, known, best)])
+        if own and not own.surely_better_than_control and not best.surely_better_than(own):
+            lines.append(
+                f"{own.name!r}, the run's own, may be as good: {own.more_prompts} is its estimate, which is not surely "
+                "above 0."
+            )
+        return "\n".join([*lines, *self._of_none(best), self._caveats(rows, known, best)])
+
+    def _of_none(self, best: Comparison | None) -> list[str]:
+        """A sentence on `none` where it is above all that could be set."""
+        none = next((row for row in self.at() if row.name == "none" and not row.more_prompts.lost), None)
+        if none is None or not none.surely_better_than_control:
+            return []
+        if best is not None and none.more_prompts.value < best.more_prompts.value:
+            return []
+        return [
+            f"none, which subtracts nothing, has {none.more_prompts} here. Its number depends on where your reward has "
+            "its 0, which no other baseline's does, so it is not advised."
+        ]
 
     def _why_none(self, known: list[Comparison]) -> str:
         if not known:
             return "No baseline can be compared: the signal is lost in noise. Measure more prompts or completions."
         sure = [row.name for row in known if row.name != "none" and row.surely_better_than_control]
         biased = f" {listed(sure)} would be better here, but biased: improbable successes teach less." if sure else ""
-        first = next((row for row in known if row.name not in ("none", *sure)), known[0])
+        first = next((row for row in known if row.name not in ("none", *sure)), None)
+        if first is None:
+            return f"No unbiased baseline was measured that could be compared.{biased}"
         gain = first.more_prompts
         settled = gain.value <= 0 or gain.high < SETTLED_BELOW
-        worth = f"{percent(gain.value)} % ({gain.interval})"
         return (
-            f"No unbiased baseline is surely better: baseline={first.name!r} is worth {worth} more prompts. Measuring "
-            f"more prompts {'is unlikely to change that' if settled else 'may decide it'}.{biased}"
+            f"No unbiased baseline is surely better. The first is {first.name!r}, {gain} % more prompts, so the sign "
+            f"is not known. Measuring more prompts {'is unlikely to change that' if settled else 'may decide it'}."
+            f"{biased}"
         )
 
     def _caveats(self, rows: list[Comparison], known: list[Comparison], best: Comparison) -> str:
@@ -200,21 +222,14 @@ class BaselineReport:
         return json.loads(json.dumps(asdict(self)), parse_constant=lambda constant: None)
 
     def save(self, folder: str | Path) -> None:
-        """Write `report.json` and `report.html`, the text, with a picture if matplotlib is there, into `folder`."""
+        """Write `report.json` and `report.html`, a page with all tables and a picture for each N, into `folder`."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "report.json").write_text(json.dumps(self.to_json(), indent=1), encoding="utf-8")
-        if find_spec("matplotlib") is None:
-            logger.warning(f"{folder}/report.html has no picture: matplotlib is missing. `pip install matplotlib`.")
-            picture = ""
-        else:
-            data = base64.b64encode(self.plot()._repr_png_()).decode()
-            picture = f"<img alt='how many more prompts the control needs' src='data:image/png;base64,{data}'>"
-        (folder / "report.html").write_text(
-            f"<!doctype html><meta charset='utf-8'><title>Baselines</title><pre>{html.escape(repr(self))}</pre>"
-            + picture,
-            encoding="utf-8",
-        )
+        where = {name: version(name) for name in ("trl", "transformers", "torch")} | {"trl_otb": trl_otb.__version__}
+        where["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+        data = json.dumps(self.to_json() | {"measured_with": where}, indent=1)
+        (folder / "report.json").write_text(data, encoding="utf-8")
+        (folder / "report.html").write_text(page_of(self), encoding="utf-8")
 
     def plot(self, path: str | Path | None = None) -> Any:
         """A `matplotlib` figure, a panel per group size: how many more prompts the control needs. Saved to `path`."""
@@ -247,22 +262,37 @@ class BaselineReport:
         text = (
             f"{self.num_prompts} prompts, {self.completions_per_prompt} completions each, {self.mean_length:.0f} "
             f"tokens on average; mean reward {self.mean_reward:.2f}; rewards vary on {self.prompts_varying} of the "
-            f"prompts. Steps of {self.prompts_per_batch} prompts."
+            f"prompts. For steps of {self.prompts_per_batch} prompts, which are drawn, too; intervals are over the "
+            "prompts measured."
         )
         explained = self.learned.get("value/explained", math.nan)
         known = f" While it learned here, `otb/value/explained` was {explained:.2f}."
         return text if math.isnan(explained) else text + known
 
+    def table_of(self, n: int) -> list[tuple[str, str, str]]:
+        """Of each baseline at group size `n`: its name, more prompts in per cent, and noise on the same prompts."""
+        lines = []
+        for row in self.at(n):
+            more = (
+                "0" if row.name == control(n) else "lost in noise" if row.more_prompts.lost else str(row.more_prompts)
+            )
+            lines.append((row.name, more, "1" if row.name == control(n) else _ratio(row.noise_over_group_mean)))
+        return lines
+
     def __repr__(self) -> str:
-        rows = self.at()
-        width = max(len(row.name) for row in rows)
-        lines = [self.verdict, "", f"{'N = ' + str(self.group_size):<{width}}  more prompts, % (95 %)"]
-        for row in rows:
-            if not row.more_prompts.lost:
-                lines.append(f"{row.name:<{width}}  {row.more_prompts if row.name != self.control else 0}")
-        if lost := [row.name for row in rows if row.more_prompts.lost]:
-            lines.append(f"lost in noise: {', '.join(lost)}")
-        return "\n".join([*lines, *["", self.spending] * bool(self.spending), "", self.summary])
+        title = (f"N = {self.group_size}", "more prompts, % (95 %)", f"noise on the same prompts, x {self.control}'s")
+        lines = [title, *self.table_of(self.group_size)]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        table = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
+        if any("?" in line for line in table):
+            table.append(f"?: these prompts set no limit, or it is beyond {100 * UNKNOWN:,.0f} %.")
+        return "\n".join([self.verdict, "", *table, *["", self.spending] * bool(self.spending), "", self.summary])
+
+
+def _ratio(of: Estimate) -> str:
+    """`"0.46 (0.34 to 0.56)"`; `?` where nothing is known."""
+    value, low, high = (f"{x:.2f}" if abs(x) <= UNKNOWN else "?" for x in (of.value, of.low, of.high))
+    return f"{value} ({low} to {high})"
 
 
 def new_figure(**options: Any) -> Any:

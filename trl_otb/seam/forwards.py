@@ -44,7 +44,7 @@ class Recording:
     states: bool = False
     turns: SampledTurns | None = None
     likeliest: int = 0  # tokens whose probability is recorded, of turns that are sampled
-    scored: list[TokenValues] = field(default_factory=list)  # with the log-probs that TRL got
+    values: list[TokenValues] = field(default_factory=list)  # with the log-probs that TRL got
     processor: str | None = None  # what made `generate` sample from another distribution than energies are of, and why
 
 
@@ -120,7 +120,7 @@ class PolicyRecorder:
                 read = [of[:, -length - 1 : -1] for of in self.checked(states, len(chunks))]
                 of_tokens = torch.cat(read).to(logps.device)
             energy = token_energy(logps, torch.cat(chunks)[:, -length:])
-            to.scored.append(TokenValues(energy, logps, of_tokens))
+            to.values.append(TokenValues(energy, logps, of_tokens))
 
         hook = model.register_forward_hook(
             lambda module, args, outputs: chunks.append(getattr(outputs, "log_sum_sq_probs", None))
@@ -256,7 +256,7 @@ def values_of_batch(
     if (logps := batch.get("old_per_token_logps")) is not None:
         source = "the no-gradient forward that GRPOTrainer runs anyway"
         # By identity, so never those of a reference model
-        values = next((of_forward for of_forward in recording.scored if of_forward.logps is logps), None)
+        values = next((of_forward for of_forward in recording.values if of_forward.logps is logps), None)
         if values is None and not recording.needed:
             return None, None
         if values is None:
@@ -279,9 +279,9 @@ def extra_forward(trainer: GRPOTrainer, batch: dict[str, Any], states: bool, rec
     checkpointing = trl_models.disable_gradient_checkpointing(trainer.model, args.gradient_checkpointing_kwargs)
     with checkpointing, recorder.recording(states=states) as recording:
         score(trainer, batch, min(args.per_device_train_batch_size, args.per_device_eval_batch_size))
-    if not recording.scored:
+    if not recording.values:
         raise BrokenContract("the forward that yields energies is not taken", "_get_per_token_logps_and_entropies")
-    return recording.scored[0]
+    return recording.values[0]
 
 
 def score(trainer: GRPOTrainer, batch: dict[str, Any], batch_size: int) -> Tensor:

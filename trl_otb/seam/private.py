@@ -6,6 +6,7 @@ from typing import Any
 from transformers import Trainer
 
 from ..display.page import RolloutPages
+from ..gain import Gain
 from ..progress import Progress
 from ..rollout import Rollout, Rollouts
 from ..run_baseline import RunBaseline
@@ -26,6 +27,8 @@ class Private:
     rollouts: dict[str, Rollout] = field(default_factory=Rollouts)  # the latest one of each mode, "train" and "eval"
     pages: RolloutPages | None = None  # that steps are recorded in
     energy_source: str | None = None  # of the latest rollout in training
+    b0: str = "rloo_pooled"  # the baseline that `value` starts from
+    gain: Gain = field(default_factory=Gain)  # of the latest batches of the training
     known_loss: Any = None  # the function that is known to weight each token by its own advantage
     users_loss_was_tried: bool = False
     extra_state: dict[str, Any] = field(default_factory=dict)  # what else checkpoints of a learning baseline hold

@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ...baselines import Completions, squeeze
 from ...energy import token_energy
+from ...gain import Gain
 from ...metrics import STATISTICS, summarize
 from ...run_baseline import RunBaseline
 from ...seam.contract import users_loss
@@ -20,7 +21,7 @@ from ...seam.draws import changed_distribution, dropout_of, warning_of_dropout
 from ...seam.forwards import PolicyRecorder, policy_of
 from ...seam.loss import check_product
 from ...seam.private import Private, check_names
-from ...state import KeepsBaseline, check_unchanged
+from ...state import KeepsBaseline, check_unchanged, gain_of
 from .config import AsyncOTBGRPOConfig, check_async_options, warn_of_scale
 from .contract import ASYNC_GRPO, LOSS
 from .worker import AfterStep, AsyncGRPOConfig, AsyncGRPOTrainer, carried_with, stamp_groups
@@ -68,6 +69,7 @@ class DeferredAdvantages:
 class AsyncPrivate(Private):
     """The state of an asynchronous trainer."""
 
+    b0: str = "rloo"
     scale_rewards: str = "none"
     luck_is_known: bool = True  # whether tokens are drawn from the policy's own distribution
     to_learn: list[Sample] = field(default_factory=list)
@@ -144,7 +146,11 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
         self.accelerator.print(
             f"Training with baseline {name!r} ({named}) and scale_rewards {self._trl_otb.scale_rewards!r}."
         )
-        return super().train(*args, **kwargs)
+        self._trl_otb.gain = Gain()
+        result = super().train(*args, **kwargs)
+        if line := self._trl_otb.gain.line(*gain_of(self)):
+            self.accelerator.print(line)
+        return result
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         check_unchanged(self)  # which a callback may have done
@@ -270,7 +276,9 @@ def after_step(trainer: AsyncOTBGRPOTrainer) -> None:
     of = dict(zip(trainer._trl_otb.sums, sums.tolist(), strict=True))
     trainer._trl_otb.sums.clear()
     of_step = summarize(torch.tensor([[of[name] for name in STATISTICS]]), 1)
-    metrics = {name: of_step[name] for name in METRICS} | learn(trainer)
+    learned = learn(trainer)
+    trainer._trl_otb.gain.add(of, learned)
+    metrics = {name: of_step[name] for name in METRICS} | learned
     metrics["effective_sample_share"] = of["ratio"] ** 2 / max(of["terms"] * of["square"], 1e-300)
     for name, value in metrics.items():
         if not math.isnan(value):
