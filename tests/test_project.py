@@ -104,9 +104,9 @@ def learned_by(done):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(1, 5))
 def test_the_first_recipe_learns_with_every_seed(tmp_path, seed):
-    """As its docstring says."""
+    """As its docstring says; with seed 0 in `test_a_wheel_works_by_itself`."""
     assert MINIMAL.count("\nSEED = 0\n") == 1
     (tmp_path / "minimal.py").write_text(MINIMAL.replace("\nSEED = 0\n", f"\nSEED = {seed}\n"))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
