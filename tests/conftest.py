@@ -74,7 +74,7 @@ def train(model_path, tmp_path):
     from trl_otb import OTBGRPOConfig
 
     def run(cls=Recording, config=OTBGRPOConfig, train=True, reward_funcs=tiny.even_bytes, model=model_path, **kwargs):
-        of_trainer = inspect.signature(GRPOTrainer.__init__).parameters.keys()
+        of_trainer = {*inspect.signature(GRPOTrainer.__init__).parameters, "progress_funcs"}
         trainer_args = {key: kwargs.pop(key) for key in list(kwargs) if key in of_trainer}
         trainer_args.setdefault("train_dataset", tiny.prompts())
         kwargs.setdefault("output_dir", str(tmp_path / cls.__name__))

@@ -161,12 +161,12 @@ def test_nothing_lies_beside_the_project():
 
 
 VALUE_METRICS = ("explained", "explained_by_state", "weight", "luck_weight", "kept", "restarted")
-VALUE_METRICS += ("luck_mean", "luck_left_out")
+VALUE_METRICS += ("luck_mean", "luck_left_out", "r2_at_end", "draw_weight")
 
 
 def test_exactly_logged_metrics_are_explained():
     logged = {f"otb/{name}" for name in summarize(torch.zeros(2, len(STATISTICS)), 2)}
-    logged |= {f"otb/value/{name}" for name in VALUE_METRICS}
+    logged |= {f"otb/value/{name}" for name in VALUE_METRICS} | {"otb/progress/time_share"}
     assert set(re.findall(r"^\| `(otb/[\w/]+)`", REFERENCE, flags=re.MULTILINE)) == logged
 
 
@@ -207,7 +207,7 @@ def test_page_references_exist(page):
 
 def test_the_python_examples_of_the_readme(registry):
     (trainer,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    reward, baseline, merged = re.findall(r"```python\n(.*?)```", REFERENCE, flags=re.DOTALL)
+    reward, progress, baseline, merged = re.findall(r"```python\n(.*?)```", REFERENCE, flags=re.DOTALL)
     names = {"__name__": "page"}
     exec(merged, names)
     args = names["Config"](output_dir="unused", use_cpu=True, bf16=False)
@@ -216,6 +216,9 @@ def test_the_python_examples_of_the_readme(registry):
     compile(baseline, "reference.md", "exec")
     assert find_baseline("newest").estimator is names["newest"]
     compile(trainer, "README.md", "exec")
+    compile(progress, "reference.md", "exec")
+    exec(progress.split("trainer =")[0], names)
+    assert names["sentences"]([[{"role": "assistant", "content": "One. Two. Thr"}]]) == [2.0]
     exec(reward, names)
     call = {"role": "assistant", "content": "", "tool_calls": [{}]}
     conversation = [call, {"role": "tool", "content": "5"}, call, {"role": "tool", "content": "6"}]

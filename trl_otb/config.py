@@ -12,6 +12,7 @@ from trl import GRPOConfig
 
 from .baselines import BASELINES, Baseline, find_baseline
 from .display.page import SAVE_ROLLOUTS, check_steps
+from .progress import check_names
 from .seam.private import PRIVATE
 
 
@@ -20,6 +21,9 @@ logger = get_logger(__name__)
 # The loss types of TRL 1.16 that multiply each token's score by its own advantage.
 LOSS_TYPES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 
+
+MOST_DRAWS = 64  # tokens
+PROGRESS_PLACES = 64  # of a completion, at which progress functions are called
 
 # What is said of options that are not set
 UNSET = {
@@ -56,6 +60,14 @@ class OTBGRPOConfig(GRPOConfig):
         credit_whole_return (`bool`, *optional*, defaults to `False`): Whether every token is credited with the
             completion's summed reward, not with the rewards from it on. Set it if a reward of a turn or token depends
             on later tokens, as a judge's that reads the whole transcript: rewards-to-go are biased then.
+        progress_funcs (`list[str]`, *optional*): Functions of the text so far, as `"module:function"`, which `value`
+            reads: called like reward functions, on unfinished completions. `"rewards"` stands for the run's reward
+            functions. The trainer takes functions, too, as its `progress_funcs`.
+        progress_places (`int`, *optional*, defaults to 64): At how many places of a completion they are called, at
+            most.
+        progress_draws (`int`, *optional*, defaults to 0): How many of the likeliest tokens are tried in the place of
+            each token that the policy was not sure of, at these places: the luck of the token that was drawn is
+            subtracted from earlier advantages. Each place takes as many calls more.
         save_rollouts_steps (`int`, *optional*): Every so many steps the latest completions are added to
             `output_dir/rollouts.html`, a page that shows what training pushes, token by token. It stays below 200 MB;
             `push_to_hub` leaves it out, since it holds prompts and columns of the data set.
@@ -72,6 +84,24 @@ class OTBGRPOConfig(GRPOConfig):
     credit_whole_return: bool = field(
         default=False,
         metadata={"help": "Whether every token is credited with the summed reward, not with the rewards from it on."},
+    )
+    progress_funcs: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Functions of the text so far, as `module:function`, which `value` reads: called like reward "
+            "functions, on unfinished completions. `rewards` stands for the run's reward functions."
+        },
+    )
+    progress_places: int = field(
+        default=PROGRESS_PLACES,
+        metadata={"help": "At how many places of a completion progress functions are called, at most."},
+    )
+    progress_draws: int = field(
+        default=0,
+        metadata={
+            "help": "How many of the likeliest tokens are tried in the place of each token that the policy was not "
+            "sure of: what progress functions say of the token that was drawn is compared with what they say of these."
+        },
     )
     save_rollouts_steps: int | None = field(default=None, metadata={"help": SAVE_ROLLOUTS})
 
@@ -106,6 +136,8 @@ class OTBGRPOConfig(GRPOConfig):
                 "with `@dataclass`, and give each option a type (`baseline: str = 'ogb'`)."
             )
         unset = [name for name in UNSET if getattr(self, name) is None]
+        if isinstance(self.progress_funcs, str):  # a single one in a YAML file
+            self.progress_funcs = [self.progress_funcs]
         self.names_baseline = "baseline" not in unset  # no option: see `named_baseline`
         for name, default in {"baseline": "otb", "scale_rewards": "none"}.items():
             if name in unset:
@@ -184,6 +216,11 @@ def check_options(args: GRPOConfig, own_loss: bool = True, trainer: type = objec
         )
     baseline = find_baseline(name)
     check_steps(getattr(args, "save_rollouts_steps", None))
+    check_names(getattr(args, "progress_funcs", None))
+    if (places := getattr(args, "progress_places", PROGRESS_PLACES)) < 1:
+        raise ValueError(f"`progress_places` is {places}: give 1 or more.")
+    if not 0 <= (draws := getattr(args, "progress_draws", 0)) <= MOST_DRAWS:
+        raise ValueError(f"`progress_draws` is {draws}: give 0 to {MOST_DRAWS}.")
     if args.scale_rewards not in (True, False, "group", "batch", "none", "running"):
         raise ValueError(
             f"`scale_rewards` is {args.scale_rewards!r}: it must be one of 'none', 'running', 'group' and 'batch'."

@@ -76,7 +76,12 @@ class Rollout:
         return replace(self, energy=energy, loss_energy=loss_energy, logps=values.logps)
 
     def completions(
-        self, states: Tensor | None = None, prompt_key: Tensor | None = None, draw_ratio: Tensor | None = None
+        self,
+        states: Tensor | None = None,
+        prompt_key: Tensor | None = None,
+        draw_ratio: Tensor | None = None,
+        progress: Tensor | None = None,
+        progress_draws: Tensor | None = None,
     ) -> Completions:
         """What a baseline is computed from."""
         return squeeze(
@@ -89,6 +94,8 @@ class Rollout:
             loss_energy=None if self.loss_energy is self.energy else self.loss_energy,
             logps=self.logps,
             states=states,
+            progress=progress,
+            progress_draws=progress_draws,
             draw_ratio=draw_ratio,
         )
 

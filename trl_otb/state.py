@@ -130,4 +130,23 @@ def _load_baseline(trainer: KeepsBaseline, checkpoint: Path) -> None:
         trainer._trl_otb.recorder.projection = state.get("projection")
         # Less in a file of OTBGRPOTrainer
         extra = trainer._trl_otb.extra_state
-        extra.update({key: state[key] for key in extra if key in state})
+        _use_progress(trainer, state.get("progress", []))
+        extra.update({key: state[key] for key in extra.keys() - {"progress"} if key in state})
+
+
+def _use_progress(trainer: KeepsBaseline, before: list[str]) -> None:
+    """Empty what the baseline has learned of progress functions that the run no longer has, and of new ones."""
+    progress = trainer._trl_otb.progress
+    now = [] if progress is None or "progress" not in trainer._trl_otb.needs else progress.names
+    if before == now:
+        return
+    logger.warning(
+        f"The checkpoint's baseline was fitted with {_listed(before)}, and the run has {_listed(now)}: what it has "
+        "learned of the others is dropped, and it starts with nothing of the new ones."
+    )
+    if hasattr(trainer.baseline.entry.estimator, "use_progress"):
+        trainer.baseline.entry.estimator.use_progress(before, now)
+
+
+def _listed(names: list[str]) -> str:
+    return f"the progress functions {', '.join(map(repr, names))}" if names else "no progress functions"

@@ -10,10 +10,11 @@ from accelerate.logging import get_logger
 from trl import GRPOConfig, GRPOTrainer
 
 from .baselines import Completions
-from .config import OTBGRPOConfig, check_options, named_baseline
+from .config import PROGRESS_PLACES, OTBGRPOConfig, check_options, named_baseline
 from .display.page import RolloutPages
 from .gain import Gain
 from .metrics import STATISTICS, summarize
+from .progress import Progress, found
 from .rollout import Rollout, columns_of, prompt_keys
 from .run_baseline import BatchAdvantages, RunBaseline
 from .seam.contract import GRPO, BrokenContract, check_config, check_subclass, trl_utils, users_loss, users_methods
@@ -48,6 +49,9 @@ class OTBGRPOTrainer(KeepsBaseline, LeavesPagesOut, CollectiveToolLoop, TokenLos
         model, reward_funcs, train_dataset, ...: As for [`~trl.GRPOTrainer`].
         args ([`OTBGRPOConfig`] or [`~trl.GRPOConfig`], *optional*): If it has no `baseline`, or none is set, the one
             that the class names as `default_baseline`, or else `"otb"`, is used.
+        progress_funcs (`Callable`, `str` or a list of them, *optional*): Functions of the text so far, which `value`
+            reads, see [`~trl_otb.progress`]: called like reward functions, on unfinished completions. `"rewards"`
+            stands for the reward functions. It may stand in the config instead.
 
     To combine it with your own subclass of [`~trl.GRPOTrainer`]: `class Mine(OTBGRPOTrainer, Theirs)`. A loss of your
     own sets `takes_token_advantages = True` in its class if it supports advantages of shape `(B, T)`; it is tried
@@ -78,7 +82,13 @@ class OTBGRPOTrainer(KeepsBaseline, LeavesPagesOut, CollectiveToolLoop, TokenLos
     default_baseline: str | None = None
 
     def __init__(
-        self, model: Any, reward_funcs: Any = None, args: GRPOConfig | None = None, *other_args: Any, **kwargs: Any
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: GRPOConfig | None = None,
+        *other_args: Any,
+        progress_funcs: Any = None,
+        **kwargs: Any,
     ) -> None:
         check_hosts(type(self))
         GRPO.check()
@@ -89,6 +99,7 @@ class OTBGRPOTrainer(KeepsBaseline, LeavesPagesOut, CollectiveToolLoop, TokenLos
             args = OTBGRPOConfig(f"{name.rstrip('/').split('/')[-1]}-OTB")
         if not isinstance(args, GRPOConfig):
             raise TypeError(f"`args` is a {type(args).__name__}: OTBGRPOTrainer takes an OTBGRPOConfig.")
+        progress_funcs = _one_of(progress_funcs, args)
         own_loss = bool(users_methods(self, ("_compute_loss", "compute_loss")))
         entry = check_options(args, own_loss, type(self))
         check_liger(args.use_liger_kernel, entry.per_token, entry.name)
@@ -111,6 +122,7 @@ class OTBGRPOTrainer(KeepsBaseline, LeavesPagesOut, CollectiveToolLoop, TokenLos
         self._trl_otb.recorder = PolicyRecorder(self.model, self.temperature, self.args.cast_lm_head_to_fp32)
         if entry.name not in ("otb", "otb_loo", "ogb", "ogb_loo"):  # the paper's; the model card says what was used
             self._name, self._paper = GRPOTrainer._name, GRPOTrainer._paper
+        _set_up_progress(self, progress_funcs)
         if entry.scope == "batch" and self.num_generations > 1 and prompts_at_once(self) < 3:
             logger.warning(
                 f"`baseline` is {entry.name!r}, which pools prompts, and a generation batch has "
@@ -198,6 +210,58 @@ class OTBGRPOTrainer(KeepsBaseline, LeavesPagesOut, CollectiveToolLoop, TokenLos
         return result
 
 
+def _one_of(functions: Any, args: GRPOConfig) -> Any:
+    """`progress_funcs` of the trainer or, without them, of its config."""
+    named = getattr(args, "progress_funcs", None)
+    if functions is not None and named is not None:
+        raise ValueError(
+            f"`progress_funcs` is set in {type(args).__name__} ({named!r}) and given to the trainer, too: choose one "
+            "of them."
+        )
+    return named if functions is None else functions
+
+
+def _set_up_progress(trainer: OTBGRPOTrainer, functions: Any) -> None:
+    args, of = trainer.args, trainer._trl_otb
+    by_name = found(functions, trainer.reward_funcs, trainer.reward_func_names)
+    if not by_name:
+        return
+    if "progress" not in of.needs:
+        logger.warning_once(
+            f"`progress_funcs` has no effect: `baseline={trainer.baseline.entry.name!r}` does not read progress. "
+            "'value' does."
+        )
+    places = getattr(args, "progress_places", PROGRESS_PLACES)
+    likeliest = getattr(args, "progress_draws", 0)
+    of.progress = Progress(by_name, places, trainer.max_completion_length, likeliest)
+    of.extra_state |= {"progress": of.progress.names, "progress_usual": of.progress.usual}
+
+
+def _progress(
+    trainer: OTBGRPOTrainer, given: Any, rollout: Rollout, likely: torch.Tensor | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """`(B, T, F)` what the run's progress functions say of the text before each token, and their draws."""
+    of, mode = trainer._trl_otb, "train" if trainer.model.training else "eval"
+    if of.progress is None or "progress" not in of.needs or given is None:
+        return None, None
+    if of.progress.likeliest and likely is None:
+        logger.warning_once(
+            f"`progress_draws` has no effect: energies come from {of.energy_source}, which does not tell what other "
+            "tokens were likely. Only forwards of `generate` do."
+        )
+    of.progress.usual = of.extra_state["progress_usual"]
+    loop = getattr(trainer, "async_loop", None)
+    numbers, draws = of.progress.measure(
+        given, rollout.mask, trainer.processing_class, trainer.state, loop, mode == "train", likely
+    )
+    of.extra_state["progress_usual"] = of.progress.usual
+    flags = of.progress.flags().unsqueeze(0).to(numbers.device)
+    kept = of.progress.forget_left_out(trainer.accelerator.gather(flags))
+    if mode == "train" and not math.isnan(of.progress.time_share):
+        trainer._metrics[mode]["otb/progress/time_share"].append(of.progress.time_share)
+    return numbers * kept.to(numbers), None if draws is None else draws * kept.to(draws)
+
+
 def _is_recorded(trainer: OTBGRPOTrainer, mode: str) -> bool:
     """Whether a step that a rollout of now serves is added to the page of the run."""
     pages, args = trainer._trl_otb.pages, trainer.args
@@ -220,7 +284,9 @@ def collect(trainer: OTBGRPOTrainer, inputs: list[dict[str, Any]]) -> tuple[Roll
     needed = not of.needs.isdisjoint({"energy", "logps", "states"})  # what only a forward computes
     turns = SampledTurns() if needed and not scores_anyway(trainer) else None
     try:
-        with of.recorder.recording(needed=needed, states="states" in of.needs, turns=turns) as recording:
+        likeliest = of.progress.likeliest if of.progress is not None and "progress" in of.needs else 0
+        wanted = {"needed": needed, "states": "states" in of.needs, "turns": turns, "likeliest": likeliest}
+        with of.recorder.recording(**wanted) as recording:
             with recorded_rewards(trainer) as recorders:
                 batch = super(OTBGRPOTrainer, trainer)._generate_and_score_completions(inputs)
         rollout = rollout_of(trainer, batch, recorders, n, columns_of(inputs))
@@ -245,7 +311,8 @@ def collect(trainer: OTBGRPOTrainer, inputs: list[dict[str, Any]]) -> tuple[Roll
         ratio, unknown = draw_ratio(trainer, batch, source, values.logps, recording.processor)
         if unknown is not None:
             logger.warning_once(f"Later luck is not subtracted: {unknown}.")
-    return rollout, rollout.completions(values.states, keys, ratio), batch
+    progress, draws = _progress(trainer, recorders[-1].given, rollout, values.likely)
+    return rollout, rollout.completions(values.states, keys, ratio, progress, draws), batch
 
 
 def _log_rollout(trainer: OTBGRPOTrainer, mode: str, found: BatchAdvantages, num_generations: int) -> None:

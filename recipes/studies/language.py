@@ -35,6 +35,7 @@ LORA = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear", "task_type": 
 CHAIN_SUM = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 STEPS = {"words": 5, "copy": 4}  # which take rewards from 0.5 to 0.8 and from 0.3 to 0.7
 TOKENS = 80
+LONG = ("column_sums",)  # of long_answers.py
 # Steps of supervised training, by the task
 GEMMA = {"gemma_copy": 2, "gemma_words": 0, "gemma_word_sequence_reversal": 15, "gemma_word_sorting": 8}
 
@@ -95,6 +96,10 @@ def problems_of(task: str, number: int, seed: int) -> list[dict[str, str]]:
 def task_of(name: str, seed: int = 0) -> Task:
     """One of `TASKS` or `GEMMA`, "chain_sum", or one of `REASONING`, whose problems to train on `seed` chooses."""
     lora = LoraConfig(**LORA)
+    if name in LONG:
+        from recipes.studies import long_answers  # which uses this module
+
+        return long_answers.task(seed)
     if name in GEMMA:
         train, held_out = gemma_problems(name, seed=1)
         policy, of = fine_tuned(name) if GEMMA[name] else toy.gemma3(), name.removeprefix("gemma_")
@@ -157,13 +162,13 @@ def fine_tuned(name: str) -> Path:
     return toy.cached(f"{name}-{hashlib.sha256(json.dumps(dial).encode()).hexdigest()[:8]}", make)
 
 
-def trainer_at(name: str, seed: int, folder: Path) -> OTBGRPOTrainer:
+def trainer_at(name: str, seed: int, folder: Path, **options) -> OTBGRPOTrainer:
     """The trainer of a task, which has trained where its name says so; `folder` keeps the adapter then."""
     trained = name.endswith("_trained")
     name = name.removesuffix("_trained")
     rates = {"learning_rate": 5e-4, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 2}
     sizes = {"num_generations": 8, "per_device_train_batch_size": 16, "max_steps": STEPS.get(name, 1)}
-    trainer = trainer_of(task_of(name), seed=seed, disable_tqdm=False, **rates, **sizes)
+    trainer = trainer_of(task_of(name), seed=seed, disable_tqdm=False, **rates, **sizes, **options)
     if trained:
         policy = folder / f"{name}-policy-seed{seed}"
         if not (policy / "adapter_model.safetensors").exists():

@@ -29,6 +29,9 @@ from recipes.toy.local_rollouts import on_cpu
 from trl_otb.baselines import BASELINES
 
 
+PROGRESS = "value_progress"  # the arm of `value` that reads the reward of the text so far
+
+
 @dataclass(frozen=True)
 class Schedule:
     """Steps of a run by N: as many as its arm needs to come to its end."""
@@ -86,6 +89,14 @@ TASKS = {
     "copy": Schedule({4: 20}, (3e-4,), held_out_samples=1, prompts=4),
     "chain_sum": Schedule({4: 30}, (2e-4,), held_out_samples=2, prompts=4, scaled=True),
     **dict.fromkeys(language.REASONING, Schedule({4: 30}, (3e-4,), held_out_samples=2, prompts=4)),
+    # Against TRL's default, with the reward of the text so far as an arm, `value_progress`
+    "words_scaled": Schedule({4: 20}, (2e-4, 5e-4), held_out_samples=2, prompts=4, problems="words", scaled=True),
+    "word_sequence_reversal_scaled": Schedule(
+        {4: 30}, (2e-4, 5e-4), held_out_samples=1, prompts=4, problems="word_sequence_reversal", scaled=True
+    ),
+    "column_sums_scaled": Schedule(
+        {4: 20}, (2e-4, 5e-4), held_out_samples=1, prompts=4, problems="column_sums", scaled=True
+    ),
     **dict.fromkeys(language.GEMMA, Schedule({4: 20}, (3e-4,), held_out_samples=1, prompts=4)),
 }
 
@@ -106,7 +117,7 @@ class Run:
 def train(run: Run) -> dict:
     schedule = TASKS[run.task]
     problems = schedule.problems or run.task
-    of_language = {"chain_sum", *language.TASKS, *language.REASONING, *language.GEMMA}
+    of_language = {"chain_sum", *language.TASKS, *language.REASONING, *language.GEMMA, *language.LONG}
     task = (language if problems in of_language else tasks).task_of(problems, run.seed)
     options = {
         "baseline": run.baseline,
@@ -118,6 +129,8 @@ def train(run: Run) -> dict:
         "warmup_steps": 10,
         "logging_steps": 1,
     }
+    if run.baseline == PROGRESS:
+        options |= {"baseline": "value", "progress_funcs": ["rewards"]}
     if schedule.scaled:
         options["scale_rewards"] = "group" if run.baseline == "group_mean" else "running"
     found = (
@@ -215,7 +228,8 @@ def main(argv: list[str]) -> None:
 
     parser = argparse.ArgumentParser(prog="learning_curves", description=__doc__.splitlines()[1])
     parser.add_argument("--task", choices=TASKS, default="calculator")
-    parser.add_argument("--baselines", nargs="+", choices=BASELINES, default=["group_mean", "otb", "value"])
+    names, default = [*BASELINES, PROGRESS], ["group_mean", "otb", "value"]
+    parser.add_argument("--baselines", nargs="+", choices=names, default=default)
     parser.add_argument("--sizes", nargs="+", type=int, choices=(1, 2, 4, 8, 32), default=[4])
     parser.add_argument("--seeds", type=int, default=5, help="Seeds per arm, beside those that tune it.")
     rates = sorted({rate for schedule in TASKS.values() for rate in schedule.learning_rates})

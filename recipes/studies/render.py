@@ -32,7 +32,7 @@ LEARNING = {  # by picture, its tasks
     "learning": ("scratchpad_100, policy 71ea", "calculator_decay, policy b3cf", "scratchpad_mixed, policy e90f"),
     "language": ("copy", "gemma_copy", "word_sequence_reversal", "word_sorting"),
 }
-PAGES = ("value", "language", "asynchronous", "relatives")
+PAGES = ("value", "language", "progress", "asynchronous", "relatives")
 NAMES = {"calculator_scaled": "toy calculator", "chain_sum": "SmolLM2, sums of two digits"}  # of tasks, in pictures
 THRESHOLDS = {"calculator": 0.85, "scratchpad_100": 0.8}  # of the mean reward
 Tables = dict[str, list[dict[str, Any]]]  # of cells, by task
@@ -307,6 +307,7 @@ COLORS = {
     "otb, one left out": "tab:orange",
     "ogb_pooled": "tab:blue",
     "value": "tab:green",
+    "value_progress": "tab:cyan",
     "value_weights_one": "tab:olive",
     "rloo": "tab:purple",
     "none": "tab:brown",

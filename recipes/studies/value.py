@@ -52,6 +52,7 @@ TASKS = {
     "chain_sum": "SmolLM2 sums",
     "word_sequence_reversal": "SmolLM2 reversing words",
     "word_sorting": "SmolLM2 sorting words",
+    "column_sums": "SmolLM2 sums by column",
     "gemma_copy": "Gemma3 copying",
     "gemma_words": "Gemma3 stories",
     "gemma_word_sequence_reversal": "Gemma3 reversing words",
@@ -69,7 +70,7 @@ MEASURED = {"completions_per_prompt": 128, "group_sizes": [4, 8, 32], "projectio
 class Part(Value):
     """Per token: `value` without one of its parts."""
 
-    states = luck = value = energy = True
+    states = luck = value = energy = progress = True
     one_stage = False  # what V is linear in predicts returns itself, as in `value` up to 0.7
     batches = math.inf  # that it learns from
 
@@ -81,6 +82,7 @@ class Part(Value):
         states = local.states if self.states else local.states[..., :0]
         left_out = {} if self.luck else {"draw_ratio": torch.zeros_like(local.mask)}
         left_out |= {} if self.energy else {"loss_energy": local.mask}
+        left_out |= {} if self.progress else {"progress": None}
         return replace(local, states=states, **left_out)
 
     def _features(self, of, v):
@@ -104,8 +106,9 @@ ABLATIONS = {
     "value_one_batch": {"batches": 1},
     "value_two_batches": {"batches": 2},
 }
+NO_PROGRESS = {"value_no_progress": {"progress": False}}  # beside `value` where a run has progress functions
 FLAGS = {name: getattr(BASELINES["value"], name) for name in ("needs", "per_token", "scope", "unbiased")}
-for _name, _options in ABLATIONS.items():
+for _name, _options in (ABLATIONS | NO_PROGRESS).items():
     trl_otb.register_baseline(_name, **FLAGS)(type(_name, (Part,), _options))
 
 
@@ -131,12 +134,14 @@ def measured(task: str, folder: Path, args: argparse.Namespace) -> list[dict]:
     """What [`~trl_otb.compare_baselines`] finds, kept in `folder`: a task that is there is not measured again."""
     name, _, prompts = task.partition("/")
     here = folder / f"{task.replace('/', '-')}-seed{args.seed}"
-    saved = here / f"{'-'.join([str(args.num_prompts), 'prompts', *(args.baselines or ())])}.json"
+    parts = [str(args.num_prompts), "prompts", *(args.baselines or ()), *(["progress"] if args.progress else [])]
+    saved = here / f"{'-'.join(parts)}.json"
     if not args.plot_only and not saved.exists():
         if task in TOY:
             trainer, options = trainer_of(task_of(name, args.seed), seed=args.seed, disable_tqdm=False), MEASURED
         else:
-            trainer, options = language.trainer_at(name, args.seed, folder), language.measured(name)
+            progress = {"progress_funcs": ["rewards"]} if args.progress else {}
+            trainer, options = language.trainer_at(name, args.seed, folder, **progress), language.measured(name)
         options = options | {"prompts_per_batch": int(prompts or PROMPTS_PER_BATCH), "seed": args.seed}
         names = args.baselines or [*BESIDE, "value", *ABLATIONS]
         if args.steps:
@@ -193,6 +198,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--num_prompts", type=int, default=24)
     parser.add_argument("--baselines", nargs="+", choices=BASELINES, help="by default those of the page")
     parser.add_argument("--relatives", action="store_true", help="other authors' baselines, and N from 1 to 32")
+    parser.add_argument("--progress", action="store_true", help="`value` reads the text's reward so far")
     parser.add_argument("--steps", action="store_true", help="few baselines at N = 4, for many prompts")
     parser.add_argument("--plot_only", action="store_true", help="tables and pictures from what is saved")
     parser.add_argument("--publish", action="store_true", help="put the columns into the results and the pages")

@@ -70,6 +70,7 @@ class Part:
     pictures: bool = False
     one: bool = False  # completion per prompt
     scale_rewards: str = "none"
+    progress: bool = False  # functions of the text so far
 
     @property
     def energies_from(self) -> str | None:
@@ -79,7 +80,7 @@ class Part:
 
     @property
     def name(self) -> str:
-        flags = [flag for flag in ("lora", "checkpointing", "pictures", "one") if getattr(self, flag)]
+        flags = [flag for flag in ("lora", "checkpointing", "pictures", "one", "progress") if getattr(self, flag)]
         name = self.baseline.rpartition(":")[2]
         return "-".join([name, str([*SOURCES].index(self.source)), *flags, self.scale_rewards])
 
@@ -98,7 +99,7 @@ def pairwise() -> list[tuple[str, Part]]:
     for i, backend in enumerate(BACKENDS):
         cases += [(backend, Part(list(SOURCES)[i % 3], i % 2 == 1, i % 2 == 0, "value"))]
     cases += [("ddp", Part(SAMPLED, False, False, name)) for name in (OWN_BASELINE, "ogb_pooled", "rloo_pooled")]
-    others = ({"one": True}, {"scale_rewards": "running"}, {"baseline": "otb", "pictures": True})
+    others = ({"one": True}, {"scale_rewards": "running"}, {"baseline": "otb", "pictures": True}, {"progress": True})
     cases += [("ddp", Part(SAMPLED, False, False, **{"baseline": "value"} | other)) for other in others]
     return [*cases, ("zero3", Part(SAMPLED, False, False, "value", one=True))]
 
@@ -209,6 +210,7 @@ def case(model: str, folder: str, part: Part) -> dict:
         processing_class=tiny_vision.processor("patches") if part.pictures else None,
         rollout_func=None if part.source == SAMPLED else rollout,
         peft_config=LORA if part.lora else None,
+        progress_funcs="rewards" if part.progress else None,
     )
     trainer.train()
     trainer.save_model(os.path.join(folder, "saved"))  # collective under sharding

@@ -31,7 +31,8 @@ from trl_otb.baselines import value as module
 
 
 PROMPTS, N, T, K = 16, 4, 12, 3
-NAMES = ("explained", "explained_by_state", "weight", "luck_weight", "restarted", "luck_mean", "luck_left_out")
+NAMES = ("explained", "explained_by_state", "weight", "luck_weight", "restarted", "r2_at_end")
+NAMES += ("luck_mean", "luck_left_out")
 
 
 @pytest.fixture(autouse=True)

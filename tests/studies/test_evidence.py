@@ -2,6 +2,8 @@
 
 import functools
 import importlib
+import json
+import math
 import random
 import re
 import sys
@@ -13,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from recipes import toy
-from recipes.studies import language, render, runs, tasks
+from recipes.studies import ablations, language, render, runs, tasks
 from recipes.toy import lake, scratchpad
 from tests.helpers import tiny
 from tests.maths.test_efficiency import measured_prompts
@@ -279,6 +281,22 @@ def test_study_cells_from_a_report(study):
     ]
     of_value = render.noise({"task": cells}, 2, ["value", "explained"]).splitlines()
     assert of_value[2] == "| task (3) | 0.40 (0.40–0.40) | 0.30 | 0.20 |"  # of the noise of `rloo_pooled`, 0.5
+
+
+def test_the_table_of_ablations_is_of_its_results():
+    assert ablations.PAGE.read_text().endswith(ablations.table(json.loads(ablations.RESULTS.read_text())) + "\n")
+
+
+@pytest.mark.parametrize("part", ablations.PARTS)
+def test_each_part_of_value_can_be_left_out(part):
+    """And it changes what is predicted, but for parts that have no effect on this task."""
+    found = [Task(seed, seen=True).batch().x.tensors() for seed in range(12)]
+    for tensors in found[10:]:
+        tensors["returns"], tensors["whole_returns"] = tensors["returns"] / 100, tensors["whole_returns"] / 100
+    whole, other = (ablations.power_left(of, "16 prompts", found) for of in ("the whole", part))
+    assert all(0 < power < math.inf for power in other)
+    without_effect = ("the whole", "no reset", "c = 1 at once", "c = 1 without cross-validation")
+    assert (whole == other) == (part in without_effect)
 
 
 @pytest.mark.parametrize("page", render.PAGES)

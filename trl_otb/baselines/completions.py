@@ -13,7 +13,8 @@ from ..energy import prefix_sums
 
 MIN_WEIGHT = 1e-30  # added to all weights: lost in rounding unless all of them are 0
 # What a baseline may need in addition to returns, mask and lengths
-NEEDS = ("energy", "logps", "states", "prompt_key")
+NEEDS = ("energy", "logps", "states", "progress", "prompt_key")
+UNSENT = ("logps", "states", "progress", "progress_draws", "draw_ratio")  # to other processes
 ALIGNMENTS = ("generated", "position")
 
 
@@ -41,6 +42,10 @@ class Completions:
         logps (`(B, T)`, *optional*): log π(y_t), 0 where `mask` is 0.
         states (`(B, T, k)`, *optional*): The policy's hidden state at the position that predicts the token, from a
             layer at two thirds of the depth, randomly projected to k numbers.
+        progress (`(B, T, F)`, *optional*): What the run's progress functions return for the text before the token, or
+            for an earlier part of it; `None` without such functions.
+        progress_draws (`(B, T, F)`, *optional*): How much more the token gives each of these functions than the tokens
+            that could have been drawn do on average: its mean is 0 given what precedes. 0 where it is not known.
         draw_ratio (`(B, T)`, *optional*): What Σ_v π(v)² − π(y_t) is multiplied by for its mean to be 0 given what
             precedes y_t: π(y_t) / μ(y_t) where μ drew it and the loss weights each token by itself, 0 where the
             sampler is not known; 1 if `None`, for tokens drawn from π, or weighted by completion.
@@ -58,6 +63,8 @@ class Completions:
     loss_energy: Tensor | None = None
     logps: Tensor | None = None
     states: Tensor | None = None
+    progress: Tensor | None = None
+    progress_draws: Tensor | None = None
     draw_ratio: Tensor | None = None
     prompt_key: Tensor | None = None
 
@@ -116,7 +123,7 @@ class Completions:
 
     def totals(self) -> "Completions":
         """The same completions as one number each, T = 1: whole returns, sums of energies."""
-        none: dict[str, Any] = dict.fromkeys(("logps", "states", "draw_ratio"))
+        none: dict[str, Any] = dict.fromkeys(UNSENT)
         in_loss = None if self.loss_energy is None else self.total_energy
         energy = in_loss if self.energy is self.loss_energy else prefix_sums(self.need("energy"))[:, -1:]
         return replace(self, **none, energy=energy, loss_energy=in_loss, returns=self.whole_returns, mask=self.members)
@@ -190,8 +197,9 @@ def squeeze(
         alignment (`str`, *optional*): `"position"` leaves tool output in its place, with mask 0, as the reference's
             single-turn form does.
         first_row (`int`, *optional*): The index of the first row among those of all processes.
-        prompt_key, and in `of_tokens` energy, loss_energy, logps, states, draw_ratio: As in [`Completions`], before
-            squeezing. Values where `mask` is 0 are ignored and may be NaN. Without `loss_energy`, it is `energy`.
+        prompt_key, and in `of_tokens` energy, loss_energy, logps, states, progress, progress_draws, draw_ratio: As in
+            [`Completions`], before squeezing. Values where `mask` is 0 are ignored and may be NaN. Without
+            `loss_energy`, it is `energy`.
     """
     missing = rewards.isnan() if rewards.dim() == 1 else rewards.isnan().any(1)
     scored = (~missing).float().unsqueeze(1)

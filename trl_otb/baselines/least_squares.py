@@ -27,7 +27,7 @@ def solution(sums: Float[Tensor, "*folds K1 K1"], ridge: float) -> Float[Tensor,
 
     The coefficient of B0 in B is kept between 0 and 1. In a few batches the fit would leave that range: the returns of
     the others predict a completion's own there, since all of them have the same sum. Without the limit `value` left up
-    to 1.27 times the power in its first batches.
+    to 1.28 times the power in its first batches, and 3 times for N = 1.
     """
     squares, of_target = sums[..., :-1, :-1], sums[..., :-1, -1]
     diagonal, constant = squares.diagonal(dim1=-2, dim2=-1), squares[..., 0]
@@ -42,19 +42,18 @@ def solution(sums: Float[Tensor, "*folds K1 K1"], ridge: float) -> Float[Tensor,
     return torch.cat([found[..., :B0], of_b0, found[..., B0:]], dim=-1)
 
 
-def confidences(sums: Float[Tensor, "folds K1 K1"], ridge: float, of_luck: int) -> Float[Tensor, " 2"]:
+def confidences(sums: Float[Tensor, "folds K1 K1"], ridge: float, sizes: list[int]) -> Float[Tensor, " parts"]:
     """
-    c₁ and c₂, between 0 and 1: the shares of the two parts of a prediction, of which the last `of_luck` features make
-    the second, that leave the least in folds of prompts that they were not fitted to.
+    c₁, c₂, …, between 0 and 1: the shares of the parts of a prediction, each of so many features in turn, that leave
+    the least in folds of prompts that they were not fitted to.
     """
-    without = solution(sums.sum(dim=0) - sums, ridge)
-    parts = without.unsqueeze(1).repeat(1, 2, 1)
-    parts[:, 0, -of_luck:] = 0
-    parts[:, 1, :-of_luck] = 0
+    of_part = torch.block_diag(*(sums.new_ones(1, size) for size in sizes))
+    parts = of_part * solution(sums.sum(dim=0) - sums, ridge).unsqueeze(1)
     agreement = torch.einsum("fpk,fk->p", parts, sums[:, :-1, -1])
     squares = torch.einsum("fpk,fkl,fql->pq", parts, sums[:, :-1, :-1], parts)
     c = torch.ones_like(agreement)
-    for part in (0, 1) * 3:  # each, given the other
-        left = agreement[part] - c[1 - part] * squares[0, 1]
+    for part in [*range(len(sizes))] * 3:  # each, given the others
+        others = [i for i in range(len(sizes)) if i != part]
+        left = agreement[part] - sum(c[i] * squares[min(i, part), max(i, part)] for i in others)
         c[part] = (left / squares[part, part].clamp(min=1e-30)).clamp(0, 1)
     return c.nan_to_num()

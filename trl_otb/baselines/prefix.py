@@ -22,18 +22,19 @@ B0 = NUMBERS.index("b0")
 
 class Prefix(NamedTuple):
     """
-    Of each token; all but `luck` is known before it is drawn. Zeros where `known` is False: numbers before the token
-    are not finite there.
+    Of each token; all but `luck` and `draws` is known before it is drawn. Zeros where `known` is False: numbers before
+    the token are not finite there.
 
     Args:
         known: Whether all numbers are finite.
         numbers: `NUMBERS`: 1; B0, left empty here; the rewards earned; of the tokens before, sums of energy, of
             surprisal and their count, and the square roots of the three; `worst`; `sure`. Then hidden states: here, and
-            their mean so far.
+            their mean so far. Then the numbers of progress functions: as they are, and times √n.
         sure: σ_t = Σ_v π(v)², how sure the policy is of the token to come.
         worst: m_t, the largest σ − π(y) of the tokens before: an improbable token is often a mistake.
         root_count: √n_t, of the number of tokens before.
         earned: The rewards of the tokens before.
+        draws: What `Completions.progress_draws` holds, ρ times: its mean is 0, too. `(B, T, 0)` without it.
         luck: d_t = ρ (σ_t − π(y_t)), which has mean 0 given what precedes; see `Completions.draw_ratio` for ρ.
     """
 
@@ -44,6 +45,7 @@ class Prefix(NamedTuple):
     root_count: Float[Tensor, "B T"]
     earned: Float[Tensor, "B T"]
     luck: Float[Tensor, "B T"]
+    draws: Float[Tensor, "B T F"]
 
     def with_b0(self, b0: Float[Tensor, "B #T"]) -> Float[Tensor, "B T K"]:
         """What V is linear in."""
@@ -76,12 +78,16 @@ def read(x: Completions) -> Prefix:
     columns |= {"worst": shifted(luck.nan_to_num().clamp(min=0).cummax(dim=1).values), "sure": sure}
     numbers = torch.stack([columns[name].expand_as(mask) for name in NUMBERS], dim=-1)
     mean_state = prefix_sums(states) / (columns["count"] + 1).unsqueeze(-1)
-    numbers = torch.cat([numbers, states, mean_state], dim=-1)
+    progress = () if x.progress is None else (x.progress, x.progress * columns["root_count"].unsqueeze(-1))
+    numbers = torch.cat([numbers, states, mean_state, *progress], dim=-1)
     known = numbers.sum(dim=-1).isfinite()
-    drawn = luck if x.draw_ratio is None else luck * x.draw_ratio
-    each = (sure, columns["worst"], columns["root_count"], columns["earned"].expand_as(mask), drawn)
-    finite = (values.where(known & values.isfinite(), 0.0) for values in each)
-    return Prefix(known, numbers.masked_fill_(~known.unsqueeze(-1), 0.0), *finite)
+    ratio = torch.ones_like(mask) if x.draw_ratio is None else x.draw_ratio
+    each = (sure, columns["worst"], columns["root_count"], columns["earned"].expand_as(mask), luck * ratio)
+    sure, worst, root, earned, luck = (values.where(known & values.isfinite(), 0.0) for values in each)
+    draws = states[..., :0] if x.progress_draws is None else x.progress_draws * (ratio * mask).unsqueeze(-1)
+    draws = draws.where(known.unsqueeze(-1) & draws.isfinite(), 0.0)
+    numbers = numbers.masked_fill_(~known.unsqueeze(-1), 0.0)
+    return Prefix(known, numbers, sure, worst, root, earned, luck, draws)
 
 
 def before(values: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:

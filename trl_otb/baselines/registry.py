@@ -101,7 +101,7 @@ BASELINES: dict[str, Baseline] = {
         _built_in("none", none, unbiased=True),
         _built_in("ogb_pooled", ogb_pooled, needs="energy", scope="batch", unbiased=True),
         _built_in("rloo_pooled", rloo_pooled, scope="batch", unbiased=True),
-        _built_in("value", Value, needs="energy logps states", per_token=True, scope="batch", unbiased=True),
+        _built_in("value", Value, needs="energy logps states progress", per_token=True, scope="batch", unbiased=True),
     )
 }
 

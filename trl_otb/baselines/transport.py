@@ -8,10 +8,10 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from .completions import Completions
+from .completions import UNSENT, Completions
 
 
-OF_TOKENS = ("mask", "energy", "loss_energy", "logps", "states", "draw_ratio")
+OF_TOKENS = ("mask", "energy", "loss_energy", *UNSENT)
 
 
 def gathered(local: Completions, gather: Callable[[Tensor], Tensor], tokens: bool) -> Completions:
@@ -32,7 +32,7 @@ def gathered(local: Completions, gather: Callable[[Tensor], Tensor], tokens: boo
 
 def only_compared(x: Completions, tokens: bool) -> Completions:
     """Without states and log-probs, and without energies unless the baseline compares `tokens`."""
-    unsent = ("logps", "states", "draw_ratio") + (() if tokens else ("energy", "loss_energy"))
+    unsent = UNSENT + (() if tokens else ("energy", "loss_energy"))
     none: dict[str, Any] = dict.fromkeys(unsent)
     return replace(x, **none)
 

@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 # B0's power, 1.00 without a reset
 RESET_RATIO, RESET_PROMPTS = 2.0, 4
 OF_STATE, OF_LUCK = 23, 14  # how many features φ and ψ have
+OF_0_11 = {"delta", "draw_weight", "_draw_columns"}  # of the state: checkpoints before 0.11 lack them
 
 
 class Value:
@@ -42,6 +43,8 @@ class Value:
     1. V, the return that is to be expected, is fitted to numbers of the text so far ([`~trl_otb.baselines.prefix`]).
     2. φ and ψ are made of V ([`features`]); θ and Γ are fitted to them, with a V that was fitted to other prompts.
     3. c₁ and c₂ are cross-validated over folds of prompts, and limited while prompts or tokens are few.
+    4. Where the run's progress functions have draws D ([`~trl_otb.baselines.Completions`]), c₃ Σ_{t'>t} D_t' (δ + δ' V)
+       is added, like later luck.
 
     A batch's weight decays per batch. V and B0 + c₁ θ·φ stay within the returns seen so far, and Γ·ψ within their
     width. A prompt keeps B0 where B leaves too much power in the other prompts of a
@@ -56,12 +59,12 @@ class Value:
     completions by `sequence_mask`, no baseline is unbiased.
     """
 
-    # Powers below are of recipes/studies/ablations.md. Slower forgetting would gain up to 12 % where a batch has two
+    # Powers below are of recipes/studies/ablations.md. Slower forgetting would gain up to 6 % where a batch has two
     # prompts and the policy stands still, which it does not in training
     decay_per_batch = 0.9
-    prompt_folds = 4  # with 2 up to 13 % more power in the first batches, with 8 nothing less
+    prompt_folds = 4  # with 2 up to 11 % more power in the first batches, with 8 hardly less
     # For c = 1 after the first batch: prompts, and tokens per feature. Beside cross-validation it matters where there
-    # are few of them: with 16 tokens 30 % more power in the first batches of two prompts
+    # are few of them: with 16 tokens up to 26 % more power in the first batches of two prompts
     prompts_enough, tokens_enough = 16, 4
     _warned = False  # that something is not finite
 
@@ -69,7 +72,9 @@ class Value:
         self.eta: Tensor | None = None  # (K,) of V
         self.theta: Tensor | None = None  # (k,)
         self.gamma: Tensor | None = None  # (l,)
-        self.weight = self.luck_weight = 0.0  # c₁, c₂
+        self.delta: Tensor | None = None  # (2F,) of draws of progress, and of these times V
+        self.weight = self.luck_weight = self.draw_weight = 0.0  # c₁, c₂, c₃
+        self._draw_columns = 0  # 2F, in the sums
         self._value_sums: Tensor | None = None  # over earlier batches; float64, on the CPU
         self._sums: Tensor | None = None  # the same by fold
         self._tokens = 0.0  # the same of tokens
@@ -84,7 +89,7 @@ class Value:
 
     def adjust(self, local: Completions, b0: Float[Tensor, "B #T"]) -> Float[Tensor, "B #T"]:
         """B; or B0, before anything is predicted."""
-        if self.theta is None or max(self.weight, self.luck_weight) == 0.0:
+        if self.theta is None or max(self.weight, self.luck_weight, self.draw_weight) == 0.0:
             return b0
         return torch.cat([self._baseline(of, b0[rows])[1] for _, of, rows in blocks(local)])
 
@@ -105,13 +110,15 @@ class Value:
         """
         Learn from a generation batch. Returns `explained`, 1 − Σ w (G − B)² / Σ w (G − B0)² for what was used, NaN if
         B0 is each return; `explained_by_state`, the same without later luck; `weight` and `luck_weight`, c₁ and c₂;
-        `restarted`, 1 if it was reset; and those of [`LuckCheck.add`].
+        `restarted`, 1 if it was reset; `r2_at_end`, 1 − Σ (G − V)² / Σ (G − mean of G)² at the last tokens of
+        completions, NaN before V is fitted or if no return varies; with draws of progress `draw_weight`, c₃; and those
+        of [`LuckCheck.add`].
         """
         prompt, prompts = numbered(local, gather)
         fold = (prompt + self._prompts) % self.prompt_folds
         (*local_sums, largest_ratio) = self._measure(local, b0, fold)
         of_value, of_batch, of_draws = _summed(local_sums, gather)
-        power, left, left_by_state, squares, excluded, tokens, energy = of_batch.tolist()
+        power, left, left_by_state, squares, excluded, tokens, energy, *at_end = of_batch.tolist()
         varies = power > ROUNDING * squares
         allowed = RESET_RATIO * power if varies else VARIES_NOT_RATIO * self.usual_power * energy
         lost = left > max(allowed, ROUNDING * squares)
@@ -120,6 +127,8 @@ class Value:
         shares = [1 - part / power if varies else math.nan for part in (left, left_by_state)]
         metrics = dict(zip(("explained", "explained_by_state"), shares, strict=True))
         metrics |= {"weight": self.weight, "luck_weight": self.luck_weight, "restarted": float(reset)}
+        metrics["r2_at_end"] = math.nan if self.eta is None else r_squared(*at_end)
+        metrics |= {} if local.progress_draws is None else {"draw_weight": self.draw_weight}
         if excluded > 0 and not self._warned:
             Value._warned = True
             logger.warning(
@@ -139,10 +148,11 @@ class Value:
         self._returns_seen = min(self._returns_seen[0], -least), max(self._returns_seen[1], most)
         self._prompts += prompts
         whole = of_value.sum(dim=0) + (0 if self._value_sums is None else self.decay_per_batch * self._value_sums)
-        ridge = 0.02 + 4 / self._prompts  # with a quarter or four times of it 0.95 to 1.28 of the power
+        ridge = 0.02 + 4 / self._prompts  # with a quarter or four times of it 0.95 to 1.26 of the power
         (of_both,) = _summed([self._sums_of(local, b0, fold, solution(whole - of_value, ridge))], gather)
         self.eta = solution(whole, ridge)
         self._value_sums = whole
+        self._fit_draws(0 if local.progress_draws is None else 2 * local.progress_draws.size(-1))
         self._sums = of_both if self._sums is None else self.decay_per_batch * self._sums + of_both
         self._tokens = self.decay_per_batch * self._tokens + tokens
         self._fit()
@@ -165,27 +175,58 @@ class Value:
         state = copy.deepcopy(state)
         of_luck = {f"_{name}": name for name in vars(self.luck_check)}  # not in checkpoints of releases before 0.10
         own = vars(self).keys() - {"luck_check"}
-        if not own <= state.keys():
+        if not own - OF_0_11 <= state.keys():
             raise ValueError(
                 f"The state of 'value' is damaged, or of a release before 0.8: it holds {[*state]}. "
                 "Without the checkpoint's `baseline.pt` it starts empty."
             )
-        vars(self).update({name: state[name] for name in own})
+        vars(self).update({"delta": None, "draw_weight": 0.0, "_draw_columns": 0})
+        vars(self).update({name: state[name] for name in own & state.keys()})
         if self.theta is not None and len(self.theta) != OF_STATE:
             logger.warning("The checkpoint's 'value' has features of another release: all but V is fitted anew.")
-            self.theta = self.gamma = self._sums = None
-            self.weight = self.luck_weight = self._tokens = 0.0
+            self.theta = self.gamma = self.delta = self._sums = None
+            self.weight = self.luck_weight = self.draw_weight = self._tokens = 0.0
         vars(self.luck_check).update({of_luck[name]: state[name] for name in of_luck.keys() & state.keys()})
+
+    def use_progress(self, before: list[str], now: list[str]) -> None:
+        """Fit V to the progress functions `now` after those `before`: of new ones nothing is known."""
+        if self._value_sums is None or self.eta is None:
+            return
+        self._fit_draws(0)
+        sums, ridge = self._value_sums, 0.02 + 4 / max(self._prompts, 1)
+        rest = len(sums) - 1 - 2 * len(before)  # the numbers that are always there; the target is last
+        same = [(before.index(name), i) for i, name in enumerate(now) if name in before]
+        kept = [*range(rest), *(rest + i for i, _ in same), *(rest + len(before) + i for i, _ in same), len(sums) - 1]
+        size = rest + 2 * len(now) + 1
+        to = [*range(rest), *(rest + i for _, i in same), *(rest + len(now) + i for _, i in same), size - 1]
+        wanted = sums.new_zeros(size, size)
+        wanted[torch.tensor(to).unsqueeze(1), torch.tensor(to)] = sums[kept][:, kept]
+        self._value_sums, self.eta = wanted, solution(wanted, ridge)
+
+    def _fit_draws(self, columns: int) -> None:
+        """Make room in the sums for so many columns of draws; what is known of another number of them is dropped."""
+        if columns == self._draw_columns:
+            return
+        if self._sums is not None:
+            rest, sums = self._sums.size(-1) - 1 - self._draw_columns, self._sums
+            kept = torch.tensor([*range(rest), sums.size(-1) - 1])
+            to = torch.tensor([*range(rest), rest + columns])
+            self._sums = sums.new_zeros(len(sums), rest + columns + 1, rest + columns + 1)
+            self._sums[:, to.unsqueeze(1), to] = sums[:, kept.unsqueeze(1), kept]
+        self._draw_columns, self.delta, self.draw_weight = columns, None, 0.0
 
     def _features(self, of: Prefix, v: Float[Tensor, "B T"]) -> tuple[Float[Tensor, "B T k"], Float[Tensor, "B T l"]]:
         """φ without B0 and ψ; studies leave out some."""
         return features(of, v)
 
-    def _columns(self, of: Prefix, b0: Tensor, eta: Tensor) -> tuple[Tensor, Tensor]:
-        """φ and ψ, from V by coefficients `(K,)` or, for each row, `(B, K)`."""
+    def _centred_v(self, of: Prefix, b0: Tensor, eta: Tensor) -> Float[Tensor, "B T"]:
+        """V less the middle of the returns seen, by coefficients `(K,)` or, for each row, `(B, K)`."""
         least, most = self._returns_seen
         predicted = (of.with_b0(b0) @ eta.to(of.numbers).unsqueeze(-1)).squeeze(-1)
-        v = (b0 + predicted).clamp(least, most) - (least + most) / 2
+        return (b0 + predicted).clamp(least, most) - (least + most) / 2
+
+    def _columns(self, of: Prefix, b0: Tensor, v: Float[Tensor, "B T"]) -> tuple[Tensor, Tensor]:
+        """φ and ψ."""
         phi, psi = self._features(of, v)
         of_known = (b0 * of.known).unsqueeze(-1)
         return torch.cat([phi[..., :1], of_known, phi[..., 1:]], dim=-1), psi
@@ -194,20 +235,26 @@ class Value:
         """B without later luck, and B."""
         if self.eta is None or self.theta is None or self.gamma is None:
             return (b0.expand_as(of.sure),) * 2
-        phi, psi = self._columns(of, b0, self.eta)
+        v = self._centred_v(of, b0, self.eta)
+        phi, psi = self._columns(of, b0, v)
         least, most = self._returns_seen  # without the three limits up to 5 % more power in the first batches
         predicted = b0 + self.weight * (phi @ self.theta.to(phi))
         state = predicted.clamp(b0.clamp(max=least), b0.clamp(min=most))
         # Known before the draw, so that it may be limited; the sum may not, or its mean would not be 0
         per_draw = (psi @ self.gamma.to(psi)).clamp(least - most, most - least)
-        return state, state + self.luck_weight * later(of.luck * per_draw)
+        luck = self.luck_weight * of.luck * per_draw
+        if self.delta is not None and of.draws.size(-1) * 2 == self.delta.numel():
+            of_each = self.delta.to(psi).view(2, -1)
+            of_each = (of_each[0] + of_each[1] * v.unsqueeze(-1)).clamp(least - most, most - least)
+            luck = luck + self.draw_weight * (of.draws * of_each).sum(dim=-1)
+        return state, state + later(luck)
 
     def _measure(self, local: Completions, b0: Tensor, fold: Tensor) -> list[Tensor]:
         """
         Sums that V is fitted to, by fold; the power that B0 and B leave, with what else a batch tells; and what
         [`measured`] returns.
         """
-        sums, total, of_draws, largest = b0.new_zeros(1), b0.new_zeros(7), b0.new_zeros(len(COLUMNS)), b0.new_ones(())
+        sums, total, of_draws, largest = b0.new_zeros(1), b0.new_zeros(11), b0.new_zeros(len(COLUMNS)), b0.new_ones(())
         for x, of, rows in blocks(local):
             b = b0[rows]
             target, weights = (x.returns - b).expand_as(x.mask), x.need("loss_energy")
@@ -215,12 +262,21 @@ class Value:
             powers = [(weights * left.square()).sum() for left in (target, whole, state)]
             squares = (weights * (x.returns.square() + b.square())).sum()
             present = x.mask * of.known
-            total += torch.stack([*powers, squares, x.mask.sum() - present.sum(), present.sum(), weights.sum()])
+            counts = x.mask.sum() - present.sum(), present.sum(), weights.sum()
+            total += torch.stack([*powers, squares, *counts, *self._at_end(x, of, b)])
             columns = torch.cat([of.with_b0(b), target.unsqueeze(-1)], dim=-1)
             sums = sums + products(columns, present, fold[rows], self.prompt_folds)
             of_block, largest_of_block = measured(of, x)
             of_draws, largest = of_draws + of_block, torch.maximum(largest, largest_of_block)
         return [sums, total, of_draws, largest]
+
+    def _at_end(self, x: Completions, of: Prefix, b0: Tensor) -> list[Tensor]:
+        """Of the last tokens: their number, and the sums of G, G² and (G − V)²."""
+        last = x.mask * (x.mask.cumsum(dim=1) == x.mask.sum(dim=1, keepdim=True)) * of.known
+        returns = left = x.returns.expand_as(last)
+        if self.eta is not None:
+            left = returns - self._centred_v(of, b0, self.eta) - sum(self._returns_seen) / 2
+        return [(last * values).sum() for values in (torch.ones_like(last), returns, returns.square(), left.square())]
 
     def _sums_of(self, local: Completions, b0: Tensor, fold: Tensor, etas: Tensor) -> Tensor:
         """Sums that θ and Γ are fitted to, by fold, with V of the other folds' prompts."""
@@ -228,8 +284,10 @@ class Value:
         for x, of, rows in blocks(local):
             b = b0[rows]
             target, weights = (x.returns - b).expand_as(x.mask), x.need("loss_energy")
-            phi, psi = self._columns(of, b, etas[fold[rows]])
-            columns = torch.cat([phi, later(of.luck.unsqueeze(-1) * psi), target.unsqueeze(-1)], dim=-1)
+            v = self._centred_v(of, b, etas[fold[rows]])
+            phi, psi = self._columns(of, b, v)
+            luck = torch.cat([of.luck.unsqueeze(-1) * psi, of.draws, of.draws * v.unsqueeze(-1)], dim=-1)
+            columns = torch.cat([phi, later(luck), target.unsqueeze(-1)], dim=-1)
             sums = sums + products(columns, weights * of.known, fold[rows], self.prompt_folds)
         return sums
 
@@ -239,16 +297,20 @@ class Value:
         sums = self._sums
         if self.luck_check.luck_left_out:
             of_luck = torch.zeros(sums.size(-1))
-            of_luck[-OF_LUCK - 1 : -1] = 1
+            of_luck[-OF_LUCK - self._draw_columns - 1 : -1] = 1
             sums = sums.masked_fill((of_luck.unsqueeze(0) + of_luck.unsqueeze(1)) > 0, 0.0)
         tokens_per_feature = self._tokens / sums.size(-1)
         ridge = max(0.5 / self._prompts, 1 / tokens_per_feature)  # the same: 0.95 to 1.15
         both = solution(sums.sum(dim=0), ridge)
         if not both.isfinite().all():
             return self._reset("its linear system has no finite solution")
-        self.theta, self.gamma = both[:-OF_LUCK], both[-OF_LUCK:]
+        draws = self._draw_columns
+        sizes = [len(both) - OF_LUCK - draws, OF_LUCK, *([draws] if draws else [])]
+        self.theta, self.gamma, *delta = both.split(sizes)
+        self.delta = delta[0] if delta else None
         most = min(1.0, self._prompts / self.prompts_enough, tokens_per_feature / self.tokens_enough)
-        self.weight, self.luck_weight = confidences(sums, ridge, OF_LUCK).clamp(max=most).tolist()
+        self.weight, self.luck_weight, *others = confidences(sums, ridge, sizes).clamp(max=most).tolist()
+        self.draw_weight = others[0] if others else 0.0
 
     def _reset(self, reason: str) -> None:
         logger.warning(f"The baseline 'value' discards what it has learned: {reason}. It continues as 'rloo_pooled'.")
@@ -261,13 +323,19 @@ def features(of: Prefix, v: Float[Tensor, "B T"]) -> tuple[Float[Tensor, "B T k"
     """
     φ of the state, without B0, and ψ of the luck to come, from V less the middle of the returns seen: q = (1, √n, V,
     V², m, V m, V √n), where n is the number of tokens before and m is `worst`, times 1, σ and σ², ψ without σ²; and in
-    φ the rewards earned. Without V², or without V √n, up to 1 and 10 % more power is left on recipes/toy, without σ²
-    in φ 11 %, without σ in ψ 50 %.
+    φ the rewards earned. On the toys of recipes/studies/ablations.md up to 2 % more power is left without V², 12 %
+    without V √n, 29 % without m, 13 % without σ² in φ, three times as much without σ in ψ.
     """
     root, m = of.root_count, of.worst
     q = torch.stack([torch.ones_like(v), root, v, v.square(), m, v * m, v * root], dim=-1) * of.known.unsqueeze(-1)
     by_sure = [q, of.sure.unsqueeze(-1) * q, of.sure.square().unsqueeze(-1) * q]
     return torch.cat([*by_sure, of.earned.unsqueeze(-1)], dim=-1), torch.cat(by_sure[:2], dim=-1)
+
+
+def r_squared(number: float, total: float, squares: float, left: float) -> float:
+    """1 − `left` / Σ (G − mean of G)², from the number of G, Σ G and Σ G²; NaN if no G varies."""
+    variation = squares - total**2 / max(number, 1.0)
+    return 1 - left / variation if variation > 1e-6 * squares else math.nan
 
 
 def _summed(parts: list[Tensor], gather: Callable[[Tensor], Tensor]) -> list[Tensor]:

@@ -43,6 +43,7 @@ class Recording:
     needed: bool = True
     states: bool = False
     turns: SampledTurns | None = None
+    likeliest: int = 0  # tokens whose probability is recorded, of turns that are sampled
     values: list[TokenValues] = field(default_factory=list)  # with the log-probs that TRL got
     processor: str | None = None  # what made `generate` sample from another distribution than energies are of, and why
 
@@ -148,7 +149,7 @@ class PolicyRecorder:
             with self._watching_processors(to):
                 yield lambda prompt_ids, completion_ids: None
             return
-        turn = SampledTurn(self.temperature)
+        turn = SampledTurn(self.temperature, to.likeliest)
 
         def keep(prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> None:
             # Generation that calls the model in other ways, as with soft prompts or guidance, needs the extra forward

@@ -7,6 +7,7 @@ from transformers import Trainer
 
 from ..display.page import RolloutPages
 from ..gain import Gain
+from ..progress import Progress
 from ..rollout import Rollout, Rollouts
 from ..run_baseline import RunBaseline
 from .contract import GRPOTrainer, users_methods
@@ -31,6 +32,7 @@ class Private:
     known_loss: Any = None  # the function that is known to weight each token by its own advantage
     users_loss_was_tried: bool = False
     extra_state: dict[str, Any] = field(default_factory=dict)  # what else checkpoints of a learning baseline hold
+    progress: Progress | None = None  # the run's progress functions
     recorder: PolicyRecorder = field(init=False)  # made last, when the policy is complete
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from trl import GRPOTrainer
 
+from ..progress import Given
 from ..rollout import Rollout, Shown, generated_mask
 from .contract import BrokenContract, trl_utils
 from .forwards import scores_anyway
@@ -102,6 +103,9 @@ def recorded_rewards(trainer: GRPOTrainer) -> Iterator[list[RewardRecorder]]:
             # Copies, as a function may change the lists that it gets
             ids = [torch.tensor(of_row, dtype=torch.long) for of_row in completion_ids]
             recorders.append(RewardRecorder(ids, trainer.reward_weights.tolist()))
+            if trainer._trl_otb.progress is not None:
+                given = dict(zip(("inputs", "prompts", "completions"), args, strict=False)) | kwargs
+                recorders[-1].given = Given.of(given["inputs"], given["prompts"], given["completions"], completion_ids)
             recorders[-1].rewards_per_func = rewards = calculate(*args, **kwargs)
             return rewards
 

@@ -11,11 +11,12 @@ from ..energy import TokenValues, token_energy
 class SampledTurn:
     """What the forwards of one `generate` compute for each position's distribution, before any processor of logits."""
 
-    def __init__(self, temperature: float) -> None:
-        self.temperature, self.calls = temperature, 0
+    def __init__(self, temperature: float, likeliest: int = 0) -> None:
+        self.temperature, self.likeliest, self.calls = temperature, likeliest, 0
         self._prompt: Tensor | None = None  # (b, P), what the first forward read
         self._before: Tensor | None = None  # (b, V) probabilities at the last position
-        self._values: list[tuple[Tensor, Tensor, Tensor]] = []  # tokens, energies, log-probs, each (b,)
+        # Tokens, energies, log-probs, each (b,), and the likeliest tokens with their probabilities, (b, 2 l)
+        self._values: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
 
     def on_forward(self, module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """A forward hook of the policy."""
@@ -38,7 +39,11 @@ class SampledTurn:
         probs = self._before.gather(1, tokens.to(self._before.device).unsqueeze(1)).squeeze(1)
         # Takes a third of the time of log_softmax and logsumexp. 2e-38 is a normal number, whose logarithm is finite
         norm, logps = torch.linalg.vector_norm(self._before, dim=-1), probs.clamp(min=2e-38).log()
-        self._values.append((tokens, token_energy(logps, 2 * norm.log()), logps))
+        likely = self._before[:, :0]
+        if self.likeliest:
+            top, ids = self._before.topk(self.likeliest, dim=-1)
+            likely = torch.cat([ids.float(), top], dim=-1)
+        self._values.append((tokens, token_energy(logps, 2 * norm.log()), logps, likely))
 
     def rows(
         self, prompt_ids: list[list[int]], completion_ids: list[list[int]], states: list[Tensor] | None
@@ -54,13 +59,14 @@ class SampledTurn:
             torch.tensor([ids[at] if len(ids) > at else 0 for ids in completion_ids], device=self._prompt.device)
         )
         self._before = None
-        tokens, energy, logps = (torch.stack(of, dim=1) for of in zip(*self._values, strict=True))
+        tokens, energy, logps, likely = (torch.stack(of, dim=1) for of in zip(*self._values, strict=True))
         of_all = None if states is None else torch.cat(states, dim=1)
         read, drawn, result = self._prompt.tolist(), tokens.tolist(), []
         for row, (prompt, ids) in enumerate(zip(prompt_ids, completion_ids, strict=True)):
             n = len(ids)
             same = read[row][-len(prompt) :] == prompt and drawn[row][:n] == ids
-            of_row = TokenValues(energy[row, :n], logps[row, :n], None if of_all is None else of_all[row, :n])
+            more = None if of_all is None else of_all[row, :n], likely[row, :n] if self.likeliest else None
+            of_row = TokenValues(energy[row, :n], logps[row, :n], *more)
             result.append(of_row if same else None)
         return result
 
@@ -91,7 +97,7 @@ class SampledTurns:
         prompts = [
             of[m.bool()].tolist() for of, m in zip(batch["prompt_ids"].cpu(), batch["prompt_mask"].cpu(), strict=True)
         ]
-        result: list[Tensor] = []
+        result: list[Tensor | None] = []
         for row in range(len(mask)):
             completion = ids[row].tolist()
             for start, end in _stretches(generated[row]):
@@ -99,17 +105,18 @@ class SampledTurns:
                 values = self._calls[0][row] if images else self._find((*prompts[row], *completion[:start]), turn)
                 if values is None or len(values.energy) < end - start:
                     return None
-                known = [of for of in values if of is not None]
-                result = result or [of.new_zeros(*mask.shape, *of.shape[1:]) for of in known]
-                for to, of in zip(result, known, strict=True):
-                    to[row, start:end] = of[: end - start]
+                result = result or _zeros_like(values, mask)
+                for to, of in zip(result, values, strict=True):
+                    if to is not None and of is not None:
+                        to[row, start:end] = of[: end - start]
         if not result:  # nothing was generated
             recorded = next((of for rows in self._calls for of in rows if of is not None), None)
             if recorded is None:
                 return None
-            result = [of.new_zeros(*mask.shape, *of.shape[1:]) for of in recorded if of is not None]
-        energy, logps, *states = (of.to(mask.device) for of in result)
-        return TokenValues(energy, logps, states[0] if states else None)
+            result = _zeros_like(recorded, mask)
+        energy, logps, states, likely = (None if of is None else of.to(mask.device) for of in result)
+        assert energy is not None and logps is not None
+        return TokenValues(energy, logps, states, likely)
 
     def _find(self, before: tuple[int, ...], turn: list[int]) -> TokenValues | None:
         turns = self._turns.get(before, [])
@@ -119,6 +126,11 @@ class SampledTurns:
         # Rows with the same ids have values of their own where there is dropout
         turns.append(turns.pop(at))
         return turns[-1][1]
+
+
+def _zeros_like(values: TokenValues, mask: Tensor) -> list[Tensor | None]:
+    """For the tokens of `mask`, `(B, T)`."""
+    return [None if of is None else of.new_zeros(*mask.shape, *of.shape[1:]) for of in values]
 
 
 def _stretches(generated: Tensor) -> list[tuple[int, int]]:

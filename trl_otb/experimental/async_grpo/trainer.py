@@ -103,6 +103,11 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
     ) -> None:
         ASYNC_GRPO.check()
         check_names(self, AsyncGRPOTrainer)
+        if "progress_funcs" in kwargs:
+            raise TypeError(
+                "`progress_funcs` is not read in asynchronous training, whose trainer gets tokens without their texts "
+                "and columns. Leave it out, or use OTBGRPOTrainer."
+            )
         if args is None:
             args = AsyncOTBGRPOConfig(f"{model.rstrip('/').split('/')[-1]}-AsyncOTB")
         if not isinstance(args, AsyncGRPOConfig):

@@ -1,0 +1,276 @@
+"""
+How far is `value` from the best that a baseline can be? V and Q by continuations, at positions drawn by energy.
+
+    OMP_NUM_THREADS=1 python -m recipes.studies.oracle --task scratchpad_30                   # minutes on one core
+    OMP_NUM_THREADS=1 python -m recipes.studies.oracle --task words --progress --prompts 12   # hours; it says so first
+
+In shares of Σ w (G − B)² under `rloo` at N = 4, with intervals by bootstrap over prompts. Of some completions of a
+prompt's pool, tokens are drawn with probability in proportion to energy, and weighted by its inverse. From each, K
+completions go on after the token that was sampled (their mean is Q), and K after another token, drawn from the policy
+without the first (O): V = π(y) Q + (1 − π(y)) O. Squares are products of halves of the K, so that their noise has mean
+0. The best baseline of a state is b* = E[w Q] / E[w] over the token to come. On the scratchpad of 30 tokens it found
+b* 0.40 (0.35 to 0.44) and Q − b* 0.02 (-0.02 to 0.06), where the exact table of limit.py has 0.415 and 0.028.
+
+`oracle(trainer, ...)` takes any OTBGRPOTrainer whose completions have one turn. It trains nothing.
+"""
+
+import argparse
+import json
+import sys
+import time
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from transformers import set_seed
+
+from recipes.studies import language, tasks
+from trl_otb import OTBGRPOTrainer
+from trl_otb.baselines import Completions, find_baseline, joined
+from trl_otb.comparison.efficiency import Estimate, bootstrap
+from trl_otb.comparison.pools import at_rest, sample, training_examples
+from trl_otb.run_baseline import RunBaseline
+from trl_otb.seam.forwards import policy_of
+
+
+N, POOL = 4, 16  # of a group, and of the completions of a prompt that are sampled
+LEARN_BATCHES, PROMPTS_PER_BATCH = 8, 16  # that `value` learns from
+ROWS = 64  # that are continued at once
+NEEDS = frozenset({"energy", "logps", "states", "progress"})
+
+
+class Continuations:
+    """The trainer's policy and rewards, for completions that begin as given."""
+
+    def __init__(self, trainer: OTBGRPOTrainer, seed: int) -> None:
+        self.trainer, self.policy, self.tokenizer = trainer, policy_of(trainer.model), trainer._tokenizer
+        self.generator = torch.Generator(device=trainer.accelerator.device).manual_seed(seed)
+        self.longest, self.tokens, self.seconds = trainer.max_completion_length, 0, 0.0
+
+    @torch.no_grad()
+    def before(self, row: dict) -> torch.Tensor:
+        """`(T, V)` probabilities before each token of a completion, one of TRL's rows."""
+        ids = torch.cat([row["prompt_ids"], row["completion_ids"]], dim=1)
+        mask = torch.cat([row["prompt_mask"], row["completion_mask"]], dim=1)
+        start, length = row["prompt_ids"].size(1), row["completion_ids"].size(1)
+        logits = self.policy(input_ids=ids, attention_mask=mask).logits[0, start - 1 : start + length - 1]
+        return (logits.float() / self.trainer.temperature).softmax(-1)
+
+    @torch.no_grad()
+    def finished(self, prompt: list[int], begun: list[list[int]]) -> list[list[int]]:
+        """Completions that begin so, each continued by the policy to its end or to the longest that is allowed."""
+        ends, pad = {*self.trainer.eos_token_ids}, self.tokenizer.pad_token_id
+        result = [ids[: self.longest] for ids in begun]
+        open_ = [i for i, ids in enumerate(result) if len(ids) < self.longest and not (ids and ids[-1] in ends)]
+        open_.sort(key=lambda i: len(result[i]))
+        begin = time.perf_counter()
+        for first in range(0, len(open_), ROWS):
+            some = open_[first : first + ROWS]
+            width = max(len(result[i]) for i in some)
+            rows = [[*prompt, *result[i]] for i in some]
+            padded = torch.tensor([[pad] * (len(prompt) + width - len(row)) + row for row in rows])
+            mask = torch.tensor([[0] * (len(prompt) + width - len(row)) + [1] * len(row) for row in rows])
+            found = self.policy.generate(
+                input_ids=padded.to(self.policy.device),
+                attention_mask=mask.to(self.policy.device),
+                max_new_tokens=self.longest - min(len(result[i]) for i in some),
+                do_sample=True,
+                temperature=self.trainer.temperature,
+                top_k=0,
+                top_p=1.0,
+                eos_token_id=[*ends],
+                pad_token_id=pad,
+            )[:, padded.size(1) :].tolist()
+            for i, ids in zip(some, found, strict=True):
+                end = next((t + 1 for t, y in enumerate(ids) if y in ends), len(ids))
+                self.tokens += end
+                result[i] = [*result[i], *ids[:end]][: self.longest]
+        self.seconds += time.perf_counter() - begin
+        return result
+
+    def rewards(self, example: dict, completions: list[list[int]]) -> torch.Tensor:
+        """The weighted rewards of completions of one example."""
+        texts = self.trainer.processing_class.batch_decode(completions, skip_special_tokens=True)
+        chat = not isinstance(example["prompt"], str)
+        written = [[{"role": "assistant", "content": text}] if chat else text for text in texts]
+        inputs = [dict(example) for _ in texts]
+        prompts = [example["prompt"]] * len(texts)
+        found = OTBGRPOTrainer._calculate_rewards(self.trainer, inputs, prompts, written, completions)
+        return (found.cpu() * self.trainer.reward_weights.cpu()).nansum(dim=1)
+
+
+def inclusion(energy: torch.Tensor, number: int) -> torch.Tensor:
+    """Probabilities min(1, c w) that sum to `number`, or 1 for all if there are no more."""
+    w = energy.double().clamp(min=1e-12)
+    if number >= len(w):
+        return torch.ones(len(w), dtype=torch.float64)
+    sure = torch.zeros(len(w), dtype=torch.bool)
+    while True:
+        c = (number - int(sure.sum())) / w[~sure].sum()
+        more = ~sure & (c * w >= 1)
+        if not more.any():
+            return torch.where(sure, 1.0, c * w)
+        sure |= more
+
+
+def drawn(probabilities: torch.Tensor, generator: torch.Generator) -> list[int]:
+    """Positions, each with its probability, by systematic sampling."""
+    ends = probabilities.cumsum(0)
+    points = torch.rand(1, generator=generator, dtype=torch.float64) + torch.arange(int(ends[-1].round()) + 1)
+    return torch.searchsorted(ends, points[points < ends[-1]], right=True).unique().tolist()
+
+
+def at_positions(
+    go: Continuations, example: dict, pool: Completions, rows: list[dict], chosen: int, positions: int, k: int
+) -> dict[str, float]:
+    """
+    Sums over the drawn positions of `chosen` completions of a prompt, weighted to those of all its completions: of
+    Σ w A² for each row of the table.
+    """
+    prompt = rows[0]["prompt_ids"][0][rows[0]["prompt_mask"][0].bool()].tolist()
+    returns = pool.whole_returns[:, 0].double()
+    asked: list[dict] = []
+    for i in range(chosen):
+        ids, probs = rows[i]["completion_ids"][0].tolist(), go.before(rows[i]).cpu()
+        y = torch.tensor(ids).unsqueeze(1)
+        p, sure = probs.gather(1, y)[:, 0].double(), probs.double().square().sum(1)
+        w = 1 - 2 * p + sure
+        included = inclusion(w, positions)
+        for t in drawn(included, go.generator):
+            others = probs[t].clone()
+            others[ids[t]] = 0.0
+            other = torch.multinomial(others, k, replacement=True, generator=go.generator).tolist()
+            asked.append(
+                {"i": i, "t": t, "p": p[t], "w": w[t], "w_mean": 1 - sure[t], "weight": w[t] / included[t]}
+                | {"left": others.double().sum(), "w_other": 1 - 2 * probs[t, other].double() + sure[t]}
+                | {"begun": [ids[: t + 1]] * k + [[*ids[:t], v] for v in other]}
+            )
+    begun = [ids for of in asked for ids in of["begun"]]
+    reward = go.rewards(example, go.finished(prompt, begun)).double().view(len(asked), 2, k)
+    names = ("rloo", "prompt_mean", "best_of_state", "v", "draw", "later_luck")
+    sums = dict.fromkeys(names, 0.0)
+    for of, (after, other) in zip(asked, reward, strict=True):
+        rest = torch.cat([returns[: of["i"]], returns[of["i"] + 1 :]])
+        mean, variance, luck = rest.mean(), rest.var(), after.var()
+        halves = [slice(0, k // 2), slice(k // 2, k)]
+        q, o = ([values[half].mean() for half in halves] for values in (after, other))
+        weighted = [(of["w_other"][half] * (other[half] - mean)).mean() for half in halves]
+        best = [
+            mean + (of["p"] * of["w"] * (a - mean) + of["left"] * b) / of["w_mean"].clamp(min=1e-9)
+            for a, b in zip(q, weighted, strict=True)
+        ]
+        of_prompt = (q[0] - mean) * (q[1] - mean) - variance / len(rest)
+        of_draw = of["left"] ** 2 * (q[0] - o[0]) * (q[1] - o[1])
+        of_best = (q[0] - best[0]) * (q[1] - best[1])
+        terms = {
+            "rloo": of_prompt + luck + variance / (N - 1),
+            "prompt_mean": of_prompt + luck,
+            "best_of_state": of_best + luck,
+            "v": of_draw + luck,
+            "draw": of_best,
+            "later_luck": luck,
+        }
+        for name, term in terms.items():
+            sums[name] += (of["weight"] * term).item() * len(rows) / chosen
+    return sums
+
+
+def oracle(
+    trainer: OTBGRPOTrainer, prompts: int = 12, chosen: int = 4, positions: int = 8, k: int = 16, seed: int = 0
+) -> dict[str, Estimate]:
+    """
+    The shares of `rloo`'s power that are left by the prompt's mean, by the best baseline of the state, by V, by what
+    nothing but the token's own draw decides (`draw`, Q − b*), and by `value` as it reads progress and as it does not,
+    after 8 batches of other prompts.
+
+    Args:
+        prompts: Prompts of the training data that are measured.
+        chosen, positions: Completions of each, and drawn tokens of each of these.
+        k: Continuations after the token that was drawn, and after others.
+    """
+    examples = list(training_examples(trainer))
+    order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed)).tolist()
+    measured = [examples[i] for i in order[:prompts]]
+    others = [examples[i] for i in order[prompts : prompts + LEARN_BATCHES * PROMPTS_PER_BATCH]] or measured
+    of_all, pools, go = [], [], Continuations(trainer, seed)
+    with at_rest(trainer, NEEDS), torch.no_grad():
+        begin = time.perf_counter()
+        runs = {name: RunBaseline(find_baseline("value")) for name in ("value", "value_without_progress")}
+        learned, length = 0, 0.0
+        for first in range(0, len(others), PROMPTS_PER_BATCH):
+            found = sample(trainer, others[first : first + PROMPTS_PER_BATCH], N, seed + 1000 + first)
+            whole = together([pool for pool, _ in found])
+            learned, length = learned + len(whole), length + whole.lengths.sum().item()
+            for name, run in runs.items():
+                run.advantages_of(without(whole) if name != "value" else whole, learn=True)
+        rate, mean = length / (time.perf_counter() - begin), length / learned
+        expected = prompts * (POOL + chosen * positions * 2 * k * 0.6) * mean / rate
+        print(
+            f"{prompts} prompts, {chosen * positions} positions in each, {2 * k} continuations from each: about "
+            f"{expected / 60:.0f} minutes, at {rate:.0f} tokens per second.",
+            flush=True,
+        )
+        set_seed(seed)
+        for number, example in enumerate(measured):
+            ((pool, rows),) = sample(trainer, [example], POOL, seed + 1_000_003 * (number + 1))
+            pools.append(pool)
+            of_all.append(at_positions(go, example, pool, rows, chosen, positions, k))
+            print(f"prompt {number + 1}: {time.perf_counter() - begin:.0f} s", flush=True)
+    counts = bootstrap(len(of_all))
+    columns = {name: torch.tensor([sums[name] for sums in of_all]) for name in of_all[0]} | measured_powers(pools, runs)
+    result = {}
+    for name, of in columns.items():
+        reference = columns["rloo_measured" if name.startswith("value") else "rloo"]
+        result[name] = Estimate.of((counts @ of) / (counts @ reference))
+    return result
+
+
+def together(groups: list[Completions]) -> Completions:
+    """Groups of N, one of each prompt, as a batch."""
+    return replace(joined(groups), num_generations=N, prompt=torch.arange(len(groups)).repeat_interleave(N))
+
+
+def without(x: Completions) -> Completions:
+    return replace(x, progress=None)
+
+
+def measured_powers(pools: list[Completions], runs: dict[str, RunBaseline]) -> dict[str, torch.Tensor]:
+    """Σ w A² of each prompt, whose groups of N are credited in steps of all prompts."""
+    found = {}
+    for name, run in (runs | {"rloo_measured": RunBaseline(find_baseline("rloo"))}).items():
+        found[name] = torch.zeros(len(pools))
+        for first in range(0, POOL, N):
+            whole = together([pool.rows(slice(first, first + N), N) for pool in pools])
+            whole = without(whole) if name == "value_without_progress" else whole
+            power = (whole.energy * run.advantages_of(whole).advantages.square() * whole.mask).sum(dim=1)
+            found[name] += power.view(-1, N).sum(dim=1)
+    return found
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="oracle", description=__doc__.splitlines()[1])
+    parser.add_argument("--task", default="scratchpad_30")
+    parser.add_argument("--progress", action="store_true", help="`value` reads the reward of the text so far")
+    parser.add_argument("--prompts", type=int, default=12)
+    parser.add_argument("--chosen", type=int, default=4)
+    parser.add_argument("--positions", type=int, default=8)
+    parser.add_argument("--continuations", type=int, default=16)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output_dir", type=Path, default=Path("runs/progress/oracle"))
+    args = parser.parse_args(argv)
+    of_language = {"chain_sum", *language.TASKS, *language.REASONING, *language.GEMMA, *language.LONG}
+    task = (language if args.task in of_language else tasks).task_of(args.task, args.seed)
+    options = {"progress_funcs": ["rewards"]} if args.progress else {}
+    trainer = tasks.trainer_of(task, seed=args.seed, baseline="value", **options)
+    found = oracle(trainer, args.prompts, args.chosen, args.positions, args.continuations, args.seed)
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    path = args.output_dir / f"{args.task}-seed{args.seed}{'-progress' if args.progress else ''}.json"
+    path.write_text(json.dumps({name: [of.value, of.low, of.high] for name, of in found.items()}, indent=1))
+    for name, of in found.items():
+        print(f"{args.task} {name:24} {of.value:.3f} ({of.low:.3f} to {of.high:.3f})", flush=True)
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore")
+    main(sys.argv[1:])

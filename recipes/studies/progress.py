@@ -1,0 +1,266 @@
+"""
+What is gained if `value` reads what the text so far is worth? Replayed on pools of completions, without sampling again.
+
+    OMP_NUM_THREADS=1 python -m recipes.studies.progress_pools --task words --prompts 48      # first, once
+    OMP_NUM_THREADS=1 python -m recipes.studies.progress --pools runs/progress/pools/*.pt     # minutes
+
+`value` learns from three of four folds of the prompts, in batches of 16 prompts and groups of four, and is measured on
+the fourth: power is Σ w A², noise the same with the tokens' gradients in the last block. Ratios are paired over the
+`value` that reads no progress, on the same completions, with intervals by bootstrap over prompts.
+"""
+
+import argparse
+import json
+import sys
+import time
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer
+
+from recipes.studies import render
+from recipes.studies.progress_pools import task_of
+from recipes.studies.value import TASKS as TITLES
+from trl_otb.baselines import Value, joined
+from trl_otb.baselines.prefix import blocks
+from trl_otb.baselines.value import r_squared
+from trl_otb.comparison.efficiency import Estimate, bootstrap
+
+
+N, PROMPTS, FOLDS = 4, 16, 4
+
+
+class Pools:
+    """Completions of a task by prompt, with what was written and how its text is rewarded."""
+
+    def __init__(self, path: Path) -> None:
+        stored = torch.load(path, weights_only=False)
+        self.name, self.pools = stored["task"], stored["pools"]
+        self.reward, self.tokenizer, self.text = reward_of(self.name), tokenizer_of(self.name), {}
+        self.calls = self.seconds = 0.0
+
+    def rewards(self, row: dict, texts: list[str]) -> list[float]:
+        """The rewards of texts as completions of a prompt, each computed once."""
+        chat = not isinstance(row["prompt"], str)
+        key = row["prompt"] if not chat else json.dumps(row["prompt"])
+        missing = [text for text in dict.fromkeys(texts) if (key, text) not in self.text]
+        begin = time.perf_counter()
+        if missing:
+            completions = [[{"role": "assistant", "content": text}] if chat else text for text in missing]
+            columns = {name: [value] * len(missing) for name, value in row["columns"].items()}
+            found = self.reward(completions=completions, prompts=[row["prompt"]] * len(missing), **columns)
+            self.text.update({(key, text): float(value) for text, value in zip(missing, found, strict=True)})
+        self.seconds, self.calls = self.seconds + time.perf_counter() - begin, self.calls + len(missing)
+        return [self.text[key, text] for text in texts]
+
+
+def reward_of(name: str):
+    return task_of(name).reward
+
+
+def tokenizer_of(name: str):
+    return AutoTokenizer.from_pretrained(task_of(name).policy, padding_side="left")
+
+
+def so_far(pools: Pools, stride: int = 1) -> list[torch.Tensor]:
+    """The reward of the text before each token, by prompt `(C, T, 1)`; of every so many tokens' text."""
+    found = []
+    for prompt in pools.pools:
+        numbers = torch.zeros(*prompt["pool"].mask.shape, 1)
+        for i, row in enumerate(prompt["rows"]):
+            ids = row["ids"].tolist()
+            texts = pools.tokenizer.batch_decode(
+                [ids[: t - t % stride] for t in range(len(ids))], skip_special_tokens=True
+            )
+            numbers[i, : len(ids), 0] = torch.tensor(pools.rewards(prompt, texts))
+        found.append(numbers)
+    return found
+
+
+def draws_of(pools: Pools, likeliest: int = 8) -> list[torch.Tensor]:
+    """D_t = f(y_t) − Σ_v π(v) f(v) of the likeliest tokens, f(v) = S with v − S, by prompt `(C, T, 1)`."""
+    found = []
+    for prompt in pools.pools:
+        result = torch.zeros(*prompt["pool"].mask.shape, 1)
+        for i, row in enumerate(prompt["rows"]):
+            ids, top, p = row["ids"].tolist(), row["top_ids"][:, :likeliest].tolist(), row["top_p"][:, :likeliest]
+            wanted = [[*ids[:t], v] for t in range(len(ids)) for v in top[t]]
+            before = pools.tokenizer.batch_decode([ids[:t] for t in range(len(ids))], skip_special_tokens=True)
+            s = torch.tensor(pools.rewards(prompt, before))
+            texts = pools.tokenizer.batch_decode(wanted, skip_special_tokens=True)
+            gain = torch.tensor(pools.rewards(prompt, texts)).view(len(ids), -1) - s.unsqueeze(1)
+            own = torch.tensor([[float(v == y) for v in of] for y, of in zip(ids, top, strict=True)])
+            result[i, : len(ids), 0] = ((own - p) * gain).sum(1)
+        found.append(result)
+    return found
+
+
+# The replay
+
+
+def replay(pools: Pools, make, progress=None, draws=None, states=None, seed: int = 0) -> dict[str, torch.Tensor]:
+    """
+    `power` and `noise` of each prompt under a `value` that `make()` returns, the power of its B0, and R² at the last
+    token. `progress`, `draws` and `states` are by prompt, in place of those of the pools.
+    """
+    wholes = []
+    for i, prompt in enumerate(pools.pools):
+        x = prompt["pool"]
+        given = {"progress": progress, "progress_draws": draws, "states": states}
+        wholes.append(replace(x, **{"progress": None} | {name: of[i] for name, of in given.items() if of is not None}))
+    order = torch.randperm(len(wholes), generator=torch.Generator().manual_seed(seed)).tolist()
+    found = {name: torch.zeros(len(wholes)) for name in ("power", "noise", "b0")}
+    ends: list[tuple[float, float]] = []
+    groups = wholes[0].num_generations // N
+    for fold in range(FOLDS):
+        value = make()
+        taught = [i for at, i in enumerate(order) if at % FOLDS != fold]
+        measured = [i for at, i in enumerate(order) if at % FOLDS == fold]
+        parts = [(i, g) for g in range(groups) for i in taught]
+        for first in range(0, len(parts), PROMPTS):
+            some = parts[first : first + PROMPTS]
+            if len(some) < 4:
+                continue
+            whole = together([wholes[i].rows(slice(N * g, N * g + N), N) for i, g in some])
+            value.update(whole, value(whole), lambda values: values)
+        for g in range(groups):
+            whole = together([wholes[i].rows(slice(N * g, N * g + N), N) for i in measured])
+            b0 = value(whole)
+            left = (whole.returns - value.adjust(whole, b0)) * whole.mask
+            power = (whole.energy * left.square()).sum(1).view(-1, N).sum(1)
+            of_b0 = (whole.energy * ((whole.returns - b0) * whole.mask).square()).sum(1).view(-1, N).sum(1)
+            middle = sum(value._returns_seen) / 2
+            v = torch.cat([value._centred_v(of, b0[rows], value.eta) + middle for _, of, rows in blocks(whole)])
+            for k, i in enumerate(measured):
+                found["power"][i] += power[k]
+                found["b0"][i] += of_b0[k]
+                for j in range(N):
+                    row = pools.pools[i]["rows"][N * g + j]
+                    length = len(row["ids"])
+                    a = left[N * k + j, :length]
+                    found["noise"][i] += a @ row["gram"].float() @ a
+                    ends.append((whole.returns[N * k + j, 0].item(), v[N * k + j, length - 1].item()))
+    returns, predicted = torch.tensor(ends).T
+    found["r2"] = torch.tensor(
+        r_squared(
+            len(ends), returns.sum().item(), returns.square().sum().item(), (returns - predicted).square().sum().item()
+        )
+    )
+    return found
+
+
+def together(groups):
+    return replace(joined(groups), prompt=torch.arange(len(groups)).repeat_interleave(N))
+
+
+def ratio(found: dict, control: dict, what: str = "power") -> Estimate:
+    counts = bootstrap(len(found[what]))
+    return Estimate.of((counts @ found[what]) / (counts @ control[what]))
+
+
+def told(name: str, found: dict, control: dict) -> dict:
+    """Power and noise over the control's, and without the prompts that make more than a tenth of its power."""
+    usual = control["power"] <= 0.1 * control["power"].sum()
+    rest = {what: of[usual] if of.dim() else of for what, of in found.items()}
+    of_rest = {what: of[usual] if of.dim() else of for what, of in control.items()}
+    estimates = {what: ratio(found, control, what) for what in ("power", "noise")}
+    estimates |= {f"{what}_trimmed": ratio(rest, of_rest, what) for what in ("power", "noise")}
+    text = ", ".join(f"{what} {x.value:.3f} ({x.low:.2f}-{x.high:.2f})" for what, x in estimates.items())
+    explained = 1 - found["power"].sum() / found["b0"].sum()
+    print(f"  {name:28} {text}, {int((~usual).sum())} out; r2 {found['r2']:.2f} explained {explained:.2f}", flush=True)
+    rows = {what: [x.value, x.low, x.high] for what, x in estimates.items()}
+    return {"name": name, "r2": found["r2"].item(), "explained": explained.item(), **rows}
+
+
+def principal(pools: Pools, numbers: int = 32, tokens: int = 256) -> list[torch.Tensor]:
+    """States on the principal directions of standardized states of the first tokens, in place of random ones."""
+    early = torch.cat([row["states"].float() for prompt in pools.pools[:4] for row in prompt["rows"]])[:tokens]
+    mean, deviation = early.mean(0), early.std(0).clamp(min=1e-6)
+    z = (early - mean) / deviation
+    directions = torch.linalg.eigh(z.T @ z / len(z)).eigenvectors.flip(1)[:, :numbers]
+    return projected(pools, lambda states: ((states.float() - mean) / deviation) @ directions / states.size(-1) ** 0.5)
+
+
+def random_directions(pools: Pools, seed: int, numbers: int = 32) -> list[torch.Tensor]:
+    size = pools.pools[0]["rows"][0]["states"].size(-1)
+    directions = torch.randn(size, numbers, generator=torch.Generator().manual_seed(seed)) / size**0.5
+    return projected(pools, lambda states: states.float() @ directions)
+
+
+def projected(pools: Pools, project) -> list[torch.Tensor]:
+    found = []
+    for prompt in pools.pools:
+        states = [project(row["states"]) for row in prompt["rows"]]
+        padded = torch.zeros(*prompt["pool"].mask.shape, states[0].size(-1))
+        for i, of in enumerate(states):
+            padded[i, : len(of)] = of
+        found.append(padded)
+    return found
+
+
+def measured(path: Path, seed: int, quick: bool) -> dict:
+    pools = Pools(path)
+    completions = sum(len(prompt["rows"]) for prompt in pools.pools)
+    print(f"{pools.name}: {len(pools.pools)} prompts, {completions} completions", flush=True)
+    control = replay(pools, Value, seed=seed)
+    cells = [told("value", control, control)]
+
+    def add(name: str, **options) -> None:
+        cells.append(told(name, replay(pools, Value, seed=seed, **options), control))
+
+    s = so_far(pools)
+    cost = {"calls": pools.calls / completions, "ms": 1000 * pools.seconds / completions}
+    add("progress", progress=s)
+    if not quick:
+        for stride in (4, 8):
+            add(f"every {stride} tokens", progress=so_far(pools, stride))
+        for likeliest in (4, 8):
+            calls, seconds = pools.calls, pools.seconds
+            add(f"and draws of {likeliest}", progress=s, draws=draws_of(pools, likeliest))
+            cost[f"calls_{likeliest}"] = (pools.calls - calls) / completions
+            cost[f"ms_{likeliest}"] = 1000 * (pools.seconds - seconds) / completions
+        add("principal directions", states=principal(pools))
+        for other in (1, 2, 3):
+            add(f"random directions, seed {other}", states=random_directions(pools, other))
+        add("progress, principal directions", progress=s, states=principal(pools))
+    return {"task": pools.name, "prompts": len(pools.pools), "completions": completions, "cost": cost, "cells": cells}
+
+
+def publish(found: list[dict]) -> None:
+    """Power and noise of each task over those of `value` without progress, into results/progress.json and the page."""
+    tables: render.Tables = {}
+    for of in found:
+        for what in ("power", "noise"):
+            tables[f"{TITLES[of['task']]}, {what}"] = [
+                {"prompts": of["prompts"], "n": N, "estimator": cell["name"], "noise": cell[what], "r2": cell["r2"]}
+                for cell in of["cells"]
+            ]
+    costs = {TITLES[of["task"]]: of["cost"] | {"completions": of["completions"]} for of in found}
+    published = render.load("progress")
+    published = published | {"costs": published["costs"] | costs, "tables": published["tables"] | tables}
+    render.save("progress", published)
+    render.render()
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="progress", description=__doc__.splitlines()[1])
+    parser.add_argument("--pools", nargs="+", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quick", action="store_true", help="S alone")
+    parser.add_argument("--publish", action="store_true", help="put the tables into the results and the page")
+    parser.add_argument("--output", type=Path, default=Path("runs/progress/replays.jsonl"))
+    args = parser.parse_args(argv)
+    found = []
+    for path in args.pools:
+        found.append(measured(path, args.seed, args.quick))
+        with args.output.open("a") as file:
+            file.write(json.dumps(found[-1]) + "\n")
+    if args.publish:
+        publish(found)
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore")
+    main(sys.argv[1:])

@@ -1,0 +1,140 @@
+"""
+Completions on disk, with all that baselines and progress functions may read: what a new idea for `value` is tried on.
+
+    OMP_NUM_THREADS=1 python -m recipes.studies.progress_pools --task words --prompts 72   # minutes of a core
+
+A pool holds, for each prompt, N completions with ids, rewards, energies, log-probs, the hidden states that `value`
+reads (projected, and as they are), the likeliest tokens before each token with their probabilities, and the products of
+the gradients of its tokens in the last block, from which the gradient noise of any advantages follows.
+"""
+
+import argparse
+import sys
+import time
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from recipes.studies import language, tasks
+from recipes.studies.tasks import PRECISION, trainer_of
+from trl_otb.comparison.pools import at_rest, sample, training_examples
+from trl_otb.seam.forwards import policy_of
+
+
+N, LIKELIEST = 8, 8
+
+
+def details(trainer, row: dict) -> dict:
+    """
+    Of one completion of T tokens: ids `(T,)`, the likeliest tokens before each and their probabilities `(T, 8)`, hidden
+    states `(T, d)`, and the products of its tokens' scores in the last block's output projection and MLP `(T, T)`.
+    """
+    policy = policy_of(trainer.model)
+    ids = torch.cat([row["prompt_ids"], row["completion_ids"]], dim=1)
+    start, length = row["prompt_ids"].size(1), row["completion_ids"].size(1)
+    mask, at = torch.cat([row["prompt_mask"], row["completion_mask"]], dim=1), slice(start - 1, start + length - 1)
+    recorder, kept, seen = trainer._trl_otb.recorder, {}, {}
+    last = policy.get_decoder().layers[-1]
+    linears = [last.self_attn.o_proj, last.mlp.gate_proj, last.mlp.up_proj, last.mlp.down_proj]
+    linears = [getattr(linear, "base_layer", linear) for linear in linears]
+
+    def keep(linear, inputs, output):
+        seen[linear] = inputs[0].detach()
+        if not output.requires_grad:
+            output.requires_grad_()
+        output.register_hook(lambda gradient: kept.__setitem__(linear, gradient.detach()))
+
+    hooks = [linear.register_forward_hook(keep) for linear in linears]
+    states: list[torch.Tensor] = []
+    hooks.append(
+        recorder._layer.register_forward_hook(
+            lambda module, args, out: states.append((out if isinstance(out, torch.Tensor) else out[0]).detach())
+        )
+    )
+    with torch.enable_grad():  # the graph begins in the last block: nothing before it has a gradient
+        logits = policy(input_ids=ids, attention_mask=mask).logits[0, at].float()
+        logps = logits.log_softmax(-1)
+        of_drawn = logps.gather(1, row["completion_ids"][0].unsqueeze(1))[:, 0]
+        of_drawn.sum().backward()
+    for hook in hooks:
+        hook.remove()
+    policy.zero_grad(set_to_none=True)
+    with torch.autocast(ids.device.type, enabled=False):
+        gram = sum(
+            (seen[of][0, at].float() @ seen[of][0, at].float().T)
+            * (kept[of][0, at].float() @ kept[of][0, at].float().T)
+            for of in linears
+        )
+    top = logps.detach().exp().topk(LIKELIEST, dim=-1)
+    return {
+        "ids": row["completion_ids"][0].clone(),
+        "top_ids": top.indices,
+        "top_p": top.values,
+        "logps": of_drawn.detach(),
+        "states": states[0][0, at].half(),
+        "gram": gram,
+    }
+
+
+def is_of_language(name: str) -> bool:
+    return name in {"chain_sum", *language.TASKS, *language.REASONING, *language.GEMMA, *language.LONG}
+
+
+def task_of(name: str) -> tasks.Task:
+    """Of a language model, or a toy's."""
+    return (language if is_of_language(name) else tasks).task_of(name)
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="progress_pools", description=__doc__.splitlines()[1])
+    parser.add_argument("--task", required=True)
+    parser.add_argument("--prompts", type=int, default=72)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output_dir", type=Path, default=Path("runs/progress/pools"))
+    args = parser.parse_args(argv)
+    path = args.output_dir / f"{args.task}-seed{args.seed}.pt"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    begin = time.time()
+    # A new adapter changes nothing, and costs a third of the time
+    task = replace(task_of(args.task), peft_config=None)
+    options = {"num_generations": N, "per_device_train_batch_size": 6 * N}
+    options |= PRECISION if is_of_language(args.task) else {}
+    trainer = trainer_of(task, seed=args.seed, baseline="value", **options)
+    examples = list(training_examples(trainer))
+    order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(args.seed)).tolist()
+    policy_of(trainer.model).requires_grad_(False)
+    found, of_time = [], {"sampling": 0.0, "details": 0.0}
+    with at_rest(trainer, frozenset({"energy", "logps", "states"})):
+        for first in range(0, args.prompts, 6):
+            asked = [examples[i] for i in order[first : first + 6]]
+            start = time.time()
+            sampled = sample(trainer, asked, N, 1000 * args.seed + first)
+            of_time["sampling"] += time.time() - start
+            for example, (pool, rows) in zip(asked, sampled, strict=True):
+                each = [details(trainer, row) for row in rows]
+                columns = {key: value for key, value in example.items() if key != "prompt"}
+                found.append(
+                    {
+                        "pool": replace(pool, num_generations=N),
+                        "rows": each,
+                        "columns": columns,
+                        "prompt": example["prompt"],
+                    }
+                )
+            rewards = torch.cat([of["pool"].whole_returns for of in found])
+            lengths = torch.cat([of["pool"].lengths for of in found])
+            print(
+                f"{args.task}: {len(found)} prompts, reward {rewards.mean():.3f}, "
+                f"{lengths.mean():.0f} tokens, {time.time() - begin:.0f} s "
+                f"({of_time['sampling']:.0f} s sampling)",
+                flush=True,
+            )
+            torch.save({"task": args.task, "pools": found}, path.with_suffix(".unfinished"))
+    path.with_suffix(".unfinished").rename(path)
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore")
+    main(sys.argv[1:])
