@@ -47,10 +47,10 @@ class Value:
        is added, like later luck.
 
     A batch's weight decays per batch. V and B0 + c₁ θ·φ stay within the returns seen so far, and Γ·ψ within their
-    width. A prompt keeps B0 where B leaves too much power in the other prompts of a
-    batch ([`~trl_otb.baselines.bound`]); not so in asynchronous training, whose batches hold few whole groups. What was
-    learned is discarded after two batches in a row of which B left over twice B0's power, or, where no return varies,
-    over half of B0's usual power.
+    width. A prompt keeps B0 where B leaves too much power in the other prompts of a batch
+    ([`~trl_otb.baselines.bound`]); not so in asynchronous training, whose batches hold few whole groups. What was
+    learned is discarded after two batches in a row, of four prompts or more, of which B left over twice B0's power, or,
+    where no return varies, over half of B0's usual power.
 
     Unbiased, since B_t depends on what precedes y_t, and on sums of later terms whose mean is 0 given what precedes
     them; θ, Γ and c on earlier batches. Where tokens are drawn from a distribution that is not recorded, later luck is
