@@ -2,7 +2,7 @@
 
 import pytest
 
-from trl_otb.comparison import progress as module
+from trl_otb.comparison import bar as module
 from trl_otb.comparison.bar import Progress, announcement, duration
 
 

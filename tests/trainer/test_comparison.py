@@ -164,7 +164,7 @@ def test_group_gradient_is_completions_mean(sampled, one_partition, baseline, pe
     entry = BASELINES[baseline].instance()
     if baseline == "value":  # that has learned something
         value, g = entry.estimator, torch.Generator().manual_seed(0)
-        value.eta, value.theta, value.gamma = (0.1 * torch.randn(k, generator=g) for k in (11 + 2 * 3, 28, 14))
+        value.eta, value.theta, value.gamma = (0.1 * torch.randn(k, generator=g) for k in (11 + 2 * 3, 23, 14))
         value.weight, value.luck_weight, value._returns_seen = 0.7, 0.9, (-3.0, 3.0)
     pool = replace(pool, draw_ratio=None)
     others = [[rewarded(10 * batch + prompt, per_token) for prompt in range(3)] for batch in range(2)]
