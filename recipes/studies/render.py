@@ -134,8 +134,14 @@ def by_task(tables: Tables, n: int) -> str:
 
 
 def of_step(cell: dict) -> list[float | None]:
-    """The variance of a step whose prompts are drawn; in older results, all of N = 4, at as many completions."""
-    return cell["step"] if "step" in cell else cell["equal_completions"]
+    """
+    The variance of a step whose prompts are drawn; in older results, all of N = 4, that at as many completions, which
+    was measured on the same prompts alone, if the baseline was not certain to be unbiased.
+    """
+    if "step" in cell:
+        return cell["step"]
+    unknown = cell["equal_completions"] == cell["noise"] and cell["noise"][0] != 1
+    return [None, None, None] if unknown else cell["equal_completions"]
 
 
 def noise(tables: Tables, n: int, names: list[str], of_steps: bool = False) -> str:

@@ -128,7 +128,9 @@ def test_every_baseline_trains(train_async, baseline, name):
     steps = trainer.state.global_step
     for name in ("effective_sample_share", "advantage/abs_mean"):
         assert len(logged(trainer, f"otb/{name}")) == steps
-    assert baseline != "value" or (trainer.baseline.entry.estimator._tokens > 0 and trainer.baseline.has_learned)
+    assert baseline != "value" or (
+        trainer.baseline.entry.estimator.state_dict()["_tokens"] > 0 and trainer.baseline.has_learned
+    )
 
 
 class Watched(AsyncOTBGRPOTrainer):
@@ -226,7 +228,7 @@ def test_groups_teach_when_complete_or_dropped(train_async, staleness):
 
 
 def test_ratios_weight_learning_and_luck_alone(train_async, monkeypatch):
-    monkeypatch.setattr("trl_otb.baselines.value.TOO_FAR", math.inf)  # a ratio with a mean of 2 would be noticed
+    monkeypatch.setattr("trl_otb.baselines.luck.TOO_FAR", math.inf)  # a ratio with a mean of 2 would be noticed
     ratio = 2.0
 
     def change(sample):
@@ -290,7 +292,7 @@ def test_one_completion_uses_earlier_returns(train_async):
     first, second = (trainer.samples[i : i + 16] for i in (0, 16))
     mean = torch.stack([sample.returns for sample in first]).mean().item()
     assert {round(sample.b0.item(), 6) for sample in second} == {round(mean, 6)}
-    assert trainer.advantages[1].abs().max() > 0.01 and trainer.baseline.entry.estimator._prompts > 16
+    assert trainer.advantages[1].abs().max() > 0.01 and trainer.baseline.entry.estimator.state_dict()["_prompts"] > 16
 
 
 def test_forked_rows_share_base_and_wait(train_async):
@@ -510,7 +512,11 @@ def test_learned_state_is_in_checkpoints(train_async, tmp_path):
     resumed = train_async(train=False, **run | {"max_steps": 3})
     resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
     assert torch.equal(resumed._trl_otb.recorder.projection, first._trl_otb.recorder.projection)
-    assert resumed.baseline.entry.estimator._prompts == 1.5 * first.baseline.entry.estimator._prompts > 0
+    assert (
+        resumed.baseline.entry.estimator.state_dict()["_prompts"]
+        == 1.5 * first.baseline.entry.estimator.state_dict()["_prompts"]
+        > 0
+    )
     assert resumed._trl_otb.extra_state["earlier"][1] > first._trl_otb.extra_state["earlier"][1]
 
 

@@ -16,6 +16,7 @@ from recipes import toy
 from recipes.studies import language, render, runs, tasks
 from recipes.toy import lake, scratchpad
 from tests.helpers import tiny
+from tests.maths.test_efficiency import measured_prompts
 from tests.maths.test_value import Task, learnt
 from tests.recipes.conftest import shortly_trained
 from trl_otb.baselines import BASELINES
@@ -261,6 +262,7 @@ def test_study_cells_from_a_report(study):
         return {
             "name": name, "n": n, "more_completions": dict.fromkeys(ends, more), "over_group_mean": ends,
             "noise_over_group_mean": dict.fromkeys(ends, noise), "cosine": ends,
+            "more_prompts": dict.fromkeys(ends, more),
         }  # fmt: skip
 
     rows = [row("group_mean", 4, 0.0, 1.0), row("group_mean", 2, -0.2, 1.0), row("value", 2, 1.0, 0.4)]
@@ -268,6 +270,7 @@ def test_study_cells_from_a_report(study):
     report = {"comparisons": rows, "num_prompts": 3, "group_size": 4, "learned": {"value/explained": 0.3}}
     cells = study.cells_of(report)
     assert [cell["equal_completions"][0] for cell in cells] == pytest.approx([1, 1.25, 0.5, 0.8, 1.0, 0.625])
+    assert [cell["step"][0] for cell in cells] == pytest.approx([1, 1.25, 0.5, None, None, 0.625])
     assert [cell.get("explained") for cell in cells] == [None, None, 0.3, None, None, None]
     table = render.at_equal_completions({"task": cells}, ["group_mean", "otb", "value"]).splitlines()
     assert table[2:] == [
@@ -311,7 +314,7 @@ def arms_of_all():
 @pytest.mark.parametrize(
     ("page", "results", "least"),
     [
-        ("studies/value", ["value", "later_luck"], 10),
+        ("studies/value", ["value", "later_luck", "steps"], 10),
         ("studies/language", ["language"], 2),
         ("studies/asynchronous", [], 2),
         ("studies/relatives", ["relatives"], 3),
@@ -326,3 +329,48 @@ def test_numbers_in_prose_match_results(page, results, least):
     found = intervals_of(records)
     numbers = re.findall(INTERVAL, text.replace("−", "-"))
     assert len(numbers) >= least and [number for number in numbers if number not in found] == []
+
+
+def test_both_units_of_a_cell():
+    """What a variance of 0.4 is worth, and what is not known of older results."""
+    new = {"prompts": 3, "n": 4, "estimator": "value", "noise": [0.25, 0.2, 0.5], "step": [0.4, 0.25, 0.8]}
+    old = {"prompts": 3, "n": 4, "estimator": "otb", "noise": [0.5, 0.4, 0.8], "equal_completions": [0.5, 0.4, 0.8]}
+    table = render.both_units({"task": [new, old]}, 4, ["value", "otb"]).splitlines()
+    assert table[2] == "| task (3) | `value` | 0.25 (0.20–0.50) | 0.40 (0.25–0.80) | 300 (100–400) | 150 (25–300) |"
+    assert table[3] == "| task (3) | `otb` | 0.50 (0.40–0.80) | ? (?–?) | 100 (25–150) | ? (?–?) |"
+    assert "| 0.40 (0.25–0.80) |" in render.noise({"task": [new]}, 4, ["value"], of_steps=True)
+
+
+def test_readme_has_the_variance_of_a_step():
+    """Each number of its table, rounded, is in the results under the task's name."""
+    names = {
+        "toy model, 100 tokens": "T = 100", "toy model, a calculator as tool": "calculator",
+        "SmolLM2-135M, sums of two digits": "SmolLM2 sums", "SmolLM2-135M, copying a text": "SmolLM2 copying",
+        "Gemma-3-270m, copying a text": "Gemma3 copying", "SmolLM2-135M, reversing words": "SmolLM2 reversing words",
+        "SmolLM2-135M, sorting words": "SmolLM2 sorting words", "SmolLM2-135M, stories": "SmolLM2 stories",
+        "toy game of 6 turns": "6 turns",
+    }  # fmt: skip
+    text = (render.HERE.parents[1] / "README.md").read_text()
+    said = dict(re.findall(r"^\| ([^|]+) \| (\d\.\d\d) × \|", text, flags=re.MULTILINE))
+    tables = render.load("later_luck")["tables"] | render.load("steps")["tables"]
+    of = {
+        title: next(c for c in tables[key] if (c["estimator"], c["n"]) == ("value", 4)) for title, key in names.items()
+    }
+    assert said == {title: f"{render.of_step(cell)[0]:.2f}" for title, cell in of.items()}
+
+
+def test_few_prompts_hold_what_many_say():
+    """With the moments of a population that is known, and what a page says of the published ones."""
+    study = importlib.import_module("recipes.studies.few_prompts")
+    moments = measured_prompts(seed=0, prompts=96)
+    some = study.of_prompts(moments, torch.tensor([3, 5, 8, 9]))
+    assert some["x", 4].square.tolist() == moments["x", 4].square[[3, 5, 8, 9]].tolist()
+    assert some["x", 4].truth[0, 2] == moments["x", 4].truth[3, 8] and some["x", 4].scale == 1
+    published = render.load("few_prompts")
+    of_16 = [cell for cell in published["cells"] if cell["drawn"] == 16]
+    assert len(of_16) == 4 and all(95 <= round(100 * cell["held"]) <= 98 for cell in of_16)
+    assert all(round(100 * cell["too_high"]) <= 1 for cell in of_16)
+    assert next(of for of in published["advised"] if of["drawn"] == "16") == {
+        "drawn": "16",
+        "value": published["times"],
+    }

@@ -153,7 +153,7 @@ def test_what_a_trainer_with_tools_leaves(train, monkeypatch, capsys):
     text = re.sub("[‹›]", "", text_of(capsys, trainer.rollouts["train"]))  # the tokenizer is known
     assert "@1 = 5, said at once<|im_end|>" in text and "@7 <tool_call>↵" in text
     assert "\n[<tool_response>↵]\n[16↵]\n[</tool_response>" in text and "]\n= 16<|im_end|>\n" in text
-    assert trainer.rollouts["train"].processing_class is trainer.processing_class
+    assert trainer.rollouts["train"].shown.processing_class is trainer.processing_class
 
 
 def test_partial_characters_are_shown():

@@ -48,14 +48,15 @@ def compare_baselines(
     seed: int | None = None,
 ) -> BaselineReport:
     """
-    Measure the gradient noise of `trainer`'s run under each baseline.
+    Measure the variance of a step's gradient in `trainer`'s run under each baseline.
 
     For some prompts of the training data, it samples and rewards a pool of completions as the trainer would, splits it
     into groups, and computes the gradient of every group under every baseline, with the current policy. Nothing is
     trained, and the trainer's state is restored: training afterwards gives the same weights, to the bit, unless vLLM
-    samples. Baselines that compare prompts or learn get batches of other prompts, sampled before the bar moves: those
+    samples. Baselines that compare prompts or learn get batches of other prompts, which are sampled first: those
     that learn, 8 of them; the trainer's own baseline is measured as it is trained. Several processes share the prompts.
-    Returns are not scaled, and the loss is the plain sum over tokens.
+    Returns are not scaled, and the loss is the plain sum over tokens. How much will be sampled, and how many backward
+    passes that takes, is printed before it begins; the bar says what is left.
 
     Args:
         trainer ([`OTBGRPOTrainer`]): With any data, reward functions, tools, environment, adapter or processor.

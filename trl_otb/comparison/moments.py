@@ -28,11 +28,13 @@ def prompt_moments(
     """
     The moments of a prompt's gradient under each baseline at each group size.
 
-    Groups never mix the two halves of the pool, so later products never share completions. Under one number per
-    completion a group's gradient combines the completions' own, so many partitions into groups cost nothing; under one
-    per token each completion needs a backward pass, for one partition. The error of this single partition is estimated
-    with a baseline per completion, which is known for it and for all partitions, and subtracted: a control variate,
-    which does not change expectations. It is `ogb`, `ogb_loo`, or what an `adjust` starts from.
+    Groups never mix the two halves of the pool, so products of halves share no completion.
+
+    A baseline per completion costs nothing more: a group's gradient is a sum of the completions' own gradients, so the
+    pool is split into groups many times. A baseline per token takes a backward pass for every completion of a split, so
+    it is measured on one split. That split has an error of its own, which is estimated by a baseline per completion,
+    known for this split and for all, and subtracted. This control variate is `ogb`, `ogb_loo`, or the B0 of an
+    `adjust`; it does not change expectations.
 
     Args:
         pool: M completions of one prompt.

@@ -79,7 +79,7 @@ def set_aside(path: Path, reason: str) -> None:
 
 
 def begins_page(path: Path) -> bool:
-    """Whether there is nothing to lose: no file, an empty one, or a page without a record."""
+    """Whether a new page may replace the file: there is none, it is empty, or it is a page without a record."""
     if not path.exists() or path.stat().st_size == 0:
         return True
     with path.open("rb") as file:

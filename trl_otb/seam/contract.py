@@ -269,8 +269,8 @@ def users_methods(trainer: Trainer, names: Iterable[str], of_trl: type = GRPOTra
 
 def users_loss(trainer: Trainer, tried: str, of_trl: type = GRPOTrainer) -> str | None:
     """
-    A loss of a user's: in a class, on the trainer, or in the place of a method of this package or of TRL, but for
-    `tried`, which a trial is for.
+    The name of a loss of the user's own, or `None`. It is in a class, on the trainer, or in the place of a method of
+    this package or of TRL. TRL's own `tried` may be replaced, as a trial then checks it.
     """
     names, mro = ("_compute_loss", "compute_loss"), type(trainer).__mro__
     known = [(cls, name) for cls in mro[: mro.index(of_trl) + 1] for name in names if name in vars(cls)]

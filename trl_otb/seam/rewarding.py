@@ -82,18 +82,7 @@ def recorded_rewards(trainer: GRPOTrainer) -> Iterator[list[RewardRecorder]]:
     handle rewards per turn or token; all others read what the user gave.
     """
     recorders: list[RewardRecorder] = []
-    calculate, of_trl = trainer._calculate_rewards, GRPOTrainer._calculate_rewards
-
-    def outermost(*args: Any, **kwargs: Any) -> Any:
-        completion_ids = args[3] if len(args) > 3 else kwargs["completion_ids_list"]
-        # Copies, as a function may change the lists that it gets
-        ids = [torch.tensor(of_row, dtype=torch.long) for of_row in completion_ids]
-        recorders.append(RewardRecorder(ids, trainer.reward_weights.tolist()))
-        if trainer._trl_otb.progress is not None:
-            given = dict(zip(("inputs", "prompts", "completions"), args, strict=False)) | kwargs
-            recorders[-1].given = Given.of(given["inputs"], given["prompts"], given["completions"], completion_ids)
-        recorders[-1].rewards_per_func = rewards = calculate(*args, **kwargs)
-        return rewards
+    of_trl = GRPOTrainer._calculate_rewards
 
     @functools.wraps(of_trl)
     def innermost(self: GRPOTrainer, *args: Any, **kwargs: Any) -> Any:
@@ -106,11 +95,22 @@ def recorded_rewards(trainer: GRPOTrainer) -> Iterator[list[RewardRecorder]]:
         with patch.object(self, "reward_funcs", summing):
             return of_trl(self, *args, **kwargs)
 
-    outer, inner = (
-        patch.object(of, "_calculate_rewards", by) for of, by in ((trainer, outermost), (GRPOTrainer, innermost))
-    )
-    with outer, inner:
-        yield recorders
+    with patch.object(GRPOTrainer, "_calculate_rewards", innermost):
+        calculate = trainer._calculate_rewards
+
+        def outermost(*args: Any, **kwargs: Any) -> Any:
+            completion_ids = args[3] if len(args) > 3 else kwargs["completion_ids_list"]
+            # Copies, as a function may change the lists that it gets
+            ids = [torch.tensor(of_row, dtype=torch.long) for of_row in completion_ids]
+            recorders.append(RewardRecorder(ids, trainer.reward_weights.tolist()))
+            if trainer._trl_otb.progress is not None:
+                given = dict(zip(("inputs", "prompts", "completions"), args, strict=False)) | kwargs
+                recorders[-1].given = Given.of(given["inputs"], given["prompts"], given["completions"], completion_ids)
+            recorders[-1].rewards_per_func = rewards = calculate(*args, **kwargs)
+            return rewards
+
+        with patch.object(trainer, "_calculate_rewards", outermost):
+            yield recorders
 
 
 def rollout_of(

@@ -83,11 +83,11 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
     TRL's [`~trl.experimental.async_grpo.AsyncGRPOTrainer`] with a baseline of one's choice, by default `value`, one per
     token. It takes the same arguments; rollout worker and loss are TRL's.
 
-    `value` starts from the mean of the other completions' returns or, without one, from that of earlier steps. What it
-    learns with is weighted by ρ² w, ρ the ratio of the trained policy to the one that sampled; its predictions do not
-    depend on ρ. It learns from a group once the last of its samples has been trained on or dropped as stale, so that θ
-    holds no return of a sample still to come; a worker must give the samples of a group one after another, as TRL's
-    does. Advantages are unbiased up to TRL's clipping, as leave-one-out means are.
+    `value` starts from the mean return of the group's other completions; if there is none, from the mean return of
+    earlier steps. It learns with weights ρ² w, where ρ is the ratio of the trained policy to the one that sampled. Its
+    predictions do not depend on ρ. It learns from a group when all samples of the group have been trained on, or
+    dropped as stale: until then θ must not hold their returns. So a worker must give the samples of a group one after
+    another, as TRL's does. Advantages are unbiased up to TRL's clipping, as leave-one-out means are.
 
     Args:
         model, reward_funcs, train_dataset, ...: As for TRL's trainer.
