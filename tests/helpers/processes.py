@@ -223,7 +223,8 @@ def case(model: str, folder: str, part: Part) -> dict:
         "processes": trainer.accelerator.num_processes,
         "distributed_type": str(trainer.accelerator.distributed_type),
         "share_held": local.numel() / whole,
-        "metrics": [{k: v for k, v in entry.items() if k.startswith("otb/")} for entry in log],
+        # But for times
+        "metrics": [{k: v for k, v in of.items() if k.startswith("otb/") and "time" not in k} for of in log],
         "source": trainer.energy_source,
         "differences": differences,
         "state": trainer.baseline.state_dict()["state"] if trainer.baseline.entry.learns else None,
