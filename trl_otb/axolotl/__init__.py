@@ -27,6 +27,9 @@ class TrainingOptions:
 
     baseline: str | None = None
     credit_whole_return: bool = False
+    progress_funcs: list[str] | None = None
+    progress_places: int = 64
+    progress_draws: int = 0
     save_rollouts_steps: int | None = None
 
 
@@ -38,6 +41,9 @@ class Options(BaseModel):
     baseline: str | None = None
     scale_rewards: str | bool | None = None
     credit_whole_return: bool = False
+    progress_funcs: list[str] | None = None
+    progress_places: int = 64
+    progress_draws: int = 0
     save_rollouts_steps: int | None = None
 
 
