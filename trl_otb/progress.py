@@ -9,12 +9,9 @@ and a baseline that reads it stays unbiased.
 import asyncio
 import copy
 import functools
-import importlib
 import inspect
 import math
-import os
 import random
-import sys
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +25,8 @@ import numpy as np
 import torch
 from accelerate.logging import get_logger
 from torch import Tensor
+
+from .baselines.registry import imported
 
 
 logger = get_logger(__name__)
@@ -106,16 +105,7 @@ def _imported(given: Any) -> tuple[str, Any]:
         at = given if hasattr(given, "__qualname__") else type(given)
         return f"{getattr(at, '__module__', '')}:{at.__qualname__}", given
     check_names(given)
-    module_name, _, name = given.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # at the end, so that it hides no other module
-    try:
-        return given, getattr(importlib.import_module(module_name), name)
-    except (Exception, SystemExit) as error:  # a user's module can raise anything
-        raise ValueError(
-            f"`progress_funcs` holds {given!r}, which cannot be imported: {type(error).__name__}: {error}. Write "
-            "'module:function', with the module's file in the current folder or on PYTHONPATH."
-        ) from error
+    return given, imported(given, f"`progress_funcs` holds {given!r}")
 
 
 def _check(name: str, function: Any) -> None:
@@ -351,10 +341,8 @@ class Progress:
             column = prefixes.generated[row][t]
             if probs[row, column, 0] > SURE:
                 continue
-            y, of = (
-                prefixes.given.completion_ids[row][column],
-                zip(tokens[row, column], probs[row, column], strict=True),
-            )
+            y = prefixes.given.completion_ids[row][column]
+            of = zip(tokens[row, column], probs[row, column], strict=True)
             result |= {(row, t, int(v)): float(int(v) == y) - p.item() for v, p in of if p > 0}
         return result
 

@@ -46,9 +46,9 @@ def training_step(baseline: RunBaseline, rewards, energy, mask, logps, states=No
     """Everything that a step does after the energies are known."""
     rollout = Rollout(mask, mask, mask, mask, mask, N, rewards, torch.ones_like(rewards)[:, None])
     rollout = rollout.with_values(TokenValues(energy, logps, states), None)
-    step = baseline.advantages_of(rollout.completions(states), rollout.scale, learn=True)
-    summarize(step.statistics, N)
-    return rollout.with_advantages(step)
+    found = baseline.advantages_of(rollout.completions(states), rollout.scale, learn=True)
+    summarize(found.statistics, N)
+    return rollout.with_advantages(found)
 
 
 def peak_and_kept(function, *inputs) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 import pytest
 
 from trl_otb.comparison import bar as module
-from trl_otb.comparison.bar import Progress, announcement, duration
+from trl_otb.comparison.bar import Bar, announcement, duration
 
 
 @pytest.fixture
@@ -26,32 +26,32 @@ def clock(monkeypatch):
 
 def test_time_left_knows_that_measuring_is_slower(clock):
     """100 completions are sampled in a second each, and 40 of them measured in 10 s each: 500 s in all."""
-    progress = Progress(to_sample=100, to_measure=40, silent=True)
-    assert progress.seconds_left is None
-    with progress.phase("sample"):
+    bar = Bar(to_sample=100, to_measure=40, silent=True)
+    assert bar.seconds_left is None
+    with bar.phase("sample"):
         clock.wait(20)
-        progress.advance(20)
-        assert progress.seconds_left is None  # how long measuring takes is not known, and nothing is said
+        bar.advance(20)
+        assert bar.seconds_left is None  # how long measuring takes is not known, and nothing is said
         clock.wait(13)
-        progress.expect("measure", 11.0)  # from a single one, whose time is no sampling's
-        assert progress.seconds_left == pytest.approx(80 * 1.0 + 40 * 11.0)
+        bar.expect("measure", 11.0)  # from a single one, whose time is no sampling's
+        assert bar.seconds_left == pytest.approx(80 * 1.0 + 40 * 11.0)
         clock.wait(40)
-        progress.advance(40)
-    assert progress.seconds_left == pytest.approx(40 * 1.0 + 40 * 11.0)
+        bar.advance(40)
+    assert bar.seconds_left == pytest.approx(40 * 1.0 + 40 * 11.0)
     clock.wait(5)  # between phases
-    with progress.phase("measure"):
+    with bar.phase("measure"):
         clock.wait(8)
-        progress.advance(1)
+        bar.advance(1)
         clock.wait(12)
-        progress.advance(1)
-        assert progress.seconds_left == pytest.approx(40 * 1.0 + 38 * 10.0)
-    with progress.phase("sample"):
+        bar.advance(1)
+        assert bar.seconds_left == pytest.approx(40 * 1.0 + 38 * 10.0)
+    with bar.phase("sample"):
         clock.wait(40)
-        progress.advance(40)
-    with progress.phase("measure"):
+        bar.advance(40)
+    with bar.phase("measure"):
         clock.wait(380)
-        progress.advance(50)  # a spare process repeats prompts
-        assert progress.done == {"sample": 100, "measure": 40} and progress.seconds_left == 0
+        bar.advance(50)  # a spare process repeats prompts
+        assert bar.done == {"sample": 100, "measure": 40} and bar.seconds_left == 0
 
 
 def test_what_will_be_done_is_said_before():

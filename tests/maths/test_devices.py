@@ -80,12 +80,12 @@ def test_a_rollout_from_energies_to_metrics(x, baseline, dense):
     rollout = Rollout(*[x.mask] * 5, x.n, x.energy if dense else x.rewards, torch.ones_like(x.rewards).unsqueeze(1))
     rollout = rollout.with_values(TokenValues(x.energy, x.energy, x.more["states"]), x.ratios)
     local = rollout.completions(x.more["states"], x.more["prompt_key"])
-    step = run.advantages_of(local, rollout.scale, learn=True)
-    rollout = rollout.with_advantages(step)
-    assert rollout.advantages.is_meta and rollout.baselines.is_meta and step.statistics.is_meta
-    assert "grad_power" in summarize(step.statistics, x.n)
+    found = run.advantages_of(local, rollout.scale, learn=True)
+    rollout = rollout.with_advantages(found)
+    assert rollout.advantages.is_meta and rollout.baselines.is_meta and found.statistics.is_meta
+    assert "grad_power" in summarize(found.statistics, x.n)
     if baseline == "value":
-        assert "value/explained" in step.learned
+        assert "value/explained" in found.learned
         value = run.entry.estimator
         value.eta, value.theta, value.gamma = torch.ones(11 + 2 * 4), torch.ones(23), torch.ones(14)
         value.weight, value._returns_seen = 0.5, (0.0, 1.0)

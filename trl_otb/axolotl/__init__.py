@@ -17,7 +17,7 @@ from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel, ConfigDict
 
 from ..baselines import find_baseline
-from ..config import UNSET, warn_of_unset
+from ..config import PROGRESS_PLACES, UNSET, warn_of_unset
 from ..state import KeepsBaseline
 
 
@@ -28,7 +28,7 @@ class TrainingOptions:
     baseline: str | None = None
     credit_whole_return: bool = False
     progress_funcs: list[str] | None = None
-    progress_places: int = 64
+    progress_places: int = PROGRESS_PLACES
     progress_draws: int = 0
     save_rollouts_steps: int | None = None
 
@@ -42,7 +42,7 @@ class Options(BaseModel):
     scale_rewards: str | bool | None = None
     credit_whole_return: bool = False
     progress_funcs: list[str] | None = None
-    progress_places: int = 64
+    progress_places: int = PROGRESS_PLACES
     progress_draws: int = 0
     save_rollouts_steps: int | None = None
 

@@ -19,6 +19,13 @@ def products(
     return result
 
 
+def with_columns(sums: Float[Tensor, "*folds K K"], kept: list[int], to: list[int], size: int) -> Tensor:
+    """`(*folds, size, size)`: the sums of the `kept` columns, in the places `to`; 0 for all others."""
+    result = sums.new_zeros(*sums.shape[:-2], size, size)
+    result[..., torch.tensor(to).unsqueeze(1), torch.tensor(to)] = sums[..., kept, :][..., kept]
+    return result
+
+
 def solution(sums: Float[Tensor, "*folds K1 K1"], ridge: float) -> Float[Tensor, "*folds K"]:
     """
     The coefficients that least squares finds, from sums of products of features, the first of them 1 and the next B0,

@@ -25,7 +25,8 @@ class LearningBaseline(Protocol):
     A baseline that learns. Each trainer makes an instance, without arguments. What it learns from a generation batch
     applies from the next one on, so an unbiased baseline stays unbiased. It may also have `adjust(local, b0)`, which
     returns B for the completions of this process, from what each has written so far and from B0, the result of the
-    call. Then the call receives returns and lengths only; energies, log-probs and states are in `local`.
+    call. Then the call receives returns and lengths only; energies, log-probs, states and progress are in `local`. If
+    it also has `keeps_b0(local, gather, first_row)`, see [`Value.keeps_b0`], the completions that this names keep B0.
     """
 
     def __call__(self, batch: Completions) -> Tensor:
@@ -179,7 +180,9 @@ def find_baseline(baseline: "str | Callable | Baseline") -> Baseline:
     if isinstance(baseline, str) and baseline in BASELINES:
         return BASELINES[baseline]
     if isinstance(baseline, str) and ":" in baseline:
-        return find_baseline(_imported(baseline))
+        estimator = imported(baseline, f"`baseline` is {baseline!r}")
+        _check_estimator(baseline, estimator)
+        return find_baseline(estimator)
     if callable(baseline):
         for entry in BASELINES.values():
             if entry.estimator is baseline:
@@ -195,20 +198,21 @@ def find_baseline(baseline: "str | Callable | Baseline") -> Baseline:
     )
 
 
-def _imported(path: str) -> Any:
-    """The function or class `"module:name"`. Modules are also searched for in the current folder."""
+def imported(path: str, given: str) -> Any:
+    """
+    The function or class `"module:name"`. Modules are also searched for in the current folder. A `ValueError` that
+    begins with `given`, the option and its value, if there is none.
+    """
     module_name, _, name = path.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # at the end, so that it hides no other module
     try:
-        estimator = getattr(importlib.import_module(module_name), name)
+        return getattr(importlib.import_module(module_name), name)
     except (Exception, SystemExit) as error:  # a user's module can raise anything
         raise ValueError(
-            f"`baseline` is {path!r}, which cannot be imported: {type(error).__name__}: {error}. Write "
+            f"{given}, which cannot be imported: {type(error).__name__}: {error}. Write "
             "'module:function', with the module's file in the current folder or on PYTHONPATH."
         ) from error
-    _check_estimator(path, estimator)
-    return estimator
 
 
 def _check_estimator(name: str, estimator: Any) -> None:

@@ -17,7 +17,7 @@ OF_TOKENS = ("mask", "energy", "loss_energy", *UNSENT)
 def gathered(local: Completions, gather: Callable[[Tensor], Tensor], tokens: bool) -> Completions:
     """
     The rows of all processes: `gather` concatenates their tensors, which have one shape; all must call it. Mask and
-    energies are sent if the baseline compares `tokens`; states and log-probs never are.
+    energies are sent if the baseline compares `tokens`; `UNSENT`, such as states, never is.
     """
     sizes = torch.tensor([[local.mask.size(1), local.returns.size(1)]], device=local.mask.device)
     length, of_returns = gather(sizes).amax(dim=0).tolist()
@@ -31,7 +31,7 @@ def gathered(local: Completions, gather: Callable[[Tensor], Tensor], tokens: boo
 
 
 def only_compared(x: Completions, tokens: bool) -> Completions:
-    """Without states and log-probs, and without energies unless the baseline compares `tokens`."""
+    """Without `UNSENT`, and without energies unless the baseline compares `tokens`."""
     unsent = UNSENT + (() if tokens else ("energy", "loss_energy"))
     none: dict[str, Any] = dict.fromkeys(unsent)
     return replace(x, **none)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .bound import ROUNDING, VARIES_NOT_RATIO, worse_than_b0
 from .completions import Completions
-from .least_squares import confidences, products, solution
+from .least_squares import confidences, products, solution, with_columns
 from .luck import COLUMNS, LuckCheck, measured
 from .pooled import pooled
 from .prefix import Prefix, blocks, later
@@ -22,9 +22,9 @@ from .transport import numbered
 
 logger = logging.getLogger(__name__)
 
-# Of the power that B left to B0's: `value` is reset after two such batches in a row, or as many as hold 4 prompts, as
-# one prompt may happen to vary little. In the twelve batches after rewards were divided by 100, `value` left 0.80 of
-# B0's power, 1.00 without a reset
+# `value` is reset when B left more than this ratio of B0's power in two or more batches in a row that hold 4 prompts in
+# all. A single prompt may happen to vary little. On toy sums, in the twelve batches after rewards were divided by 100,
+# `value` left 0.80 of B0's power, and 1.00 without a reset (recipes/studies/ablations.md)
 RESET_RATIO, RESET_PROMPTS = 2.0, 4
 OF_STATE, OF_LUCK = 23, 14  # how many features φ and ψ have
 OF_0_11 = {"delta", "draw_weight", "_draw_columns"}  # of the state: checkpoints before 0.11 lack them
@@ -33,24 +33,24 @@ OF_0_11 = {"delta", "draw_weight", "_draw_columns"}  # of the state: checkpoints
 class Value:
     """Per token: `rloo_pooled`, plus a prediction from what is written so far, plus the luck of later tokens.
 
-        B_t = B0 + c₁ θ·φ(x_t) + c₂ Σ_{t'>t} d_t' Γ·ψ(x_t'),   d_t = Σ_v π(v|x_t)² − π(y_t|x_t)
+        B_t = B0 + c₁ θ·φ(x_t) + c₂ Σ_{t'>t} d_t' Γ·ψ(x_t') + c₃ Σ_{t'>t} D_t' (δ + δ' V(x_t'))
+        d_t = Σ_v π(v|x_t)² − π(y_t|x_t)
         (θ, Γ) = argmin Σ w_t (G_t − B0 − θ·φ − Γ·Σ d ψ)²   over earlier generation batches
 
     Source: this project. Σ w (G − B)² is the gradient's noise to first order (Greensmith, Bartlett and Baxter, 2004).
-    d_t', how lucky the draw of y_t' was, has mean 0 given what precedes it: a control variate, as in AIVAT for poker
-    (Burch et al., 2018).
+    d_t', negative where the policy drew a token that it favours, positive where it did not, has mean 0 given what
+    precedes it: a control variate, as in AIVAT for poker (Burch et al., 2018). D_t, of progress functions, has mean 0,
+    too (`Completions.progress_draws`); without them there is no such term.
 
     1. V, the return that is to be expected, is fitted to numbers of the text so far ([`~trl_otb.baselines.prefix`]).
     2. φ and ψ are made of V ([`features`]); θ and Γ are fitted to them, with a V that was fitted to other prompts.
-    3. c₁ and c₂ are cross-validated over folds of prompts, and limited while prompts or tokens are few.
-    4. Where the run's progress functions have draws D ([`~trl_otb.baselines.Completions`]), c₃ Σ_{t'>t} D_t' (δ + δ' V)
-       is added, like later luck.
+    3. c₁, c₂ and c₃ are cross-validated over folds of prompts, and limited while prompts or tokens are few.
 
-    A batch's weight decays per batch. V and B0 + c₁ θ·φ stay within the returns seen so far, and Γ·ψ within their
-    width. A prompt keeps B0 where B leaves too much power in the other prompts of a batch
+    A batch's weight decays per batch. V and B0 + c₁ θ·φ stay within the returns seen so far, Γ·ψ and δ + δ' V within
+    their width. A prompt keeps B0 where B leaves too much power in the other prompts of a batch
     ([`~trl_otb.baselines.bound`]); not so in asynchronous training, whose batches hold few whole groups. What was
-    learned is discarded after two batches in a row, of four prompts or more, of which B left over twice B0's power, or,
-    where no return varies, over half of B0's usual power.
+    learned is discarded after two or more batches in a row, with four prompts or more in all, in which B left over
+    twice B0's power, or, where no return varies, over half of B0's usual power.
 
     Unbiased, since B_t depends on what precedes y_t, and on sums of later terms whose mean is 0 given what precedes
     them; θ, Γ and c on earlier batches. Where tokens are drawn from a distribution that is not recorded, later luck is
@@ -80,7 +80,7 @@ class Value:
         self._tokens = 0.0  # the same of tokens
         self._prompts = 0  # in all batches
         self._returns_seen = (math.inf, -math.inf)  # minimum and maximum
-        self._doubted = 0  # prompts of the last batches, those of which B left too much
+        self._doubted = 0  # prompts in the latest batches in a row in which B left too much
         self.luck_check = LuckCheck()
 
     def __call__(self, x: Completions) -> Float[Tensor, "B #T"]:
@@ -199,20 +199,18 @@ class Value:
         kept = [*range(rest), *(rest + i for i, _ in same), *(rest + len(before) + i for i, _ in same), len(sums) - 1]
         size = rest + 2 * len(now) + 1
         to = [*range(rest), *(rest + i for _, i in same), *(rest + len(now) + i for _, i in same), size - 1]
-        wanted = sums.new_zeros(size, size)
-        wanted[torch.tensor(to).unsqueeze(1), torch.tensor(to)] = sums[kept][:, kept]
-        self._value_sums, self.eta = wanted, solution(wanted, ridge)
+        self._value_sums = with_columns(sums, kept, to, size)
+        self.eta = solution(self._value_sums, ridge)
 
     def _fit_draws(self, columns: int) -> None:
         """Make room in the sums for so many columns of draws; what is known of another number of them is dropped."""
         if columns == self._draw_columns:
             return
         if self._sums is not None:
-            rest, sums = self._sums.size(-1) - 1 - self._draw_columns, self._sums
-            kept = torch.tensor([*range(rest), sums.size(-1) - 1])
-            to = torch.tensor([*range(rest), rest + columns])
-            self._sums = sums.new_zeros(len(sums), rest + columns + 1, rest + columns + 1)
-            self._sums[:, to.unsqueeze(1), to] = sums[:, kept.unsqueeze(1), kept]
+            last = self._sums.size(-1) - 1  # the target, after the draws
+            rest = [*range(last - self._draw_columns)]
+            to = len(rest) + columns
+            self._sums = with_columns(self._sums, [*rest, last], [*rest, to], to + 1)
         self._draw_columns, self.delta, self.draw_weight = columns, None, 0.0
 
     def _features(self, of: Prefix, v: Float[Tensor, "B T"]) -> tuple[Float[Tensor, "B T k"], Float[Tensor, "B T l"]]:
@@ -221,7 +219,7 @@ class Value:
 
     def _centred_v(self, of: Prefix, b0: Tensor, eta: Tensor) -> Float[Tensor, "B T"]:
         """V less the middle of the returns seen, by coefficients `(K,)` or, for each row, `(B, K)`."""
-        least, most = self._returns_seen
+        least, most = self._returns_seen  # without this limit of V up to 5 % more power in the first batches
         predicted = (of.with_b0(b0) @ eta.to(of.numbers).unsqueeze(-1)).squeeze(-1)
         return (b0 + predicted).clamp(least, most) - (least + most) / 2
 
@@ -237,7 +235,7 @@ class Value:
             return (b0.expand_as(of.sure),) * 2
         v = self._centred_v(of, b0, self.eta)
         phi, psi = self._columns(of, b0, v)
-        least, most = self._returns_seen  # without the three limits up to 5 % more power in the first batches
+        least, most = self._returns_seen
         predicted = b0 + self.weight * (phi @ self.theta.to(phi))
         state = predicted.clamp(b0.clamp(max=least), b0.clamp(min=most))
         # Known before the draw, so that it may be limited; the sum may not, or its mean would not be 0
@@ -279,7 +277,7 @@ class Value:
         return [(last * values).sum() for values in (torch.ones_like(last), returns, returns.square(), left.square())]
 
     def _sums_of(self, local: Completions, b0: Tensor, fold: Tensor, etas: Tensor) -> Tensor:
-        """Sums that θ and Γ are fitted to, by fold, with V of the other folds' prompts."""
+        """Sums that θ, Γ and δ are fitted to, by fold, with V of the other folds' prompts."""
         sums = b0.new_zeros(1)
         for x, of, rows in blocks(local):
             b = b0[rows]
@@ -292,15 +290,15 @@ class Value:
         return sums
 
     def _fit(self) -> None:
-        """Fit θ and Γ to the sums; c₁ and c₂ by what θ and Γ, fitted without a fold, predict of it."""
+        """Fit θ, Γ and δ to the sums; each c by how well its part predicts folds that it was not fitted to."""
         assert self._sums is not None
         sums = self._sums
-        if self.luck_check.luck_left_out:
+        if self.luck_check.luck_left_out:  # and draws of progress, which are luck, too
             of_luck = torch.zeros(sums.size(-1))
             of_luck[-OF_LUCK - self._draw_columns - 1 : -1] = 1
             sums = sums.masked_fill((of_luck.unsqueeze(0) + of_luck.unsqueeze(1)) > 0, 0.0)
         tokens_per_feature = self._tokens / sums.size(-1)
-        ridge = max(0.5 / self._prompts, 1 / tokens_per_feature)  # the same: 0.95 to 1.15
+        ridge = max(0.5 / self._prompts, 1 / tokens_per_feature)  # a quarter or four times of it: 0.95 to 1.15
         both = solution(sums.sum(dim=0), ridge)
         if not both.isfinite().all():
             return self._reset("its linear system has no finite solution")

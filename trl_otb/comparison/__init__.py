@@ -20,7 +20,7 @@ from ..run_baseline import RunBaseline
 from ..seam.draws import changed_distribution
 from ..seam.forwards import policy_of
 from ..trainer import OTBGRPOTrainer, prompts_at_once
-from .bar import Progress, announcement
+from .bar import Bar, announcement
 from .efficiency import Comparison, Estimate, control
 from .gradients import CompletionGradients, Projection, studied_parameters
 from .moments import comparable, prompt_moments
@@ -119,7 +119,7 @@ def compare_baselines(
     at_once = 1 + sum(entry.per_token and comparable(entry, n) for n in sizes for entry in entries.values())
     if not silent:
         print(announcement(len(runs), to_learn, num_prompts * completions, 1 + at_once, batch * n_of_run))
-    progress = Progress(to_learn + num_prompts * completions, num_prompts * completions, silent)
+    bar = Bar(to_learn + num_prompts * completions, num_prompts * completions, silent)
     measured: list[dict[Any, Any]] = []
 
     def try_gradient(row: dict[str, Any]) -> None:
@@ -127,15 +127,15 @@ def compare_baselines(
         for _ in range(2):
             began = time.perf_counter()
             gradients(row, torch.ones(at_once, row["completion_ids"].size(1), device=trainer.accelerator.device))
-            progress.expect("measure", (time.perf_counter() - began) / processes)
+            bar.expect("measure", (time.perf_counter() - began) / processes)
 
-    with closing(progress), at_rest(trainer, needs):
+    with closing(bar), at_rest(trainer, needs):
         companions: list[dict[str, Completions]] = []
         learned: dict[str, float] = {}
         if not alone:
-            with progress.phase("sample"):
+            with bar.phase("sample"):
                 companions, learned = _learn(
-                    trainer, [*runs.values()], others or examples, batch, sizes, seed, progress.advance, try_gradient
+                    trainer, [*runs.values()], others or examples, batch, sizes, seed, bar.advance, try_gradient
                 )
             pools = [pool for of in companions for pool in of.values() if len(pool) > 1]
             # As many as are to be measured: these will not vary, either
@@ -144,20 +144,20 @@ def compare_baselines(
         for first in range(0, num_prompts, processes):
             index = min(first + rank, num_prompts - 1)  # spare processes repeat the last one
             name, example = examples[index]
-            with progress.phase("sample"):
+            with bar.phase("sample"):
                 ((pool, rows),) = sample(trainer, [example], completions, seed + 1_000_003 * (index + 1))
-                progress.advance(len(pool) * processes)
+                bar.advance(len(pool) * processes)
 
             def gradient_of(row: int, weights: torch.Tensor, rows: list[dict[str, Any]] = rows) -> torch.Tensor:
                 found = gradients(rows[row], weights.to(trainer.accelerator.device))
-                progress.advance(processes)
+                bar.advance(processes)
                 return found
 
             other_prompts = {
                 n: _other_prompts(companions, name, n, max(batch, batch * n_of_run // n) - 1) for n in sizes
             }
             masks = [generated_mask(row)[0].cpu() for row in rows]
-            with progress.phase("measure"), torch.autocast("cpu", enabled=False):
+            with bar.phase("measure"), torch.autocast("cpu", enabled=False):
                 moments = prompt_moments(pool, masks, gradient_of, entries, sizes, other_prompts, seed + index)
             reward = pool.whole_returns[pool.scored > 0].mean().item()
             moments |= {"reward": reward, "length": pool.lengths.mean().item()}
@@ -193,7 +193,7 @@ def _learn(
     prompts_per_batch: int,
     sizes: list[int],
     seed: int,
-    progress: Callable[[int], Any],
+    advance: Callable[[int], Any],
     with_first: Callable[[dict[str, Any]], Any],
 ) -> tuple[list[dict[str, Completions]], dict[str, float]]:
     """
@@ -211,7 +211,7 @@ def _learn(
         pools = [pool for pool, _ in sampled]
         prompt = torch.arange(len(pools)).repeat_interleave(n)
         whole = replace(joined([pool.rows(slice(0, n), n) for pool in pools]), prompt=prompt)
-        progress(size * len(pools))
+        advance(size * len(pools))
         if batch == 0:
             with_first(sampled[0][1][0])
         with torch.autocast("cpu", enabled=False):

@@ -18,7 +18,7 @@ def announcement(baselines: int, to_learn: int, to_measure: int, passes: int, pe
     )
 
 
-class Progress:
+class Bar:
     """
     A bar of a comparison, whose total is the time taken plus the time left. Sampling and measuring have paces of their
     own: a completion that is measured takes a backward pass for each baseline per token, and one more.

@@ -26,7 +26,7 @@ class Private:
     option: str | None  # `baseline` of the config, as it was when the trainer was made
     rollouts: dict[str, Rollout] = field(default_factory=Rollouts)  # the latest one of each mode, "train" and "eval"
     pages: RolloutPages | None = None  # that steps are recorded in
-    energy_source: str | None = None  # of the latest rollout in training
+    energy_source: str | None = None  # of the latest rollout that needed energies
     b0: str = "rloo_pooled"  # the baseline that `value` starts from
     gain: Gain = field(default_factory=Gain)  # of the latest batches of the training
     known_loss: Any = None  # the function that is known to weight each token by its own advantage
