@@ -140,7 +140,7 @@ def trainer_of(arm: str, regime: str, args: argparse.Namespace, folder: str) -> 
     cls = GRPOTrainer if arm == CONTROL else OTBGRPOTrainer
     config = GRPOConfig if arm == CONTROL else partial(OTBGRPOConfig, baseline=arm)
     on_gpu = args.device == "cuda"
-    machine = {"use_cpu": not on_gpu, "bf16": on_gpu, "activation_checkpointing": args.gradient_checkpointing}
+    machine = {"use_cpu": not on_gpu, "bf16": on_gpu, "gradient_checkpointing": args.gradient_checkpointing}
     steps = (1 + args.steps) * sizes.get("num_iterations", 1)
     run = {"learning_rate": 1e-6, "max_steps": steps, "logging_strategy": "no", "seed": args.seed}
     group = {"num_generations": N, "max_completion_length": args.length, "scale_rewards": "none"}

@@ -21,7 +21,7 @@ from trl import SFTConfig, SFTTrainer
 from recipes import toy
 from recipes.common import ProblemOptions
 from recipes.math import load_problems
-from recipes.studies.tasks import PRECISION, Task, trainer_of, with_prompts
+from recipes.studies.tasks import MACHINE, Task, trainer_of, with_prompts
 from trl_otb import OTBGRPOTrainer
 
 
@@ -150,7 +150,7 @@ def fine_tuned(name: str) -> Path:
         options = {"max_steps": steps, "learning_rate": 5e-4, **sizes}
         trainer = SFTTrainer(
             str(model),
-            args=SFTConfig(output_dir=str(folder), **(toy.QUIET | PRECISION | options)),
+            args=SFTConfig(output_dir=str(folder), **(toy.QUIET | MACHINE | options)),
             train_dataset=problems.select_columns("prompt").add_column("completion", [*answers]),
             peft_config=LoraConfig(**LORA),
         )

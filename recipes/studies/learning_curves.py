@@ -95,7 +95,7 @@ TASKS = {
         {4: 30}, (2e-4, 5e-4), held_out_samples=1, prompts=4, problems="word_sequence_reversal", scaled=True
     ),
     "column_sums_scaled": Schedule(
-        {4: 20}, (2e-4, 5e-4), held_out_samples=1, prompts=4, problems="column_sums", scaled=True
+        {4: 20}, (3e-4,), held_out_samples=1, prompts=4, problems="column_sums", scaled=True
     ),
     **dict.fromkeys(language.GEMMA, Schedule({4: 20}, (3e-4,), held_out_samples=1, prompts=4)),
 }
@@ -146,7 +146,7 @@ def train(run: Run) -> dict:
 def train_with(task: tasks.Task, schedule: Schedule, options: dict) -> dict:
     step, samples = schedule.completions_per_step(options["num_generations"]), schedule.held_out_samples
     micro_batch = max(step // 4, options["num_generations"])  # groups together; the meter measures the noise of these
-    most, problems = (40 if task.peft_config else 400) // samples, len(task.held_out)
+    most, problems = (40 if task.peft_config and not tasks.ON_GPU else 400) // samples, len(task.held_out)
     at_once = max(n for n in range(1, most + 1) if problems % n == 0)  # batches of equal size, over which TRL averages
     trainer = tasks.trainer_of(
         task,

@@ -36,7 +36,7 @@ from trl_otb.seam.forwards import policy_of
 
 N, POOL = 4, 16  # of a group, and of the completions of a prompt that are sampled
 LEARN_BATCHES, PROMPTS_PER_BATCH = 8, 16  # that `value` learns from
-ROWS = 64  # that are continued at once
+ROWS = 1024 if tasks.ON_GPU else 64  # that are continued at once
 NEEDS = frozenset({"energy", "logps", "states", "progress"})
 
 
@@ -45,7 +45,7 @@ class Continuations:
 
     def __init__(self, trainer: OTBGRPOTrainer, seed: int) -> None:
         self.trainer, self.policy, self.tokenizer = trainer, policy_of(trainer.model), trainer._tokenizer
-        self.generator = torch.Generator(device=trainer.accelerator.device).manual_seed(seed)
+        self.generator = torch.Generator().manual_seed(seed)
         self.longest, self.tokens, self.seconds = trainer.max_completion_length, 0, 0.0
 
     @torch.no_grad()

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from recipes.studies import language, tasks
-from recipes.studies.tasks import PRECISION, trainer_of
+from recipes.studies.tasks import MACHINE, trainer_of
 from trl_otb.comparison.pools import at_rest, sample, training_examples
 from trl_otb.seam.forwards import policy_of
 
@@ -68,7 +68,7 @@ def details(trainer, row: dict) -> dict:
             for of in linears
         )
     top = logps.detach().exp().topk(LIKELIEST, dim=-1)
-    return {
+    found = {
         "ids": row["completion_ids"][0].clone(),
         "top_ids": top.indices,
         "top_p": top.values,
@@ -76,6 +76,7 @@ def details(trainer, row: dict) -> dict:
         "states": states[0][0, at].half(),
         "gram": gram,
     }
+    return {name: of.cpu() for name, of in found.items()}
 
 
 def is_of_language(name: str) -> bool:
@@ -100,7 +101,7 @@ def main(argv: list[str]) -> None:
     # A new adapter changes nothing, and costs a third of the time
     task = replace(task_of(args.task), peft_config=None)
     options = {"num_generations": N, "per_device_train_batch_size": 6 * N}
-    options |= PRECISION if is_of_language(args.task) else {}
+    options |= MACHINE if is_of_language(args.task) else {}
     trainer = trainer_of(task, seed=args.seed, baseline="value", **options)
     examples = list(training_examples(trainer))
     order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(args.seed)).tolist()

@@ -22,8 +22,13 @@ from trl_otb.seam.forwards import policy_of
 
 
 # Of a language model; where a CPU lacks bfloat16, PyTorch emulates it, eight times slower than float32
-HAS_BFLOAT16 = torch.cuda.is_available() or torch.ops.mkldnn._is_mkldnn_bf16_supported()
-PRECISION = {"model_init_kwargs": {"dtype": "bfloat16" if HAS_BFLOAT16 else "float32"}, "bf16": HAS_BFLOAT16}
+ON_GPU = torch.cuda.is_available()
+HAS_BFLOAT16 = ON_GPU or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+MACHINE = {
+    "use_cpu": not ON_GPU,
+    "model_init_kwargs": {"dtype": "bfloat16" if HAS_BFLOAT16 else "float32"},
+    "bf16": HAS_BFLOAT16,
+}
 PROMPTS_PER_BATCH = 16  # of a step whose efficiency is published
 # Numbers of the sums, tokens of a completion, calls of the calculator
 CHAIN_SUMS = {"sums": (worked_sums.CHAIN_SUM, 24, None), "calculator": (dialogues.CHAIN_SUM, 72, 6)}
@@ -92,7 +97,7 @@ def trainer_of(
     lengths = {"max_completion_length": task.max_completion_length, "max_tool_calling_iterations": task.max_calls}
     settings = {"output_dir": "runs/studies/work", **sizes, **lengths}
     if task.peft_config:
-        settings |= PRECISION
+        settings |= MACHINE
     trainer = cls(
         str(task.policy),
         task.reward,
@@ -119,7 +124,7 @@ def asynchronous_trainer_of(task: Task, staleness: int, **options) -> AsyncOTBGR
     settings = {"output_dir": "runs/studies/work", "token_budget": 0, "max_staleness": staleness}
     settings |= {"max_completion_length": task.max_completion_length, "max_tool_calling_iterations": task.max_calls}
     if task.peft_config:
-        settings |= PRECISION
+        settings |= MACHINE
     args = AsyncOTBGRPOConfig(**(toy.QUIET | settings | options))
     tokenizer = AutoTokenizer.from_pretrained(task.policy, padding_side="left")
     policy, data = str(task.policy), task.train.shuffle(args.seed)

@@ -21,7 +21,7 @@ QUIET = {
     "disable_tqdm": True,
     "use_cpu": True,
     "bf16": False,
-    "activation_checkpointing": False,
+    "gradient_checkpointing": False,
 }
 
 
