@@ -77,6 +77,6 @@ part advantages 2 -m recipes.benchmarks.advantages --device $device $advantages
 [[ " $CHOSEN " != *" main "* ]] || rm -rf "$FOLDER/main" # an earlier run's
 part main 5 recipes/math.py --output_dir "$FOLDER/main" --disable_tqdm true $main
 URL=$(sed -n 's/^Repository = "\([^"]*\)".*/\1/p' pyproject.toml)
-echo "Nobody here has a GPU: please post $FOLDER/report.md as it is, at $URL/issues/new"
+echo "We hardly ever have a GPU: please post $FOLDER/report.md as it is, at $URL/issues/new"
 echo "$FOLDER: report.md, and a log of each part. ${FAILED:+Failed:$FAILED.}"
 [ -z "$FAILED" ]

@@ -19,13 +19,15 @@ import json
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from transformers import set_seed
 
-from recipes.studies import language, tasks
+from recipes.studies import language, render, tasks
+from recipes.studies.value import TASKS as TITLES
 from trl_otb import OTBGRPOTrainer
 from trl_otb.baselines import Completions, find_baseline, joined
 from trl_otb.comparison.efficiency import Estimate, bootstrap
@@ -177,7 +179,13 @@ def at_positions(
 
 
 def oracle(
-    trainer: OTBGRPOTrainer, prompts: int = 12, chosen: int = 4, positions: int = 8, k: int = 16, seed: int = 0
+    trainer: OTBGRPOTrainer,
+    prompts: int = 12,
+    chosen: int = 4,
+    positions: int = 8,
+    k: int = 16,
+    seed: int = 0,
+    save: Callable[[int, dict[str, Estimate]], None] = lambda prompts, found: None,
 ) -> dict[str, Estimate]:
     """
     The shares of `rloo`'s power that are left by the prompt's mean, by the best baseline of the state, by V, by what
@@ -188,6 +196,7 @@ def oracle(
         prompts: Prompts of the training data that are measured.
         chosen, positions: Completions of each, and drawn tokens of each of these.
         k: Continuations after the token that was drawn, and after others.
+        save: Called with what is known after each prompt, from the fourth on: it takes hours, and may be stopped.
     """
     examples = list(training_examples(trainer))
     order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -217,6 +226,15 @@ def oracle(
             pools.append(pool)
             of_all.append(at_positions(go, example, pool, rows, chosen, positions, k))
             print(f"prompt {number + 1}: {time.perf_counter() - begin:.0f} s", flush=True)
+            if number >= 3:
+                save(number + 1, estimates(of_all, pools, runs))
+    return estimates(of_all, pools, runs)
+
+
+def estimates(
+    of_all: list[dict[str, float]], pools: list[Completions], runs: dict[str, RunBaseline]
+) -> dict[str, Estimate]:
+    """Shares of `rloo`'s power, from the sums of each prompt."""
     counts = bootstrap(len(of_all))
     columns = {name: torch.tensor([sums[name] for sums in of_all]) for name in of_all[0]} | measured_powers(pools, runs)
     result = {}
@@ -248,8 +266,22 @@ def measured_powers(pools: list[Completions], runs: dict[str, RunBaseline]) -> d
     return found
 
 
+def publish(paths: list[Path]) -> None:
+    """The shares of each task into results/progress.json and the page."""
+    tables: render.Tables = {}
+    for path in paths:
+        of = json.loads(path.read_text())
+        tables[f"{TITLES[of['task']]}, shares"] = [
+            {"prompts": of["prompts"], "n": N, "estimator": name, "noise": shares}
+            for name, shares in of["shares"].items()
+            if name not in ("rloo", "rloo_measured")
+        ]
+    render.publish("progress", tables)
+
+
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="oracle", description=__doc__.splitlines()[1])
+    parser.add_argument("--publish", nargs="+", type=Path, metavar="FILE", help="put saved shares into the page")
     parser.add_argument("--task", default="scratchpad_30")
     parser.add_argument("--progress", action="store_true", help="`value` reads the reward of the text so far")
     parser.add_argument("--prompts", type=int, default=12)
@@ -259,14 +291,22 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output_dir", type=Path, default=Path("runs/progress/oracle"))
     args = parser.parse_args(argv)
+    if args.publish:
+        return publish(args.publish)
     of_language = {"chain_sum", *language.TASKS, *language.REASONING, *language.GEMMA, *language.LONG}
     task = (language if args.task in of_language else tasks).task_of(args.task, args.seed)
     options = {"progress_funcs": ["rewards"]} if args.progress else {}
     trainer = tasks.trainer_of(task, seed=args.seed, baseline="value", **options)
-    found = oracle(trainer, args.prompts, args.chosen, args.positions, args.continuations, args.seed)
     args.output_dir.mkdir(parents=True, exist_ok=True)
     path = args.output_dir / f"{args.task}-seed{args.seed}{'-progress' if args.progress else ''}.json"
-    path.write_text(json.dumps({name: [of.value, of.low, of.high] for name, of in found.items()}, indent=1))
+
+    def save(prompts: int, found: dict[str, Estimate]) -> None:
+        shares = {name: [of.value, of.low, of.high] for name, of in found.items()}
+        path.write_text(json.dumps({"task": args.task, "prompts": prompts, "shares": shares}, indent=1))
+
+    sizes = args.prompts, args.chosen, args.positions, args.continuations
+    found = oracle(trainer, *sizes, seed=args.seed, save=save)
+    save(args.prompts, found)
     for name, of in found.items():
         print(f"{args.task} {name:24} {of.value:.3f} ({of.low:.3f} to {of.high:.3f})", flush=True)
 
