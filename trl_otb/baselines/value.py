@@ -148,15 +148,27 @@ class Value:
         self._returns_seen = min(self._returns_seen[0], -least), max(self._returns_seen[1], most)
         self._prompts += prompts
         whole = of_value.sum(dim=0) + (0 if self._value_sums is None else self.decay_per_batch * self._value_sums)
-        ridge = 0.02 + 4 / self._prompts  # with a quarter or four times of it 0.95 to 1.26 of the power
-        (of_both,) = _summed([self._sums_of(local, b0, fold, solution(whole - of_value, ridge))], gather)
-        self.eta = solution(whole, ridge)
+        v_of_others = solution(whole - of_value, self.ridge_of_v)
+        (of_both,) = _summed([self._sums_of(local, b0, fold, v_of_others)], gather)
+        self.eta = solution(whole, self.ridge_of_v)
         self._value_sums = whole
         self._fit_draws(0 if local.progress_draws is None else 2 * local.progress_draws.size(-1))
         self._sums = of_both if self._sums is None else self.decay_per_batch * self._sums + of_both
         self._tokens = self.decay_per_batch * self._tokens + tokens
         self._fit()
         return metrics
+
+    @property
+    def ridge_of_v(self) -> float:
+        """The ridge of V, as a part of each number's variation."""
+        return 0.02 + 4 / max(self._prompts, 1)  # with a quarter or four times of it 0.95 to 1.26 of the power
+
+    @property
+    def ridge(self) -> float:
+        """The ridge of θ and Γ, as a part of each feature's variation."""
+        assert self._sums is not None
+        # With a quarter or four times of it 0.95 to 1.15 of the power
+        return max(0.5 / self._prompts, self._sums.size(-1) / self._tokens)
 
     @property
     def usual_power(self) -> float:
@@ -193,14 +205,14 @@ class Value:
         if self._value_sums is None or self.eta is None:
             return
         self._fit_draws(0)
-        sums, ridge = self._value_sums, 0.02 + 4 / max(self._prompts, 1)
+        sums = self._value_sums
         rest = len(sums) - 1 - 2 * len(before)  # the numbers that are always there; the target is last
         same = [(before.index(name), i) for i, name in enumerate(now) if name in before]
         kept = [*range(rest), *(rest + i for i, _ in same), *(rest + len(before) + i for i, _ in same), len(sums) - 1]
         size = rest + 2 * len(now) + 1
         to = [*range(rest), *(rest + i for _, i in same), *(rest + len(now) + i for _, i in same), size - 1]
         self._value_sums = with_columns(sums, kept, to, size)
-        self.eta = solution(self._value_sums, ridge)
+        self.eta = solution(self._value_sums, self.ridge_of_v)
 
     def _fit_draws(self, columns: int) -> None:
         """Make room in the sums for so many columns of draws; what is known of another number of them is dropped."""
@@ -297,17 +309,16 @@ class Value:
             of_luck = torch.zeros(sums.size(-1))
             of_luck[-OF_LUCK - self._draw_columns - 1 : -1] = 1
             sums = sums.masked_fill((of_luck.unsqueeze(0) + of_luck.unsqueeze(1)) > 0, 0.0)
-        tokens_per_feature = self._tokens / sums.size(-1)
-        ridge = max(0.5 / self._prompts, 1 / tokens_per_feature)  # a quarter or four times of it: 0.95 to 1.15
-        both = solution(sums.sum(dim=0), ridge)
+        both = solution(sums.sum(dim=0), self.ridge)
         if not both.isfinite().all():
             return self._reset("its linear system has no finite solution")
         draws = self._draw_columns
         sizes = [len(both) - OF_LUCK - draws, OF_LUCK, *([draws] if draws else [])]
         self.theta, self.gamma, *delta = both.split(sizes)
         self.delta = delta[0] if delta else None
+        tokens_per_feature = self._tokens / sums.size(-1)
         most = min(1.0, self._prompts / self.prompts_enough, tokens_per_feature / self.tokens_enough)
-        self.weight, self.luck_weight, *others = confidences(sums, ridge, sizes).clamp(max=most).tolist()
+        self.weight, self.luck_weight, *others = confidences(sums, self.ridge, sizes).clamp(max=most).tolist()
         self.draw_weight = others[0] if others else 0.0
 
     def _reset(self, reason: str) -> None:
