@@ -12,7 +12,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are too small for mo
 if version("trl").startswith("1.15."):
     os.environ.setdefault("TRITON_INTERPRET", "1")  # without it the LM head of this version needs a GPU
 
+import gc
 import inspect
+import sys
+from functools import cache
 
 import pytest
 from jaxtyping import install_import_hook
@@ -43,6 +46,17 @@ def pytest_collection_modifyitems(items):
         seen.add(sweep)
         if item.nodeid.startswith(QUICK) and "slow" not in item.keywords:
             item.add_marker(pytest.mark.quick)
+
+
+def pytest_collection_finish():
+    """
+    Spares each training what takes longest when the model is tiny: it looks for 30 packages, and collects garbage among
+    the half million objects of imported modules.
+    """
+    if imports := sys.modules.get("accelerate.utils.imports"):
+        imports._is_package_available = cache(imports._is_package_available)
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -275,9 +275,9 @@ def test_value_is_unbiased(train_async):
     products, signal, taken = [], [], trainer.rollout_worker.taken
     for i, (own, found) in enumerate(zip(trainer.samples, advantages, strict=True)):
         if i % 62 == 0:
-            of_step, scores_of_step = taken[i : i + 62], scores(trainer, taken[i : i + 62])
-        apart = [abs(float(s.old_log_probs.sum()) - own.logps.sum().item()) for s in of_step]
-        of_tokens = scores_of_step[apart.index(min(apart))]  # TRL has ordered the rows
+            of_step = torch.tensor([float(sample.old_log_probs.sum()) for sample in taken[i : i + 62]])
+            scores_of_step = scores(trainer, taken[i : i + 62])
+        of_tokens = scores_of_step[(of_step - own.logps.sum()).abs().argmin()]  # TRL has ordered the rows
         products.append(((own.returns - found.double() - constant) * of_tokens).sum())
         signal.append(((own.returns - constant) * of_tokens).sum())
     products, signal = torch.stack(products[1000:]), torch.stack(signal[1000:])  # once `value` has learned

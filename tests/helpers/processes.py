@@ -7,6 +7,7 @@ A process of its own, not pytest's: cases are forked after the heavy imports, wh
 process that has already run a backward pass must not be forked.
 """
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -406,18 +407,24 @@ def launch(folder: Path, name: str, world: int, env: dict, run, model: str, *mor
 
 def main(folder: Path) -> None:
     import deepspeed.ops
+    import pytest  # noqa: F401
+    import reasoning_gym  # noqa: F401
     import torch
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401
     import trl.trainer.grpo_trainer  # noqa: F401
 
-    from tests.helpers import tiny, tiny_vision
+    import recipes.math  # noqa: F401
+    from tests.helpers import settings, tiny, tiny_vision  # noqa: F401
     from trl_otb import OTBGRPOTrainer  # noqa: F401
+    from trl_otb.seam.contract import GRPO
 
     with suppress(ImportError):  # where its parts of TRL have moved
         from trl_otb import AsyncOTBGRPOTrainer  # noqa: F401
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled for a minute, and is not needed
     torch.set_num_threads(1)
+    GRPO.sources()  # hashed once a process
+    gc.freeze()  # a training collects garbage: not among the objects of these modules, whose pages would be copied, too
     model = tiny.save_model(folder / "model")
     models = {False: model, True: tiny_vision.save_model(folder / "pictures", "patches")}
     for part in dict.fromkeys(part for _, part in CASES):

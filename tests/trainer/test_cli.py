@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 import trl_otb
 from tests.helpers import tiny
 from trl_otb import cli, stopping
+from trl_otb.comparison import moments as moments_module
 
 
 OPTIONS = tiny.SETTINGS | {"dataset_name": "data", "reward_funcs": ["own_rewards.odd"], "baseline": "value"}
@@ -45,7 +46,8 @@ def test_trl_yaml_trains_this_trainer(folder):
 
 
 @pytest.mark.slow
-def test_compare_prints_verdict_trains_nothing(folder, capsys):
+def test_compare_prints_verdict_trains_nothing(folder, capsys, monkeypatch):
+    monkeypatch.setattr(moments_module, "BATCH_PARTITIONS", 1)  # for speed
     flags = "--num_prompts 4 --completions_per_prompt 16 --baselines value rloo --report found".split()
     with pytest.raises(SystemExit) as end:
         cli.run(["compare", "--config", "run.yaml", *flags])

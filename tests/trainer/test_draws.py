@@ -4,6 +4,7 @@ import accelerate.logging
 import pytest
 import torch
 from peft import LoraConfig
+from torch.nn.utils.rnn import pad_sequence
 from transformers import Qwen3ForCausalLM
 from trl.trainer import grpo_trainer
 
@@ -157,10 +158,13 @@ def zeros(prompts, trainer):
 def at_temperature_1(prompts, trainer):
     """Log-probs before the temperature that tokens were sampled at."""
     rollout, logprobs = sampled_elsewhere(prompts, trainer), []
-    for prompt, ids in zip(rollout["prompt_ids"], rollout["completion_ids"], strict=True):
-        with torch.no_grad():
-            logits = trainer.model(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
-        logprobs.append(logits.float().log_softmax(-1).gather(1, torch.tensor(ids).unsqueeze(1)).flatten().tolist())
+    pairs = [*zip(rollout["prompt_ids"], rollout["completion_ids"], strict=True)]
+    rows = pad_sequence([torch.tensor(prompt + ids) for prompt, ids in pairs], batch_first=True)  # to their right
+    with torch.no_grad():
+        logps = trainer.model(input_ids=rows).logits.float().log_softmax(-1)
+    for (prompt, ids), of_row in zip(pairs, logps, strict=True):
+        own = of_row[len(prompt) - 1 :][: len(ids)]
+        logprobs.append(own.gather(1, torch.tensor(ids).unsqueeze(1)).flatten().tolist())
     return rollout | {"logprobs": logprobs}
 
 

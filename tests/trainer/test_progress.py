@@ -16,6 +16,7 @@ from tests.helpers.recording import Recording
 from tests.helpers.scripted import TOOLS, script_turns
 from tests.helpers.settings import assert_same_weights, logged
 from trl_otb import AsyncOTBGRPOConfig, AsyncOTBGRPOTrainer, OTBGRPOConfig, OTBGRPOTrainer, compare_baselines
+from trl_otb.comparison import moments as moments_module
 from trl_otb.progress import SURE, places_of, schedule
 
 
@@ -304,10 +305,14 @@ def test_it_changes_what_value_subtracts_and_nothing_else(train_with):
     assert min(ends[0]) > max(ends[1])
 
 
-def test_a_comparison_reads_progress(train_with):
+def test_a_comparison_reads_progress(train_with, monkeypatch):
+    """In what it learns before it measures, for which one split into groups is enough."""
+    monkeypatch.setattr(moments_module, "BATCH_PARTITIONS", 1)
     options = {"reward_funcs": tiny.even_bytes, "per_device_train_batch_size": 16}
     trainers = [train_with(*functions, train=False, **options) for functions in (["rewards"], [])]
-    told, silent = (compare_baselines(trainer, ["value"], 4, 16, prompts_per_batch=4) for trainer in trainers)
+    told, silent = (
+        compare_baselines(trainer, ["value"], 4, 16, prompts_per_batch=4, group_sizes=4) for trainer in trainers
+    )
     assert told.learned["value/r2_at_end"] > silent.learned["value/r2_at_end"] + 0.1
 
 

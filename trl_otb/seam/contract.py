@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -183,6 +184,7 @@ def from_library(function: Any) -> bool:
     return getattr(getattr(function, "__code__", None), "co_filename", "").startswith(LIBRARIES)
 
 
+@cache
 def _hash(part: Any) -> str:
     while hasattr(part, "__wrapped__") and from_library(part):  # not through a user's wrapper
         part = part.__wrapped__
