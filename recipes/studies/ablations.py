@@ -3,6 +3,7 @@ What is each part of `value` for? Its parts are left out or changed, one by one;
 
     OMP_NUM_THREADS=1 python -m recipes.studies.ablations --tasks sums      # minutes on one core; all: half an hour
     OMP_NUM_THREADS=1 python -m recipes.studies.ablations --publish         # results/ablations.json and ablations.md
+    OMP_NUM_THREADS=1 python -m recipes.studies.ablations --pools runs/progress/pools/*.pt   # few prompts, SmolLM2
 
 Each task has 48 generation batches of 16 prompts × 4 completions, sampled once. `value` learns from each after it was
 used, as in a run. Numbers are the power Σ w A² that is left, over that of the whole `value`, in the first batches (from
@@ -25,7 +26,7 @@ from unittest.mock import patch
 import torch
 
 from recipes.studies.tasks import task_of, trainer_of
-from trl_otb.baselines import BASELINES, Completions, Value, least_squares, value
+from trl_otb.baselines import BASELINES, Completions, Value, bound, joined, least_squares, value
 from trl_otb.comparison.pools import at_rest, training_examples
 from trl_otb.run_baseline import RunBaseline
 from trl_otb.trainer import collect
@@ -104,8 +105,15 @@ PARTS = {
     ),
     "V is not limited": of_value("_centred_v", unlimited_v),
     "c = 1 without cross-validation": of_value("_fit", fit_without_cross_validation),
-    "c = 1 for 16 tokens per feature": of_value("tokens_enough", 16),
-    "c = 1 at once": of_value("tokens_enough", 1e-9) + of_value("prompts_enough", 1e-9),
+    "c = 1 at once": of_value("prompts_enough", 1e-9),
+    "c = 1 for 8 prompts": of_value("prompts_enough", 8),
+    "c = 1 for 64 prompts": of_value("prompts_enough", 64),
+    "V's ridge without 0.02": of_value("ridge_of_v", property(lambda self: 4 / max(self._prompts, 1))),
+    "V's ridge without prompts": of_value("ridge_of_v", property(lambda self: 0.02)),
+    "the other ridge without prompts": of_value("ridge", property(lambda self: self._sums.size(-1) / self._tokens)),
+    "the other ridge without tokens": of_value("ridge", property(lambda self: 0.5 / self._prompts)),
+    "the bound at 1.2": [patch.object(bound, "WORSE_RATIO", 1.2)],
+    "the bound at 2": [patch.object(bound, "WORSE_RATIO", 2.0)],
     "any slope of B0": solving(free_slope),
     "2 folds": of_value("prompt_folds", 2),
     "8 folds": of_value("prompt_folds", 8),
@@ -171,6 +179,47 @@ def power_left(part: str, kind: str, found: list[dict]) -> tuple[float, float]:
     return (first[0] / first[1]).item(), (later[0] / later[1]).item()
 
 
+def after_few(pools: list[Completions], prompts: int, batches: int, enough: float) -> float:
+    """
+    Of a language model's pools, one for each prompt: the power over B0's that is left in the other prompts, after some
+    batches of few prompts. The sum over six orders of the prompts.
+    """
+    left = of_b0 = 0.0
+    for seed in range(6):
+        run = Value()
+        run.prompts_enough = enough
+        order = torch.randperm(len(pools), generator=torch.Generator().manual_seed(seed)).tolist()
+        parts = [order[i * prompts : (i + 1) * prompts] for i in range(batches)] + [order[batches * prompts :]]
+        for number, part in enumerate(parts):
+            x = joined([pools[i].rows(slice(0, N), N) for i in part])
+            x = replace(x, prompt=torch.arange(len(part)).repeat_interleave(N))
+            b0 = run(x)
+            if number < batches:
+                run.update(x, b0, lambda values: values)
+        powers = [(x.need("energy") * ((x.returns - b) * x.mask).square()).sum() for b in (run.adjust(x, b0), b0)]
+        left, of_b0 = left + powers[0].item(), of_b0 + powers[1].item()
+    return left / of_b0
+
+
+def first_batches(paths: list[Path]) -> str:
+    """A Markdown table of [`after_few`], with and without the reward of the text so far."""
+    from recipes.studies.progress import Pools, so_far
+
+    enough = {"at once": 1e-9, "8": 8, "12": 12, "16": 16}
+    lines = [f"| task | progress | batches | {' | '.join(enough)} |", "|---" * (3 + len(enough)) + "|"]
+    for path in paths:
+        found = Pools(path)
+        plain = [replace(of["pool"], progress=None) for of in found.pools]
+        with_progress = [replace(x, progress=s) for x, s in zip(plain, so_far(found), strict=True)]
+        for told, pools in (("no", plain), ("yes", with_progress)):
+            for prompts, batches in ((2, 1), (2, 2), (2, 4), (4, 1), (4, 2), (4, 3), (8, 1)):
+                powers = [after_few(pools, prompts, batches, of) for of in enough.values()]
+                cells = " | ".join(f"{power:.2f}" for power in powers)
+                lines.append(f"| {found.name} | {told} | {batches} of {prompts} prompts | {cells} |")
+                print(lines[-1], flush=True)
+    return "\n".join(lines)
+
+
 def table(results: dict[str, dict[str, list[float]]]) -> str:
     """By part and kind of batch: the range over tasks of the power over that of the whole, at first → later."""
     columns: dict[str, list[str]] = {}
@@ -198,7 +247,10 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
     parser.add_argument("--publish", action="store_true", help="put the results into the page")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/studies/ablations"))
+    parser.add_argument("--pools", nargs="+", type=Path, help="of progress_pools.py: first batches of language models")
     args = parser.parse_args()
+    if args.pools:
+        return print(first_batches(args.pools))
     results: dict[str, dict[str, list[float]]] = {}
     for task in args.tasks:
         found = batches_of(task, args.output_dir)

@@ -14,6 +14,7 @@ import json
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from recipes.studies.progress_pools import task_of
 from recipes.studies.value import TASKS as TITLES
 from trl_otb.baselines import Value, joined
 from trl_otb.baselines.prefix import blocks
+from trl_otb.baselines.registry import imported
 from trl_otb.baselines.value import r_squared
 from trl_otb.comparison.efficiency import Estimate, bootstrap
 
@@ -35,10 +37,10 @@ N, PROMPTS, FOLDS = 4, 16, 4
 class Pools:
     """Completions of a task by prompt, with what was written and how its text is rewarded."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, function: Callable[..., list[float]] | None = None) -> None:
         stored = torch.load(path, weights_only=False)
         self.name, self.pools = stored["task"], stored["pools"]
-        self.reward, self.tokenizer, self.text = reward_of(self.name), tokenizer_of(self.name), {}
+        self.reward, self.tokenizer, self.text = function or reward_of(self.name), tokenizer_of(self.name), {}
         self.calls = self.seconds = 0.0
 
     def rewards(self, row: dict, texts: list[str]) -> list[float]:
@@ -200,7 +202,7 @@ def projected(pools: Pools, project) -> list[torch.Tensor]:
     return found
 
 
-def measured(path: Path, seed: int, quick: bool) -> dict:
+def measured(path: Path, seed: int, quick: bool, function: Callable[..., list[float]] | None = None) -> dict:
     pools = Pools(path)
     completions = sum(len(prompt["rows"]) for prompt in pools.pools)
     print(f"{pools.name}: {len(pools.pools)} prompts, {completions} completions", flush=True)
@@ -225,6 +227,13 @@ def measured(path: Path, seed: int, quick: bool) -> dict:
         for other in (1, 2, 3):
             add(f"random directions, seed {other}", states=random_directions(pools, other))
         add("progress, principal directions", progress=s, states=principal(pools))
+    if function is not None:
+        others, name = Pools(path, function), function.__name__
+        f, draws = so_far(others), draws_of(others, 4)
+        add(name, progress=f)
+        add(f"{name} and draws of 4", progress=f, draws=draws)
+        both = [torch.cat(of, dim=-1) for of in zip(s, f, strict=True)]
+        add(f"reward, {name}, draws of 4", progress=both, draws=draws)
     return {"task": pools.name, "prompts": len(pools.pools), "completions": completions, "cost": cost, "cells": cells}
 
 
@@ -249,12 +258,16 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--pools", nargs="+", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="S alone")
+    parser.add_argument(
+        "--function", metavar="MODULE:FUNCTION", help="a progress function beside the reward, with draws"
+    )
     parser.add_argument("--publish", action="store_true", help="put the tables into the results and the page")
     parser.add_argument("--output", type=Path, default=Path("runs/progress/replays.jsonl"))
     args = parser.parse_args(argv)
     found = []
     for path in args.pools:
-        found.append(measured(path, args.seed, args.quick))
+        function = None if args.function is None else imported(args.function, "--function")
+        found.append(measured(path, args.seed, args.quick, function))
         with args.output.open("a") as file:
             file.write(json.dumps(found[-1]) + "\n")
     if args.publish:
