@@ -66,8 +66,8 @@ def test_line_of_other_baselines():
 @pytest.mark.parametrize(
     ("name", "power", "says"),
     [
-        ("otb", 67.19, "otb has 67 times the gradient's power of group_mean (the last 2 batches). The usual cause: where "
-         "only a group's longest completion still generates, otb subtracts nothing"),
+        ("otb", 67.19, "otb has 67 times the gradient's power of group_mean (the last 2 batches). The usual cause: "
+         "where only a group's longest completion still generates, otb subtracts nothing"),
         ("otb_loo", 2.0, "otb_loo has 2.0 times the gradient's power of group_mean (the last 2 batches). The usual"),
         ("ogb", 2345.6, "ogb has 2,346 times the gradient's power of group_mean (the last 2 batches)."),
         ("otb", 1.99, "otb added 99 % of the gradient's power under group_mean (the last 2 batches)."),
