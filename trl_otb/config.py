@@ -1,3 +1,5 @@
+"""The options of [`~trl_otb.OTBGRPOTrainer`], and their checks."""
+
 import difflib
 import inspect
 import sys
@@ -66,8 +68,8 @@ class OTBGRPOConfig(GRPOConfig):
         progress_places (`int`, *optional*, defaults to 64): At how many places of a completion they are called, at
             most.
         progress_draws (`int`, *optional*, defaults to 0): How many of the likeliest tokens are tried in the place of
-            each token that the policy was not sure of, at these places: the luck of the token that was drawn is
-            subtracted from earlier advantages. Each place takes as many calls more.
+            each token that the policy was not sure of, at these places. So the luck of the token that was drawn is
+            known, and subtracted from the advantages of earlier tokens. Each place takes as many more calls.
         save_rollouts_steps (`int`, *optional*): Every so many steps the latest completions are added to
             `output_dir/rollouts.html`, a page that shows what training pushes, token by token. It stays below 200 MB;
             `push_to_hub` leaves it out, since it holds prompts and columns of the data set.
@@ -171,13 +173,13 @@ class _One(int):
 
 
 def warn_of_unset(names: list[str]) -> None:
-    """Said once of options of which the default is not GRPOConfig's, or not advised."""
+    """Warn once of options that are not set, whose default is not GRPOConfig's, or not advised."""
     if names:
         logger.warning_once(f"{' '.join(UNSET[name] for name in names)} Set {' and '.join(names)} to silence this.")
 
 
 def warn_of_other_trainer(args: Any, trainer: str) -> None:
-    """Said once if another trainer than those of this package trains with one of its configs."""
+    """Warn once if a trainer that is not of this package trains with one of its configs."""
     caller = sys._getframe(2)
     by_trainer = caller.f_globals.get("__name__", "").startswith("transformers.trainer")
     if by_trainer and not hasattr(caller.f_locals.get("self"), PRIVATE):
@@ -229,15 +231,16 @@ def check_options(args: GRPOConfig, own_loss: bool = True, trainer: type = objec
         scalable = ", ".join(repr(of.name) for of in BASELINES.values() if of.scalable)
         if plain:
             raise ValueError(
-                f"`args` is a {type(args).__name__}, which has no `baseline`, so that it is {name!r} ({named}), and "
-                f"whose `scale_rewards` is {args.scale_rewards!r}: such advantages must not be divided. "
-                "Use OTBGRPOConfig, whose default is 'none'; or set `scale_rewards` to 'none' or 'running', and name a "
+                f"`args` is a {type(args).__name__}, which has no `baseline`, so the baseline is {name!r} ({named}). "
+                "Its advantages are not 0 where all returns of a group are nearly equal, and `scale_rewards` is "
+                f"{args.scale_rewards!r}, which would divide them by a deviation of nearly 0. Use OTBGRPOConfig, whose "
+                "`scale_rewards` is 'none' by default. Or set `scale_rewards` to 'none' or 'running', and name a "
                 "baseline as `default_baseline` in the trainer's class."
             )
         raise ValueError(
-            f"`scale_rewards` is {args.scale_rewards!r} and `baseline` is {name!r}, under which completions have "
-            "advantages where all returns are nearly equal: these would be divided by their standard deviation, which "
-            "is nearly 0. Set `scale_rewards` to 'none', the default of OTBGRPOConfig (GRPOConfig's is 'group'), or to "
+            f"`scale_rewards` is {args.scale_rewards!r} and `baseline` is {name!r}, under which advantages are not 0 "
+            "where all returns of a group are nearly equal: they would be divided by a standard deviation of nearly 0. "
+            "Set `scale_rewards` to 'none', the default of OTBGRPOConfig (GRPOConfig's is 'group'), or to "
             f"'running'{f', or choose {scalable}' if args.num_generations != 1 else ''}."
         )
     if args.num_generations == 1 and (conflict := _conflict_with_single_completion(args, baseline)):
@@ -265,7 +268,7 @@ def _conflict_with_single_completion(args: GRPOConfig, baseline: Baseline) -> st
         )
     if baseline.scope == "batch" and args.generation_batch_size == 1:
         return (
-            "a generation batch is a single completion, with nothing to compare it with. Raise `generation_batch_size` "
-            "or what it is made of, `per_device_train_batch_size` and `steps_per_generation`"
+            "a generation batch is a single completion, which cannot be compared with another. Raise "
+            "`generation_batch_size`, or its factors `per_device_train_batch_size` and `steps_per_generation`"
         )
     return None

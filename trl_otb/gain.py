@@ -11,6 +11,8 @@ from .metrics import STATISTICS
 
 BATCHES = 20  # the latest generation batches, which the line is about
 LITTLE = 0.05  # the share of power below which a baseline did next to nothing
+MUCH = 2.0  # times the reference's power, from which on the line has the ratio, not per cent
+SUBTRACT_NOTHING_IN_TAILS = ("otb", "otb_loo")  # B = 0 where no other completion of the group has such a token
 
 
 class Gain:
@@ -47,8 +49,15 @@ class Gain:
         # A ratio of rounding errors, where no return varies
         if reference is None or not (math.isfinite(power) and by_reference > 1e-6 * power):
             return ""
-        share = 1 - power / by_reference
-        return f"{name} {_removed(share)} of the gradient's power under {reference} ({of})."
+        ratio = power / by_reference
+        line = f"{name} {_change(ratio, 'under', reference)} ({of})."
+        if ratio < MUCH or name not in SUBTRACT_NOTHING_IN_TAILS:
+            return line
+        return (
+            f"{line} The usual cause: where only a group's longest completion still generates, {name} subtracts "
+            "nothing, even if all returns are equal. `otb/lone_tail_ratio` is the share of such tokens. "
+            "`baseline='value'` subtracts a baseline from them, too."
+        )
 
     def _of_value(self, b0: str | None, of: str) -> str:
         explained, by_state, left_out = (
@@ -58,19 +67,23 @@ class Gain:
         if not explained:
             return f"value had nothing to do: in {of} no prompt's returns varied. Look at the rewards."
         share, luck = fmean(explained), fmean(explained) - fmean(by_state)
-        line = (
-            f"value {_removed(share)} of the gradient's power beyond {b0 or 'the mean of earlier steps'} (mean of {of})"
-        )
+        line = f"value {_change(1 - share, 'beyond', b0 or 'the mean of earlier steps')} (mean of {of})"
         line += "; later luck was left out." if left_out and left_out[-1] else f"; later luck {round(100 * luck)} %."
         if share >= LITTLE:
             return line
-        return (
-            f"{line} That is next to nothing: what is written so far does not tell the reward here, or `value` has "
-            f"seen too few batches.{f' {b0!r} would do as well.' if b0 else ''} `trl_otb.compare_baselines(trainer)` "
-            "says which baseline gains, if any does."
-        )
+        if share > -LITTLE:
+            line += " That is next to nothing: the text so far does not tell the reward here, or `value` has seen too "
+            line += f"few batches.{f' {b0!r} would do as well.' if b0 else ''}"
+        else:
+            line += " So it made the gradient noisier: it has seen too few batches, or rewards changed suddenly."
+            line += f" {b0!r} would have done better." if b0 else ""
+        return f"{line} `trl_otb.compare_baselines(trainer)` measures whether another baseline gains."
 
 
-def _removed(share: float) -> str:
-    per_cent = round(100 * share)
-    return f"removed {per_cent} %" if per_cent >= 0 else f"added {-per_cent} %"
+def _change(ratio: float, beyond: str, reference: str) -> str:
+    """What a baseline did that leaves `ratio` times the reference's power."""
+    if ratio >= MUCH:
+        return f"has {ratio:,.{0 if ratio >= 10 else 1}f} times the gradient's power of {reference}"
+    per_cent = round(100 * (1 - ratio))
+    change = f"removed {per_cent} %" if per_cent >= 0 else f"added {-per_cent} %"
+    return f"{change} of the gradient's power {beyond} {reference}"

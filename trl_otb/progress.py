@@ -446,15 +446,15 @@ class Progress:
         for name, (times, error) in calls.failed.items():
             self._warn_once(
                 ("failed", name),
-                f"The progress function {name!r} failed on {times} of {places} unfinished texts ({error}). There its "
-                "number before holds, 0 at first. It was called again for each text, which costs time: let it return "
-                "None where it cannot tell.",
+                f"The progress function {name!r} failed on {times} of {places} unfinished texts ({error}). There the "
+                "number of the place before is kept, 0 at first. It was called again for each text, which costs time: "
+                "let it return None where it cannot tell.",
             )
         for name, times in calls.not_finite.items():
             self._warn_once(
                 ("finite", name),
                 f"The progress function {name!r} returned NaN or infinity for {times} of {places} unfinished texts: "
-                "there its number before holds, 0 at first. Let it return None where it cannot tell.",
+                "there the number of the place before is kept, 0 at first. Let it return None where it cannot tell.",
             )
         self._slowest = max(calls.seconds, key=lambda of: calls.seconds[of], default="")
 

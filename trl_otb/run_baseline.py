@@ -126,13 +126,13 @@ class RunBaseline:
         return {f"{self.entry.name}/{name}": float(value) for name, value in (metrics or {}).items()}
 
     def copied(self) -> "RunBaseline":
-        """A copy with its own learned state, which does not scale."""
+        """A copy with its own learned state and without a running scale."""
         other = copy.deepcopy(self)
         other.running_scale = None
         return other
 
     def state_dict(self) -> dict[str, Any]:
-        """What checkpoints keep, as one restores it, or nothing; a `ValueError` if what was learned is no `dict`."""
+        """The learned state and the scale, as a checkpoint restores them; a `ValueError` if a state is no `dict`."""
         state: dict[str, Any] = {}
         if self.running_scale is not None:
             state = {"scale": self.running_scale.sums, "scale_shrunk": self.running_scale.shrunk}

@@ -33,8 +33,8 @@ class KeepsBaseline(Trainer):
         missing = [name for name in ("optimizer.pt", "scheduler.pt") if not (Path(checkpoint) / name).exists()]
         if missing and not sharded:
             logger.warning(
-                f"{checkpoint} has no {' and no '.join(missing)}, as with `save_only_model`: optimizer and learning "
-                "rate start anew, so the run goes on differently."
+                f"{checkpoint} has no {' and no '.join(missing)}, as with `save_only_model`: the state of the "
+                "optimizer and of the learning rate is reset, so the run differs from one that was not stopped."
             )
         _load_baseline(self, Path(checkpoint))
 
@@ -128,7 +128,7 @@ def _load_baseline(trainer: KeepsBaseline, checkpoint: Path) -> None:
         )
     elif learns:
         trainer._trl_otb.recorder.projection = state.get("projection")
-        # Less in a file of OTBGRPOTrainer
+        # A file lacks what only the other trainer, or a newer release, stores
         extra = trainer._trl_otb.extra_state
         _use_progress(trainer, state.get("progress", []))
         extra.update({key: state[key] for key in extra.keys() - {"progress"} if key in state})
@@ -141,8 +141,8 @@ def _use_progress(trainer: KeepsBaseline, before: list[str]) -> None:
     if before == now:
         return
     logger.warning(
-        f"The checkpoint's baseline was fitted with {_listed(before)}, and the run has {_listed(now)}: what it has "
-        "learned of the others is dropped, and it starts with nothing of the new ones."
+        f"The checkpoint's baseline was fitted with {_listed(before)}, and the run has {_listed(now)}: what it "
+        "learned about functions that are gone is dropped, and it has learned nothing about new ones yet."
     )
     if hasattr(trainer.baseline.entry.estimator, "use_progress"):
         trainer.baseline.entry.estimator.use_progress(before, now)

@@ -1,4 +1,4 @@
-"""The trainer: what is overridden of GRPOTrainer, in the order in which TRL calls it."""
+"""The trainer: GRPOTrainer's set-up, its training, and a generation batch with advantages by the baseline."""
 
 import inspect
 import math
@@ -126,8 +126,8 @@ class OTBGRPOTrainer(KeepsBaseline, LeavesPagesOut, CollectiveToolLoop, TokenLos
         if entry.scope == "batch" and self.num_generations > 1 and prompts_at_once(self) < 3:
             logger.warning(
                 f"`baseline` is {entry.name!r}, which pools prompts, and a generation batch has "
-                f"{prompts_at_once(self)}: with fewer than 3 nothing is pooled. Use more prompts, or choose 'rloo' or "
-                "'ogb_loo'."
+                f"{prompts_at_once(self)} prompts: with fewer than 3 nothing is pooled. Use more prompts, or choose "
+                "'rloo' or 'ogb_loo'."
             )
 
     # Training and its state
@@ -152,8 +152,8 @@ class OTBGRPOTrainer(KeepsBaseline, LeavesPagesOut, CollectiveToolLoop, TokenLos
             return result
         raise ValueError(
             f"`train_dataset` has too few prompts: a generation batch takes {prompts_at_once(self)} "
-            f"({self.args.generation_batch_size} completions, {self.num_generations} per prompt): not a single "
-            "step could be trained. Add prompts, or lower `per_device_train_batch_size`, "
+            f"({self.args.generation_batch_size} completions, {self.num_generations} per prompt), so no step can be "
+            "trained. Add prompts, or lower `per_device_train_batch_size`, "
             "`gradient_accumulation_steps` or `steps_per_generation`."
         )
 

@@ -392,7 +392,9 @@ def test_single_scored_completion_needs_value(train_async, baseline):
 
 def test_a_worker_that_does_not_stamp_is_named(train_async):
     """Its advantages may be divided or not, clipped, or of some of the group: they do not say B0."""
-    with pytest.raises(ValueError, match="does not hold the mean reward of its group's others.*worker.stamped`"):
+    with pytest.raises(
+        ValueError, match="does not hold the mean reward of its group's other completions.*worker.stamped`"
+    ):
         train_async(stamps=False, baseline="rloo")
     train_async(stamps=False, baseline="group_mean", scale_rewards="group")  # TRL's own advantages
 

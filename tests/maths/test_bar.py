@@ -59,6 +59,6 @@ def test_what_will_be_done_is_said_before():
     assert said.startswith(
         "Comparing 10 baselines: samples 1,152 completions for baselines to learn from, and 1,024 to"
     )
-    assert "as many as 17 steps of this run do" in said and "takes 9 backward passes, 9,216 in all" in said
+    assert "as many as 17 steps of this run sample" in said and "takes 9 backward passes, 9,216 in all" in said
     assert announcement(3, 0, 64, 1, 128).startswith("Comparing 3 baselines: samples 64 to measure")
     assert [duration(x) for x in (40, 660, 9000)] == ["40 s", "11 min", "2.5 h"]

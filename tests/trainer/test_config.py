@@ -48,7 +48,7 @@ def test_without_args(model_path, tmp_path, monkeypatch):
         assert (trainer.args.baseline, trainer.args.scale_rewards) == ("otb", "none")
 
 
-SCALED = "under which completions have advantages where all returns are nearly equal"
+SCALED = "under which advantages are not 0 where all returns of a group are nearly equal"
 WRONG = [
     ({"baseline": ""}, "`baseline` is ''.*'otb', 'otb_loo'"),
     ({"baseline": "mean"}, "`baseline` is 'mean'.*'otb', 'otb_loo', 'ogb', 'ogb_loo', 'rloo', 'group_mean'"),

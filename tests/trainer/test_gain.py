@@ -4,10 +4,12 @@ import math
 import re
 
 import pytest
+import torch
 
 from tests.helpers.settings import logged
 from trl_otb import compare_baselines
-from trl_otb.gain import BATCHES, LITTLE, Gain
+from trl_otb.baselines import BASELINES, compute_advantages
+from trl_otb.gain import BATCHES, LITTLE, SUBTRACT_NOTHING_IN_TAILS, Gain
 
 
 def gain_of_value(explained, by_state, left_out=0.0, batches=3):
@@ -24,9 +26,13 @@ LINES = [
                    "luck 4 %."),
     ((0.31, 0.31, 1.0), "value removed 31 % of the gradient's power beyond rloo_pooled (mean of the last 3 batches); "
                         "later luck was left out."),
-    ((0.01, 0.01), "later luck 0 %. That is next to nothing: what is written so far does not tell the reward here, or "
+    ((0.01, 0.01), "later luck 0 %. That is next to nothing: the text so far does not tell the reward here, or "
                    "`value` has seen too few batches. 'rloo_pooled' would do as well. `trl_otb.compare_baselines("),
-    ((-0.2, -0.1), "value added 20 % of the gradient's power beyond rloo_pooled"),
+    ((-0.2, -0.1), "value added 20 % of the gradient's power beyond rloo_pooled (mean of the last 3 batches); later "
+                   "luck -10 %. So it made the gradient noisier: it has seen too few batches, or rewards changed "
+                   "suddenly. 'rloo_pooled' would have done better."),
+    ((-1.5, -1.5), "value has 2.5 times the gradient's power of rloo_pooled (mean of the last 3 batches); later luck 0 "
+                   "%. So it made"),
     ((math.nan, math.nan), "value had nothing to do: in the last 3 batches no prompt's returns varied."),
 ]  # fmt: skip
 
@@ -57,6 +63,38 @@ def test_line_of_other_baselines():
     assert equal.line("otb", "rloo_pooled", "group_mean") == ""
 
 
+@pytest.mark.parametrize(
+    ("name", "power", "says"),
+    [
+        ("otb", 67.19, "otb has 67 times the gradient's power of group_mean (the last 2 batches). The usual cause: "
+         "where only a group's longest completion still generates, otb subtracts nothing"),
+        ("otb_loo", 2.0, "otb_loo has 2.0 times the gradient's power of group_mean (the last 2 batches). The usual"),
+        ("ogb", 2345.6, "ogb has 2,346 times the gradient's power of group_mean (the last 2 batches)."),
+        ("otb", 1.99, "otb added 99 % of the gradient's power under group_mean (the last 2 batches)."),
+    ],
+)  # fmt: skip
+def test_line_of_a_baseline_that_is_far_worse(name, power, says):
+    gain = Gain()
+    for of_reference in (0.5, 1.5):
+        gain.add({"power": power, "power_reference": of_reference}, {})
+    line = gain.line(name, "rloo_pooled", "group_mean")
+    assert line.startswith(says) and ("usual cause" in line) == (name != "ogb" and power >= 2)
+
+
+@pytest.mark.parametrize("name", sorted(name for name, entry in BASELINES.items() if entry.built_in))
+def test_which_baselines_subtract_nothing_in_a_lone_tail(name):
+    """Of two completions with return 1 the second is longer by two tokens: B of its last one."""
+    mask = torch.tensor([[1.0, 1, 0, 0], [1, 1, 1, 1]]).repeat(4, 1)
+    more = {
+        "logps": -mask,
+        "states": torch.zeros(8, 4, 32),
+        "prompt_key": torch.arange(4).repeat_interleave(2)[:, None],
+    }
+    needed = {key: value for key, value in more.items() if key in BASELINES[name].needs}
+    advantages = compute_advantages(torch.ones(8), 0.5 * mask, mask, num_generations=2, baseline=name, **needed)
+    assert (advantages[1, 3].item() == 1) == (name in (*SUBTRACT_NOTHING_IN_TAILS, "none"))
+
+
 def test_latest_batches_count_alone():
     gain = gain_of_value(0.9, 0.9, batches=30)
     for _ in range(BATCHES):
@@ -66,7 +104,7 @@ def test_latest_batches_count_alone():
 
 def said(capsys):
     lines = capsys.readouterr().out.splitlines()
-    return [line for line in lines if re.match(r"\w+ (?:removed|added|had nothing)", line)]
+    return [line for line in lines if re.match(r"\w+ (?:removed|added|has|had nothing)", line)]
 
 
 @pytest.mark.parametrize("n", [4, 1])
@@ -90,8 +128,8 @@ def test_line_is_what_was_logged(train, capsys, tmp_path, n):
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"baseline": "otb"}, "otb (?:removed|added) .* under group_mean"),
-        ({"baseline": "ogb_pooled"}, "ogb_pooled (?:removed|added) .* under rloo "),
+        ({"baseline": "otb"}, "otb (?:removed|added|has) .* (?:under|of) group_mean"),
+        ({"baseline": "ogb_pooled"}, "ogb_pooled (?:removed|added|has) .* (?:under|of) rloo "),
         ({"baseline": "group_mean"}, None),
         ({"baseline": "rloo"}, None),
         ({"baseline": "rloo_pooled", "num_generations": 1}, None),

@@ -30,10 +30,16 @@ def subtract(
     b0: Tensor | None = None,
 ) -> Advantages:
     """
-    The advantages of `local`, this process's completions, with all that `baseline.needs`. `gather_batch` adds the rows
-    that the baseline must see, too, as of other processes (its second argument says whether it compares tokens), and
-    `rows` is the place of `local` among all. `b0`, if it is known, replaces the baseline's call. A `ValueError` if a
-    user's baseline returned values that are not finite or of the wrong shape.
+    The advantages of `local`, this process's completions, which hold all that `baseline.needs`.
+
+    Args:
+        gather_batch: Adds other rows that the baseline compares, as those of other processes. Its second argument says
+            whether tokens are compared.
+        rows: The place of `local` in what `gather_batch` returns.
+        b0: B0, if it is known: then the baseline is not called.
+
+    Raises:
+        ValueError: A user's baseline returned values that are not finite or of the wrong shape.
     """
     if not baseline.per_token:
         local = local.totals()

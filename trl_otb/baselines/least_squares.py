@@ -51,8 +51,8 @@ def solution(sums: Float[Tensor, "*folds K1 K1"], ridge: float) -> Float[Tensor,
 
 def confidences(sums: Float[Tensor, "folds K1 K1"], ridge: float, sizes: list[int]) -> Float[Tensor, " parts"]:
     """
-    c₁, c₂, …, between 0 and 1: the shares of the parts of a prediction, each of so many features in turn, that leave
-    the least in folds of prompts that they were not fitted to.
+    c₁, c₂, …, one for each part of a prediction: the shares of the parts, between 0 and 1, with which the least is left
+    in folds of prompts that the parts were not fitted to. `sizes` are the numbers of features of the parts, in order.
     """
     of_part = torch.block_diag(*(sums.new_ones(1, size) for size in sizes))
     parts = of_part * solution(sums.sum(dim=0) - sums, ridge).unsqueeze(1)

@@ -116,7 +116,7 @@ class LuckCheck:
             told = f"{what} has a mean of {mean:.3g} ± {error:.1g}, and {int(name == 'ratio')} is expected"
             logger.warning(
                 f"Later luck is not subtracted from now on: {told}. So tokens were not drawn from the distribution "
-                "that their log-probs are of. Look for noise or dropout in the policy's forward, for a sampler or "
+                "to which their log-probs belong. Look for noise or dropout in the policy's forward, for a sampler or "
                 "`rollout_func` that gives other log-probs, and for completions that are excluded because of their "
                 "content. `baseline='value'` goes on with its prediction alone."
                 if self.luck_left_out

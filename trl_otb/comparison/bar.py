@@ -13,8 +13,8 @@ def announcement(baselines: int, to_learn: int, to_measure: int, passes: int, pe
     steps = max(1, round((to_learn + to_measure) / per_step))
     return (
         f"Comparing {baselines} baselines: {learn}{to_measure:,} to measure, together as many as {steps} steps of this "
-        f"run do. Each of those to measure takes {passes} backward passes, {to_measure * passes:,} in all. Nothing is "
-        "trained."
+        f"run sample. Each completion to measure takes {passes} backward passes, {to_measure * passes:,} in all. "
+        "Nothing is trained."
     )
 
 

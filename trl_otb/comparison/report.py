@@ -145,15 +145,15 @@ class BaselineReport:
         return "\n".join([*lines, *self._of_none(best), self._caveats(rows, known, best)])
 
     def _of_none(self, best: Comparison | None) -> list[str]:
-        """A sentence on `none` where it is above all that could be set."""
+        """A sentence on `none` where it has a higher estimate than all baselines that could be set."""
         none = next((row for row in self.at() if row.name == "none" and not row.more_prompts.lost), None)
         if none is None or not none.surely_better_than_control:
             return []
         if best is not None and none.more_prompts.value < best.more_prompts.value:
             return []
         return [
-            f"none, which subtracts nothing, has {none.more_prompts} here. Its number depends on where your reward has "
-            "its 0, which no other baseline's does, so it is not advised."
+            f"none, which subtracts nothing, has {none.more_prompts} here. Its number changes if a constant "
+            "is added to the reward, those of other baselines do not, so it is not advised."
         ]
 
     def _why_none(self, known: list[Comparison]) -> str:
@@ -163,7 +163,7 @@ class BaselineReport:
         biased = f" {listed(sure)} would be better here, but biased: improbable successes teach less." if sure else ""
         first = next((row for row in known if row.name not in ("none", *sure)), None)
         if first is None:
-            return f"No unbiased baseline was measured that could be compared.{biased}"
+            return f"No unbiased baseline could be compared: none was measured, or the signal is lost in noise.{biased}"
         gain = first.more_prompts
         settled = gain.value <= 0 or gain.high < SETTLED_BELOW
         return (

@@ -47,7 +47,7 @@ def draw_ratio(
         if trainer.rollout_func is not None:
             unknown = "`rollout_func` returns no log-probs"
         elif dropout_of(policy_of(trainer.model)):  # in eval mode, too: a comparison is of a run that trains
-            unknown = "dropout was another one when tokens were sampled"
+            unknown = "tokens were sampled with another dropout mask"
         elif batch.get("old_per_token_logps") is None:
             unknown = "the forwards that sampled could not be read"
     return (None, None) if unknown is None else (torch.zeros_like(logps), unknown)
@@ -66,7 +66,7 @@ def dropout_of(policy: torch.nn.Module) -> str | None:
 
 def warning_of_dropout(dropout: str) -> str:
     return (
-        f"The policy has dropout: {dropout}. TRL trains with another dropout than tokens are sampled with, so that no "
-        "baseline is unbiased: with `lora_dropout=0.1` a constant one moved the mean of a small model's gradient by a "
-        "third, and 'value' by another twentieth. `lora_dropout=0` avoids it."
+        f"The policy has dropout: {dropout}. TRL trains with another dropout mask than tokens are sampled with, so no "
+        "baseline is unbiased: with `lora_dropout=0.1` a constant baseline moved the mean of a small model's gradient "
+        "by a third, and 'value' by another twentieth. `lora_dropout=0` avoids it."
     )

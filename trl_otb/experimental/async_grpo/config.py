@@ -26,7 +26,9 @@ class AsyncOTBGRPOConfig(AsyncGRPOConfig):
             by the standard deviation of the group's returns, with `"rloo"` and `"group_mean"`.
     """
 
-    baseline: str = field(default="value", metadata={"help": f"What returns are reduced by: {', '.join(BASELINES)}."})
+    baseline: str = field(
+        default="value", metadata={"help": f"The baseline that is subtracted from returns: {', '.join(BASELINES)}."}
+    )
     scale_rewards: str | None = field(
         default=None,
         metadata={"help": "'none' (default), or 'group': divided by the deviation of the group's returns."},
@@ -71,8 +73,8 @@ def check_async_options(args: AsyncGRPOConfig) -> Baseline:
         raise ValueError(f"`scale_rewards` is {scale!r}: it must be 'none' or 'group'.")
     if scale == "group" and name not in ("rloo", "group_mean"):
         raise ValueError(
-            f"`scale_rewards` is 'group' and `baseline` is {name!r}, under which completions have advantages where all "
-            "returns are nearly equal: set 'none', or choose 'rloo' or 'group_mean'."
+            f"`scale_rewards` is 'group' and `baseline` is {name!r}, under which advantages are not 0 where all "
+            "returns of a group are nearly equal: set 'none', or choose 'rloo' or 'group_mean'."
         )
     if args.num_generations == 1 and name in ("rloo", "group_mean"):
         raise ValueError(

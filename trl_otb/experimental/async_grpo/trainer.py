@@ -217,8 +217,9 @@ def check_users_loss(trainer: AsyncOTBGRPOTrainer) -> None:
     if loss := users_loss(trainer, tried="compute_loss", of_trl=AsyncGRPOTrainer):
         raise TypeError(
             f"`baseline` is {trainer.baseline.entry.name!r}, whose advantages are known after the forward, and "
-            f"`{loss}` may read them before. If it only adds to `super()`'s, set `takes_token_advantages = True` "
-            "in the class; else `baseline='group_mean'` and `scale_rewards='group'`, for the worker's own."
+            f"`{loss}` may read them before. If it only adds to the loss of `super()`, set "
+            "`takes_token_advantages = True` in the class; else set `baseline='group_mean'` and "
+            "`scale_rewards='group'`, whose advantages the worker computes."
         )
 
 

@@ -67,7 +67,7 @@ def one_number_each(name: str, rewards: Any) -> list[Any]:
         if isinstance(reward, list | tuple) or getattr(reward, "ndim", 0) > 0:
             raise ValueError(
                 f"The reward function {name!r} returned {len(reward)} rewards for completion {row}: "
-                "AsyncGRPOTrainer has one per completion. Return their sum, or train with OTBGRPOTrainer."
+                "AsyncGRPOTrainer takes one per completion. Return their sum, or train with OTBGRPOTrainer."
             )
         if reward is not None and math.isinf(float(reward)):
             raise ValueError(f"The reward function {name!r} returned {reward} for completion {row}: make it finite.")
@@ -127,9 +127,9 @@ def carried_of(sample: dict[str, Any], num_generations: int, scale: str | None) 
         )
     if scale is not None and MEAN not in metrics:  # an advantage does not say which mean it was formed with
         raise ValueError(
-            "The rollout worker gave a sample that does not hold the mean reward of its group's others. Let the worker "
-            "call `trl_otb.experimental.async_grpo.worker.stamped` on the samples of each group, or set "
-            "`baseline='group_mean'` and `scale_rewards='group'`, for the worker's own advantages."
+            "The rollout worker gave a sample that does not hold the mean reward of its group's other completions. "
+            "Let the worker call `trl_otb.experimental.async_grpo.worker.stamped` on the samples of each group, or "
+            "set `baseline='group_mean'` and `scale_rewards='group'`, whose advantages the worker computes."
         )
     numbers = [metrics.get("reward", math.nan), metrics.get("reward_std", math.nan)]
     numbers += [metrics.pop(name, math.nan) for name in (MEAN, LEAVE_ONE_OUT_MEAN)]
