@@ -35,7 +35,13 @@ from trl_otb.trainer import collect
 TASKS = ("sums", "scratchpad_30", "scratchpad_100", "calculator", "lucky_unequal", "lucky_even")
 RESULTS, PAGE = Path(__file__).parent / "results" / "ablations.json", Path(__file__).with_name("ablations.md")
 N, PROMPTS, BATCHES = 4, 16, 48
-KINDS = {"16 prompts": 8, "2 prompts": 24, "N = 1": 8, "jump": 12}  # and the end of the first batches
+KINDS = {
+    "16 prompts": 8,
+    "2 prompts": 24,
+    "N = 1": 8,
+    "jump": 12,
+    "jump, 2 prompts": 24,
+}  # and the end of the first batches
 
 
 def unlimited_v(self, of, b0, eta):
@@ -108,8 +114,7 @@ PARTS = {
     "c = 1 at once": of_value("prompts_enough", 1e-9),
     "c = 1 for 8 prompts": of_value("prompts_enough", 8),
     "c = 1 for 64 prompts": of_value("prompts_enough", 64),
-    "V's ridge without 0.02": of_value("ridge_of_v", property(lambda self: 4 / max(self._prompts, 1))),
-    "V's ridge without prompts": of_value("ridge_of_v", property(lambda self: 0.02)),
+    "V's ridge is 0.02": of_value("ridge_of_v", property(lambda self: 0.02)),
     "the other ridge without prompts": of_value("ridge", property(lambda self: self._sums.size(-1) / self._tokens)),
     "the other ridge without tokens": of_value("ridge", property(lambda self: 0.5 / self._prompts)),
     "the bound at 1.2": [patch.object(bound, "WORSE_RATIO", 1.2)],
@@ -149,12 +154,12 @@ def batches_of(task: str, folder: Path) -> list[dict]:
 
 
 def batches_in(kind: str, found: list[dict]) -> Iterator[Completions]:
-    n = 1 if kind == "N = 1" else N
-    for number, tensors in enumerate(found[:24] if kind == "jump" else found):
+    n, jumps = 1 if kind == "N = 1" else N, kind.startswith("jump")
+    for number, tensors in enumerate(found[:24] if jumps else found):
         x = Completions(**tensors, num_generations=n)
-        if kind == "jump" and number >= 12:
+        if jumps and number >= 12:
             x = replace(x, returns=x.returns / 100, whole_returns=x.whole_returns / 100)
-        for rows in [slice(0, 8), slice(8, 16)] if kind == "2 prompts" else [slice(None)]:
+        for rows in [slice(0, 8), slice(8, 16)] if kind.endswith("2 prompts") else [slice(None)]:
             part = x.rows(rows)
             yield replace(part, prompt=torch.arange(len(part)) // n)
 

@@ -283,7 +283,7 @@ def test_coefficients_are_least_squares_of_earlier_batches():
             of_states = [x.states[i, t], x.states[i, : t + 1].mean(0)]
             known = torch.cat([numbers[i, t], torch.stack([worst[i, t], sure[i, t]]), *of_states])
             new[i, t] = torch.cat([known, torch.stack([x.returns[i, 0] - b0[i], torch.tensor(1.0)])])
-        ridge, fold = 0.02 + 4 / ((number + 1) * PROMPTS), (x.prompt + number * PROMPTS) % 4
+        ridge, fold = 4 / ((number + 1) * PROMPTS), (x.prompt + number * PROMPTS) % 4
         etas = [fitted(of_value + [new[at] for at in new if fold[at[0]] != k], ridge) for k in range(4)]
         of_value += new.values()
         psi, phi = {}, {}

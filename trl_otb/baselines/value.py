@@ -162,9 +162,7 @@ class Value:
     @property
     def ridge_of_v(self) -> float:
         """The ridge of V, as a part of each number's variation."""
-        # A quarter or four times of it: 0.95 to 1.26 of the power. 0.02 is as of 200 prompts: batches are forgotten, so
-        # that not many more count
-        return 0.02 + 4 / max(self._prompts, 1)
+        return 4 / max(self._prompts, 1)  # with a quarter or four times of it 0.95 to 1.26 of the power
 
     @property
     def ridge(self) -> float:
