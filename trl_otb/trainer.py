@@ -1,4 +1,4 @@
-"""The trainer: GRPOTrainer's set-up, its training, and a generation batch with advantages by the baseline."""
+"""The trainer: what it overrides of GRPOTrainer's set-up, training and generation batch."""
 
 import inspect
 import math

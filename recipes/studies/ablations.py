@@ -16,6 +16,7 @@ import json
 import logging
 import math
 import random
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -221,7 +222,7 @@ def first_batches(paths: list[Path]) -> str:
                 powers = [after_few(pools, prompts, batches, of) for of in enough.values()]
                 cells = " | ".join(f"{power:.2f}" for power in powers)
                 lines.append(f"| {found.name} | {told} | {batches} of {prompts} prompts | {cells} |")
-                print(lines[-1], flush=True)
+                print(lines[-1], file=sys.stderr, flush=True)
     return "\n".join(lines)
 
 

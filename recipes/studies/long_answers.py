@@ -1,5 +1,5 @@
 """
-A long answer of a language model: sums of two long numbers, worked out column by column, in about 180 tokens.
+A long answer of a language model: sums of two long numbers, worked out column by column, in about 175 tokens.
 
     python -m recipes.studies.long_answers   # supervised training, once: minutes on a GPU; and some answers
 
@@ -83,6 +83,7 @@ class UntilEnough(TrainerCallback):
 
     def __init__(self, tokenizer) -> None:
         self.tokenizer, self.data = tokenizer, with_prompts(Dataset.from_list(problems(16, seed=999)))
+        self.enough = False
 
     @torch.no_grad()
     def on_step_end(self, args, state, control, model=None, **kwargs):
@@ -102,7 +103,8 @@ class UntilEnough(TrainerCallback):
         texts = self.tokenizer.batch_decode(found[:, asked["input_ids"].size(1) :], skip_special_tokens=True)
         rewards = lines_right(texts, self.data["answer"])
         print(f"step {state.global_step}: {sum(rewards) / len(rewards):.2f} of the lines", flush=True)
-        control.should_training_stop |= sum(rewards) >= ENOUGH * len(rewards)
+        self.enough = sum(rewards) >= ENOUGH * len(rewards)
+        control.should_training_stop |= self.enough
 
 
 def policy() -> Path:
@@ -118,9 +120,11 @@ def policy() -> Path:
             args=SFTConfig(output_dir=str(folder), **(toy.QUIET | MACHINE | options)),
             train_dataset=data.select_columns("prompt").add_column("completion", answers),
             peft_config=LoraConfig(**language.LORA),
-            callbacks=[UntilEnough(AutoTokenizer.from_pretrained(toy.smollm2()))],
+            callbacks=[until := UntilEnough(AutoTokenizer.from_pretrained(toy.smollm2()))],
         )
         trainer.train()
+        if not until.enough:
+            raise RuntimeError(f"After {STEPS} steps less than {ENOUGH:.0%} of the lines are right: change RATE.")
         trainer.model.merge_and_unload().save_pretrained(folder)
         trainer.processing_class.save_pretrained(folder)
 

@@ -3,6 +3,7 @@ How far is `value` from the best that a baseline can be? V and Q by continuation
 
     OMP_NUM_THREADS=1 python -m recipes.studies.oracle --task scratchpad_30                   # minutes on one core
     OMP_NUM_THREADS=1 python -m recipes.studies.oracle --task words --progress --prompts 12   # hours; it says so first
+    python -m recipes.studies.oracle --publish runs/progress/oracle/*.json                    # into progress.md
 
 In shares of Σ w (G − B)² under `rloo` at N = 4, with intervals by bootstrap over prompts. Of some completions of a
 prompt's pool, tokens are drawn with probability in proportion to energy, and weighted by its inverse. From each, K
@@ -302,7 +303,8 @@ def main(argv: list[str]) -> None:
 
     def save(prompts: int, found: dict[str, Estimate]) -> None:
         shares = {name: [of.value, of.low, of.high] for name, of in found.items()}
-        path.write_text(json.dumps({"task": args.task, "prompts": prompts, "shares": shares}, indent=1))
+        to = path if prompts == args.prompts else path.with_suffix(".unfinished")
+        to.write_text(json.dumps({"task": args.task, "prompts": prompts, "shares": shares}, indent=1))
 
     sizes = args.prompts, args.chosen, args.positions, args.continuations
     found = oracle(trainer, *sizes, seed=args.seed, save=save)

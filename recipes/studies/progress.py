@@ -237,6 +237,63 @@ def measured(path: Path, seed: int, quick: bool, function: Callable[..., list[fl
     return {"task": pools.name, "prompts": len(pools.pools), "completions": completions, "cost": cost, "cells": cells}
 
 
+def right_text(answer: list[int], row: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Where the tokens of the right text are known: `(T, 5)` the probability of its next token, whether no end of the text
+    so far is in it, the length of the longest that is, hits and misses so far; and `(T, 1)` draws, 1 or 0 for whether a
+    token is the next one, less the probability of that. The next one follows the longest end; draws are 0 where it is
+    not among the likeliest tokens.
+    """
+    ids, numbers, draws, hits, misses = row["ids"].tolist(), [], [], 0, 0
+    for t, y in enumerate(ids):
+        length, place = 0, 0
+        for k in range(1, len(answer)):
+            n = 0
+            while n < min(t, k) and answer[k - 1 - n] == ids[t - 1 - n]:
+                n += 1
+            if n > length or (n == length > 0 and abs(k - t) < abs(place - t)):
+                length, place = n, k
+        lost, likeliest = t > 0 and length == 0, row["top_ids"][t].tolist()
+        known = not lost and answer[place] in likeliest
+        p = row["top_p"][t][likeliest.index(answer[place])].item() if known else 0.0
+        numbers.append([p, float(lost), min(length, 4), hits, misses])
+        draws.append([float(known and y == answer[place]) - p])
+        hits, misses = (hits + 1, misses) if not lost and y == answer[place] else (hits, misses + 1)
+    return torch.tensor(numbers), torch.tensor(draws)
+
+
+def with_right_text(path: Path) -> tuple[str, list[dict]]:
+    """The cells of a task: power over that of `value` with progress."""
+    pools, both = Pools(path), []
+    for prompt in pools.pools:
+        answer = pools.tokenizer(prompt["columns"]["answer"])["input_ids"] + [pools.tokenizer.eos_token_id]
+        shape = prompt["pool"].mask.shape
+        padded = torch.zeros(*shape, 5), torch.zeros(*shape, 1)
+        for i, row in enumerate(prompt["rows"]):
+            for whole, of in zip(padded, right_text(answer, row), strict=True):
+                whole[i, : len(of)] = of
+        both.append(padded)
+    numbers, draws = zip(*both, strict=True)
+    s, of_reward = so_far(pools), draws_of(pools, 8)
+    s_and_numbers, all_draws = (
+        [torch.cat(of, dim=-1) for of in zip(*x, strict=True)] for x in ((s, numbers), (of_reward, draws))
+    )
+    control, with_draws = replay(pools, Value, progress=s), replay(pools, Value, progress=s, draws=of_reward)
+    cells = [
+        told("draws of 8", with_draws, control),
+        told("draw of the right text", replay(pools, Value, progress=s, draws=draws), control),
+        told("numbers of the right text", replay(pools, Value, progress=s_and_numbers), control),
+        told("both", replay(pools, Value, progress=s_and_numbers, draws=draws), control),
+        told("both over draws of 8", replay(pools, Value, progress=s_and_numbers, draws=all_draws), with_draws),
+    ]
+    prompts = len(pools.pools)
+    return pools.name, [{"prompts": prompts, "n": N, "estimator": of["name"], "noise": of["power"]} for of in cells]
+
+
+def publish_right_text(found: list[tuple[str, list[dict]]]) -> None:
+    render.publish("progress", {f"{TITLES[name]}, over progress": cells for name, cells in found})
+
+
 def publish(found: list[dict]) -> None:
     """Power and noise of each task over those of `value` without progress, into results/progress.json and the page."""
     tables: render.Tables = {}
@@ -248,9 +305,8 @@ def publish(found: list[dict]) -> None:
             ]
     costs = {TITLES[of["task"]]: of["cost"] | {"completions": of["completions"]} for of in found}
     published = render.load("progress")
-    published = published | {"costs": published["costs"] | costs, "tables": published["tables"] | tables}
-    render.save("progress", published)
-    render.render()
+    render.save("progress", published | {"costs": published["costs"] | costs})
+    render.publish("progress", tables)
 
 
 def main(argv: list[str]) -> None:
@@ -261,12 +317,17 @@ def main(argv: list[str]) -> None:
     parser.add_argument(
         "--function", metavar="MODULE:FUNCTION", help="a progress function beside the reward, with draws"
     )
+    parser.add_argument(
+        "--right_text", action="store_true", help="publish what is gained by knowing the column `answer`"
+    )
     parser.add_argument("--publish", action="store_true", help="put the tables into the results and the page")
     parser.add_argument("--output", type=Path, default=Path("runs/progress/replays.jsonl"))
     args = parser.parse_args(argv)
+    if args.right_text:
+        return publish_right_text([with_right_text(path) for path in args.pools])
+    function = None if args.function is None else imported(args.function, f"--function is {args.function!r}")
     found = []
     for path in args.pools:
-        function = None if args.function is None else imported(args.function, "--function")
         found.append(measured(path, args.seed, args.quick, function))
         with args.output.open("a") as file:
             file.write(json.dumps(found[-1]) + "\n")

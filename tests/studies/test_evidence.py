@@ -295,7 +295,8 @@ def test_each_part_of_value_can_be_left_out(part):
         tensors["returns"], tensors["whole_returns"] = tensors["returns"] / 100, tensors["whole_returns"] / 100
     whole, other = (ablations.power_left(of, "16 prompts", found) for of in ("the whole", part))
     assert all(0 < power < math.inf for power in other)
-    without_effect = ("the whole", "no reset", "c = 1 at once", "c = 1 without cross-validation")
+    without_effect = {"the whole", "no reset", "c = 1 at once", "c = 1 for 8 prompts", "c = 1 without cross-validation"}
+    without_effect |= {"the bound at 1.2", "the bound at 2", "the other ridge without prompts"}
     assert (whole == other) == (part in without_effect)
 
 

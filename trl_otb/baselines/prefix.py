@@ -11,7 +11,7 @@ from ..energy import prefix_sums
 from .completions import Completions
 
 
-# Tokens whose features are in memory at once, in batches of up to 2 million tokens. On an H200 each block of 8,192 took
+# Tokens whose features are in memory at once, in batches of up to 256 such blocks. On an H200 each block of 8,192 took
 # 10 ms, in batches of any size: the time in which its kernels are launched
 BLOCK, BLOCK_ON_GPU = 2**13, 2**16
 # The columns of what V is linear in, before those of hidden states

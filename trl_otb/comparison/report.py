@@ -152,8 +152,8 @@ class BaselineReport:
         if best is not None and none.more_prompts.value < best.more_prompts.value:
             return []
         return [
-            f"none, which subtracts nothing, has {none.more_prompts} here. Its number changes if a constant "
-            "is added to the reward, those of other baselines do not, so it is not advised."
+            f"none, which subtracts nothing, has {none.more_prompts} here. Its number changes if a "
+            "constant is added to the reward, so it is not advised."
         ]
 
     def _why_none(self, known: list[Comparison]) -> str:
