@@ -27,7 +27,7 @@ from unittest.mock import patch
 import torch
 
 from recipes.studies.tasks import task_of, trainer_of
-from trl_otb.baselines import BASELINES, Completions, Value, bound, joined, least_squares, value
+from trl_otb.baselines import BASELINES, Completions, Value, batch_of_groups, bound, least_squares, value
 from trl_otb.comparison.pools import at_rest, training_examples
 from trl_otb.run_baseline import RunBaseline
 from trl_otb.trainer import collect
@@ -36,13 +36,8 @@ from trl_otb.trainer import collect
 TASKS = ("sums", "scratchpad_30", "scratchpad_100", "calculator", "lucky_unequal", "lucky_even")
 RESULTS, PAGE = Path(__file__).parent / "results" / "ablations.json", Path(__file__).with_name("ablations.md")
 N, PROMPTS, BATCHES = 4, 16, 48
-KINDS = {
-    "16 prompts": 8,
-    "2 prompts": 24,
-    "N = 1": 8,
-    "jump": 12,
-    "jump, 2 prompts": 24,
-}  # and the end of the first batches
+# And the end of the first batches
+KINDS = {"16 prompts": 8, "2 prompts": 24, "N = 1": 8, "jump": 12, "jump, 2 prompts": 24}
 
 
 def unlimited_v(self, of, b0, eta):
@@ -197,8 +192,7 @@ def after_few(pools: list[Completions], prompts: int, batches: int, enough: floa
         order = torch.randperm(len(pools), generator=torch.Generator().manual_seed(seed)).tolist()
         parts = [order[i * prompts : (i + 1) * prompts] for i in range(batches)] + [order[batches * prompts :]]
         for number, part in enumerate(parts):
-            x = joined([pools[i].rows(slice(0, N), N) for i in part])
-            x = replace(x, prompt=torch.arange(len(part)).repeat_interleave(N))
+            x = batch_of_groups([pools[i].rows(slice(0, N), N) for i in part])
             b0 = run(x)
             if number < batches:
                 run.update(x, b0, lambda values: values)

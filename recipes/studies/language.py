@@ -12,6 +12,7 @@ import difflib
 import hashlib
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 from datasets import Dataset
@@ -21,6 +22,7 @@ from trl import SFTConfig, SFTTrainer
 from recipes import toy
 from recipes.common import ProblemOptions
 from recipes.math import load_problems
+from recipes.studies import tasks
 from recipes.studies.tasks import MACHINE, Task, trainer_of, with_prompts
 from trl_otb import OTBGRPOTrainer
 
@@ -93,6 +95,16 @@ def problems_of(task: str, number: int, seed: int) -> list[dict[str, str]]:
     return list(found.values())
 
 
+def names() -> set[str]:
+    """The tasks of this module."""
+    return {"chain_sum", *TASKS, *REASONING, *GEMMA, *LONG}
+
+
+def any_task(name: str, seed: int = 0) -> Task:
+    """Of a language model, or a toy's."""
+    return task_of(name, seed) if name in names() else tasks.task_of(name, seed)
+
+
 def task_of(name: str, seed: int = 0) -> Task:
     """One of `TASKS` or `GEMMA`, "chain_sum", or one of `REASONING`, whose problems to train on `seed` chooses."""
     lora = LoraConfig(**LORA)
@@ -147,19 +159,24 @@ def fine_tuned(name: str) -> Path:
             model, (problems, _), steps = toy.smollm2(), reasoning_problems(name, seed=1000), REASONING[name][1]
             answers = [[{"role": "assistant", "content": answer}] for answer in problems["answer"]]
             sizes = {"per_device_train_batch_size": 16}
-        options = {"max_steps": steps, "learning_rate": 5e-4, **sizes}
-        trainer = SFTTrainer(
-            str(model),
-            args=SFTConfig(output_dir=str(folder), **(toy.QUIET | MACHINE | options)),
-            train_dataset=problems.select_columns("prompt").add_column("completion", [*answers]),
-            peft_config=LoraConfig(**LORA),
-        )
-        trainer.train()
-        trainer.model.merge_and_unload().save_pretrained(folder)
-        trainer.processing_class.save_pretrained(folder)
+        supervised(model, problems, answers, folder, max_steps=steps, learning_rate=5e-4, **sizes)
 
     dial = GEMMA[name] if name in GEMMA else REASONING[name][:2]
     return toy.cached(f"{name}-{hashlib.sha256(json.dumps(dial).encode()).hexdigest()[:8]}", make)
+
+
+def supervised(model: Path, problems: Dataset, answers: Sequence, folder: Path, callbacks: Sequence = (), **options):
+    """Put into `folder` the model after a supervised training on the answers, by LoRA."""
+    trainer = SFTTrainer(
+        str(model),
+        args=SFTConfig(output_dir=str(folder), **(toy.QUIET | MACHINE | options)),
+        train_dataset=problems.select_columns("prompt").add_column("completion", [*answers]),
+        peft_config=LoraConfig(**LORA),
+        callbacks=[*callbacks],
+    )
+    trainer.train()
+    trainer.model.merge_and_unload().save_pretrained(folder)
+    trainer.processing_class.save_pretrained(folder)
 
 
 def trainer_at(name: str, seed: int, folder: Path, **options) -> OTBGRPOTrainer:

@@ -117,8 +117,7 @@ class Run:
 def train(run: Run) -> dict:
     schedule = TASKS[run.task]
     problems = schedule.problems or run.task
-    of_language = {"chain_sum", *language.TASKS, *language.REASONING, *language.GEMMA, *language.LONG}
-    task = (language if problems in of_language else tasks).task_of(problems, run.seed)
+    task = language.any_task(problems, run.seed)
     options = {
         "baseline": run.baseline,
         "num_generations": run.n,

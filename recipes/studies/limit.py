@@ -22,7 +22,7 @@ from recipes.studies import render
 from recipes.studies.tasks import PROMPTS_PER_BATCH, task_of, trainer_of
 from recipes.studies.value import TASKS as TITLES  # and its parts of `value` are registered
 from recipes.toy import scratchpad
-from trl_otb.baselines import Completions, find_baseline, joined
+from trl_otb.baselines import Completions, batch_of_groups, find_baseline
 from trl_otb.comparison import LEARN_BATCHES
 from trl_otb.comparison.efficiency import Estimate, bootstrap
 from trl_otb.comparison.pools import at_rest, sample, training_examples
@@ -77,11 +77,6 @@ def sampled(task, trainer, count: int, groups: int, seed: int) -> list[tuple[Com
     return found
 
 
-def together(groups: list[Completions]) -> Completions:
-    """Groups of N, one of each prompt, as a batch."""
-    return replace(joined(groups), prompt=torch.arange(len(groups)).repeat_interleave(N))
-
-
 def table(pools: list[tuple[Completions, list[list[tuple]]]]) -> tuple[dict, dict]:
     """b*(s) and V(s), the mean return of completions that are in the state s."""
     sums = defaultdict(lambda: torch.zeros(4))
@@ -126,7 +121,9 @@ def main(argv: list[str]) -> None:
         runs = {of: RunBaseline(find_baseline(of)) for of in MEASURED}
         with at_rest(trainer, frozenset({"energy", "logps", "states"})):
             for batch in range(LEARN_BATCHES):
-                whole = together([pool for pool, _ in sampled(task, trainer, PROMPTS_PER_BATCH, 1, 1000 + batch)])
+                whole = batch_of_groups(
+                    [pool for pool, _ in sampled(task, trainer, PROMPTS_PER_BATCH, 1, 1000 + batch)]
+                )
                 for run in runs.values():
                     run.advantages_of(whole, learn=True)
             pools = sampled(task, trainer, args.num_prompts, GROUPS, args.seed)
@@ -152,7 +149,7 @@ def measured(pools, run: RunBaseline) -> torch.Tensor:
     for start in range(0, len(pools), PROMPTS_PER_BATCH):
         some = range(start, start + PROMPTS_PER_BATCH)
         for group in range(GROUPS):
-            whole = together([pools[i][0].rows(slice(N * group, N * group + N), N) for i in some])
+            whole = batch_of_groups([pools[i][0].rows(slice(N * group, N * group + N), N) for i in some])
             advantages = run.advantages_of(whole).advantages
             power = (whole.energy * advantages.square() * whole.mask).sum(dim=1).view(-1, N).sum(dim=1)
             found[start : start + PROMPTS_PER_BATCH] += power

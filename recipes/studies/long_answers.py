@@ -19,11 +19,10 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoTokenizer, TrainerCallback
-from trl import SFTConfig, SFTTrainer
 
 from recipes import toy
 from recipes.studies import language
-from recipes.studies.tasks import MACHINE, Task, with_prompts
+from recipes.studies.tasks import Task, with_prompts
 
 
 DIGITS, TOKENS = 10, 220
@@ -115,18 +114,10 @@ def policy() -> Path:
         answers = [[{"role": "assistant", "content": answer}] for answer in data["answer"]]
         rates = {"learning_rate": RATE, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 5}
         options = {"max_steps": STEPS, "per_device_train_batch_size": ROWS, "logging_steps": 10, **rates}
-        trainer = SFTTrainer(
-            str(toy.smollm2()),
-            args=SFTConfig(output_dir=str(folder), **(toy.QUIET | MACHINE | options)),
-            train_dataset=data.select_columns("prompt").add_column("completion", answers),
-            peft_config=LoraConfig(**language.LORA),
-            callbacks=[until := UntilEnough(AutoTokenizer.from_pretrained(toy.smollm2()))],
-        )
-        trainer.train()
+        until = UntilEnough(AutoTokenizer.from_pretrained(toy.smollm2()))
+        language.supervised(toy.smollm2(), data, answers, folder, [until], **options)
         if not until.enough:
             raise RuntimeError(f"After {STEPS} steps less than {ENOUGH:.0%} of the lines are right: change RATE.")
-        trainer.model.merge_and_unload().save_pretrained(folder)
-        trainer.processing_class.save_pretrained(folder)
 
     dial = [DIGITS, ENOUGH, LOOK, STEPS, RATE, ROWS, worked(1, 1)]
     return toy.cached(f"column_sums-{hashlib.sha256(json.dumps(dial).encode()).hexdigest()[:8]}", make)

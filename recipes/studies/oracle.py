@@ -30,7 +30,7 @@ from transformers import set_seed
 from recipes.studies import language, render, tasks
 from recipes.studies.value import TASKS as TITLES
 from trl_otb import OTBGRPOTrainer
-from trl_otb.baselines import Completions, find_baseline, joined
+from trl_otb.baselines import Completions, batch_of_groups, find_baseline
 from trl_otb.comparison.efficiency import Estimate, bootstrap
 from trl_otb.comparison.pools import at_rest, sample, training_examples
 from trl_otb.run_baseline import RunBaseline
@@ -210,7 +210,7 @@ def oracle(
         learned, length = 0, 0.0
         for first in range(0, len(others), PROMPTS_PER_BATCH):
             found = sample(trainer, others[first : first + PROMPTS_PER_BATCH], N, seed + 1000 + first)
-            whole = together([pool for pool, _ in found])
+            whole = batch_of_groups([pool for pool, _ in found])
             learned, length = learned + len(whole), length + whole.lengths.sum().item()
             for name, run in runs.items():
                 run.advantages_of(without(whole) if name != "value" else whole, learn=True)
@@ -245,11 +245,6 @@ def estimates(
     return result
 
 
-def together(groups: list[Completions]) -> Completions:
-    """Groups of N, one of each prompt, as a batch."""
-    return replace(joined(groups), num_generations=N, prompt=torch.arange(len(groups)).repeat_interleave(N))
-
-
 def without(x: Completions) -> Completions:
     return replace(x, progress=None)
 
@@ -260,7 +255,7 @@ def measured_powers(pools: list[Completions], runs: dict[str, RunBaseline]) -> d
     for name, run in (runs | {"rloo_measured": RunBaseline(find_baseline("rloo"))}).items():
         found[name] = torch.zeros(len(pools))
         for first in range(0, POOL, N):
-            whole = together([pool.rows(slice(first, first + N), N) for pool in pools])
+            whole = batch_of_groups([pool.rows(slice(first, first + N), N) for pool in pools])
             whole = without(whole) if name == "value_without_progress" else whole
             power = (whole.energy * run.advantages_of(whole).advantages.square() * whole.mask).sum(dim=1)
             found[name] += power.view(-1, N).sum(dim=1)
@@ -294,8 +289,7 @@ def main(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     if args.publish:
         return publish(args.publish)
-    of_language = {"chain_sum", *language.TASKS, *language.REASONING, *language.GEMMA, *language.LONG}
-    task = (language if args.task in of_language else tasks).task_of(args.task, args.seed)
+    task = language.any_task(args.task, args.seed)
     options = {"progress_funcs": ["rewards"]} if args.progress else {}
     trainer = tasks.trainer_of(task, seed=args.seed, baseline="value", **options)
     args.output_dir.mkdir(parents=True, exist_ok=True)

@@ -21,10 +21,9 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
-from recipes.studies import render
-from recipes.studies.progress_pools import task_of
+from recipes.studies import language, render
 from recipes.studies.value import TASKS as TITLES
-from trl_otb.baselines import Value, joined
+from trl_otb.baselines import Value, batch_of_groups
 from trl_otb.baselines.prefix import blocks
 from trl_otb.baselines.registry import imported
 from trl_otb.baselines.value import r_squared
@@ -59,11 +58,11 @@ class Pools:
 
 
 def reward_of(name: str):
-    return task_of(name).reward
+    return language.any_task(name).reward
 
 
 def tokenizer_of(name: str):
-    return AutoTokenizer.from_pretrained(task_of(name).policy, padding_side="left")
+    return AutoTokenizer.from_pretrained(language.any_task(name).policy, padding_side="left")
 
 
 def so_far(pools: Pools, stride: int = 1) -> list[torch.Tensor]:
@@ -125,10 +124,10 @@ def replay(pools: Pools, make, progress=None, draws=None, states=None, seed: int
             some = parts[first : first + PROMPTS]
             if len(some) < 4:
                 continue
-            whole = together([wholes[i].rows(slice(N * g, N * g + N), N) for i, g in some])
+            whole = batch_of_groups([wholes[i].rows(slice(N * g, N * g + N), N) for i, g in some])
             value.update(whole, value(whole), lambda values: values)
         for g in range(groups):
-            whole = together([wholes[i].rows(slice(N * g, N * g + N), N) for i in measured])
+            whole = batch_of_groups([wholes[i].rows(slice(N * g, N * g + N), N) for i in measured])
             b0 = value(whole)
             left = (whole.returns - value.adjust(whole, b0)) * whole.mask
             power = (whole.energy * left.square()).sum(1).view(-1, N).sum(1)
@@ -151,10 +150,6 @@ def replay(pools: Pools, make, progress=None, draws=None, states=None, seed: int
         )
     )
     return found
-
-
-def together(groups):
-    return replace(joined(groups), prompt=torch.arange(len(groups)).repeat_interleave(N))
 
 
 def ratio(found: dict, control: dict, what: str = "power") -> Estimate:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from recipes.studies import language, tasks
+from recipes.studies import language
 from recipes.studies.tasks import MACHINE, trainer_of
 from trl_otb.comparison.pools import at_rest, sample, training_examples
 from trl_otb.seam.forwards import policy_of
@@ -79,15 +79,6 @@ def details(trainer, row: dict) -> dict:
     return {name: of.cpu() for name, of in found.items()}
 
 
-def is_of_language(name: str) -> bool:
-    return name in {"chain_sum", *language.TASKS, *language.REASONING, *language.GEMMA, *language.LONG}
-
-
-def task_of(name: str) -> tasks.Task:
-    """Of a language model, or a toy's."""
-    return (language if is_of_language(name) else tasks).task_of(name)
-
-
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="progress_pools", description=__doc__.splitlines()[1])
     parser.add_argument("--task", required=True)
@@ -99,9 +90,9 @@ def main(argv: list[str]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     begin = time.time()
     # A new adapter changes nothing, and costs a third of the time
-    task = replace(task_of(args.task), peft_config=None)
+    task = replace(language.any_task(args.task), peft_config=None)
     options = {"num_generations": N, "per_device_train_batch_size": 6 * N}
-    options |= MACHINE if is_of_language(args.task) else {}
+    options |= MACHINE if args.task in language.names() else {}
     trainer = trainer_of(task, seed=args.seed, baseline="value", **options)
     examples = list(training_examples(trainer))
     order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(args.seed)).tolist()

@@ -9,7 +9,7 @@ from .completions import Completions, completion_returns, put_back, reward_to_go
 from .means import group_mean, none, ogb, ogb_loo, otb, otb_loo, rloo
 from .pooled import ogb_pooled, partial_pooling, pooled, rloo_pooled
 from .registry import BASELINES, Baseline, LearningBaseline, find_baseline, register_baseline
-from .transport import gathered, joined, only_compared
+from .transport import batch_of_groups, gathered, joined, only_compared
 from .value import Value
 
 
@@ -20,6 +20,7 @@ __all__ = [
     "Completions",
     "LearningBaseline",
     "Value",
+    "batch_of_groups",
     "completion_returns",
     "compute_advantages",
     "find_baseline",

@@ -63,6 +63,12 @@ def joined(parts: list[Completions]) -> Completions:
     return replace(parts[0], **none | found)
 
 
+def batch_of_groups(groups: list[Completions]) -> Completions:
+    """A generation batch of groups of N completions, each of a prompt of its own."""
+    numbers = torch.arange(len(groups)).repeat_interleave(groups[0].num_generations)
+    return replace(joined(groups), prompt=numbers)
+
+
 def numbered(local: Completions, gather: Callable[[Tensor], Tensor]) -> tuple[Int[Tensor, " B"], int]:
     """Each row's prompt, counted from the first of all processes, on the CPU; and how many prompts have tokens."""
     ends = torch.nn.functional.pad(torch.stack([-local.prompt, local.prompt]), (0, 1), value=-(2**62)).amax(dim=1)

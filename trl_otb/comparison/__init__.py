@@ -4,7 +4,6 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
-from dataclasses import replace
 from itertools import chain, cycle, islice
 from pathlib import Path
 from statistics import fmean
@@ -14,7 +13,7 @@ import torch
 from accelerate.utils import gather_object
 from datasets.fingerprint import Hasher
 
-from ..baselines import BASELINES, Completions, find_baseline, joined
+from ..baselines import BASELINES, Completions, batch_of_groups, find_baseline
 from ..rollout import generated_mask
 from ..run_baseline import RunBaseline
 from ..seam.draws import changed_distribution
@@ -209,8 +208,7 @@ def _learn(
         of_batch = list(islice(some, min(prompts_per_batch, len(examples))))
         sampled = sample(trainer, [row for _, row in of_batch], size, seed + 7919 * (batch + 1))
         pools = [pool for pool, _ in sampled]
-        prompt = torch.arange(len(pools)).repeat_interleave(n)
-        whole = replace(joined([pool.rows(slice(0, n), n) for pool in pools]), prompt=prompt)
+        whole = batch_of_groups([pool.rows(slice(0, n), n) for pool in pools])
         advance(size * len(pools))
         if batch == 0:
             with_first(sampled[0][1][0])
