@@ -26,7 +26,7 @@ from recipes.studies.tasks import Task, with_prompts
 
 
 DIGITS, TOKENS = 10, 220
-# The supervised training ends when four in ten lines of new answers are right, which is looked at every 10 steps
+# The supervised training ends when four in ten lines of new answers are right; this is checked every 10 steps
 ENOUGH, LOOK, STEPS, RATE, ROWS = 0.4, 10, 300, 5e-4, 8
 
 
