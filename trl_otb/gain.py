@@ -60,23 +60,27 @@ class Gain:
         )
 
     def _of_value(self, b0: str | None, of: str) -> str:
-        explained, by_state, left_out = (
+        explained, by_state, left_out, kept = (
             [batch[key] for batch in self.batches if math.isfinite(batch.get(key, math.nan))]
-            for key in ("value/explained", "value/explained_by_state", "value/luck_left_out")
+            for key in ("value/explained", "value/explained_by_state", "value/luck_left_out", "value/kept")
         )
         if not explained:
             return f"value had nothing to do: in {of} no prompt's returns varied. Look at the rewards."
         share, luck = fmean(explained), fmean(explained) - fmean(by_state)
-        line = f"value {_change(1 - share, 'beyond', b0 or 'the mean of earlier steps')} (mean of {of})"
+        worse = share <= -LITTLE
+        kept_b0 = round(100 * fmean(kept)) if kept and worse else 0  # per cent of completions, without the prediction
+        name = "value's prediction" if kept_b0 else "value"
+        line = f"{name} {_change(1 - share, 'beyond', b0 or 'the mean of earlier steps')} (mean of {of})"
         line += "; later luck was left out." if left_out and left_out[-1] else f"; later luck {round(100 * luck)} %."
         if share >= LITTLE:
             return line
-        if share > -LITTLE:
+        if not worse:
             line += " That is next to nothing: the text so far does not tell the reward here, or `value` has seen too "
             line += f"few batches.{f' {b0!r} would do as well.' if b0 else ''}"
         else:
-            line += " So it made the gradient noisier: it has seen too few batches, or rewards changed suddenly."
-            line += f" {b0!r} would have done better." if b0 else ""
+            made = f"would have made the gradient noisier ({kept_b0} % of completions kept {b0})" if kept_b0 else ""
+            line += f" So it {made or 'made the gradient noisier'}: it has seen too few batches, or rewards changed "
+            line += f"suddenly.{f' {b0!r} would have done better.' if b0 and not kept_b0 else ''}"
         return f"{line} `trl_otb.compare_baselines(trainer)` measures whether another baseline gains."
 
 

@@ -14,7 +14,7 @@ from .config import PROGRESS_PLACES, OTBGRPOConfig, check_options, named_baselin
 from .display.page import RolloutPages
 from .gain import Gain
 from .metrics import STATISTICS, summarize
-from .progress import Progress, found
+from .progress import Progress, functions_by_name
 from .rollout import Rollout, columns_of, prompt_keys
 from .run_baseline import BatchAdvantages, RunBaseline
 from .seam.contract import GRPO, BrokenContract, check_config, check_subclass, trl_utils, users_loss, users_methods
@@ -223,7 +223,7 @@ def _one_of(functions: Any, args: GRPOConfig) -> Any:
 
 def _set_up_progress(trainer: OTBGRPOTrainer, functions: Any) -> None:
     args, of = trainer.args, trainer._trl_otb
-    by_name = found(functions, trainer.reward_funcs, trainer.reward_func_names)
+    by_name = functions_by_name(functions, trainer.reward_funcs, trainer.reward_func_names)
     if not by_name:
         return
     if "progress" not in of.needs:

@@ -3,7 +3,7 @@ What is each part of `value` for? Its parts are left out or changed, one by one;
 
     OMP_NUM_THREADS=1 python -m recipes.studies.ablations --tasks sums      # minutes on one core; all: half an hour
     OMP_NUM_THREADS=1 python -m recipes.studies.ablations --publish         # results/ablations.json and ablations.md
-    OMP_NUM_THREADS=1 python -m recipes.studies.ablations --pools runs/progress/pools/*.pt   # few prompts, SmolLM2
+    OMP_NUM_THREADS=1 python -m recipes.studies.ablations --pools runs/progress/pools/*.pt   # on SmolLM2
 
 Each task has 48 generation batches of 16 prompts × 4 completions, sampled once. `value` learns from each after it was
 used, as in a run. Numbers are the power Σ w A² that is left, over that of the whole `value`, in the first batches (from
@@ -28,6 +28,7 @@ import torch
 
 from recipes.studies.tasks import task_of, trainer_of
 from trl_otb.baselines import BASELINES, Completions, Value, batch_of_groups, bound, least_squares, value
+from trl_otb.baselines.prefix import later
 from trl_otb.comparison.pools import at_rest, training_examples
 from trl_otb.run_baseline import RunBaseline
 from trl_otb.trainer import collect
@@ -43,6 +44,22 @@ KINDS = {"16 prompts": 8, "2 prompts": 24, "N = 1": 8, "jump": 12, "jump, 2 prom
 def unlimited_v(self, of, b0, eta):
     predicted = b0 + (of.with_b0(b0) @ eta.to(of.numbers).unsqueeze(-1)).squeeze(-1)
     return predicted - sum(self._returns_seen) / 2
+
+
+def unlimited_b(state: bool, luck: bool):
+    """B whose state, or luck per draw, is not limited; without progress."""
+
+    def baseline(self, of, b0):
+        if self.eta is None or self.theta is None:
+            return (b0.expand_as(of.sure),) * 2
+        phi, psi = self._columns(of, b0, self._centred_v(of, b0, self.eta))
+        least, most = self._returns_seen
+        of_state, per_draw = b0 + self.weight * (phi @ self.theta.to(phi)), psi @ self.gamma.to(psi)
+        of_state = of_state if state else of_state.clamp(b0.clamp(max=least), b0.clamp(min=most))
+        per_draw = per_draw if luck else per_draw.clamp(least - most, most - least)
+        return of_state, of_state + later(self.luck_weight * of.luck * per_draw)
+
+    return of_value("_baseline", baseline)
 
 
 def fit_without_cross_validation(self, fit=Value._fit):
@@ -73,7 +90,7 @@ def solving(solution):
 
 def without(*names: str):
     """Without some of q, by place, or a power of σ of φ (`"σ²"`) or of ψ (`"σ in ψ"`)."""
-    places = {"√n": 1, "V²": 3, "m": 4, "V m": 5, "V √n": 6}
+    places = {"√n": 1, "V": 2, "V²": 3, "m": 4, "V m": 5, "V √n": 6}
     gone = [places[name] for name in names if name in places]
     kept = [i for i in range(7) if i not in gone]
     powers = 2 if "σ²" in names else 3
@@ -105,7 +122,13 @@ PARTS = {
     "no bound on other prompts": of_value(
         "keeps_b0", lambda self, x, *rest: (torch.zeros(len(x), dtype=torch.bool), 0.0)
     ),
+    "the reset at 1.5": [patch.object(value, "RESET_RATIO", 1.5)],
+    "the reset at 4": [patch.object(value, "RESET_RATIO", 4.0)],
+    "the reset after 2 prompts": [patch.object(value, "RESET_PROMPTS", 2)],
+    "the reset after 16 prompts": [patch.object(value, "RESET_PROMPTS", 16)],
     "V is not limited": of_value("_centred_v", unlimited_v),
+    "B's state is not limited": unlimited_b(state=True, luck=False),
+    "luck per draw is not limited": unlimited_b(state=False, luck=True),
     "c = 1 without cross-validation": of_value("_fit", fit_without_cross_validation),
     "c = 1 at once": of_value("prompts_enough", 1e-9),
     "c = 1 for 8 prompts": of_value("prompts_enough", 8),
@@ -124,8 +147,13 @@ PARTS = {
     "four times V's ridge": with_ridge(4, 1),
     "a quarter of the other ridge": with_ridge(1, 0.25),
     "four times the other ridge": with_ridge(1, 4),
+    "no √n": without("√n"),
+    "no V": without("V"),
     "no V²": without("V²"),
+    "no m": without("m"),
+    "no V m": without("V m"),
     "no V √n": without("V √n"),
+    "no V², V m": without("V²", "V m"),
     "no m, no V m": without("m", "V m"),
     "no σ² in φ": without("σ²"),
     "no σ in ψ": without("σ in ψ"),
@@ -201,22 +229,63 @@ def after_few(pools: list[Completions], prompts: int, batches: int, enough: floa
     return left / of_b0
 
 
-def first_batches(paths: list[Path]) -> str:
-    """A Markdown table of [`after_few`], with and without the reward of the text so far."""
+def on_other_prompts(part: str, pools: list[Completions]) -> float:
+    """
+    Of a language model's pools, in four folds of prompts: the power over B0's that is left in each fold, after batches
+    of 8 prompts of the others.
+    """
+    left = of_b0 = 0.0
+    with changed(part):
+        for fold in range(4):
+            run = RunBaseline(BASELINES["value"])
+            others = [i for i in range(len(pools)) if i % 4 != fold]
+            parts = [others[i : i + 8] for i in range(0, len(others), 8)] + [[*range(fold, len(pools), 4)]]
+            for first in range(0, len(pools[0]), N):
+                for some in parts[:-1]:
+                    x = batch_of_groups([pools[i].rows(slice(first, first + N), N) for i in some])
+                    run.advantages_of(x, learn=True)
+            for first in range(0, len(pools[0]), N):
+                x = batch_of_groups([pools[i].rows(slice(first, first + N), N) for i in parts[-1]])
+                of = run.advantages_of(x)
+                powers = [(x.need("energy") * ((x.returns - b) * x.mask).square()).sum() for b in (of.baselines, of.b0)]
+                left, of_b0 = left + powers[0].item(), of_b0 + powers[1].item()
+    return left / of_b0
+
+
+def pools_of(paths: list[Path]) -> dict[tuple[str, str], list[Completions]]:
+    """By task, and whether they hold the reward of the text so far."""
     from recipes.studies.progress import Pools, so_far
 
+    result = {}
+    for found in map(Pools, paths):
+        plain = [replace(of["pool"], progress=None) for of in found.pools]
+        result[found.name, "no"] = plain
+        result[found.name, "yes"] = [replace(x, progress=s) for x, s in zip(plain, so_far(found), strict=True)]
+    return result
+
+
+def first_batches(found: dict[tuple[str, str], list[Completions]]) -> str:
+    """A Markdown table of [`after_few`]."""
     enough = {"at once": 1e-9, "8": 8, "12": 12, "16": 16}
     lines = [f"| task | progress | batches | {' | '.join(enough)} |", "|---" * (3 + len(enough)) + "|"]
-    for path in paths:
-        found = Pools(path)
-        plain = [replace(of["pool"], progress=None) for of in found.pools]
-        with_progress = [replace(x, progress=s) for x, s in zip(plain, so_far(found), strict=True)]
-        for told, pools in (("no", plain), ("yes", with_progress)):
-            for prompts, batches in ((2, 1), (2, 2), (2, 4), (4, 1), (4, 2), (4, 3), (8, 1)):
-                powers = [after_few(pools, prompts, batches, of) for of in enough.values()]
-                cells = " | ".join(f"{power:.2f}" for power in powers)
-                lines.append(f"| {found.name} | {told} | {batches} of {prompts} prompts | {cells} |")
-                print(lines[-1], file=sys.stderr, flush=True)
+    for (task, told), pools in found.items():
+        for prompts, batches in ((2, 1), (2, 2), (2, 4), (4, 1), (4, 2), (4, 3), (8, 1)):
+            powers = [after_few(pools, prompts, batches, of) for of in enough.values()]
+            cells = " | ".join(f"{power:.2f}" for power in powers)
+            lines.append(f"| {task} | {told} | {batches} of {prompts} prompts | {cells} |")
+            print(lines[-1], file=sys.stderr, flush=True)
+    return "\n".join(lines)
+
+
+def on_language_models(found: dict[tuple[str, str], list[Completions]]) -> str:
+    """A Markdown table of [`on_other_prompts`] over that of the whole."""
+    heads = [task if told == "no" else "with progress" for task, told in found]
+    lines = [f"| part | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
+    whole = [on_other_prompts("the whole", pools) for pools in found.values()]
+    for part in [of for of in PARTS if of != "the whole" and "reset" not in of]:  # no rewards jump here
+        ratios = [on_other_prompts(part, pools) / of for pools, of in zip(found.values(), whole, strict=True)]
+        lines.append(f"| {part} | {' | '.join(f'{ratio:.2f}' for ratio in ratios)} |")
+        print(lines[-1], file=sys.stderr, flush=True)
     return "\n".join(lines)
 
 
@@ -247,10 +316,11 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
     parser.add_argument("--publish", action="store_true", help="put the results into the page")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/studies/ablations"))
-    parser.add_argument("--pools", nargs="+", type=Path, help="of progress_pools.py: first batches of language models")
+    parser.add_argument("--pools", nargs="+", type=Path, help="of progress_pools.py: on language models")
     args = parser.parse_args()
     if args.pools:
-        return print(first_batches(args.pools))
+        found = pools_of(args.pools)
+        return print(first_batches(found), on_language_models(found), sep="\n\n")
     results: dict[str, dict[str, list[float]]] = {}
     for task in args.tasks:
         found = batches_of(task, args.output_dir)

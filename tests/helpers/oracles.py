@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -78,22 +78,44 @@ class Completion:
         return sum(self.rewards[self.position[max(before)] :]) if before else self.total_reward
 
 
-# ω of a completion at token t, by baseline; None where it takes no part. One line for each.
-WEIGHTS: dict[str, Callable[[Completion, int], float | None]] = {
-    "otb": lambda c, t: c.realized_energy(t) if t in c.position else None,
-    "otb_no_zero_tail": lambda c, t: WEIGHTS["otb"](c, t),
-    "otb_loo": lambda c, t: WEIGHTS["otb"](c, t),
-    "otb_shrunk": lambda c, t: c.realized_energy() + 2.0 * c.energy.get(t, 0.0),
-    "ogb": lambda c, t: c.realized_energy(),
-    "ogb_loo": lambda c, t: c.realized_energy(),
-    "opo": lambda c, t: len(c.position),
-    "rloo": lambda c, t: 1.0,
-    "group_mean": lambda c, t: 1.0,
-    "none": lambda c, t: None,
-    "ogb_pooled": lambda c, t: c.realized_energy(),
-    "ogb_pooled_damped": lambda c, t: c.realized_energy(),
-    "rloo_pooled": lambda c, t: 1.0,
-    "value": lambda c, t: 1.0,  # of B0, all that a new one has
+class Definition(NamedTuple):
+    """ω of a completion at token t, None where it takes no part; and what else a baseline is."""
+
+    weight: Callable[[Completion, int], float | None]
+    per_token: bool = False
+    leave_one_out: bool = False
+    pooled: bool = False
+    zero_tail: bool = False  # B is 0 where no other completion has such a token
+    damped: bool = False
+
+
+def realized(c: Completion, t: int) -> float:
+    return c.realized_energy()
+
+
+def realized_so_far(c: Completion, t: int) -> float | None:
+    return c.realized_energy(t) if t in c.position else None
+
+
+def equal(c: Completion, t: int) -> float:
+    return 1.0
+
+
+DEFINITIONS = {
+    "otb": Definition(realized_so_far, per_token=True, zero_tail=True),
+    "otb_no_zero_tail": Definition(realized_so_far, per_token=True),
+    "otb_loo": Definition(realized_so_far, per_token=True, leave_one_out=True),
+    "otb_shrunk": Definition(lambda c, t: c.realized_energy() + 2.0 * c.energy.get(t, 0.0), per_token=True),
+    "ogb": Definition(realized),
+    "ogb_loo": Definition(realized, leave_one_out=True),
+    "opo": Definition(lambda c, t: len(c.position)),
+    "rloo": Definition(equal, leave_one_out=True),
+    "group_mean": Definition(equal),
+    "none": Definition(lambda c, t: None),
+    "ogb_pooled": Definition(realized, pooled=True),
+    "ogb_pooled_damped": Definition(realized, pooled=True, damped=True),
+    "rloo_pooled": Definition(equal, pooled=True),
+    "value": Definition(equal, per_token=True, pooled=True),  # B0, all that a new one has
 }
 
 
@@ -143,7 +165,7 @@ def damping(own, others):
 
 def double_loop(rewards, energy, mask, n, *, baseline="otb", alignment="generated", ratios=None):
     """The definitions of the docstrings, one row and one token at a time; of a baseline that learns, a new one."""
-    weight, per_token = WEIGHTS[baseline], baseline.startswith(("otb", "value"))
+    of = DEFINITIONS[baseline]
     completions = [
         Completion(rewards[i], energy[i], mask[i], ratios[i] if ratios else None, alignment) for i in range(len(mask))
     ]
@@ -156,21 +178,16 @@ def double_loop(rewards, energy, mask, n, *, baseline="otb", alignment="generate
         for t, p in own.position.items() if own in group else ():
 
             def reward(c, t=t):
-                return c.reward_to_go(t) if per_token else c.total_reward
+                return c.reward_to_go(t) if of.per_token else c.total_reward
 
-            damped = 1.0
-            if n == 1 and "_pooled" not in baseline and baseline != "value":
+            damped = damping(own, [c for c in others if c.position]) if of.damped and n > 1 else 1.0
+            if of.pooled:
+                b = pooled_baseline(groups, i // n, own, of.weight, reward)
+            elif n == 1 or (of.zero_tail and t > max((c.last for c in others), default=-1)):
                 b = 0.0
-            elif "_pooled" in baseline or baseline == "value":
-                b = pooled_baseline(groups, i // n, own, weight, reward)
-                damped = (
-                    damping(own, [c for c in others if c.position]) if baseline.endswith("_damped") and n > 1 else 1.0
-                )
-            elif baseline == "otb" and t > max((c.last for c in others), default=-1):
-                b = 0.0  # the lone tail
             else:
-                members = others if baseline.endswith("loo") else group
-                b = weighted_mean([(weight(c, t), reward(c)) for c in members if weight(c, t) is not None])
+                members = others if of.leave_one_out else group
+                b = weighted_mean([(of.weight(c, t), reward(c)) for c in members if of.weight(c, t) is not None])
             advantages[i][p] = (reward(own) - b) * damped
     return torch.tensor(advantages)
 

@@ -64,11 +64,13 @@ def batches(number, rows, tokens, kind, noise=0.0, group=4, drawn=None, loss="to
 
 def furthest(found):
     """The largest deviation after each batch."""
-    sums, largest, result = torch.zeros(len(DECAYS), len(COLUMNS), dtype=torch.float64), 1.0, []
+    sums, largest, result = torch.zeros(len(DECAYS), len(COLUMNS), dtype=torch.float64), [1.0] * len(DECAYS), []
     for of, x in found:
         new, ratio = measured(of, x)
-        sums, largest = decayed(sums, new.double()), max(0.9 * largest, ratio.item())
-        result.append(max(far for horizon in sums for _, _, far in deviations(horizon, largest).values()))
+        sums = decayed(sums, new.double())
+        largest = [max(decay * of, ratio.item()) for decay, of in zip(DECAYS, largest, strict=True)]
+        of_horizons = [deviations(*of) for of in zip(sums, largest, strict=True)]
+        result.append(max(far for of in of_horizons for _, _, far in of.values()))
     return torch.tensor(result)
 
 
@@ -198,7 +200,7 @@ def test_checkpoints_hold_what_was_measured_of_luck():
     assert again.luck_check.luck_left_out and torch.equal(again.luck_check.draws, value.luck_check.draws)
     batch = Task(100, seen=True).batch()
     assert torch.equal(batch.baseline(again), batch.baseline(value))
-    older = {name: of for name, of in state.items() if name not in ("_draws", "_largest_ratio", "_luck_left_out")}
+    older = {name: of for name, of in state.items() if name not in ("_draws", "_largest_ratios", "_luck_left_out")}
     of_before = Value()
     of_before.load_state_dict(older)  # of 0.9.5
     assert not of_before.luck_check.luck_left_out and of_before.luck_check.draws.sum() == 0

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import trl_otb
-from tests.helpers.oracles import ESTIMATORS, WEIGHTS, RandomBatch
+from tests.helpers.oracles import DEFINITIONS, ESTIMATORS, RandomBatch
 from trl_otb.baselines import BASELINES, Value, find_baseline, gathered, subtract
 from trl_otb.baselines.completions import MIN_WEIGHT
 from trl_otb.run_baseline import RunBaseline
@@ -26,7 +26,7 @@ def plain_mean(x):
 
 
 def test_baselines_have_docstring_and_oracle():
-    assert {*ESTIMATORS} <= {*WEIGHTS}
+    assert {*ESTIMATORS} <= {*DEFINITIONS}
     for entry in map(find_baseline, BASELINES):
         docstring = entry.estimator.__doc__
         assert "B" in docstring and "ω" not in entry.summary and entry.summary.startswith("Per ")

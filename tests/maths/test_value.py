@@ -445,8 +445,7 @@ def largest_power(jump, n):
 @pytest.mark.parametrize(("jump", "n"), in_turn(JUMPS, [1, N]))
 def test_jumps_again_and_again_do_no_harm(jump, n, monkeypatch):
     assert largest_power(jump, n) < 2
-    for name in ("WORSE_RATIO", "WORSE_RATIO_OF_HALF"):
-        monkeypatch.setattr(bound, name, math.inf)
+    monkeypatch.setattr(bound, "WORSE_RATIO", math.inf)
     assert largest_power(jump, n) > 10
 
 
@@ -492,7 +491,7 @@ class Worse:
         return local.returns - math.sqrt(self.ratio) * (local.returns - b0)
 
 
-@pytest.mark.parametrize(("n", "ratio", "kept"), [(N, 1.4, 0), (N, 1.6, 1), (1, 1.9, 0), (1, 2.1, 1)])
+@pytest.mark.parametrize(("n", "ratio", "kept"), [(N, 1.4, 0), (N, 1.6, 1), (1, 1.4, 0), (1, 1.6, 1)])
 def test_how_much_worse_the_other_prompts_must_be(n, ratio, kept):
     run = run_baseline.RunBaseline(replace(BASELINES["value"], estimator=Worse(ratio)))
     assert run.advantages_of(Task().batch(n=n).x, learn=True).learned["value/kept"] == kept

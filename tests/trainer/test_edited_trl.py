@@ -25,6 +25,13 @@ NO_PRODUCT = "does not weight each token"
 # or a warning with the same gradients
 CASES = {
     "one number per completion": (GRPO, "if advantages.dim() == 1:", "if True:", "value", NO_PRODUCT),
+    "renamed log-probs of the sampler": (
+        GRPO,
+        '"sampling_per_token_logps"',
+        '"sampler_logps"',
+        "vllm",
+        "has no 'sampling_per_token_logps'",
+    ),
     "renamed ratio": (GRPO, '"importance_sampling_ratio"', '"is_ratio"', "vllm", "has no 'importance_sampling_ratio'"),
     "renamed tool mask": (GRPO, '"tool_mask"', '"mask_of_tools"', "tools", "a generation batch has no 'tool_mask'"),
     "renamed old log-probs": (GRPO, '"old_per_token_logps"', '"before"', "reused", "has no 'old_per_token_logps'"),

@@ -12,11 +12,11 @@ from trl_otb.baselines import BASELINES, compute_advantages
 from trl_otb.gain import BATCHES, LITTLE, SUBTRACT_NOTHING_IN_TAILS, Gain
 
 
-def gain_of_value(explained, by_state, left_out=0.0, batches=3):
+def gain_of_value(explained, by_state, left_out=0.0, kept=0.0, batches=3):
     gain = Gain()
     for _ in range(batches):
-        names = ("value/explained", "value/explained_by_state", "value/luck_left_out")
-        learned = dict(zip(names, (explained, by_state, left_out), strict=True))
+        names = ("value/explained", "value/explained_by_state", "value/luck_left_out", "value/kept")
+        learned = dict(zip(names, (explained, by_state, left_out, kept), strict=True))
         gain.add({"power": 1.0, "power_reference": 1.0}, learned)
     return gain
 
@@ -33,6 +33,10 @@ LINES = [
                    "suddenly. 'rloo_pooled' would have done better."),
     ((-1.5, -1.5), "value has 2.5 times the gradient's power of rloo_pooled (mean of the last 3 batches); later luck 0 "
                    "%. So it made"),
+    ((-1.5, -1.5, 0.0, 0.75), "value's prediction has 2.5 times the gradient's power of rloo_pooled (mean of the last "
+                              "3 batches); later luck 0 %. So it would have made the gradient noisier (75 % of "
+                              "completions kept rloo_pooled): it has seen too few batches, or rewards changed "
+                              "suddenly. `trl_otb"),
     ((math.nan, math.nan), "value had nothing to do: in the last 3 batches no prompt's returns varied."),
 ]  # fmt: skip
 
@@ -104,7 +108,7 @@ def test_latest_batches_count_alone():
 
 def said(capsys):
     lines = capsys.readouterr().out.splitlines()
-    return [line for line in lines if re.match(r"\w+ (?:removed|added|has|had nothing)", line)]
+    return [line for line in lines if re.match(r"\w+(?:'s prediction)? (?:removed|added|has|had nothing)", line)]
 
 
 @pytest.mark.parametrize("n", [4, 1])
@@ -118,7 +122,7 @@ def test_line_is_what_was_logged(train, capsys, tmp_path, n):
     assert len(explained) == 4 and len(trainer._trl_otb.gain.batches) == 4
     (line,) = said(capsys)
     verb, share = re.match(
-        r"value (removed|added) (\d+) % .* beyond rloo_pooled \(mean of the last 4 batches\)", line
+        r"value(?:'s prediction)? (removed|added) (\d+) % .* beyond rloo_pooled \(mean of the last 4 batches\)", line
     ).groups()
     assert (1 if verb == "removed" else -1) * int(share) == pytest.approx(25 * sum(explained), abs=0.51)
     trainer.create_model_card()

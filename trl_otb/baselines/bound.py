@@ -17,7 +17,6 @@ ROUNDING = 1e-12  # of squared float32 numbers, relative
 # With 2 in the place of 1.5 up to 1.53 times the power was left after a jump with two prompts per batch, with 1.2 up to
 # 10 % more in their first batches
 WORSE_RATIO = 1.5
-WORSE_RATIO_OF_HALF = 2.0  # for N = 1, where only half of the batch decides
 # Of B0's usual power: what B may leave where returns do not vary, so that B0 leaves nothing. On recipes/toy up
 # to 0.05 of it was left after returns became all alike, with 0.25 or 1 the same within 0.06, with 2 up to 0.19. Where
 # one success in ten counts, 0.1 leaves up to 8 % more power, and 0 twice as much
@@ -37,8 +36,8 @@ def worse_than_b0(
     A prompt keeps B0 if in the other prompts of the batch B leaves more than 1.5 times the power that B0 leaves there,
     as after a jump of rewards. Other prompts are measured with the B0 of their own group, which takes two completions.
     If none of their returns vary, B0 leaves nothing; then B may leave half of B0's usual power. For N = 1 each half of
-    the batch is measured with the B0 of that half, and decides for the other half, if B leaves more than twice B0's
-    power. So no decision depends on the completions that it is made for.
+    the batch is measured with the B0 of that half, and decides for the other half. So no decision depends on the
+    completions that it is made for.
 
     Args:
         predict: B from B0, for the completions of `local`.
@@ -78,6 +77,5 @@ def worse_than_b0(
     of_parts = torch.stack([*measured, energies * (members > 1)], dim=1)
     others = (1 - torch.eye(len(of_parts), dtype=sums.dtype)) @ of_parts  # the sum less own would cancel
     left, of_b0, energies = others.unbind(dim=1)
-    allowed = (WORSE_RATIO if n > 1 else WORSE_RATIO_OF_HALF) * of_b0
-    worse = (left > allowed.where(of_b0 > 0, VARIES_NOT_RATIO * usual_power * energies))[part]
+    worse = (left > (WORSE_RATIO * of_b0).where(of_b0 > 0, VARIES_NOT_RATIO * usual_power * energies))[part]
     return worse[own].to(local.mask.device), worse.float().mean().item()

@@ -39,7 +39,7 @@ def solution(sums: Float[Tensor, "*folds K1 K1"], ridge: float) -> Float[Tensor,
     squares, of_target = sums[..., :-1, :-1], sums[..., :-1, -1]
     diagonal, constant = squares.diagonal(dim1=-2, dim2=-1), squares[..., 0]
     varies = (diagonal - constant.square() / constant[..., :1].clamp(min=1e-30)).clamp(min=0)
-    # The small part keeps features apart that are all but the same; 1 is for a feature that is always 0
+    # The small part, far below any ridge, keeps features apart that are the same; 1 is for one that is always 0
     penalty = (ridge * varies + 1e-9 * diagonal).where(diagonal > 0, 1.0)
     squares = squares + torch.diag_embed(penalty)
     of_b0 = torch.linalg.solve_ex(squares, of_target)[0][..., B0].clamp(-1, 0).unsqueeze(-1)
@@ -59,7 +59,7 @@ def confidences(sums: Float[Tensor, "folds K1 K1"], ridge: float, sizes: list[in
     agreement = torch.einsum("fpk,fk->p", parts, sums[:, :-1, -1])
     squares = torch.einsum("fpk,fkl,fql->pq", parts, sums[:, :-1, :-1], parts)
     c = torch.ones_like(agreement)
-    for part in [*range(len(sizes))] * 3:  # each, given the others
+    for part in range(len(sizes)):  # each, given the others; more rounds change nothing (recipes/studies/ablations.md)
         others = [i for i in range(len(sizes)) if i != part]
         left = agreement[part] - sum(c[i] * squares[min(i, part), max(i, part)] for i in others)
         c[part] = (left / squares[part, part].clamp(min=1e-30)).clamp(0, 1)

@@ -23,7 +23,6 @@ LARGEST_RATIO = 1e6  # that is counted, so that squares stay finite
 LARGEST_SPREAD = 1.0
 # Of a batch's weight, per batch: as of all that is learned; and slower, which finds a deviation that is small but stays
 DECAYS = (0.9, 0.99)
-DECAY = DECAYS[0]
 # For each batch: sums, and those that make a variance, which the square of the batch's weight multiplies
 SUMS = ("tokens", "luck", "excess", "log_squares", "energy")
 VARIANCES = ("luck_squares", "luck_bound", "excess_squares", "unsure")
@@ -100,7 +99,7 @@ class LuckCheck:
 
     def __init__(self) -> None:
         self.draws = torch.zeros(len(DECAYS), len(COLUMNS), dtype=torch.float64)
-        self.largest_ratio = 1.0
+        self.largest_ratios = torch.ones(len(DECAYS), dtype=torch.float64)  # with the weight of its batch
         self.luck_left_out = False  # since its mean is not 0
 
     def add(self, new: Float[Tensor, " 9"], largest_ratio: float) -> dict[str, float]:
@@ -109,8 +108,9 @@ class LuckCheck:
         the mean of d_t, NaN where none is used, and `luck_left_out`, the decision.
         """
         self.draws = decayed(self.draws, new)
-        self.largest_ratio = max(DECAY * self.largest_ratio, largest_ratio)
-        found = [deviations(sums, self.largest_ratio) for sums in self.draws]
+        decay = torch.tensor(DECAYS, dtype=torch.float64)
+        self.largest_ratios = (decay * self.largest_ratios).clamp(min=largest_ratio)
+        found = [deviations(*of) for of in zip(self.draws, self.largest_ratios.tolist(), strict=True)]
         each = [(far, name, mean, error) for of in found for name, (mean, error, far) in of.items()]
         far, name, mean, error = max(each)
         if self.luck_left_out != (far > (NEAR if self.luck_left_out else TOO_FAR)):

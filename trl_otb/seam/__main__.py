@@ -13,7 +13,8 @@ from .older_trl import no_asynchronous_training
 CONTRACTS = (GRPO, CLI) if no_asynchronous_training() else (GRPO, CLI, ASYNC_GRPO)
 if sys.argv[1:] == ["--hashes"]:
     known = tested()
-    known["versions"] = max(known["versions"], versions(), key=lambda of: Version(of["trl"]))
+    for package, version in versions().items():
+        known["versions"][package] = max(known["versions"].get(package, version), version, key=Version)
     for contract in CONTRACTS:
         for name, source in contract.sources().items():
             known["sources"][name] = sorted({*known["sources"].get(name, []), source})

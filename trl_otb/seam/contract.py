@@ -38,7 +38,7 @@ def tested() -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """The installed versions of the packages whose private parts are used."""
-    return {package.__name__: package.__version__ for package in (trl, transformers)}
+    return {package.__name__: package.__version__ for package in (trl, transformers, accelerate)}
 
 
 def incompatible_trl(what: str) -> ImportError:
@@ -230,9 +230,10 @@ GRPO = Contract(
         "trl.models.utils": {"disable_gradient_checkpointing": "model gradient_checkpointing_kwargs"},
     },
     attributes={
-        "GRPOTrainer": "_logs _metrics _pending_extra_logs _pending_metrics _remove_unused_columns _tokenizer "
-        "importance_sampling_level is_fsdp_enabled multi_objective_aggregation num_generations num_generations_eval "
-        "reward_func_names reward_funcs reward_weights rollout_func scale_rewards temperature tools use_vllm vllm_mode "
+        "GRPOTrainer": "_logs _metrics _name _paper _pending_extra_logs _pending_metrics _remove_unused_columns "
+        "_tokenizer importance_sampling_level is_deepspeed_enabled is_fsdp_enabled "
+        "multi_objective_aggregation num_generations num_generations_eval reward_func_names reward_funcs "
+        "reward_weights rollout_func scale_rewards temperature tools use_vllm vllm_mode "
         "vllm_importance_sampling_mode vllm_tensor_parallel_size"
     },
     loss=frozenset(("GRPOTrainer._compute_loss", "GRPOTrainer.get_gamma_weights", "GRPOTrainer.get_off_policy_mask")),
@@ -241,6 +242,7 @@ GRPO = Contract(
 CLI = Contract(  # of the command line
     "trl grpo",
     parts={
+        "accelerate.commands.launch": {"launch_command": "args", "launch_command_parser": "subparsers"},
         "trl.cli.accelerate_config": {"resolve_accelerate_config_argument": "launch_args"},
         "trl.cli.commands.training": {"_subtract_subsequence": "lst subseq"},
         "trl.scripts.grpo": {"main": "script_args training_args model_args dataset_args"},
