@@ -24,7 +24,7 @@ from transformers import AutoTokenizer
 from recipes.studies import language, render
 from recipes.studies.value import TASKS as TITLES
 from trl_otb.baselines import Value, batch_of_groups
-from trl_otb.baselines.prefix import blocks
+from trl_otb.baselines.prefix import read_in_blocks
 from trl_otb.baselines.registry import imported
 from trl_otb.baselines.value import r_squared
 from trl_otb.comparison.efficiency import Estimate, bootstrap
@@ -133,7 +133,7 @@ def replay(pools: Pools, make, progress=None, draws=None, states=None, seed: int
             power = (whole.energy * left.square()).sum(1).view(-1, N).sum(1)
             of_b0 = (whole.energy * ((whole.returns - b0) * whole.mask).square()).sum(1).view(-1, N).sum(1)
             middle = sum(value._returns_seen) / 2
-            v = torch.cat([value._centred_v(of, b0[rows], value.eta) + middle for _, of, rows in blocks(whole)])
+            v = torch.cat([value._centred_v(of, b0[rows], value.eta) + middle for _, of, rows in read_in_blocks(whole)])
             for k, i in enumerate(measured):
                 found["power"][i] += power[k]
                 found["b0"][i] += of_b0[k]

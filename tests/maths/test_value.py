@@ -595,8 +595,8 @@ def test_tool_output_and_unscored_teach_nothing(broken):
 
 def test_blocks_change_nothing_but_rounding(monkeypatch):
     found = []
-    for block in (prefix.BLOCK, 3 * T):
-        monkeypatch.setattr(prefix, "BLOCK", block)
+    for block in (prefix.READ_AT_ONCE, 3 * T):
+        monkeypatch.setattr(prefix, "READ_AT_ONCE", block)
         value, batch = learnt(), Task(100).batch()
         before = batch.baseline(value)
         batch.teach(value)

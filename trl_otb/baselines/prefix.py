@@ -13,7 +13,7 @@ from .completions import Completions
 
 # Tokens whose features are in memory at once, in batches of up to 256 such blocks. On an H200 each block of 8,192 took
 # 10 ms, in batches of any size: the time in which its kernels are launched
-BLOCK, BLOCK_ON_GPU = 2**13, 2**16
+READ_AT_ONCE, READ_AT_ONCE_ON_GPU = 2**13, 2**16
 # The columns of what V is linear in, before those of hidden states
 NUMBERS = (
     "one", "b0", "earned", "energy", "surprisal", "count", "root_energy", "root_surprisal", "root_count", "worst",
@@ -55,9 +55,9 @@ class Prefix(NamedTuple):
         return torch.cat([self.numbers[..., :B0], of_known, self.numbers[..., B0 + 1 :]], dim=-1)
 
 
-def blocks(x: Completions) -> Iterator[tuple[Completions, Prefix, slice]]:
+def read_in_blocks(x: Completions) -> Iterator[tuple[Completions, Prefix, slice]]:
     """Blocks of rows with what precedes their tokens, and their place; a batch of a single block is read once."""
-    at_once = BLOCK_ON_GPU if x.mask.is_cuda else BLOCK
+    at_once = READ_AT_ONCE_ON_GPU if x.mask.is_cuda else READ_AT_ONCE
     if x.mask.numel() <= at_once:
         yield x, x.once(read), slice(None)
         return

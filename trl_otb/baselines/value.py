@@ -16,7 +16,7 @@ from .completions import Completions
 from .least_squares import confidences, products, solution, with_columns
 from .luck import COLUMNS, LuckCheck, measured
 from .pooled import pooled
-from .prefix import Prefix, blocks, later
+from .prefix import Prefix, later, read_in_blocks
 from .transport import numbered
 
 
@@ -93,7 +93,7 @@ class Value:
         """B; or B0, before anything is predicted."""
         if self.theta is None or max(self.weight, self.luck_weight, self.draw_weight) == 0.0:
             return b0
-        return torch.cat([self._baseline(of, b0[rows])[1] for _, of, rows in blocks(local)])
+        return torch.cat([self._baseline(of, b0[rows])[1] for _, of, rows in read_in_blocks(local)])
 
     def keeps_b0(
         self, local: Completions, gather: Callable[[Tensor], Tensor] | None, first_row: int
@@ -103,7 +103,7 @@ class Value:
 
     def later_luck(self, local: Completions, b0: Float[Tensor, "B #T"]) -> Float[Tensor, "B T"]:
         """The part of B that is the luck of later tokens, to show it."""
-        parts = (self._baseline(of, b0[rows]) for _, of, rows in blocks(local))
+        parts = (self._baseline(of, b0[rows]) for _, of, rows in read_in_blocks(local))
         return torch.cat([whole - state for state, whole in parts])
 
     def update(
@@ -270,7 +270,7 @@ class Value:
         [`measured`] returns.
         """
         sums, total, of_draws, largest = b0.new_zeros(1), b0.new_zeros(11), b0.new_zeros(len(COLUMNS)), b0.new_ones(())
-        for x, of, rows in blocks(local):
+        for x, of, rows in read_in_blocks(local):
             b = b0[rows]
             target, weights = (x.returns - b).expand_as(x.mask), x.need("loss_energy")
             state, whole = (x.returns - values for values in self._baseline(of, b))
@@ -296,7 +296,7 @@ class Value:
     def _sums_of(self, local: Completions, b0: Tensor, fold: Tensor, etas: Tensor) -> Tensor:
         """Sums that θ, Γ and δ are fitted to, by fold, with V of the other folds' prompts."""
         sums = b0.new_zeros(1)
-        for x, of, rows in blocks(local):
+        for x, of, rows in read_in_blocks(local):
             b = b0[rows]
             target, weights = (x.returns - b).expand_as(x.mask), x.need("loss_energy")
             v = self._centred_v(of, b, etas[fold[rows]])
