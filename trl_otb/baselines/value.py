@@ -64,8 +64,8 @@ class Value:
     # has two prompts and the toy policy stands still, which it does not in training; on SmolLM2 it would gain 1 %
     decay_per_batch = 0.9
     prompt_folds = 4  # with 2 up to 10 % more power in the first batches; with 8 hardly less
-    # For c = 1. Few prompts cannot be cross-validated: after 2 to 12 of them, on SmolLM2's tasks, up to 1.40 times B0's
-    # power was left with c = 1 at once, 1.16 times with 8 in the place of 16, and 1.04 with 16. On toys 8 would gain up
+    # For c = 1. Few prompts cannot be cross-validated: after 2 to 12 of them, on SmolLM2's tasks, up to 1.37 times B0's
+    # power was left with c = 1 at once, 1.17 times with 8 in the place of 16, and 1.04 with 16. On toys 8 would gain up
     # to 27 % in the first batches
     prompts_enough = 16
     _warned = False  # that something is not finite
@@ -170,7 +170,7 @@ class Value:
     def ridge(self) -> float:
         """The ridge of θ and Γ, as a part of each feature's variation."""
         assert self._sums is not None
-        # A quarter or four times of it: 0.95 to 1.15 of the power. Without 0.5 / P 5 % more on long answers of SmolLM2,
+        # A quarter or four times of it: 0.95 to 1.15 of the power. Without 0.5 / P 4 % more on long answers of SmolLM2,
         # without the tokens up to 4 % more on toys with two prompts, and 39 % after a jump of rewards
         return max(0.5 / self._prompts, self._sums.size(-1) / self._tokens)
 
