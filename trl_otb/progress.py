@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
+from reprlib import repr as short
 from typing import Any
 
 import numpy as np
@@ -413,7 +414,7 @@ class Progress:
     def _numbers(self, name: str, values: Any, expected: int, calls: Calls | None) -> list[float]:
         if isinstance(values, str | bytes | dict) or not hasattr(values, "__iter__") or getattr(values, "ndim", 1) == 0:
             raise _WrongResult(
-                f"The progress function {name!r} returned {_shown(values)}: it must return a list with one number or "
+                f"The progress function {name!r} returned {short(values)}: it must return a list with one number or "
                 "None per completion."
             )
         values = [*values]
@@ -442,7 +443,7 @@ class Progress:
             text = text if isinstance(text, str) else text[-1]["content"]
             logger.warning(
                 f"The progress function {name!r} returned {first:g} and then {again:g} for the same text, "
-                f"{_shown(text)}, and is left out from now on: it is random, has a state, or compares completions with "
+                f"{short(text)}, and is left out from now on: it is random, has a state, or compares completions with "
                 "each other. A progress function must depend on one completion's text alone. Rewards are not affected.",
                 main_process_only=False,
             )
@@ -576,12 +577,7 @@ def _number(name: str, value: Any) -> float:
         return math.fsum(_number(name, of) for of in value)
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
         raise _WrongResult(
-            f"The progress function {name!r} returned {_shown(value)}: it must return a number or None for each "
+            f"The progress function {name!r} returned {short(value)}: it must return a number or None for each "
             "completion."
         )
     return float(value)
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
+from reprlib import repr as short
 from typing import Any
 
 import torch
@@ -77,7 +78,7 @@ class RewardRecorder:
         name = self._names[index]
         if isinstance(rewards, TokenRewards) or not hasattr(rewards, "__iter__") or getattr(rewards, "ndim", 1) == 0:
             raise ValueError(
-                f"The reward function '{name}' returned {_shown(rewards)}: it must return a list with one reward per "
+                f"The reward function '{name}' returned {short(rewards)}: it must return a list with one reward per "
                 "completion."
             )
         return [self._sum(index, row, reward) for row, reward in enumerate(rewards)]
@@ -92,7 +93,7 @@ class RewardRecorder:
             if reward is None or (number is not None and (self._weights[index] == 0 or not abs(number) > MAX_REWARD)):
                 return reward
             raise ValueError(
-                f"The reward function '{name}' returned {_shown(reward)} for completion {row}: a reward must be a "
+                f"The reward function '{name}' returned {short(reward)} for completion {row}: a reward must be a "
                 f"finite number (in float32, up to {MAX_REWARD:.1e}), or None for a completion that cannot be scored."
             )
         numbers = [_float(number) for number in reward]
@@ -100,7 +101,7 @@ class RewardRecorder:
         total = math.fsum(x for x in numbers if x is not None) if culprit is None else math.nan
         if not abs(total) <= MAX_REWARD:
             what = f"rewards that sum to {total:g}"
-            what = what if culprit is None else f"{_shown(reward[culprit])} as reward {culprit}"
+            what = what if culprit is None else f"{short(reward[culprit])} as reward {culprit}"
             raise ValueError(
                 f"The reward function '{name}' returned {what} of completion {row}: rewards of turns or tokens, and "
                 "their sum, must be finite in float32. Return None for a completion that cannot be scored."
@@ -146,8 +147,3 @@ def _float(value: Any) -> float | None:
         return None if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):
         return None
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
