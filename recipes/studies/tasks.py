@@ -111,11 +111,10 @@ def trainer_of(
         peft_config=task.peft_config,
     )
     trainer.remove_callback(PrinterCallback)
-    if task.peft_config:
-        # Generation multiplies a slice of the states with the head; PyTorch copies the head for each row, if it is not
-        # contiguous, which takes 47 of 63 seconds with a vocabulary of 262,144
-        head = policy_of(trainer.model).get_output_embeddings()
-        head.register_forward_pre_hook(lambda module, states: states[0].contiguous())
+    # Generation multiplies a slice of the states with the head; PyTorch copies the head for each row, if it is not
+    # contiguous, which takes 47 of 63 seconds with a vocabulary of 262,144
+    head = policy_of(trainer.model).get_output_embeddings()
+    head.register_forward_pre_hook(lambda module, states: states[0].contiguous())
     return trainer
 
 
