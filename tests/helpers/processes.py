@@ -7,7 +7,6 @@ A process of its own, not pytest's: cases are forked after the heavy imports, wh
 process that has already run a backward pass must not be forked.
 """
 
-import gc
 import multiprocessing
 import os
 import signal
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
 
-from tests.helpers import scripted
+from tests.helpers import cheaper, scripted
 
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
@@ -424,7 +423,8 @@ def main(folder: Path) -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled for a minute, and is not needed
     torch.set_num_threads(1)
     GRPO.sources()  # hashed once a process
-    gc.freeze()  # a training collects garbage: not among the objects of these modules, whose pages would be copied, too
+    cheaper.package_search()
+    cheaper.search_for_garbage()  # which would copy the pages of these modules, too
     model = tiny.save_model(folder / "model")
     models = {False: model, True: tiny_vision.save_model(folder / "pictures", "patches")}
     for part in dict.fromkeys(part for _, part in CASES):
