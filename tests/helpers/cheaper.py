@@ -6,7 +6,7 @@ from functools import cache
 
 
 def package_search() -> None:
-    """A training asks a hundred times whether each of 30 packages is installed: once they are imported, once is enough."""
+    """A training asks a hundred times whether each of 30 packages is installed: from now on the answers are kept."""
     if imports := sys.modules.get("accelerate.utils.imports"):
         imports._is_package_available = cache(imports._is_package_available)
 
