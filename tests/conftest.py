@@ -49,6 +49,7 @@ def pytest_collection_modifyitems(items):
 
 def pytest_collection_finish():
     cheaper.package_search()
+    cheaper.seeds_of_absent_devices()
     cheaper.search_for_garbage()
 
 

@@ -11,6 +11,15 @@ def package_search() -> None:
         imports._is_package_available = cache(imports._is_package_available)
 
 
+def seeds_of_absent_devices() -> None:
+    """Each seed is kept for devices that may be there later, with a printed stack: where there are none it is not."""
+    import torch
+
+    for device in (torch.cuda, torch.mtia, torch.xpu):
+        if not device.is_available():
+            device._lazy_call = lambda *_, **__: None
+
+
 def search_for_garbage() -> None:
     """A training searches for garbage: from now on not among the half million objects that are there now."""
     gc.collect()
