@@ -28,7 +28,7 @@ CHECKED = [
     f"baselines.{name}" for name in ("bound", "completions", "least_squares", "means", "pooled", "prefix", "value")
 ]
 CHECKED += ["energy", "metrics", "run_baseline"]
-install_import_hook([f"trl_otb.{name}" for name in CHECKED], "beartype.beartype")
+install_import_hook([f"trl_otb.{name}" for name in CHECKED], "tests.helpers.cheaper.checked")
 
 
 def pytest_collection_modifyitems(items):

@@ -4,6 +4,13 @@ import gc
 import sys
 from functools import cache
 
+from beartype import beartype
+
+
+def checked(function):
+    """Checks arguments and results, but of inner functions, which name no shapes and would be compiled at each call."""
+    return function if "<locals>" in function.__qualname__ else beartype(function)
+
 
 def package_search() -> None:
     """A training asks a hundred times whether each of 30 packages is installed: from now on the answers are kept."""
