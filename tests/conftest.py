@@ -12,13 +12,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are too small for mo
 if version("trl").startswith("1.15."):
     os.environ.setdefault("TRITON_INTERPRET", "1")  # without it the LM head of this version needs a GPU
 
-import gc
 import inspect
-import sys
-from functools import cache
 
 import pytest
 from jaxtyping import install_import_hook
+
+from tests.helpers import cheaper
 
 
 # Beside tests that are marked
@@ -29,7 +28,7 @@ CHECKED = [
     f"baselines.{name}" for name in ("bound", "completions", "least_squares", "means", "pooled", "prefix", "value")
 ]
 CHECKED += ["energy", "metrics", "run_baseline"]
-install_import_hook([f"trl_otb.{name}" for name in CHECKED], "beartype.beartype")
+install_import_hook([f"trl_otb.{name}" for name in CHECKED], "tests.helpers.cheaper.checked")
 
 
 def pytest_collection_modifyitems(items):
@@ -49,14 +48,13 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """
-    Spares each training what takes longest when the model is tiny: it looks for 30 packages, and collects garbage among
-    the half million objects of imported modules.
-    """
-    if imports := sys.modules.get("accelerate.utils.imports"):
-        imports._is_package_available = cache(imports._is_package_available)
-    gc.collect()
-    gc.freeze()
+    cheaper.package_search()
+    cheaper.seeds_of_absent_devices()
+    cheaper.search_for_garbage()
+
+
+def pytest_runtest_logfinish():
+    cheaper.search_for_garbage()  # a test imports modules, too
 
 
 @pytest.fixture

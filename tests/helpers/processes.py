@@ -7,7 +7,6 @@ A process of its own, not pytest's: cases are forked after the heavy imports, wh
 process that has already run a backward pass must not be forked.
 """
 
-import gc
 import multiprocessing
 import os
 import signal
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
 
-from tests.helpers import scripted
+from tests.helpers import cheaper, scripted
 
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
@@ -284,9 +283,11 @@ def compare_case(model: str, folder: str) -> dict:
     """Five prompts, which two processes cannot share evenly."""
     from tests.helpers import tiny
     from trl_otb import compare_baselines
+    from trl_otb.comparison import moments
 
     trainer = trainer_of(model, folder, tiny.even_bytes, per_device_eval_batch_size=24)
     names = ["otb", "ogb_pooled", "value"]
+    moments.BATCH_PARTITIONS = 1  # for speed
     report = compare_baselines(trainer, names, num_prompts=5, completions_per_prompt=24, group_sizes=[3])
     return {"processes": trainer.accelerator.num_processes, "report": report.to_json()}
 
@@ -351,7 +352,8 @@ def recipe_case(model: str, folder: str, output: str, *flags: str) -> dict:
     own = "--max_steps 3 --per_device_train_batch_size 12 --num_generations 8 --gradient_accumulation_steps 2 "
     own += "--per_device_eval_batch_size 20 --model_name_or_path tests.helpers.processes:short_policy "
     own += "--reward_funcs tests.helpers.processes:stopping --reward_weights 1 0 --output_dir"
-    recipe.main([*SMALL, *own.split(), str(Path(folder).with_name(output)), *flags])
+    global trained  # until the process ends: to free DDP waits for gloo's thread, which may wait for Python's lock
+    trained = recipe.main([*SMALL, *own.split(), str(Path(folder).with_name(output)), *flags])
     return {}
 
 
@@ -424,7 +426,9 @@ def main(folder: Path) -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled for a minute, and is not needed
     torch.set_num_threads(1)
     GRPO.sources()  # hashed once a process
-    gc.freeze()  # a training collects garbage: not among the objects of these modules, whose pages would be copied, too
+    cheaper.package_search()
+    cheaper.seeds_of_absent_devices()
+    cheaper.search_for_garbage()  # which would copy the pages of these modules, too
     model = tiny.save_model(folder / "model")
     models = {False: model, True: tiny_vision.save_model(folder / "pictures", "patches")}
     for part in dict.fromkeys(part for _, part in CASES):

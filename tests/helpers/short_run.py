@@ -5,6 +5,7 @@ Prints what the trainer raised, or the gradient norms of its steps and, after `w
 """
 
 import logging
+import sys
 from unittest.mock import patch
 
 from tests.helpers import tiny
@@ -60,3 +61,7 @@ def main(kind, model, folder):
         print("trained:", [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry])
     for warning in warnings:
         print(f"warned: {warning}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

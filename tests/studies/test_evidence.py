@@ -154,11 +154,16 @@ def study(registry, monkeypatch):
     return importlib.import_module("recipes.studies.value")
 
 
+@pytest.fixture(scope="module")
+def scratchpad_10(tmp_path_factory):
+    """The folder of a policy after a short warm start."""
+    return shortly_trained("scratchpad_10", 150, tmp_path_factory.mktemp("policy") / "scratchpad_10")
+
+
 @pytest.mark.slow
-def test_value_study_end_to_end(study, tmp_path, monkeypatch):
-    """With a policy after a short warm start. What is there is not measured again."""
-    task = "scratchpad_10"
-    policy = shortly_trained(task, 150, tmp_path / "policy")
+def test_value_study_end_to_end(study, scratchpad_10, tmp_path, monkeypatch):
+    """What is there is not measured again."""
+    task, policy = "scratchpad_10", scratchpad_10
     monkeypatch.setattr(toy, task, lambda: policy)
     monkeypatch.setitem(study.MEASURED, "completions_per_prompt", 16)
     monkeypatch.setitem(study.MEASURED, "group_sizes", [2, 4])
@@ -192,10 +197,9 @@ def test_states_are_read_from_the_text(limit):
     assert limit.states_of("7+4*02", "a021")[-1][-1] and limit.states_of("7+4*02", "a011!2")[-1][-1]
 
 
-def test_the_limit_end_to_end(limit, tmp_path, monkeypatch, pages, capsys):
+def test_the_limit_end_to_end(limit, scratchpad_10, monkeypatch, pages, capsys):
     """Everything of a state lies in what is left of `rloo`, whose share is 1."""
-    policy = shortly_trained("scratchpad_10", 150, tmp_path / "policy")
-    monkeypatch.setattr(toy, "scratchpad_10", lambda: policy)
+    monkeypatch.setattr(toy, "scratchpad_10", lambda: scratchpad_10)
     for name, value in {"TASKS": ("scratchpad_10",), "GROUPS": 2, "LEARN_BATCHES": 1}.items():
         monkeypatch.setattr(limit, name, value)
     limit.main(["--num_prompts", "16", "--publish"])

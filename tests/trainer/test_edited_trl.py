@@ -1,10 +1,7 @@
 """What a user sees with a TRL that is not the one that was read: copies of the installed one, each with an edit."""
 
-import os
 import re
 import shutil
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -71,7 +68,8 @@ def edited(folder: Path, edit: str = "", version: str = "") -> Path:
 def short_run(folder, kind, model_path, tmp_path, **environment):
     """What a run of two steps raised, its gradient norms, and the warnings of drift."""
     out = tmp_path / f"{folder.name}-{kind}-{len(environment)}"
-    text = edited_trl.said(folder, out, kind, model_path, str(tmp_path / "run"), **environment)
+    program = "tests.helpers.short_run"
+    _, text = edited_trl.ran(folder, out, program, kind, model_path, str(tmp_path / "run"), **environment)
     lines = text.splitlines()
     result = next((line for line in lines if line.startswith("trained:") or "Error: " in line), text[-2000:])
     return result, [line for line in lines if line.startswith("warned:") and "was tested with" in line]
@@ -106,12 +104,9 @@ def test_another_version_is_refused_unless_allowed(model_path, tmp_path):
 
 def test_report_of_moved_asynchronous_part(tmp_path):
     """The asynchronous part of 1.18 has moved; of GRPOTrainer, nothing."""
-    root = Path(__file__).resolve().parents[2]
-    environment = {**os.environ, "PYTHONPATH": f"{edited(tmp_path / 'trl', 'async moved')}{os.pathsep}{root}"}
-    command = [sys.executable, "-W", "ignore", "-m", "trl_otb.seam"]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, env=environment)
-    assert done.returncode == 1
-    lines = done.stdout.splitlines()
+    code, text = edited_trl.ran(edited(tmp_path / "trl", "async moved"), tmp_path / "out", "trl_otb.seam")
+    assert code == 1
+    lines = text.splitlines()
     assert "contract: GRPOTrainer: every part is there, with the expected parameters" in lines
     assert "sources: GRPOTrainer: those that were read" in lines
     (gone,) = [line for line in lines if line.startswith("contract: AsyncGRPOTrainer: `")]

@@ -39,6 +39,12 @@ class Snapshots(TrainerCallback):
         self.weights.append({name: p.detach().clone() for name, p in model.named_parameters()})
 
 
+@pytest.fixture(scope="module")
+def of_one_layer(tmp_path_factory):
+    """Each layer is traced anew, which takes seconds."""
+    return tiny.save_model(tmp_path_factory.mktemp("layer"), model_config=tiny.config(num_hidden_layers=1))
+
+
 @pytest.fixture
 def fresh_compiler():
     """Compiled code is kept by function, whatever the trainer, and given up after eight kinds of input."""
@@ -52,7 +58,8 @@ def fresh_compiler():
     [CONTINUOUS_BATCHING, SYNC_REF_MODEL, {**COMPILE, "peft_config": LORA, "gradient_checkpointing": True}],
     ids=["continuous batching", "a moving reference", "compiled lora"],
 )
-def test_the_group_mean_is_grpo_trainer(train, fresh_compiler, options):
+def test_the_group_mean_is_grpo_trainer(train, of_one_layer, fresh_compiler, options):
+    options = options | {"model": of_one_layer}
     grpo = train(GRPOTrainer, GRPOConfig, scale_rewards="none", **options)
     otb = train(OTBGRPOTrainer, OTBGRPOConfig, baseline="group_mean", **options)
     assert_same_weights(grpo, otb)
@@ -67,17 +74,18 @@ def test_the_group_mean_is_grpo_trainer(train, fresh_compiler, options):
         *[(COMPILE, source) for source in SOURCES],
     ],
 )
-def test_energies_are_those_of_the_second_rollout(train, model_path, fresh_compiler, options, source):
+def test_energies_are_those_of_the_second_rollout(train, of_one_layer, fresh_compiler, options, source):
     """
     Not lost in a compiled forward, which was traced with and without them; and what the first rollout compiled or
     cached is not found in the second.
     """
     snapshots, several = Snapshots(), SOURCES[source].get("num_iterations", 1)
-    trainer = train(callbacks=[snapshots], max_steps=2 * several, **options, **SOURCES[source])
+    model = {"model": of_one_layer, "callbacks": [snapshots]}
+    trainer = train(max_steps=2 * several, **model, **options, **SOURCES[source])
     snapshots.weights = snapshots.weights[::several]  # of two steps each the first has the weights of the rollout
     assert trainer.energy_source == source and len(snapshots.weights) == 2
     assert options is not COMPILE or isinstance(trainer.model_wrapped, torch._dynamo.OptimizedModule)
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(of_one_layer, dtype=torch.float32)
     model.load_state_dict(snapshots.weights[-1])
     rollout = trainer.rollouts["train"]
     energy = energies_by_softmax(model, vars(rollout))

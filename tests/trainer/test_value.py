@@ -153,11 +153,12 @@ def test_evaluation_does_not_change_value(train_value, memory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"num_iterations": 2}])
-def test_a_compiled_model(train_value, memory, options):
+def test_a_compiled_model(train_value, memory, tmp_path, options):
     torch.compiler.reset()
+    model = tiny.save_model(tmp_path / "model", model_config=tiny.config(num_hidden_layers=1))  # each layer is traced
 
     def one_step(**more):
-        trainer = train_value(train=False, max_steps=1, learning_rate=0.0, **options, **more)
+        trainer = train_value(train=False, model=model, max_steps=1, learning_rate=0.0, **options, **more)
         trainer.baseline.entry.estimator.load_state_dict(memory)
         trainer.train()
         return trainer.rollouts["train"]
