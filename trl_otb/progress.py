@@ -35,8 +35,8 @@ logger = get_logger(__name__)
 REWARDS = "rewards"  # in the place of a function: all reward functions of the run
 SLOW = 0.05  # of the time between two generation batches: with more a warning says so
 TIMED = 3  # batches, whose median that is: a single one may be slow by chance
-# Texts of a batch for which a function must return the same number, to the precision of float32. Of a function that is
-# always random each batch tells; asking for more costs more than the few batches in which it may go unseen
+# Texts of a batch for which a function must return the same number, to the precision of float32: what is always random
+# shows in the first batch, what seldom is within a few
 ASKED_AGAIN, ROUNDING = 4, 1e-5
 # The probability of the likeliest token above which nothing is tried in its place: the variance of such a draw is at
 # most a fifth of an even one's. SmolLM2 is that sure of 5 % of the tokens of stories, and of 94 % of sums by column

@@ -205,6 +205,8 @@ def test_checkpoints_hold_what_was_measured_of_luck():
     of_before.load_state_dict(older)  # of 0.9.5
     assert not of_before.luck_check.luck_left_out and of_before.luck_check.draws.sum() == 0
     assert torch.equal(of_before.theta, value.theta)
+    of_before.load_state_dict(older | {"_largest_ratio": 7.0})  # of 0.11.1
+    assert of_before.luck_check.largest_ratios.tolist() == [7.0, 7.0]
 
 
 def test_unknown_draws_are_not_measured():

@@ -203,6 +203,8 @@ class Value:
             self.theta = self.gamma = self.delta = self._sums = None
             self.weight = self.luck_weight = self.draw_weight = self._tokens = 0.0
         vars(self.luck_check).update({of_luck[name]: state[name] for name in of_luck.keys() & state.keys()})
+        if "_largest_ratio" in state:  # before 0.11.2
+            self.luck_check.largest_ratios.fill_(state["_largest_ratio"])
 
     def use_progress(self, before: list[str], now: list[str]) -> None:
         """Fit V to the progress functions `now` after those `before`: of new ones nothing is known."""
