@@ -185,9 +185,8 @@ def peak_memory(arm: str, regime: str, args: argparse.Namespace) -> float:
 
 def apart(function: Callable, *args):
     """
-    The result of a call in a forked process, so that each begins with the same memory. It keeps freed memory: glibc
-    would return it to the system and fetch it again, in one process often and in another never, by up to 16 % of a
-    step.
+    The result of a call in a forked process, so that each begins with the same memory. It keeps freed memory, so that
+    returning it to the system and fetching it again is no part of the time.
     """
     context, libc = multiprocessing.get_context("fork"), ctypes.CDLL(None)
     results = context.SimpleQueue()
