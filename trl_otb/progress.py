@@ -19,7 +19,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
-from reprlib import repr as short
 from typing import Any
 
 import numpy as np
@@ -581,3 +580,9 @@ def _number(name: str, value: Any) -> float:
             "completion."
         )
     return float(value)
+
+
+def short(value: Any) -> str:
+    """A wrong result, to name it in an error."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

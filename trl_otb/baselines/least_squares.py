@@ -59,7 +59,9 @@ def confidences(sums: Float[Tensor, "folds K1 K1"], ridge: float, sizes: list[in
     agreement = torch.einsum("fpk,fk->p", parts, sums[:, :-1, -1])
     squares = torch.einsum("fpk,fkl,fql->pq", parts, sums[:, :-1, :-1], parts)
     c = torch.ones_like(agreement)
-    for part in range(len(sizes)):  # each, given the others; more rounds change nothing (recipes/studies/ablations.md)
+    # Each, given the others. One round does as well after some batches; after three small ones, of one completion per
+    # prompt, it left 20 times the power of B0. Ten change nothing more
+    for part in [*range(len(sizes))] * 3:
         others = [i for i in range(len(sizes)) if i != part]
         left = agreement[part] - sum(c[i] * squares[min(i, part), max(i, part)] for i in others)
         c[part] = (left / squares[part, part].clamp(min=1e-30)).clamp(0, 1)

@@ -3,10 +3,11 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
-from reprlib import repr as short
 from typing import Any
 
 import torch
+
+from ..progress import short
 
 
 MAX_REWARD = torch.finfo(torch.float32).max  # rewards are float32, in TRL too
