@@ -64,8 +64,8 @@ class Value:
     # has two prompts and the toy policy stands still, which it does not in training; on SmolLM2 it would gain 1 %
     decay_per_batch = 0.9
     prompt_folds = 4  # with 2 up to 10 % more power in the first batches; with 8 hardly less
-    # For c = 1. Few prompts cannot be cross-validated: after 2 to 12 of them, on SmolLM2's tasks, up to 1.37 times B0's
-    # power was left with c = 1 at once, 1.17 times with 8 in the place of 16, and 1.04 with 16. On toys 8 would gain up
+    # For c = 1. Few prompts cannot be cross-validated: after 2 to 12 of them, on SmolLM2's tasks, up to 1.40 times B0's
+    # power was left with c = 1 at once, 1.16 times with 8 in the place of 16, and 1.05 with 16. On toys 8 would gain up
     # to 27 % in the first batches
     prompts_enough = 16
     _warned = False  # that something is not finite
