@@ -78,9 +78,11 @@ class Gain:
             line += " That is next to nothing: the text so far does not tell the reward here, or `value` has seen too "
             line += f"few batches.{f' {b0!r} would do as well.' if b0 else ''}"
         else:
-            made = f"would have made the gradient noisier ({kept_b0} % of completions kept {b0})" if kept_b0 else ""
-            line += f" So it {made or 'made the gradient noisier'}: it has seen too few batches, or rewards changed "
-            line += f"suddenly.{f' {b0!r} would have done better.' if b0 and not kept_b0 else ''}"
+            noisier = "made the gradient noisier"
+            if kept_b0:
+                noisier = f"would have {noisier} ({kept_b0} % of completions kept {b0})"
+            line += f" So it {noisier}: it has seen too few batches, or rewards changed suddenly."
+            line += f" {b0!r} would have done better." if b0 and not kept_b0 else ""
         return f"{line} `trl_otb.compare_baselines(trainer)` measures whether another baseline gains."
 
 

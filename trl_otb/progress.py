@@ -40,8 +40,8 @@ ASKED_AGAIN, ROUNDING = 4, 1e-5
 # The probability of the likeliest token above which nothing is tried in its place: the variance of such a draw is at
 # most a fifth of an even one's. SmolLM2 is that sure of 5 % of the tokens of stories, and of 94 % of sums by column
 SURE = 0.95
-# Of a completion's places, for what is longer than completions usually are. Their intervals grow, each by a factor that
-# is raised in steps of 0.05 until they reach the end: enough for any length, and the last steps are rarely needed
+# Of a completion's places, for what is longer than completions usually are. Their intervals grow by a factor, which is
+# raised in such steps until the last of them reaches the longest
 LATE_PLACES, FACTOR_STEP = 8, 0.05
 
 
@@ -149,7 +149,6 @@ def schedule(places: int, usual: int, longest: int) -> list[int]:
     late = places - len(starts)
     rest = longest - usual
     if late > 0 and rest > 0:
-        # Steps grow by a factor, such that the last of them ends at `longest`
         growth = 1.0
         while step * sum(growth**i for i in range(1, late + 1)) < rest:
             growth += FACTOR_STEP

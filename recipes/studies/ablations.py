@@ -196,14 +196,18 @@ def changed(part: str) -> Iterator[None]:
         yield
 
 
+def powers_under(x: Completions, *baselines: torch.Tensor) -> torch.Tensor:
+    """Σ w (G − B)² under each."""
+    return torch.stack([(x.need("loss_energy") * x.mask * (x.returns - b).square()).sum() for b in baselines])
+
+
 def power_left(part: str, kind: str, found: list[dict]) -> tuple[float, float]:
     """Over B0's: in the first batches, and in later ones."""
     run, powers = RunBaseline(BASELINES["value"]), []
     with changed(part):
         for x in batches_in(kind, found):
             of = run.advantages_of(x, learn=True)
-            left = [(x.loss_energy * x.mask * (x.returns - b).square()).sum() for b in (of.baselines, of.b0)]
-            powers.append(torch.stack(left))
+            powers.append(powers_under(x, of.baselines, of.b0))
     first, later = torch.stack(powers[1 : KINDS[kind]]).sum(0), torch.stack(powers[KINDS[kind] :]).sum(0)
     return (first[0] / first[1]).item(), (later[0] / later[1]).item()
 
@@ -213,7 +217,7 @@ def after_few(pools: list[Completions], prompts: int, batches: int, enough: floa
     Of a language model's pools, one for each prompt: the power over B0's that is left in the other prompts, after some
     batches of few prompts. The sum over six orders of the prompts.
     """
-    left = of_b0 = 0.0
+    powers = torch.zeros(2)
     for seed in range(6):
         run = Value()
         run.prompts_enough = enough
@@ -224,9 +228,8 @@ def after_few(pools: list[Completions], prompts: int, batches: int, enough: floa
             b0 = run(x)
             if number < batches:
                 run.update(x, b0, lambda values: values)
-        powers = [(x.need("energy") * ((x.returns - b) * x.mask).square()).sum() for b in (run.adjust(x, b0), b0)]
-        left, of_b0 = left + powers[0].item(), of_b0 + powers[1].item()
-    return left / of_b0
+        powers += powers_under(x, run.adjust(x, b0), b0)
+    return (powers[0] / powers[1]).item()
 
 
 def on_other_prompts(part: str, pools: list[Completions]) -> float:
@@ -234,7 +237,7 @@ def on_other_prompts(part: str, pools: list[Completions]) -> float:
     Of a language model's pools, in four folds of prompts: the power over B0's that is left in each fold, after batches
     of 8 prompts of the others.
     """
-    left = of_b0 = 0.0
+    powers = torch.zeros(2)
     with changed(part):
         for fold in range(4):
             run = RunBaseline(BASELINES["value"])
@@ -247,9 +250,8 @@ def on_other_prompts(part: str, pools: list[Completions]) -> float:
             for first in range(0, len(pools[0]), N):
                 x = batch_of_groups([pools[i].rows(slice(first, first + N), N) for i in parts[-1]])
                 of = run.advantages_of(x)
-                powers = [(x.need("energy") * ((x.returns - b) * x.mask).square()).sum() for b in (of.baselines, of.b0)]
-                left, of_b0 = left + powers[0].item(), of_b0 + powers[1].item()
-    return left / of_b0
+                powers += powers_under(x, of.baselines, of.b0)
+    return (powers[0] / powers[1]).item()
 
 
 def pools_of(paths: list[Path]) -> dict[tuple[str, str], list[Completions]]:

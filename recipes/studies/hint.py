@@ -20,7 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from recipes.studies import language, render
-from recipes.studies.progress import N, Pools, replay, so_far, told
+from recipes.studies.progress import Pools, padded, replay, rows_of_power, so_far, together, told
 from recipes.studies.tasks import HAS_BFLOAT16, ON_GPU
 from recipes.studies.value import TASKS as TITLES
 from trl_otb.baselines import Value
@@ -28,9 +28,7 @@ from trl_otb.baselines.prefix import before
 from trl_otb.seam.forwards import LAYER_DEPTH, projection
 
 
-NUMBERS, DRAWS = 3, 4
-# A ratio of probabilities and a probability that count at least so much, and at most
-RATIO, LEAST = 3.0, -8.0
+RATIO, LEAST = 3.0, -8.0  # limits of log π' / π, on both sides, and of log π', below
 HINT = "{question}\n\nThe right answer is:\n{answer}"
 
 
@@ -76,17 +74,16 @@ def read(pools: Pools, policy) -> tuple[list[torch.Tensor], list[torch.Tensor], 
     """Numbers, draws and projected states of the hint, by prompt `(C, T, …)`."""
     by_prompt = []
     for prompt in pools.pools:
-        answer, shape = prompt["columns"]["answer"], prompt["pool"].mask.shape
+        answer, ids = prompt["columns"]["answer"], [row["ids"] for row in prompt["rows"]]
         directions = projection(prompt["rows"][0]["states"].size(-1))
-        padded = [torch.zeros(*shape, size) for size in (NUMBERS, DRAWS, directions.size(1))]
-        ids = [row["ids"] for row in prompt["rows"]]
         plain, told_of = (
             forward(policy, prompt_ids(pools.tokenizer, prompt["prompt"], hint), ids) for hint in (None, answer)
         )
-        for i, ((logp, _), (logp_hinted, states)) in enumerate(zip(plain, told_of, strict=True)):
-            for whole, values in zip(padded, (*hinted(logp, logp_hinted, ids[i]), states @ directions), strict=True):
-                whole[i, : len(values)] = values
-        by_prompt.append(padded)
+        each = [
+            (*hinted(logp, logp_hinted, of_row), states @ directions)
+            for (logp, _), (logp_hinted, states), of_row in zip(plain, told_of, ids, strict=True)
+        ]
+        by_prompt.append([padded(prompt, [*of]) for of in zip(*each, strict=True)])
     numbers, draws, states = map(list, zip(*by_prompt, strict=True))
     return numbers, draws, states
 
@@ -95,8 +92,8 @@ def measured(pools: Pools, policy) -> list[dict]:
     """The cells of a task: power over that of `value` with progress."""
     numbers, draws, states = read(pools, policy)
     s = so_far(pools)
-    with_numbers = [torch.cat(of, dim=-1) for of in zip(s, numbers, strict=True)]
-    all_states = [torch.cat([of["pool"].states, more], dim=-1) for of, more in zip(pools.pools, states, strict=True)]
+    with_numbers = together(s, numbers)
+    all_states = together([prompt["pool"].states for prompt in pools.pools], states)
     control = replay(pools, Value, progress=s)
     found = {
         "numbers of the hint": replay(pools, Value, progress=with_numbers),
@@ -104,8 +101,7 @@ def measured(pools: Pools, policy) -> list[dict]:
         "numbers and draws": replay(pools, Value, progress=with_numbers, draws=draws),
         "and hinted states": replay(pools, Value, progress=with_numbers, draws=draws, states=all_states),
     }
-    cells = [told(name, of, control) for name, of in found.items()]
-    return [{"prompts": len(pools.pools), "n": N, "estimator": of["name"], "noise": of["power"]} for of in cells]
+    return rows_of_power(pools, [told(name, of, control) for name, of in found.items()])
 
 
 def main(argv: list[str]) -> None:

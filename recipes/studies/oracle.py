@@ -291,9 +291,7 @@ def main(argv: list[str]) -> None:
         return publish(args.publish)
     task = language.any_task(args.task, args.seed)
     options = {"progress_funcs": ["rewards"]} if args.progress else {}
-    options |= tasks.MACHINE if task.peft_config else {}
-    task = replace(task, peft_config=None)  # a new adapter changes nothing, and costs a third of the time
-    trainer = tasks.trainer_of(task, seed=args.seed, baseline="value", **options)
+    trainer = tasks.trainer_of(task, adapter=False, seed=args.seed, baseline="value", **options)
     args.output_dir.mkdir(parents=True, exist_ok=True)
     path = args.output_dir / f"{args.task}-seed{args.seed}{'-progress' if args.progress else ''}.json"
 

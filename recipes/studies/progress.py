@@ -187,14 +187,26 @@ def random_directions(pools: Pools, seed: int, numbers: int = 32) -> list[torch.
 
 
 def projected(pools: Pools, project) -> list[torch.Tensor]:
-    found = []
-    for prompt in pools.pools:
-        states = [project(row["states"]) for row in prompt["rows"]]
-        padded = torch.zeros(*prompt["pool"].mask.shape, states[0].size(-1))
-        for i, of in enumerate(states):
-            padded[i, : len(of)] = of
-        found.append(padded)
-    return found
+    return [padded(prompt, [project(row["states"]) for row in prompt["rows"]]) for prompt in pools.pools]
+
+
+def padded(prompt: dict, rows: list[torch.Tensor]) -> torch.Tensor:
+    """`(C, T, k)` numbers of the tokens of a prompt's completions, from `(T_i, k)` of each."""
+    result = torch.zeros(*prompt["pool"].mask.shape, rows[0].size(-1))
+    for i, of in enumerate(rows):
+        result[i, : len(of)] = of
+    return result
+
+
+def together(first: list[torch.Tensor], second: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Both kinds of numbers of each token, by prompt."""
+    return [torch.cat(of, dim=-1) for of in zip(first, second, strict=True)]
+
+
+def rows_of_power(pools: Pools, cells: list[dict]) -> list[dict]:
+    """What is published of [`told`]'s cells."""
+    prompts = len(pools.pools)
+    return [{"prompts": prompts, "n": N, "estimator": of["name"], "noise": of["power"]} for of in cells]
 
 
 def measured(path: Path, seed: int, quick: bool, function: Callable[..., list[float]] | None = None) -> dict:
@@ -227,8 +239,7 @@ def measured(path: Path, seed: int, quick: bool, function: Callable[..., list[fl
         f, draws = so_far(others), draws_of(others, 4)
         add(name, progress=f)
         add(f"{name} and draws of 4", progress=f, draws=draws)
-        both = [torch.cat(of, dim=-1) for of in zip(s, f, strict=True)]
-        add(f"reward, {name}, draws of 4", progress=both, draws=draws)
+        add(f"reward, {name}, draws of 4", progress=together(s, f), draws=draws)
     return {"task": pools.name, "prompts": len(pools.pools), "completions": completions, "cost": cost, "cells": cells}
 
 
@@ -262,17 +273,11 @@ def with_right_text(path: Path) -> tuple[str, list[dict]]:
     pools, both = Pools(path), []
     for prompt in pools.pools:
         answer = pools.tokenizer(prompt["columns"]["answer"])["input_ids"] + [pools.tokenizer.eos_token_id]
-        shape = prompt["pool"].mask.shape
-        padded = torch.zeros(*shape, 5), torch.zeros(*shape, 1)
-        for i, row in enumerate(prompt["rows"]):
-            for whole, of in zip(padded, right_text(answer, row), strict=True):
-                whole[i, : len(of)] = of
-        both.append(padded)
+        each = zip(*(right_text(answer, row) for row in prompt["rows"]), strict=True)
+        both.append([padded(prompt, [*of]) for of in each])
     numbers, draws = zip(*both, strict=True)
     s, of_reward = so_far(pools), draws_of(pools, 8)
-    s_and_numbers, all_draws = (
-        [torch.cat(of, dim=-1) for of in zip(*x, strict=True)] for x in ((s, numbers), (of_reward, draws))
-    )
+    s_and_numbers, all_draws = together(s, numbers), together(of_reward, draws)
     control, with_draws = replay(pools, Value, progress=s), replay(pools, Value, progress=s, draws=of_reward)
     cells = [
         told("draws of 8", with_draws, control),
@@ -281,8 +286,7 @@ def with_right_text(path: Path) -> tuple[str, list[dict]]:
         told("both", replay(pools, Value, progress=s_and_numbers, draws=draws), control),
         told("both over draws of 8", replay(pools, Value, progress=s_and_numbers, draws=all_draws), with_draws),
     ]
-    prompts = len(pools.pools)
-    return pools.name, [{"prompts": prompts, "n": N, "estimator": of["name"], "noise": of["power"]} for of in cells]
+    return pools.name, rows_of_power(pools, cells)
 
 
 def publish_right_text(found: list[tuple[str, list[dict]]]) -> None:

@@ -90,9 +90,18 @@ def with_prompts(problems: Dataset) -> Dataset:
 
 
 def trainer_of(
-    task: Task, *, cls=OTBGRPOTrainer, callbacks=(), eval_dataset: Dataset | None = None, **options
+    task: Task,
+    *,
+    cls=OTBGRPOTrainer,
+    callbacks=(),
+    eval_dataset: Dataset | None = None,
+    adapter: bool = True,
+    **options,
 ) -> OTBGRPOTrainer:
-    """It samples and rewards `task`, by default in groups of 4 and with 16 prompts per batch, and saves nothing."""
+    """
+    It samples and rewards `task`, by default in groups of 4 and with 16 prompts per batch, and saves nothing. Without a
+    new `adapter`, which changes no sample, sampling takes a third less time.
+    """
     sizes = {"num_generations": 4, "per_device_train_batch_size": 4 * PROMPTS_PER_BATCH}
     lengths = {"max_completion_length": task.max_completion_length, "max_tool_calling_iterations": task.max_calls}
     settings = {"output_dir": "runs/studies/work", **sizes, **lengths}
@@ -108,7 +117,7 @@ def trainer_of(
         callbacks=list(callbacks),
         tools=task.tools,
         environment_factory=task.environment,
-        peft_config=task.peft_config,
+        peft_config=task.peft_config if adapter else None,
     )
     trainer.remove_callback(PrinterCallback)
     # Generation multiplies a slice of the states with the head; PyTorch copies the head for each row, if it is not

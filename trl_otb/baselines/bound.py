@@ -17,9 +17,9 @@ ROUNDING = 1e-12  # of squared float32 numbers, relative
 # power. With 2 in the place of 1.5 they had up to 1.53 times the power if they held two prompts; with 1.2 the first
 # batches of two prompts had up to 10 % more
 WORSE_RATIO = 1.5
-# Of B0's usual power: what B may leave where returns do not vary, so that B0 leaves nothing. On recipes/toy up
-# to 0.05 of it was left after returns became all alike, with 0.25 or 1 the same within 0.06, with 2 up to 0.19. Where
-# one success in ten counts, 0.1 leaves up to 8 % more power, and 0 twice as much
+# Of B0's usual power: what B may leave where returns do not vary, so that B0 leaves nothing. After all returns on
+# recipes/toy became alike up to 0.05 of it was left; the same within 0.06 with 0.25 or 1, and up to 0.19 with 2. Where
+# successes are rare 0.1 leaves up to 8 % more power, and 0 up to twice as much
 VARIES_NOT_RATIO = 0.5
 
 

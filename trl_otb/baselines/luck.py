@@ -99,7 +99,7 @@ class LuckCheck:
 
     def __init__(self) -> None:
         self.draws = torch.zeros(len(DECAYS), len(COLUMNS), dtype=torch.float64)
-        self.largest_ratios = torch.ones(len(DECAYS), dtype=torch.float64)  # with the weight of its batch
+        self.largest_ratios = torch.ones(len(DECAYS), dtype=torch.float64)  # each decays as its sums do
         self.luck_left_out = False  # since its mean is not 0
 
     def add(self, new: Float[Tensor, " 9"], largest_ratio: float) -> dict[str, float]:

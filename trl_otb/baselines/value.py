@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 
 # `value` is reset when B left more than this ratio of B0's power in two or more batches in a row that hold 4 prompts in
 # all. A single prompt may happen to vary little. After rewards were divided by 100 the twelve next batches had up to
-# 3.6 times the power without a reset, and 1.15 times at a ratio of 4; at 1.5 the same. With two prompts per batch they
-# had up to 119 times the power if 16 prompts were asked for, and the same with 2 (recipes/studies/ablations.md)
+# 3.6 times the power without a reset, and 1.15 times at a ratio of 4; 1.5 changes nothing. With two prompts per batch
+# they had up to 119 times the power if 16 prompts were asked for; 2 change nothing (recipes/studies/ablations.md)
 RESET_RATIO, RESET_PROMPTS = 2.0, 4
 OF_STATE, OF_LUCK = 23, 14  # how many features φ and ψ have
 OF_0_11 = {"delta", "draw_weight", "_draw_columns"}  # of the state: checkpoints before 0.11 lack them

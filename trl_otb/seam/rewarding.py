@@ -181,7 +181,7 @@ def missing_keys(trainer: GRPOTrainer, batch: dict[str, Any]) -> list[str]:
     """The keys of a generation batch that the trainer's options promise, and that are not there."""
     promised = dict.fromkeys(("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages"), True)
     promised["old_per_token_logps"] = scores_anyway(trainer)
-    promised["importance_sampling_ratio"] = trainer.use_vllm and trainer.args.vllm_importance_sampling_correction
-    promised["sampling_per_token_logps"] = trainer.use_vllm and trainer.args.vllm_importance_sampling_correction
+    corrected = trainer.use_vllm and trainer.args.vllm_importance_sampling_correction
+    promised |= dict.fromkeys(("importance_sampling_ratio", "sampling_per_token_logps"), corrected)
     promised["tool_mask"] = bool(trainer.tools)
     return [key for key, expected in promised.items() if expected and key not in batch]
