@@ -6,12 +6,14 @@ The cost of OTBGRPOTrainer over GRPOTrainer: a training step's time and peak mem
     python -m recipes.benchmarks.step --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 --length 1024        # a GPU
     python -m recipes.benchmarks.step --shape qwen2.5-1.5b --lora --length 4096 --gradient_checkpointing       # no hub
 
-A round trains every arm once, from the same weights and seed, and begins with another arm each time. Steps are with
-generation by `generate`, or without: then a `rollout_func` returns stored completions of half to full length, which
-shows the cost at its largest. Ratios are to GRPOTrainer's in the same round: their median, lowest and highest.
+A round trains every arm once, from the same weights and seed, in one process: the arms take their steps in turns, so
+that what the machine does meanwhile happens to all. Steps are with generation by `generate`, or without: then a
+`rollout_func` returns stored completions of half to full length, which shows the cost at its largest. Ratios are to
+GRPOTrainer's: of a round the median over its batches; of all rounds the median, lowest and highest. The models of all
+arms are in memory at once; `--baselines value` has two.
 
-On a CPU each training is a forked process and time is its CPU time. Memory is the peak of torch's allocations, of model
-and optimizer too: on a CPU of two batches under the profiler, which are not timed. recipes/README.md has results.
+On a CPU each round is a forked process and time is its CPU time. Memory is the peak of torch's allocations in a
+training alone, of model and optimizer too: on a CPU of two batches under the profiler. recipes/README.md has results.
 """
 
 import argparse
@@ -21,6 +23,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -60,18 +63,44 @@ SHAPES = {
 M_TRIM_THRESHOLD, M_MMAP_MAX = (-1, -1), (-4, 0)
 
 
-class Clock(TrainerCallback):
-    """The times at which each step begins and ends, in seconds."""
+class Turns(TrainerCallback):
+    """A trainer takes a step when it is told to, and leaves behind how long each took, in seconds."""
 
     def __init__(self, now: Callable[[], float]):
-        self.now, self.times = now, []
+        self.now, self.begin, self.seconds = now, 0.0, []
+        self.goes, self.waits = threading.Semaphore(0), threading.Semaphore(0)
+        self.error: BaseException | None = None
 
     def on_step_begin(self, args, state, control, **kwargs):
+        self.waits.release()
+        self.goes.acquire()
+        self.begin = self.time()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.seconds.append(self.time() - self.begin)
+
+    def time(self) -> float:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        self.times.append(self.now())
+        return self.now()
 
-    on_step_end = on_step_begin
+    def step(self) -> None:
+        """Let it take one, and wait until it has."""
+        self.goes.release()
+        self.wait()
+
+    def wait(self) -> None:
+        self.waits.acquire()
+        if self.error:
+            raise self.error
+
+    def train(self, trainer: GRPOTrainer) -> None:
+        """In a thread of its own."""
+        try:
+            trainer.train()
+        except BaseException as error:
+            self.error = error
+        self.waits.release()
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -160,27 +189,40 @@ def trainer_of(arm: str, regime: str, args: argparse.Namespace, folder: str) -> 
     return trainer
 
 
-def timed(arm: str, regime: str, args: argparse.Namespace) -> tuple[float, str]:
-    """Seconds per step of a training, and where its energies came from."""
-    clock = Clock(time.perf_counter if args.device == "cuda" else time.process_time)
+def timed(arms: list[str], regime: str, args: argparse.Namespace) -> dict[str, tuple[numpy.ndarray, str]]:
+    """By arm, seconds per step for each generation batch after the first, and where its energies came from."""
+    now = time.perf_counter if args.device == "cuda" else time.process_time
     with tempfile.TemporaryDirectory() as folder:
-        trainer = trainer_of(arm, regime, args, folder)
-        trainer.add_callback(clock)
-        trainer.train()
+        trainers = {arm: trainer_of(arm, regime, args, folder) for arm in arms}
+        turns = {arm: Turns(now) for arm in arms}
+        for arm, trainer in trainers.items():
+            trainer.add_callback(turns[arm])
+            threading.Thread(target=turns[arm].train, args=[trainer], daemon=True).start()
+            turns[arm].wait()
+        for step in range(trainers[CONTROL].args.max_steps):
+            for arm in arms[step % len(arms) :] + arms[: step % len(arms)]:
+                torch.manual_seed(args.seed + step)  # all sample the same
+                turns[arm].step()
     # The first step on a batch also samples it, so whole batches are compared; the first batch is a warm-up
-    batches = numpy.diff(clock.times)[::2].reshape(-1, trainer.num_iterations).mean(axis=1)[1:]
-    return float(numpy.median(batches)), getattr(trainer, "energy_source", None) or "none"
+    seconds = {arm: numpy.reshape(of.seconds, (-1, trainers[arm].num_iterations)) for arm, of in turns.items()}
+    sources = {arm: getattr(trainer, "energy_source", None) or "none" for arm, trainer in trainers.items()}
+    return {arm: (seconds[arm].mean(axis=1)[1:], sources[arm]) for arm in arms}
 
 
 def peak_memory(arm: str, regime: str, args: argparse.Namespace) -> float:
     """MiB that torch has allocated at most in a training of two batches."""
     args = argparse.Namespace(**(vars(args) | {"steps": 1}))
+
+    def train() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            trainer_of(arm, regime, args, folder).train()
+
     if args.device == "cuda":
         gc.collect()
         torch.cuda.reset_peak_memory_stats()
-        timed(arm, regime, args)
+        train()
         return torch.cuda.max_memory_allocated() / 2**20
-    return float(allocated(timed, arm, regime, args).max()) / 2**20
+    return float(allocated(train).max()) / 2**20
 
 
 def apart(function: Callable, *args):
@@ -210,15 +252,13 @@ def main(argv: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         trainer_of(CONTROL, args.regimes[0], args, folder)  # imports what forked processes need
     for regime in args.regimes:
-        seconds, sources = pandas.DataFrame(columns=arms, index=range(args.rounds), dtype=float), {}
-        for turn in range(args.rounds):
-            for arm in arms[turn % len(arms) :] + arms[: turn % len(arms)]:
-                seconds.loc[turn, arm], sources[arm] = call(timed, arm, regime, args)
+        rounds = [call(timed, arms, regime, args) for _ in range(args.rounds)]
         mib = {arm: call(peak_memory, arm, regime, args) for arm in arms}
+        control = numpy.median([of[CONTROL][0] for of in rounds])
         for arm in args.baselines:
-            ratio = seconds[arm] / seconds[CONTROL]
-            numbers = [seconds[CONTROL].median(), ratio.median(), ratio.min(), ratio.max(), mib[arm] / mib[CONTROL]]
-            rows.append([regime, sources[arm], arm, *numbers])
+            ratios = [numpy.median(of[arm][0] / of[CONTROL][0]) for of in rounds]
+            numbers = [control, numpy.median(ratios), min(ratios), max(ratios), mib[arm] / mib[CONTROL]]
+            rows.append([regime, rounds[0][arm][1], arm, *numbers])
         table = pandas.DataFrame(rows, columns=TITLES)
         print(table.to_string(index=False, float_format="{:.3f}".format), flush=True)  # in case it is stopped
 
