@@ -1,6 +1,9 @@
 """The seam to TRL: what moved is named, and nothing fails silently."""
 
+import ast
+import inspect
 import json
+import re
 import tomllib
 import types
 from contextlib import nullcontext
@@ -12,8 +15,9 @@ import torch
 import trl
 from packaging.requirements import Requirement
 from packaging.version import Version
-from trl import GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer
 
+import trl_otb
 from tests.helpers import tiny
 from tests.helpers.settings import SOURCES, assert_same_weights
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
@@ -50,6 +54,28 @@ def test_only_tested_minors_are_allowed(monkeypatch):
         monkeypatch.setattr(contract, "versions", lambda version=version: {"trl": version})
         with nullcontext() if version in allowed else pytest.raises(ImportError, match=f"trl {version} is installed"):
             contract.check_version()
+
+
+def private_names(tree):
+    """Private names that code defines, reads, or quotes."""
+    kinds = {ast.FunctionDef: "name", ast.Attribute: "attr", ast.Constant: "value", ast.alias: "name"}
+    found = (getattr(node, kinds[type(node)]) for node in ast.walk(tree) if type(node) in kinds)
+    return {name for name in found if isinstance(name, str) and re.fullmatch(r"_[a-z]\w+", name)}
+
+
+@pytest.mark.tested_trl
+def test_every_private_part_of_trl_is_in_a_contract():
+    """Also methods that are overridden. By name: it finds those of trainers, whose own files have them."""
+    theirs = [Path(inspect.getfile(of)) for of in (GRPOTrainer, GRPOConfig, *GRPOTrainer.__mro__[1:3])]
+    theirs += (Path(trl.__file__).parent / "experimental" / "async_grpo").glob("*.py")
+    of_trl = set(re.findall(r"\b_[a-z]\w+", " ".join(path.read_text() for path in theirs)))
+    package, contracts = Path(trl_otb.__file__).parent, ("seam/contract.py", "experimental/async_grpo/contract.py")
+    own = {path: private_names(ast.parse(path.read_text())) for path in package.rglob("*.py")}
+    listed = re.findall(r"\b_[a-z]\w+", " ".join((package / path).read_text() for path in contracts))
+    only_quoted = {"_prepare_inputs"}  # in errors, of users' and Axolotl's classes
+    used = {name for path, names in own.items() if str(path.relative_to(package)) not in contracts for name in names}
+    assert len(used & of_trl) > 15
+    assert (used & of_trl) - set(listed) == only_quoted
 
 
 OWNERS = {name: resolve_name(owner) for owner, parts in GRPO.parts.items() for name in parts if name not in LACKING}

@@ -231,7 +231,7 @@ GRPO = Contract(
     },
     attributes={
         "GRPOTrainer": "_logs _metrics _name _paper _pending_extra_logs _pending_metrics _remove_unused_columns "
-        "_tokenizer importance_sampling_level is_deepspeed_enabled is_fsdp_enabled "
+        "_tag_names _tokenizer importance_sampling_level is_deepspeed_enabled is_fsdp_enabled "
         "multi_objective_aggregation num_generations num_generations_eval reward_func_names reward_funcs "
         "reward_weights rollout_func scale_rewards temperature tools use_vllm vllm_mode "
         "vllm_importance_sampling_mode vllm_tensor_parallel_size"
