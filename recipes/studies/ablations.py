@@ -27,7 +27,7 @@ from unittest.mock import patch
 import torch
 
 from recipes.studies.tasks import task_of, trainer_of
-from trl_otb.baselines import BASELINES, Completions, Value, batch_of_groups, bound, least_squares, value
+from trl_otb.baselines import BASELINES, Completions, Value, batch_of_groups, bound, least_squares, prefix, value
 from trl_otb.baselines.prefix import later
 from trl_otb.comparison.pools import at_rest, training_examples
 from trl_otb.run_baseline import RunBaseline
@@ -116,6 +116,43 @@ def of_value(name: str, new):
     return [patch.object(Value, name, new)]
 
 
+def v_of_energy():
+    """V fitted as θ and Γ are, where each token weighs as much as its energy."""
+    seen, all_of, read_all = [], value.products, value.read_in_blocks
+
+    def remembered(x):
+        for block in read_all(x):
+            seen[:] = [block[0].need("loss_energy")]
+            yield block
+
+    def weighed(columns, weights, fold, folds):
+        of_v = columns.size(-1) != value.OF_STATE + value.OF_LUCK + 1
+        return all_of(columns, weights * seen[0] if of_v else weights, fold, folds)
+
+    return [patch.object(value, "read_in_blocks", remembered), patch.object(value, "products", weighed)]
+
+
+def v_without(*names: str, states: bool = False):
+    """V without some of its numbers, or without hidden states."""
+    gone, all_of = [prefix.NUMBERS.index(name) for name in names], prefix.read
+
+    def read(x):
+        of, last = all_of(x), len(prefix.NUMBERS) + 2 * x.need("states").size(-1)
+        places = [*gone, *(range(len(prefix.NUMBERS), last) if states else ())]
+        return of._replace(numbers=of.numbers.index_fill(-1, torch.tensor(places), 0.0))
+
+    return [patch.object(prefix, "read", read)]
+
+
+def with_features(change, of_luck: int = value.OF_LUCK):
+    return [patch.object(value, "features", change), patch.object(value, "OF_LUCK", of_luck)]
+
+
+def luck_of_sure_squared(of, v, all_of=value.features):
+    phi, _ = all_of(of, v)
+    return phi, phi[..., :-1]
+
+
 PARTS = {
     "the whole": [],
     "no reset": [patch.object(value, "RESET_RATIO", math.inf)],
@@ -157,6 +194,20 @@ PARTS = {
     "no m, no V m": without("m", "V m"),
     "no σ² in φ": without("σ²"),
     "no σ in ψ": without("σ in ψ"),
+    "σ² in ψ": with_features(luck_of_sure_squared, of_luck=21),
+    "nothing of V in φ and ψ": without("V", "V²", "V m", "V √n"),
+    "n in the place of √n": with_features(
+        lambda of, v, all_of=value.features: all_of(of._replace(root_count=of.root_count.square()), v)
+    ),
+    "V as it is, not less the middle": of_value(
+        "_centred_v", lambda self, *of, centred=Value._centred_v: centred(self, *of) + sum(self._returns_seen) / 2
+    ),
+    "V fitted by energy": v_of_energy(),
+    "V without hidden states": v_without(states=True),
+    "V without sums of energy and surprisal": v_without("energy", "surprisal", "root_energy", "root_surprisal"),
+    "V without roots": v_without("root_energy", "root_surprisal", "root_count"),
+    "V without sums, roots alone": v_without("energy", "surprisal", "count"),
+    "V without m and σ": v_without("worst", "sure"),
 }
 
 
@@ -279,12 +330,12 @@ def first_batches(found: dict[tuple[str, str], list[Completions]]) -> str:
     return "\n".join(lines)
 
 
-def on_language_models(found: dict[tuple[str, str], list[Completions]]) -> str:
+def on_language_models(found: dict[tuple[str, str], list[Completions]], parts: list[str]) -> str:
     """A Markdown table of [`on_other_prompts`] over that of the whole."""
     heads = [task if told == "no" else "with progress" for task, told in found]
     lines = [f"| part | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
     whole = [on_other_prompts("the whole", pools) for pools in found.values()]
-    for part in [of for of in PARTS if of != "the whole" and "reset" not in of]:  # no rewards jump here
+    for part in [of for of in parts if of != "the whole" and "reset" not in of]:  # no rewards jump here
         ratios = [on_other_prompts(part, pools) / of for pools, of in zip(found.values(), whole, strict=True)]
         lines.append(f"| {part} | {' | '.join(f'{ratio:.2f}' for ratio in ratios)} |")
         print(lines[-1], file=sys.stderr, flush=True)
@@ -308,7 +359,8 @@ def table(results: dict[str, dict[str, list[float]]]) -> str:
 
     heads = [f"{kind}, {when}" for kind in columns for when in ("first", "later")]
     lines = [f"| part | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
-    for part in [of for of in PARTS if of != "the whole"]:
+    parts = next(iter(results.values()))
+    for part in [of for of in parts if of != "the whole"]:
         lines.append(f"| {part} | {' | '.join(cell(part, kind, when) for kind in columns for when in (0, 1))} |")
     return "\n".join(lines)
 
@@ -316,26 +368,32 @@ def table(results: dict[str, dict[str, list[float]]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="ablations", description=__doc__.splitlines()[1])
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS], help="'the whole' and some")
     parser.add_argument("--publish", action="store_true", help="put the results into the page")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/studies/ablations"))
     parser.add_argument("--pools", nargs="+", type=Path, help="of progress_pools.py: on language models")
     args = parser.parse_args()
     if args.pools:
         found = pools_of(args.pools)
-        return print(first_batches(found), on_language_models(found), sep="\n\n")
+        return print(first_batches(found), on_language_models(found, args.parts), sep="\n\n")
+    published: dict[str, dict[str, list[float]]] = json.loads(RESULTS.read_text())
     results: dict[str, dict[str, list[float]]] = {}
     for task in args.tasks:
         found = batches_of(task, args.output_dir)
         for kind in KINDS:
             of_kind = results[f"{task}: {kind}"] = {}
-            for part in PARTS:
+            for part in args.parts:
                 of_kind[part] = [float(f"{power:.4g}") for power in power_left(part, kind, found)]
                 print(f"{task}: {kind}: {part}: {of_kind[part]}", flush=True)
-    print(table(results))
     if args.publish:
+        for key, of_kind in [*results.items()]:  # the whole is computed again, so that all parts are beside the same
+            if len(args.parts) < len(PARTS) and of_kind["the whole"] != published[key]["the whole"]:
+                parser.error(f"The whole `value` has changed on {key}: publish all parts together.")
+            results[key] = {part: (published[key] | of_kind)[part] for part in PARTS}
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
         head, mark, _ = PAGE.read_text().partition("<!-- ablations.json -->\n\n")
         PAGE.write_text(head + mark + table(results) + "\n")
+    print(table(results))
 
 
 if __name__ == "__main__":

@@ -11,11 +11,11 @@ from .transport import gathered
 
 
 ROUNDING = 1e-12  # of squared float32 numbers, relative
-# Of the power that B leaves in the other prompts to B0's: then a prompt keeps B0. In none of 576 batches of 64
-# completions without a jump of rewards did one. With two prompts per batch 0.5 to 6 % do, which costs up to 23 % of the
-# power on recipes/toy. Without the bound the twelve batches after rewards were divided by 100 had up to 4,825 times the
-# power. With 2 in the place of 1.5 they had up to 1.53 times the power if they held two prompts; with 1.2 the first
-# batches of two prompts had up to 10 % more
+# Of the power that B leaves in the other prompts to B0's: then a prompt keeps B0. Powers are of
+# recipes/studies/ablations.md. In batches of 64 completions none does where no rewards jump; with two prompts per batch
+# 0.5 to 6 % do, and without the bound up to 23 % less power would be left. But without it the twelve batches after
+# rewards were divided by 100 had up to 4,825 times the power. With 2 in the place of 1.5 they had up to 1.53 times the
+# power if they held two prompts; with 1.2 the first batches of two prompts had up to 10 % more
 WORSE_RATIO = 1.5
 # Of B0's usual power: what B may leave where returns do not vary, so that B0 leaves nothing. After all returns on
 # recipes/toy became alike up to 0.05 of it was left; the same within 0.06 with 0.25 or 1, and up to 0.19 with 2. Where

@@ -12,6 +12,7 @@ from ..energy import prefix_sums
 
 
 MIN_WEIGHT = 1e-30  # added to all weights: lost in rounding unless all of them are 0
+NOT_ZERO = 1e-30  # the least divisor: where nothing is divided by nothing the result is 0
 # What a baseline may need in addition to returns, mask and lengths
 NEEDS = ("energy", "logps", "states", "progress", "prompt_key")
 UNSENT = ("logps", "states", "progress", "progress_draws", "draw_ratio")  # to other processes

@@ -4,6 +4,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from .completions import NOT_ZERO
 from .prefix import B0
 
 
@@ -38,7 +39,7 @@ def solution(sums: Float[Tensor, "*folds K1 K1"], ridge: float) -> Float[Tensor,
     """
     squares, of_target = sums[..., :-1, :-1], sums[..., :-1, -1]
     diagonal, constant = squares.diagonal(dim1=-2, dim2=-1), squares[..., 0]
-    varies = (diagonal - constant.square() / constant[..., :1].clamp(min=1e-30)).clamp(min=0)
+    varies = (diagonal - constant.square() / constant[..., :1].clamp(min=NOT_ZERO)).clamp(min=0)
     # The small part, far below any ridge, keeps features apart that are the same; 1 is for one that is always 0
     penalty = (ridge * varies + 1e-9 * diagonal).where(diagonal > 0, 1.0)
     squares = squares + torch.diag_embed(penalty)
@@ -52,7 +53,8 @@ def solution(sums: Float[Tensor, "*folds K1 K1"], ridge: float) -> Float[Tensor,
 def confidences(sums: Float[Tensor, "folds K1 K1"], ridge: float, sizes: list[int]) -> Float[Tensor, " parts"]:
     """
     c₁, c₂, …, one for each part of a prediction: the shares of the parts, between 0 and 1, with which the least is left
-    in folds of prompts that the parts were not fitted to. `sizes` are the numbers of features of the parts, in order.
+    in folds of prompts that the parts were not fitted to. More than 1 would undo the ridge. `sizes` are the numbers of
+    features of the parts, in order.
     """
     of_part = torch.block_diag(*(sums.new_ones(1, size) for size in sizes))
     parts = of_part * solution(sums.sum(dim=0) - sums, ridge).unsqueeze(1)
@@ -64,5 +66,5 @@ def confidences(sums: Float[Tensor, "folds K1 K1"], ridge: float, sizes: list[in
     for part in [*range(len(sizes))] * 3:
         others = [i for i in range(len(sizes)) if i != part]
         left = agreement[part] - sum(c[i] * squares[min(i, part), max(i, part)] for i in others)
-        c[part] = (left / squares[part, part].clamp(min=1e-30)).clamp(0, 1)
+        c[part] = (left / squares[part, part].clamp(min=NOT_ZERO)).clamp(0, 1)
     return c.nan_to_num()

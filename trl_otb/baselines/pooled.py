@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from .completions import Completions
+from .completions import NOT_ZERO, Completions
 
 
 def ogb_pooled(x: Completions) -> Float[Tensor, "B 1"]:
@@ -61,7 +61,9 @@ def partial_pooling(
     is the jackknife variance of b_(−i), σ² / (n − 1) for the plain mean; τ² is the true variance between prompts, and
     τ² + (τ² + u) / k the squared error of m: with these terms alone λ minimizes the squared error of the mixture.
     2 S² / k allows for the error of τ²; S² is the variance of the k others' b and b_(−i), so a prompt unlike the others
-    is pooled less.
+    is pooled less. Without it 3 or 4 prompts of two kinds had up to 1.85 times the power of `rloo`; with 1 in the place
+    of 2 1.05, with 2 1.02, and with 4 1.00, which gains up to 2 % less where prompts are alike (the rates of
+    tests/maths/test_identities.py, N = 4 and 8).
 
     A prompt with a single member, as all are for N = 1, has λ = 1. To the others its return is its b, with the u of one
     of their completions; it does not determine v. With no other prompt m = 0. `left_one_out` holds b_(−j), and for a
@@ -93,6 +95,7 @@ def partial_pooling(
     between = (about_target * other_prompts / (other_prompts - 1).clamp(min=1) - variance_of_mean).clamp(min=0)  # τ²
     with_own = about_target + (left_one_out - origin - target).square() / (other_prompts + 1)  # S²
     variance_of_target = (between + variance_of_mean + 2 * with_own) / other_prompts.clamp(min=1)
-    share = variance_of_one / (variance_of_one + between + variance_of_target).clamp(min=1e-20)
+    share = variance_of_one / (variance_of_one + between + variance_of_target).clamp(min=NOT_ZERO)
+    # Of one other prompt no variance is known
     share = torch.where(has_pair > 0, share * (other_prompts > 1), 1.0)
     return share, torch.where(other_prompts > 0, target + origin, 0.0) * unit

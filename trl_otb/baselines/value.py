@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from .bound import ROUNDING, VARIES_NOT_RATIO, worse_than_b0
-from .completions import Completions
+from .completions import NOT_ZERO, Completions
 from .least_squares import confidences, products, solution, with_columns
 from .luck import COLUMNS, LuckCheck, measured
 from .pooled import pooled
@@ -23,9 +23,11 @@ from .transport import numbered
 logger = logging.getLogger(__name__)
 
 # `value` is reset when B left more than this ratio of B0's power in two or more batches in a row that hold 4 prompts in
-# all. A single prompt may happen to vary little. After rewards were divided by 100 the twelve next batches had up to
-# 3.6 times the power without a reset, and 1.15 times at a ratio of 4; 1.5 changes nothing. With two prompts per batch
-# they had up to 119 times the power if 16 prompts were asked for; 2 change nothing (recipes/studies/ablations.md)
+# all. A single prompt may happen to vary little, and a single batch may be the exception: where rewards jumped in every
+# tenth batch of a toy scratchpad (N = 4), two in a row left 0.20 of B0's power, one 0.32 (0.9.4). After rewards were
+# divided by 100 the twelve next batches had up to 3.6 times the power without a reset, and 1.15 times at a ratio of 4;
+# 1.5 changes nothing. With two prompts per batch they had up to 119 times the power if 16 prompts were asked for; 2
+# change nothing (recipes/studies/ablations.md)
 RESET_RATIO, RESET_PROMPTS = 2.0, 4
 OF_STATE, OF_LUCK = 23, 14  # how many features φ and ψ have
 OF_0_11 = {"delta", "draw_weight", "_draw_columns"}  # of the state: checkpoints before 0.11 lack them
@@ -163,15 +165,17 @@ class Value:
     @property
     def ridge_of_v(self) -> float:
         """The ridge of V, as a part of each number's variation."""
-        # A quarter of it: 0.96 to 1.05 of the power; four times: up to 1.26 on toys, and 1.10 on SmolLM2's tasks
+        # A quarter of it: 0.96 to 1.05 of the power; four times: up to 1.26 on toys, and 1.10 on SmolLM2's tasks, where
+        # no rewards jump. It falls with the prompts, since the text of one prompt says little about the next
         return 4 / max(self._prompts, 1)
 
     @property
     def ridge(self) -> float:
         """The ridge of θ and Γ, as a part of each feature's variation."""
         assert self._sums is not None
-        # A quarter or four times of it: 0.95 to 1.15 of the power. Without 0.5 / P 4 % more on long answers of SmolLM2,
-        # without the tokens up to 4 % more on toys with two prompts, and 39 % after a jump of rewards
+        # A quarter or four times of it: 0.95 to 1.15 of the power where no rewards jump. Two terms, since prompts that
+        # are few and tokens that are few are two reasons to distrust. Without 0.5 / P 4 % more on SmolLM2's sums by
+        # column, without the tokens up to 4 % more on toys with two prompts, and 39 % after a jump of rewards
         return max(0.5 / self._prompts, self._sums.size(-1) / self._tokens)
 
     @property
@@ -180,7 +184,7 @@ class Value:
         if self._sums is None:
             return 0.0
         sums = self._sums.sum(dim=0)  # of products of features, of which the first is 1, and, last, of G − B0
-        return (sums[-1, -1] / sums[0, 0].clamp(min=1e-30)).item()
+        return (sums[-1, -1] / sums[0, 0].clamp(min=NOT_ZERO)).item()
 
     def state_dict(self) -> dict[str, Any]:
         """Also what is measured of luck, by the names that checkpoints have."""
@@ -351,6 +355,7 @@ def features(of: Prefix, v: Float[Tensor, "B T"]) -> tuple[Float[Tensor, "B T k"
 def r_squared(number: float, total: float, squares: float, left: float) -> float:
     """1 − `left` / Σ (G − mean of G)², from the number of G, Σ G and Σ G²; NaN if no G varies."""
     variation = squares - total**2 / max(number, 1.0)
+    # Less is what rounding leaves of equal float32 numbers
     return 1 - left / variation if variation > 1e-6 * squares else math.nan
 
 
