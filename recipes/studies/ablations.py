@@ -375,7 +375,9 @@ def main() -> None:
     args = parser.parse_args()
     if args.pools:
         found = pools_of(args.pools)
-        return print(first_batches(found), on_language_models(found, args.parts), sep="\n\n")
+        if len(args.parts) == len(PARTS):
+            print(first_batches(found), end="\n\n")
+        return print(on_language_models(found, args.parts))
     published: dict[str, dict[str, list[float]]] = json.loads(RESULTS.read_text())
     results: dict[str, dict[str, list[float]]] = {}
     for task in args.tasks:

@@ -186,6 +186,26 @@ def random_directions(pools: Pools, seed: int, numbers: int = 32) -> list[torch.
     return projected(pools, lambda states: states.float() @ directions)
 
 
+def by_size(path: Path) -> str:
+    """
+    Rows of Markdown, without and with progress: the power with so many numbers per hidden state, of three random
+    projections together, over that with 32.
+    """
+    pools, rows, sizes = Pools(path), [], (1, 8, 16, 32, 64, 128)
+    for told, s in (("no", None), ("yes", so_far(pools))):
+        of_size = {}
+        for numbers in sizes:
+            each = [replay(pools, Value, s, states=random_directions(pools, seed, numbers)) for seed in range(3)]
+            of_size[numbers] = {"power": sum(found["power"] for found in each)}
+        cells = [ratio(of_size[numbers], of_size[32]) for numbers in sizes]
+        rows.append(
+            f"| {TITLES[pools.name]} | {told} | "
+            + " | ".join(f"{x.value:.2f} ({x.low:.2f}–{x.high:.2f})" for x in cells)
+            + " |"
+        )
+    return "\n".join(rows)
+
+
 def projected(pools: Pools, project) -> list[torch.Tensor]:
     return [padded(prompt, [project(row["states"]) for row in prompt["rows"]]) for prompt in pools.pools]
 
@@ -319,11 +339,14 @@ def main(argv: list[str]) -> None:
     parser.add_argument(
         "--right_text", action="store_true", help="publish what is gained by knowing the column `answer`"
     )
+    parser.add_argument("--sizes", action="store_true", help="how many numbers of a hidden state are enough")
     parser.add_argument("--publish", action="store_true", help="put the tables into the results and the page")
     parser.add_argument("--output", type=Path, default=Path("runs/progress/replays.jsonl"))
     args = parser.parse_args(argv)
     if args.right_text:
         return publish_right_text([with_right_text(path) for path in args.pools])
+    if args.sizes:
+        return print(*map(by_size, args.pools), sep="\n")
     function = None if args.function is None else imported(args.function, f"--function is {args.function!r}")
     found = []
     for path in args.pools:
