@@ -100,12 +100,12 @@ class Continuations:
                     past_key_values=cache,
                 ).logits[:, -1]
                 # By inverting the distribution function: torch.multinomial takes a third of the time on a CPU
-                ends_at = (logits.float() / self.trainer.temperature).softmax(-1).double().cumsum(-1)
+                below = (logits.float() / self.trainer.temperature).softmax(-1).double().cumsum(-1)
                 points = torch.rand(len(rows), 1, generator=self.generator, dtype=torch.float64).to(mask.device)
-                drawn = torch.searchsorted(ends_at, points * ends_at[:, -1:], right=True)[:, 0].tolist()
-                for i, v in zip(rows, drawn, strict=True):
+                tokens = torch.searchsorted(below, points * below[:, -1:], right=True)[:, 0].tolist()
+                for i, v in zip(rows, tokens, strict=True):
                     result[i].append(v)
-                goes_on = [v not in ends and len(result[i]) < self.longest for i, v in zip(rows, drawn, strict=True)]
+                goes_on = [v not in ends and len(result[i]) < self.longest for i, v in zip(rows, tokens, strict=True)]
                 if not all(goes_on):
                     kept = torch.tensor(goes_on, device=mask.device).nonzero()[:, 0]
                     cache.batch_select_indices(kept)
