@@ -6,11 +6,11 @@ The cost of OTBGRPOTrainer over GRPOTrainer: a training step's time and peak mem
     python -m recipes.benchmarks.step --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 --length 1024        # a GPU
     python -m recipes.benchmarks.step --shape qwen2.5-1.5b --lora --length 4096 --gradient_checkpointing       # no hub
 
-A round trains every arm once, from the same weights and seed, in one process: the arms take their steps in turns, so
-that what the machine does meanwhile happens to all. Steps are with generation by `generate`, or without: then a
-`rollout_func` returns stored completions of half to full length, which shows the cost at its largest. Ratios are to
-GRPOTrainer's: of a round the median over its batches; of all rounds the median, lowest and highest. The models of all
-arms are in memory at once; `--baselines value` has two.
+A round trains every arm once, from the same weights and seed, in one process: the arms take their steps in turns, in
+another order each time, so that what the machine does meanwhile happens to all. Steps are with generation by
+`generate`, or without: then a `rollout_func` returns stored completions of half to full length, which shows the cost at
+its largest. Ratios are to GRPOTrainer's: of a round the median over its batches; of all rounds the median, lowest and
+highest. The models of all arms are in memory at once; `--baselines value` has two.
 
 On a CPU each round is a forked process and time is its CPU time. Memory is the peak of torch's allocations in a
 training alone, of model and optimizer too: on a CPU of two batches under the profiler. recipes/README.md has results.
@@ -21,6 +21,7 @@ import ctypes
 import gc
 import multiprocessing
 import os
+import random
 import sys
 import tempfile
 import threading
@@ -200,7 +201,7 @@ def timed(arms: list[str], regime: str, args: argparse.Namespace) -> dict[str, t
             threading.Thread(target=turns[arm].train, args=[trainer], daemon=True).start()
             turns[arm].wait()
         for step in range(trainers[CONTROL].args.max_steps):
-            for arm in arms[step % len(arms) :] + arms[: step % len(arms)]:
+            for arm in random.Random(step).sample(arms, len(arms)):
                 torch.manual_seed(args.seed + step)  # all sample the same
                 turns[arm].step()
     # The first step on a batch also samples it, so whole batches are compared; the first batch is a warm-up
