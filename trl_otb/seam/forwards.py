@@ -240,7 +240,7 @@ def _one_call_each(states: list[Tensor], forwards: int) -> bool:
 
 
 def projection(size: int) -> Tensor:
-    """`(size, k)` a fixed random projection of hidden states, float32."""
+    """`(size, k)` a fixed random projection of hidden states, float32; its numbers are as large as those of states."""
     generator, numbers = torch.Generator().manual_seed(0), min(size, PROJECTED_SIZE)
     return torch.randn(size, numbers, generator=generator, dtype=torch.float32, device="cpu") / math.sqrt(size)
 
