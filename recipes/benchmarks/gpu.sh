@@ -3,7 +3,8 @@
 #
 #     make gpu                                         # one GPU, no hub; at most 25 minutes
 #     make gpu ARGS="tests step-lora"                  # some parts; the report keeps earlier results of the others
-#     make gpu LENGTH=1024                             # for a card of less than 140 GB: the longest completion, in tokens
+#     make gpu LENGTH=1024 BASELINES=value             # for a card of less than 140 GB: the longest completion, in tokens;
+#                                                      # and two models at once in the place of four
 #     SMALL=1 recipes/benchmarks/gpu.sh                # every part, tiny, on two CPU cores
 #
 # Each part is a command with a log and a time limit; if one fails, the others continue. runs/gpu/report.md says how each
@@ -31,6 +32,7 @@ else
     marks=gpu device=cuda advantages="" main="--use_cpu false"
     step="--shape qwen2.5-1.5b --length ${LENGTH:-4096} --gradient_checkpointing --rounds 3 --steps 1"
 fi
+step+=" --baselines ${BASELINES:-group_mean otb value}"
 
 for name in $CHOSEN; do
     [[ " $PARTS " == *" $name "* ]] || { echo "There is no part $name, only $PARTS." && exit 2; }

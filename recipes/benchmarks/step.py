@@ -193,6 +193,7 @@ def trainer_of(arm: str, regime: str, args: argparse.Namespace, folder: str) -> 
 def timed(arms: list[str], regime: str, args: argparse.Namespace) -> dict[str, tuple[numpy.ndarray, str]]:
     """By arm, seconds per step for each generation batch after the first, and where its energies came from."""
     now = time.perf_counter if args.device == "cuda" else time.process_time
+    gc.collect()  # models of the round before, on a GPU
     with tempfile.TemporaryDirectory() as folder:
         trainers = {arm: trainer_of(arm, regime, args, folder) for arm in arms}
         turns = {arm: Turns(now) for arm in arms}

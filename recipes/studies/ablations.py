@@ -368,30 +368,32 @@ def table(results: dict[str, dict[str, list[float]]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="ablations", description=__doc__.splitlines()[1])
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS], help="'the whole' and some")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS], help="beside the whole")
     parser.add_argument("--publish", action="store_true", help="put the results into the page")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/studies/ablations"))
     parser.add_argument("--pools", nargs="+", type=Path, help="of progress_pools.py: on language models")
     args = parser.parse_args()
+    parts = [*dict.fromkeys(["the whole", *args.parts])]
     if args.pools:
         found = pools_of(args.pools)
-        if len(args.parts) == len(PARTS):
+        if len(parts) == len(PARTS):
             print(first_batches(found), end="\n\n")
-        return print(on_language_models(found, args.parts))
+        return print(on_language_models(found, parts))
     published: dict[str, dict[str, list[float]]] = json.loads(RESULTS.read_text())
     results: dict[str, dict[str, list[float]]] = {}
     for task in args.tasks:
         found = batches_of(task, args.output_dir)
         for kind in KINDS:
             of_kind = results[f"{task}: {kind}"] = {}
-            for part in args.parts:
+            for part in parts:
                 of_kind[part] = [float(f"{power:.4g}") for power in power_left(part, kind, found)]
                 print(f"{task}: {kind}: {part}: {of_kind[part]}", flush=True)
     if args.publish:
-        for key, of_kind in [*results.items()]:  # the whole is computed again, so that all parts are beside the same
-            if len(args.parts) < len(PARTS) and of_kind["the whole"] != published[key]["the whole"]:
+        for key, of_kind in results.items() if len(parts) < len(PARTS) else ():
+            if of_kind["the whole"] != published[key]["the whole"]:
                 parser.error(f"The whole `value` has changed on {key}: publish all parts together.")
-            results[key] = {part: (published[key] | of_kind)[part] for part in PARTS}
+            of_all = published[key] | of_kind
+            results[key] = {part: of_all[part] for part in PARTS if part in of_all}
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
         head, mark, _ = PAGE.read_text().partition("<!-- ablations.json -->\n\n")
         PAGE.write_text(head + mark + table(results) + "\n")

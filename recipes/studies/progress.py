@@ -186,24 +186,21 @@ def random_directions(pools: Pools, seed: int, numbers: int = 32) -> list[torch.
     return projected(pools, lambda states: states.float() @ directions)
 
 
-def by_size(path: Path) -> str:
+def by_size(path: Path) -> render.Tables:
     """
-    Rows of Markdown, without and with progress: the power with so many numbers per hidden state, of three random
-    projections together, over that with 32.
+    Without and with progress: the power with so many numbers per hidden state, of three random projections together,
+    over that with 32.
     """
-    pools, rows, sizes = Pools(path), [], (1, 8, 16, 32, 64, 128)
-    for told, s in (("no", None), ("yes", so_far(pools))):
+    pools, tables = Pools(path), {}
+    for title, s in (("numbers of a state", None), ("numbers of a state, with progress", so_far(pools))):
         of_size = {}
-        for numbers in sizes:
+        for numbers in (1, 8, 16, 32, 64, 128):
             each = [replay(pools, Value, s, states=random_directions(pools, seed, numbers)) for seed in range(3)]
             of_size[numbers] = {"power": sum(found["power"] for found in each)}
-        cells = [ratio(of_size[numbers], of_size[32]) for numbers in sizes]
-        rows.append(
-            f"| {TITLES[pools.name]} | {told} | "
-            + " | ".join(f"{x.value:.2f} ({x.low:.2f}–{x.high:.2f})" for x in cells)
-            + " |"
-        )
-    return "\n".join(rows)
+        ratios = {numbers: ratio(found, of_size[32]) for numbers, found in of_size.items()}
+        cells = [{"name": str(numbers), "power": [x.value, x.low, x.high]} for numbers, x in ratios.items()]
+        tables[f"{TITLES[pools.name]}, {title}"] = rows_of_power(pools, cells)
+    return tables
 
 
 def projected(pools: Pools, project) -> list[torch.Tensor]:
@@ -339,14 +336,17 @@ def main(argv: list[str]) -> None:
     parser.add_argument(
         "--right_text", action="store_true", help="publish what is gained by knowing the column `answer`"
     )
-    parser.add_argument("--sizes", action="store_true", help="how many numbers of a hidden state are enough")
+    parser.add_argument("--sizes", action="store_true", help="publish what other numbers of a hidden state leave")
     parser.add_argument("--publish", action="store_true", help="put the tables into the results and the page")
     parser.add_argument("--output", type=Path, default=Path("runs/progress/replays.jsonl"))
     args = parser.parse_args(argv)
     if args.right_text:
         return publish_right_text([with_right_text(path) for path in args.pools])
     if args.sizes:
-        return print(*map(by_size, args.pools), sep="\n")
+        tables: render.Tables = {}
+        for path in args.pools:
+            tables |= by_size(path)
+        return render.publish("progress", tables)
     function = None if args.function is None else imported(args.function, f"--function is {args.function!r}")
     found = []
     for path in args.pools:

@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 # all. A single prompt may happen to vary little, and a single batch may be the exception: where rewards jumped in every
 # tenth batch of a toy scratchpad (N = 4), two in a row left 0.20 of B0's power, one 0.32 (0.9.4). After rewards were
 # divided by 100 the twelve next batches had up to 3.6 times the power without a reset, and 1.15 times at a ratio of 4;
-# 1.5 changes nothing. With two prompts per batch they had up to 119 times the power if 16 prompts were asked for; 2
-# change nothing (recipes/studies/ablations.md)
+# 1.5 changes nothing. With two prompts per batch they had up to 119 times the power if 16 prompts were asked for;
+# asking for 2 changes nothing (recipes/studies/ablations.md)
 RESET_RATIO, RESET_PROMPTS = 2.0, 4
 OF_STATE, OF_LUCK = 23, 14  # how many features φ and ψ have
 OF_0_11 = {"delta", "draw_weight", "_draw_columns"}  # of the state: checkpoints before 0.11 lack them
@@ -285,7 +285,7 @@ class Value:
             state, whole = (x.returns - values for values in self._baseline(of, b))
             powers = [(weights * left.square()).sum() for left in (target, whole, state)]
             squares = (weights * (x.returns.square() + b.square())).sum()
-            present = x.mask * of.known  # V is fitted to tokens alike; by energy up to 14 % more power in few prompts
+            present = x.mask * of.known  # tokens alike; if V were fitted by energy, up to 14 % more in first batches
             counts = x.mask.sum() - present.sum(), present.sum(), weights.sum()
             total += torch.stack([*powers, squares, *counts, *self._at_end(x, of, b)])
             columns = torch.cat([of.with_b0(b), target.unsqueeze(-1)], dim=-1)

@@ -27,7 +27,7 @@ from .sampled import SampledTurn, SampledTurns
 logger = get_logger(__name__)
 
 # Numbers of a hidden state. On SmolLM2's tasks 16 leave 0.93 to 1.01 of the power, 64 leave 0.92 to 1.04
-# (recipes/studies/ablations.md)
+# (recipes/studies/progress.md)
 PROJECTED_SIZE = 32
 # Of the layer whose states are recorded. On SmolLM2's four tasks and a scratchpad a third, a half, five sixths and the
 # last leave 0.97 to 1.06 of the noise (recipes/studies/results/features.json)
