@@ -86,7 +86,7 @@ def run(argv: list[str]) -> None:
     from trl.scripts import grpo
 
     from trl_otb import OTBGRPOTrainer, compare_baselines
-    from trl_otb.seam.contract import CLI
+    from trl_otb.seam.parts import CLI
     from trl_otb.state import load_checkpoint
     from trl_otb.stopping import StopAfterStep, end_quietly_on_interrupt
 
@@ -144,7 +144,7 @@ def main(argv: list[str] | None = None) -> None:
     from trl.cli.accelerate_config import resolve_accelerate_config_argument
     from trl.cli.commands.training import _subtract_subsequence
 
-    from trl_otb.seam.contract import CLI
+    from trl_otb.seam.parts import CLI
 
     CLI.check()
     remaining = {"return_remaining_strings": True, "separate_remaining_strings": True}

@@ -14,8 +14,8 @@ from trl import GRPOConfig
 
 from .baselines import BASELINES, Baseline, find_baseline
 from .display.page import SAVE_ROLLOUTS, check_steps
-from .progress import check_names
-from .seam.private import PRIVATE
+from .progress import PROGRESS_PLACES, check_names
+from .seam.own import OWN
 
 
 logger = get_logger(__name__)
@@ -25,10 +25,6 @@ LOSS_TYPES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vesp
 
 
 MOST_DRAWS = 64  # tokens
-# Of a completion, at which progress functions are called: all tokens of a short answer, every fourth of 256. On stories
-# every fourth token costs 0.02 of the noise, every eighth 0.05 (recipes/studies/progress.md)
-PROGRESS_PLACES = 64
-
 # What is said of options that are not set
 UNSET = {
     "baseline": "The baseline is 'otb', the paper's; 'value' is advised.",
@@ -184,7 +180,7 @@ def warn_of_other_trainer(args: Any, trainer: str) -> None:
     """Warn once if a trainer that is not of this package trains with one of its configs."""
     caller = sys._getframe(2)
     by_trainer = caller.f_globals.get("__name__", "").startswith("transformers.trainer")
-    if by_trainer and not hasattr(caller.f_locals.get("self"), PRIVATE):
+    if by_trainer and not hasattr(caller.f_locals.get("self"), OWN):
         logger.warning_once(
             f"A {type(args).__name__} is used by another trainer than {trainer}: `baseline={args.baseline!r}` has no "
             f"effect, and `scale_rewards` is {args.scale_rewards!r}. Make an {trainer}."

@@ -10,23 +10,25 @@ from accelerate.logging import get_logger
 from trl import GRPOConfig, GRPOTrainer
 
 from .baselines import Completions
-from .config import PROGRESS_PLACES, OTBGRPOConfig, check_options, named_baseline
+from .config import OTBGRPOConfig, check_options, named_baseline
 from .display.page import RolloutPages
 from .gain import Gain
 from .metrics import STATISTICS, summarize
-from .progress import Progress, functions_by_name
 from .rollout import Rollout, columns_of, prompt_keys
 from .run_baseline import BatchAdvantages, RunBaseline
-from .seam.contract import GRPO, BrokenContract, check_config, check_subclass, trl_utils, users_loss, users_methods
+from .seam.contract import trl_utils
 from .seam.draws import draw_ratio, dropout_of, warning_of_dropout
 from .seam.forwards import NoEnergiesError, PolicyRecorder, policy_of, scores_anyway, values_of_batch
 from .seam.hosts import check_hosts
 from .seam.hub import LeavesPagesOut
 from .seam.loss import TokenLoss, tried_first
 from .seam.older_trl import check_head, check_liger
-from .seam.private import Private, Public, check_names
+from .seam.own import Own, Public, check_names
+from .seam.parts import GRPO
+from .seam.progress import measured_progress, one_of, set_up_progress
 from .seam.rewarding import recorded_rewards, rollout_of
 from .seam.sampled import SampledTurns
+from .seam.subclasses import BrokenContract, check_config, check_subclass, users_loss, users_methods
 from .seam.tool_turns import CollectiveToolLoop
 from .state import KeepsBaseline, check_unchanged, gain_of
 
@@ -75,7 +77,7 @@ class OTBGRPOTrainer(KeepsBaseline, LeavesPagesOut, CollectiveToolLoop, TokenLos
         "{71553--71575},\n    year = 2026,\n    eprint = {arXiv:2602.07078},\n}",
     }
 
-    _trl_otb: Private
+    _trl_otb: Own
     rollouts = Public()
     energy_source = Public()
     scale_rewards: Any
@@ -99,12 +101,12 @@ class OTBGRPOTrainer(KeepsBaseline, LeavesPagesOut, CollectiveToolLoop, TokenLos
             args = OTBGRPOConfig(f"{name.rstrip('/').split('/')[-1]}-OTB")
         if not isinstance(args, GRPOConfig):
             raise TypeError(f"`args` is a {type(args).__name__}: OTBGRPOTrainer takes an OTBGRPOConfig.")
-        progress_funcs = _one_of(progress_funcs, args)
+        progress_funcs = one_of(progress_funcs, args)
         own_loss = bool(users_methods(self, ("_compute_loss", "compute_loss")))
         entry = check_options(args, own_loss, type(self))
         check_liger(args.use_liger_kernel, entry.per_token, entry.name)
         baseline = RunBaseline(entry, running_scale=args.scale_rewards == "running")
-        self._trl_otb = Private(baseline, entry.needs, getattr(args, "baseline", None))
+        self._trl_otb = Own(baseline, entry.needs, getattr(args, "baseline", None))
         # By name, as a user's class may take them so only
         names = list(inspect.signature(GRPOTrainer.__init__).parameters)[4:]
         super().__init__(model, reward_funcs, args=args, **dict(zip(names, other_args, strict=False)), **kwargs)
@@ -122,7 +124,7 @@ class OTBGRPOTrainer(KeepsBaseline, LeavesPagesOut, CollectiveToolLoop, TokenLos
         self._trl_otb.recorder = PolicyRecorder(self.model, self.temperature, self.args.cast_lm_head_to_fp32)
         if entry.name not in ("otb", "otb_loo", "ogb", "ogb_loo"):  # the paper's; the model card says what was used
             self._name, self._paper = GRPOTrainer._name, GRPOTrainer._paper
-        _set_up_progress(self, progress_funcs)
+        set_up_progress(self, progress_funcs)
         if entry.scope == "batch" and self.num_generations > 1 and prompts_at_once(self) < 3:
             logger.warning(
                 f"`baseline` is {entry.name!r}, which pools prompts, and a generation batch has "
@@ -210,73 +212,6 @@ class OTBGRPOTrainer(KeepsBaseline, LeavesPagesOut, CollectiveToolLoop, TokenLos
         return result
 
 
-def _one_of(functions: Any, args: GRPOConfig) -> Any:
-    """`progress_funcs` of the trainer or, without them, of its config."""
-    named = getattr(args, "progress_funcs", None)
-    if functions is not None and named is not None:
-        raise ValueError(
-            f"`progress_funcs` is set in {type(args).__name__} ({named!r}) and given to the trainer, too: choose one "
-            "of them."
-        )
-    return named if functions is None else functions
-
-
-def _set_up_progress(trainer: OTBGRPOTrainer, functions: Any) -> None:
-    args, of = trainer.args, trainer._trl_otb
-    by_name = functions_by_name(functions, trainer.reward_funcs, trainer.reward_func_names)
-    if not by_name:
-        return
-    if "progress" not in of.needs:
-        logger.warning_once(
-            f"`progress_funcs` has no effect: `baseline={trainer.baseline.entry.name!r}` does not read progress. "
-            "'value' does."
-        )
-    places = getattr(args, "progress_places", PROGRESS_PLACES)
-    likeliest = getattr(args, "progress_draws", 0)
-    of.progress = Progress(by_name, places, trainer.max_completion_length, likeliest)
-    of.extra_state |= {"progress": of.progress.names, "progress_usual": of.progress.usual}
-
-
-def _progress(
-    trainer: OTBGRPOTrainer, given: Any, rollout: Rollout, likely: torch.Tensor | None
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """`(B, T, F)` what the run's progress functions say of the text before each token, and their draws."""
-    of, mode = trainer._trl_otb, "train" if trainer.model.training else "eval"
-    if of.progress is None or "progress" not in of.needs or given is None:
-        return None, None
-    if of.progress.likeliest and likely is None:
-        logger.warning_once(
-            f"`progress_draws` has no effect: energies come from {of.energy_source}, which does not tell what other "
-            "tokens were likely. Only forwards of `generate` do."
-        )
-    of.progress.usual = of.extra_state["progress_usual"]
-    loop = getattr(trainer, "async_loop", None)
-    numbers, draws = of.progress.measure(
-        given, rollout.mask, trainer.processing_class, trainer.state, loop, mode == "train", likely
-    )
-    of.extra_state["progress_usual"] = of.progress.usual
-    flags = of.progress.flags().unsqueeze(0).to(numbers.device)
-    kept = of.progress.forget_left_out(trainer.accelerator.gather(flags))
-    if mode == "train" and not math.isnan(of.progress.time_share):
-        trainer._metrics[mode]["otb/progress/time_share"].append(of.progress.time_share)
-    return numbers * kept.to(numbers), None if draws is None else draws * kept.to(draws)
-
-
-def _is_recorded(trainer: OTBGRPOTrainer, mode: str) -> bool:
-    """Whether a step that a rollout of now serves is added to the page of the run."""
-    pages, args = trainer._trl_otb.pages, trainer.args
-    if pages is None:
-        return False
-    steps = math.ceil(args.steps_per_generation * args.num_iterations / args.gradient_accumulation_steps)
-    served = range(trainer.state.global_step + 1, trainer.state.global_step + 1 + steps)
-    return mode == "eval" or any(pages.due(args, step) for step in served)
-
-
-def prompts_at_once(trainer: GRPOTrainer) -> int:
-    """Prompts per generation batch, over all processes."""
-    return trainer.args.generation_batch_size // trainer.num_generations
-
-
 def collect(trainer: OTBGRPOTrainer, inputs: list[dict[str, Any]]) -> tuple[Rollout, Completions, dict[str, Any]]:
     """Sampled and rewarded completions of `inputs`, one per row: to show, for baselines, and as TRL's batch."""
     of, n = trainer._trl_otb, trainer.num_generations if trainer.model.training else trainer.num_generations_eval
@@ -311,8 +246,23 @@ def collect(trainer: OTBGRPOTrainer, inputs: list[dict[str, Any]]) -> tuple[Roll
         ratio, unknown = draw_ratio(trainer, batch, source, values.logps, recording.processor)
         if unknown is not None:
             logger.warning_once(f"Later luck is not subtracted: {unknown}.")
-    progress, draws = _progress(trainer, recorders[-1].given, rollout, values.likely)
+    progress, draws = measured_progress(trainer, recorders[-1].given, rollout, values.likely)
     return rollout, rollout.completions(values.states, keys, ratio, progress, draws), batch
+
+
+def _is_recorded(trainer: OTBGRPOTrainer, mode: str) -> bool:
+    """Whether a step that a rollout of now serves is added to the page of the run."""
+    pages, args = trainer._trl_otb.pages, trainer.args
+    if pages is None:
+        return False
+    steps = math.ceil(args.steps_per_generation * args.num_iterations / args.gradient_accumulation_steps)
+    served = range(trainer.state.global_step + 1, trainer.state.global_step + 1 + steps)
+    return mode == "eval" or any(pages.due(args, step) for step in served)
+
+
+def prompts_at_once(trainer: GRPOTrainer) -> int:
+    """Prompts per generation batch, over all processes."""
+    return trainer.args.generation_batch_size // trainer.num_generations
 
 
 def _log_rollout(trainer: OTBGRPOTrainer, mode: str, found: BatchAdvantages, num_generations: int) -> None:

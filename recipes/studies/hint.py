@@ -24,8 +24,7 @@ from recipes.studies.progress import Pools, padded, replay, rows_of_power, so_fa
 from recipes.studies.tasks import HAS_BFLOAT16, ON_GPU
 from recipes.studies.value import TASKS as TITLES
 from trl_otb.baselines import Value
-from trl_otb.baselines.prefix import before
-from trl_otb.seam.forwards import LAYER_DEPTH, projection
+from trl_otb.baselines.prefix import LAYER_DEPTH, before, projection
 
 
 RATIO, LEAST = 3.0, -8.0  # limits of log π' / π, on both sides, and of log π', below

@@ -418,7 +418,7 @@ def main(folder: Path) -> None:
     import recipes.math  # noqa: F401
     from tests.helpers import settings, tiny, tiny_vision  # noqa: F401
     from trl_otb import OTBGRPOTrainer  # noqa: F401
-    from trl_otb.seam.contract import GRPO
+    from trl_otb.seam.parts import GRPO
 
     with suppress(ImportError):  # where its parts of TRL have moved
         from trl_otb import AsyncOTBGRPOTrainer  # noqa: F401

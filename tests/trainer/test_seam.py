@@ -21,10 +21,11 @@ import trl_otb
 from tests.helpers import tiny
 from tests.helpers.settings import SOURCES, assert_same_weights
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
-from trl_otb.experimental.async_grpo.contract import ASYNC_GRPO
+from trl_otb.experimental.async_grpo.parts import ASYNC_GRPO
 from trl_otb.seam import contract
-from trl_otb.seam.contract import CLI, GRPO, from_library
+from trl_otb.seam.contract import from_library
 from trl_otb.seam.older_trl import LACKING
+from trl_otb.seam.parts import CLI, GRPO
 
 
 CONTRACTS = (GRPO, ASYNC_GRPO, CLI)
@@ -69,7 +70,7 @@ def test_every_private_part_of_trl_is_in_a_contract():
     theirs = [Path(inspect.getfile(of)) for of in (GRPOTrainer, GRPOConfig, *GRPOTrainer.__mro__[1:3])]
     theirs += (Path(trl.__file__).parent / "experimental" / "async_grpo").glob("*.py")
     of_trl = set(re.findall(r"\b_[a-z]\w+", " ".join(path.read_text() for path in theirs)))
-    package, contracts = Path(trl_otb.__file__).parent, ("seam/contract.py", "experimental/async_grpo/contract.py")
+    package, contracts = Path(trl_otb.__file__).parent, ("seam/parts.py", "experimental/async_grpo/parts.py")
     own = {path: private_names(ast.parse(path.read_text())) for path in package.rglob("*.py")}
     listed = re.findall(r"\b_[a-z]\w+", " ".join((package / path).read_text() for path in contracts))
     only_quoted = {"_prepare_inputs"}  # in errors, of users' and Axolotl's classes

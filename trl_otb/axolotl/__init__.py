@@ -17,7 +17,8 @@ from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel, ConfigDict
 
 from ..baselines import find_baseline
-from ..config import PROGRESS_PLACES, UNSET, warn_of_unset
+from ..config import UNSET, warn_of_unset
+from ..progress import PROGRESS_PLACES
 from ..state import KeepsBaseline
 
 

@@ -22,13 +22,15 @@ from .transport import numbered
 
 logger = logging.getLogger(__name__)
 
-# `value` is reset when B left more than this ratio of B0's power in two or more batches in a row that hold 4 prompts in
-# all. A single prompt may happen to vary little, and a single batch may be the exception: where rewards jumped in every
-# tenth batch of a toy scratchpad (N = 4), two in a row left 0.20 of B0's power, one 0.32 (0.9.4). After rewards were
-# divided by 100 the twelve next batches had up to 3.6 times the power without a reset, and 1.15 times at a ratio of 4;
-# 1.5 changes nothing. With two prompts per batch they had up to 119 times the power if 16 prompts were asked for;
-# asking for 2 changes nothing (recipes/studies/ablations.md)
-RESET_RATIO, RESET_PROMPTS = 2.0, 4
+# What was learned is forgotten when B lost in two or more batches in a row that hold so many prompts in all, as after a
+# change of rewards: when it left more than so many times B0's power. Powers are of recipes/studies/ablations.md.
+# With a ratio of 1.5 nothing changes. After rewards were divided by 100 the twelve next batches had 1.15 times the
+# power with a ratio of 4, and up to 3.6 times if nothing is ever forgotten
+RESET_RATIO = 2.0
+# A single prompt may happen to vary little: with 2 prompts nothing changes, with 16 up to 119 times the power was left
+# where batches had two prompts. A single batch may be the exception: where rewards jumped in every tenth batch of a toy
+# scratchpad (N = 4), two in a row left 0.20 of B0's power, one 0.32 (0.9.4)
+RESET_PROMPTS = 4
 OF_STATE, OF_LUCK = 23, 14  # how many features φ and ψ have
 OF_0_11 = {"delta", "draw_weight", "_draw_columns"}  # of the state: checkpoints before 0.11 lack them
 
@@ -87,8 +89,10 @@ class Value:
         self._doubted = 0  # prompts in the latest batches in a row in which B left too much
         self.luck_check = LuckCheck()
 
+    # B
+
     def __call__(self, x: Completions) -> Float[Tensor, "B #T"]:
-        """B0, `rloo_pooled`, of returns or of rewards-to-go."""
+        """B0, `rloo_pooled`, of returns or of rewards-to-go; for N = 1 the mean of the other prompts'."""
         return pooled(x, x.returns, torch.ones_like(x.scored))
 
     def adjust(self, local: Completions, b0: Float[Tensor, "B #T"]) -> Float[Tensor, "B #T"]:
@@ -97,16 +101,64 @@ class Value:
             return b0
         return torch.cat([self._baseline(of, b0[rows])[1] for _, of, rows in read_in_blocks(local)])
 
+    def _baseline(self, of: Prefix, b0: Float[Tensor, "B #T"]) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
+        """B without later luck, and B."""
+        if self.eta is None or self.theta is None or self.gamma is None:
+            return (b0.expand_as(of.sure),) * 2
+        v = self._centred_v(of, b0, self.eta)
+        phi, psi = self._columns(of, b0, v)
+        least, most = self._returns_seen
+        predicted = b0 + self.weight * (phi @ self.theta.to(phi))
+        state = predicted.clamp(b0.clamp(max=least), b0.clamp(min=most))
+        # Known before the draw, so that it may be limited; the sum may not, or its mean would not be 0. The limits save
+        # up to 3 % and 1 % on toys, and of luck, after a jump of rewards with two prompts per batch, up to 14 %
+        per_draw = (psi @ self.gamma.to(psi)).clamp(least - most, most - least)
+        luck = self.luck_weight * of.luck * per_draw
+        if self.delta is not None and of.draws.size(-1) * 2 == self.delta.numel():
+            of_each = self.delta.to(psi).view(2, -1)
+            of_each = (of_each[0] + of_each[1] * v.unsqueeze(-1)).clamp(least - most, most - least)
+            luck = luck + self.draw_weight * (of.draws * of_each).sum(dim=-1)
+        return state, state + later(luck)
+
+    def _columns(self, of: Prefix, b0: Tensor, v: Float[Tensor, "B T"]) -> tuple[Tensor, Tensor]:
+        """φ and ψ."""
+        phi, psi = self._features(of, v)
+        of_known = (b0 * of.known).unsqueeze(-1)
+        return torch.cat([phi[..., :1], of_known, phi[..., 1:]], dim=-1), psi
+
+    def _features(self, of: Prefix, v: Float[Tensor, "B T"]) -> tuple[Float[Tensor, "B T k"], Float[Tensor, "B T l"]]:
+        """φ without B0 and ψ; studies leave out some."""
+        return features(of, v)
+
+    def _centred_v(self, of: Prefix, b0: Tensor, eta: Tensor) -> Float[Tensor, "B T"]:
+        """
+        V less the middle of the returns seen, by coefficients `(K,)` or, for each row, `(B, K)`. Another number than
+        the middle changes what the ridge does: 0.83 to 1.07 of the power on SmolLM2's tasks, none better on all.
+        """
+        least, most = self._returns_seen  # without this limit of V up to 5 % more power in the first batches
+        predicted = (of.with_b0(b0) @ eta.to(of.numbers).unsqueeze(-1)).squeeze(-1)
+        return (b0 + predicted).clamp(least, most) - (least + most) / 2
+
+    def later_luck(self, local: Completions, b0: Float[Tensor, "B #T"]) -> Float[Tensor, "B T"]:
+        """The part of B that is the luck of later tokens, to show it."""
+        parts = (self._baseline(of, b0[rows]) for _, of, rows in read_in_blocks(local))
+        return torch.cat([whole - state for state, whole in parts])
+
     def keeps_b0(
         self, local: Completions, gather: Callable[[Tensor], Tensor] | None, first_row: int
     ) -> tuple[Bool[Tensor, " B"], float]:
         """Which completions are to keep B0, and their share in the batch of all processes: [`worse_than_b0`]."""
         return worse_than_b0(partial(self.adjust, local), local, self.usual_power, gather, first_row)
 
-    def later_luck(self, local: Completions, b0: Float[Tensor, "B #T"]) -> Float[Tensor, "B T"]:
-        """The part of B that is the luck of later tokens, to show it."""
-        parts = (self._baseline(of, b0[rows]) for _, of, rows in read_in_blocks(local))
-        return torch.cat([whole - state for state, whole in parts])
+    @property
+    def usual_power(self) -> float:
+        """What B0 left in earlier batches, per energy."""
+        if self._sums is None:
+            return 0.0
+        sums = self._sums.sum(dim=0)  # of products of features, of which the first is 1, and, last, of G − B0
+        return (sums[-1, -1] / sums[0, 0].clamp(min=NOT_ZERO)).item()
+
+    # Learning from a batch
 
     def update(
         self, local: Completions, b0: Float[Tensor, "B #T"], gather: Callable[[Tensor], Tensor]
@@ -125,9 +177,7 @@ class Value:
         power, left, left_by_state, squares, excluded, tokens, energy, *at_end = of_batch.tolist()
         varies = power > ROUNDING * squares
         allowed = RESET_RATIO * power if varies else VARIES_NOT_RATIO * self.usual_power * energy
-        lost = left > max(allowed, ROUNDING * squares)
-        doubted, self._doubted = self._doubted, (self._doubted + prompts) * lost
-        reset = doubted > 0 and self._doubted >= RESET_PROMPTS
+        reset = self._is_to_forget(left > max(allowed, ROUNDING * squares), prompts)
         shares = [1 - part / power if varies else math.nan for part in (left, left_by_state)]
         metrics = dict(zip(("explained", "explained_by_state"), shares, strict=True))
         metrics |= {"weight": self.weight, "luck_weight": self.luck_weight, "restarted": float(reset)}
@@ -162,6 +212,73 @@ class Value:
         self._fit()
         return metrics
 
+    def _is_to_forget(self, lost: bool, prompts: int) -> bool:
+        """Whether B lost in this batch, and in those before it: in two or more batches, of enough prompts."""
+        again = lost and self._doubted > 0
+        self._doubted = self._doubted + prompts if lost else 0
+        return again and self._doubted >= RESET_PROMPTS
+
+    def _measure(self, local: Completions, b0: Tensor, fold: Tensor) -> list[Tensor]:
+        """
+        Sums that V is fitted to, by fold; the power that B0 and B leave, with what else a batch tells; and what
+        [`measured`] returns.
+        """
+        sums, total, of_draws, largest = b0.new_zeros(1), b0.new_zeros(11), b0.new_zeros(len(COLUMNS)), b0.new_ones(())
+        for x, of, rows in read_in_blocks(local):
+            b = b0[rows]
+            target, weights = (x.returns - b).expand_as(x.mask), x.need("loss_energy")
+            state, whole = (x.returns - values for values in self._baseline(of, b))
+            powers = [(weights * left.square()).sum() for left in (target, whole, state)]
+            squares = (weights * (x.returns.square() + b.square())).sum()
+            present = x.mask * of.known  # tokens alike; if V were fitted by energy, up to 14 % more in first batches
+            counts = x.mask.sum() - present.sum(), present.sum(), weights.sum()
+            total += torch.stack([*powers, squares, *counts, *self._at_end(x, of, b)])
+            columns = torch.cat([of.with_b0(b), target.unsqueeze(-1)], dim=-1)
+            sums = sums + products(columns, present, fold[rows], self.prompt_folds)
+            of_block, largest_of_block = measured(of, x)
+            of_draws, largest = of_draws + of_block, torch.maximum(largest, largest_of_block)
+        return [sums, total, of_draws, largest]
+
+    def _at_end(self, x: Completions, of: Prefix, b0: Tensor) -> list[Tensor]:
+        """Of the last tokens: their number, and the sums of G, G² and (G − V)²."""
+        last = x.mask * (x.mask.cumsum(dim=1) == x.mask.sum(dim=1, keepdim=True)) * of.known
+        returns = left = x.returns.expand_as(last)
+        if self.eta is not None:
+            left = returns - self._centred_v(of, b0, self.eta) - sum(self._returns_seen) / 2
+        return [(last * values).sum() for values in (torch.ones_like(last), returns, returns.square(), left.square())]
+
+    def _sums_of(self, local: Completions, b0: Tensor, fold: Tensor, etas: Tensor) -> Tensor:
+        """Sums that θ, Γ and δ are fitted to, by fold, with V of the other folds' prompts."""
+        sums = b0.new_zeros(1)
+        for x, of, rows in read_in_blocks(local):
+            b = b0[rows]
+            target, weights = (x.returns - b).expand_as(x.mask), x.need("loss_energy")
+            v = self._centred_v(of, b, etas[fold[rows]])
+            phi, psi = self._columns(of, b, v)
+            luck = torch.cat([of.luck.unsqueeze(-1) * psi, of.draws, of.draws * v.unsqueeze(-1)], dim=-1)
+            columns = torch.cat([phi, later(luck), target.unsqueeze(-1)], dim=-1)
+            sums = sums + products(columns, weights * of.known, fold[rows], self.prompt_folds)
+        return sums
+
+    def _fit(self) -> None:
+        """Fit θ, Γ and δ to the sums; each c by how well its part predicts folds that it was not fitted to."""
+        assert self._sums is not None
+        sums = self._sums
+        if self.luck_check.luck_left_out:  # and draws of progress, which are luck, too
+            last = sums.size(-1) - 1  # the target
+            state = [*range(last - OF_LUCK - self._draw_columns), last]
+            sums = with_columns(sums, state, state, last + 1)
+        both = solution(sums.sum(dim=0), self.ridge)
+        if not both.isfinite().all():
+            return self._reset("its linear system has no finite solution")
+        draws = self._draw_columns
+        sizes = [len(both) - OF_LUCK - draws, OF_LUCK, *([draws] if draws else [])]
+        self.theta, self.gamma, *delta = both.split(sizes)
+        self.delta = delta[0] if delta else None
+        most = min(1.0, self._prompts / self.prompts_enough)
+        self.weight, self.luck_weight, *others = confidences(sums, self.ridge, sizes).clamp(max=most).tolist()
+        self.draw_weight = others[0] if others else 0.0
+
     @property
     def ridge_of_v(self) -> float:
         """The ridge of V, as a part of each number's variation."""
@@ -178,13 +295,13 @@ class Value:
         # column, without the tokens up to 4 % more on toys with two prompts, and 39 % after a jump of rewards
         return max(0.5 / self._prompts, self._sums.size(-1) / self._tokens)
 
-    @property
-    def usual_power(self) -> float:
-        """What B0 left in earlier batches, per energy."""
-        if self._sums is None:
-            return 0.0
-        sums = self._sums.sum(dim=0)  # of products of features, of which the first is 1, and, last, of G − B0
-        return (sums[-1, -1] / sums[0, 0].clamp(min=NOT_ZERO)).item()
+    def _reset(self, reason: str) -> None:
+        logger.warning(f"The baseline 'value' discards what it has learned: {reason}. It continues as 'rloo_pooled'.")
+        luck_check = self.luck_check  # of which rewards say nothing
+        Value.__init__(self)
+        self.luck_check = luck_check
+
+    # Checkpoints, and another number of progress functions
 
     def state_dict(self) -> dict[str, Any]:
         """Also what is measured of luck, by the names that checkpoints have."""
@@ -234,111 +351,6 @@ class Value:
             to = len(rest) + columns
             self._sums = with_columns(self._sums, [*rest, last], [*rest, to], to + 1)
         self._draw_columns, self.delta, self.draw_weight = columns, None, 0.0
-
-    def _features(self, of: Prefix, v: Float[Tensor, "B T"]) -> tuple[Float[Tensor, "B T k"], Float[Tensor, "B T l"]]:
-        """φ without B0 and ψ; studies leave out some."""
-        return features(of, v)
-
-    def _centred_v(self, of: Prefix, b0: Tensor, eta: Tensor) -> Float[Tensor, "B T"]:
-        """
-        V less the middle of the returns seen, by coefficients `(K,)` or, for each row, `(B, K)`. Another number than
-        the middle changes what the ridge does: 0.83 to 1.07 of the power on SmolLM2's tasks, none better on all.
-        """
-        least, most = self._returns_seen  # without this limit of V up to 5 % more power in the first batches
-        predicted = (of.with_b0(b0) @ eta.to(of.numbers).unsqueeze(-1)).squeeze(-1)
-        return (b0 + predicted).clamp(least, most) - (least + most) / 2
-
-    def _columns(self, of: Prefix, b0: Tensor, v: Float[Tensor, "B T"]) -> tuple[Tensor, Tensor]:
-        """φ and ψ."""
-        phi, psi = self._features(of, v)
-        of_known = (b0 * of.known).unsqueeze(-1)
-        return torch.cat([phi[..., :1], of_known, phi[..., 1:]], dim=-1), psi
-
-    def _baseline(self, of: Prefix, b0: Float[Tensor, "B #T"]) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
-        """B without later luck, and B."""
-        if self.eta is None or self.theta is None or self.gamma is None:
-            return (b0.expand_as(of.sure),) * 2
-        v = self._centred_v(of, b0, self.eta)
-        phi, psi = self._columns(of, b0, v)
-        least, most = self._returns_seen
-        predicted = b0 + self.weight * (phi @ self.theta.to(phi))
-        state = predicted.clamp(b0.clamp(max=least), b0.clamp(min=most))
-        # Known before the draw, so that it may be limited; the sum may not, or its mean would not be 0. The limits save
-        # up to 3 % and 1 % on toys, and of luck, after a jump of rewards with two prompts per batch, up to 14 %
-        per_draw = (psi @ self.gamma.to(psi)).clamp(least - most, most - least)
-        luck = self.luck_weight * of.luck * per_draw
-        if self.delta is not None and of.draws.size(-1) * 2 == self.delta.numel():
-            of_each = self.delta.to(psi).view(2, -1)
-            of_each = (of_each[0] + of_each[1] * v.unsqueeze(-1)).clamp(least - most, most - least)
-            luck = luck + self.draw_weight * (of.draws * of_each).sum(dim=-1)
-        return state, state + later(luck)
-
-    def _measure(self, local: Completions, b0: Tensor, fold: Tensor) -> list[Tensor]:
-        """
-        Sums that V is fitted to, by fold; the power that B0 and B leave, with what else a batch tells; and what
-        [`measured`] returns.
-        """
-        sums, total, of_draws, largest = b0.new_zeros(1), b0.new_zeros(11), b0.new_zeros(len(COLUMNS)), b0.new_ones(())
-        for x, of, rows in read_in_blocks(local):
-            b = b0[rows]
-            target, weights = (x.returns - b).expand_as(x.mask), x.need("loss_energy")
-            state, whole = (x.returns - values for values in self._baseline(of, b))
-            powers = [(weights * left.square()).sum() for left in (target, whole, state)]
-            squares = (weights * (x.returns.square() + b.square())).sum()
-            present = x.mask * of.known  # tokens alike; if V were fitted by energy, up to 14 % more in first batches
-            counts = x.mask.sum() - present.sum(), present.sum(), weights.sum()
-            total += torch.stack([*powers, squares, *counts, *self._at_end(x, of, b)])
-            columns = torch.cat([of.with_b0(b), target.unsqueeze(-1)], dim=-1)
-            sums = sums + products(columns, present, fold[rows], self.prompt_folds)
-            of_block, largest_of_block = measured(of, x)
-            of_draws, largest = of_draws + of_block, torch.maximum(largest, largest_of_block)
-        return [sums, total, of_draws, largest]
-
-    def _at_end(self, x: Completions, of: Prefix, b0: Tensor) -> list[Tensor]:
-        """Of the last tokens: their number, and the sums of G, G² and (G − V)²."""
-        last = x.mask * (x.mask.cumsum(dim=1) == x.mask.sum(dim=1, keepdim=True)) * of.known
-        returns = left = x.returns.expand_as(last)
-        if self.eta is not None:
-            left = returns - self._centred_v(of, b0, self.eta) - sum(self._returns_seen) / 2
-        return [(last * values).sum() for values in (torch.ones_like(last), returns, returns.square(), left.square())]
-
-    def _sums_of(self, local: Completions, b0: Tensor, fold: Tensor, etas: Tensor) -> Tensor:
-        """Sums that θ, Γ and δ are fitted to, by fold, with V of the other folds' prompts."""
-        sums = b0.new_zeros(1)
-        for x, of, rows in read_in_blocks(local):
-            b = b0[rows]
-            target, weights = (x.returns - b).expand_as(x.mask), x.need("loss_energy")
-            v = self._centred_v(of, b, etas[fold[rows]])
-            phi, psi = self._columns(of, b, v)
-            luck = torch.cat([of.luck.unsqueeze(-1) * psi, of.draws, of.draws * v.unsqueeze(-1)], dim=-1)
-            columns = torch.cat([phi, later(luck), target.unsqueeze(-1)], dim=-1)
-            sums = sums + products(columns, weights * of.known, fold[rows], self.prompt_folds)
-        return sums
-
-    def _fit(self) -> None:
-        """Fit θ, Γ and δ to the sums; each c by how well its part predicts folds that it was not fitted to."""
-        assert self._sums is not None
-        sums = self._sums
-        if self.luck_check.luck_left_out:  # and draws of progress, which are luck, too
-            of_luck = torch.zeros(sums.size(-1))
-            of_luck[-OF_LUCK - self._draw_columns - 1 : -1] = 1
-            sums = sums.masked_fill((of_luck.unsqueeze(0) + of_luck.unsqueeze(1)) > 0, 0.0)
-        both = solution(sums.sum(dim=0), self.ridge)
-        if not both.isfinite().all():
-            return self._reset("its linear system has no finite solution")
-        draws = self._draw_columns
-        sizes = [len(both) - OF_LUCK - draws, OF_LUCK, *([draws] if draws else [])]
-        self.theta, self.gamma, *delta = both.split(sizes)
-        self.delta = delta[0] if delta else None
-        most = min(1.0, self._prompts / self.prompts_enough)
-        self.weight, self.luck_weight, *others = confidences(sums, self.ridge, sizes).clamp(max=most).tolist()
-        self.draw_weight = others[0] if others else 0.0
-
-    def _reset(self, reason: str) -> None:
-        logger.warning(f"The baseline 'value' discards what it has learned: {reason}. It continues as 'rloo_pooled'.")
-        luck_check = self.luck_check  # of which rewards say nothing
-        Value.__init__(self)
-        self.luck_check = luck_check
 
 
 def features(of: Prefix, v: Float[Tensor, "B T"]) -> tuple[Float[Tensor, "B T k"], Float[Tensor, "B T l"]]:

@@ -5,9 +5,10 @@ import sys
 
 from packaging.version import Version
 
-from ..experimental.async_grpo.contract import ASYNC_GRPO
-from .contract import CLI, GRPO, PINNED, tested, versions
+from ..experimental.async_grpo.parts import ASYNC_GRPO
+from .contract import PINNED, tested, versions
 from .older_trl import no_asynchronous_training
+from .parts import CLI, GRPO
 
 
 CONTRACTS = (GRPO, CLI) if no_asynchronous_training() else (GRPO, CLI, ASYNC_GRPO)

@@ -18,20 +18,16 @@ from transformers import PreTrainedModel
 from transformers.generation import TemperatureLogitsWarper
 from trl import GRPOTrainer
 
+from ..baselines.prefix import LAYER_DEPTH, projection
 from ..energy import TokenValues, token_energy
-from .contract import BrokenContract, trl_models
+from .contract import trl_models
 from .older_trl import add_fused_lm_head, call_on, scoring_method
 from .sampled import SampledTurn, SampledTurns
+from .subclasses import BrokenContract
 
 
 logger = get_logger(__name__)
 
-# Numbers of a hidden state. On SmolLM2's tasks 16 leave 0.93 to 1.01 of the power, 64 leave 0.92 to 1.04
-# (recipes/studies/progress.md)
-PROJECTED_SIZE = 32
-# Of the layer whose states are recorded. On SmolLM2's four tasks and a scratchpad a third, a half, five sixths and the
-# last leave 0.97 to 1.06 of the noise (recipes/studies/results/features.json)
-LAYER_DEPTH = 2 / 3
 SAMPLED = "the forwards that sampled"  # a source of energies
 BY_CONFIG = ", as by a generation config"
 
@@ -237,12 +233,6 @@ def processor_and_cause(processor: Any, policy: Any) -> str:
 
 def _one_call_each(states: list[Tensor], forwards: int) -> bool:
     return len(states) == forwards and all(of.dim() == 3 for of in states)
-
-
-def projection(size: int) -> Tensor:
-    """`(size, k)` a fixed random projection of hidden states, float32; its numbers are as large as those of states."""
-    generator, numbers = torch.Generator().manual_seed(0), min(size, PROJECTED_SIZE)
-    return torch.randn(size, numbers, generator=generator, dtype=torch.float32, device="cpu") / math.sqrt(size)
 
 
 def scores_anyway(trainer: GRPOTrainer) -> bool:

@@ -14,11 +14,12 @@ from torch import Tensor
 from trl import GRPOTrainer
 
 from ..rollout import generated_mask
-from .contract import BrokenContract, incompatible_trl
+from .contract import incompatible_trl
+from .subclasses import BrokenContract
 
 
 if TYPE_CHECKING:
-    from .private import Private
+    from .own import Own
 
 
 logger = get_logger(__name__)
@@ -35,7 +36,7 @@ class TokenLoss(GRPOTrainer):
     computes this if the old log-probs are sg[log π(y_t)] − log s.
     """
 
-    _trl_otb: "Private"
+    _trl_otb: "Own"
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         shape, rows = tuple(inputs["advantages"].shape), tuple(inputs["completion_mask"].shape)

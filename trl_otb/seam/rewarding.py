@@ -12,10 +12,11 @@ from trl import GRPOTrainer
 
 from ..progress import Given
 from ..rollout import Rollout, Shown, generated_mask
-from .contract import BrokenContract, trl_utils
+from .contract import trl_utils
 from .forwards import scores_anyway
 from .older_trl import is_async_callable
 from .rewards import RewardRecorder
+from .subclasses import BrokenContract
 
 
 class Returns(NamedTuple):

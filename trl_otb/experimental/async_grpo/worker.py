@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 from ...seam.contract import check_version, incompatible_trl, trl_utils
 from ...seam.older_trl import is_async_callable, no_asynchronous_training
 from ...seam.rewards import passing
-from .contract import ASYNC_GRPO
+from .parts import ASYNC_GRPO
 from .stopping import check_living, stop_living
 
 

@@ -10,15 +10,16 @@ from ..gain import Gain
 from ..progress import Progress
 from ..rollout import Rollout, Rollouts
 from ..run_baseline import RunBaseline
-from .contract import GRPOTrainer, users_methods
+from .contract import GRPOTrainer
 from .forwards import PolicyRecorder
+from .subclasses import users_methods
 
 
-PRIVATE = "_trl_otb"  # the attribute of a trainer
+OWN = "_trl_otb"  # the attribute of a trainer
 
 
 @dataclass
-class Private:
+class Own:
     """The state of a trainer, as `trainer._trl_otb`."""
 
     baseline: RunBaseline
@@ -37,13 +38,13 @@ class Private:
 
 
 class Public:
-    """A read-only attribute of a trainer, from its [`Private`]; a `TypeError` if a subclass uses the name itself."""
+    """A read-only attribute of a trainer, from its [`Own`]; a `TypeError` if a subclass uses the name itself."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
 
     def __get__(self, trainer: Trainer | None, owner: type | None = None) -> Any:
-        return self if trainer is None else getattr(getattr(trainer, PRIVATE), self.name)
+        return self if trainer is None else getattr(getattr(trainer, OWN), self.name)
 
     def __set__(self, trainer: Trainer, value: Any) -> None:
         raise TypeError(_taken(f"`{type(trainer).__name__}` sets `self.{self.name}`", self.name))

@@ -1,4 +1,4 @@
-"""The private parts of TRL's asynchronous trainer that are relied on. See `trl_otb.seam.contract`."""
+"""The private parts of TRL's asynchronous trainer that are relied on."""
 
 from ...seam.contract import Contract
 
