@@ -53,6 +53,10 @@ def pytest_collection_finish():
     cheaper.search_for_garbage()
 
 
+def pytest_runtest_logstart():
+    cheaper.check_again()
+
+
 def pytest_runtest_logfinish():
     cheaper.search_for_garbage()  # a test imports modules, too
 

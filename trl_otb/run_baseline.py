@@ -72,18 +72,18 @@ class RunBaseline:
         scale = torch.as_tensor(scale, device=local.mask.device).expand(len(local), 1)
 
         def under(baseline: Baseline) -> Advantages:
-            spanning = len(local) % n > 0  # groups span processes
-            if b0 is not None or gather is None or not (baseline.scope == "batch" or spanning):
+            compares_others = baseline.scope == "batch" or len(local) % n > 0  # prompts, or the rest of a group
+            if gather is None or b0 is not None or not compares_others:
                 return subtract(baseline, local, b0=b0)
             rows = slice(first_row, first_row + len(local))
             return subtract(baseline, local, lambda part, tokens: gathered(part, gather, tokens), rows)
 
-        chosen, group_mean, learned = under(self.entry), under(find_baseline("group_mean")), {}
+        chosen, group_mean, kept = under(self.entry), under(find_baseline("group_mean")), {}
         if self.entry.is_bounded and b0 is None:  # the bound takes whole groups
-            keeps, share = self.entry.estimator.keeps_b0(local, gather, first_row)
-            baselines = chosen.b0.where(keeps.unsqueeze(1), chosen.baselines)
+            keeps_b0, share = self.entry.estimator.keeps_b0(local, gather, first_row)
+            baselines = chosen.b0.where(keeps_b0.unsqueeze(1), chosen.baselines)
             chosen = Advantages((local.returns - baselines) * local.mask, baselines, chosen.b0)
-            learned = {f"{self.entry.name}/kept": share}
+            kept = {f"{self.entry.name}/kept": share}
         reference = group_mean
         if b0 is None and (n == 1 or self.entry.unbiased):
             reference = under(find_baseline("rloo_pooled" if n == 1 else "rloo"))
@@ -106,7 +106,7 @@ class RunBaseline:
             per_token=self.entry.per_token,
             group_mean_advantages=group_mean.advantages / scale if n > 1 else None,
             statistics=statistics if gather is None else gather(statistics),
-            learned=self.learn(local, chosen.b0, gather) | learned if learn else {},
+            learned=self.learn(local, chosen.b0, gather) | kept if learn else {},
             later_luck=luck,
         )
 

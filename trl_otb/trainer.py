@@ -220,12 +220,12 @@ def collect(trainer: OTBGRPOTrainer, inputs: list[dict[str, Any]]) -> tuple[Roll
     turns = SampledTurns() if needed and not scores_anyway(trainer) else None
     try:
         likeliest = of.progress.likeliest if of.progress is not None and "progress" in of.needs else 0
-        wanted = {"needed": needed, "states": "states" in of.needs, "turns": turns, "likeliest": likeliest}
-        with of.recorder.recording(**wanted) as recording:
+        recording = of.recorder.recording(needed, "states" in of.needs, turns, likeliest)
+        with recording as recorded:
             with recorded_rewards(trainer) as recorders:
                 batch = super(OTBGRPOTrainer, trainer)._generate_and_score_completions(inputs)
         rollout = rollout_of(trainer, batch, recorders, n, columns_of(inputs))
-        values, source = values_of_batch(trainer, batch, rollout.mask, recording, of.recorder)
+        values, source = values_of_batch(trainer, batch, rollout.mask, recorded, of.recorder)
     except BrokenContract as broken:
         raise broken.named(trainer) from None
     except NoEnergiesError:
@@ -243,7 +243,7 @@ def collect(trainer: OTBGRPOTrainer, inputs: list[dict[str, Any]]) -> tuple[Roll
         return rollout, rollout.completions(prompt_key=keys), batch
     ratio = None
     if "logps" in of.needs:
-        ratio, unknown = draw_ratio(trainer, batch, source, values.logps, recording.processor)
+        ratio, unknown = draw_ratio(trainer, batch, source, values.logps, recorded.processor)
         if unknown is not None:
             logger.warning_once(f"Later luck is not subtracted: {unknown}.")
     progress, draws = measured_progress(trainer, recorders[-1].given, rollout, values.likely)

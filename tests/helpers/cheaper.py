@@ -1,15 +1,48 @@
 """Spares trainings what takes longest when the model is tiny."""
 
 import gc
+import inspect
 import sys
-from functools import cache
+from collections import Counter
+from functools import cache, wraps
 
 from beartype import beartype
 
 
+# Calls of a function whose shapes are checked in each test: checks of all took a tenth of the time of `make test`
+MOST_CHECKS = 50
+_checks, _unchecked = Counter(), []
+
+
 def checked(function):
-    """Checks arguments and results, but of inner functions, which name no shapes and would be compiled at each call."""
-    return function if "<locals>" in function.__qualname__ else beartype(function)
+    """
+    Checks arguments and results of a function's first calls in a test, but of inner functions, which name no shapes and
+    would be compiled at each call.
+    """
+    if "<locals>" in function.__qualname__:
+        return function
+    check, path = beartype(function), (function.__module__, *function.__qualname__.split("."))
+
+    @wraps(check)
+    def first_calls(*args, **kwargs):
+        _checks[path] += 1
+        if _checks[path] == MOST_CHECKS:
+            own = sys.modules[path[0]]
+            for name in path[1:]:
+                own = inspect.getattr_static(own, name)
+            own = getattr(own, "fget", None) or getattr(own, "__func__", own)
+            own.__no_type_check__ = True  # which jaxtyping looks for in each call
+            _unchecked.append(own)
+        return check(*args, **kwargs)
+
+    return first_calls
+
+
+def check_again() -> None:
+    """Before a test."""
+    _checks.clear()
+    while _unchecked:
+        _unchecked.pop().__no_type_check__ = False
 
 
 def package_search() -> None:

@@ -11,13 +11,13 @@ from .transport import gathered
 
 
 ROUNDING = 1e-12  # of squared float32 numbers, relative
-# Of the power that B leaves in the other prompts to B0's: then a prompt keeps B0. Powers are of
-# recipes/studies/ablations.md. In batches of 64 completions none does where no rewards jump; with two prompts per batch
-# 0.5 to 6 % do, and without the bound up to 23 % less power would be left. But without it the twelve batches after
-# rewards were divided by 100 had up to 4,825 times the power. With 2 in the place of 1.5 they had up to 1.53 times the
-# power if they held two prompts; with 1.2 the first batches of two prompts had up to 10 % more
+# A prompt keeps B0 if in the other prompts B leaves more than so many times B0's power (recipes/studies/ablations.md).
+# Without the bound the twelve batches after rewards were divided by 100 had up to 4,825 times the power, and with 2 in
+# the place of 1.5 up to 1.53 times if they held two prompts. What it costs where no rewards jump: nothing in batches of
+# 64 completions; with two prompts per batch 0.5 to 6 % of them keep B0, for up to 23 % less power without the bound.
+# With 1.2 the first batches of two prompts had up to 10 % more
 WORSE_RATIO = 1.5
-# Of B0's usual power: what B may leave where returns do not vary, so that B0 leaves nothing. After all returns on
+# Where returns do not vary B0 leaves nothing: then B may leave so much of B0's usual power. After all returns on
 # recipes/toy became alike up to 0.05 of it was left; the same within 0.06 with 0.25 or 1, and up to 0.19 with 2. Where
 # successes are rare 0.1 leaves up to 8 % more power, and 0 up to twice as much
 VARIES_NOT_RATIO = 0.5
@@ -67,15 +67,17 @@ def worse_than_b0(
     b0 = b0[at][:, : local.mask.size(1)]
     left = (local.returns - predict(b0)) * local.mask
     powers = [(energy * of.square()).sum(dim=1) for of in (left, local.returns - b0, local.returns)]
-    sums = torch.stack([*powers, energy.sum(dim=1), local.members.flatten()], dim=1)
-    sums = (sums if gather is None else gather(sums)).cpu().double()
-    part = parts(len(sums))
-    of_parts = sums.new_zeros(int(part.max()) + 1, 5).index_add(0, part, sums)
-    left, of_b0, squares, energies, members = of_parts.unbind(dim=1)
+    of_rows = torch.stack([*powers, energy.sum(dim=1), local.members.flatten()], dim=1)
+    of_rows = (of_rows if gather is None else gather(of_rows)).cpu().double()
+    part = parts(len(of_rows))
+    of_parts = of_rows.new_zeros(int(part.max()) + 1, 5).index_add(0, part, of_rows)
+    by_b, by_b0, squares, energies, members = of_parts.unbind(dim=1)
     # Beyond rounding; of a single completion nothing is known
-    measured = [power.where((power > ROUNDING * squares) & (members > 1), 0.0) for power in (left, of_b0)]
-    of_parts = torch.stack([*measured, energies * (members > 1)], dim=1)
-    others = (1 - torch.eye(len(of_parts), dtype=sums.dtype)) @ of_parts  # the sum less own would cancel
-    left, of_b0, energies = others.unbind(dim=1)
-    worse = (left > (WORSE_RATIO * of_b0).where(of_b0 > 0, VARIES_NOT_RATIO * usual_power * energies))[part]
+    measured = [power.where((power > ROUNDING * squares) & (members > 1), 0.0) for power in (by_b, by_b0)]
+    measured.append(energies * (members > 1))
+    # Of the other parts, for each; the sum less own would cancel
+    of_others = (1 - torch.eye(len(of_parts), dtype=of_rows.dtype)) @ torch.stack(measured, dim=1)
+    others_by_b, others_by_b0, others_energy = of_others.unbind(dim=1)
+    allowed = (WORSE_RATIO * others_by_b0).where(others_by_b0 > 0, VARIES_NOT_RATIO * usual_power * others_energy)
+    worse = (others_by_b > allowed)[part]
     return worse[own].to(local.mask.device), worse.float().mean().item()

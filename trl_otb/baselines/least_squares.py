@@ -33,9 +33,9 @@ def solution(sums: Float[Tensor, "*folds K1 K1"], ridge: float) -> Float[Tensor,
     and, last, the target. `ridge` is a part of each feature's variation: shifting or scaling features does not change
     the predictions.
 
-    The coefficient of B0 in B is kept between 0 and 1. In a few batches the fit would leave that range: the returns of
-    the others predict a completion's own there, since all of them have the same sum. Without the limit `value` left up
-    to 1.28 times the power in its first batches, and 3 times for N = 1.
+    The coefficient of B0 in B, 1 more than the one found here, is kept between 0 and 1. In a few batches the fit would
+    leave that range: the returns of the others predict a completion's own there, since all of them have the same sum.
+    Without the limit `value` left up to 1.28 times the power in its first batches, and 3 times for N = 1.
     """
     squares, of_target = sums[..., :-1, :-1], sums[..., :-1, -1]
     diagonal, constant = squares.diagonal(dim1=-2, dim2=-1), squares[..., 0]

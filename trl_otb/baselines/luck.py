@@ -50,21 +50,19 @@ def measured(of: Prefix, x: Completions) -> tuple[Float[Tensor, " 9"], Float[Ten
     # depends on all of them only completions are
     terms = luck.sum(dim=1) if bool((of_completion != 1).any()) else luck
     of_tokens = {
-        "tokens": present.float(),
+        "tokens": torch.ones_like(ratio),
         "luck": luck,
         "excess": ratio - 1,
         "log_squares": ratio.log().square(),
         "energy": energy,
-        "luck_squares": terms.square(),
         "luck_bound": bound,
         "excess_squares": (ratio - 1).square(),
         "unsure": 1 - of.sure,
     }
-    sums = [
-        (values.where(present, 0.0) if values.shape == present.shape else values).sum()
-        for values in (of_tokens[name] for name in COLUMNS)
-    ]
-    return torch.stack(sums), torch.maximum(ratio.amax(), of_completion.nan_to_num().amax())
+    sums = torch.stack([*of_tokens.values()]).where(present, 0.0).sum(dim=(1, 2))
+    named = dict(zip(of_tokens, sums, strict=True)) | {"luck_squares": terms.square().sum()}
+    largest = torch.maximum(ratio.amax(), of_completion.nan_to_num().amax())
+    return torch.stack([named[name] for name in COLUMNS]), largest
 
 
 def decayed(sums: Float[Tensor, "2 9"], new: Float[Tensor, " 9"]) -> Float[Tensor, "2 9"]:

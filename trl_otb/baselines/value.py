@@ -5,7 +5,7 @@ import logging
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -35,12 +35,29 @@ OF_STATE, OF_LUCK = 23, 14  # how many features φ and ψ have
 OF_0_11 = {"delta", "draw_weight", "_draw_columns"}  # of the state: checkpoints before 0.11 lack them
 
 
+class BatchSums(NamedTuple):
+    """Sums over the tokens of a batch."""
+
+    power: Any  # Σ w (G − B0)²
+    left: Any  # Σ w (G − B)², by the B of before
+    left_by_state: Any  # the same without later luck
+    squares: Any  # Σ w (G² + B0²), of which a rounding error is a part
+    excluded: Any  # tokens whose numbers are not finite
+    tokens: Any  # the others
+    energy: Any  # Σ w
+    # Of the last tokens of completions: their number, Σ G, Σ G² and Σ (G − V)²
+    ends: Any
+    returns_at_end: Any
+    squares_at_end: Any
+    left_at_end: Any
+
+
 class Value:
     """Per token: `rloo_pooled`, plus a prediction from what is written so far, plus the luck of later tokens.
 
         B_t = B0 + c₁ θ·φ(x_t) + c₂ Σ_{t'>t} d_t' Γ·ψ(x_t') + c₃ Σ_{t'>t} D_t' (δ + δ' V(x_t'))
         d_t = Σ_v π(v|x_t)² − π(y_t|x_t)
-        (θ, Γ) = argmin Σ w_t (G_t − B0 − θ·φ − Γ·Σ d ψ)²   over earlier generation batches
+        (θ, Γ, δ, δ') = argmin Σ w_t (G_t − B_t)² with all c = 1, and a ridge, over earlier generation batches
 
     Source: this project. Σ w (G − B)² is the gradient's noise to first order (Greensmith, Bartlett and Baxter, 2004).
     d_t', negative where the policy drew a token that it favours, positive where it did not, has mean 0 given what
@@ -52,10 +69,12 @@ class Value:
     3. c₁, c₂ and c₃ are cross-validated over folds of prompts, and at most P / 16 after P prompts.
 
     A batch's weight decays per batch. V and B0 + c₁ θ·φ stay within the returns seen so far, Γ·ψ and δ + δ' V within
-    their width. A prompt keeps B0 where B leaves too much power in the other prompts of a batch
-    ([`~trl_otb.baselines.bound`]); not so in asynchronous training, whose batches hold few whole groups. What was
-    learned is discarded after two or more batches in a row, with four prompts or more in all, in which B left over
-    twice B0's power, or, where no return varies, over half of B0's usual power.
+    their width.
+
+    A prompt keeps B0 where B leaves too much power in the other prompts of a batch ([`~trl_otb.baselines.bound`]); not
+    so in asynchronous training, whose batches hold few whole groups. What was learned is discarded after two or more
+    batches in a row, with four prompts or more in all, in which B left over twice B0's power, or, where no return
+    varies, over half of B0's usual power.
 
     Unbiased, since B_t depends on what precedes y_t, and on sums of later terms whose mean is 0 given what precedes
     them; θ, Γ and c on earlier batches. Where tokens are drawn from a distribution that is not recorded, later luck is
@@ -174,26 +193,29 @@ class Value:
         fold = (prompt + self._prompts) % self.prompt_folds
         (*local_sums, largest_ratio) = self._measure(local, b0, fold)
         of_value, of_batch, of_draws = _summed(local_sums, gather)
-        power, left, left_by_state, squares, excluded, tokens, energy, *at_end = of_batch.tolist()
-        varies = power > ROUNDING * squares
-        allowed = RESET_RATIO * power if varies else VARIES_NOT_RATIO * self.usual_power * energy
-        reset = self._is_to_forget(left > max(allowed, ROUNDING * squares), prompts)
-        shares = [1 - part / power if varies else math.nan for part in (left, left_by_state)]
+        batch = BatchSums(*of_batch.tolist())
+        varies = batch.power > ROUNDING * batch.squares
+        allowed = RESET_RATIO * batch.power if varies else VARIES_NOT_RATIO * self.usual_power * batch.energy
+        reset = self._is_to_forget(batch.left > max(allowed, ROUNDING * batch.squares), prompts)
+        shares = [1 - part / batch.power if varies else math.nan for part in (batch.left, batch.left_by_state)]
         metrics = dict(zip(("explained", "explained_by_state"), shares, strict=True))
         metrics |= {"weight": self.weight, "luck_weight": self.luck_weight, "restarted": float(reset)}
+        at_end = batch.ends, batch.returns_at_end, batch.squares_at_end, batch.left_at_end
         metrics["r2_at_end"] = math.nan if self.eta is None else r_squared(*at_end)
         metrics |= {} if local.progress_draws is None else {"draw_weight": self.draw_weight}
-        if excluded > 0 and not self._warned:
+        if batch.excluded > 0 and not self._warned:
             Value._warned = True
             logger.warning(
-                f"Hidden states or log-probs before {int(excluded)} tokens of a generation batch are not finite: there "
-                "'value' predicts nothing and learns nothing. If the model runs in float16, try bfloat16."
+                f"Hidden states or log-probs before {int(batch.excluded)} tokens of a generation batch are not finite: "
+                "there 'value' predicts nothing and learns nothing. If the model runs in float16, try bfloat16."
             )
-        if tokens == 0:
+        if batch.tokens == 0:
             return metrics | {"luck_left_out": float(self.luck_check.luck_left_out)}
         if reset:
-            times = f"{left / power:.1f} times the power of 'rloo_pooled'" if varies else "power where no return varied"
-            self._reset(f"it left {times}, as after a change of rewards")
+            what = "power where no return varied"
+            if varies:
+                what = f"{batch.left / batch.power:.1f} times the power of 'rloo_pooled'"
+            self._reset(f"it left {what}, as after a change of rewards")
 
         present, returns = local.mask > 0, local.returns.expand_as(local.mask)
         ends = [-returns.where(present, math.inf).amin(), returns.where(present, -math.inf).amax(), largest_ratio]
@@ -208,7 +230,7 @@ class Value:
         self._value_sums = whole
         self._fit_draws(0 if local.progress_draws is None else 2 * local.progress_draws.size(-1))
         self._sums = of_both if self._sums is None else self.decay_per_batch * self._sums + of_both
-        self._tokens = self.decay_per_batch * self._tokens + tokens
+        self._tokens = self.decay_per_batch * self._tokens + batch.tokens
         self._fit()
         return metrics
 
@@ -223,16 +245,22 @@ class Value:
         Sums that V is fitted to, by fold; the power that B0 and B leave, with what else a batch tells; and what
         [`measured`] returns.
         """
-        sums, total, of_draws, largest = b0.new_zeros(1), b0.new_zeros(11), b0.new_zeros(len(COLUMNS)), b0.new_ones(())
+        sums, total, of_draws, largest = (
+            b0.new_zeros(1),
+            b0.new_zeros(len(BatchSums._fields)),
+            b0.new_zeros(len(COLUMNS)),
+            b0.new_ones(()),
+        )
         for x, of, rows in read_in_blocks(local):
             b = b0[rows]
             target, weights = (x.returns - b).expand_as(x.mask), x.need("loss_energy")
             state, whole = (x.returns - values for values in self._baseline(of, b))
-            powers = [(weights * left.square()).sum() for left in (target, whole, state)]
-            squares = (weights * (x.returns.square() + b.square())).sum()
             present = x.mask * of.known  # tokens alike; if V were fitted by energy, up to 14 % more in first batches
+            power, left, left_by_state = ((weights * of_b.square()).sum() for of_b in (target, whole, state))
+            squares = (weights * (x.returns.square() + b.square())).sum()
             counts = x.mask.sum() - present.sum(), present.sum(), weights.sum()
-            total += torch.stack([*powers, squares, *counts, *self._at_end(x, of, b)])
+            block = BatchSums(power, left, left_by_state, squares, *counts, *self._at_end(x, of, b))
+            total += torch.stack([*block])
             columns = torch.cat([of.with_b0(b), target.unsqueeze(-1)], dim=-1)
             sums = sums + products(columns, present, fold[rows], self.prompt_folds)
             of_block, largest_of_block = measured(of, x)

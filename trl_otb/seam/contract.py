@@ -47,8 +47,8 @@ def incompatible_trl(what: str) -> ImportError:
 def check_version() -> None:
     """Raise an `ImportError` unless the installed TRL is of a minor version that was tested."""
     installed, newest = versions()["trl"], tested()["versions"]["trl"]
-    minors = [Version(version).release[:2] for version in (OLDEST, installed, newest)]
-    if minors != sorted(minors) and os.environ.get(ANY_TRL, "0") in ("", "0"):
+    first, here, last = (Version(version).release[:2] for version in (OLDEST, installed, newest))
+    if not first <= here <= last and os.environ.get(ANY_TRL, "0") in ("", "0"):
         raise ImportError(
             f"trl {installed} is installed, and trl_otb was tested with trl {OLDEST} to {newest}. Install one: pip "
             f"install 'trl=={newest}'. To try the installed one, set the environment variable {ANY_TRL}=1: all "

@@ -90,9 +90,11 @@ class PolicyRecorder:
         self._layer_name = f"{type(self._layer).__name__} of {type(decoder).__name__}"
 
     @contextmanager
-    def recording(self, **what: Any) -> Iterator[Recording]:
-        """Context in which forwards of the policy are recorded; `what` is as in [`Recording`]."""
-        before, self._recording = self._recording, Recording(**what)
+    def recording(
+        self, needed: bool = True, states: bool = False, turns: SampledTurns | None = None, likeliest: int = 0
+    ) -> Iterator[Recording]:
+        """Context in which forwards of the policy are recorded, see [`Recording`]."""
+        before, self._recording = self._recording, Recording(needed, states, turns, likeliest)
         try:
             yield self._recording
         finally:
