@@ -221,9 +221,8 @@ def collect(trainer: OTBGRPOTrainer, inputs: list[dict[str, Any]]) -> tuple[Roll
     try:
         likeliest = of.progress.likeliest if of.progress is not None and "progress" in of.needs else 0
         recording = of.recorder.recording(needed, "states" in of.needs, turns, likeliest)
-        with recording as recorded:
-            with recorded_rewards(trainer) as recorders:
-                batch = super(OTBGRPOTrainer, trainer)._generate_and_score_completions(inputs)
+        with recording as recorded, recorded_rewards(trainer) as recorders:
+            batch = super(OTBGRPOTrainer, trainer)._generate_and_score_completions(inputs)
         rollout = rollout_of(trainer, batch, recorders, n, columns_of(inputs))
         values, source = values_of_batch(trainer, batch, rollout.mask, recorded, of.recorder)
     except BrokenContract as broken:

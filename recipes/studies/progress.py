@@ -17,13 +17,14 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from transformers import AutoTokenizer
 
 from recipes.studies import language, render
 from recipes.studies.value import TASKS as TITLES
-from trl_otb.baselines import Value, batch_of_groups
+from trl_otb.baselines import Value, batch_of_groups, value
 from trl_otb.baselines.prefix import read_in_blocks
 from trl_otb.baselines.registry import imported
 from trl_otb.baselines.value import r_squared
@@ -116,7 +117,7 @@ def replay(pools: Pools, make, progress=None, draws=None, states=None, seed: int
     ends: list[tuple[float, float]] = []
     groups = wholes[0].num_generations // N
     for fold in range(FOLDS):
-        value = make()
+        run = make()
         taught = [i for at, i in enumerate(order) if at % FOLDS != fold]
         measured = [i for at, i in enumerate(order) if at % FOLDS == fold]
         parts = [(i, g) for g in range(groups) for i in taught]
@@ -125,15 +126,15 @@ def replay(pools: Pools, make, progress=None, draws=None, states=None, seed: int
             if len(some) < 4:
                 continue
             whole = batch_of_groups([wholes[i].rows(slice(N * g, N * g + N), N) for i, g in some])
-            value.update(whole, value(whole), lambda values: values)
+            run.update(whole, run(whole), lambda values: values)
         for g in range(groups):
             whole = batch_of_groups([wholes[i].rows(slice(N * g, N * g + N), N) for i in measured])
-            b0 = value(whole)
-            left = (whole.returns - value.adjust(whole, b0)) * whole.mask
+            b0 = run(whole)
+            left = (whole.returns - run.adjust(whole, b0)) * whole.mask
             power = (whole.energy * left.square()).sum(1).view(-1, N).sum(1)
             of_b0 = (whole.energy * ((whole.returns - b0) * whole.mask).square()).sum(1).view(-1, N).sum(1)
-            middle = sum(value._returns_seen) / 2
-            v = torch.cat([value._centred_v(of, b0[rows], value.eta) + middle for _, of, rows in read_in_blocks(whole)])
+            middle = sum(run._returns_seen) / 2
+            v = torch.cat([run._centred_v(of, b0[rows], run.eta) + middle for _, of, rows in read_in_blocks(whole)])
             for k, i in enumerate(measured):
                 found["power"][i] += power[k]
                 found["b0"][i] += of_b0[k]
@@ -200,6 +201,21 @@ def by_size(path: Path) -> render.Tables:
         ratios = {numbers: ratio(found, of_size[32]) for numbers, found in of_size.items()}
         cells = [{"name": str(numbers), "power": [x.value, x.low, x.high]} for numbers, x in ratios.items()]
         tables[f"{TITLES[pools.name]}, {title}"] = rows_of_power(pools, cells)
+    return tables
+
+
+def by_ridge(path: Path) -> render.Tables:
+    """With progress: what more ridge of hidden states leaves, over what as much as of all numbers of V leaves."""
+    pools, found, tables = Pools(path), {}, {}
+    s = so_far(pools)
+    for times in (1, 4, 16, 64):
+        with patch.object(value, "RIDGE_OF_STATES", times):
+            found[times] = replay(pools, Value, s)
+    for what in ("power", "noise"):
+        ratios = {times: ratio(of, found[1], what) for times, of in found.items()}
+        cells = [{"name": str(times), "power": [x.value, x.low, x.high]} for times, x in ratios.items()]
+        tables[f"{TITLES[pools.name]}, ridge of states, {what}"] = rows_of_power(pools, cells)
+        print(path, what, {times: f"{x.value:.3f}" for times, x in ratios.items()}, flush=True)
     return tables
 
 
@@ -337,15 +353,16 @@ def main(argv: list[str]) -> None:
         "--right_text", action="store_true", help="publish what is gained by knowing the column `answer`"
     )
     parser.add_argument("--sizes", action="store_true", help="publish what other numbers of a hidden state leave")
+    parser.add_argument("--ridges", action="store_true", help="publish what another ridge of hidden states leaves")
     parser.add_argument("--publish", action="store_true", help="put the tables into the results and the page")
     parser.add_argument("--output", type=Path, default=Path("runs/progress/replays.jsonl"))
     args = parser.parse_args(argv)
     if args.right_text:
         return publish_right_text([with_right_text(path) for path in args.pools])
-    if args.sizes:
+    if args.sizes or args.ridges:
         tables: render.Tables = {}
         for path in args.pools:
-            tables |= by_size(path)
+            tables |= by_size(path) if args.sizes else by_ridge(path)
         return render.publish("progress", tables)
     function = None if args.function is None else imported(args.function, f"--function is {args.function!r}")
     found = []

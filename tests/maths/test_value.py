@@ -261,11 +261,15 @@ def fitted(rows, ridge):
     return free
 
 
-def test_coefficients_are_least_squares_of_earlier_batches():
-    """Feature by feature and token by token, as the definitions read."""
-    value, of_value, of_both = Value(), [], []
+@pytest.mark.parametrize("functions", [0, 2])
+def test_coefficients_are_least_squares_of_earlier_batches(functions):
+    """Feature by feature and token by token, as the definitions read; with progress states have more ridge."""
+    value, of_value, of_both, g = Value(), [], [], torch.Generator().manual_seed(0)
+    factors = torch.ones(9 + 2 + 2 * K + 2 * functions, dtype=torch.float64)
+    factors[11 : 11 + 2 * K] = 4 if functions else 1
     for number in range(3):
-        batch = Task(number, seen=True).batch()
+        progress = torch.randn(PROMPTS * N, T, functions, generator=g)
+        batch = Task(number, seen=True).batch(**({"progress": progress} if functions else {}))
         x, b0 = batch.x, batch.b0[:, 0]
         batch.teach(value)
         of_value, of_both = ([[*row[:-1], 0.9 * row[-1]] for row in rows] for rows in (of_value, of_both))
@@ -282,8 +286,9 @@ def test_coefficients_are_least_squares_of_earlier_batches():
         for i, t in numbers:
             of_states = [x.states[i, t], x.states[i, : t + 1].mean(0)]
             known = torch.cat([numbers[i, t], torch.stack([worst[i, t], sure[i, t]]), *of_states])
+            known = torch.cat([known, progress[i, t], progress[i, t] * t**0.5])
             new[i, t] = torch.cat([known, torch.stack([x.returns[i, 0] - b0[i], torch.tensor(1.0)])])
-        ridge, fold = 4 / ((number + 1) * PROMPTS), (x.prompt + number * PROMPTS) % 4
+        ridge, fold = factors * 4 / ((number + 1) * PROMPTS), (x.prompt + number * PROMPTS) % 4
         etas = [fitted(of_value + [new[at] for at in new if fold[at[0]] != k], ridge) for k in range(4)]
         of_value += new.values()
         psi, phi = {}, {}
@@ -298,6 +303,7 @@ def test_coefficients_are_least_squares_of_earlier_batches():
             later = sum((luck[i, j] * psi[i, j] for j in range(t + 1, T) if (i, j) in psi), torch.zeros(14))
             of_both.append(torch.cat([phi[i, t], later, new[i, t][-2:-1], x.energy[i, t : t + 1]]))
     torch.testing.assert_close(value.eta.float(), fitted(of_value, ridge).float(), atol=1e-3, rtol=1e-3)
+    assert (value.eta - fitted(of_value, 2 * ridge)).abs().max() > 5e-3
     found, x = torch.cat([value.theta, value.gamma]), torch.stack(of_both)[:, :-2].double()
     tokens = sum(0.9 ** (2 - number) * Task(number, seen=True).mask.sum().item() for number in range(3))
     ridge = max(0.5 / (3 * PROMPTS), 38 / tokens)

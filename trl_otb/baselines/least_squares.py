@@ -27,11 +27,11 @@ def with_columns(sums: Float[Tensor, "*folds K K"], kept: list[int], to: list[in
     return result
 
 
-def solution(sums: Float[Tensor, "*folds K1 K1"], ridge: float) -> Float[Tensor, "*folds K"]:
+def solution(sums: Float[Tensor, "*folds K1 K1"], ridge: float | Float[Tensor, " K"]) -> Float[Tensor, "*folds K"]:
     """
     The coefficients that least squares finds, from sums of products of features, the first of them 1 and the next B0,
-    and, last, the target. `ridge` is a part of each feature's variation: shifting or scaling features does not change
-    the predictions.
+    and, last, the target. `ridge`, one for all or one for each, is a part of a feature's variation: shifting or scaling
+    features does not change the predictions.
 
     The coefficient of B0 in B, 1 more than the one found here, is kept between 0 and 1. In a few batches the fit would
     leave that range: the returns of the others predict a completion's own there, since all of them have the same sum.
