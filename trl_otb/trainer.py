@@ -112,7 +112,7 @@ class OTBGRPOTrainer(KeepsBaseline, LeavesPagesOut, CollectiveToolLoop, TokenLos
         super().__init__(model, reward_funcs, args=args, **dict(zip(names, other_args, strict=False)), **kwargs)
         GRPO.check_attributes("GRPOTrainer", self)
         check_head(self.accelerator.device)
-        known = not {*GRPO.warn_if_changed()} & GRPO.loss
+        known = GRPO.loss.isdisjoint(GRPO.warn_if_changed())
         self._trl_otb.known_loss = GRPOTrainer._compute_loss if known else None
         self._trl_otb.pages = RolloutPages(self.rollouts) if getattr(args, "save_rollouts_steps", None) else None
         if self._trl_otb.pages is not None:

@@ -27,9 +27,9 @@ logger = logging.getLogger(__name__)
 # With a ratio of 1.5 nothing changes. After rewards were divided by 100 the twelve next batches had 1.15 times the
 # power with a ratio of 4, and up to 3.6 times if nothing is ever forgotten
 RESET_RATIO = 2.0
-# A single prompt may happen to vary little: with 2 prompts nothing changes, with 16 up to 119 times the power was left
-# where batches had two prompts. A single batch may be the exception: where rewards jumped in every tenth batch of a toy
-# scratchpad (N = 4), two in a row left 0.20 of B0's power, one 0.32 (0.9.4)
+# A single prompt may happen to vary little. With 2 in the place of 4 nothing changes; with 16 up to 119 times the power
+# was left after that jump, where batches had two prompts. A single batch may be the exception: where rewards jumped in
+# every tenth batch of a toy scratchpad (N = 4), two in a row left 0.20 of B0's power, one 0.32 (0.9.4)
 RESET_PROMPTS = 4
 # Times the ridge of V's other numbers, with progress functions: they tell what the text is worth, so that states, which
 # are many, mostly fit chance. On nine tasks of language models and toys 4 leave 0.94 to 1.02 of the noise of 1, 16
@@ -68,7 +68,8 @@ class Value:
     precedes it: a control variate, as in AIVAT for poker (Burch et al., 2018). D_t, of progress functions, has mean 0,
     too (`Completions.progress_draws`); without them there is no such term.
 
-    1. V, the return that is to be expected, is fitted to numbers of the text so far ([`~trl_otb.baselines.prefix`]).
+    1. V, the return that is to be expected, is fitted to numbers of the text so far ([`~trl_otb.baselines.prefix`]),
+       all tokens alike.
     2. φ and ψ are made of V ([`features`]); θ and Γ are fitted to them, with a V that was fitted to other prompts.
     3. c₁, c₂ and c₃ are cross-validated over folds of prompts, and at most P / 16 after P prompts.
 

@@ -1,4 +1,11 @@
-"""What a contract with TRL is: private parts that this package relies on, as listed in `parts.py`, and its checks."""
+"""
+A contract with TRL: the private parts that this package relies on, as listed in `parts.py`. When a trainer is made
+
+- a TRL of another minor version than those tested is an `ImportError`, unless `TRL_OTB_ANY_TRL` is set;
+- a part that is gone, or takes other parameters, is an `ImportError`;
+- a part whose source is not the one that was read is a warning; if it is one of the loss, the loss is tried first;
+- what a user put in the place of a part, and does not take its parameters, is a `TypeError`.
+"""
 
 import contextlib
 import hashlib
