@@ -54,6 +54,7 @@ hashes: $(VENV)/.test ## after reading what changed in TRL: the sources that wer
 	$(BIN)/python -m trl_otb.seam --hashes
 
 wheel: $(VENV)/.test
+	rm -rf build # which may hold files of another version
 	$(BIN)/pip wheel --no-deps --wheel-dir dist .
 
 # Torch first and by itself, so that pip takes this machine's build of it and nothing asks for another.

@@ -15,7 +15,7 @@ from trl import GRPOConfig
 from .baselines import BASELINES, Baseline, find_baseline
 from .display.page import SAVE_ROLLOUTS, check_steps
 from .progress import PROGRESS_PLACES, check_names
-from .seam.own import OWN
+from .seam.namespace import NAMESPACE
 
 
 logger = get_logger(__name__)
@@ -180,7 +180,7 @@ def warn_of_other_trainer(args: Any, trainer: str) -> None:
     """Warn once if a trainer that is not of this package trains with one of its configs."""
     caller = sys._getframe(2)
     by_trainer = caller.f_globals.get("__name__", "").startswith("transformers.trainer")
-    if by_trainer and not hasattr(caller.f_locals.get("self"), OWN):
+    if by_trainer and not hasattr(caller.f_locals.get("self"), NAMESPACE):
         logger.warning_once(
             f"A {type(args).__name__} is used by another trainer than {trainer}: `baseline={args.baseline!r}` has no "
             f"effect, and `scale_rewards` is {args.scale_rewards!r}. Make an {trainer}."

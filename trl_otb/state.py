@@ -11,7 +11,7 @@ import trl_otb
 
 from .baselines import find_baseline
 from .seam.contract import trl_utils
-from .seam.own import Own, Public
+from .seam.namespace import Namespace, Public
 
 
 logger = get_logger(__name__)
@@ -22,7 +22,7 @@ STATE_FILE = "baseline.pt"  # in a checkpoint
 class KeepsBaseline(Trainer):
     """A [`~transformers.Trainer`] whose checkpoints hold the state of its baseline."""
 
-    _trl_otb: Own
+    _trl_otb: Namespace
     baseline = Public()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

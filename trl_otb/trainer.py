@@ -22,10 +22,10 @@ from .seam.forwards import NoEnergiesError, PolicyRecorder, policy_of, scores_an
 from .seam.hosts import check_hosts
 from .seam.hub import LeavesPagesOut
 from .seam.loss import TokenLoss, tried_first
+from .seam.namespace import Namespace, Public, check_names
 from .seam.older_trl import check_head, check_liger
-from .seam.own import Own, Public, check_names
 from .seam.parts import GRPO
-from .seam.progress import measured_progress, one_of, set_up_progress
+from .seam.progress import given_functions, measured_progress, set_up_progress
 from .seam.rewarding import recorded_rewards, rollout_of
 from .seam.sampled import SampledTurns
 from .seam.subclasses import BrokenContract, check_config, check_subclass, users_loss, users_methods
@@ -77,7 +77,7 @@ class OTBGRPOTrainer(KeepsBaseline, LeavesPagesOut, CollectiveToolLoop, TokenLos
         "{71553--71575},\n    year = 2026,\n    eprint = {arXiv:2602.07078},\n}",
     }
 
-    _trl_otb: Own
+    _trl_otb: Namespace
     rollouts = Public()
     energy_source = Public()
     scale_rewards: Any
@@ -101,12 +101,12 @@ class OTBGRPOTrainer(KeepsBaseline, LeavesPagesOut, CollectiveToolLoop, TokenLos
             args = OTBGRPOConfig(f"{name.rstrip('/').split('/')[-1]}-OTB")
         if not isinstance(args, GRPOConfig):
             raise TypeError(f"`args` is a {type(args).__name__}: OTBGRPOTrainer takes an OTBGRPOConfig.")
-        progress_funcs = one_of(progress_funcs, args)
+        progress_funcs = given_functions(progress_funcs, args)
         own_loss = bool(users_methods(self, ("_compute_loss", "compute_loss")))
         entry = check_options(args, own_loss, type(self))
         check_liger(args.use_liger_kernel, entry.per_token, entry.name)
         baseline = RunBaseline(entry, running_scale=args.scale_rewards == "running")
-        self._trl_otb = Own(baseline, entry.needs, getattr(args, "baseline", None))
+        self._trl_otb = Namespace(baseline, entry.needs, getattr(args, "baseline", None))
         # By name, as a user's class may take them so only
         names = list(inspect.signature(GRPOTrainer.__init__).parameters)[4:]
         super().__init__(model, reward_funcs, args=args, **dict(zip(names, other_args, strict=False)), **kwargs)

@@ -84,6 +84,19 @@ def with_ridge(of_v: float, of_b: float):
     return solving(changed)
 
 
+def with_ridge_of_states(times: float):
+    """Of V; of batches without progress."""
+    columns = value.OF_STATE + value.OF_LUCK + 1
+
+    def changed(sums, ridge, solution=least_squares.solution):
+        if sums.size(-1) != columns:
+            ridge = ridge * torch.ones(sums.size(-1) - 1, dtype=sums.dtype)
+            ridge[len(prefix.NUMBERS) :] *= times
+        return solution(sums, ridge)
+
+    return solving(changed)
+
+
 def solving(solution):
     return [patch.object(module, "solution", solution) for module in (value, least_squares)]
 
@@ -182,6 +195,7 @@ PARTS = {
     "batches forgotten by 0.95": of_value("decay_per_batch", 0.95),
     "a quarter of V's ridge": with_ridge(0.25, 1),
     "four times V's ridge": with_ridge(4, 1),
+    "four times the ridge of V's states": with_ridge_of_states(4),
     "a quarter of the other ridge": with_ridge(1, 0.25),
     "four times the other ridge": with_ridge(1, 4),
     "no √n": without("√n"),

@@ -205,11 +205,11 @@ def by_size(path: Path) -> render.Tables:
 
 
 def by_ridge(path: Path) -> render.Tables:
-    """With progress: what more ridge of hidden states leaves, over what as much as of all numbers of V leaves."""
+    """With progress: what more ridge of hidden states leaves, over what equal ridge of all numbers of V leaves."""
     pools, found, tables = Pools(path), {}, {}
     s = so_far(pools)
     for times in (1, 4, 16, 64):
-        with patch.object(value, "RIDGE_OF_STATES", times):
+        with patch.object(value, "STATES_RIDGE_FACTOR", times):
             found[times] = replay(pools, Value, s)
     for what in ("power", "noise"):
         ratios = {times: ratio(of, found[1], what) for times, of in found.items()}
@@ -352,8 +352,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument(
         "--right_text", action="store_true", help="publish what is gained by knowing the column `answer`"
     )
-    parser.add_argument("--sizes", action="store_true", help="publish what other numbers of a hidden state leave")
-    parser.add_argument("--ridges", action="store_true", help="publish what another ridge of hidden states leaves")
+    states = parser.add_mutually_exclusive_group()
+    states.add_argument("--sizes", action="store_true", help="publish what other numbers of a hidden state leave")
+    states.add_argument("--ridges", action="store_true", help="publish what another ridge of hidden states leaves")
     parser.add_argument("--publish", action="store_true", help="put the tables into the results and the page")
     parser.add_argument("--output", type=Path, default=Path("runs/progress/replays.jsonl"))
     args = parser.parse_args(argv)

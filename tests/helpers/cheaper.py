@@ -9,15 +9,16 @@ from functools import cache, wraps
 from beartype import beartype
 
 
-# Calls of a function whose shapes are checked in each test: checks of all took a tenth of the time of `make test`
-MOST_CHECKS = 50
+# Of a function in each test; a call takes two, of its arguments and of its result. Checks of all calls took up to a
+# tenth of the time of `make test`
+MOST_CHECKS = 100
 _checks, _unchecked = Counter(), []
 
 
 def checked(function):
     """
-    Checks arguments and results of a function's first calls in a test, but of inner functions, which name no shapes and
-    would be compiled at each call.
+    Checks arguments and results of a function's first calls in a test, but not those of inner functions, which name no
+    shapes and would be compiled at each call.
     """
     if "<locals>" in function.__qualname__:
         return function

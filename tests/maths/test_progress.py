@@ -10,6 +10,7 @@ from tests.maths.test_derivation import Enumeration, V
 from tests.maths.test_value import PROMPTS, Batch, N, OnRloo, T
 from trl_otb.baselines import BASELINES, Value, compute_advantages, joined, squeeze
 from trl_otb.baselines import value as module
+from trl_otb.baselines.least_squares import solution
 from trl_otb.baselines.prefix import read
 from trl_otb.baselines.transport import only_compared
 
@@ -138,7 +139,15 @@ def test_other_functions_keep_what_is_known_of_the_same_ones():
     assert power < 0.75 and value.eta[-1] == 0
     batch.teach(value)
     assert value.eta[-1] != 0
-    value.use_progress(["b", "c"], [])
+    value.use_progress(["b", "c"], ["b"])
+    ridge = torch.full((len(value.eta),), value.ridge_of_v, dtype=torch.float64)
+    ridge[11:-2] *= 4  # of states, as in training
+    assert torch.equal(value.eta, solution(value._value_sums, ridge))
+    value.use_progress(["b"], [])
+    assert torch.equal(value.eta, solution(value._value_sums, value.ridge_of_v))
+    value.use_progress([], ["d"])  # which has told nothing
+    assert torch.equal(value.eta, solution(value._value_sums, value.ridge_of_v))
+    value.use_progress(["d"], [])
     alone = of.batch(progress=None)
     assert alone.power(value) / batch.power(batch.b0.expand_as(batch.x.mask)) > 0.85
     alone.teach(value)

@@ -11,13 +11,13 @@ from .transport import gathered
 
 
 ROUNDING = 1e-12  # of squared float32 numbers, relative
-# A prompt keeps B0 if in the other prompts B leaves more than so many times B0's power (recipes/studies/ablations.md).
-# Without the bound the twelve batches after rewards were divided by 100 had up to 4,825 times the power, and with 2 in
-# the place of 1.5 up to 1.53 times if they held two prompts. What it costs where no rewards jump: nothing in batches of
-# 64 completions; with two prompts per batch 0.5 to 6 % of them keep B0, for up to 23 % less power without the bound.
-# With 1.2 the first batches of two prompts had up to 10 % more
+# A prompt keeps B0 if in the other prompts B leaves more than this many times B0's power
+# (recipes/studies/ablations.md). Without the bound the twelve batches after rewards were divided by 100 had up to 4,825
+# times the power, and with 2 in the place of 1.5 up to 1.53 times if they held two prompts. Where no rewards jump it
+# costs nothing in batches of 64 completions. With two prompts per batch 0.5 to 6 % of the prompts keep B0, and up to 23
+# % less power would be left without it; with 1.2 the first such batches had up to 10 % more
 WORSE_RATIO = 1.5
-# Where returns do not vary B0 leaves nothing: then B may leave so much of B0's usual power. After all returns on
+# Where returns do not vary B0 leaves nothing: then B may leave this share of B0's usual power. After all returns on
 # recipes/toy became alike up to 0.05 of it was left; the same within 0.06 with 0.25 or 1, and up to 0.19 with 2. Where
 # successes are rare 0.1 leaves up to 8 % more power, and 0 up to twice as much
 VARIES_NOT_RATIO = 0.5
@@ -47,7 +47,7 @@ def worse_than_b0(
         first_row: The place of `local` among the completions of all processes.
     """
     n, energy = local.num_generations, local.need("loss_energy")
-    own = slice(first_row, first_row + len(local))
+    local_rows = slice(first_row, first_row + len(local))
 
     def parts(rows: int) -> Tensor:
         """The groups, or random halves, which are the same on all processes."""
@@ -57,7 +57,7 @@ def worse_than_b0(
 
     x, at = local, slice(None)
     if gather is not None and (n == 1 or len(local) % n > 0):  # parts span processes
-        x, at = gathered(local, gather, tokens=False), own
+        x, at = gathered(local, gather, tokens=False), local_rows
     if n > 1:
         b0 = x.weighted_mean(x.members.expand_as(x.returns), x.returns, x.members, leave_one_out=True)
     else:
@@ -75,9 +75,9 @@ def worse_than_b0(
     # Beyond rounding; of a single completion nothing is known
     measured = [power.where((power > ROUNDING * squares) & (members > 1), 0.0) for power in (by_b, by_b0)]
     measured.append(energies * (members > 1))
-    # Of the other parts, for each; the sum less own would cancel
+    # Of the other parts, for each; the sum of all less a part would cancel
     of_others = (1 - torch.eye(len(of_parts), dtype=of_rows.dtype)) @ torch.stack(measured, dim=1)
     others_by_b, others_by_b0, others_energy = of_others.unbind(dim=1)
     allowed = (WORSE_RATIO * others_by_b0).where(others_by_b0 > 0, VARIES_NOT_RATIO * usual_power * others_energy)
     worse = (others_by_b > allowed)[part]
-    return worse[own].to(local.mask.device), worse.float().mean().item()
+    return worse[local_rows].to(local.mask.device), worse.float().mean().item()

@@ -65,6 +65,6 @@ def confidences(sums: Float[Tensor, "folds K1 K1"], ridge: float, sizes: list[in
     # prompt, it left 20 times the power of B0. Ten change nothing more
     for part in [*range(len(sizes))] * 3:
         others = [i for i in range(len(sizes)) if i != part]
-        left = agreement[part] - sum(c[i] * squares[part, i] for i in others)
+        left = agreement[part] - sum(c[i] * squares[min(i, part), max(i, part)] for i in others)
         c[part] = (left / squares[part, part].clamp(min=NOT_ZERO)).clamp(0, 1)
     return c.nan_to_num()

@@ -27,9 +27,8 @@ def otb(x: Completions, zero_tail: bool = True) -> Float[Tensor, "B T"]:
     if not zero_tail:
         return baseline
     columns = torch.arange(1, x.mask.size(1) + 1, device=x.mask.device)
-    ends = x.grouped(
-        (x.mask * columns).amax(dim=1, keepdim=True)
-    )  # not lengths: by position there is tool output between
+    # Not lengths: aligned by position, there are columns of tool output between
+    ends = x.grouped((x.mask * columns).amax(dim=1, keepdim=True))
     second = ends.sort(dim=1).values[:, -2:-1]
     return x.grouped(baseline).masked_fill(columns > second, 0.0).reshape(baseline.shape)
 

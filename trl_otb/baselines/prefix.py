@@ -29,8 +29,8 @@ B0 = NUMBERS.index("b0")
 # Hidden states are numbers of one layer, at this part of the depth. On SmolLM2's four tasks and a scratchpad a third, a
 # half, five sixths and the last leave 0.97 to 1.06 of the noise (recipes/studies/results/features.json)
 LAYER_DEPTH = 2 / 3
-# So many random directions of a state. On SmolLM2's tasks, with few prompts, 16 leave 0.93 to 1.01 of the power and 64
-# leave 0.92 to 1.04; with more completions 16 left 0.99 to 1.03, 64 left 0.96 to 0.99: it grows with what is learned.
+# This many random directions of a state. On SmolLM2's tasks, with few prompts, 16 leave 0.93 to 1.01 of the power and
+# 64 leave 0.92 to 1.04; of an earlier `value` with more completions 16 left 0.99 to 1.03, and 64 left 0.96 to 0.99.
 # Principal directions gain up to 7 % and lose up to 3 %; all processes would have to find the same ones before the
 # first batch (recipes/studies/progress.md)
 PROJECTED_SIZE = 32
@@ -108,7 +108,7 @@ def read(x: Completions) -> Prefix:
     return Prefix(known, numbers, sure, worst, root, earned, luck, draws)
 
 
-def projection(size: int) -> Float[Tensor, "size k"]:
+def projection(size: int) -> Float[Tensor, "{size} k"]:
     """The fixed random directions of hidden states, float32; their numbers are as large as those of states."""
     generator, numbers = torch.Generator().manual_seed(0), min(size, PROJECTED_SIZE)
     return torch.randn(size, numbers, generator=generator, dtype=torch.float32, device="cpu") / math.sqrt(size)

@@ -22,19 +22,19 @@ from .transport import numbered
 
 logger = logging.getLogger(__name__)
 
-# What was learned is forgotten when B lost in two or more batches in a row that hold so many prompts in all, as after a
-# change of rewards: when it left more than so many times B0's power. Powers are of recipes/studies/ablations.md.
-# With a ratio of 1.5 nothing changes. After rewards were divided by 100 the twelve next batches had 1.15 times the
-# power with a ratio of 4, and up to 3.6 times if nothing is ever forgotten
+# B lost a batch if it left more than this many times B0's power. With 1.5 nothing changes. After rewards were divided
+# by 100 the twelve next batches had 1.15 times the power with 4, and up to 3.6 times if nothing is ever forgotten
+# (powers are of recipes/studies/ablations.md)
 RESET_RATIO = 2.0
-# A single prompt may happen to vary little. With 2 in the place of 4 nothing changes; with 16 up to 119 times the power
-# was left after that jump, where batches had two prompts. A single batch may be the exception: where rewards jumped in
-# every tenth batch of a toy scratchpad (N = 4), two in a row left 0.20 of B0's power, one 0.32 (0.9.4)
+# What was learned is forgotten after two or more lost batches in a row that hold this many prompts in all. A single
+# prompt may happen to vary little. With 2 in the place of 4 nothing changes; with 16 up to 119 times the power was left
+# after that jump, where batches had two prompts. A single batch may be the exception: where rewards jumped in every
+# tenth batch of a toy scratchpad (N = 4), two in a row left 0.20 of B0's power, one 0.32 (0.9.4)
 RESET_PROMPTS = 4
 # Times the ridge of V's other numbers, with progress functions: they tell what the text is worth, so that states, which
 # are many, mostly fit chance. On nine tasks of language models and toys 4 leave 0.94 to 1.02 of the noise of 1, 16
 # leave 0.88 to 1.05 (recipes/studies/progress.md)
-RIDGE_OF_STATES = 4
+STATES_RIDGE_FACTOR = 4
 OF_STATE, OF_LUCK = 23, 14  # how many features φ and ψ have
 OF_0_11 = {"delta", "draw_weight", "_draw_columns"}  # of the state: checkpoints before 0.11 lack them
 
@@ -43,7 +43,7 @@ class BatchSums(NamedTuple):
     """Sums over the tokens of a batch."""
 
     power: Any  # Σ w (G − B0)²
-    left: Any  # Σ w (G − B)², by the B of before
+    left: Any  # Σ w (G − B)², by the B that earlier batches taught
     left_by_state: Any  # the same without later luck
     squares: Any  # Σ w (G² + B0²), of which a rounding error is a part
     excluded: Any  # tokens whose numbers are not finite
@@ -69,7 +69,7 @@ class Value:
     too (`Completions.progress_draws`); without them there is no such term.
 
     1. V, the return that is to be expected, is fitted to numbers of the text so far ([`~trl_otb.baselines.prefix`]),
-       all tokens alike.
+       all tokens alike. With progress functions hidden states have more ridge than its other numbers.
     2. φ and ψ are made of V ([`features`]); θ and Γ are fitted to them, with a V that was fitted to other prompts.
     3. c₁, c₂ and c₃ are cross-validated over folds of prompts, and at most P / 16 after P prompts.
 
@@ -88,8 +88,9 @@ class Value:
     completions by `sequence_mask`, no baseline is unbiased.
     """
 
-    # Powers below are of recipes/studies/ablations.md. Slower forgetting, by 0.95, would gain up to 6 % where a batch
-    # has two prompts and the toy policy stands still, which it does not in training; on SmolLM2 it would gain 1 %
+    # Powers below are of recipes/studies/ablations.md. Forgetting faster, by 0.8, would cost up to 15 % where a batch
+    # has two prompts, and up to 20 % after a jump of rewards. Slower, by 0.95, would gain up to 6 % where a batch has
+    # two prompts and the toy policy stands still, which it does not in training; on SmolLM2 neither makes 2 %
     decay_per_batch = 0.9
     prompt_folds = 4  # with 2 up to 10 % more power in the first batches; with 8 hardly less
     # For c = 1. Few prompts cannot be cross-validated: after 2 to 12 of them, on SmolLM2's tasks, up to 1.40 times B0's
@@ -113,7 +114,7 @@ class Value:
         self._doubted = 0  # prompts in the latest batches in a row in which B left too much
         self.luck_check = LuckCheck()
 
-    # B
+    # The baseline
 
     def __call__(self, x: Completions) -> Float[Tensor, "B #T"]:
         """B0, `rloo_pooled`, of returns or of rewards-to-go; for N = 1 the mean of the other prompts'."""
@@ -201,7 +202,7 @@ class Value:
         batch = BatchSums(*of_batch.tolist())
         varies = batch.power > ROUNDING * batch.squares
         allowed = RESET_RATIO * batch.power if varies else VARIES_NOT_RATIO * self.usual_power * batch.energy
-        reset = self._is_to_forget(batch.left > max(allowed, ROUNDING * batch.squares), prompts)
+        reset = self._count_lost(batch.left > max(allowed, ROUNDING * batch.squares), prompts)
         shares = [1 - part / batch.power if varies else math.nan for part in (batch.left, batch.left_by_state)]
         metrics = dict(zip(("explained", "explained_by_state"), shares, strict=True))
         metrics |= {"weight": self.weight, "luck_weight": self.luck_weight, "restarted": float(reset)}
@@ -240,8 +241,8 @@ class Value:
         self._fit()
         return metrics
 
-    def _is_to_forget(self, lost: bool, prompts: int) -> bool:
-        """Whether B lost in this batch, and in those before it: in two or more batches, of enough prompts."""
+    def _count_lost(self, lost: bool, prompts: int) -> bool:
+        """Counts a batch that B lost, or else begins anew; whether it is time to forget what was learned."""
         again = lost and self._doubted > 0
         self._doubted = self._doubted + prompts if lost else 0
         return again and self._doubted >= RESET_PROMPTS
@@ -314,10 +315,11 @@ class Value:
         self.draw_weight = others[0] if others else 0.0
 
     def _fitted_v(self, sums: Float[Tensor, "*folds K1 K1"], functions: int) -> Float[Tensor, "*folds K"]:
-        """The coefficients of V, whose numbers end with those of so many progress functions."""
-        ridge = torch.full((sums.size(-1) - 1,), self.ridge_of_v, dtype=sums.dtype)
-        if functions > 0:
-            ridge[len(NUMBERS) : -2 * functions] *= RIDGE_OF_STATES
+        """The coefficients of V, whose last numbers are two for each progress function."""
+        ridge = sums.new_full((sums.size(-1) - 1,), self.ridge_of_v)
+        of_progress = sums.diagonal(dim1=-2, dim2=-1)[..., -2 * functions - 1 : -1]
+        if (of_progress > 0).any():  # not so where all functions are left out
+            ridge[len(NUMBERS) : -2 * functions] *= STATES_RIDGE_FACTOR
         return solution(sums, ridge)
 
     @property

@@ -1,10 +1,12 @@
 """
-A contract with TRL: the private parts that this package relies on, as listed in `parts.py`. When a trainer is made
+A contract with TRL: private parts that this package relies on. `parts.py` lists them, here and in
+`experimental/async_grpo`. What is found when a trainer is made:
 
-- a TRL of another minor version than those tested is an `ImportError`, unless `TRL_OTB_ANY_TRL` is set;
-- a part that is gone, or takes other parameters, is an `ImportError`;
-- a part whose source is not the one that was read is a warning; if it is one of the loss, the loss is tried first;
-- what a user put in the place of a part, and does not take its parameters, is a `TypeError`.
+- TRL is of a minor version that was not tested: an `ImportError`, unless `TRL_OTB_ANY_TRL` is set.
+- A part or an attribute is gone, or a part takes other parameters: an `ImportError`.
+- A user put something in the place of a part that does not take its parameters: a `TypeError`.
+- A part has another source than the one that was read: a warning. If it multiplies advantages and the baseline is per
+  token, the loss is tried before the first step.
 """
 
 import contextlib

@@ -169,7 +169,7 @@ class PolicyRecorder:
     @contextmanager
     def _watching_processors(self, to: Recording | None) -> Iterator[None]:
         """Context in which `generate` tells `to` which processor of logits it has, beside that of the temperature."""
-        prepare = getattr(self.policy, "_get_logits_processor", None)  # of all that have a `generate`, see `contract`
+        prepare = getattr(self.policy, "_get_logits_processor", None)  # of all that have a `generate`, see `parts.py`
         if to is None or prepare is None:
             yield
             return

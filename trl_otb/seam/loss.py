@@ -19,7 +19,7 @@ from .subclasses import BrokenContract
 
 
 if TYPE_CHECKING:
-    from .own import Own
+    from .namespace import Namespace
 
 
 logger = get_logger(__name__)
@@ -36,7 +36,7 @@ class TokenLoss(GRPOTrainer):
     computes this if the old log-probs are sg[log π(y_t)] − log s.
     """
 
-    _trl_otb: "Own"
+    _trl_otb: "Namespace"
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         shape, rows = tuple(inputs["advantages"].shape), tuple(inputs["completion_mask"].shape)

@@ -1,4 +1,4 @@
-"""The private parts of TRL and transformers that the trainer and the command line rely on."""
+"""The private parts of TRL, transformers and accelerate that the trainer and the command line rely on."""
 
 from .contract import Contract
 

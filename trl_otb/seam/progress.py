@@ -14,7 +14,7 @@ from ..rollout import Rollout
 logger = get_logger(__name__)
 
 
-def one_of(functions: Any, args: GRPOConfig) -> Any:
+def given_functions(functions: Any, args: GRPOConfig) -> Any:
     """`progress_funcs` of the trainer or, without them, of its config."""
     named = getattr(args, "progress_funcs", None)
     if functions is not None and named is not None:
@@ -26,6 +26,7 @@ def one_of(functions: Any, args: GRPOConfig) -> Any:
 
 
 def set_up_progress(trainer: GRPOTrainer, functions: Any) -> None:
+    """Give the trainer its [`~trl_otb.progress.Progress`], if there are functions, and what checkpoints keep of it."""
     args, of = trainer.args, trainer._trl_otb
     by_name = functions_by_name(functions, trainer.reward_funcs, trainer.reward_func_names)
     if not by_name:

@@ -19,7 +19,7 @@ from ...run_baseline import RunBaseline
 from ...seam.draws import changed_distribution, dropout_of, warning_of_dropout
 from ...seam.forwards import PolicyRecorder, policy_of
 from ...seam.loss import check_product
-from ...seam.own import Own, check_names
+from ...seam.namespace import Namespace, check_names
 from ...seam.subclasses import users_loss
 from ...state import KeepsBaseline, check_unchanged, gain_of
 from .config import AsyncOTBGRPOConfig, check_async_options, warn_of_scale
@@ -66,7 +66,7 @@ class DeferredAdvantages:
 
 
 @dataclass
-class AsyncOwn(Own):
+class AsyncNamespace(Namespace):
     """The state of an asynchronous trainer."""
 
     b0: str = "rloo"
@@ -94,7 +94,7 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
         args ([`AsyncOTBGRPOConfig`] or TRL's `AsyncGRPOConfig`, *optional*): A plain one has `value`, unscaled.
     """
 
-    _trl_otb: AsyncOwn
+    _trl_otb: AsyncNamespace
     _tag_names = ["trl", "async-grpo", "otb"]  # noqa: RUF012
     _name = "AsyncOTB"
 
@@ -115,7 +115,7 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
         if not hasattr(args, "scale_rewards"):
             warn_of_scale()
         entry = check_async_options(args)
-        self._trl_otb = AsyncOwn(
+        self._trl_otb = AsyncNamespace(
             RunBaseline(entry),
             entry.needs,
             getattr(args, "baseline", None),

@@ -15,11 +15,11 @@ from .forwards import PolicyRecorder
 from .subclasses import users_methods
 
 
-OWN = "_trl_otb"  # the attribute of a trainer
+NAMESPACE = "_trl_otb"  # the attribute of a trainer
 
 
 @dataclass
-class Own:
+class Namespace:
     """The state of a trainer, as `trainer._trl_otb`."""
 
     baseline: RunBaseline
@@ -38,13 +38,13 @@ class Own:
 
 
 class Public:
-    """A read-only attribute of a trainer, from its [`Own`]; a `TypeError` if a subclass uses the name itself."""
+    """A read-only attribute of a trainer, from its [`Namespace`]; a `TypeError` if a subclass uses the name itself."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
 
     def __get__(self, trainer: Trainer | None, owner: type | None = None) -> Any:
-        return self if trainer is None else getattr(getattr(trainer, OWN), self.name)
+        return self if trainer is None else getattr(getattr(trainer, NAMESPACE), self.name)
 
     def __set__(self, trainer: Trainer, value: Any) -> None:
         raise TypeError(_taken(f"`{type(trainer).__name__}` sets `self.{self.name}`", self.name))
