@@ -75,23 +75,15 @@ def free_slope(sums, ridge):
     return torch.linalg.solve_ex(squares + torch.diag_embed(penalty), of_target)[0]
 
 
-def with_ridge(of_v: float, of_b: float):
+def with_ridge(of_v: float = 1, of_b: float = 1, of_states: float = 1):
+    """Times V's ridge, that of its hidden states alone, in batches without progress, and the other ridge."""
     columns = value.OF_STATE + value.OF_LUCK + 1
 
     def changed(sums, ridge, solution=least_squares.solution):
-        return solution(sums, ridge * (of_b if sums.size(-1) == columns else of_v))
-
-    return solving(changed)
-
-
-def with_ridge_of_states(times: float):
-    """Of V; of batches without progress."""
-    columns = value.OF_STATE + value.OF_LUCK + 1
-
-    def changed(sums, ridge, solution=least_squares.solution):
-        if sums.size(-1) != columns:
-            ridge = ridge * torch.ones(sums.size(-1) - 1, dtype=sums.dtype)
-            ridge[len(prefix.NUMBERS) :] *= times
+        if sums.size(-1) == columns:
+            return solution(sums, ridge * of_b)
+        ridge = ridge * of_v
+        ridge[len(prefix.NUMBERS) :] *= of_states
         return solution(sums, ridge)
 
     return solving(changed)
@@ -193,11 +185,11 @@ PARTS = {
     "8 folds": of_value("prompt_folds", 8),
     "batches forgotten by 0.8": of_value("decay_per_batch", 0.8),
     "batches forgotten by 0.95": of_value("decay_per_batch", 0.95),
-    "a quarter of V's ridge": with_ridge(0.25, 1),
-    "four times V's ridge": with_ridge(4, 1),
-    "four times the ridge of V's states": with_ridge_of_states(4),
-    "a quarter of the other ridge": with_ridge(1, 0.25),
-    "four times the other ridge": with_ridge(1, 4),
+    "a quarter of V's ridge": with_ridge(of_v=0.25),
+    "four times V's ridge": with_ridge(of_v=4),
+    "four times the ridge of V's states": with_ridge(of_states=4),
+    "a quarter of the other ridge": with_ridge(of_b=0.25),
+    "four times the other ridge": with_ridge(of_b=4),
     "no √n": without("√n"),
     "no V": without("V"),
     "no V²": without("V²"),

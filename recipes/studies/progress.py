@@ -198,9 +198,7 @@ def by_size(path: Path) -> render.Tables:
         for numbers in (1, 8, 16, 32, 64, 128):
             each = [replay(pools, Value, s, states=random_directions(pools, seed, numbers)) for seed in range(3)]
             of_size[numbers] = {"power": sum(found["power"] for found in each)}
-        ratios = {numbers: ratio(found, of_size[32]) for numbers, found in of_size.items()}
-        cells = [{"name": str(numbers), "power": [x.value, x.low, x.high]} for numbers, x in ratios.items()]
-        tables[f"{TITLES[pools.name]}, {title}"] = rows_of_power(pools, cells)
+        tables[f"{TITLES[pools.name]}, {title}"] = rows_over(pools, of_size, 32)
     return tables
 
 
@@ -212,10 +210,7 @@ def by_ridge(path: Path) -> render.Tables:
         with patch.object(value, "STATES_RIDGE_FACTOR", times):
             found[times] = replay(pools, Value, s)
     for what in ("power", "noise"):
-        ratios = {times: ratio(of, found[1], what) for times, of in found.items()}
-        cells = [{"name": str(times), "power": [x.value, x.low, x.high]} for times, x in ratios.items()]
-        tables[f"{TITLES[pools.name]}, ridge of states, {what}"] = rows_of_power(pools, cells)
-        print(path, what, {times: f"{x.value:.3f}" for times, x in ratios.items()}, flush=True)
+        tables[f"{TITLES[pools.name]}, ridge of states, {what}"] = rows_over(pools, found, 1, what)
     return tables
 
 
@@ -234,6 +229,12 @@ def padded(prompt: dict, rows: list[torch.Tensor]) -> torch.Tensor:
 def together(first: list[torch.Tensor], second: list[torch.Tensor]) -> list[torch.Tensor]:
     """Both kinds of numbers of each token, by prompt."""
     return [torch.cat(of, dim=-1) for of in zip(first, second, strict=True)]
+
+
+def rows_over(pools: Pools, found: dict[int, dict], control: int, what: str = "power") -> list[dict]:
+    """What is published of replays that differ by a number, over the one of `control`."""
+    ratios = {number: ratio(of, found[control], what) for number, of in found.items()}
+    return rows_of_power(pools, [{"name": str(of), "power": [x.value, x.low, x.high]} for of, x in ratios.items()])
 
 
 def rows_of_power(pools: Pools, cells: list[dict]) -> list[dict]:

@@ -28,12 +28,12 @@ def checked(function):
     def first_calls(*args, **kwargs):
         _checks[path] += 1
         if _checks[path] == MOST_CHECKS:
-            own = sys.modules[path[0]]
+            found = sys.modules[path[0]]
             for name in path[1:]:
-                own = inspect.getattr_static(own, name)
-            own = getattr(own, "fget", None) or getattr(own, "__func__", own)
-            own.__no_type_check__ = True  # which jaxtyping looks for in each call
-            _unchecked.append(own)
+                found = inspect.getattr_static(found, name)
+            found = getattr(found, "fget", None) or getattr(found, "__func__", found)  # of a property, a static method
+            found.__no_type_check__ = True  # which jaxtyping looks for in each call
+            _unchecked.append(found)
         return check(*args, **kwargs)
 
     return first_calls

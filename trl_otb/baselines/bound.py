@@ -14,8 +14,8 @@ ROUNDING = 1e-12  # of squared float32 numbers, relative
 # A prompt keeps B0 if in the other prompts B leaves more than this many times B0's power
 # (recipes/studies/ablations.md). Without the bound the twelve batches after rewards were divided by 100 had up to 4,825
 # times the power, and with 2 in the place of 1.5 up to 1.53 times if they held two prompts. Where no rewards jump it
-# costs nothing in batches of 64 completions. With two prompts per batch 0.5 to 6 % of the prompts keep B0, and up to 23
-# % less power would be left without it; with 1.2 the first such batches had up to 10 % more
+# costs nothing in batches of 64 completions. With two prompts per batch 0.5 to 6 % of the prompts keep B0; without the
+# bound up to 23 % less power would be left there, and with 1.2 the first such batches had up to 10 % more
 WORSE_RATIO = 1.5
 # Where returns do not vary B0 leaves nothing: then B may leave this share of B0's usual power. After all returns on
 # recipes/toy became alike up to 0.05 of it was left; the same within 0.06 with 0.25 or 1, and up to 0.19 with 2. Where
@@ -76,8 +76,8 @@ def worse_than_b0(
     measured = [power.where((power > ROUNDING * squares) & (members > 1), 0.0) for power in (by_b, by_b0)]
     measured.append(energies * (members > 1))
     # Of the other parts, for each; the sum of all less a part would cancel
-    of_others = (1 - torch.eye(len(of_parts), dtype=of_rows.dtype)) @ torch.stack(measured, dim=1)
-    others_by_b, others_by_b0, others_energy = of_others.unbind(dim=1)
+    other_parts = (1 - torch.eye(len(of_parts), dtype=of_rows.dtype)) @ torch.stack(measured, dim=1)
+    others_by_b, others_by_b0, others_energy = other_parts.unbind(dim=1)
     allowed = (WORSE_RATIO * others_by_b0).where(others_by_b0 > 0, VARIES_NOT_RATIO * usual_power * others_energy)
     worse = (others_by_b > allowed)[part]
     return worse[local_rows].to(local.mask.device), worse.float().mean().item()

@@ -23,13 +23,13 @@ from .transport import numbered
 logger = logging.getLogger(__name__)
 
 # B lost a batch if it left more than this many times B0's power. With 1.5 nothing changes. After rewards were divided
-# by 100 the twelve next batches had 1.15 times the power with 4, and up to 3.6 times if nothing is ever forgotten
-# (powers are of recipes/studies/ablations.md)
+# by 100 the twelve next batches had 1.15 times the power with 4, and up to 3.6 times without any reset (powers are of
+# recipes/studies/ablations.md)
 RESET_RATIO = 2.0
-# What was learned is forgotten after two or more lost batches in a row that hold this many prompts in all. A single
-# prompt may happen to vary little. With 2 in the place of 4 nothing changes; with 16 up to 119 times the power was left
-# after that jump, where batches had two prompts. A single batch may be the exception: where rewards jumped in every
-# tenth batch of a toy scratchpad (N = 4), two in a row left 0.20 of B0's power, one 0.32 (0.9.4)
+# `value` is reset after two or more lost batches in a row that hold this many prompts in all. A single prompt may
+# happen to vary little. With 2 in the place of 4 nothing changes; with 16 up to 119 times the power was left after that
+# jump, where batches had two prompts. A single batch may be the exception: where rewards jumped in every tenth batch of
+# a toy scratchpad (N = 4), two in a row left 0.20 of B0's power, one 0.32 (0.9.4)
 RESET_PROMPTS = 4
 # Times the ridge of V's other numbers, with progress functions: they tell what the text is worth, so that states, which
 # are many, mostly fit chance. On nine tasks of language models and toys 4 leave 0.94 to 1.02 of the noise of 1, 16
@@ -77,9 +77,9 @@ class Value:
     their width.
 
     A prompt keeps B0 where B leaves too much power in the other prompts of a batch ([`~trl_otb.baselines.bound`]); not
-    so in asynchronous training, whose batches hold few whole groups. What was learned is discarded after two or more
-    batches in a row, with four prompts or more in all, in which B left over twice B0's power, or, where no return
-    varies, over half of B0's usual power.
+    so in asynchronous training, whose batches hold few whole groups. `value` is reset after two or more batches in a
+    row, with four prompts or more in all, in which B left over twice B0's power, or, where no return varies, over half
+    of B0's usual power.
 
     Unbiased, since B_t depends on what precedes y_t, and on sums of later terms whose mean is 0 given what precedes
     them; θ, Γ and c on earlier batches. Where tokens are drawn from a distribution that is not recorded, later luck is
@@ -242,7 +242,7 @@ class Value:
         return metrics
 
     def _count_lost(self, lost: bool, prompts: int) -> bool:
-        """Counts a batch that B lost, or else begins anew; whether it is time to forget what was learned."""
+        """Counts the prompts of lost batches in a row; whether to reset."""
         again = lost and self._doubted > 0
         self._doubted = self._doubted + prompts if lost else 0
         return again and self._doubted >= RESET_PROMPTS
@@ -252,12 +252,8 @@ class Value:
         Sums that V is fitted to, by fold; the power that B0 and B leave, with what else a batch tells; and what
         [`measured`] returns.
         """
-        sums, total, of_draws, largest = (
-            b0.new_zeros(1),
-            b0.new_zeros(len(BatchSums._fields)),
-            b0.new_zeros(len(COLUMNS)),
-            b0.new_ones(()),
-        )
+        sums, total = b0.new_zeros(1), b0.new_zeros(len(BatchSums._fields))
+        of_draws, largest = b0.new_zeros(len(COLUMNS)), b0.new_ones(())
         for x, of, rows in read_in_blocks(local):
             b = b0[rows]
             target, weights = (x.returns - b).expand_as(x.mask), x.need("loss_energy")
