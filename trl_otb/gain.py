@@ -6,7 +6,7 @@ from statistics import fmean
 
 from torch import Tensor
 
-from .metrics import STATISTICS
+from .metrics import LEAST_REFERENCE, STATISTICS
 
 
 BATCHES = 20  # the latest generation batches, which the line is about
@@ -46,8 +46,7 @@ class Gain:
         power, by_reference = (
             sum(batch[of_batch] for batch in self.batches) for of_batch in ("power", "power_reference")
         )
-        # A ratio of rounding errors, where no return varies
-        if reference is None or not (math.isfinite(power) and by_reference > 1e-6 * power):
+        if reference is None or not (math.isfinite(power) and by_reference > LEAST_REFERENCE * power):
             return ""
         ratio = power / by_reference
         line = f"{name} {_change(ratio, 'under', reference)} ({of})."

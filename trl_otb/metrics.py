@@ -10,6 +10,8 @@ from .baselines import Advantages, Completions
 STATISTICS = (
     "tokens", "energy", "loss_energy", "advantage", "abs_advantage", "baseline", "power", "power_reference"
 )  # fmt: skip
+# Of the power: where the reference leaves less, no reward varies, and a ratio to it would be one of rounding errors
+LEAST_REFERENCE = 1e-6
 
 
 def completion_statistics(
@@ -56,8 +58,7 @@ def summarize(statistics: Float[Tensor, "B S"], num_generations: int) -> dict[st
     effective = of_group * (square_of_sum / sum_of_squares.where(energetic, 1.0) * energetic).sum() / energetic.sum()
 
     power, reference = columns["power"].sum(), columns["power_reference"].sum()
-    # If no reward varies, the reference leaves only rounding errors, and the ratio is meaningless
-    ratio = torch.where(reference > 1e-6 * power, power / reference, torch.nan)
+    ratio = torch.where(reference > LEAST_REFERENCE * power, power / reference, torch.nan)
     metrics = {
         "energy/token_mean": columns["energy"].sum() / tokens.sum(),
         "energy/completion_mean": columns["loss_energy"].sum() / completions,

@@ -26,6 +26,7 @@ from unittest.mock import patch
 
 import torch
 
+from recipes.studies import render
 from recipes.studies.tasks import task_of, trainer_of
 from trl_otb.baselines import BASELINES, Completions, Value, batch_of_groups, bound, least_squares, prefix, value
 from trl_otb.baselines.prefix import later
@@ -326,26 +327,24 @@ def pools_of(paths: list[Path]) -> dict[tuple[str, str], list[Completions]]:
 def first_batches(found: dict[tuple[str, str], list[Completions]]) -> str:
     """A Markdown table of [`after_few`]."""
     enough = {"at once": 1e-9, "8": 8, "12": 12, "16": 16}
-    lines = [f"| task | progress | batches | {' | '.join(enough)} |", "|---" * (3 + len(enough)) + "|"]
+    rows = [["task", "progress", "batches", *enough]]
     for (task, told), pools in found.items():
         for prompts, batches in ((2, 1), (2, 2), (2, 4), (4, 1), (4, 2), (4, 3), (8, 1)):
             powers = [after_few(pools, prompts, batches, of) for of in enough.values()]
-            cells = " | ".join(f"{power:.2f}" for power in powers)
-            lines.append(f"| {task} | {told} | {batches} of {prompts} prompts | {cells} |")
-            print(lines[-1], file=sys.stderr, flush=True)
-    return "\n".join(lines)
+            rows.append([task, told, f"{batches} of {prompts} prompts", *(f"{power:.2f}" for power in powers)])
+            print(*rows[-1], sep=", ", file=sys.stderr, flush=True)
+    return render.markdown(rows)
 
 
 def on_language_models(found: dict[tuple[str, str], list[Completions]], parts: list[str]) -> str:
     """A Markdown table of [`on_other_prompts`] over that of the whole."""
-    heads = [task if told == "no" else "with progress" for task, told in found]
-    lines = [f"| part | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
+    rows = [["part", *(task if told == "no" else "with progress" for task, told in found)]]
     whole = [on_other_prompts("the whole", pools) for pools in found.values()]
     for part in [of for of in parts if of != "the whole" and "reset" not in of]:  # no rewards jump here
         ratios = [on_other_prompts(part, pools) / of for pools, of in zip(found.values(), whole, strict=True)]
-        lines.append(f"| {part} | {' | '.join(f'{ratio:.2f}' for ratio in ratios)} |")
-        print(lines[-1], file=sys.stderr, flush=True)
-    return "\n".join(lines)
+        rows.append([part, *(f"{ratio:.2f}" for ratio in ratios)])
+        print(*rows[-1], sep=", ", file=sys.stderr, flush=True)
+    return render.markdown(rows)
 
 
 def table(results: dict[str, dict[str, list[float]]]) -> str:
@@ -363,12 +362,10 @@ def table(results: dict[str, dict[str, list[float]]]) -> str:
         low, high = min(ratios), max(ratios)
         return f"{low:.2f}" if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f}–{high:.2f}"
 
-    heads = [f"{kind}, {when}" for kind in columns for when in ("first", "later")]
-    lines = [f"| part | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
-    parts = next(iter(results.values()))
-    for part in [of for of in parts if of != "the whole"]:
-        lines.append(f"| {part} | {' | '.join(cell(part, kind, when) for kind in columns for when in (0, 1))} |")
-    return "\n".join(lines)
+    cells = [(kind, when) for kind in columns for when in (0, 1)]
+    rows = [["part", *(f"{kind}, {('first', 'later')[when]}" for kind, when in cells)]]
+    parts = [part for part in next(iter(results.values())) if part != "the whole"]
+    return render.markdown([*rows, *([part, *(cell(part, *of) for of in cells)] for part in parts)])
 
 
 def main() -> None:
@@ -383,7 +380,7 @@ def main() -> None:
     if args.pools:
         found = pools_of(args.pools)
         if len(parts) == len(PARTS):
-            print(first_batches(found), end="\n\n")
+            print(first_batches(found))
         return print(on_language_models(found, parts))
     published: dict[str, dict[str, list[float]]] = json.loads(RESULTS.read_text())
     results: dict[str, dict[str, list[float]]] = {}
@@ -402,7 +399,7 @@ def main() -> None:
             results[key] = {part: of_all[part] for part in PARTS if part in of_all}
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
         head, mark, _ = PAGE.read_text().partition("<!-- ablations.json -->\n\n")
-        PAGE.write_text(head + mark + table(results) + "\n")
+        PAGE.write_text(head + mark + table(results))
     print(table(results))
 
 

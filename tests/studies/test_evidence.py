@@ -287,8 +287,23 @@ def test_study_cells_from_a_report(study):
     assert of_value[2] == "| task (3) | 0.40 (0.40–0.40) | 0.30 | 0.20 |"  # of the noise of `rloo_pooled`, 0.5
 
 
+def test_what_is_published_of_a_comparison_with_progress(study):
+    """`value` needs a third of the prompts of the one without progress, 0.5 to twice as many at the ends."""
+    ends = dict.fromkeys(("value", "low", "high"), 1.0)
+    figures = ("more_prompts", "more_completions", "over_group_mean", "noise_over_group_mean", "cosine")
+    rows = [{"name": name, "n": 4, **dict.fromkeys(figures, ends)} for name in ("group_mean", "value_no_progress")]
+    more = {"value": 2.0, "low": -0.5, "high": 3.0}
+    rows.append(rows[0] | {"name": "value", "more_than": {"value_no_progress": more}})
+    report = {"comparisons": rows, "num_prompts": 3, "group_size": 4, "learned": {}}
+    *cells, ratio = study.with_progress_over_without(report)
+    assert cells == study.cells_of(report)
+    assert ratio["step"] == pytest.approx([1 / 3, 1 / 4, 2])
+    assert "0.33 (0.25–2.00)" in render.noise({"task": [*cells, ratio]}, 4, [ratio["estimator"]], of_steps=True)
+
+
+
 def test_the_table_of_ablations_is_of_its_results():
-    assert ablations.PAGE.read_text().endswith(ablations.table(json.loads(ablations.RESULTS.read_text())) + "\n")
+    assert ablations.PAGE.read_text().endswith(ablations.table(json.loads(ablations.RESULTS.read_text())))
 
 
 @functools.cache
