@@ -6,6 +6,7 @@ What do baselines gain as completions grow longer and groups larger, what `value
     python -m recipes.studies.value --plot_only --publish            # the columns of value.md, and pictures
     python -m recipes.studies.value --relatives --tasks calculator   # other authors' baselines, and N from 1 to 32
     python -m recipes.studies.value --steps --num_prompts 64 --tasks sums   # few baselines, at N = 4, on many prompts
+    python -m recipes.studies.value --progress --num_prompts 16 --tasks words   # with the reward of the text so far
 
 Each task is measured by trl_otb.compare_baselines, with pools of 128 completions (SmolLM2: 16); θ has seen 8 batches
 of other prompts, four completions each. The policies of the scratchpad (recipes/toy/scratchpad.py) make as many
@@ -106,7 +107,7 @@ ABLATIONS = {
     "value_one_batch": {"batches": 1},
     "value_two_batches": {"batches": 2},
 }
-NO_PROGRESS = {"value_no_progress": {"progress": False}}  # beside `value` where a run has progress functions
+NO_PROGRESS = {"value_no_progress": {"progress": False}}
 FLAGS = {name: getattr(BASELINES["value"], name) for name in ("needs", "per_token", "scope", "unbiased")}
 for _name, _options in (ABLATIONS | NO_PROGRESS).items():
     trl_otb.register_baseline(_name, **FLAGS)(type(_name, (Part,), _options))
@@ -130,20 +131,21 @@ for _start in ("rloo", "otb_loo", "rloo_pooled"):
     trl_otb.register_baseline(_name, **_flags)(type(_name, (LessLuck,), {"start": _start}))
 
 
-def measured(task: str, folder: Path, args: argparse.Namespace) -> list[dict]:
-    """What [`~trl_otb.compare_baselines`] finds, kept in `folder`: a task that is there is not measured again."""
+def measured(task: str, folder: Path, args: argparse.Namespace) -> dict:
+    """The report of [`~trl_otb.compare_baselines`], kept in `folder`: a task that is there is not measured again."""
     name, _, prompts = task.partition("/")
     here = folder / f"{task.replace('/', '-')}-seed{args.seed}"
     parts = [str(args.num_prompts), "prompts", *(args.baselines or ()), *(["progress"] if args.progress else [])]
     saved = here / f"{'-'.join(parts)}.json"
     if not args.plot_only and not saved.exists():
+        progress = {"progress_funcs": ["rewards"]} if args.progress else {}
         if task in TOY:
-            trainer, options = trainer_of(task_of(name, args.seed), seed=args.seed, disable_tqdm=False), MEASURED
+            given = {"seed": args.seed, "disable_tqdm": False}
+            trainer, options = trainer_of(task_of(name, args.seed), **given, **progress), MEASURED
         else:
-            progress = {"progress_funcs": ["rewards"]} if args.progress else {}
             trainer, options = language.trainer_at(name, args.seed, folder, **progress), language.measured(name)
         options = options | {"prompts_per_batch": int(prompts or PROMPTS_PER_BATCH), "seed": args.seed}
-        names = args.baselines or [*BESIDE, "value", *ABLATIONS]
+        names = args.baselines or (["value", *NO_PROGRESS] if args.progress else [*BESIDE, "value", *ABLATIONS])
         if args.steps:
             names, options = [*STEPS[task not in TOY :]], options | (FEWER if task in TOY else {"projection": 4096})
         if args.relatives:
@@ -152,7 +154,7 @@ def measured(task: str, folder: Path, args: argparse.Namespace) -> list[dict]:
         here.mkdir(parents=True, exist_ok=True)
         report.plot(here / "noise.png")
         saved.write_text(json.dumps(report.to_json()))
-    return cells_of(json.loads(saved.read_text()))
+    return json.loads(saved.read_text())
 
 
 def cells_of(report: dict) -> list[dict]:
@@ -191,6 +193,16 @@ def cells_of(report: dict) -> list[dict]:
     return [cell(row) for row in rows]
 
 
+def with_progress_over_without(report: dict) -> list[dict]:
+    """
+    [`cells_of`], and the variance of a step of `value` over that without progress; its interval holds for all pairs of
+    baselines at once.
+    """
+    more = next(row["more_than"]["value_no_progress"] for row in report["comparisons"] if row["name"] == "value")
+    kept = {"prompts": report["num_prompts"], "n": report["group_size"], "estimator": "value over value_no_progress"}
+    return [*cells_of(report), kept | {"step": [1 / (1 + more[end]) for end in ("value", "high", "low")]}]
+
+
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="value", description=__doc__.splitlines()[1])
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TOY, help="by default all but SmolLM2's")
@@ -198,7 +210,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--num_prompts", type=int, default=24)
     parser.add_argument("--baselines", nargs="+", choices=BASELINES, help="by default those of the page")
     parser.add_argument("--relatives", action="store_true", help="other authors' baselines, and N from 1 to 32")
-    parser.add_argument("--progress", action="store_true", help="`value` reads the text's reward so far")
+    parser.add_argument("--progress", action="store_true", help="`value` reads the text's reward so far, or does not")
     parser.add_argument("--steps", action="store_true", help="few baselines at N = 4, for many prompts")
     parser.add_argument("--plot_only", action="store_true", help="tables and pictures from what is saved")
     parser.add_argument("--publish", action="store_true", help="put the columns into the results and the pages")
@@ -206,17 +218,21 @@ def main(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     if args.baselines and (args.relatives or args.steps or args.publish):
         parser.error("--baselines is for no other of these options, whose tables have baselines of their own")
-    if args.relatives and args.steps:
-        parser.error("--relatives and --steps are two studies: choose one")
-    name = "relatives" if args.relatives else "steps" if args.steps else "value"
+    kinds = [kind for kind in ("relatives", "steps", "progress") if getattr(args, kind)]
+    if len(kinds) > 1:
+        parser.error(f"{' and '.join(f'--{kind}' for kind in kinds)} are studies of their own: choose one")
+    name = kinds[0] if kinds else "value"
     args.output_dir = args.output_dir or Path("runs/studies", name)
     if args.publish and args.seed != render.load(name)["seed"]:
         parser.error(f"--publish is for the seed of the page, {render.load(name)['seed']}")
-    columns = {}
+    reports = {}
     try:
         for task in args.tasks:
-            columns[TASKS[task]] = measured(task, args.output_dir, args)
+            reports[TASKS[task]] = measured(task, args.output_dir, args)
+        columns = {title: cells_of(report) for title, report in reports.items()}
         render.report(columns, args.output_dir)
+        if args.publish and args.progress:
+            columns = {f"{title}, compared": with_progress_over_without(report) for title, report in reports.items()}
         if args.publish:
             render.publish(name, columns)
     except (FileNotFoundError, ValueError) as error:
