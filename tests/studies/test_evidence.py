@@ -301,7 +301,6 @@ def test_what_is_published_of_a_comparison_with_progress(study):
     assert "0.33 (0.25–2.00)" in render.noise({"task": [*cells, ratio]}, 4, [ratio["estimator"]], of_steps=True)
 
 
-
 def test_the_table_of_ablations_is_of_its_results():
     assert ablations.PAGE.read_text().endswith(ablations.table(json.loads(ablations.RESULTS.read_text())))
 
@@ -392,11 +391,12 @@ def test_readme_has_the_variance_of_a_step():
         "SmolLM2-135M, sums of two digits": "SmolLM2 sums", "SmolLM2-135M, copying a text": "SmolLM2 copying",
         "Gemma-3-270m, copying a text": "Gemma3 copying", "SmolLM2-135M, reversing words": "SmolLM2 reversing words",
         "SmolLM2-135M, sorting words": "SmolLM2 sorting words", "SmolLM2-135M, stories": "SmolLM2 stories",
+        "SmolLM2-135M, stories, with progress (see below)": "SmolLM2 stories, compared",
         "toy game of 6 turns": "6 turns",
     }  # fmt: skip
     text = (render.HERE.parents[1] / "README.md").read_text()
     said = dict(re.findall(r"^\| ([^|]+) \| (\d\.\d\d) × \|", text, flags=re.MULTILINE))
-    tables = render.load("later_luck")["tables"] | render.load("steps")["tables"]
+    tables = render.load("later_luck")["tables"] | render.load("steps")["tables"] | render.load("progress")["tables"]
     of = {
         title: next(c for c in tables[key] if (c["estimator"], c["n"]) == ("value", 4)) for title, key in names.items()
     }
