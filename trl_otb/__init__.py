@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .trainer import OTBGRPOTrainer as OTBGRPOTrainer
 
 
-__version__ = "0.12.0"  # which pyproject.toml reads
+__version__ = "0.12.1"  # which pyproject.toml reads
 # Imported on first use, so that `trl_otb.energy` and `trl_otb.baselines` need torch and jaxtyping only.
 _MODULES = {
     "AsyncOTBGRPOConfig": "experimental.async_grpo.config",
