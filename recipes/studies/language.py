@@ -184,8 +184,8 @@ def trainer_at(name: str, seed: int, folder: Path, **options) -> OTBGRPOTrainer:
     trained = name.endswith("_trained")
     name = name.removesuffix("_trained")
     rates = {"learning_rate": 5e-4, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 2}
-    sizes = {"num_generations": 8, "per_device_train_batch_size": 16, "max_steps": STEPS.get(name, 1)}
-    sizes |= {"per_device_eval_batch_size": 64}  # which a comparison samples at once
+    batches = {"per_device_train_batch_size": 16, "per_device_eval_batch_size": 64}  # the latter to compare baselines
+    sizes = {"num_generations": 8, "max_steps": STEPS.get(name, 1), **batches}
     trainer = trainer_of(task_of(name), seed=seed, disable_tqdm=False, **rates, **sizes, **options)
     if trained:
         policy = folder / f"{name}-policy-seed{seed}"

@@ -210,7 +210,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--num_prompts", type=int, default=24)
     parser.add_argument("--baselines", nargs="+", choices=BASELINES, help="by default those of the page")
     parser.add_argument("--relatives", action="store_true", help="other authors' baselines, and N from 1 to 32")
-    parser.add_argument("--progress", action="store_true", help="`value` reads the text's reward so far, or does not")
+    parser.add_argument("--progress", action="store_true", help="`value` with the text's reward so far, and without")
     parser.add_argument("--steps", action="store_true", help="few baselines at N = 4, for many prompts")
     parser.add_argument("--plot_only", action="store_true", help="tables and pictures from what is saved")
     parser.add_argument("--publish", action="store_true", help="put the columns into the results and the pages")

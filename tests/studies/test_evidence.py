@@ -288,7 +288,7 @@ def test_study_cells_from_a_report(study):
 
 
 def test_what_is_published_of_a_comparison_with_progress(study):
-    """`value` needs a third of the prompts of the one without progress, 0.5 to twice as many at the ends."""
+    """`value` needs a third of the prompts of the one without progress, or between a quarter and twice as many."""
     ends = dict.fromkeys(("value", "low", "high"), 1.0)
     figures = ("more_prompts", "more_completions", "over_group_mean", "noise_over_group_mean", "cosine")
     rows = [{"name": name, "n": 4, **dict.fromkeys(figures, ends)} for name in ("group_mean", "value_no_progress")]
