@@ -17,8 +17,10 @@ import signal
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy
 import pandas
 from matplotlib.figure import Figure
 from scipy import stats
@@ -28,6 +30,9 @@ from trl_otb.stopping import latest_checkpoint
 
 RECIPES = Path(__file__).parent
 ACCURACY = "eval_rewards/accuracy/mean"
+LEVELS = (0.5, 0.75, 0.95)  # of the first baseline's gain
+DRAWS = 2000  # of the bootstrap
+Curve = tuple[numpy.ndarray, numpy.ndarray]  # of a run: tokens so far, and the reward there
 
 
 def run(recipe: str, launcher: str, flags: list[str], baseline: str, seed: int, folder: Path) -> pandas.DataFrame:
@@ -55,6 +60,87 @@ def interval(values: list[float]) -> str:
     return f"{statistics.fmean(values):.1f} ± {half:.1f}"
 
 
+# Tokens saved
+
+
+def smoothed(tokens: Sequence[float], rewards: Sequence[float]) -> Curve:
+    """A run's steps as moving means over a tenth of it."""
+    window = numpy.ones(max(len(rewards) // 10, 1)) / max(len(rewards) // 10, 1)
+    return numpy.convolve(tokens, window, "valid"), numpy.convolve(rewards, window, "valid")
+
+
+def tokens_until(curve: Curve | numpy.ndarray, level: float) -> float:
+    """Tokens until the reward is at `level` for the first time, between two points; infinite if it never is."""
+    tokens, rewards = curve
+    above = rewards >= level
+    if not above.any():
+        return math.inf
+    at = int(above.argmax())
+    return float(numpy.interp(level, rewards[at - 1 : at + 1], tokens[at - 1 : at + 1]) if at else tokens[0])
+
+
+def stacked(curves: Sequence[Curve]) -> numpy.ndarray:
+    """As (run, tokens or reward, point), as far as all of them go."""
+    shortest = min(len(tokens) for tokens, _ in curves)
+    return numpy.array([[part[:shortest] for part in curve] for curve in curves])
+
+
+def levels_of(reference: Curve | numpy.ndarray) -> list[float]:
+    """The rewards at `LEVELS` of the way from where a curve begins to its highest point."""
+    first, most = reference[1][0], reference[1].max()
+    return [first + share * (most - first) for share in LEVELS]
+
+
+def tokens_saved(reference: Sequence[Curve], other: Sequence[Curve]) -> tuple[list[list[float]], list[int]]:
+    """
+    What `other` needs to reach the levels of `reference`, whose runs have the same seeds in the same order: at each
+    level the change of the number of tokens, −0.4 for 40 % fewer, with the ends of its 95 % interval; and the number of
+    pairs in which `other` is there sooner.
+
+    The change is that of the mean curves. The interval is by bootstrap over pairs, each of which draws its level, too.
+    A curve that never gets there counts as infinite, in the interval as well. A single pair has no interval.
+    """
+    both = stacked([*reference, *other]).reshape(2, len(reference), 2, -1)  # (arm, seed, tokens or reward, point)
+
+    def change(drawn: numpy.ndarray | slice) -> list[float]:
+        first, second = both[:, drawn].mean(axis=1)
+        return [tokens_until(second, level) / tokens_until(first, level) - 1 for level in levels_of(first)]
+
+    found = [[value] for value in change(slice(None))]
+    pairs = both.shape[1]
+    if pairs > 1:
+        drawn = numpy.random.default_rng(0).integers(pairs, size=(DRAWS, pairs))
+        ends = numpy.quantile([change(some) for some in drawn], [0.025, 0.975], axis=0, method="nearest")
+        found = [[*value, *map(float, of)] for value, of in zip(found, ends.T, strict=True)]
+    needed = [[[tokens_until(c, at) for at in levels_of(both[0].mean(axis=0))] for c in arm] for arm in both]
+    return found, [int(of) for of in (numpy.array(needed[1]) < needed[0]).sum(axis=0)]
+
+
+def per_cent(change: Sequence[float]) -> str:
+    value, *ends = ("never" if math.isinf(x) else f"{100 * x:+.0f}".replace("-", "−") for x in change)
+    return f"{value} ({' to '.join(ends)})" if ends else value
+
+
+def curves_of(by_seed: dict[int, pandas.DataFrame]) -> list[Curve]:
+    logs = [log.dropna(subset=["reward", "num_tokens"]) for log in by_seed.values()]
+    return [smoothed(log["num_tokens"], log["reward"]) for log in logs]
+
+
+def tokens_table(logs: dict[str, dict[int, pandas.DataFrame]]) -> str:
+    """In Markdown: tokens to the levels of the first baseline, beside its own."""
+    (first, reference), *others = logs.items()
+    lines = [f"| tokens beside {first}'s, % | 50 % | 75 % | 95 % | sooner |", "|---" * 5 + "|"]
+    for name, by_seed in others:
+        changes, sooner = tokens_saved(*map(curves_of, (reference, by_seed)))
+        pairs = ", ".join(map(str, sooner)) + f" of {len(by_seed)}"
+        lines.append(f"| {' | '.join([name, *map(per_cent, changes), pairs])} |")
+    return "\n".join(lines) + (
+        f"\n\nTokens, with those of prompts, until the training reward is where {first} is after 50, 75 and 95 % of "
+        "its gain: −40 are 40 % fewer. Intervals are of 95 %, by bootstrap over pairs of seeds, and short with few. "
+        '"Never": the level was not reached. "Sooner": pairs of seeds, by level.\n'
+    )
+
+
 def table(logs: dict[str, dict[int, pandas.DataFrame]]) -> str:
     """In Markdown, a row per baseline, and its gain beside the first one's with the same seeds."""
     first = next(iter(logs))
@@ -71,15 +157,26 @@ def table(logs: dict[str, dict[int, pandas.DataFrame]]) -> str:
 
 
 def picture(logs: dict[str, dict[int, pandas.DataFrame]], path: Path) -> None:
-    """Held-out accuracy and training reward by step: single seeds pale, their mean bold."""
+    """Held-out accuracy by step and training reward by tokens: single seeds pale, their mean bold; and the levels."""
     figure = Figure(figsize=(10, 4.2), layout="constrained")
-    for axis, column in zip(figure.subplots(1, 2), (ACCURACY, "reward"), strict=True):
-        for i, (name, by_seed) in enumerate(logs.items()):
-            curves = [log.dropna(subset=[column]).groupby("step")[column].last() for log in by_seed.values()]
-            smooth = [c.rolling(1 + len(c) // 10, center=True, min_periods=1).mean() for c in curves]
-            curves = pandas.concat(curves if column == ACCURACY else smooth, axis="columns", join="inner")
-            curves.plot(ax=axis, color=f"C{i}", alpha=0.3, legend=False, title=column)
-            curves.mean(axis="columns").plot(ax=axis, color=f"C{i}", linewidth=2, label=name, legend=True)
+    left, right = figure.subplots(1, 2)
+    for i, (name, by_seed) in enumerate(logs.items()):
+        accuracies = [log.dropna(subset=[ACCURACY]).groupby("step")[ACCURACY].last() for log in by_seed.values()]
+        accuracies = pandas.concat(accuracies, axis="columns", join="inner")
+        accuracies.plot(ax=left, color=f"C{i}", alpha=0.3, legend=False, title=ACCURACY)
+        accuracies.mean(axis="columns").plot(ax=left, color=f"C{i}", linewidth=2, label=name, legend=True)
+        curves = curves_of(by_seed)
+        for curve in curves:
+            right.plot(*curve, color=f"C{i}", alpha=0.3)
+        mean = stacked(curves).mean(axis=0)
+        right.plot(*mean, color=f"C{i}", linewidth=2, label=name)
+        if i == 0:
+            for share, level in zip(LEVELS, levels_of(mean), strict=True):
+                right.axhline(level, color="0.5", linewidth=0.8, linestyle=":")
+                right.annotate(f"{share:.0%} of {name}'s gain", (0, level), fontsize=7, va="bottom")
+    right.set(title="reward", xlabel="tokens")
+    right.legend(loc="lower right")
+    for axis in (left, right):
         axis.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
 
@@ -103,9 +200,10 @@ def main(argv: list[str]) -> None:
         for name in logs:
             place = folder / f"{name.replace(':', '.')}-seed{seed}"
             logs[name][seed] = run(own.recipe, own.launcher, flags, name, seed, place)
-    (folder / "compare.md").write_text(table(logs), encoding="utf-8")
+    tables = table(logs) + (f"\n{tokens_table(logs)}" if len(logs) > 1 else "")
+    (folder / "compare.md").write_text(tables, encoding="utf-8")
     picture(logs, folder / "compare.png")
-    print(f"{table(logs)}\n{folder}: compare.md (this table), compare.png, and a folder per run.")
+    print(f"{tables}\n{folder}: compare.md (these tables), compare.png, and a folder per run.")
 
 
 if __name__ == "__main__":

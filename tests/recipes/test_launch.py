@@ -2,11 +2,13 @@
 
 import itertools
 import json
+import math
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 
@@ -84,7 +86,8 @@ def test_finished_runs_become_table_and_picture(tmp_path, capsys):
     for name, seed in itertools.product(("otb", "group_mean"), (1, 2)):
         gain = {"otb": 0.1, "group_mean": 0.2}[name]
         log = [{"step": step, "eval_rewards/accuracy/mean": seed / 10 + gain * step / 4} for step in (0, 4)]
-        log += [{"step": step, "reward": 0.1 * step} for step in range(1, 5)]
+        rewards = {"otb": (0.1, 0.2, 0.3, 0.4), "group_mean": (0.1, 0.3, 0.5, 0.5)}[name]
+        log += [{"step": i, "reward": of, "num_tokens": 100.0 * i} for i, of in enumerate(rewards, start=1)]
         (folder / f"{name}-seed{seed}").mkdir(parents=True)
         (folder / f"{name}-seed{seed}" / "trainer_state.json").write_text(json.dumps({"log_history": log}))
     flags = ["--baselines", "otb", "group_mean", "--launcher", "false", "--max_steps", "4", "--seeds", "1", "2"]
@@ -93,9 +96,30 @@ def test_finished_runs_become_table_and_picture(tmp_path, capsys):
     # Of 10 and 20 the mean is 15, the standard error 5, and t is 12.706 with one degree of freedom
     assert "| otb | 2 | 15.0 ± 63.5 | 25.0 ± 63.5 | 10.0 ± 0.0 |  |" in text
     assert "| group_mean | 2 | 15.0 ± 63.5 | 35.0 ± 63.5 | 20.0 ± 0.0 | 10.0 ± 0.0 |" in text
+    # The reward .25 after 250 tokens, or 175; .325 after 325, or 212.5; .385 after 385, or 242.5
+    assert "| group_mean | −30 (−30 to −30) | −35 (−35 to −35) | −37 (−37 to −37) | 2, 2, 2 of 2 |" in text
     assert (folder / "compare.png").stat().st_size > 10_000
     with pytest.raises(SystemExit):
         compare.main([*flags, "--learning_rate", "1"])
     assert "has runs with the flags '--max_steps 4'" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="otb with seed 3 ended with exit code 1"):
         compare.main([*flags, "3"])
+
+
+def test_tokens_saved_count_what_is_never_reached():
+    """The other arm needs half as many tokens in one pair; in the other it ends below the levels, or falls short."""
+    tokens = numpy.arange(1.0, 11.0)
+    slow, fast, flat = (tokens, tokens / 10), (tokens, numpy.minimum(tokens / 5, 1)), (tokens, tokens / 40)
+    changes, sooner = compare.tokens_saved([slow], [fast])
+    assert sooner == [1, 1, 1] and [of for (of,) in changes] == pytest.approx([-0.5] * 3)
+    changes, sooner = compare.tokens_saved([slow, slow], [fast, flat])
+    assert sooner == [1, 1, 1]
+    # The mean of both is .225 per token up to 5 tokens, where it is .5625, and ends at .625: never at .775 and .955
+    (half, low, high), later, last = changes
+    assert half == pytest.approx(0.55 / 0.1125 / 5.5 - 1) and low == pytest.approx(-0.5) and math.isinf(high)
+    assert all(math.isinf(value) and low == pytest.approx(-0.5) for value, low, _ in (later, last))
+    assert compare.per_cent(later) == "never (−50 to never)" and compare.per_cent([0.123]) == "+12"
+    # Runs of unequal length are compared as far as both go; moving means over a tenth
+    assert compare.stacked([slow, tuple(part[:4] for part in fast)]).shape == (2, 2, 4)
+    smooth = compare.smoothed(range(20), [0.0, 1.0] * 10)
+    assert smooth[0].tolist() == [i + 0.5 for i in range(19)] and smooth[1].tolist() == [0.5] * 19
