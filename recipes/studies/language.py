@@ -101,7 +101,11 @@ def names() -> set[str]:
 
 
 def any_task(name: str, seed: int = 0) -> Task:
-    """Of a language model, or a toy's."""
+    """Of a language model, of the first blocks of one, or a toy's."""
+    if name.startswith("blocks_"):
+        from recipes.studies import blocks  # which uses this module
+
+        return blocks.task(name.removeprefix("blocks_"), seed)
     return task_of(name, seed) if name in names() else tasks.task_of(name, seed)
 
 

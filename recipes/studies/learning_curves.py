@@ -4,16 +4,20 @@ Which baseline learns faster? Runs under each, from the same policy and with the
     OMP_NUM_THREADS=1 python -m recipes.studies.learning_curves --task calculator   # again beside it, on another core
     python -m recipes.studies.learning_curves --task calculator --plot_only --publish
 
-Every run trains the policy of a task with 16 problems per step (SmolLM2 and lake_6_few: 4). Learning rates are tuned
-per arm by the mean reward over the run, on seeds of their own and the same grid, by halving: two seeds for every rate,
-three more for the best two. The other seeds use the best one. SmolLM2 has one rate. A saved run is not repeated.
+Every run trains the policy of a task with 16 problems per step (SmolLM2 and lake_6_few: 4; blocks: 8). Learning rates
+are tuned per arm by the mean reward over the run, on seeds of their own and the same grid, by halving: two seeds for
+every rate, three more for the best two (`--tune_by 1` or `2`: that many, and no more). The other seeds use the best
+one. SmolLM2 has one rate. A saved run is not repeated; with an adapter, an unfinished one goes on where it was. Several
+processes share the work, on any device.
 """
 
 import argparse
 import hashlib
 import itertools
 import json
+import shutil
 import sys
+import time
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -22,14 +26,22 @@ from statistics import fmean
 
 from filelock import FileLock, Timeout
 
+import trl_otb
 from recipes.gradient_noise import NoiseScaleTrainer
-from recipes.studies import language, render, tasks
+from recipes.studies import blocks, language, render, tasks
 from recipes.studies.runs import TUNING_SEEDS, best_rates, summary
 from recipes.toy.local_rollouts import on_cpu
 from trl_otb.baselines import BASELINES
+from trl_otb.stopping import latest_checkpoint
 
 
 PROGRESS = "value_progress"  # the arm of `value` that reads the reward of the text so far
+DR_GRPO = "dr_grpo"  # the arm of the group mean with this loss, and no scale
+ARMS = {
+    PROGRESS: {"baseline": "value", "progress_funcs": ["rewards"]},
+    DR_GRPO: {"baseline": "group_mean", "loss_type": "dr_grpo", "scale_rewards": "none"},
+}
+MAY_BE_THERE = {"noise_scale": "noise/scale", "explained": "otb/value/explained"}  # in a step's log
 
 
 @dataclass(frozen=True)
@@ -45,6 +57,7 @@ class Schedule:
     completions: int = 0  # per step, where they are the same for every N, and prompts are not
     staleness: int | None = None  # of asynchronous training: optimizer steps between sampling and training
     scaled: bool = False  # the group mean by its group's deviation, as in TRL, the others by the running one
+    parts: int = 4  # micro-batches of a step
 
     def completions_per_step(self, n: int) -> int:
         return self.completions or self.prompts * n
@@ -98,6 +111,11 @@ TASKS = {
         {4: 20}, (3e-4,), held_out_samples=1, prompts=4, problems="column_sums", scaled=True
     ),
     **dict.fromkeys(language.GEMMA, Schedule({4: 20}, (3e-4,), held_out_samples=1, prompts=4)),
+    # Long runs of middle-sized policies, with 32 completions per step
+    **{
+        f"blocks_{kind}": Schedule({1: 60, 4: 60}, (2e-4, 5e-4, 1.25e-3), 1, completions=32, scaled=True, parts=2)
+        for kind in blocks.KINDS
+    },
 }
 
 
@@ -114,7 +132,8 @@ class Run:
         return f"{self.task}-{self.baseline}-n{self.n}-lr{self.learning_rate:g}-seed{self.seed}"
 
 
-def train(run: Run) -> dict:
+def train(run: Run, folder: Path | None = None) -> dict:
+    """Train, keeping the last step in `folder`, from which an unfinished run goes on."""
     schedule = TASKS[run.task]
     problems = schedule.problems or run.task
     task = language.any_task(problems, run.seed)
@@ -128,10 +147,13 @@ def train(run: Run) -> dict:
         "warmup_steps": 10,
         "logging_steps": 1,
     }
-    if run.baseline == PROGRESS:
-        options |= {"baseline": "value", "progress_funcs": ["rewards"]}
     if schedule.scaled:
         options["scale_rewards"] = "group" if run.baseline == "group_mean" else "running"
+    options |= ARMS.get(run.baseline, {})
+    if problems.startswith("blocks_"):  # a sixth faster in steps of one token
+        options["model_init_kwargs"] = tasks.MACHINE["model_init_kwargs"] | {"attn_implementation": "eager"}
+    if folder is not None and task.peft_config and schedule.staleness is None:  # an adapter is small
+        options |= {"output_dir": str(folder), "save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
     found = (
         train_with(task, schedule, options) if schedule.staleness is None else asynchronously(task, schedule, options)
     )
@@ -139,12 +161,14 @@ def train(run: Run) -> dict:
         **vars(run),
         **found,
         "policy": hashlib.sha256((task.policy / "model.safetensors").read_bytes()).hexdigest()[:8],
+        "release": trl_otb.__version__,
     }
 
 
 def train_with(task: tasks.Task, schedule: Schedule, options: dict) -> dict:
     step, samples = schedule.completions_per_step(options["num_generations"]), schedule.held_out_samples
-    micro_batch = max(step // 4, options["num_generations"])  # groups together; the meter measures the noise of these
+    # Groups together; the meter measures the noise of these
+    micro_batch = max(step // schedule.parts, options["num_generations"])
     most, problems = (40 if task.peft_config and not tasks.ON_GPU else 400) // samples, len(task.held_out)
     at_once = max(n for n in range(1, most + 1) if problems % n == 0)  # batches of equal size, over which TRL averages
     trainer = tasks.trainer_of(
@@ -157,7 +181,10 @@ def train_with(task: tasks.Task, schedule: Schedule, options: dict) -> dict:
         gradient_accumulation_steps=step // micro_batch,
         **options,
     )
-    seconds = trainer.train().metrics["train_runtime"]
+    saved_step = latest_checkpoint(trainer.args.output_dir) if trainer.args.save_strategy == "steps" else None
+    began = time.monotonic()
+    trainer.train(resume_from_checkpoint=saved_step)
+    seconds = time.monotonic() - began
     log = [entry for entry in trainer.state.log_history if "loss" in entry]
     lengths = [float(entry["completions/mean_length"]) for entry in log]  # tool output left out
     kinds = dict.fromkeys(key for entry in log for key in entry if key.endswith("_steps"))
@@ -165,7 +192,7 @@ def train_with(task: tasks.Task, schedule: Schedule, options: dict) -> dict:
     return {
         **({"strata": strata} if len(strata) > 1 else {}),
         **{key: [float(entry[key]) for entry in log] for key in ("reward", "grad_norm", "entropy")},
-        "noise_scale": [entry.get("noise/scale") for entry in log],
+        **{name: [entry.get(key) for entry in log] for name, key in MAY_BE_THERE.items()},
         "tokens": list(itertools.accumulate(step * length for length in lengths)),
         "seconds": seconds,
         "held_out": trainer.evaluate()["eval_reward"],
@@ -197,9 +224,10 @@ def perform(runs: list[Run], folder: Path) -> None:
         path = folder / f"{run.name}.json"
         with suppress(Timeout), FileLock(path.with_suffix(".lock"), timeout=patience):
             if not path.exists():
-                result = train(run)
+                result = train(run, path.with_suffix(""))
                 path.with_suffix(".unfinished").write_text(json.dumps(result))
                 path.with_suffix(".unfinished").rename(path)
+                shutil.rmtree(path.with_suffix(""), ignore_errors=True)
                 print(f"{run.name}: held-out {result['held_out']:.3f}, {result['seconds']:.0f} s", flush=True)
 
 
@@ -208,12 +236,12 @@ def saved(folder: Path, task: str) -> list[dict]:
     return [summary(json.loads(path.read_text())) for path in sorted(folder.glob(f"{task}-*.json"))]
 
 
-def tune(task: str, arms: list[tuple[int, str]], folder: Path, halving: bool = True) -> dict[tuple[int, str], float]:
-    """The best learning rate of every arm, given as (N, baseline); without `halving`, by two seeds for every rate."""
+def tune(task: str, arms: list[tuple[int, str]], folder: Path, by: int = len(TUNING_SEEDS)) -> dict:
+    """The best learning rate of every arm, given as (N, baseline): `by` one or two seeds for every rate, or halving."""
     rates = dict.fromkeys(arms, TASKS[task].learning_rates)
     if len(TASKS[task].learning_rates) == 1:
         return dict.fromkeys(arms, *TASKS[task].learning_rates)
-    rounds = ((TUNING_SEEDS[:2], 2), (TUNING_SEEDS, 1)) if halving else ((TUNING_SEEDS[:2], 1),)
+    rounds = ((TUNING_SEEDS[:2], 2), (TUNING_SEEDS, 1)) if by > 2 else ((TUNING_SEEDS[:by], 1),)
     for seeds, keep in rounds:
         perform([Run(task, b, n, rate, seed) for n, b in arms for rate in rates[n, b] for seed in seeds], folder)
         rows = saved(folder, task)
@@ -227,13 +255,14 @@ def main(argv: list[str]) -> None:
 
     parser = argparse.ArgumentParser(prog="learning_curves", description=__doc__.splitlines()[1])
     parser.add_argument("--task", choices=TASKS, default="calculator")
-    names, default = [*BASELINES, PROGRESS], ["group_mean", "otb", "value"]
+    names, default = [*BASELINES, *ARMS], ["group_mean", "otb", "value"]
     parser.add_argument("--baselines", nargs="+", choices=names, default=default)
     parser.add_argument("--sizes", nargs="+", type=int, choices=(1, 2, 4, 8, 32), default=[4])
     parser.add_argument("--seeds", type=int, default=5, help="Seeds per arm, beside those that tune it.")
     rates = sorted({rate for schedule in TASKS.values() for rate in schedule.learning_rates})
     parser.add_argument("--learning_rate", type=float, choices=rates, help="Of all arms, instead of tuning them.")
-    parser.add_argument("--tune_by_two", action="store_true", help="two seeds for every rate, and no more")
+    every = len(TUNING_SEEDS)
+    parser.add_argument("--tune_by", type=int, choices=(1, 2, every), default=every, help="seeds; more than 2: halving")
     parser.add_argument("--plot_only", action="store_true", help="make the table and the picture from what is saved")
     parser.add_argument("--publish", action="store_true", help="put the task's runs into the results and the pages")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/studies/learning_curves"))
@@ -248,7 +277,7 @@ def main(argv: list[str]) -> None:
     if not args.plot_only:
         arms = [(n, b) for n in args.sizes for b in args.baselines]
         fixed = dict.fromkeys(arms, args.learning_rate)
-        best = fixed if args.learning_rate else tune(task, arms, folder, not args.tune_by_two)
+        best = fixed if args.learning_rate else tune(task, arms, folder, args.tune_by)
         # By seeds, so that what is there when it is stopped compares the arms
         perform([Run(task, b, n, best[n, b], seed) for seed in range(1, args.seeds + 1) for n, b in arms], folder)
     if not (rows := saved(folder, task)):

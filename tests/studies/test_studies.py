@@ -46,7 +46,7 @@ def test_rates_are_tuned_on_own_seeds(tmp_path, monkeypatch):
     assert {seed for rate, seed in tried if rate in (RATES[0], RATES[3])} == {101, 102}
     assert {seed for rate, seed in tried if rate in RATES[1:3]} == {101, 102, 103, 104, 105}
     # With two seeds and no more, luck decides
-    assert learning_curves.tune("sums", [(8, "otb")], tmp_path, halving=False) == {(8, "otb"): RATES[2]}
+    assert learning_curves.tune("sums", [(8, "otb")], tmp_path, by=2) == {(8, "otb"): RATES[2]}
 
 
 def rows_of(scores, seeds=(101, 102, 103, 104, 105, 1, 2, 3, 4), rate=1e-3, **others):

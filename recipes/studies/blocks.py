@@ -1,0 +1,192 @@
+"""
+Middle-sized policies: the first four blocks of SmolLM2, with the vocabulary of a task, 15 million parameters.
+
+    python -m recipes.studies.blocks --task columns   # supervised training, once: minutes; and some answers
+
+A core samples and trains 1,000 tokens of them in two seconds, where all 30 blocks take 20. The first blocks are not a
+small language model: what they know of a task comes from the supervised training, on the work of a careless pupil, so
+that likeness to SmolLM2 ends with its width, tokens and kind of weights.
+
+*columns*: sums of two numbers of six digits, column by column, in 54 tokens: "3+8+1=12". The pupil forgets a carry, or
+writes a neighbouring digit. The reward is 1 if every line is right.
+"""
+
+import argparse
+import hashlib
+import json
+import random
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from recipes import toy
+from recipes.studies import language
+from recipes.studies.tasks import Task
+
+
+BLOCKS = 4
+DIGITS = 6
+
+
+def columns_problem(rng: random.Random) -> tuple[str, str, str]:
+    """The question, the right answer, and the pupil's."""
+    a, b = (rng.randrange(10**DIGITS) for _ in range(2))
+    return f"{a:0{DIGITS}d}+{b:0{DIGITS}d}:", columns(a, b, None), columns(a, b, rng)
+
+
+def columns(a: int, b: int, careless: random.Random | None) -> str:
+    lines, carry = [], 0
+    for place in range(DIGITS):
+        x, y = (number // 10**place % 10 for number in (a, b))
+        if careless and careless.random() < 0.25:
+            carry = 0
+        total = x + y + carry
+        if careless and careless.random() < 0.06:
+            total = max(total + careless.choice((-1, 1)), 0)
+        lines.append(f"{x}+{y}+{carry}={total}")
+        carry = total // 10
+    return "\n".join(lines)
+
+
+def all_right(completions, answer, **kwargs) -> list[float]:
+    return [float(text.strip() == goal) for text, goal in zip(completions, answer, strict=True)]
+
+
+@dataclass(frozen=True)
+class Kind:
+    problem: Callable[[random.Random], tuple[str, str, str]]
+    reward: Callable[..., list[float]]
+    tokens: int
+    steps: int  # of supervised training, of 16 answers
+
+
+KINDS = {"columns": Kind(columns_problem, all_right, 64, 500)}
+RATE = 1e-3
+
+
+def problems(kind: str, number: int, seed: int) -> list[dict[str, str]]:
+    rng, found = random.Random(f"{kind} {seed}"), {}
+    while len(found) < number:
+        question, answer, attempt = KINDS[kind].problem(rng)
+        found[question] = {"prompt": question, "answer": answer, "attempt": attempt}
+    return list(found.values())
+
+
+def cut_tokenizer(texts: list[str]) -> tuple[PreTrainedTokenizerFast, list[int]]:
+    """SmolLM2's tokenizer with the tokens of these texts alone, and their numbers in the whole one."""
+    whole = AutoTokenizer.from_pretrained(toy.smollm2())
+    used = {token for text in texts for token in whole.tokenize(text)}
+    data = json.loads(whole.backend_tokenizer.to_str())
+    vocabulary = data["model"]["vocab"]
+    special = [token["content"] for token in data["added_tokens"]]
+    kept = special + sorted(
+        (token for token in vocabulary if token not in special and any(token in of for of in used)), key=vocabulary.get
+    )
+    merges = [pair if isinstance(pair, list) else pair.split(" ") for pair in data["model"]["merges"]]
+    data["model"]["merges"] = [pair for pair in merges if {*pair, "".join(pair)} <= {*kept}]
+    data["model"]["vocab"] = {token: i for i, token in enumerate(kept)}
+    for token in data["added_tokens"]:
+        token["id"] = kept.index(token["content"])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(data)),
+        eos_token=whole.eos_token,
+        pad_token=whole.pad_token,
+        padding_side="left",
+    )
+    return tokenizer, [vocabulary[token] for token in kept]
+
+
+def cut(texts: list[str]):
+    """The first blocks of SmolLM2 with the tokens of these texts."""
+    tokenizer, rows = cut_tokenizer(texts)
+    model = AutoModelForCausalLM.from_pretrained(toy.smollm2(), dtype=torch.float32)
+    embeddings = model.get_input_embeddings().weight.data[rows].clone()
+    model.model.layers = model.model.layers[:BLOCKS]
+    model.config.num_hidden_layers = BLOCKS
+    if getattr(model.config, "layer_types", None):
+        model.config.layer_types = model.config.layer_types[:BLOCKS]
+    model.resize_token_embeddings(len(rows))
+    model.get_input_embeddings().weight.data.copy_(embeddings)
+    for config in (model.config, model.generation_config):
+        config.bos_token_id, config.eos_token_id = None, tokenizer.eos_token_id
+        config.pad_token_id = tokenizer.pad_token_id
+    return model, tokenizer
+
+
+def policy(kind: str) -> Path:
+    """After a supervised training on the pupil's answers; cached."""
+    of = KINDS[kind]
+
+    def make(folder: Path) -> None:
+        torch.manual_seed(0)
+        rows = problems(kind, 16 * of.steps, seed=1000)
+        model, tokenizer = cut([row[key] for row in rows[:2000] for key in ("prompt", "answer", "attempt")])
+        print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer)} tokens", flush=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
+        for step in range(of.steps):
+            some = rows[16 * step : 16 * step + 16]
+            asked, said = (tokenizer([row[key] for row in some])["input_ids"] for key in ("prompt", "attempt"))
+            ids = [[*q, *a, tokenizer.eos_token_id] for q, a in zip(asked, said, strict=True)]
+            longest = max(map(len, ids))
+            batch = torch.tensor([[*x, *[tokenizer.pad_token_id] * (longest - len(x))] for x in ids])
+            labels = batch.clone()
+            for i, (x, q) in enumerate(zip(ids, asked, strict=True)):
+                labels[i, : len(q)] = labels[i, len(x) :] = -100
+            for group in optimizer.param_groups:
+                group["lr"] = RATE * min((step + 1) / 20, 1, (of.steps - step) / (of.steps / 4))
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = model(batch, labels=labels).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            if step % 25 == 24:
+                print(f"step {step + 1}: {loss.item():.3f}", flush=True)
+            if step % 100 == 99:
+                print(f"reward {sampled(kind, model, tokenizer, 64):.2f}", flush=True)
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+    dial = [kind, BLOCKS, RATE, of.steps, of.tokens, problems(kind, 20, seed=1000)]
+    return toy.cached(f"{kind}-{hashlib.sha256(json.dumps(dial).encode()).hexdigest()[:8]}", make)
+
+
+@torch.no_grad()
+def sampled(kind: str, model, tokenizer, number: int, show: int = 0) -> float:
+    rows = problems(kind, number, seed=999)
+    asked = tokenizer([row["prompt"] for row in rows], return_tensors="pt", padding=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = model.generate(**asked, do_sample=True, top_k=0, temperature=1.0, max_new_tokens=KINDS[kind].tokens)
+    texts = tokenizer.batch_decode(found[:, asked["input_ids"].size(1) :], skip_special_tokens=True)
+    for row, text in [*zip(rows, texts, strict=True)][:show]:
+        print(row["prompt"], text, sep="\n", end="\n\n")
+    rewards = KINDS[kind].reward(texts, [row["answer"] for row in rows])
+    return sum(rewards) / number
+
+
+def task(kind: str, seed: int = 0) -> Task:
+    train, held_out = (Dataset.from_list(problems(kind, *of)) for of in ((2000, seed + 1), (100, 0)))
+    of = KINDS[kind]
+    return Task(policy(kind), train, held_out, of.reward, of.tokens, peft_config=LoraConfig(**language.LORA))
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="blocks", description=__doc__.splitlines()[1])
+    parser.add_argument("--task", choices=KINDS, default="columns")
+    args = parser.parse_args(argv)
+    folder = policy(args.task)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    print(f"reward {sampled(args.task, model, tokenizer, 256, show=3):.2f}")
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore")
+    main(sys.argv[1:])
