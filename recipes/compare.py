@@ -69,26 +69,28 @@ def smoothed(tokens: Sequence[float], rewards: Sequence[float]) -> Curve:
     return numpy.convolve(tokens, window, "valid"), numpy.convolve(rewards, window, "valid")
 
 
-def tokens_until(curve: Curve | numpy.ndarray, level: float) -> float:
-    """Tokens until the reward is at `level` for the first time, between two points; infinite if it never is."""
-    tokens, rewards = curve
-    above = rewards >= level
-    if not above.any():
-        return math.inf
-    at = int(above.argmax())
-    return float(numpy.interp(level, rewards[at - 1 : at + 1], tokens[at - 1 : at + 1]) if at else tokens[0])
-
-
 def stacked(curves: Sequence[Curve]) -> numpy.ndarray:
     """As (run, tokens or reward, point), as far as all of them go."""
     shortest = min(len(tokens) for tokens, _ in curves)
     return numpy.array([[part[:shortest] for part in curve] for curve in curves])
 
 
-def levels_of(reference: Curve | numpy.ndarray) -> list[float]:
-    """The rewards at `LEVELS` of the way from where a curve begins to its highest point."""
-    first, most = reference[1][0], reference[1].max()
-    return [first + share * (most - first) for share in LEVELS]
+def levels_of(curves: numpy.ndarray) -> numpy.ndarray:
+    """The rewards at `LEVELS` of the way from where curves begin to their highest point; (…, level)."""
+    rewards = curves[..., 1, :]
+    return rewards[..., :1] + numpy.array(LEVELS) * (rewards.max(-1) - rewards[..., 0])[..., None]
+
+
+def tokens_until(curves: numpy.ndarray, levels: numpy.ndarray) -> numpy.ndarray:
+    """Tokens until the reward is at each level for the first time, between two points; infinite if it never is."""
+    above = curves[..., 1, None, :] >= levels[..., None]  # (…, level, point)
+    at = above.argmax(-1)
+    before = numpy.maximum(at - 1, 0)
+    ends = [numpy.take_along_axis(curves[..., part, :], of, -1) for part in (0, 1) for of in (before, at)]
+    tokens, tokens_there, reward, reward_there = ends
+    rise = reward_there - reward
+    share = numpy.divide(levels - reward, rise, out=numpy.zeros_like(rise), where=rise > 0)
+    return numpy.where(above.any(-1), tokens + share * (tokens_there - tokens), math.inf)
 
 
 def tokens_saved(reference: Sequence[Curve], other: Sequence[Curve]) -> tuple[list[list[float]], list[int]]:
@@ -100,20 +102,19 @@ def tokens_saved(reference: Sequence[Curve], other: Sequence[Curve]) -> tuple[li
     The change is that of the mean curves. The interval is by bootstrap over pairs, each of which draws its level, too.
     A curve that never gets there counts as infinite, in the interval as well. A single pair has no interval.
     """
-    both = stacked([*reference, *other]).reshape(2, len(reference), 2, -1)  # (arm, seed, tokens or reward, point)
-
-    def change(drawn: numpy.ndarray | slice) -> list[float]:
-        first, second = both[:, drawn].mean(axis=1)
-        return [tokens_until(second, level) / tokens_until(first, level) - 1 for level in levels_of(first)]
-
-    found = [[value] for value in change(slice(None))]
+    both = stacked([*reference, *other]).reshape(2, len(reference), 2, -1)  # (arm, pair, tokens or reward, point)
     pairs = both.shape[1]
+
+    def changes(means: numpy.ndarray) -> numpy.ndarray:
+        levels = levels_of(means[0])
+        return tokens_until(means[1], levels) / tokens_until(means[0], levels) - 1
+
+    found = [changes(both.mean(axis=1))]
     if pairs > 1:
         drawn = numpy.random.default_rng(0).integers(pairs, size=(DRAWS, pairs))
-        ends = numpy.quantile([change(some) for some in drawn], [0.025, 0.975], axis=0, method="nearest")
-        found = [[*value, *map(float, of)] for value, of in zip(found, ends.T, strict=True)]
-    needed = [[[tokens_until(c, at) for at in levels_of(both[0].mean(axis=0))] for c in arm] for arm in both]
-    return found, [int(of) for of in (numpy.array(needed[1]) < needed[0]).sum(axis=0)]
+        found += [*numpy.quantile(changes(both[:, drawn].mean(axis=2)), [0.025, 0.975], axis=0, method="nearest")]
+    needed = tokens_until(both, levels_of(both[0].mean(axis=0)))
+    return numpy.transpose(found).tolist(), (needed[1] < needed[0]).sum(axis=0).tolist()
 
 
 def per_cent(change: Sequence[float]) -> str:

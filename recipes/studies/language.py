@@ -44,6 +44,8 @@ GEMMA = {"gemma_copy": 2, "gemma_words": 0, "gemma_word_sequence_reversal": 15, 
 
 def measured(name: str) -> dict:
     """Options of [`~trl_otb.compare_baselines`]: small pools, and the gradients of the last four blocks."""
+    if name.startswith("blocks_"):  # which has four
+        return {"completions_per_prompt": 16, "group_sizes": [4]}
     blocks = r"layers\.1[4-7]\." if name in GEMMA else r"layers\.2[6-9]\."
     return {"completions_per_prompt": 16, "group_sizes": [4], "parameters": blocks}
 
@@ -190,7 +192,7 @@ def trainer_at(name: str, seed: int, folder: Path, **options) -> OTBGRPOTrainer:
     rates = {"learning_rate": 5e-4, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 2}
     batches = {"per_device_train_batch_size": 16, "per_device_eval_batch_size": 64}  # the latter to compare baselines
     sizes = {"num_generations": 8, "max_steps": STEPS.get(name, 1), **batches}
-    trainer = trainer_of(task_of(name), seed=seed, disable_tqdm=False, **rates, **sizes, **options)
+    trainer = trainer_of(any_task(name), seed=seed, disable_tqdm=False, **rates, **sizes, **options)
     if trained:
         policy = folder / f"{name}-policy-seed{seed}"
         if not (policy / "adapter_model.safetensors").exists():

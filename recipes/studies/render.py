@@ -7,13 +7,14 @@ Below a line such as `<!-- value.json: 4; otb; value | T = 10; sums -->` stands 
 these tasks (on all, if none is named), on the same prompts; with `step 4` in the place of N that of a step whose
 prompts are drawn, with `both 4` the two and what they are worth in prompts, with `equal` at 64 completions per step.
 Below `<!-- runs: task -->` stand that task's runs, below `<!-- tokens: task -->` their tokens to a threshold, below
-`<!-- bias: all -->` and `<!-- few_prompts: all -->` the studies of these names. An interval is `[value, low, high]`;
-`null` is lost in noise.
+`<!-- saved: task; task | value -->` how many tokens these baselines (all, if none is named) save beside the group mean,
+below `<!-- bias: all -->`, `<!-- few_prompts: all -->` and `<!-- predicted: all -->` the studies of these names. An
+interval is `[value, low, high]`; `null` is lost in noise.
 """
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -22,7 +23,8 @@ import numpy
 import pandas
 from matplotlib.figure import Figure
 
-from recipes.studies.runs import arms, estimate, tokens_until
+from recipes import compare
+from recipes.studies.runs import arms, estimate, points, tokens_saved, tokens_until
 
 
 HERE = Path(__file__).parent
@@ -33,7 +35,33 @@ LEARNING = {  # by picture, its tasks
     "language": ("copy", "gemma_copy", "word_sequence_reversal", "word_sorting"),
 }
 PAGES = ("value", "language", "progress", "asynchronous", "relatives")
-NAMES = {"calculator_scaled": "toy calculator", "chain_sum": "SmolLM2, sums of two digits"}  # of tasks, in pictures
+# Of tasks, in pictures and tables
+NAMES = {
+    "blocks_columns": "4 blocks of SmolLM2, column sums",
+    "calculator_scaled": "toy calculator",
+    "calculator": "calculator, unscaled",
+    "calculator_async_0": "calculator, asynchronous, at once",
+    "calculator_async_4": "calculator, asynchronous, four steps late",
+    "chain_sum": "SmolLM2, sums of two digits",
+    "column_sums_scaled": "SmolLM2, sums by column",
+    "copy": "SmolLM2, copying",
+    "gemma_copy": "Gemma, copying",
+    "lake_6": "game of 6 turns",
+    "lake_6_few": "game of 6 turns, 4 prompts",
+    "lake_14_turns": "game of 14 turns, rewards per turn",
+    "scratchpad_100": "scratchpad of 100 tokens, unscaled",
+    "scratchpad_100_scaled": "scratchpad of 100 tokens",
+    "scratchpad_mixed": "mixed lengths, unscaled",
+    "scratchpad_mixed_scaled": "mixed lengths",
+    "sums_async_0": "sums, asynchronous, at once",
+    "sums_async_4": "sums, asynchronous, four steps late",
+    "sums_scaled": "sums",
+    "word_sequence_reversal": "SmolLM2, reversing words",
+    "word_sequence_reversal_scaled": "SmolLM2, reversing words, against TRL's default",
+    "word_sorting": "SmolLM2, sorting words",
+    "words_scaled": "SmolLM2, stories",
+}
+ARM_NAMES = {"dr_grpo": "Dr. GRPO", "value_progress": "value, with progress"}
 THRESHOLDS = {"calculator": 0.85, "scratchpad_100": 0.8}  # of the mean reward
 Tables = dict[str, list[dict[str, Any]]]  # of cells, by task
 
@@ -90,6 +118,12 @@ def publish_runs(rows: list[dict]) -> None:
     of = {tuple(row[key] for key in RUN): row for row in [*load("runs")["runs"], *rows]}
     save("runs", load("runs") | {"runs": [of[key] for key in sorted(of)]})
     render()
+
+
+def named(task: str) -> str:
+    """A task's title, or that of `"task, policy hash"`."""
+    name, _, policy = task.partition(", policy ")
+    return NAMES.get(name, name) + (f" ({policy})" if policy else "")
 
 
 # Tables
@@ -246,6 +280,32 @@ def of_tokens(key: str) -> str:
     return markdown(rows)
 
 
+def saved_rows(task: str, names: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """[`tokens_saved`] of a task, or of `"task, policy hash"`, and of these baselines."""
+    return [row for row in tokens_saved(runs_of(task)) if not names or row["baseline"] in names]
+
+
+def of_saved(key: str) -> str:
+    """A task and an arm per row: its tokens to the group mean's reward after 50, 75 and 95 % of that one's gain."""
+    tasks, _, names = key.partition(" | ")
+    rows = [["task", "arm", "GRPO's reward", "50 %", "75 %", "95 %", "pairs sooner, by level"]]
+    for task in tasks.split("; "):
+        for row in saved_rows(task, names.split("; ") if names else ()):
+            first, most = row["gain"]
+            arm = ARM_NAMES.get(row["baseline"], row["baseline"]) + (f", N = {row['n']}" if row["n"] != 4 else "")
+            sooner = f"{', '.join(map(str, row['sooner']))} of {row['pairs']}"
+            texts = map(compare.per_cent, row["changes"])
+            rows.append([named(task), arm, f"{first:.2f} → {most:.2f}", *texts, sooner])
+    return markdown(rows)
+
+
+OF_RUNS: dict[str, Callable[[str], str]] = {
+    "runs": lambda key: of_runs(runs_of(key)),
+    "tokens": of_tokens,
+    "saved": of_saved,
+}
+
+
 def of_bias(policies: list[dict]) -> str:
     """Of small policies: by the loss, least and most of what each part of a baseline adds to the mean gradient."""
     losses, parts = [[*policies[0]][1:], [*next(iter([*policies[0].values()][1:]))]]
@@ -280,8 +340,8 @@ def rendered(page: str) -> str:
             text = of_bias(load("bias")["policies"])
         elif name == "few_prompts":
             text = of_few_prompts(load("few_prompts"))
-        elif name in ("runs", "tokens"):
-            text = of_runs(runs_of(key)) if name == "runs" else of_tokens(key)
+        elif name in OF_RUNS:
+            text = OF_RUNS[name](key)
         else:
             (n, *names), tables, tasks = key.split(" | ")[0].split("; "), load(name)["tables"], key.partition(" | ")[2]
             tables = {task: tables[task] for task in tasks.split("; ")} if tasks else tables
@@ -308,6 +368,7 @@ COLORS = {
     "ogb_pooled": "tab:blue",
     "value": "tab:green",
     "value_progress": "tab:cyan",
+    "dr_grpo": "tab:blue",
     "value_weights_one": "tab:olive",
     "rloo": "tab:purple",
     "none": "tab:brown",
@@ -324,23 +385,46 @@ def axes_of(titles: list[str]) -> tuple[Figure, Any]:
 
 
 def learning(tasks: dict[str, list[dict]], path: Path) -> None:
-    """The reward in each tenth of a run under each baseline, if possible at N = 4: mean and range over seeds."""
+    """
+    The reward over tokens under each baseline, if possible at N = 4: mean and range over seeds; and the rewards that
+    the group mean has after 50, 75 and 95 % of its gain, with what `value` saves until the second.
+    """
     sizes = [4 if any(row["n"] == 4 for row in rows) else rows[0]["n"] for rows in tasks.values()]
     names = [NAMES.get(name, name) for name in (task.partition(",")[0] for task in tasks)]
     figure, axes = axes_of([f"{name}, N = {n}" for name, n in zip(names, sizes, strict=True)])
     for axis, rows, n in zip(axes, tasks.values(), sizes, strict=True):
         runs = {arm["baseline"]: arm["runs"] for arm in arms(rows) if arm["n"] == n}
+        means = {}
         for name in COLORS:
             if of := runs.get(name):
-                curves = numpy.array([row["curve"] for row in of])
-                tenths = (numpy.arange(curves.shape[1]) + 0.5) / curves.shape[1]
-                thousands = numpy.mean([row["tokens"] for row in of]) / 1000 * tenths
-                axis.plot(thousands, curves.mean(axis=0), color=COLORS[name], label=f"{name} ({len(of)} seeds)")
-                axis.fill_between(thousands, curves.min(0), curves.max(0), color=COLORS[name], alpha=0.1, linewidth=0)
+                curves = compare.stacked([points(row) for row in of])
+                curves[:, 0] /= 1000
+                means[name] = thousands, mean = curves.mean(axis=0)
+                axis.plot(thousands, mean, color=COLORS[name], label=f"{ARM_NAMES.get(name, name)} ({len(of)} seeds)")
+                band = curves[:, 1].min(0), curves[:, 1].max(0)
+                axis.fill_between(thousands, *band, color=COLORS[name], alpha=0.1, linewidth=0)
+        if "group_mean" in means:
+            draw_levels(axis, means)
         axis.set(xlabel="generated tokens (thousands)")
-        axis.legend(fontsize=8)
+        axis.legend(fontsize=8, loc="lower right")
     axes[0].set_ylabel("mean reward (bands: range)")
     figure.savefig(path, dpi=120)
+
+
+def draw_levels(axis: Any, means: dict[str, numpy.ndarray]) -> None:
+    """The levels of the group mean's curve, and an arrow for what `value` saves until the second of them."""
+    levels, text = compare.levels_of(means["group_mean"]), {"color": "0.4", "fontsize": 6, "va": "bottom"}
+    for share, level in zip(compare.LEVELS, levels, strict=True):
+        axis.axhline(level, color="0.4", linewidth=0.7, linestyle=":")
+        axis.annotate(f"{share:.0%} of GRPO's gain", (0.01, level), xycoords=("axes fraction", "data"), **text)
+    if "value" not in means:
+        return
+    at = levels[1]
+    ends = [compare.tokens_until(means[name], levels)[1] for name in ("value", "group_mean")]
+    if ends[0] < ends[1]:
+        axis.annotate("", (ends[0], at), (ends[1], at), arrowprops={"arrowstyle": "->", "color": "black"})
+        saved = f"{compare.per_cent([ends[0] / ends[1] - 1])} %"
+        axis.annotate(saved, (ends[1], at), (3, -3), textcoords="offset points", va="top", fontsize=8)
 
 
 def report(tables: Tables, folder: Path) -> None:

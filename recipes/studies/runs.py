@@ -1,5 +1,6 @@
 """What learning curves say: a row per run, of which tables and pictures are made."""
 
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -8,17 +9,26 @@ import numpy
 import pandas
 from scipy import stats
 
+from recipes import compare
+
 
 TUNING_SEEDS = (101, 102, 103, 104, 105)  # every learning rate is tried with the first two, the best two with all
 DRAWS = 2000  # of the bootstrap
+STEP = ("reward", "tokens", "grad_norm", "noise_scale", "explained")  # what is kept of a step; tokens are summed up
 
 
 def summary(result: dict[str, Any]) -> dict[str, Any]:
-    """What is published of a run: `curve`, the reward in each tenth of it, and `tokens`, all that it generated."""
-    kept = ("task", "n", "baseline", "learning_rate", "seed", "policy", "held_out", "strata")
+    """
+    What is published of a run: `curve`, the reward in each tenth of it, and `tokens`, all that it generated; of runs
+    whose release is known, what each step logged, too.
+    """
+    kept = ("task", "n", "baseline", "learning_rate", "seed", "policy", "held_out", "strata", "release")
     rewards = numpy.array_split(result["reward"], 10)
     curve = [float(some.mean()) for some in rewards if len(some)]
-    return {key: result[key] for key in kept if key in result} | {"tokens": result["tokens"][-1], "curve": curve}
+    row = {key: result[key] for key in kept if key in result} | {"tokens": result["tokens"][-1], "curve": curve}
+    if "release" in result:
+        row["steps"] = {key: result[key] for key in STEP if any(value is not None for value in result.get(key, []))}
+    return row
 
 
 def score(row: dict[str, Any]) -> float:
@@ -31,14 +41,39 @@ def collapsed(row: dict[str, Any]) -> bool:
     return row["curve"][-1] < 2 / 3 * max(row["curve"])
 
 
+def points(row: dict[str, Any], by_step: bool = True) -> compare.Curve:
+    """A run's reward over the tokens that it generated, as moving means over a tenth of it, or in its tenths."""
+    if by_step and "steps" in row:
+        return compare.smoothed(row["steps"]["tokens"], row["steps"]["reward"])
+    tenths = (numpy.arange(len(row["curve"])) + 0.5) / len(row["curve"])
+    return row["tokens"] * tenths, numpy.asarray(row["curve"])
+
+
 def tokens_until(row: dict[str, Any], reward: float) -> float | None:
-    """Generated tokens until a run's mean reward is at `reward`, between the middles of its tenths; `None` if never."""
-    middle = (numpy.arange(len(row["curve"])) + 0.5) / len(row["curve"]) * row["tokens"]
-    above = numpy.asarray(row["curve"]) >= reward
-    if not above.any():
-        return None
-    at = int(above.argmax())
-    return float(numpy.interp(reward, row["curve"][at - 1 : at + 1], middle[at - 1 : at + 1]) if at else middle[0])
+    """Generated tokens until a run's mean reward is at `reward`; `None` if never."""
+    (found,) = compare.tokens_until(numpy.stack(points(row)), numpy.array([reward])).tolist()
+    return None if math.isinf(found) else found
+
+
+def tokens_saved(rows: list[dict[str, Any]], reference: str = "group_mean") -> list[dict[str, Any]]:
+    """
+    Of one task's runs, an arm per row, each beside `reference` with N = 4, at their tuned rates: how many tokens fewer
+    it needs to the levels of [`recipes.compare.LEVELS`], by pairs of seeds from the same policy.
+    """
+    of = {(arm["baseline"], arm["n"]): arm for arm in arms(rows)}
+    control = {(run["seed"], run["policy"]): run for run in of[reference, 4]["runs"]}
+    found = []
+    for (baseline, n), arm in of.items():
+        own = {(run["seed"], run["policy"]): run for run in arm["runs"]}
+        pairs = [key for key in own if key in control]
+        if (baseline, n) != (reference, 4) and pairs:
+            by_step = all("steps" in some[key] for some in (control, own) for key in pairs)
+            first, second = ([points(some[key], by_step) for key in pairs] for some in (control, own))
+            changes, sooner = compare.tokens_saved(first, second)
+            mean = compare.stacked(first).mean(axis=0)
+            row = {"baseline": baseline, "n": n, "pairs": len(pairs), "changes": changes, "sooner": sooner}
+            found.append(row | {"gain": [mean[1][0], mean[1].max()], "thousands": mean[0][-1] / 1000})
+    return found
 
 
 def tried(rows: list[dict[str, Any]], seeds: Sequence[int]) -> pandas.DataFrame:

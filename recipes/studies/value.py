@@ -54,6 +54,7 @@ TASKS = {
     "word_sequence_reversal": "SmolLM2 reversing words",
     "word_sorting": "SmolLM2 sorting words",
     "column_sums": "SmolLM2 sums by column",
+    "blocks_columns": "SmolLM2's blocks, column sums",
     "gemma_copy": "Gemma3 copying",
     "gemma_words": "Gemma3 stories",
     "gemma_word_sequence_reversal": "Gemma3 reversing words",
