@@ -113,7 +113,7 @@ TASKS = {
     **dict.fromkeys(language.GEMMA, Schedule({4: 20}, (3e-4,), held_out_samples=1, prompts=4)),
     # Long runs of middle-sized policies, with 32 completions per step
     **{
-        f"blocks_{kind}": Schedule({1: 60, 4: 60}, (2e-4, 5e-4, 1.25e-3), 1, completions=32, scaled=True, parts=2)
+        f"blocks_{kind}": Schedule({1: 60, 4: 60}, (2e-4, 5e-4, 1.25e-3, 3e-3), 1, completions=32, scaled=True, parts=2)
         for kind in blocks.KINDS
     },
 }

@@ -62,6 +62,25 @@ NAMES = {
     "words_scaled": "SmolLM2, stories",
 }
 ARM_NAMES = {"dr_grpo": "Dr. GRPO", "value_progress": "value, with progress"}
+# Of tasks with runs against the group mean: where their noise is, and prompts per step, of which 16 were measured
+PREDICTED = {
+    "scratchpad_100_scaled, policy ed31": ("later_luck", "T = 100", 16),
+    "blocks_columns": ("steps", "SmolLM2's blocks, column sums", 8),
+    "calculator_scaled, policy 681f": ("later_luck", "calculator", 16),
+    "calculator_scaled, policy b3cf": ("later_luck", "calculator", 16),
+    "scratchpad_mixed_scaled, policy 0f91": ("steps", "mixed lengths, 16 prompts", 16),
+    "sums_scaled": ("steps", "sums", 16),
+    "copy": ("steps", "SmolLM2 copying", 4),
+    "chain_sum": ("later_luck", "SmolLM2 sums", 4),
+    "gemma_copy": ("later_luck", "Gemma3 copying", 4),
+    "words_scaled": ("progress", "SmolLM2 stories, compared", 4),
+    "word_sequence_reversal_scaled": ("progress", "SmolLM2 reversing words, compared", 4),
+    "word_sequence_reversal": ("later_luck", "SmolLM2 reversing words", 4),
+    "word_sorting": ("later_luck", "SmolLM2 sorting words", 4),
+    "lake_6, policy d168": ("later_luck", "6 turns", 16),
+    "lake_6_few": ("later_luck", "6 turns", 4),
+    "lake_14_turns": ("later_luck", "14 turns, rewards per turn", 16),
+}
 THRESHOLDS = {"calculator": 0.85, "scratchpad_100": 0.8}  # of the mean reward
 Tables = dict[str, list[dict[str, Any]]]  # of cells, by task
 
@@ -288,18 +307,47 @@ def saved_rows(task: str, names: Sequence[str] = ()) -> list[dict[str, Any]]:
 def of_saved(key: str) -> str:
     """A task and an arm per row: its tokens to the group mean's reward after 50, 75 and 95 % of that one's gain."""
     tasks, _, names = key.partition(" | ")
-    rows = [["task", "arm", "GRPO's reward", "50 %", "75 %", "95 %", "pairs sooner, by level"]]
+    rows = [["task", "arm", "GRPO's reward", "50 %", "75 %", "95 %", "pairs sooner, by level", "release"]]
     for task in tasks.split("; "):
         for row in saved_rows(task, names.split("; ") if names else ()):
             first, most = row["gain"]
             arm = ARM_NAMES.get(row["baseline"], row["baseline"]) + (f", N = {row['n']}" if row["n"] != 4 else "")
             sooner = f"{', '.join(map(str, row['sooner']))} of {row['pairs']}"
             texts = map(compare.per_cent, row["changes"])
-            rows.append([named(task), arm, f"{first:.2f} → {most:.2f}", *texts, sooner])
+            rows.append([named(task), arm, f"{first:.2f} → {most:.2f}", *texts, sooner, row["release"]])
+    return markdown(rows)
+
+
+def predictions() -> list[dict[str, Any]]:
+    """
+    By task: what noise on the same prompts lets one expect of `value`, beside what it saved. From the efficiency E and
+    noise r over the group mean's follows s, the signal ‖g‖² over the noise of a step of the group mean, by
+    E = (s + 1)/(s + r). At the best rate of each, plain SGD needs (s + r)/(s + 1) as many steps; Adam, whose step is
+    divided by the root of signal and noise, at the same small rate the root of it.
+    """
+    found = []
+    for task, (name, title, prompts) in PREDICTED.items():
+        of = {(cell["estimator"], cell["n"]): cell for cell in load(name)["tables"].get(title, [])}
+        saved = [row for row in tokens_saved(runs_of(task)) if row["baseline"] in ("value", "value_progress")]
+        for row in (row for row in saved if ("value", 4) in of and row["n"] == 4):
+            efficiency, noise = (of["value", 4][key][0] for key in ("efficiency", "noise"))
+            signal = (1 - efficiency * noise) / (efficiency - 1) * prompts / 16
+            steps = (signal + noise) / (signal + 1)
+            found.append({"task": task, "signal": signal, "noise": noise, "steps": steps, "root": steps**0.5, **row})
+    return found
+
+
+def of_predicted(key: str) -> str:
+    rows = [["task", "signal in a step", "noise", "predicted, %", "predicted for Adam, %", "50 %", "75 %", "95 %"]]
+    for row in predictions():
+        figures = [f"{row['signal'] / (1 + row['signal']):.0%}", f"{row['noise']:.2f}"]
+        expected = [compare.per_cent([row[key] - 1]) for key in ("steps", "root")]
+        rows.append([named(row["task"]), *figures, *expected, *map(compare.per_cent, row["changes"])])
     return markdown(rows)
 
 
 OF_RUNS: dict[str, Callable[[str], str]] = {
+    "predicted": of_predicted,
     "runs": lambda key: of_runs(runs_of(key)),
     "tokens": of_tokens,
     "saved": of_saved,

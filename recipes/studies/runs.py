@@ -19,16 +19,15 @@ STEP = ("reward", "tokens", "grad_norm", "noise_scale", "explained")  # what is 
 
 def summary(result: dict[str, Any]) -> dict[str, Any]:
     """
-    What is published of a run: `curve`, the reward in each tenth of it, and `tokens`, all that it generated; of runs
-    whose release is known, what each step logged, too.
+    What is published of a run: `curve`, the reward in each tenth of it, and `tokens`, all that it generated; and in
+    `steps` what each step logged, which older rows lack.
     """
     kept = ("task", "n", "baseline", "learning_rate", "seed", "policy", "held_out", "strata", "release")
     rewards = numpy.array_split(result["reward"], 10)
     curve = [float(some.mean()) for some in rewards if len(some)]
     row = {key: result[key] for key in kept if key in result} | {"tokens": result["tokens"][-1], "curve": curve}
-    if "release" in result:
-        row["steps"] = {key: result[key] for key in STEP if any(value is not None for value in result.get(key, []))}
-    return row
+    steps = {key: result[key] for key in STEP if any(value is not None for value in result.get(key, []))}
+    return row | {"steps": steps}
 
 
 def score(row: dict[str, Any]) -> float:
@@ -61,7 +60,7 @@ def tokens_saved(rows: list[dict[str, Any]], reference: str = "group_mean") -> l
     it needs to the levels of [`recipes.compare.LEVELS`], by pairs of seeds from the same policy.
     """
     of = {(arm["baseline"], arm["n"]): arm for arm in arms(rows)}
-    control = {(run["seed"], run["policy"]): run for run in of[reference, 4]["runs"]}
+    control = {(run["seed"], run["policy"]): run for run in of.get((reference, 4), {"runs": []})["runs"]}
     found = []
     for (baseline, n), arm in of.items():
         own = {(run["seed"], run["policy"]): run for run in arm["runs"]}
@@ -72,7 +71,8 @@ def tokens_saved(rows: list[dict[str, Any]], reference: str = "group_mean") -> l
             changes, sooner = compare.tokens_saved(first, second)
             mean = compare.stacked(first).mean(axis=0)
             row = {"baseline": baseline, "n": n, "pairs": len(pairs), "changes": changes, "sooner": sooner}
-            found.append(row | {"gain": [mean[1][0], mean[1].max()], "thousands": mean[0][-1] / 1000})
+            releases = sorted({own[key]["release"] for key in pairs})
+            found.append(row | {"gain": [mean[1][0], mean[1].max()], "release": ", ".join(releases)})
     return found
 
 

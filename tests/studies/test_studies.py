@@ -15,7 +15,9 @@ RATES = learning_curves.TASKS["sums"].learning_rates
 
 def result(run, rewards, held_out=0.5, policy="aa"):
     """What a run leaves behind; one reward per step."""
-    return {**vars(run), "reward": rewards, "tokens": [100.0] * len(rewards), "held_out": held_out, "policy": policy}
+    tokens = [100.0 * (i + 1) / len(rewards) for i in range(len(rewards))]
+    of = {"reward": rewards, "tokens": tokens, "held_out": held_out, "policy": policy, "release": "1"}
+    return {**vars(run), **of}
 
 
 def save(folder, run, rewards, **others):
@@ -102,6 +104,25 @@ def test_runs_are_published_beside_earlier_ones(tmp_path, monkeypatch, registry)
     assert (tmp_path / "learning.png").stat().st_size > 10_000
 
 
+def test_tokens_saved_are_of_pairs(monkeypatch):
+    """By steps where all runs have them, else by tenths; of each arm beside the group mean with N = 4."""
+    slow, fast = [i / 40 for i in range(40)], [min(i / 20, 1.0) for i in range(40)]
+    arms = [("group_mean", 4, slow), ("value", 4, fast), ("value", 1, slow)]
+    of = [(Run("sums", name, n, 1e-3, seed), rewards) for name, n, rewards in arms for seed in (1, 2, 101)]
+    rows = [summary(result(run, rewards)) for run, rewards in of] + rows_of({"value": lambda seed: 0.9}, policy="bb")
+    single, grouped = runs.tokens_saved(rows)
+    assert (single["n"], grouped["n"], grouped["pairs"], grouped["release"]) == (1, 4, 2, "1")
+    assert single["sooner"] == [0, 0, 0] and grouped["sooner"] == [2, 2, 2]
+    assert [of[0] for of in single["changes"]] == pytest.approx([0.0] * 3)
+    by_step = [of[0] for of in grouped["changes"]]
+    without = [{key: row[key] for key in row if key != "steps"} for row in rows]
+    by_tenth = [of[0] for of in runs.tokens_saved(without)[1]["changes"]]
+    assert by_step == pytest.approx(by_tenth, abs=0.02) and by_step != by_tenth
+    monkeypatch.setattr(render, "runs_of", lambda task: rows)
+    first, second = render.of_saved("sums_scaled | value").splitlines()[2:]
+    assert first.startswith("| sums | value, N = 1 | 0.04 → 0.94 | +0 (+0 to +0) |") and "| value | 0.04" in second
+
+
 def test_tokens_to_threshold_at_64_completions(monkeypatch):
     """N = 4 is the task without _64, from the same policy only."""
     of_n = {32: [0.0] * 5 + [1.0] * 5, 4: [0.0] + [1.0] * 9}
@@ -113,7 +134,7 @@ def test_tokens_to_threshold_at_64_completions(monkeypatch):
     monkeypatch.setattr(render, "load", lambda name: {"runs": [*rows, never, *late]})
     monkeypatch.setitem(render.THRESHOLDS, "sums", 0.5)
     few, many, value = render.of_tokens("sums").splitlines()[2:]
-    assert few.startswith("| otb | 4 | 0.001 | 2 | 0 (0–0) | -80% |") and many.startswith("| otb | 32 | 0.001 | 2 |")
+    assert few.startswith("| otb | 4 | 0.001 | 2 | 0 (0–0) | -73% |") and many.startswith("| otb | 32 | 0.001 | 2 |")
     assert "1 of 2 runs" in value
 
 
