@@ -101,7 +101,7 @@ def cut_tokenizer(texts: list[str]) -> tuple[PreTrainedTokenizerFast, list[int]]
         pad_token=whole.pad_token,
         padding_side="left",
     )
-    return tokenizer, [vocabulary[token] for token in kept]
+    return tokenizer, whole.convert_tokens_to_ids(kept)
 
 
 def cut(texts: list[str]):

@@ -8,7 +8,7 @@ Every run trains the policy of a task with 16 problems per step (SmolLM2 and lak
 are tuned per arm by the mean reward over the run, on seeds of their own and the same grid, by halving: two seeds for
 every rate, three more for the best two (`--tune_by 1` or `2`: that many, and no more). The other seeds use the best
 one. SmolLM2 has one rate. A saved run is not repeated; with an adapter, an unfinished one goes on where it was. Several
-processes share the work, on any device.
+processes share the work (`--processes 16`), on a GPU if there is one.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import hashlib
 import itertools
 import json
 import shutil
+import subprocess
 import sys
 import time
 import warnings
@@ -263,6 +264,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--learning_rate", type=float, choices=rates, help="Of all arms, instead of tuning them.")
     every = len(TUNING_SEEDS)
     parser.add_argument("--tune_by", type=int, choices=(1, 2, every), default=every, help="seeds; more than 2: halving")
+    parser.add_argument("--processes", type=int, default=1, help="that share the runs, on one GPU or several cores")
     parser.add_argument("--plot_only", action="store_true", help="make the table and the picture from what is saved")
     parser.add_argument("--publish", action="store_true", help="put the task's runs into the results and the pages")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/studies/learning_curves"))
@@ -275,11 +277,22 @@ def main(argv: list[str]) -> None:
     warnings.filterwarnings("ignore")
     folder.mkdir(parents=True, exist_ok=True)
     if not args.plot_only:
+        alike = [
+            sys.executable,
+            "-m",
+            __spec__.name,
+            *(flag for flag in argv if flag != "--publish"),
+            "--processes",
+            "1",
+        ]
+        others = [subprocess.Popen(alike) for _ in range(args.processes - 1)]
         arms = [(n, b) for n in args.sizes for b in args.baselines]
         fixed = dict.fromkeys(arms, args.learning_rate)
         best = fixed if args.learning_rate else tune(task, arms, folder, args.tune_by)
         # By seeds, so that what is there when it is stopped compares the arms
         perform([Run(task, b, n, best[n, b], seed) for seed in range(1, args.seeds + 1) for n, b in arms], folder)
+        if sum(abs(other.wait()) for other in others):
+            sys.exit("learning_curves: one of the processes failed; what is saved is kept.")
     if not (rows := saved(folder, task)):
         parser.error(f"Nothing of {task} is saved under {folder}.")
     print(text := render.of_runs(rows, tuning=True))
