@@ -117,6 +117,8 @@ TASKS = {
         f"blocks_{kind}": Schedule({1: 60, 4: 60}, (2e-4, 5e-4, 1.25e-3, 3e-3), 1, completions=32, scaled=True, parts=2)
         for kind in blocks.KINDS
     },
+    # As short, and with as few prompts, as language models were trained
+    "blocks_columns_short": Schedule({4: 30}, (5e-4,), 1, 4, problems="blocks_columns", scaled=True, parts=2),
 }
 
 
@@ -237,11 +239,14 @@ def saved(folder: Path, task: str) -> list[dict]:
     return [summary(json.loads(path.read_text())) for path in sorted(folder.glob(f"{task}-*.json"))]
 
 
-def tune(task: str, arms: list[tuple[int, str]], folder: Path, by: int = len(TUNING_SEEDS)) -> dict:
+def tune(
+    task: str, arms: list[tuple[int, str]], folder: Path, by: int = len(TUNING_SEEDS), among: tuple[float, ...] = ()
+) -> dict[tuple[int, str], float]:
     """The best learning rate of every arm, given as (N, baseline): `by` one or two seeds for every rate, or halving."""
-    rates = dict.fromkeys(arms, TASKS[task].learning_rates)
-    if len(TASKS[task].learning_rates) == 1:
-        return dict.fromkeys(arms, *TASKS[task].learning_rates)
+    among = among or TASKS[task].learning_rates
+    rates = dict.fromkeys(arms, among)
+    if len(among) == 1:
+        return dict.fromkeys(arms, *among)
     rounds = ((TUNING_SEEDS[:2], 2), (TUNING_SEEDS, 1)) if by > 2 else ((TUNING_SEEDS[:by], 1),)
     for seeds, keep in rounds:
         perform([Run(task, b, n, rate, seed) for n, b in arms for rate in rates[n, b] for seed in seeds], folder)
@@ -261,7 +266,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--sizes", nargs="+", type=int, choices=(1, 2, 4, 8, 32), default=[4])
     parser.add_argument("--seeds", type=int, default=5, help="Seeds per arm, beside those that tune it.")
     rates = sorted({rate for schedule in TASKS.values() for rate in schedule.learning_rates})
-    parser.add_argument("--learning_rate", type=float, choices=rates, help="Of all arms, instead of tuning them.")
+    parser.add_argument("--learning_rate", type=float, nargs="+", choices=rates, default=[], help="one, or a grid")
     every = len(TUNING_SEEDS)
     parser.add_argument("--tune_by", type=int, choices=(1, 2, every), default=every, help="seeds; more than 2: halving")
     parser.add_argument("--processes", type=int, default=1, help="that share the runs, on one GPU or several cores")
@@ -287,8 +292,7 @@ def main(argv: list[str]) -> None:
         ]
         others = [subprocess.Popen(alike) for _ in range(args.processes - 1)]
         arms = [(n, b) for n in args.sizes for b in args.baselines]
-        fixed = dict.fromkeys(arms, args.learning_rate)
-        best = fixed if args.learning_rate else tune(task, arms, folder, args.tune_by)
+        best = tune(task, arms, folder, args.tune_by, tuple(args.learning_rate))
         # By seeds, so that what is there when it is stopped compares the arms
         perform([Run(task, b, n, best[n, b], seed) for seed in range(1, args.seeds + 1) for n, b in arms], folder)
         if sum(abs(other.wait()) for other in others):

@@ -30,14 +30,14 @@ from recipes.studies.runs import arms, estimate, points, tokens_saved, tokens_un
 HERE = Path(__file__).parent
 RUN = ("task", "n", "baseline", "learning_rate", "seed", "policy")  # what tells one run from another
 LEARNING = {  # by picture, its tasks
-    "default": ("calculator_scaled, policy 681f", "chain_sum"),
-    "learning": ("scratchpad_100, policy 71ea", "calculator_decay, policy b3cf", "scratchpad_mixed, policy e90f"),
-    "language": ("copy", "gemma_copy", "word_sequence_reversal", "word_sorting"),
+    "default": ("calculator_scaled, policy 681f", "blocks_columns", "chain_sum"),
+    "language": ("copy", "word_sequence_reversal", "word_sorting", "lake_6, policy d168"),
 }
-PAGES = ("value", "language", "progress", "asynchronous", "relatives")
+PAGES = ("learning", "value", "language", "progress", "asynchronous", "relatives")
 # Of tasks, in pictures and tables
 NAMES = {
-    "blocks_columns": "4 blocks of SmolLM2, column sums",
+    "blocks_columns": "blocks of SmolLM2, column sums",
+    "blocks_columns_short": "the same, 30 steps of 4 prompts",
     "calculator_scaled": "toy calculator",
     "calculator": "calculator, unscaled",
     "calculator_async_0": "calculator, asynchronous, at once",
@@ -62,24 +62,25 @@ NAMES = {
     "words_scaled": "SmolLM2, stories",
 }
 ARM_NAMES = {"dr_grpo": "Dr. GRPO", "value_progress": "value, with progress"}
-# Of tasks with runs against the group mean: where their noise is, and prompts per step, of which 16 were measured
+# Of tasks with runs against the group mean: where the noise of 16 prompts is, and a run's prompts per step, and steps
 PREDICTED = {
-    "scratchpad_100_scaled, policy ed31": ("later_luck", "T = 100", 16),
-    "blocks_columns": ("steps", "SmolLM2's blocks, column sums", 8),
-    "calculator_scaled, policy 681f": ("later_luck", "calculator", 16),
-    "calculator_scaled, policy b3cf": ("later_luck", "calculator", 16),
-    "scratchpad_mixed_scaled, policy 0f91": ("steps", "mixed lengths, 16 prompts", 16),
-    "sums_scaled": ("steps", "sums", 16),
-    "copy": ("steps", "SmolLM2 copying", 4),
-    "chain_sum": ("later_luck", "SmolLM2 sums", 4),
-    "gemma_copy": ("later_luck", "Gemma3 copying", 4),
-    "words_scaled": ("progress", "SmolLM2 stories, compared", 4),
-    "word_sequence_reversal_scaled": ("progress", "SmolLM2 reversing words, compared", 4),
-    "word_sequence_reversal": ("later_luck", "SmolLM2 reversing words", 4),
-    "word_sorting": ("later_luck", "SmolLM2 sorting words", 4),
-    "lake_6, policy d168": ("later_luck", "6 turns", 16),
-    "lake_6_few": ("later_luck", "6 turns", 4),
-    "lake_14_turns": ("later_luck", "14 turns, rewards per turn", 16),
+    "scratchpad_100_scaled, policy ed31": ("later_luck", "T = 100", 16, 100),
+    "blocks_columns": ("steps", "SmolLM2's blocks, column sums", 8, 60),
+    "blocks_columns_short": ("steps", "SmolLM2's blocks, column sums", 4, 30),
+    "calculator_scaled, policy 681f": ("later_luck", "calculator", 16, 100),
+    "calculator_scaled, policy b3cf": ("later_luck", "calculator", 16, 100),
+    "scratchpad_mixed_scaled, policy 0f91": ("steps", "mixed lengths, 16 prompts", 16, 100),
+    "sums_scaled": ("steps", "sums", 16, 400),
+    "copy": ("steps", "SmolLM2 copying", 4, 20),
+    "chain_sum": ("later_luck", "SmolLM2 sums", 4, 30),
+    "gemma_copy": ("later_luck", "Gemma3 copying", 4, 20),
+    "words_scaled": ("progress", "SmolLM2 stories, compared", 4, 20),
+    "word_sequence_reversal_scaled": ("progress", "SmolLM2 reversing words, compared", 4, 30),
+    "word_sequence_reversal": ("later_luck", "SmolLM2 reversing words", 4, 30),
+    "word_sorting": ("later_luck", "SmolLM2 sorting words", 4, 30),
+    "lake_6, policy d168": ("later_luck", "6 turns", 16, 50),
+    "lake_6_few": ("later_luck", "6 turns", 4, 100),
+    "lake_14_turns": ("later_luck", "14 turns, rewards per turn", 16, 50),
 }
 THRESHOLDS = {"calculator": 0.85, "scratchpad_100": 0.8}  # of the mean reward
 Tables = dict[str, list[dict[str, Any]]]  # of cells, by task
@@ -326,23 +327,26 @@ def predictions() -> list[dict[str, Any]]:
     divided by the root of signal and noise, at the same small rate the root of it.
     """
     found = []
-    for task, (name, title, prompts) in PREDICTED.items():
+    for task, (name, title, prompts, steps) in PREDICTED.items():
         of = {(cell["estimator"], cell["n"]): cell for cell in load(name)["tables"].get(title, [])}
         saved = [row for row in tokens_saved(runs_of(task)) if row["baseline"] in ("value", "value_progress")]
         for row in (row for row in saved if ("value", 4) in of and row["n"] == 4):
             efficiency, noise = (of["value", 4][key][0] for key in ("efficiency", "noise"))
-            signal = (1 - efficiency * noise) / (efficiency - 1) * prompts / 16
-            steps = (signal + noise) / (signal + 1)
-            found.append({"task": task, "signal": signal, "noise": noise, "steps": steps, "root": steps**0.5, **row})
+            signal = max((1 - efficiency * noise) / (efficiency - 1), 0) * prompts / 16
+            needs = (signal + noise) / (signal + 1)
+            expected = {"signal": signal, "noise": noise, "needs": needs, "root": needs**0.5}
+            found.append({"task": task, "prompts": prompts * steps, **expected, **row})
     return found
 
 
 def of_predicted(key: str) -> str:
-    rows = [["task", "signal in a step", "noise", "predicted, %", "predicted for Adam, %", "50 %", "75 %", "95 %"]]
+    rows = [["task", "prompts", "signal", "noise", "SGD, %", "Adam, %", "50 %", "75 %", "95 %"]]
     for row in predictions():
         figures = [f"{row['signal'] / (1 + row['signal']):.0%}", f"{row['noise']:.2f}"]
-        expected = [compare.per_cent([row[key] - 1]) for key in ("steps", "root")]
-        rows.append([named(row["task"]), *figures, *expected, *map(compare.per_cent, row["changes"])])
+        expected = [compare.per_cent([row[key] - 1]) for key in ("needs", "root")]
+        rows.append(
+            [named(row["task"]), str(row["prompts"]), *figures, *expected, *map(compare.per_cent, row["changes"])]
+        )
     return markdown(rows)
 
 
@@ -489,7 +493,7 @@ def render() -> None:
         page = HERE / f"{name}.md"
         page.write_text(rendered(page.read_text()))
     for name, tasks in LEARNING.items():
-        learning({task: runs_of(task) for task in tasks}, HERE / f"{name}.png")
+        learning({task: rows for task in tasks if (rows := runs_of(task))}, HERE / f"{name}.png")
 
 
 if __name__ == "__main__":

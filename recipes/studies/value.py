@@ -154,7 +154,7 @@ def measured(task: str, folder: Path, args: argparse.Namespace) -> dict:
         report = trl_otb.compare_baselines(trainer, names, args.num_prompts, **options)
         here.mkdir(parents=True, exist_ok=True)
         report.plot(here / "noise.png")
-        saved.write_text(json.dumps(report.to_json()))
+        saved.write_text(json.dumps(report.to_json() | {"release": trl_otb.__version__}))
     return json.loads(saved.read_text())
 
 
@@ -189,6 +189,7 @@ def cells_of(report: dict) -> list[dict]:
             "equal_completions": equal,
             "cosine": row["cosine"]["value"],
             **({} if explained is None else {"explained": explained}),
+            **({"release": report["release"]} if "release" in report else {}),
         }
 
     return [cell(row) for row in rows]

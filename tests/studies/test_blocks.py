@@ -67,6 +67,7 @@ class StopsAt(TrainerCallback):
             raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 def test_stopped_run_goes_on(whole, tmp_path, monkeypatch):
     monkeypatch.setenv("TRL_OTB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setitem(blocks.KINDS, "columns", replace(blocks.KINDS["columns"], steps=2, tokens=4))

@@ -357,9 +357,10 @@ def arms_of_all():
 @pytest.mark.parametrize(
     ("page", "results", "least"),
     [
-        ("studies/value", ["value", "later_luck", "steps"], 10),
-        ("studies/language", ["language"], 2),
+        ("studies/value", ["value", "later_luck", "steps"], 2),
+        ("studies/language", ["language"], 0),
         ("studies/asynchronous", [], 2),
+        ("studies/learning", [], 0),
         ("studies/relatives", ["relatives"], 3),
     ],
 )
@@ -372,6 +373,34 @@ def test_numbers_in_prose_match_results(page, results, least):
     found = intervals_of(records)
     numbers = re.findall(INTERVAL, text.replace("−", "-"))
     assert len(numbers) >= least and [number for number in numbers if number not in found] == []
+
+
+TABLE = r"^<!-- .* -->\n\n(?:\|.*\n)+"
+PER_CENT = r"([+−]\d+|never) \(([+−]\d+|never) to ([+−]\d+|never)\)"
+
+
+@pytest.mark.parametrize("page", ["README.md", "recipes/studies/README.md", "recipes/studies/learning.md"])
+def test_tokens_saved_in_prose_stand_in_a_table(page):
+    """Every change with an interval."""
+    rendered = "".join(re.findall(TABLE, (render.HERE / "learning.md").read_text(), flags=re.MULTILINE))
+    text = (render.HERE.parents[1] / page).read_text()
+    prose = re.sub(TABLE, "", text, flags=re.MULTILINE)
+    assert {*re.findall(PER_CENT, prose)} <= {*re.findall(PER_CENT, rendered)}
+
+
+def test_what_noise_predicts(monkeypatch):
+    """A step with as much noise as signal, of which `value` has half: SGD needs three quarters of the steps."""
+    cell = {"estimator": "value", "n": 4, "efficiency": [4 / 3, 1, 2], "noise": [0.5, 0.4, 0.6]}
+    saved = {"baseline": "value", "n": 4, "changes": [[-0.1, -0.2, 0.0]] * 3}
+    monkeypatch.setattr(render, "load", lambda name: {"tables": {"a": [cell]}})
+    monkeypatch.setattr(
+        render, "PREDICTED", {"sums": ("", "a", 16, 9), "copy": ("", "a", 4, 9), "new": ("", "b", 4, 9)}
+    )
+    monkeypatch.setattr(render, "runs_of", lambda task: [])
+    monkeypatch.setattr(render, "tokens_saved", lambda rows: [saved, saved | {"n": 1}])
+    sums, copy = render.of_predicted("all").splitlines()[2:]
+    assert sums == "| sums | 144 | 50% | 0.50 | −25 | −13 | −10 (−20 to +0) | −10 (−20 to +0) | −10 (−20 to +0) |"
+    assert copy.startswith("| SmolLM2, copying | 36 | 20% | 0.50 | −40 | −23 |")  # (1/4 + 1/2) / (1/4 + 1)
 
 
 def test_both_units_of_a_cell():
