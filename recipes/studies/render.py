@@ -14,7 +14,7 @@ interval is `[value, low, high]`; `null` is lost in noise.
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -31,7 +31,7 @@ HERE = Path(__file__).parent
 RUN = ("task", "n", "baseline", "learning_rate", "seed", "policy")  # what tells one run from another
 LEARNING = {  # by picture, its tasks
     "default": ("calculator_scaled, policy 681f", "blocks_columns", "chain_sum"),
-    "language": ("copy", "word_sequence_reversal", "word_sorting", "lake_6, policy d168"),
+    "language": ("copy", "word_sequence_reversal", "lake_6, policy d168"),
 }
 PAGES = ("learning", "value", "language", "progress", "asynchronous", "relatives")
 # Of tasks, in pictures and tables
@@ -436,18 +436,19 @@ def axes_of(titles: list[str]) -> tuple[Figure, Any]:
     return figure, axes
 
 
-def learning(tasks: dict[str, list[dict]], path: Path) -> None:
+def learning(tasks: dict[str, list[dict]], path: Path, names: Collection[str] = ()) -> None:
     """
-    The reward over tokens under each baseline, if possible at N = 4: mean and range over seeds; and the rewards that
-    the group mean has after 50, 75 and 95 % of its gain, with what `value` saves until the second.
+    The reward over tokens under each baseline (or these), if possible at N = 4: mean and range over seeds; and the
+    rewards that the group mean has after 50, 75 and 95 % of its gain, with what `value` saves until the second, if that
+    is sure.
     """
     sizes = [4 if any(row["n"] == 4 for row in rows) else rows[0]["n"] for rows in tasks.values()]
-    names = [NAMES.get(name, name) for name in (task.partition(",")[0] for task in tasks)]
-    figure, axes = axes_of([f"{name}, N = {n}" for name, n in zip(names, sizes, strict=True)])
+    titles = [NAMES.get(name, name) for name in (task.partition(",")[0] for task in tasks)]
+    figure, axes = axes_of([f"{title}, N = {n}" for title, n in zip(titles, sizes, strict=True)])
     for axis, rows, n in zip(axes, tasks.values(), sizes, strict=True):
         runs = {arm["baseline"]: arm["runs"] for arm in arms(rows) if arm["n"] == n}
         means = {}
-        for name in COLORS:
+        for name in names or COLORS:
             if of := runs.get(name):
                 curves = compare.stacked([points(row) for row in of])
                 curves[:, 0] /= 1000
@@ -456,27 +457,25 @@ def learning(tasks: dict[str, list[dict]], path: Path) -> None:
                 band = curves[:, 1].min(0), curves[:, 1].max(0)
                 axis.fill_between(thousands, *band, color=COLORS[name], alpha=0.1, linewidth=0)
         if "group_mean" in means:
-            draw_levels(axis, means)
+            saved = [row for row in tokens_saved(rows) if (row["baseline"], row["n"]) == ("value", n)]
+            draw_levels(axis, means, saved[0]["changes"][1] if saved else [])
         axis.set(xlabel="generated tokens (thousands)")
         axis.legend(fontsize=8, loc="lower right")
     axes[0].set_ylabel("mean reward (bands: range)")
     figure.savefig(path, dpi=120)
 
 
-def draw_levels(axis: Any, means: dict[str, numpy.ndarray]) -> None:
+def draw_levels(axis: Any, means: dict[str, numpy.ndarray], change: list[float]) -> None:
     """The levels of the group mean's curve, and an arrow for what `value` saves until the second of them."""
     levels, text = compare.levels_of(means["group_mean"]), {"color": "0.4", "fontsize": 6, "va": "bottom"}
     for share, level in zip(compare.LEVELS, levels, strict=True):
         axis.axhline(level, color="0.4", linewidth=0.7, linestyle=":")
         axis.annotate(f"{share:.0%} of GRPO's gain", (0.01, level), xycoords=("axes fraction", "data"), **text)
-    if "value" not in means:
-        return
-    at = levels[1]
-    ends = [compare.tokens_until(means[name], levels)[1] for name in ("value", "group_mean")]
-    if ends[0] < ends[1]:
-        axis.annotate("", (ends[0], at), (ends[1], at), arrowprops={"arrowstyle": "->", "color": "black"})
-        saved = f"{compare.per_cent([ends[0] / ends[1] - 1])} %"
-        axis.annotate(saved, (ends[1], at), (3, -3), textcoords="offset points", va="top", fontsize=8)
+    if len(change) == 3 and change[2] < 0:
+        at, end = levels[1], compare.tokens_until(means["group_mean"], levels)[1]
+        axis.annotate("", (end * (1 + change[0]), at), (end, at), arrowprops={"arrowstyle": "->", "color": "black"})
+        saved = f"{compare.per_cent(change[:1])} %"
+        axis.annotate(saved, (end, at), (3, -3), textcoords="offset points", va="top", fontsize=8)
 
 
 def report(tables: Tables, folder: Path) -> None:
@@ -493,7 +492,9 @@ def render() -> None:
         page = HERE / f"{name}.md"
         page.write_text(rendered(page.read_text()))
     for name, tasks in LEARNING.items():
-        learning({task: rows for task in tasks if (rows := runs_of(task))}, HERE / f"{name}.png")
+        learning(
+            {task: rows for task in tasks if (rows := runs_of(task))}, HERE / f"{name}.png", ("group_mean", "value")
+        )
 
 
 if __name__ == "__main__":
