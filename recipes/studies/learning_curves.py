@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
+import torch
 from filelock import FileLock, Timeout
 
 import trl_otb
@@ -38,7 +39,9 @@ from trl_otb.stopping import latest_checkpoint
 
 PROGRESS = "value_progress"  # the arm of `value` that reads the reward of the text so far
 DR_GRPO = "dr_grpo"  # the arm of the group mean with this loss, and no scale
+LEARNED = "value_learned"  # the arm of `value` that begins with what it learns of the untrained policy in such a run
 ARMS = {
+    LEARNED: {"baseline": "value"},
     PROGRESS: {"baseline": "value", "progress_funcs": ["rewards"]},
     DR_GRPO: {"baseline": "group_mean", "loss_type": "dr_grpo", "scale_rewards": "none"},
 }
@@ -155,10 +158,17 @@ def train(run: Run, folder: Path | None = None) -> dict:
     options |= ARMS.get(run.baseline, {})
     if problems.startswith("blocks_"):  # a sixth faster in steps of one token
         options["model_init_kwargs"] = tasks.MACHINE["model_init_kwargs"] | {"attn_implementation": "eager"}
+    state = None
+    if run.baseline == LEARNED:
+        state = Path(folder).parent / f"{run.task}-n{run.n}.pt"
+        if not state.exists():
+            train_with(task, schedule, options | {"learning_rate": 0.0, "seed": 201}, state)
     if folder is not None and task.peft_config and schedule.staleness is None:  # an adapter is small
         options |= {"output_dir": str(folder), "save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
     found = (
-        train_with(task, schedule, options) if schedule.staleness is None else asynchronously(task, schedule, options)
+        train_with(task, schedule, options, state)
+        if schedule.staleness is None
+        else asynchronously(task, schedule, options)
     )
     return {
         **vars(run),
@@ -168,7 +178,8 @@ def train(run: Run, folder: Path | None = None) -> dict:
     }
 
 
-def train_with(task: tasks.Task, schedule: Schedule, options: dict) -> dict:
+def train_with(task: tasks.Task, schedule: Schedule, options: dict, state: Path | None = None) -> dict:
+    """`state` is a file of what the baseline has learned, with which it begins; or it is written at the end."""
     step, samples = schedule.completions_per_step(options["num_generations"]), schedule.held_out_samples
     # Groups together; the meter measures the noise of these
     micro_batch = max(step // schedule.parts, options["num_generations"])
@@ -184,10 +195,15 @@ def train_with(task: tasks.Task, schedule: Schedule, options: dict) -> dict:
         gradient_accumulation_steps=step // micro_batch,
         **options,
     )
+    begins = state is not None and state.exists()
+    if begins:
+        trainer.baseline.load_state_dict(torch.load(state))
     saved_step = latest_checkpoint(trainer.args.output_dir) if trainer.args.save_strategy == "steps" else None
     began = time.monotonic()
     trainer.train(resume_from_checkpoint=saved_step)
     seconds = time.monotonic() - began
+    if state is not None and not begins:
+        torch.save(trainer.baseline.state_dict(), state)
     log = [entry for entry in trainer.state.log_history if "loss" in entry]
     lengths = [float(entry["completions/mean_length"]) for entry in log]  # tool output left out
     kinds = dict.fromkeys(key for entry in log for key in entry if key.endswith("_steps"))

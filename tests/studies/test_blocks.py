@@ -84,6 +84,14 @@ def test_stopped_run_goes_on(whole, tmp_path, monkeypatch):
     assert 0 < found["tokens"][0] < found["tokens"][1] < found["tokens"][2] <= 96 and not (tmp_path / run.name).exists()
     (row,) = learning_curves.saved(tmp_path, "blocks_columns")
     assert row["release"] and {*row["steps"]} >= {"reward", "tokens", "grad_norm"}
+    # What another run has learned of the policy, which it does not change, is there from the first step on
+    learned, begun = replace(run, baseline="value_learned"), []
+    monkeypatch.setattr(tasks, "trainer_of", lambda *args, **of: begun.append(make(*args, **of)) or begun[-1])
+    learning_curves.perform([learned], tmp_path)
+    teacher, pupil = begun
+    assert teacher.args.learning_rate == 0 and pupil.args.learning_rate == 1e-3
+    state = torch.load(tmp_path / "blocks_columns-n4.pt")
+    assert state["baseline"] == "value" and pupil.baseline.state_dict()["state"].keys() == state["state"].keys()
 
 
 def test_processes_share_the_runs(tmp_path, monkeypatch):
