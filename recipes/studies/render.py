@@ -8,8 +8,9 @@ these tasks (on all, if none is named), on the same prompts; with `step 4` in th
 prompts are drawn, with `both 4` the two and what they are worth in prompts, with `equal` at 64 completions per step.
 Below `<!-- runs: task -->` stand that task's runs, below `<!-- tokens: task -->` their tokens to a threshold, below
 `<!-- saved: task; task | value -->` how many tokens these baselines (all, if none is named) save beside the group mean,
-below `<!-- bias: all -->`, `<!-- few_prompts: all -->` and `<!-- predicted: all -->` the studies of these names. An
-interval is `[value, low, high]`; `null` is lost in noise.
+below `<!-- rates: task -->` the rewards that chose its rates, below `<!-- signal: task -->` signal over noise in its
+runs, below `<!-- bias: all -->`, `<!-- few_prompts: all -->` and `<!-- predicted: all -->` the studies of these names.
+An interval is `[value, low, high]`; `null` is lost in noise.
 """
 
 import json
@@ -61,7 +62,7 @@ NAMES = {
     "word_sorting": "SmolLM2, sorting words",
     "words_scaled": "SmolLM2, stories",
 }
-ARM_NAMES = {"dr_grpo": "Dr. GRPO", "value_progress": "value, with progress"}
+ARM_NAMES = {"dr_grpo": "Dr. GRPO", "value_progress": "value, with progress", "value_learned": "value that has learned"}
 # Of tasks with runs against the group mean: where the noise of 16 prompts is, and a run's prompts per step, and steps
 PREDICTED = {
     "scratchpad_100_scaled, policy ed31": ("later_luck", "T = 100", 16, 100),
@@ -271,6 +272,17 @@ def of_runs(rows: list[dict], tuning: bool = False) -> str:
     return _markdown(pandas.DataFrame(table), "")
 
 
+def of_rates(key: str) -> str:
+    """An arm per row: the mean reward over the run at each learning rate, with the seeds that chose the arm's own."""
+    found = [arm for arm in arms(runs_of(key)) if arm["rates"]]
+    rates = sorted({rate for arm in found for rate in arm["rates"]}, key=float)
+    rows = [["baseline", "N", *rates]]
+    for arm in found:
+        scores = [f"{arm['rates'][rate]['score']:.3f}" if rate in arm["rates"] else "–" for rate in rates]
+        rows.append([ARM_NAMES.get(arm["baseline"], arm["baseline"]), str(arm["n"]), *scores])
+    return markdown(rows)
+
+
 def of_tokens(key: str) -> str:
     """
     Of a task's runs (or `"task, policy hash"`) at 64 completions per step, an arm per row: tokens until the mean reward
@@ -350,8 +362,21 @@ def of_predicted(key: str) -> str:
     return markdown(rows)
 
 
+def of_signal(task: str) -> str:
+    """An arm with N = 4 per row: the signal over the noise of a step as its runs logged it, medians over thirds."""
+    rows = [["baseline", "first third", "second", "last"]]
+    for arm in (arm for arm in arms(runs_of(task)) if arm["n"] == 4 and arm["runs"]):
+        scales = numpy.array([row["steps"]["noise_scale"] for row in arm["runs"]], dtype=float)  # NaN: no signal
+        thirds = [PREDICTED[task][2] / part[part > 0] for part in numpy.array_split(scales, 3, axis=1)]
+        medians = [number(numpy.median(of) if len(of) else None, ".2f") for of in thirds]
+        rows.append([ARM_NAMES.get(arm["baseline"], arm["baseline"]), *medians])
+    return markdown(rows)
+
+
 OF_RUNS: dict[str, Callable[[str], str]] = {
     "predicted": of_predicted,
+    "rates": of_rates,
+    "signal": of_signal,
     "runs": lambda key: of_runs(runs_of(key)),
     "tokens": of_tokens,
     "saved": of_saved,

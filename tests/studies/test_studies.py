@@ -123,6 +123,19 @@ def test_tokens_saved_are_of_pairs(monkeypatch):
     assert first.startswith("| sums | value, N = 1 | 0.04 → 0.94 | +0 (+0 to +0) |") and "| value | 0.04" in second
 
 
+def test_rates_and_signal_of_runs(monkeypatch):
+    """The mean of the seeds that chose a rate; with 16 prompts per step, medians of 16 over the noise scale."""
+    tuned = [("value", 1e-3, 0.5), ("value", 2e-3, 0.25), ("dr_grpo", 1e-3, 0.5)]
+    rows = [summary(result(Run("t", name, 4, rate, 101), [of] * 10)) for name, rate, of in tuned]
+    compared = [result(Run("t", "value", 4, 1e-3, seed), [0.5] * 3) for seed in (1, 2)]
+    rows += [summary(of | {"noise_scale": [32.0, None, 16.0 * of["seed"]]}) for of in compared]
+    monkeypatch.setattr(render, "runs_of", lambda task: rows)
+    monkeypatch.setattr(render, "PREDICTED", {"t": ("", "", 16, 3)})
+    assert render.of_rates("t").splitlines()[0] == "| baseline | N | 0.001 | 0.002 |"
+    assert render.of_rates("t").splitlines()[2:] == ["| Dr. GRPO | 4 | 0.500 | – |", "| value | 4 | 0.500 | 0.250 |"]
+    assert render.of_signal("t").splitlines()[2:] == ["| value | 0.50 | ? | 0.75 |"]
+
+
 def test_tokens_to_threshold_at_64_completions(monkeypatch):
     """N = 4 is the task without _64, from the same policy only."""
     of_n = {32: [0.0] * 5 + [1.0] * 5, 4: [0.0] + [1.0] * 9}
