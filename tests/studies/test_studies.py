@@ -132,7 +132,7 @@ def test_rates_and_signal_of_runs(monkeypatch):
     monkeypatch.setattr(render, "runs_of", lambda task: rows)
     monkeypatch.setattr(render, "PREDICTED", {"t": ("", "", 16, 3)})
     assert render.of_rates("t").splitlines()[0] == "| baseline | N | 0.001 | 0.002 |"
-    assert render.of_rates("t").splitlines()[2:] == ["| Dr. GRPO | 4 | 0.500 | – |", "| value | 4 | 0.500 | 0.250 |"]
+    assert render.of_rates("t").splitlines()[2:] == ["| value | 4 | 0.500 | 0.250 |", "| Dr. GRPO | 4 | 0.500 | – |"]
     assert render.of_signal("t").splitlines()[2:] == ["| value | 0.50 | ? | 0.75 |"]
 
 
