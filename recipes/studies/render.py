@@ -38,7 +38,7 @@ PAGES = ("learning", "value", "language", "progress", "asynchronous", "relatives
 # Of tasks, in pictures and tables
 NAMES = {
     "blocks_columns": "blocks of SmolLM2, column sums",
-    "blocks_columns_short": "the same, 30 steps of 4 prompts",
+    "blocks_columns_short": "blocks, 30 steps of 4 prompts",
     "calculator_scaled": "toy calculator",
     "calculator": "calculator, unscaled",
     "calculator_async_0": "calculator, asynchronous, at once",

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from scipy import stats
 
 from recipes import toy
 from recipes.studies import ablations, language, render, runs, tasks
@@ -401,6 +402,29 @@ def test_what_noise_predicts(monkeypatch):
     sums, copy = render.of_predicted("all").splitlines()[2:]
     assert sums == "| sums | 144 | 50% | 0.50 | −25 | −13 | −10 (−20 to +0) | −10 (−20 to +0) | −10 (−20 to +0) |"
     assert copy.startswith("| SmolLM2, copying | 36 | 20% | 0.50 | −40 | −23 |")  # (1/4 + 1/2) / (1/4 + 1)
+
+
+FIRST = re.search("<!-- saved: (.*); chain_sum", (render.HERE / "learning.md").read_text()).group(1).split("; ")
+
+
+def test_what_is_said_of_predictions():
+    """Their rank correlation with what was saved, and the savings of long runs and of the others."""
+    found = render.predictions()
+    saved = [row["changes"][1][0] for row in found]
+    said = (render.HERE / "learning.md").read_text()
+    assert (
+        f"have a rank correlation of\n{stats.spearmanr([row['root'] for row in found], saved).statistic:.2f}. " in said
+    )
+    kinds = [row["prompts"] >= 480 and not row["task"].startswith("lake") for row in found]
+    long, short = (
+        [100 * of for of, kind in zip(saved, kinds, strict=True) if kind == is_long] for is_long in (True, False)
+    )
+    assert f"{-max(long):.0f} to {-min(long):.0f} % are saved" in said
+    assert f"from {-min(short):.0f} % fewer to {max(short):.0f} % more" in said
+    assert (
+        max(row["prompts"] for row, kind in zip(found, kinds, strict=True) if not kind and "lake" not in row["task"])
+        == 120
+    )
 
 
 def test_both_units_of_a_cell():
