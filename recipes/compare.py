@@ -174,7 +174,8 @@ def picture(logs: dict[str, dict[int, pandas.DataFrame]], path: Path) -> None:
         if i == 0:
             for share, level in zip(LEVELS, levels_of(mean), strict=True):
                 right.axhline(level, color="0.5", linewidth=0.8, linestyle=":")
-                right.annotate(f"{share:.0%} of {name}'s gain", (0, level), fontsize=7, va="bottom")
+                text = f"{share:.0%} of {name}'s gain"
+                right.annotate(text, (0.01, level), xycoords=("axes fraction", "data"), fontsize=7, va="bottom")
     right.set(title="reward", xlabel="tokens")
     right.legend(loc="lower right")
     for axis in (left, right):
