@@ -384,7 +384,7 @@ def test_pages_are_not_pushed(train, tmp_path, monkeypatch):
     trainer._push_from_checkpoint(str(tmp_path / "checkpoint-1"))
     assert len(asked) == 2
     for options in asked:
-        files = ["rollouts.html", "rollouts-1.html", "model.safetensors", "checkpoint-2/a"]
+        files = ["rollouts.html", "rollouts-1.html", "rollouts.part", "model.safetensors", "checkpoint-2/a"]
         assert [*filter_repo_objects(files, ignore_patterns=options["ignore_patterns"])] == ["model.safetensors"]
 
 
@@ -417,4 +417,4 @@ def test_pages_stay_out_of_uploads_by_older_transformers(monkeypatch):
     monkeypatch.setattr(hub.transformers_trainer, "upload_folder", HfApi().upload_folder, raising=False)
     with hub._without_pages():
         hub.transformers_trainer.upload_folder(folder_path=".", ignore_patterns=["_*"])
-    assert asked == [["_*", hub.PAGES]]
+    assert asked == [["_*", *hub.PAGES]]

@@ -106,7 +106,7 @@ class LuckCheck:
     def add(self, new: Float[Tensor, " 9"], largest_ratio: float) -> dict[str, float]:
         """
         Decide from this batch and earlier ones whether later luck is subtracted from the next on. Returns `luck_mean`,
-        the mean of d_t, NaN where none is used, and `luck_left_out`, the decision.
+        the mean of d_t, NaN where none was used, and `luck_left_out`: the decision, and 1 where this batch has none.
         """
         self.draws = decayed(self.draws, new)
         decay = torch.tensor(DECAYS, dtype=torch.float64)
@@ -126,6 +126,6 @@ class LuckCheck:
                 if self.luck_left_out
                 else f"Later luck is subtracted again: {told}."
             )
-        known = bool(self.draws[0, COLUMNS.index("tokens")] > 0)
-        mean = found[0]["luck"][0] if known else math.nan
-        return {"luck_mean": mean, "luck_left_out": float(self.luck_left_out or not known)}
+        tokens = COLUMNS.index("tokens")
+        mean = found[0]["luck"][0] if self.draws[0, tokens] > 0 else math.nan
+        return {"luck_mean": mean, "luck_left_out": float(self.luck_left_out or not new[tokens] > 0)}
