@@ -81,7 +81,6 @@ class Rollout:
         prompt_key: Tensor | None = None,
         draw_ratio: Tensor | None = None,
         progress: Tensor | None = None,
-        progress_draws: Tensor | None = None,
     ) -> Completions:
         """What a baseline is computed from."""
         return squeeze(
@@ -95,7 +94,6 @@ class Rollout:
             logps=self.logps,
             states=states,
             progress=progress,
-            progress_draws=progress_draws,
             draw_ratio=draw_ratio,
         )
 

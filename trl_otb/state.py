@@ -44,7 +44,9 @@ class KeepsBaseline(Trainer):
             if self.baseline.entry.learns:
                 projection = self._trl_otb.recorder.projection
                 state["projection"] = None if projection is None else projection.cpu()
-            torch.save(state | self._trl_otb.extra_state, Path(output_dir) / STATE_FILE)
+            progress = self._trl_otb.progress
+            of_progress = {"progress": []} if progress is None else progress.state_dict()
+            torch.save(state | self._trl_otb.extra_state | of_progress, Path(output_dir) / STATE_FILE)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         super().create_model_card(*args, **kwargs)
@@ -130,13 +132,15 @@ def _load_baseline(trainer: KeepsBaseline, checkpoint: Path) -> None:
         trainer._trl_otb.recorder.projection = state.get("projection")
         # A file lacks what only the other trainer, or a newer release, stores
         extra = trainer._trl_otb.extra_state
-        _use_progress(trainer, state.get("progress", []))
-        extra.update({key: state[key] for key in extra.keys() - {"progress"} if key in state})
+        extra.update({key: state[key] for key in extra.keys() & state.keys()})
+        _use_progress(trainer, state)
 
 
-def _use_progress(trainer: KeepsBaseline, before: list[str]) -> None:
+def _use_progress(trainer: KeepsBaseline, state: dict[str, Any]) -> None:
     """Empty what the baseline has learned of progress functions that the run no longer has, and of new ones."""
-    progress = trainer._trl_otb.progress
+    progress, before = trainer._trl_otb.progress, state.get("progress", [])
+    if progress is not None:
+        progress.load_state_dict(state)
     now = [] if progress is None or "progress" not in trainer._trl_otb.needs else progress.names
     if before == now:
         return

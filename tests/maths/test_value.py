@@ -31,7 +31,7 @@ from trl_otb.baselines import value as module
 
 
 PROMPTS, N, T, K = 16, 4, 12, 3
-NAMES = ("explained", "explained_by_state", "weight", "luck_weight", "restarted", "r2_at_end")
+NAMES = ("explained", "explained_by_state", "weight", "luck_weight", "restarted", "r2_at_end", "slope_at_start")
 NAMES += ("luck_mean", "luck_left_out")
 
 
@@ -688,7 +688,7 @@ def test_what_does_not_fit_is_named():
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
 def test_nonfinite_states_teach_nothing(broken, caplog, monkeypatch):
     """And predict nothing, which is said once."""
-    monkeypatch.setattr(Value, "_warned", False)
+    monkeypatch.setattr(Value, "_warned", set())
     value, task, other = learnt(), Task(100), Task(100)
     task.states[0, 3, 1] = broken
     batch, least = task.batch(), int(task.mask[0].sum())
@@ -708,7 +708,9 @@ def test_nonfinite_states_teach_nothing(broken, caplog, monkeypatch):
     task.states[:] = broken  # in all batches, as of a model that overflows
     value, batch = Value(), task.batch()
     for _ in range(3):
-        assert batch.teach(value)["weight"] == 0.0
+        found = batch.teach(value)
+        assert found["weight"] == 0.0 and found["luck_left_out"] == 1.0
+    assert caplog.text.count("before all tokens of a generation batch are not finite") == 1
     assert torch.equal(batch.baseline(value), batch.b0.expand_as(batch.x.mask))
 
 

@@ -38,7 +38,7 @@ PROJECTED_SIZE = 32
 
 class Prefix(NamedTuple):
     """
-    Of each token; all but `luck` and `draws` is known before it is drawn. Zeros where `known` is False: numbers before
+    Of each token; all but `luck` is known before it is drawn. Zeros where `known` is False: numbers before
     the token are not finite there.
 
     Args:
@@ -50,7 +50,6 @@ class Prefix(NamedTuple):
         worst: m_t, the largest σ − π(y) of the tokens before: an improbable token is often a mistake.
         root_count: √n_t, of the number of tokens before.
         earned: The rewards of the tokens before.
-        draws: What `Completions.progress_draws` holds, ρ times: its mean is 0, too. `(B, T, 0)` without it.
         luck: d_t = ρ (σ_t − π(y_t)), which has mean 0 given what precedes; see `Completions.draw_ratio` for ρ.
     """
 
@@ -61,7 +60,6 @@ class Prefix(NamedTuple):
     root_count: Float[Tensor, "B T"]
     earned: Float[Tensor, "B T"]
     luck: Float[Tensor, "B T"]
-    draws: Float[Tensor, "B T F"]
 
     def with_b0(self, b0: Float[Tensor, "B #T"]) -> Float[Tensor, "B T K"]:
         """What V is linear in."""
@@ -102,10 +100,8 @@ def read(x: Completions) -> Prefix:
     ratio = torch.ones_like(mask) if x.draw_ratio is None else x.draw_ratio
     each = (sure, columns["worst"], columns["root_count"], columns["earned"].expand_as(mask), luck * ratio)
     sure, worst, root, earned, luck = (values.where(known & values.isfinite(), 0.0) for values in each)
-    draws = states[..., :0] if x.progress_draws is None else x.progress_draws * (ratio * mask).unsqueeze(-1)
-    draws = draws.where(known.unsqueeze(-1) & draws.isfinite(), 0.0)
     numbers = numbers.masked_fill_(~known.unsqueeze(-1), 0.0)
-    return Prefix(known, numbers, sure, worst, root, earned, luck, draws)
+    return Prefix(known, numbers, sure, worst, root, earned, luck)
 
 
 def projection(size: int) -> Float[Tensor, "{size} k"]:

@@ -5,10 +5,10 @@ import logging
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from .bound import ROUNDING, VARIES_NOT_RATIO, worse_than_b0
@@ -35,8 +35,10 @@ RESET_PROMPTS = 4
 # are many, mostly fit chance. On nine tasks of language models and toys 4 leave 0.94 to 1.02 of the noise of 1, 16
 # leave 0.88 to 1.05 (recipes/studies/progress.md)
 STATES_RIDGE_FACTOR = 4
+# Of `slope_at_start`: below it, what is subtracted knows the reward. Without a leak it is 1 or more, but where the
+# completions of a prompt begin differently, as after an environment's `reset`. For N = 1 prompts may explain rewards
+KNOWING_SLOPE, KNOWING_SLOPE_OF_PROMPTS = 0.5, 0.1
 OF_STATE, OF_LUCK = 23, 14  # how many features φ and ψ have
-OF_0_11 = {"delta", "draw_weight", "_draw_columns"}  # of the state: checkpoints before 0.11 lack them
 
 
 class BatchSums(NamedTuple):
@@ -59,22 +61,20 @@ class BatchSums(NamedTuple):
 class Value:
     """Per token: `rloo_pooled`, plus a prediction from what is written so far, plus the luck of later tokens.
 
-        B_t = B0 + c₁ θ·φ(x_t) + c₂ Σ_{t'>t} d_t' Γ·ψ(x_t') + c₃ Σ_{t'>t} D_t' (δ + δ' V(x_t'))
+        B_t = B0 + c₁ θ·φ(x_t) + c₂ Σ_{t'>t} d_t' Γ·ψ(x_t')
         d_t = Σ_v π(v|x_t)² − π(y_t|x_t)
-        (θ, Γ, δ, δ') = argmin Σ w_t (G_t − B_t)² with all c = 1, and a ridge, over earlier generation batches
+        (θ, Γ) = argmin Σ w_t (G_t − B_t)² with c = 1, and a ridge, over earlier generation batches
 
     Source: this project. Σ w (G − B)² is the gradient's noise to first order (Greensmith, Bartlett and Baxter, 2004).
     d_t', negative where the policy drew a token that it favours, positive where it did not, has mean 0 given what
-    precedes it: a control variate, as in AIVAT for poker (Burch et al., 2018). D_t, of progress functions, has mean 0,
-    too (`Completions.progress_draws`); without them there is no such term.
+    precedes it: a control variate, as in AIVAT for poker (Burch et al., 2018).
 
     1. V, the return that is to be expected, is fitted to numbers of the text so far ([`~trl_otb.baselines.prefix`]),
        all tokens alike. With progress functions hidden states have more ridge than its other numbers.
     2. φ and ψ are made of V ([`features`]); θ and Γ are fitted to them, with a V that was fitted to other prompts.
-    3. c₁, c₂ and c₃ are cross-validated over folds of prompts, and at most P / 16 after P prompts.
+    3. c₁ and c₂ are cross-validated over folds of prompts, and at most P / 16 after P prompts.
 
-    A batch's weight decays per batch. V and B0 + c₁ θ·φ stay within the returns seen so far, Γ·ψ and δ + δ' V within
-    their width.
+    A batch's weight decays per batch. V and B0 + c₁ θ·φ stay within the returns seen so far, Γ·ψ within their width.
 
     A prompt keeps B0 where B leaves too much power in the other prompts of a batch ([`~trl_otb.baselines.bound`]); not
     so in asynchronous training, whose batches hold few whole groups. `value` is reset after two or more batches in a
@@ -97,15 +97,14 @@ class Value:
     # power was left with c = 1 at once, 1.16 times with 8 in the place of 16, and 1.05 with 16. On toys 8 would gain up
     # to 27 % in the first batches
     prompts_enough = 16
-    _warned = False  # that something is not finite
+    _warned: ClassVar[set[bool]] = set()  # that some, or all, log-probs or hidden states were not finite
+    _knew = False  # in the batch before, what rewards would be
 
     def __init__(self) -> None:
         self.eta: Tensor | None = None  # (K,) of V
         self.theta: Tensor | None = None  # (k,)
         self.gamma: Tensor | None = None  # (l,)
-        self.delta: Tensor | None = None  # (2F,) of draws of progress, and of these times V
-        self.weight = self.luck_weight = self.draw_weight = 0.0  # c₁, c₂, c₃
-        self._draw_columns = 0  # 2F, in the sums
+        self.weight = self.luck_weight = 0.0  # c₁, c₂
         self._value_sums: Tensor | None = None  # over earlier batches; float64, on the CPU
         self._sums: Tensor | None = None  # the same by fold
         self._tokens = 0.0  # the same of tokens
@@ -122,7 +121,7 @@ class Value:
 
     def adjust(self, local: Completions, b0: Float[Tensor, "B #T"]) -> Float[Tensor, "B #T"]:
         """B; or B0, before anything is predicted."""
-        if self.theta is None or max(self.weight, self.luck_weight, self.draw_weight) == 0.0:
+        if self.theta is None or max(self.weight, self.luck_weight) == 0.0:
             return b0
         return torch.cat([self._baseline(of, b0[rows])[1] for _, of, rows in read_in_blocks(local)])
 
@@ -138,12 +137,7 @@ class Value:
         # Known before the draw, so that it may be limited; the sum may not, or its mean would not be 0. The limits save
         # up to 3 % and 1 % on toys, and of luck, after a jump of rewards with two prompts per batch, up to 14 %
         per_draw = (psi @ self.gamma.to(psi)).clamp(least - most, most - least)
-        luck = self.luck_weight * of.luck * per_draw
-        if self.delta is not None and of.draws.size(-1) * 2 == self.delta.numel():
-            of_each = self.delta.to(psi).view(2, -1)
-            of_each = (of_each[0] + of_each[1] * v.unsqueeze(-1)).clamp(least - most, most - least)
-            luck = luck + self.draw_weight * (of.draws * of_each).sum(dim=-1)
-        return state, state + later(luck)
+        return state, state + later(self.luck_weight * of.luck * per_draw)
 
     def _columns(self, of: Prefix, b0: Tensor, v: Float[Tensor, "B T"]) -> tuple[Tensor, Tensor]:
         """φ and ψ."""
@@ -189,16 +183,21 @@ class Value:
         self, local: Completions, b0: Float[Tensor, "B #T"], gather: Callable[[Tensor], Tensor]
     ) -> dict[str, float]:
         """
-        Learn from a generation batch. Returns `explained`, 1 − Σ w (G − B)² / Σ w (G − B0)² for the B of before, also
-        where a prompt kept B0, NaN if B0 is each return; `explained_by_state`, the same without later luck; `weight`
-        and `luck_weight`, c₁ and c₂; `restarted`, 1 if it was reset; `r2_at_end`, 1 − Σ (G − V)² / Σ (G − mean of G)²
-        at the last tokens of completions, NaN before V is fitted or if no return varies; with draws of progress
-        `draw_weight`, c₃; and those of [`LuckCheck.add`].
+        Learn from a generation batch. Returns, for the B of before, and NaN if no return varies:
+
+        - `explained`, 1 − Σ w (G − B)² / Σ w (G − B0)², also where a prompt kept B0; `explained_by_state`, the same
+          without later luck
+        - `weight` and `luck_weight`, c₁ and c₂; `restarted`, 1 if it was reset
+        - `r2_at_end`, 1 − Σ (G − V)² / Σ (G − mean of G)² at the last tokens of completions, NaN before V is fitted
+        - `slope_at_start`, of the advantage without later luck on the return, at the first tokens of a prompt's
+          completions; for N = 1 of the batch's
+        - those of [`LuckCheck.add`]
         """
-        prompt, prompts = numbered(local, gather)
+        prompt, size, prompts = numbered(local, gather)
         fold = (prompt + self._prompts) % self.prompt_folds
-        (*local_sums, largest_ratio) = self._measure(local, b0, fold)
-        of_value, of_batch, of_draws = _summed(local_sums, gather)
+        *local_sums, at_start, largest_ratio = self._measure(local, b0, fold)
+        local_sums.append(_by_prompt(at_start, prompt if local.num_generations > 1 else 0 * prompt, size))
+        of_value, of_batch, of_draws, of_starts = _summed(local_sums, gather)
         batch = BatchSums(*of_batch.tolist())
         varies = batch.power > ROUNDING * batch.squares
         allowed = RESET_RATIO * batch.power if varies else VARIES_NOT_RATIO * self.usual_power * batch.energy
@@ -208,15 +207,18 @@ class Value:
         metrics |= {"weight": self.weight, "luck_weight": self.luck_weight, "restarted": float(reset)}
         at_end = batch.ends, batch.returns_at_end, batch.squares_at_end, batch.left_at_end
         metrics["r2_at_end"] = math.nan if self.eta is None else r_squared(*at_end)
-        metrics |= {} if local.progress_draws is None else {"draw_weight": self.draw_weight}
-        if batch.excluded > 0 and not self._warned:
-            Value._warned = True
+        metrics["slope_at_start"] = slope_within(of_starts)
+        self._tell_of_knowing(metrics["slope_at_start"], local.num_generations)
+        tokens = "all" if batch.tokens == 0 else str(int(batch.excluded))
+        if batch.excluded > 0 and (tokens == "all") not in self._warned:
+            self._warned.add(tokens == "all")
             logger.warning(
-                f"Hidden states or log-probs before {int(batch.excluded)} tokens of a generation batch are not finite: "
-                "there 'value' predicts nothing and learns nothing. If the model runs in float16, try bfloat16."
+                f"Hidden states or log-probs before {tokens} tokens of a generation batch are not finite: there "
+                "'value' predicts nothing, subtracts no later luck and learns nothing. If the model runs in float16, "
+                "try bfloat16."
             )
         if batch.tokens == 0:
-            return metrics | {"luck_left_out": float(self.luck_check.luck_left_out)}
+            return metrics | {"luck_left_out": 1.0}
         if reset:
             what = "power where no return varied"
             if varies:
@@ -235,7 +237,6 @@ class Value:
         (of_both,) = _summed([self._sums_of(local, b0, fold, v_of_others)], gather)
         self.eta = self._fitted_v(whole, functions)
         self._value_sums = whole
-        self._fit_draws(0 if local.progress_draws is None else 2 * local.progress_draws.size(-1))
         self._sums = of_both if self._sums is None else self.decay_per_batch * self._sums + of_both
         self._tokens = self.decay_per_batch * self._tokens + batch.tokens
         self._fit()
@@ -249,11 +250,11 @@ class Value:
 
     def _measure(self, local: Completions, b0: Tensor, fold: Tensor) -> list[Tensor]:
         """
-        Sums that V is fitted to, by fold; the power that B0 and B leave, with what else a batch tells; and what
-        [`measured`] returns.
+        Sums that V is fitted to, by fold; the power that B0 and B leave, with what else a batch tells; the sums that
+        [`measured`] returns; of first tokens whether they are known, G, and A without later luck; the largest ratio.
         """
         sums, total = b0.new_zeros(1), b0.new_zeros(len(BatchSums._fields))
-        of_draws, largest = b0.new_zeros(len(COLUMNS)), b0.new_ones(())
+        of_draws, largest, at_start = b0.new_zeros(len(COLUMNS)), b0.new_ones(()), []
         for x, of, rows in read_in_blocks(local):
             b = b0[rows]
             target, weights = (x.returns - b).expand_as(x.mask), x.need("loss_energy")
@@ -268,7 +269,21 @@ class Value:
             sums = sums + products(columns, present, fold[rows], self.prompt_folds)
             of_block, largest_of_block = measured(of, x)
             of_draws, largest = of_draws + of_block, torch.maximum(largest, largest_of_block)
-        return [sums, total, of_draws, largest]
+            at_start.append(torch.stack([present[:, 0], x.returns[:, 0], state[:, 0]], dim=1))
+        return [sums, total, of_draws, torch.cat(at_start), largest]
+
+    def _tell_of_knowing(self, slope: float, n: int) -> None:
+        """Warns if what is subtracted before first tokens tells completions' rewards, in two batches in a row."""
+        knows = slope < (KNOWING_SLOPE if n > 1 else KNOWING_SLOPE_OF_PROMPTS)
+        if knows and self._knew:
+            logger.warning(
+                "What 'value' subtracts tells a completion's reward before its first token: there the advantage grows "
+                f"by {slope:.2f} per unit of the return (`slope_at_start`), and 1 is expected, so that less is "
+                "learned, and wrongly. Look for a progress function that reads what knows the end of a completion, "
+                "such as a store that a `rollout_func`, a tool or an environment fills. If an environment begins "
+                "differently for each completion of a prompt, or N is 1, the beginning may decide the reward."
+            )
+        self._knew = knows
 
     def _at_end(self, x: Completions, of: Prefix, b0: Tensor) -> list[Tensor]:
         """Of the last tokens: their number, and the sums of G, G² and (G − V)²."""
@@ -279,36 +294,32 @@ class Value:
         return [(last * values).sum() for values in (torch.ones_like(last), returns, returns.square(), left.square())]
 
     def _sums_of(self, local: Completions, b0: Tensor, fold: Tensor, etas: Tensor) -> Tensor:
-        """Sums that θ, Γ and δ are fitted to, by fold, with V of the other folds' prompts."""
+        """Sums that θ and Γ are fitted to, by fold, with V of the other folds' prompts."""
         sums = b0.new_zeros(1)
         for x, of, rows in read_in_blocks(local):
             b = b0[rows]
             target, weights = (x.returns - b).expand_as(x.mask), x.need("loss_energy")
             v = self._centred_v(of, b, etas[fold[rows]])
             phi, psi = self._columns(of, b, v)
-            luck = torch.cat([of.luck.unsqueeze(-1) * psi, of.draws, of.draws * v.unsqueeze(-1)], dim=-1)
-            columns = torch.cat([phi, later(luck), target.unsqueeze(-1)], dim=-1)
+            columns = torch.cat([phi, later(of.luck.unsqueeze(-1) * psi), target.unsqueeze(-1)], dim=-1)
             sums = sums + products(columns, weights * of.known, fold[rows], self.prompt_folds)
         return sums
 
     def _fit(self) -> None:
-        """Fit θ, Γ and δ to the sums; each c by how well its part predicts folds that it was not fitted to."""
+        """Fit θ and Γ to the sums; each c by how well its part predicts folds that it was not fitted to."""
         assert self._sums is not None
         sums = self._sums
-        if self.luck_check.luck_left_out:  # and draws of progress, which are luck, too
+        if self.luck_check.luck_left_out:
             last = sums.size(-1) - 1  # the target
-            state = [*range(last - OF_LUCK - self._draw_columns), last]
+            state = [*range(last - OF_LUCK), last]
             sums = with_columns(sums, state, state, last + 1)
         both = solution(sums.sum(dim=0), self.ridge)
         if not both.isfinite().all():
             return self._reset("its linear system has no finite solution")
-        draws = self._draw_columns
-        sizes = [len(both) - OF_LUCK - draws, OF_LUCK, *([draws] if draws else [])]
-        self.theta, self.gamma, *delta = both.split(sizes)
-        self.delta = delta[0] if delta else None
+        sizes = [len(both) - OF_LUCK, OF_LUCK]
+        self.theta, self.gamma = both.split(sizes)
         most = min(1.0, self._prompts / self.prompts_enough)
-        self.weight, self.luck_weight, *others = confidences(sums, self.ridge, sizes).clamp(max=most).tolist()
-        self.draw_weight = others[0] if others else 0.0
+        self.weight, self.luck_weight = confidences(sums, self.ridge, sizes).clamp(max=most).tolist()
 
     def _fitted_v(self, sums: Float[Tensor, "*folds K1 K1"], functions: int) -> Float[Tensor, "*folds K"]:
         """The coefficients of V, whose last numbers are two for each progress function."""
@@ -351,17 +362,18 @@ class Value:
         state = copy.deepcopy(state)
         of_luck = {f"_{name}": name for name in vars(self.luck_check)}  # not in checkpoints of releases before 0.10
         own = vars(self).keys() - {"luck_check"}
-        if not own - OF_0_11 <= state.keys():
+        if not own <= state.keys():
             raise ValueError(
                 f"The state of 'value' is damaged, or of a release before 0.8: it holds {[*state]}. "
                 "Without the checkpoint's `baseline.pt` it starts empty."
             )
-        vars(self).update({"delta": None, "draw_weight": 0.0, "_draw_columns": 0})
-        vars(self).update({name: state[name] for name in own & state.keys()})
+        vars(self).update({name: state[name] for name in own})
+        if draws := state.get("_draw_columns", 0):  # of progress functions, as releases 0.11 and 0.12 could have
+            self._sums = _without(self._sums, draws)
         if self.theta is not None and len(self.theta) != OF_STATE:
             logger.warning("The checkpoint's 'value' has features of another release: all but V is fitted anew.")
-            self.theta = self.gamma = self.delta = self._sums = None
-            self.weight = self.luck_weight = self.draw_weight = self._tokens = 0.0
+            self.theta = self.gamma = self._sums = None
+            self.weight = self.luck_weight = self._tokens = 0.0
         vars(self.luck_check).update({of_luck[name]: state[name] for name in of_luck.keys() & state.keys()})
         if "_largest_ratio" in state:  # before 0.11.2
             self.luck_check.largest_ratios.fill_(state["_largest_ratio"])
@@ -370,7 +382,6 @@ class Value:
         """Fit V to the progress functions `now` after those `before`: of new ones nothing is known."""
         if self._value_sums is None or self.eta is None:
             return
-        self._fit_draws(0)
         sums = self._value_sums
         rest = len(sums) - 1 - 2 * len(before)  # the numbers that are always there; the target is last
         same = [(before.index(name), i) for i, name in enumerate(now) if name in before]
@@ -380,16 +391,14 @@ class Value:
         self._value_sums = with_columns(sums, kept, to, size)
         self.eta = self._fitted_v(self._value_sums, len(now))
 
-    def _fit_draws(self, columns: int) -> None:
-        """Make room in the sums for so many columns of draws; what is known of another number of them is dropped."""
-        if columns == self._draw_columns:
-            return
-        if self._sums is not None:
-            last = self._sums.size(-1) - 1  # the target, after the draws
-            rest = [*range(last - self._draw_columns)]
-            to = len(rest) + columns
-            self._sums = with_columns(self._sums, [*rest, last], [*rest, to], to + 1)
-        self._draw_columns, self.delta, self.draw_weight = columns, None, 0.0
+
+def _without(sums: Tensor | None, columns: int) -> Tensor | None:
+    """The sums without so many columns before the last one."""
+    if sums is None:
+        return None
+    last = sums.size(-1) - 1
+    rest = [*range(last - columns), last]
+    return with_columns(sums, rest, [*range(len(rest))], len(rest))
 
 
 def features(of: Prefix, v: Float[Tensor, "B T"]) -> tuple[Float[Tensor, "B T k"], Float[Tensor, "B T l"]]:
@@ -413,6 +422,23 @@ def r_squared(number: float, total: float, squares: float, left: float) -> float
     variation = squares - total**2 / max(number, 1.0)
     # Less is what rounding leaves of equal float32 numbers
     return 1 - left / variation if variation > 1e-6 * squares else math.nan
+
+
+def _by_prompt(at_start: Float[Tensor, "B 3"], prompt: Int[Tensor, " B"], size: int) -> Float[Tensor, "P 5"]:
+    """By prompt, of first tokens that are known: their number, Σ G, Σ A, Σ G², Σ G A."""
+    known, g, a = at_start.cpu().double().unbind(dim=1)
+    columns = torch.stack([known, known * g, known * a, known * g * g, known * g * a], dim=1)
+    sums = columns.new_zeros(size, 5).index_add(0, prompt, columns)
+    return sums.to(at_start.device, torch.float32 if at_start.device.type == "mps" else torch.float64)
+
+
+def slope_within(sums: Float[Tensor, "P 5"]) -> float:
+    """The slope of A on G within prompts, from what [`_by_prompt`] returns; NaN if no G varies."""
+    number, g, a, squares, both = sums.unbind(dim=1)
+    variation = (squares - g * g / number.clamp(min=1)).sum()
+    common = (both - g * a / number.clamp(min=1)).sum()
+    # Less is what rounding leaves of equal float32 numbers
+    return (common / variation).item() if variation > 1e-6 * squares.sum() else math.nan
 
 
 def _summed(parts: list[Tensor], gather: Callable[[Tensor], Tensor]) -> list[Tensor]:

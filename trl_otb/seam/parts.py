@@ -48,6 +48,15 @@ GRPO = Contract(
     loss=frozenset(("GRPOTrainer._compute_loss", "GRPOTrainer.get_gamma_weights", "GRPOTrainer.get_off_policy_mask")),
 )
 
+PROGRESS = Contract(  # of progress functions, which few runs have
+    "GRPOTrainer with progress functions",
+    parts={
+        "trl.trainer.grpo_trainer:GRPOTrainer": {"_generate": "self prompts"},
+        "trl.chat_template_utils": {"parse_response": "tokenizer ids prefix"},
+    },
+    attributes={"GRPOTrainer": "_tokenizer processing_class tools"},
+)
+
 CLI = Contract(  # of the command line
     "trl grpo",
     parts={
