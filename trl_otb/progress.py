@@ -181,7 +181,7 @@ class Progress:
     def __init__(
         self, functions: dict[str, Callable], rewards: Mapping[str, Callable], places: int, longest: int | None = None
     ) -> None:
-        self.functions, self.rewards, self.max_places = functions, rewards, places
+        self.functions, self.rewards, self.max_places = functions, dict(rewards), places
         self._first_length = min(longest or FIRST_LENGTH, FIRST_LENGTH)
         self.lengths: deque[float] = deque(maxlen=BATCHES)  # medians of earlier batches of all processes
         self.time_share = math.nan  # of the time since the batch before

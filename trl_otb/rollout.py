@@ -1,5 +1,6 @@
 """A generation batch, row by row: completions, rewards, energies and advantages."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,7 @@ class Rollout:
         prompt_key: Tensor | None = None,
         draw_ratio: Tensor | None = None,
         progress: Tensor | None = None,
+        progress_names: Sequence[str] = (),
     ) -> Completions:
         """What a baseline is computed from."""
         return squeeze(
@@ -94,6 +96,7 @@ class Rollout:
             logps=self.logps,
             states=states,
             progress=progress,
+            progress_names=tuple(progress_names),
             draw_ratio=draw_ratio,
         )
 

@@ -122,6 +122,8 @@ def _load_baseline(trainer: KeepsBaseline, checkpoint: Path) -> None:
             f"The checkpoint holds {had} running scale of advantages, and the run has {has} running scale: "
             "advantages are now of another size. Set `scale_rewards` as it was."
         )
+    if "progress" in state and "state" in state:  # before 0.13 its columns have no names
+        state["state"] = {"progress": state["progress"], **state["state"]}
     if not trainer.baseline.load_state_dict(state):
         content = f"the state of {state['baseline']!r}" if "baseline" in state else "nothing"
         logger.warning(
@@ -133,11 +135,11 @@ def _load_baseline(trainer: KeepsBaseline, checkpoint: Path) -> None:
         # A file lacks what only the other trainer, or a newer release, stores
         extra = trainer._trl_otb.extra_state
         extra.update({key: state[key] for key in extra.keys() & state.keys()})
-        _use_progress(trainer, state)
+        _load_progress(trainer, state)
 
 
-def _use_progress(trainer: KeepsBaseline, state: dict[str, Any]) -> None:
-    """Empty what the baseline has learned of progress functions that the run no longer has, and of new ones."""
+def _load_progress(trainer: KeepsBaseline, state: dict[str, Any]) -> None:
+    """The usual length of completions; and a warning if the run has other progress functions."""
     progress, before = trainer._trl_otb.progress, state.get("progress", [])
     if progress is not None:
         progress.load_state_dict(state)
@@ -148,8 +150,6 @@ def _use_progress(trainer: KeepsBaseline, state: dict[str, Any]) -> None:
         f"The checkpoint's baseline was fitted with {_listed(before)}, and the run has {_listed(now)}: what it "
         "learned about functions that are gone is dropped, and it has learned nothing about new ones yet."
     )
-    if hasattr(trainer.baseline.entry.estimator, "use_progress"):
-        trainer.baseline.entry.estimator.use_progress(before, now)
 
 
 def _listed(names: list[str]) -> str:

@@ -246,7 +246,8 @@ def collect(trainer: OTBGRPOTrainer, inputs: list[dict[str, Any]]) -> tuple[Roll
         ratio, unknown = draw_ratio(trainer, batch, source, values.logps, recorded.processor)
         if unknown is not None:
             logger.warning_once(f"Later luck is not subtracted: {unknown}.")
-    return rollout, rollout.completions(values.states, keys, ratio, numbers[-1] if numbers else None), batch
+    of_text, names = (numbers[-1], of.progress.names) if numbers and of.progress is not None else (None, [])
+    return rollout, rollout.completions(values.states, keys, ratio, of_text, names), batch
 
 
 def _is_recorded(trainer: OTBGRPOTrainer, mode: str) -> bool:

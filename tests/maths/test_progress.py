@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.helpers.coefficients import give_coefficients
 from tests.maths.test_derivation import Enumeration, V
 from tests.maths.test_value import PROMPTS, Batch, N, OnRloo, T
 from trl_otb.baselines import BASELINES, Value, compute_advantages, joined, squeeze
-from trl_otb.baselines.least_squares import solution
 from trl_otb.baselines.prefix import read
 from trl_otb.baselines.transport import only_compared
 from trl_otb.progress import Progress, Sampled
@@ -95,7 +95,6 @@ def test_what_it_subtracts_is_unbiased_with_progress(n):
     """By all groups of a policy whose completions are all listed; progress is a function of the tokens so far."""
     policy = Enumeration()
     value, g = OnRloo(), torch.Generator().manual_seed(0)
-    value.eta, value.theta, value.gamma = (torch.randn(k, generator=g) for k in (9 + 2 * V + 2 + 4, 23, 14))
     value.weight, value.luck_weight, value._returns_seen = 0.7, 0.9, (-10.0, 10.0)
     rule = replace(BASELINES["value"], estimator=value)
     number = {}  # of each text, two random ones
@@ -114,6 +113,7 @@ def test_what_it_subtracts_is_unbiased_with_progress(n):
     rows = groups.flatten()
     states = torch.zeros(len(rows), size, V)
     more = {"logps": policy.logps[rows].float(), "states": states, "progress": progress[rows]}
+    give_coefficients(value, squeeze(inputs[0], inputs[2], n, energy=inputs[1], **more), generator=g)
     plain = compute_advantages(*inputs, n, baseline="rloo" if n > 1 else "none")
     advantages = compute_advantages(*inputs, n, baseline=rule, **more)
     torch.testing.assert_close(policy.expectation(groups, advantages), policy.gradient, atol=1e-5, rtol=0)
@@ -152,7 +152,6 @@ def test_what_functions_tell_is_unbiased(n, kind):
     """By all groups of a policy whose completions are all listed, some of which end early, and real calls."""
     policy = Enumeration()
     value, g = OnRloo(), torch.Generator().manual_seed(0)
-    value.eta, value.theta, value.gamma = (torch.randn(k, generator=g) for k in (9 + 2 * V + 2 + 2, 23, 14))
     value.weight, value.luck_weight, value._returns_seen = 0.7, 0.9, (-10.0, 10.0)
     groups, inputs = policy.groups(n)
     rows, size = groups.flatten(), policy.mask.size(1)
@@ -169,6 +168,7 @@ def test_what_functions_tell_is_unbiased(n, kind):
 
     more = {"logps": policy.logps[rows].float(), "states": torch.zeros(len(rows), size, V)}
     more["progress"] = torch.cat([numbers(group) for group in groups.tolist()])
+    give_coefficients(value, squeeze(inputs[0], inputs[2], n, energy=inputs[1], **more), generator=g)
     rule = replace(BASELINES["value"], estimator=value)
     advantages = compute_advantages(*inputs, n, baseline=rule, **more)
     torch.testing.assert_close(policy.expectation(groups, advantages), policy.gradient, atol=1e-5, rtol=0)
@@ -200,32 +200,45 @@ def test_the_slope_at_start_is_that_of_its_definition():
 
 
 def test_other_functions_keep_what_is_known_of_the_same_ones():
-    """Of a checkpoint's functions (a, b) and the run's (b, c): V keeps what it knows of b and of all else."""
+    """Of a run's functions (a, b), and then (b, c): V keeps what it knows of b and of all else."""
     value = Value()
     for seed in range(8):
         of = Counted(seed, functions=2)
         of.more["progress"] = of.more["progress"].flip(2)  # noise, then what tells
-        of.batch().teach(value)
-    value.use_progress(["a", "b"], ["b", "c"])
+        of.batch(progress_names=("a", "b")).teach(value)
     of = Counted(100, functions=2)
-    batch = of.batch()  # what tells, then noise that V knows nothing of
+    batch = of.batch(progress_names=("b", "c"))  # what tells, then noise that V knows nothing of
     power = batch.power(value) / batch.power(batch.b0.expand_as(batch.x.mask))
-    assert power < 0.75 and value.eta[-1] == 0
+    assert power < 0.75 and coefficients(value, "c") == [0, 0] != coefficients(value, "b")
     batch.teach(value)
-    assert value.eta[-1] != 0
-    value.use_progress(["b", "c"], ["b"])
-    ridge = torch.full((len(value.eta),), value.ridge_of_v, dtype=torch.float64)
-    ridge[11:-2] *= 4  # of states, as in training
-    assert torch.equal(value.eta, solution(value._value_sums, ridge))
-    value.use_progress(["b"], [])
-    assert torch.equal(value.eta, solution(value._value_sums, value.ridge_of_v))
-    value.use_progress([], ["d"])  # which has told nothing
-    assert torch.equal(value.eta, solution(value._value_sums, value.ridge_of_v))
-    value.use_progress(["d"], [])
+    assert all(coefficients(value, "c"))
+    of.batch(progress_names=("b",), progress=of.more["progress"][..., :1]).teach(value)
+    assert all(coefficients(value, "b")) and not coefficients(value, "c")
     alone = of.batch(progress=None)
     assert alone.power(value) / batch.power(batch.b0.expand_as(batch.x.mask)) > 0.85
     alone.teach(value)
-    Value().use_progress(["a"], ["b"])  # nothing to keep
+
+
+def coefficients(value, function):
+    """Of V, for the numbers of a function."""
+    names = value.state_dict()["_value_names"][:-1]
+    return [of for name, of in zip(names, value.eta.tolist(), strict=True) if name.startswith(f"progress {function}")]
+
+
+def test_a_checkpoint_of_before_names_is_read():
+    """Its columns have places: those of V, of functions that the checkpoint names, and of draws, which are dropped."""
+    value = learnt(functions=2)
+    state = value.state_dict()
+    assert state["_value_names"][-4:] == ["progress 1", "progress 0 √n", "progress 1 √n", "target"]
+    sums, places = state["_sums"], [*range(37), 39]
+    with_draws = torch.randn(4, 40, 40, dtype=torch.float64)
+    with_draws[:, torch.tensor(places).unsqueeze(1), torch.tensor(places)] = sums
+    older = {name: of for name, of in state.items() if name not in ("_names", "_value_names")}
+    older |= {"_sums": with_draws, "_draw_columns": 2, "delta": torch.zeros(2), "progress": ["0", "1"]}
+    again, batch = Value(), Counted(100, functions=2).batch()
+    again.load_state_dict(older)
+    assert torch.equal(batch.baseline(again), batch.baseline(value)) and batch.teach(again) == batch.teach(value)
+    assert again.state_dict().keys() == state.keys() and torch.equal(again.theta, value.theta)
 
 
 def test_completions_carry_progress_row_by_row():

@@ -15,6 +15,7 @@ from trl import GRPOConfig, GRPOTrainer
 import trl_otb
 from tests.helpers import tiny, tiny_vision
 from tests.helpers.agents import AGENT
+from tests.helpers.coefficients import give_coefficients
 from tests.helpers.scripted import TURNS, add, script_turns
 from tests.helpers.settings import LORA, TRL, assert_same_weights, in_turn
 from trl_otb import OTBGRPOTrainer, compare_baselines, register_baseline
@@ -164,7 +165,7 @@ def test_group_gradient_is_completions_mean(sampled, one_partition, baseline, pe
     entry = BASELINES[baseline].instance()
     if baseline == "value":  # that has learned something
         value, g = entry.estimator, torch.Generator().manual_seed(0)
-        value.eta, value.theta, value.gamma = (0.1 * torch.randn(k, generator=g) for k in (11 + 2 * 3, 23, 14))
+        give_coefficients(value, pool, lambda size: 0.1 * torch.randn(size, generator=g))
         value.weight, value.luck_weight, value._returns_seen = 0.7, 0.9, (-3.0, 3.0)
     pool = replace(pool, draw_ratio=None)
     others = [[rewarded(10 * batch + prompt, per_token) for prompt in range(3)] for batch in range(2)]

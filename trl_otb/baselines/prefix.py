@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..energy import prefix_sums
 from .completions import Completions
+from .least_squares import B0, ONE
 
 
 # Tokens whose features are in memory at once, in batches of up to `MOST_BLOCKS` such blocks; larger ones have larger
@@ -22,10 +23,9 @@ READ_AT_ONCE, READ_AT_ONCE_ON_GPU = 2**13, 2**16
 # of energy and surprisal and their roots, 27 % without `worst` and `sure`, 3 % without roots, 8 % with roots alone, and
 # 11 % without hidden states; on SmolLM2's tasks 9 %, nothing, 3 %, 3 % and 12 % (recipes/studies/ablations.md)
 NUMBERS = (
-    "one", "b0", "earned", "energy", "surprisal", "count", "root_energy", "root_surprisal", "root_count", "worst",
-    "sure",
+    ONE, B0, "earned", "energy", "surprisal", "count", "root_energy", "root_surprisal", "root_count", "worst", "sure",
 )  # fmt: skip
-B0 = NUMBERS.index("b0")
+STATE, MEAN_STATE, PROGRESS = "state ", "mean state ", "progress "  # how the names of the other columns begin
 # Hidden states are numbers of one layer, at this part of the depth. On SmolLM2's four tasks and a scratchpad a third, a
 # half, five sixths and the last leave 0.97 to 1.06 of the noise (recipes/studies/results/features.json)
 LAYER_DEPTH = 2 / 3
@@ -43,6 +43,7 @@ class Prefix(NamedTuple):
 
     Args:
         known: Whether all numbers are finite.
+        names: Of the numbers.
         numbers: `NUMBERS`: 1; B0, left empty here; the rewards earned; of the tokens before, sums of energy, of
             surprisal and their count, and the square roots of the three; `worst`; `sure`. Then hidden states: here, and
             their mean so far. Then the numbers of progress functions: as they are, and times √n.
@@ -54,6 +55,7 @@ class Prefix(NamedTuple):
     """
 
     known: Bool[Tensor, "B T"]
+    names: tuple[str, ...]
     numbers: Float[Tensor, "B T K"]
     sure: Float[Tensor, "B T"]
     worst: Float[Tensor, "B T"]
@@ -64,7 +66,8 @@ class Prefix(NamedTuple):
     def with_b0(self, b0: Float[Tensor, "B #T"]) -> Float[Tensor, "B T K"]:
         """What V is linear in."""
         of_known = (b0 * self.known).unsqueeze(-1)
-        return torch.cat([self.numbers[..., :B0], of_known, self.numbers[..., B0 + 1 :]], dim=-1)
+        place = self.names.index(B0)
+        return torch.cat([self.numbers[..., :place], of_known, self.numbers[..., place + 1 :]], dim=-1)
 
 
 def read_in_blocks(x: Completions) -> Iterator[tuple[Completions, Prefix, slice]]:
@@ -89,19 +92,22 @@ def read(x: Completions) -> Prefix:
     luck = (sure - prob) * mask
     totals = {"energy": before(energy), "surprisal": before(-logps).clamp(min=0), "count": before(mask)}
     columns = totals | {f"root_{name}": values.sqrt() for name, values in totals.items()}
-    columns |= {"one": torch.ones_like(mask), "b0": torch.zeros_like(mask), "earned": x.returns[:, :1] - x.returns}
+    columns |= {ONE: torch.ones_like(mask), B0: torch.zeros_like(mask), "earned": x.returns[:, :1] - x.returns}
     columns |= {"worst": shifted(luck.nan_to_num().clamp(min=0).cummax(dim=1).values), "sure": sure}
     numbers = torch.stack([columns[name].expand_as(mask) for name in NUMBERS], dim=-1)
     mean_state = prefix_sums(states) / (columns["count"] + 1).unsqueeze(-1)
     # Times √n, too: 3 % less power on reversing words, 1 % more on none (recipes/studies/progress.md)
     progress = () if x.progress is None else (x.progress, x.progress * columns["root_count"].unsqueeze(-1))
     numbers = torch.cat([numbers, states, mean_state, *progress], dim=-1)
+    names = [f"{of}{i}" for of in (STATE, MEAN_STATE) for i in range(states.size(-1))]
+    functions = x.progress_names or ([] if x.progress is None else [*map(str, range(x.progress.size(-1)))])
+    names += [f"{PROGRESS}{function}{times}" for times in ("", " √n") for function in functions]
     known = numbers.sum(dim=-1).isfinite()
     ratio = torch.ones_like(mask) if x.draw_ratio is None else x.draw_ratio
     each = (sure, columns["worst"], columns["root_count"], columns["earned"].expand_as(mask), luck * ratio)
     sure, worst, root, earned, luck = (values.where(known & values.isfinite(), 0.0) for values in each)
     numbers = numbers.masked_fill_(~known.unsqueeze(-1), 0.0)
-    return Prefix(known, numbers, sure, worst, root, earned, luck)
+    return Prefix(known, (*NUMBERS, *names), numbers, sure, worst, root, earned, luck)
 
 
 def projection(size: int) -> Float[Tensor, "{size} k"]:

@@ -3,7 +3,8 @@
 import copy
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -13,10 +14,10 @@ from torch import Tensor
 
 from .bound import ROUNDING, VARIES_NOT_RATIO, worse_than_b0
 from .completions import NOT_ZERO, Completions
-from .least_squares import confidences, products, solution, with_columns
+from .least_squares import B0, ONE, TARGET, Sums, confidences, products, solution
 from .luck import COLUMNS, LuckCheck, measured
 from .pooled import pooled
-from .prefix import NUMBERS, Prefix, later, read_in_blocks
+from .prefix import MEAN_STATE, NUMBERS, PROGRESS, STATE, Prefix, later, read_in_blocks
 from .transport import numbered
 
 
@@ -38,7 +39,20 @@ STATES_RIDGE_FACTOR = 4
 # Of `slope_at_start`: below it, what is subtracted knows the reward. Without a leak it is 1 or more, but where the
 # completions of a prompt begin differently, as after an environment's `reset`. For N = 1 prompts may explain rewards
 KNOWING_SLOPE, KNOWING_SLOPE_OF_PROMPTS = 0.5, 0.1
-OF_STATE, OF_LUCK = 23, 14  # how many features φ and ψ have
+# What φ and ψ are made of, from V less the middle of the returns seen, and numbers of the text so far: each of these
+# times 1, σ and, in φ, σ². Another one is a line here
+PARTS: dict[str, Callable[[Prefix, Tensor], Tensor]] = {
+    ONE: lambda of, v: torch.ones_like(v),
+    "√n": lambda of, v: of.root_count,
+    "V": lambda of, v: v,
+    "V²": lambda of, v: v.square(),
+    "m": lambda of, v: of.worst,
+    "V m": lambda of, v: v * of.worst,
+    "V √n": lambda of, v: v * of.root_count,
+}
+EARNED = "earned"  # the rewards earned so far
+PHI = (ONE, B0, *[*PARTS][1:], *(f"{power} {part}" for power in ("σ", "σ²") for part in PARTS), EARNED)
+PSI = (*(f"luck {part}" for part in PARTS), *(f"luck σ {part}" for part in PARTS))
 
 
 class BatchSums(NamedTuple):
@@ -71,7 +85,7 @@ class Value:
 
     1. V, the return that is to be expected, is fitted to numbers of the text so far ([`~trl_otb.baselines.prefix`]),
        all tokens alike. With progress functions hidden states have more ridge than its other numbers.
-    2. φ and ψ are made of V ([`features`]); θ and Γ are fitted to them, with a V that was fitted to other prompts.
+    2. φ and ψ are made of V (`PARTS`); θ and Γ are fitted to them, with a V that was fitted to other prompts.
     3. c₁ and c₂ are cross-validated over folds of prompts, and at most P / 16 after P prompts.
 
     A batch's weight decays per batch. V and B0 + c₁ θ·φ stay within the returns seen so far, Γ·ψ within their width.
@@ -86,6 +100,9 @@ class Value:
     left out (`Completions.draw_ratio`), and from the next batch on where it is measured that its mean is not 0
     ([`~trl_otb.baselines.luck`]). Importance ratios of the loss weight only what it learns from; where they are cut, as
     completions by `sequence_mask`, no baseline is unbiased.
+
+    Args:
+        without: What it is not fitted to, for studies: names that [`parts_of`] returns of its columns.
     """
 
     # Powers below are of recipes/studies/ablations.md. Forgetting faster, by 0.8, would cost up to 15 % where a batch
@@ -100,13 +117,17 @@ class Value:
     _warned: ClassVar[set[bool]] = set()  # that some, or all, log-probs or hidden states were not finite
     _knew = False  # in the batch before, what rewards would be
 
-    def __init__(self) -> None:
+    def __init__(self, without: Collection[str] = ()) -> None:
+        self._without = frozenset(without)
+        known = set().union(*map(parts_of, (*PHI, *PSI, *NUMBERS, STATE))) - {ONE, B0}
+        if unknown := self._without - known:
+            raise ValueError(f"`without` holds {sorted(unknown)}: 'value' is made of {sorted(known)}.")
         self.eta: Tensor | None = None  # (K,) of V
-        self.theta: Tensor | None = None  # (k,)
-        self.gamma: Tensor | None = None  # (l,)
+        self.theta: Tensor | None = None  # of `PHI`
+        self.gamma: Tensor | None = None  # of `PSI`
         self.weight = self.luck_weight = 0.0  # c₁, c₂
-        self._value_sums: Tensor | None = None  # over earlier batches; float64, on the CPU
-        self._sums: Tensor | None = None  # the same by fold
+        self._value_sums: Sums | None = None  # over earlier batches; float64, on the CPU
+        self._sums: Sums | None = None  # the same by fold, of `PHI`, `PSI` and the target
         self._tokens = 0.0  # the same of tokens
         self._prompts = 0  # in all batches
         self._returns_seen = (math.inf, -math.inf)  # minimum and maximum
@@ -129,8 +150,8 @@ class Value:
         """B without later luck, and B."""
         if self.eta is None or self.theta is None or self.gamma is None:
             return (b0.expand_as(of.sure),) * 2
-        v = self._centred_v(of, b0, self.eta)
-        phi, psi = self._columns(of, b0, v)
+        v = self._centred_v(of, b0, self._eta_of(of.names))
+        phi, psi = columns_of(of, b0, v)
         least, most = self._returns_seen
         predicted = b0 + self.weight * (phi @ self.theta.to(phi))
         state = predicted.clamp(b0.clamp(max=least), b0.clamp(min=most))
@@ -139,15 +160,13 @@ class Value:
         per_draw = (psi @ self.gamma.to(psi)).clamp(least - most, most - least)
         return state, state + later(self.luck_weight * of.luck * per_draw)
 
-    def _columns(self, of: Prefix, b0: Tensor, v: Float[Tensor, "B T"]) -> tuple[Tensor, Tensor]:
-        """φ and ψ."""
-        phi, psi = self._features(of, v)
-        of_known = (b0 * of.known).unsqueeze(-1)
-        return torch.cat([phi[..., :1], of_known, phi[..., 1:]], dim=-1), psi
-
-    def _features(self, of: Prefix, v: Float[Tensor, "B T"]) -> tuple[Float[Tensor, "B T k"], Float[Tensor, "B T l"]]:
-        """φ without B0 and ψ; studies leave out some."""
-        return features(of, v)
+    def _eta_of(self, names: tuple[str, ...]) -> Tensor:
+        """V's coefficients of these columns. It is fitted anew if they were others, as by other progress functions."""
+        assert self.eta is not None and self._value_sums is not None
+        if self._value_sums.names != (*names, TARGET):
+            self._value_sums = self._value_sums.of((*names, TARGET))
+            self.eta = self._fitted_v(self._value_sums)
+        return self.eta
 
     def _centred_v(self, of: Prefix, b0: Tensor, eta: Tensor) -> Float[Tensor, "B T"]:
         """
@@ -174,7 +193,7 @@ class Value:
         """What B0 left in earlier batches, per energy."""
         if self._sums is None:
             return 0.0
-        sums = self._sums.sum(dim=0)  # of products of features, of which the first is 1, and, last, of G − B0
+        sums = self._sums.total().values
         return (sums[-1, -1] / sums[0, 0].clamp(min=NOT_ZERO)).item()
 
     # Learning from a batch
@@ -195,7 +214,7 @@ class Value:
         """
         prompt, size, prompts = numbered(local, gather)
         fold = (prompt + self._prompts) % self.prompt_folds
-        *local_sums, at_start, largest_ratio = self._measure(local, b0, fold)
+        names, *local_sums, at_start, largest_ratio = self._measure(local, b0, fold)
         local_sums.append(_by_prompt(at_start, prompt if local.num_generations > 1 else 0 * prompt, size))
         of_value, of_batch, of_draws, of_starts = _summed(local_sums, gather)
         batch = BatchSums(*of_batch.tolist())
@@ -231,13 +250,12 @@ class Value:
         metrics |= self.luck_check.add(of_draws, largest)
         self._returns_seen = min(self._returns_seen[0], -least), max(self._returns_seen[1], most)
         self._prompts += prompts
-        whole = of_value.sum(dim=0) + (0 if self._value_sums is None else self.decay_per_batch * self._value_sums)
-        functions = 0 if local.progress is None else local.progress.size(-1)
-        v_of_others = self._fitted_v(whole - of_value, functions)
+        new = Sums((*names, TARGET), of_value)
+        whole = new.total().after(self._value_sums, self.decay_per_batch)
+        v_of_others = self._fitted_v(replace(new, values=whole.values - new.values))
         (of_both,) = _summed([self._sums_of(local, b0, fold, v_of_others)], gather)
-        self.eta = self._fitted_v(whole, functions)
-        self._value_sums = whole
-        self._sums = of_both if self._sums is None else self.decay_per_batch * self._sums + of_both
+        self._value_sums, self.eta = whole, self._fitted_v(whole)
+        self._sums = Sums((*PHI, *PSI, TARGET), of_both).after(self._sums, self.decay_per_batch)
         self._tokens = self.decay_per_batch * self._tokens + batch.tokens
         self._fit()
         return metrics
@@ -248,10 +266,11 @@ class Value:
         self._doubted = self._doubted + prompts if lost else 0
         return again and self._doubted >= RESET_PROMPTS
 
-    def _measure(self, local: Completions, b0: Tensor, fold: Tensor) -> list[Tensor]:
+    def _measure(self, local: Completions, b0: Tensor, fold: Tensor) -> list[Any]:
         """
-        Sums that V is fitted to, by fold; the power that B0 and B leave, with what else a batch tells; the sums that
-        [`measured`] returns; of first tokens whether they are known, G, and A without later luck; the largest ratio.
+        The names of V's columns; sums that it is fitted to, by fold; the power that B0 and B leave, with what else a
+        batch tells; the sums that [`measured`] returns; of first tokens whether they are known, G, and A without later
+        luck; the largest ratio.
         """
         sums, total = b0.new_zeros(1), b0.new_zeros(len(BatchSums._fields))
         of_draws, largest, at_start = b0.new_zeros(len(COLUMNS)), b0.new_ones(()), []
@@ -270,7 +289,7 @@ class Value:
             of_block, largest_of_block = measured(of, x)
             of_draws, largest = of_draws + of_block, torch.maximum(largest, largest_of_block)
             at_start.append(torch.stack([present[:, 0], x.returns[:, 0], state[:, 0]], dim=1))
-        return [sums, total, of_draws, torch.cat(at_start), largest]
+        return [of.names, sums, total, of_draws, torch.cat(at_start), largest]
 
     def _tell_of_knowing(self, slope: float, n: int) -> None:
         """Warns if what is subtracted before first tokens tells completions' rewards, in two batches in a row."""
@@ -290,7 +309,7 @@ class Value:
         last = x.mask * (x.mask.cumsum(dim=1) == x.mask.sum(dim=1, keepdim=True)) * of.known
         returns = left = x.returns.expand_as(last)
         if self.eta is not None:
-            left = returns - self._centred_v(of, b0, self.eta) - sum(self._returns_seen) / 2
+            left = returns - self._centred_v(of, b0, self._eta_of(of.names)) - sum(self._returns_seen) / 2
         return [(last * values).sum() for values in (torch.ones_like(last), returns, returns.square(), left.square())]
 
     def _sums_of(self, local: Completions, b0: Tensor, fold: Tensor, etas: Tensor) -> Tensor:
@@ -300,7 +319,7 @@ class Value:
             b = b0[rows]
             target, weights = (x.returns - b).expand_as(x.mask), x.need("loss_energy")
             v = self._centred_v(of, b, etas[fold[rows]])
-            phi, psi = self._columns(of, b, v)
+            phi, psi = columns_of(of, b, v)
             columns = torch.cat([phi, later(of.luck.unsqueeze(-1) * psi), target.unsqueeze(-1)], dim=-1)
             sums = sums + products(columns, weights * of.known, fold[rows], self.prompt_folds)
         return sums
@@ -308,26 +327,28 @@ class Value:
     def _fit(self) -> None:
         """Fit θ and Γ to the sums; each c by how well its part predicts folds that it was not fitted to."""
         assert self._sums is not None
-        sums = self._sums
-        if self.luck_check.luck_left_out:
-            last = sums.size(-1) - 1  # the target
-            state = [*range(last - OF_LUCK), last]
-            sums = with_columns(sums, state, state, last + 1)
-        both = solution(sums.sum(dim=0), self.ridge)
+        left_out = self._left_out(self._sums.names) | {*(PSI if self.luck_check.luck_left_out else ())}
+        sums = self._sums.without(left_out)
+        both, sizes = solution(sums.total(), self.ridge), [len(PHI), len(PSI)]
         if not both.isfinite().all():
             return self._reset("its linear system has no finite solution")
-        sizes = [len(both) - OF_LUCK, OF_LUCK]
         self.theta, self.gamma = both.split(sizes)
         most = min(1.0, self._prompts / self.prompts_enough)
         self.weight, self.luck_weight = confidences(sums, self.ridge, sizes).clamp(max=most).tolist()
 
-    def _fitted_v(self, sums: Float[Tensor, "*folds K1 K1"], functions: int) -> Float[Tensor, "*folds K"]:
-        """The coefficients of V, whose last numbers are two for each progress function."""
-        ridge = sums.new_full((sums.size(-1) - 1,), self.ridge_of_v)
-        of_progress = sums.diagonal(dim1=-2, dim2=-1)[..., -2 * functions - 1 : -1]
-        if (of_progress > 0).any():  # not so where all functions are left out
-            ridge[len(NUMBERS) : -2 * functions] *= STATES_RIDGE_FACTOR
-        return solution(sums, ridge)
+    def _fitted_v(self, sums: Sums) -> Float[Tensor, "*folds K"]:
+        """The coefficients of V."""
+        names = sums.names[:-1]
+        ridge = sums.values.new_full((len(names),), self.ridge_of_v)
+        progress, states = (
+            torch.tensor([name.startswith(of) for name in names]) for of in (PROGRESS, (STATE, MEAN_STATE))
+        )
+        if (sums.values.diagonal(dim1=-2, dim2=-1)[..., :-1][..., progress] > 0).any():
+            ridge[states] *= STATES_RIDGE_FACTOR
+        return solution(sums.without(self._left_out(names)), ridge)
+
+    def _left_out(self, names: tuple[str, ...]) -> set[str]:
+        return {name for name in names if self._without and not self._without.isdisjoint(parts_of(name))}
 
     @property
     def ridge_of_v(self) -> float:
@@ -343,78 +364,90 @@ class Value:
         # A quarter or four times of it: 0.95 to 1.15 of the power where no rewards jump. Two terms, since prompts that
         # are few and tokens that are few are two reasons to distrust. Without 0.5 / P 4 % more on SmolLM2's sums by
         # column, without the tokens up to 4 % more on toys with two prompts, and 39 % after a jump of rewards
-        return max(0.5 / self._prompts, self._sums.size(-1) / self._tokens)
+        columns = len({*self._sums.names} - self._left_out(self._sums.names))
+        return max(0.5 / self._prompts, columns / self._tokens)
 
     def _reset(self, reason: str) -> None:
         logger.warning(f"The baseline 'value' discards what it has learned: {reason}. It continues as 'rloo_pooled'.")
-        luck_check = self.luck_check  # of which rewards say nothing
+        kept = {name: vars(self)[name] for name in ("luck_check", "_without")}  # of which rewards say nothing
         Value.__init__(self)
-        self.luck_check = luck_check
+        vars(self).update(kept)
 
-    # Checkpoints, and another number of progress functions
+    # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Also what is measured of luck, by the names that checkpoints have."""
-        state = {name: value for name, value in vars(self).items() if name != "luck_check"}
+        """Also what is measured of luck, by the names that checkpoints have; sums beside the names of their columns."""
+        state = {name: value for name, value in vars(self).items() if name not in ("luck_check", "_without", "_knew")}
+        for name, of in SUMS.items():
+            sums = state[name]
+            state |= {name: None, of: None} if sums is None else {name: sums.values, of: [*sums.names]}
         return copy.deepcopy(state | {f"_{name}": value for name, value in vars(self.luck_check).items()})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         state = copy.deepcopy(state)
         of_luck = {f"_{name}": name for name in vars(self.luck_check)}  # not in checkpoints of releases before 0.10
-        own = vars(self).keys() - {"luck_check"}
+        own = vars(self).keys() - {"luck_check", "_without", "_knew"}
         if not own <= state.keys():
             raise ValueError(
                 f"The state of 'value' is damaged, or of a release before 0.8: it holds {[*state]}. "
                 "Without the checkpoint's `baseline.pt` it starts empty."
             )
+        names = names_before_0_13(state) if "_names" not in state else {of: state[of] for of in SUMS.values()}
         vars(self).update({name: state[name] for name in own})
-        if draws := state.get("_draw_columns", 0):  # of progress functions, as releases 0.11 and 0.12 could have
-            self._sums = _without(self._sums, draws)
-        if self.theta is not None and len(self.theta) != OF_STATE:
+        for name, of in SUMS.items():
+            vars(self)[name] = None if state[name] is None else Sums(tuple(names[of]), state[name])
+        if self._sums is not None and not {*PHI, *PSI} <= {*self._sums.names}:
             logger.warning("The checkpoint's 'value' has features of another release: all but V is fitted anew.")
             self.theta = self.gamma = self._sums = None
             self.weight = self.luck_weight = self._tokens = 0.0
+        elif self._sums is not None:
+            self._sums = self._sums.of((*PHI, *PSI, TARGET))
         vars(self.luck_check).update({of_luck[name]: state[name] for name in of_luck.keys() & state.keys()})
         if "_largest_ratio" in state:  # before 0.11.2
             self.luck_check.largest_ratios.fill_(state["_largest_ratio"])
 
-    def use_progress(self, before: list[str], now: list[str]) -> None:
-        """Fit V to the progress functions `now` after those `before`: of new ones nothing is known."""
-        if self._value_sums is None or self.eta is None:
-            return
-        sums = self._value_sums
-        rest = len(sums) - 1 - 2 * len(before)  # the numbers that are always there; the target is last
-        same = [(before.index(name), i) for i, name in enumerate(now) if name in before]
-        kept = [*range(rest), *(rest + i for i, _ in same), *(rest + len(before) + i for i, _ in same), len(sums) - 1]
-        size = rest + 2 * len(now) + 1
-        to = [*range(rest), *(rest + i for _, i in same), *(rest + len(now) + i for _, i in same), size - 1]
-        self._value_sums = with_columns(sums, kept, to, size)
-        self.eta = self._fitted_v(self._value_sums, len(now))
+
+SUMS = {"_value_sums": "_value_names", "_sums": "_names"}  # of a state, with what holds the names of their columns
 
 
-def _without(sums: Tensor | None, columns: int) -> Tensor | None:
-    """The sums without so many columns before the last one."""
-    if sums is None:
-        return None
-    last = sums.size(-1) - 1
-    rest = [*range(last - columns), last]
-    return with_columns(sums, rest, [*range(len(rest))], len(rest))
-
-
-def features(of: Prefix, v: Float[Tensor, "B T"]) -> tuple[Float[Tensor, "B T k"], Float[Tensor, "B T l"]]:
+def names_before_0_13(state: dict[str, Any]) -> dict[str, list[str]]:
     """
-    φ of the state, without B0, and ψ of the luck to come, from V less the middle of the returns seen: q = (1, √n, V,
-    V², m, V m, V √n), where n is the number of tokens before and m is `worst`, times 1, σ and σ², ψ without σ²; and in
-    φ the rewards earned. On the toys of recipes/studies/ablations.md up to 9 % more power is left without √n, 13 %
-    without V √n, 18 % without m, 29 % without m and V m, 13 % without σ² in φ, three times as much without σ in ψ, 24 %
-    without all that has V, and on SmolLM2's tasks twice as much. V, V² and V m make up to 3 % there; after a jump of
-    rewards, with two prompts per batch, V and V² save more. With σ² in ψ, too, 0.98 to 1.01 of it is left, with n in
-    the place of √n 0.99 to 1.03.
+    The names of columns in states that do not have them: of V, and of φ and ψ, after which draws of progress functions
+    may stand. `progress` names the functions.
     """
-    root, m = of.root_count, of.worst
-    q = torch.stack([torch.ones_like(v), root, v, v.square(), m, v * m, v * root], dim=-1) * of.known.unsqueeze(-1)
-    by_sure = [q, of.sure.unsqueeze(-1) * q, of.sure.square().unsqueeze(-1) * q]
-    return torch.cat([*by_sure, of.earned.unsqueeze(-1)], dim=-1), torch.cat(by_sure[:2], dim=-1)
+    functions, found = state.get("progress", []), {key: list[str]() for key in SUMS.values()}
+    if state["_value_sums"] is not None:
+        states = (len(state["_value_sums"]) - 1 - len(NUMBERS) - 2 * len(functions)) // 2
+        names = [*NUMBERS, *(f"{of}{i}" for of in (STATE, MEAN_STATE) for i in range(states))]
+        names += [f"{PROGRESS}{name}{times}" for times in ("", " √n") for name in functions]
+        found["_value_names"] = [*names, TARGET]
+    if state["_sums"] is not None:
+        draws = state["_sums"].size(-1) - 1 - len(PHI) - len(PSI)
+        known = draws == state.get("_draw_columns", 0)
+        names = [*PHI, *PSI, *(f"draw {i}" for i in range(draws))] if known else ["?"] * (len(state["_sums"][0]) - 1)
+        found["_names"] = [*names, TARGET]
+    return found
+
+
+def columns_of(
+    of: Prefix, b0: Float[Tensor, "B #T"], v: Float[Tensor, "B T"]
+) -> tuple[Float[Tensor, "B T k"], Float[Tensor, "B T l"]]:
+    """`PHI` of the state and `PSI` of the luck to come, from V less the middle of the returns seen."""
+    known = of.known.unsqueeze(-1)
+    parts = torch.stack([part(of, v) for part in PARTS.values()], dim=-1) * known
+    by_sure = [parts, of.sure.unsqueeze(-1) * parts, of.sure.square().unsqueeze(-1) * parts]
+    of_b0 = (b0 * of.known).unsqueeze(-1)
+    phi = torch.cat([parts[..., :1], of_b0, parts[..., 1:], *by_sure[1:], of.earned.unsqueeze(-1)], dim=-1)
+    return phi, torch.cat(by_sure[:2], dim=-1)
+
+
+def parts_of(name: str) -> set[str]:
+    """The parts that a column of V, φ or ψ belongs to: what a study can leave out."""
+    if name.startswith((STATE, MEAN_STATE)):
+        return {"states"}
+    part = name.removeprefix("luck ").removeprefix("σ² ").removeprefix("σ ")
+    powers = {"σ²": name.startswith("σ²"), "σ in ψ": name.startswith("luck σ")}
+    return {part} | {power for power, has in powers.items() if has}
 
 
 def r_squared(number: float, total: float, squares: float, left: float) -> float:
