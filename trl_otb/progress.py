@@ -36,7 +36,7 @@ from .visible_state import visible_state
 
 logger = logging.getLogger(__name__)
 
-PROGRESS_PLACES = 64  # of a completion of usual length. Half as many leave more noise, see recipes/studies/progress.md
+PROGRESS_PLACES = 64  # of a completion of usual length: with more, each costs time; with few, numbers are late
 FIRST_LENGTH = 1024  # tokens of a usual completion, before there was a batch, if completions may be that long
 BATCHES = 16  # whose median lengths a usual length is the median of: a few batches of long texts do not move it
 REWARDS = "rewards"  # in the place of a function: all reward functions of the run that have a weight

@@ -7,11 +7,10 @@ import torch
 from accelerate.logging import get_logger
 from transformers import Trainer
 
-import trl_otb
-
 from .baselines import find_baseline
 from .seam.contract import trl_utils
 from .seam.namespace import Namespace, Public
+from .version import __version__
 
 
 logger = get_logger(__name__)
@@ -55,7 +54,7 @@ class KeepsBaseline(Trainer):
             name = trl_utils.get_config_model_id(self.model.config) or type(self.model).__name__
             with card.open("a", encoding="utf-8") as file:
                 file.write(
-                    f"\n## Baseline\n\nTrained from `{name}` with trl_otb {trl_otb.__version__}: "
+                    f"\n## Baseline\n\nTrained from `{name}` with trl_otb {__version__}: "
                     f"`baseline={self.baseline.entry.name!r}`, `num_generations={self.args.num_generations}`, "
                     f"`scale_rewards={getattr(self.args, 'scale_rewards', 'none')!r}`. Token energies are those of the "
                     "Optimal Token Baseline (https://arxiv.org/abs/2602.07078).\n"

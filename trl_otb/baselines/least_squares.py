@@ -66,7 +66,6 @@ def solution(of: Sums, ridge: float | Float[Tensor, " K"]) -> Float[Tensor, "*fo
 
     The coefficient of B0 in B, 1 more than the one found here, is kept between 0 and 1. In a few batches the fit would
     leave that range: the returns of the others predict a completion's own there, since all of them have the same sum.
-    Without the limit `value` left up to 1.28 times the power in its first batches, and 3 times for N = 1.
     """
     squares, of_target, b0 = of.values[..., :-1, :-1], of.values[..., :-1, -1], of.names.index(B0)
     diagonal, constant = squares.diagonal(dim1=-2, dim2=-1), squares[..., 0]
@@ -93,8 +92,7 @@ def confidences(of: Sums, ridge: float, sizes: list[int]) -> Float[Tensor, " par
     agreement = torch.einsum("fpk,fk->p", parts, sums[:, :-1, -1])
     squares = torch.einsum("fpk,fkl,fql->pq", parts, sums[:, :-1, :-1], parts)
     c = torch.ones_like(agreement)
-    # Each, given the others. One round does as well after some batches; after three small ones, of one completion per
-    # prompt, it left 20 times the power of B0. Ten change nothing more
+    # Each, given the others, in rounds: with one, the last part would pay for what the first left
     for part in [*range(len(sizes))] * 3:
         others = [i for i in range(len(sizes)) if i != part]
         left = agreement[part] - sum(c[i] * squares[min(i, part), max(i, part)] for i in others)

@@ -13,26 +13,19 @@ from .completions import Completions
 from .least_squares import B0, ONE
 
 
-# Tokens whose features are in memory at once, in batches of up to `MOST_BLOCKS` such blocks; larger ones have larger
-# blocks, whose number costs Python's time. On a CPU 65,536 tokens take 0.21 s with blocks of 2¹³, 0.19 with 2¹⁴, 0.26 s
-# with 2¹² or with 2¹⁵ and more, which leave the cache. On an H200 each block of 2¹³ took 10 ms, in batches of any size:
-# the time in which its kernels are launched
+# Tokens whose features are in memory at once, in batches of up to `MOST_BLOCKS` such blocks; larger batches have larger
+# blocks. Each costs time of its own; a large one leaves the CPU's cache
 MOST_BLOCKS = 256
 READ_AT_ONCE, READ_AT_ONCE_ON_GPU = 2**13, 2**16
-# The columns of what V is linear in, before those of hidden states. On toys up to 22 % more power is left without sums
-# of energy and surprisal and their roots, 27 % without `worst` and `sure`, 3 % without roots, 8 % with roots alone, and
-# 11 % without hidden states; on SmolLM2's tasks 9 %, nothing, 3 %, 3 % and 12 % (recipes/studies/ablations.md)
+# What V is linear in, before hidden states
 NUMBERS = (
     ONE, B0, "earned", "energy", "surprisal", "count", "root_energy", "root_surprisal", "root_count", "worst", "sure",
 )  # fmt: skip
 STATE, MEAN_STATE, PROGRESS = "state ", "mean state ", "progress "  # how the names of the other columns begin
-# Hidden states are numbers of one layer, at this part of the depth. On SmolLM2's four tasks and a scratchpad a third, a
-# half, five sixths and the last leave 0.97 to 1.06 of the noise (recipes/studies/results/features.json)
+# Hidden states are numbers of one layer, at this part of the depth: the last ones are about the next token
 LAYER_DEPTH = 2 / 3
-# This many random directions of a state. On SmolLM2's tasks, with few prompts, 16 leave 0.93 to 1.01 of the power and
-# 64 leave 0.92 to 1.04; of an earlier `value` with more completions 16 left 0.99 to 1.03, and 64 left 0.96 to 0.99.
-# Principal directions gain up to 7 % and lose up to 3 %; all processes would have to find the same ones before the
-# first batch (recipes/studies/progress.md)
+# This many random directions of a state. Few of them know little, and many fit chance while prompts are few. All
+# processes know the same ones before the first batch
 PROJECTED_SIZE = 32
 
 

@@ -23,18 +23,16 @@ from .transport import numbered
 
 logger = logging.getLogger(__name__)
 
-# B lost a batch if it left more than this many times B0's power. With 1.5 nothing changes. After rewards were divided
-# by 100 the twelve next batches had 1.15 times the power with 4, and up to 3.6 times without any reset (powers are of
-# recipes/studies/ablations.md)
+# What other values of constants leave is a table of recipes/studies/ablations.md, by their names
+
+# B lost a batch if it left more than this many times B0's power. By chance it leaves a little more; without any limit
+# what was learned before a jump of rewards would stay in use
 RESET_RATIO = 2.0
-# `value` is reset after two or more lost batches in a row that hold this many prompts in all. A single prompt may
-# happen to vary little. With 2 in the place of 4 nothing changes; with 16 up to 119 times the power was left after that
-# jump, where batches had two prompts. A single batch may be the exception: where rewards jumped in every tenth batch of
-# a toy scratchpad (N = 4), two in a row left 0.20 of B0's power, one 0.32 (0.9.4)
+# `value` is reset after two or more lost batches in a row that hold this many prompts in all: one prompt may happen to
+# vary little, one batch may be an exception, and with many prompts a reset would come late
 RESET_PROMPTS = 4
 # Times the ridge of V's other numbers, with progress functions: they tell what the text is worth, so that states, which
-# are many, mostly fit chance. On nine tasks of language models and toys 4 leave 0.94 to 1.02 of the noise of 1, 16
-# leave 0.88 to 1.05 (recipes/studies/progress.md)
+# are many, mostly fit chance. Infinite, states would add nothing
 STATES_RIDGE_FACTOR = 4
 # Of `slope_at_start`: below it, what is subtracted knows the reward. Without a leak it is 1 or more, but where the
 # completions of a prompt begin differently, as after an environment's `reset`. For N = 1 prompts may explain rewards
@@ -105,15 +103,9 @@ class Value:
         without: What it is not fitted to, for studies: names that [`parts_of`] returns of its columns.
     """
 
-    # Powers below are of recipes/studies/ablations.md. Forgetting faster, by 0.8, would cost up to 15 % where a batch
-    # has two prompts, and up to 20 % after a jump of rewards. Slower, by 0.95, would gain up to 6 % where a batch has
-    # two prompts and the toy policy stands still, which it does not in training; on SmolLM2 neither makes 2 %
-    decay_per_batch = 0.9
-    prompt_folds = 4  # with 2 up to 10 % more power in the first batches; with 8 hardly less
-    # For c = 1. Few prompts cannot be cross-validated: after 2 to 12 of them, on SmolLM2's tasks, up to 1.40 times B0's
-    # power was left with c = 1 at once, 1.16 times with 8 in the place of 16, and 1.05 with 16. On toys 8 would gain up
-    # to 27 % in the first batches
-    prompts_enough = 16
+    decay_per_batch = 0.9  # of a batch's weight: at 1 the policy of the beginning would count, at 0 few batches
+    prompt_folds = 4  # of which all but one teach the V and c that the last is used with
+    prompts_enough = 16  # for c = 1: what few prompts say of the next ones cannot be cross-validated
     _warned: ClassVar[set[bool]] = set()  # that some, or all, log-probs or hidden states were not finite
     _knew = False  # in the batch before, what rewards would be
 
@@ -155,8 +147,7 @@ class Value:
         least, most = self._returns_seen
         predicted = b0 + self.weight * (phi @ self.theta.to(phi))
         state = predicted.clamp(b0.clamp(max=least), b0.clamp(min=most))
-        # Known before the draw, so that it may be limited; the sum may not, or its mean would not be 0. The limits save
-        # up to 3 % and 1 % on toys, and of luck, after a jump of rewards with two prompts per batch, up to 14 %
+        # Known before the draw, so that it may be limited; the sum may not, or its mean would not be 0
         per_draw = (psi @ self.gamma.to(psi)).clamp(least - most, most - least)
         return state, state + later(self.luck_weight * of.luck * per_draw)
 
@@ -170,10 +161,10 @@ class Value:
 
     def _centred_v(self, of: Prefix, b0: Tensor, eta: Tensor) -> Float[Tensor, "B T"]:
         """
-        V less the middle of the returns seen, by coefficients `(K,)` or, for each row, `(B, K)`. Another number than
-        the middle changes what the ridge does: 0.83 to 1.07 of the power on SmolLM2's tasks, none better on all.
+        V less the middle of the returns seen, by coefficients `(K,)` or, for each row, `(B, K)`. It decides what the
+        ridge does to V's square and products.
         """
-        least, most = self._returns_seen  # without this limit of V up to 5 % more power in the first batches
+        least, most = self._returns_seen
         predicted = (of.with_b0(b0) @ eta.to(of.numbers).unsqueeze(-1)).squeeze(-1)
         return (b0 + predicted).clamp(least, most) - (least + most) / 2
 
@@ -278,7 +269,7 @@ class Value:
             b = b0[rows]
             target, weights = (x.returns - b).expand_as(x.mask), x.need("loss_energy")
             state, whole = (x.returns - values for values in self._baseline(of, b))
-            present = x.mask * of.known  # tokens alike; if V were fitted by energy, up to 14 % more in first batches
+            present = x.mask * of.known  # tokens alike
             power, left, left_by_state = ((weights * of_b.square()).sum() for of_b in (target, whole, state))
             squares = (weights * (x.returns.square() + b.square())).sum()
             counts = x.mask.sum() - present.sum(), present.sum(), weights.sum()
@@ -352,18 +343,19 @@ class Value:
 
     @property
     def ridge_of_v(self) -> float:
-        """The ridge of V, as a part of each number's variation."""
-        # A quarter of it: 0.96 to 1.05 of the power; four times: up to 1.26 on toys, and 1.10 on SmolLM2's tasks, where
-        # no rewards jump. It falls with the prompts, since the text of one prompt says little about the next
+        """
+        The ridge of V, as a part of each number's variation. It falls with the prompts, since the text of one prompt
+        says little about the next.
+        """
         return 4 / max(self._prompts, 1)
 
     @property
     def ridge(self) -> float:
-        """The ridge of θ and Γ, as a part of each feature's variation."""
+        """
+        The ridge of θ and Γ, as a part of each column's variation: few prompts, and few tokens, are two reasons to
+        distrust what was found.
+        """
         assert self._sums is not None
-        # A quarter or four times of it: 0.95 to 1.15 of the power where no rewards jump. Two terms, since prompts that
-        # are few and tokens that are few are two reasons to distrust. Without 0.5 / P 4 % more on SmolLM2's sums by
-        # column, without the tokens up to 4 % more on toys with two prompts, and 39 % after a jump of rewards
         columns = len({*self._sums.names} - self._left_out(self._sums.names))
         return max(0.5 / self._prompts, columns / self._tokens)
 

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-import trl_otb
-
+from ..version import __version__
 from .efficiency import UNKNOWN, Comparison, Estimate, compare, control, moments_of, percent
 from .page import PLOT_LIMIT, page_of
 
@@ -225,7 +224,7 @@ class BaselineReport:
         """Write `report.json` and `report.html`, a page with all tables and a picture for each N, into `folder`."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        where = {name: version(name) for name in ("trl", "transformers", "torch")} | {"trl_otb": trl_otb.__version__}
+        where = {name: version(name) for name in ("trl", "transformers", "torch")} | {"trl_otb": __version__}
         where["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
         data = json.dumps(self.to_json() | {"measured_with": where}, indent=1)
         (folder / "report.json").write_text(data, encoding="utf-8")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from trl import GRPOTrainer
 
+from ..display.shown import ShownRollout
 from ..rollout import Rollout, Shown, generated_mask
 from .contract import trl_utils
 from .forwards import scores_anyway
@@ -184,7 +185,7 @@ def rollout_of(
     if trainer.accelerator.gather(along_the_way).any():
         of_tokens = recorder.token_rewards(mask, rewards, weighed.factors[local])
         rewards = rewards if getattr(trainer.args, "credit_whole_return", False) else of_tokens
-    return Rollout(
+    return ShownRollout(
         **{key: batch[key] for key in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")},
         mask=mask,
         num_generations=num_generations,
