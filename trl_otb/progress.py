@@ -269,22 +269,18 @@ class Progress:
         async def call_together(each: list[tuple[int, dict[str, Any]]]) -> None:
             await asyncio.gather(*(call(f, *at) for at in each for f in together))
 
-        def call_one_by_one(number: int, given: dict[str, Any]) -> None:
-            for f in in_order:
-                coroutine = call(f, number, given)
-                self._wait_for(coroutine, loop) if waits[f] else _run_now(coroutine)
-
-        kept: dict[str, Any] = {}
+        kept: dict[str, bytes] = {}
         for number, place in enumerate(places if in_order else places[:1]):
             given = given_at(place)
-            call_one_by_one(number, given)
-            if number == 0 and together:
-                self._wait_for(call_together([(0, given)]), loop)
-            if number == 0 and self._batches < CHECKED:  # the first call may set up what is kept for later ones
-                kept = _states(self.rewards | {names[f]: functions[f] for f in together})
+            for f in in_order:
+                self._wait_for(call(f, number, given), loop) if waits[f] else _run_now(call(f, number, given))
+            if number == 0:  # the first call may set up what is kept for later ones
+                self._wait_for(call_together([(0, given)]), loop) if together else None
+                kept = _states(self.rewards | self.functions) if self._batches < CHECKED else {}
         if together:
             self._wait_for(call_together([(n, given_at(place)) for n, place in enumerate(places) if n > 0]), loop)
-        changed = _changed(kept, _states(self.rewards | self.functions))
+        now = _states(self.rewards | self.functions) if kept else {}
+        changed = {name for name in kept if kept[name] != now[name]}
         # It may read what it was given of later places: from the next batch on its places are awaited in order
         self._in_order |= changed & {names[f] for f in together}
         if changed := changed & self.rewards.keys():
@@ -383,12 +379,8 @@ class Progress:
             logger.warning(message)
 
 
-def _states(functions: Mapping[str, Callable]) -> dict[str, Any]:
+def _states(functions: Mapping[str, Callable]) -> dict[str, bytes]:
     return {name: visible_state(function) for name, function in functions.items()}
-
-
-def _changed(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
-    return {name for name in before if before[name] != after[name]}
 
 
 def _same(value: Any, before: Any) -> bool:

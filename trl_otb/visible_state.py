@@ -6,88 +6,75 @@ import io
 import pickle
 import sys
 import sysconfig
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType
 from typing import Any
 
-import torch
 
-
-# Of these, and of a user's own classes, objects are looked into; all others count as one thing that does not change
-PLAIN = ("builtins", "collections", "datetime", "decimal", "fractions", "itertools", "numpy", "random", "torch")
+# Beside a user's own classes, objects that can be looked into; of all others only their identity counts
+PLAIN = ("collections", "datetime", "decimal", "fractions", "itertools", "numpy", "random", "torch")
 INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
-def visible_state(function: Any) -> dict[str, bytes]:
+def visible_state(function: Any) -> bytes:
     """
-    Of a function, or an object that can be called: the object and its attributes, closures, defaults, and the globals
-    that it names, also those of other functions that it names, as bytes. Left out are installed libraries, models, and
-    what cannot be pickled.
+    Of a function, or an object that can be called: its attributes, closure and defaults, and the globals that it names,
+    with those of the user's functions and classes among them. Empty if it cannot be pickled.
     """
-    found: dict[str, bytes] = {}
-    seen: set[int] = set()
-
-    def add(name: str, value: Any) -> None:
-        if id(value) in seen or isinstance(value, ModuleType | torch.nn.Module):
-            return
-        seen.add(id(value))
-        parts: dict[str, Any] = {}
-        if isinstance(value, functools.partial):
-            parts = {"function": value.func, "args": value.args, "keywords": value.keywords}
-        elif inspect.ismethod(value):
-            parts = {"self": value.__self__, "function": value.__func__}
-        elif isinstance(value, FunctionType):
-            if _is_users(value.__module__):
-                parts = _of_function(value)
-        elif isinstance(value, type):
-            if _is_users(value.__module__):
-                parts = {key: of for key, of in vars(value).items() if not key.startswith("__") or key == "__call__"}
-        else:
-            if _is_users(type(value).__module__):
-                parts = {"class": type(value), **getattr(value, "__dict__", {})}
-            if (content := _pickled(value)) is not None:
-                found[name] = content
-        for key, of in parts.items():
-            add(f"{name}.{key}", of)
-
-    add(getattr(function, "__name__", type(function).__name__), function)
-    return found
+    buffer = io.BytesIO()
+    try:
+        _Reachable(buffer).dump(function)
+    except Exception:  # of a user's class, of all kinds
+        return b""
+    return buffer.getvalue()
 
 
-def _of_function(function: FunctionType) -> dict[str, Any]:
+class _Reachable(pickle.Pickler):
+    """Writes what can be reached; it is never read again."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.seen: dict[int, Any] = {}
+
+    def reducer_override(self, value: Any) -> Any:
+        parts = [id(value)] if id(value) in self.seen else _parts(value)
+        self.seen[id(value)] = value
+        return NotImplemented if parts is None else (list, (parts,))
+
+
+def _parts(value: Any) -> list[Any] | None:
+    """What an object is made of; `None` to pickle it as usual."""
+    if isinstance(value, functools.partial):
+        return [value.func, value.args, value.keywords]
+    if inspect.ismethod(value) or isinstance(value, classmethod | staticmethod):
+        return [getattr(value, "__self__", None), value.__func__]
+    if isinstance(value, FunctionType | type):
+        if not _is_users(value.__module__):
+            return None if isinstance(value, type) else [id(value)]
+        own = {key: of for key, of in vars(value).items() if not key.startswith("__") or key == "__call__"}
+        return [own] if isinstance(value, type) else [own, *_of_function(value)]
+    if _is_users(type(value).__module__):
+        content = [*value.items()] if isinstance(value, dict) else [*value] if isinstance(value, list | set) else []
+        return [type(value), getattr(value, "__dict__", None), content]
+    plain = isinstance(value, bytearray) or type(value).__module__.partition(".")[0] in PLAIN
+    return None if plain and not callable(value) else [id(value)]
+
+
+def _of_function(function: FunctionType) -> list[Any]:
     named, codes = set(), [function.__code__]
     while codes:  # with functions, lambdas and comprehensions inside
         code = codes.pop()
         named |= {*code.co_names}
         codes += [of for of in code.co_consts if isinstance(of, CodeType)]
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    closure = {}
-    for name, cell in cells:
-        try:
-            closure[name] = cell.cell_contents
-        except ValueError:  # not filled yet
-            continue
-    of_globals = {name: function.__globals__[name] for name in sorted(named & function.__globals__.keys())}
-    defaults = {"defaults": function.__defaults__, "keywords": function.__kwdefaults__}
-    return of_globals | closure | defaults | vars(function)
+    known = function.__globals__
+    closure = [cell.cell_contents for cell in function.__closure__ or () if cell != type(cell)()]  # but for empty ones
+    return [
+        closure,
+        function.__defaults__,
+        function.__kwdefaults__,
+        {n: known[n] for n in sorted(named & known.keys())},
+    ]
 
 
-def _is_users(module: str) -> bool:
-    file = getattr(sys.modules.get(module), "__file__", None)
+def _is_users(module: str | None) -> bool:
+    file = getattr(sys.modules.get(module or ""), "__file__", None)
     return module == "__main__" or (file is not None and not file.startswith(INSTALLED))
-
-
-class _Pickler(pickle.Pickler):
-    def persistent_id(self, value: Any) -> str | None:
-        module = type(value).__module__.partition(".")[0]
-        looked_into = module in PLAIN or _is_users(type(value).__module__)
-        opaque = isinstance(value, ModuleType | torch.nn.Module) or callable(value)
-        return None if looked_into and not opaque else f"{type(value)} {id(value)}"
-
-
-def _pickled(value: Any) -> bytes | None:
-    buffer = io.BytesIO()
-    try:
-        _Pickler(buffer).dump(value)
-    except Exception:  # of a user's class, of all kinds
-        return None
-    return buffer.getvalue()
