@@ -15,7 +15,7 @@ from tests.helpers.agents import AGENT, CHAT, by_length
 from tests.helpers.recording import Recording
 from tests.helpers.scripted import TOOLS, script_turns
 from tests.helpers.settings import assert_same_weights, logged
-from trl_otb import AsyncOTBGRPOConfig, AsyncOTBGRPOTrainer, OTBGRPOConfig, OTBGRPOTrainer, compare_baselines
+from trl_otb import OTBGRPOConfig, OTBGRPOTrainer, compare_baselines
 from trl_otb.comparison import moments as moments_module
 from trl_otb.progress import SURE, places_of, schedule
 
@@ -342,15 +342,6 @@ def test_a_checkpoint_without_functions_is_read(train_with, tmp_path, caplog):
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert "was fitted with no progress functions, and the run has the progress functions" in caplog.text
     assert resumed.baseline.entry.estimator.eta[-1] != 0
-
-
-def test_asynchronous_training_has_no_progress():
-    with pytest.raises(TypeError, match="has no option 'progress_funcs'"):
-        AsyncOTBGRPOConfig("out", progress_funcs=["rewards"])
-    with pytest.raises(TypeError, match="`progress_funcs` is not read in asynchronous training"):
-        AsyncOTBGRPOTrainer(
-            "not loaded", even, AsyncOTBGRPOConfig("out", use_cpu=True, bf16=False), progress_funcs=[even]
-        )
 
 
 # Where functions are called
