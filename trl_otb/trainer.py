@@ -10,7 +10,7 @@ from accelerate.logging import get_logger
 from trl import GRPOConfig, GRPOTrainer
 
 from .baselines import Completions
-from .config import OTBGRPOConfig, check_options, named_baseline
+from .config import OTBGRPOConfig, check_options, named_baseline, warn_of_unset
 from .display.page import RolloutPages
 from .gain import Gain
 from .metrics import STATISTICS, summarize
@@ -105,6 +105,7 @@ class OTBGRPOTrainer(KeepsBaseline, LeavesPagesOut, CollectiveToolLoop, TokenLos
         own_loss = bool(users_methods(self, ("_compute_loss", "compute_loss")))
         entry = check_options(args, own_loss, type(self))
         check_liger(args.use_liger_kernel, entry.per_token, entry.name)
+        warn_of_unset(getattr(args, "unset", []), type(self))
         baseline = RunBaseline(entry, running_scale=args.scale_rewards == "running")
         self._trl_otb = Namespace(baseline, entry.needs, getattr(args, "baseline", None))
         # By name, as a user's class may take them so only

@@ -96,4 +96,4 @@ class Plugin(BasePlugin):
                 "ignored. Derive `trainer_cls` from `trl_otb.axolotl.trainer.OTBTrainer`, or leave the plugin out."
             )
         options = cfg.otb or {}
-        warn_of_unset([name for name in UNSET if options.get(name) is None])
+        warn_of_unset([name for name in UNSET if options.get(name) is None], type(trainer))
