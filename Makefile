@@ -39,7 +39,7 @@ picture: $(VENV)/.recipes ## the README's picture, recipes/group.png
 # differ is printed, and no failure; so is what this TRL needs and the environment lacks. Tests of what is about the
 # newest tested version alone are left out; tests of the asynchronous trainer are skipped if its parts are gone.
 DRIFT := $(or $(FOLDER),$(CURDIR)/.drift)
-DRIFT_ENV := PYTHONPATH="$(DRIFT)" TRL_OTB_ANY_TRL=1 $(TEST_ENV)
+DRIFT_ENV := PYTHONPATH="$(DRIFT)" $(TEST_ENV)
 TESTS := tests/maths tests/trainer tests/asynchronous
 drift: $(VENV)/.test ## with the newest TRL; or make drift TRL=1.9.0, or FOLDER=… that holds one
 	test -n "$(FOLDER)" || { rm -rf "$(DRIFT)"; $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target "$(DRIFT)" "trl$(addprefix ==,$(TRL))"; }
