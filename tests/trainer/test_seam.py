@@ -14,12 +14,14 @@ import torch
 import trl
 from packaging.requirements import Requirement
 from packaging.version import Version
+from transformers import set_seed
 from trl import GRPOConfig, GRPOTrainer
 
 import trl_otb
 from tests.helpers import tiny
-from tests.helpers.settings import SOURCES, assert_same_weights
+from tests.helpers.settings import SETTINGS, SGD, SOURCES, assert_same_weights
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
+from trl_otb.config import LOSS_TYPES
 from trl_otb.experimental.async_grpo.parts import ASYNC_GRPO
 from trl_otb.seam import contract
 from trl_otb.seam.contract import from_library
@@ -169,6 +171,35 @@ def test_loss_of_other_advantages_is_refused(train, monkeypatch, name):
     assert trainer._trl_otb.known_loss is None
     with pytest.raises(ImportError, match=f"`GRPOTrainer._compute_loss` does not weight .* advantage: .*{problem}"):
         trainer.train()
+
+
+@pytest.mark.parametrize("setting", [*(f"loss {name}" for name in LOSS_TYPES), "sequence ratios", "lora and beta"])
+def test_loss_of_one_advantage_per_completion_trains_the_same(train, setting):
+    """With the gradients of TRL's loss for advantages of 1, -1 and 0, as where it takes no others."""
+    options = {"baseline": "otb", "max_grad_norm": 0.0, **SGD, **SETTINGS[setting]}
+    trainers = [train(OTBGRPOTrainer, train=False, **options) for _ in range(2)]
+    trainers[1]._trl_otb.by_sign = True
+    for trainer in trainers:
+        set_seed(7)
+        trainer.train()
+    assert_same_weights(*trainers, atol=1e-6, rtol=1e-5)
+
+
+def test_loss_of_one_advantage_per_completion_is_found(train, monkeypatch, caplog):
+    plain, loss = train(OTBGRPOTrainer, baseline="value", **SGD), GRPOTrainer._compute_loss
+
+    def refuses(self, model, inputs):
+        if inputs["advantages"].dim() != 1:
+            raise ValueError("one per completion")
+        return loss(self, model, inputs)
+
+    monkeypatch.setattr(GRPOTrainer, "_compute_loss", refuses)
+    type(contract.logger).warning_once.cache_clear()
+    trainer = train(OTBGRPOTrainer, baseline="value", **SGD)
+    assert trainer._trl_otb.by_sign
+    assert_same_weights(plain, trainer, atol=1e-6, rtol=1e-5)
+    assert "takes one advantage per completion. Each token gets its own by" in caplog.text
+    assert "ValueError: one per completion" in caplog.text
 
 
 def test_another_loss_of_the_same_advantages_is_taken(train, monkeypatch):

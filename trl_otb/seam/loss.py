@@ -286,9 +286,9 @@ def check_product(
     respect to log-probs is linear in each token's own advantage where it is positive, and where it is negative, and
     falls with it: from the gradients for advantages of 0, 1 and -1 that for the advantages `mixed` follows. Takes one
     `forward` without gradient, which returns its result and in it the log-probs as a leaf; trainer and random numbers
-    stay as they are. `of_tokens` makes a gradient of the leaf look like `tokens`. If `trained` is given, 1 or 0 for each
-    of them, advantages must have an effect on those that are 1, and on no others. Returns whether advantages have an
-    effect on all processes.
+    stay as they are. `of_tokens` makes a gradient of the leaf look like `tokens`. If `trained` is given, 1 or 0 for
+    each of them, advantages must have an effect on those that are 1, and on no others. Returns whether advantages have
+    an effect on all processes.
     """
     zeros = torch.zeros(len(tokens), device=tokens.device)  # and ones, one for each row
     order = torch.arange(tokens.numel(), device=tokens.device).view_as(tokens)
