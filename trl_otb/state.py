@@ -118,7 +118,12 @@ def _load_baseline(trainer: KeepsBaseline, checkpoint: Path) -> None:
         had, has = ("a", "no") if "scale" in state else ("no", "a")
         logger.warning(
             f"The checkpoint holds {had} running scale of advantages, and the run has {has} running scale: "
-            "advantages are now of another size. Set `scale_rewards` as it was."
+            "advantages are now of another size. "
+            + (
+                "Set `scale_rewards` as it was."
+                if path.exists()
+                else f"{path.name} is missing, as by `save_only_model`."
+            )
         )
     if not trainer.baseline.load_state_dict(state):
         content = f"the state of {state['baseline']!r}" if "baseline" in state else "nothing"
