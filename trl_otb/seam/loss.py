@@ -91,7 +91,8 @@ class TokenLoss(GRPOTrainer):
         """
         The loss with one advantage per token where GRPOTrainer's takes one per completion. Its gradients at the
         log-probs for advantages of 0, 1 and -1 give that of each token by the sign of its own advantage, times its
-        size. Value and metrics are those of the completions' mean advantages.
+        size, also where TRL decides by the sign of a completion's. Value and metrics are those of the completions' mean
+        advantages.
         """
         advantages, score, outputs = inputs["advantages"], self._get_per_token_logps_and_entropies, list[Any]()
 
