@@ -36,5 +36,5 @@ def executed(notebook: Any, install: str, **environment: str) -> Any:
 
 
 if __name__ == "__main__":
-    result = executed(nbformat.read(PATH, as_version=4), "", PYTHONPATH=str(PATH.parents[1]))
+    result = executed(nbformat.read(PATH, as_version=4), "pass", PYTHONPATH=str(PATH.parents[1]))
     nbformat.write(result, PATH)
