@@ -124,18 +124,16 @@ class OTBGRPOConfig(GRPOConfig):
                 f"`{type(self).__name__}` is a config class whose own or merged options would be ignored: decorate it "
                 "with `@dataclass`, and give each option a type (`baseline: str = 'ogb'`)."
             )
-        unset = [name for name in UNSET if getattr(self, name) is None]
+        self.unset = [name for name in UNSET if getattr(self, name) is None]  # no option, as the trainer reads it
         if isinstance(self.progress_funcs, str):  # a single one in a YAML file
             self.progress_funcs = [self.progress_funcs]
-        self.names_baseline = "baseline" not in unset  # no option: see `named_baseline`
         for name, default in {"baseline": "otb", "scale_rewards": "none"}.items():
-            if name in unset:
+            if name in self.unset:
                 setattr(self, name, default)
         with patch.object(self, "num_generations", _One(1)) if self.num_generations == 1 else nullcontext():
             super().__post_init__()
         if not (isinstance(self.baseline, str) and ":" in self.baseline):  # which the trainer imports
             check_options(self)
-        warn_of_unset(unset)
 
     def get_warmup_steps(self, *args: Any) -> int:  # which every trainer calls when it trains
         warn_of_other_trainer(self, "OTBGRPOTrainer")
@@ -159,8 +157,10 @@ class _One(int):
         return False
 
 
-def warn_of_unset(names: list[str]) -> None:
+def warn_of_unset(names: list[str], trainer: type) -> None:
     """Warn once of options that are not set, whose default is not GRPOConfig's, or not advised."""
+    if getattr(trainer, "default_baseline", None) is not None:
+        names = [name for name in names if name != "baseline"]
     if names:
         logger.warning_once(f"{' '.join(UNSET[name] for name in names)} Set {' and '.join(names)} to silence this.")
 
@@ -182,7 +182,7 @@ def named_baseline(args: GRPOConfig, trainer: type = object) -> tuple[Any, str]:
     the class, as `default_baseline`; else it is `"otb"`.
     """
     name, of_class = getattr(args, "baseline", None), getattr(trainer, "default_baseline", None)
-    if name is not None and (getattr(args, "names_baseline", True) or name != "otb"):
+    if name is not None and ("baseline" not in getattr(args, "unset", ()) or name != "otb"):
         return name, f"set in {type(args).__name__}"
     if of_class is not None:
         return of_class, f"`default_baseline` of {trainer.__name__}"

@@ -119,7 +119,12 @@ def _load_baseline(trainer: KeepsBaseline, checkpoint: Path) -> None:
         had, has = ("a", "no") if "scale" in state else ("no", "a")
         logger.warning(
             f"The checkpoint holds {had} running scale of advantages, and the run has {has} running scale: "
-            "advantages are now of another size. Set `scale_rewards` as it was."
+            "advantages are now of another size. "
+            + (
+                "Set `scale_rewards` as it was."
+                if path.exists()
+                else f"{path.name} is missing, as by `save_only_model`."
+            )
         )
     if "progress" in state and "state" in state:  # before 0.13 its columns have no names
         state["state"] = {"progress": state["progress"], **state["state"]}

@@ -10,7 +10,7 @@ from accelerate.logging import get_logger
 from trl import GRPOConfig, GRPOTrainer
 
 from .baselines import Completions
-from .config import OTBGRPOConfig, check_options, named_baseline
+from .config import OTBGRPOConfig, check_options, named_baseline, warn_of_unset
 from .display.page import RolloutPages
 from .gain import Gain
 from .metrics import STATISTICS, summarize
@@ -30,6 +30,7 @@ from .seam.rewarding import recorded_rewards, rollout_of
 from .seam.sampled import SampledTurns
 from .seam.subclasses import BrokenContract, check_config, check_subclass, checked_weights, users_loss, users_methods
 from .seam.tool_turns import CollectiveToolLoop
+from .seam.untried import check_forward
 from .state import KeepsBaseline, check_unchanged, gain_of
 
 
@@ -104,6 +105,7 @@ class OTBGRPOTrainer(KeepsBaseline, LeavesPagesOut, CollectiveToolLoop, TokenLos
         progress_funcs = given_functions(progress_funcs, args)
         own_loss = bool(users_methods(self, ("_compute_loss", "compute_loss")))
         entry = check_options(args, own_loss, type(self))
+        warn_of_unset(getattr(args, "unset", []), type(self))
         check_liger(args.use_liger_kernel, entry.per_token, entry.name)
         baseline = RunBaseline(entry, running_scale=args.scale_rewards == "running")
         self._trl_otb = Namespace(baseline, entry.needs, getattr(args, "baseline", None))
@@ -112,7 +114,7 @@ class OTBGRPOTrainer(KeepsBaseline, LeavesPagesOut, CollectiveToolLoop, TokenLos
         super().__init__(model, reward_funcs, args=args, **dict(zip(names, other_args, strict=False)), **kwargs)
         GRPO.check_attributes("GRPOTrainer", self)
         check_head(self.accelerator.device)
-        known = GRPO.loss.isdisjoint(GRPO.warn_if_changed())
+        known = self._trl_otb.known_forward = not GRPO.warn_if_changed()
         self._trl_otb.known_loss = GRPOTrainer._compute_loss if known else None
         self._trl_otb.pages = RolloutPages(self.rollouts) if getattr(args, "save_rollouts_steps", None) else None
         if self._trl_otb.pages is not None:
@@ -226,6 +228,9 @@ def collect(trainer: OTBGRPOTrainer, inputs: list[dict[str, Any]]) -> tuple[Roll
             batch = super(OTBGRPOTrainer, trainer)._generate_and_score_completions(inputs)
         rollout = rollout_of(trainer, batch, recorders, n, columns_of(inputs))
         values, source = values_of_batch(trainer, batch, rollout.mask, recorded, of.recorder)
+        if not of.known_forward:
+            check_forward(trainer, batch, values, rollout.mask, of.recorder)
+            of.known_forward = True
     except BrokenContract as broken:
         raise broken.named(trainer) from None
     except NoEnergiesError:

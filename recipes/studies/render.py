@@ -7,8 +7,8 @@ Below a line such as `<!-- value.json: 4; otb; value | T = 10; sums -->` stands 
 these tasks (on all, if none is named), on the same prompts; with `step 4` in the place of N that of a step whose
 prompts are drawn, with `both 4` the two and what they are worth in prompts, with `equal` at 64 completions per step.
 Below `<!-- runs: task -->` stand that task's runs, below `<!-- tokens: task -->` their tokens to a threshold, below
-`<!-- bias: all -->` and `<!-- few_prompts: all -->` the studies of these names. An interval is `[value, low, high]`;
-`null` is lost in noise.
+`<!-- bias: all -->`, `<!-- few_prompts: all -->` and `<!-- later_trl: all -->` the studies of these names. An interval
+is `[value, low, high]`; `null` is lost in noise.
 """
 
 import json
@@ -32,7 +32,7 @@ LEARNING = {  # by picture, its tasks
     "learning": ("scratchpad_100, policy 71ea", "calculator_decay, policy b3cf", "scratchpad_mixed, policy e90f"),
     "language": ("copy", "gemma_copy", "word_sequence_reversal", "word_sorting"),
 }
-PAGES = ("value", "language", "progress", "asynchronous", "relatives")
+PAGES = ("value", "language", "progress", "asynchronous", "relatives", "later_trl")
 NAMES = {"calculator_scaled": "toy calculator", "chain_sum": "SmolLM2, sums of two digits"}  # of tasks, in pictures
 THRESHOLDS = {"calculator": 0.85, "scratchpad_100": 0.8}  # of the mean reward
 Tables = dict[str, list[dict[str, Any]]]  # of cells, by task
@@ -271,6 +271,19 @@ def of_few_prompts(results: dict) -> str:
     return markdown(rows)
 
 
+def of_later_trl(results: dict) -> str:
+    """An edit of TRL per row: the runs under which what came of it is the same, before and now, and what is said."""
+    before = {(row["edit"], row["run"]): row["verdict"] for row in results["edits of 0.12.1"]}
+    found: dict[tuple[str, ...], list[str]] = {}
+    for row in results["edits"]:
+        of = row["edit"], before[row["edit"], row["run"]], row["verdict"], row["error"].replace("|", "\\|")
+        found.setdefault(of, []).append(f"`{row['run']}`")
+    rows = [["what TRL has otherwise", "run", "0.12.1", "now", "error"]]
+    for (edit, *verdicts, error), runs in found.items():
+        rows.append([edit, ", ".join(runs), *(f"**{of}**" if of == "wrong" else of for of in verdicts), error])
+    return markdown(rows)
+
+
 def rendered(page: str) -> str:
     """The page's text with its tables as the results have them."""
 
@@ -280,6 +293,8 @@ def rendered(page: str) -> str:
             text = of_bias(load("bias")["policies"])
         elif name == "few_prompts":
             text = of_few_prompts(load("few_prompts"))
+        elif name == "later_trl":
+            text = of_later_trl(load(name))
         elif name in ("runs", "tokens"):
             text = of_runs(runs_of(key)) if name == "runs" else of_tokens(key)
         else:

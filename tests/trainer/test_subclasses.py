@@ -374,6 +374,18 @@ class OfNone(OTBGRPOTrainer):
         return super()._compute_loss(model, inputs | {"advantages": torch.ones_like(inputs["advantages"])})
 
 
+class OfPositive(OTBGRPOTrainer):
+    """Weights advantages below 0 by `leak`."""
+
+    takes_token_advantages, leak = True, 0.0
+
+    def _compute_loss(self, model, inputs):
+        advantages = inputs["advantages"]
+        return super()._compute_loss(
+            model, inputs | {"advantages": advantages.where(advantages > 0, self.leak * advantages)}
+        )
+
+
 class OTBGMPODeclared(OTBGMPO):
     takes_token_advantages = True
 
@@ -402,6 +414,7 @@ def own_logps(model, ids, inputs):
         (OTBGMPODeclared, OTBGMPOConfig, "GMPOTrainer._compute_loss"),
         (OfMean, OTBGRPOConfig, "OfMean._compute_loss"),
         (OfNone, OTBGRPOConfig, "OfNone._compute_loss"),
+        (OfPositive, OTBGRPOConfig, "OfPositive._compute_loss"),
     ],
 )
 def test_a_declared_loss_is_tried_before_the_first_step(train, cls, config, name):
@@ -412,6 +425,13 @@ def test_a_declared_loss_is_tried_before_the_first_step(train, cls, config, name
     assert before.state.global_step == 0
     assert all(torch.equal(kept[key], p) for key, p in before.model.named_parameters())
     assert train(cls, config, baseline="rloo").state.global_step == 2  # one number per completion is not tried
+
+
+def test_a_declared_loss_may_weight_negative_advantages_otherwise(train):
+    class Leaky(OfPositive):
+        leak = 0.5
+
+    assert train(Leaky, baseline="value").state.global_step == 2
 
 
 def test_a_trial_leaves_no_trace(train):
