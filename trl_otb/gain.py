@@ -31,7 +31,7 @@ class Gain:
         """The same, by the statistics of each completion, `(B, S)`."""
         self.add(dict(zip(STATISTICS, statistics.double().sum(dim=0).tolist(), strict=True)), learned)
 
-    def line(self, name: str, b0: str | None, reference: str | None) -> str:
+    def line(self, name: str, b0: str | None, reference: str | None, may_ask: bool = False) -> str:
         """
         What the baseline `name` did, and what to do if it was next to nothing; empty if there is nothing to say.
 
@@ -39,12 +39,13 @@ class Gain:
             name: The run's baseline.
             b0: The baseline that `value` starts from; `None` if it is the mean of earlier steps.
             reference: What the power of other baselines was compared with; `None` if that is the baseline itself.
+            may_ask: Whether the run could have progress functions, and has none.
         """
         if not self.batches:
             return ""
         of = "the last batch" if len(self.batches) == 1 else f"the last {len(self.batches)} batches"
         if name == "value":
-            return self._of_value(b0, of)
+            return self._of_value(b0, of, may_ask)
         power, by_reference = (
             sum(batch[of_batch] for batch in self.batches) for of_batch in ("power", "power_reference")
         )
@@ -60,7 +61,7 @@ class Gain:
             "`baseline='value'` subtracts a baseline from them, too."
         )
 
-    def _of_value(self, b0: str | None, of: str) -> str:
+    def _of_value(self, b0: str | None, of: str, may_ask: bool) -> str:
         names = ("explained", "explained_by_state", "luck_left_out", "kept", "slope_at_start")
         explained, by_state, left_out, kept, slopes = (
             [batch[key] for batch in self.batches if math.isfinite(batch.get(key, math.nan))]
@@ -87,6 +88,8 @@ class Gain:
         if not worse:
             line += " That is next to nothing: the text so far does not tell the reward here, or `value` has seen too "
             line += f"few batches.{f' {b0!r} would do as well.' if b0 else ''}"
+            if may_ask:
+                line += " If your reward can tell how half an answer is doing, try `progress_funcs='rewards'`."
         else:
             noisier = "made the gradient noisier"
             if kept_b0:

@@ -99,16 +99,21 @@ def copied(value: Any) -> Any:
 
 
 def named(functions: Any) -> list[Any]:
-    """One function or several, as a list; [`REWARDS`] and `"module:function"` stay text."""
+    """One function or several, as a list; [`REWARDS`] and `"module:function"` stay text, `"module.function"`, too."""
     if functions is None:
         return []
     return [*functions] if isinstance(functions, list | tuple) else [functions]
 
 
+def _with_colon(name: str) -> str:
+    """`"module:function"`, also of `"module.function"`, as TRL has reward functions."""
+    return name if ":" in name or "." not in name else ":".join(name.rsplit(".", 1))
+
+
 def check_function_names(functions: Any) -> None:
     """Raise a `ValueError` unless `functions`, of a config, is text that names functions."""
     for name in named(functions):
-        if not isinstance(name, str) or not (name == REWARDS or ":" in name):
+        if not isinstance(name, str) or not (name == REWARDS or ":" in _with_colon(name)):
             raise ValueError(
                 f"`progress_funcs` holds {name!r}: a config holds text, {REWARDS!r} for the run's reward functions or "
                 "'module:function'. Give functions themselves to the trainer: `OTBGRPOTrainer(progress_funcs=[...])`."
@@ -141,7 +146,7 @@ def _imported(given: Any) -> tuple[str, Any]:
         at = given if hasattr(given, "__qualname__") else type(given)
         return f"{getattr(at, '__module__', '')}:{at.__qualname__}", given
     check_function_names(given)
-    return given, imported(given, f"`progress_funcs` holds {given!r}")
+    return _with_colon(given), imported(_with_colon(given), f"`progress_funcs` holds {given!r}")
 
 
 def _check(name: str, function: Any) -> None:
@@ -176,11 +181,18 @@ class Progress:
         rewards: The run's reward functions by name, whose visible state calls must not change.
         places: How many places a completion of usual length has: every s-th token is one, to the end of each text.
         longest: Tokens that a completion may have; `None` without a limit.
+        tolerant: Whether, in the place of an error, all numbers are 0 from then on, with the reason in `unusable`.
     """
 
     def __init__(
-        self, functions: dict[str, Callable], rewards: Mapping[str, Callable], places: int, longest: int | None = None
+        self,
+        functions: dict[str, Callable],
+        rewards: Mapping[str, Callable],
+        places: int,
+        longest: int | None = None,
+        tolerant: bool = False,
     ) -> None:
+        self.tolerant, self.unusable, self.sees_evaluations = tolerant, "", False
         self.functions, self.rewards, self.max_places = functions, dict(rewards), places
         self._first_length = min(longest or FIRST_LENGTH, FIRST_LENGTH)
         self.lengths: deque[float] = deque(maxlen=BATCHES)  # medians of earlier batches of all processes
@@ -220,10 +232,18 @@ class Progress:
         shape = len(places), len(sampled.completions), len(self.functions)
         numbers, self._failed = torch.full(shape, torch.nan, dtype=torch.float64), {}
         before = copied((sampled.prompts, sampled.columns))
-        with _random_state_kept():
-            self._call_all(sampled, places, state, loop, numbers)
-        self._check_given(sampled, *before)
-        self._check_failed(numbers)
+        try:
+            if not self.unusable:
+                with _random_state_kept():
+                    self._call_all(sampled, places, state, loop, numbers)
+                self._check_given(sampled, *before)
+                self._check_failed(numbers)
+        except ValueError as error:
+            if not self.tolerant:
+                raise
+            self.unusable = str(error)
+        if self.unusable:
+            numbers.fill_(0.0)
         self._batches += len(places) > 1
         for number in range(len(places)):
             held = numbers[number - 1] if number else torch.zeros_like(numbers[0])
@@ -250,7 +270,7 @@ class Progress:
     def _call_all(self, sampled: Sampled, places: range, state: Any, loop: Any, numbers: Tensor) -> None:
         """Fills `numbers`, `(P, B, F)`, NaN where there is none."""
         names, functions = self.names, [*self.functions.values()]
-        waits = [_is_async(function) for function in functions]
+        waits = [is_async(function) for function in functions]
         together = [f for f, name in enumerate(names) if waits[f] and name not in self._in_order]
         in_order = [f for f in range(len(names)) if f not in together]
 
@@ -406,7 +426,7 @@ async def _result(function: Callable, given: dict[str, Any]) -> Any:
     lists = {key: [*of] if isinstance(of, list) else of for key, of in given.items()}
     own = {"completions": copied(given["completions"]), "completion_ids": [[*ids] for ids in given["completion_ids"]]}
     result = function(**lists | own | {"trainer_state": copy.copy(given["trainer_state"])})
-    return await result if _is_async(function) else result
+    return await result if is_async(function) else result
 
 
 def _numbers(name: str, values: Any, expected: int) -> list[float]:
@@ -449,7 +469,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     """In the place of `log_extra` and `log_metric`, as unfinished texts are not to be logged."""
 
 
-def _is_async(function: Callable) -> bool:
+def is_async(function: Callable) -> bool:
     while isinstance(function, functools.partial):
         function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)

@@ -9,6 +9,7 @@ from transformers import Trainer
 
 from .baselines import find_baseline
 from .seam.contract import trl_utils
+from .seam.forwards import policy_of
 from .seam.namespace import Namespace, Public
 from .version import __version__
 
@@ -51,7 +52,8 @@ class KeepsBaseline(Trainer):
         super().create_model_card(*args, **kwargs)
         card = Path(self.args.output_dir) / "README.md"
         if self.is_world_process_zero() and card.is_file():
-            name = trl_utils.get_config_model_id(self.model.config) or type(self.model).__name__
+            policy = policy_of(self.model)
+            name = trl_utils.get_config_model_id(policy.config) or type(policy).__name__
             with card.open("a", encoding="utf-8") as file:
                 file.write(
                     f"\n## Baseline\n\nTrained from `{name}` with trl_otb {__version__}: "
@@ -63,13 +65,14 @@ class KeepsBaseline(Trainer):
                     file.write(f"\nBy the end of training {line}\n")
 
 
-def gain_of(trainer: KeepsBaseline) -> tuple[str, str | None, str | None]:
+def gain_of(trainer: KeepsBaseline) -> tuple[str, str | None, str | None, bool]:
     """What [`~trl_otb.gain.Gain.line`] needs to know of a trainer: its baseline, and what it is compared with."""
     entry, n = trainer.baseline.entry, trainer.args.num_generations
     if trainer._trl_otb.b0 != "rloo_pooled":  # asynchronous: no batch is compared with another baseline
-        return entry.name, trainer._trl_otb.b0 if n > 1 else None, None
+        return entry.name, trainer._trl_otb.b0 if n > 1 else None, None, False
     reference = "rloo_pooled" if n == 1 else "rloo" if entry.unbiased else "group_mean"
-    return entry.name, "rloo_pooled", None if entry.name == reference else reference
+    may_ask = "progress" in trainer._trl_otb.needs and trainer._trl_otb.progress is None
+    return entry.name, "rloo_pooled", None if entry.name == reference else reference, may_ask
 
 
 def load_checkpoint(trainer: KeepsBaseline, folder: str | Path) -> None:

@@ -262,7 +262,11 @@ def test_a_tooltip_tells_what_an_advantage_is_made_of(tmp_path, browser):
     rollout = changed(rollout, advantages=rollout.rewards.unsqueeze(1) - baselines, **parts)
     opened = opened_of(browser, tmp_path / "one.html", rollout)
     numbers, lines = opened.hover(opened.of(".side:nth-child(2) .tokens span")[1])
-    assert lines == ["= 0 − (0.42 + 0.11 − 0.36)", "= reward − (B0 + prefix + later luck)"]
+    assert lines == [
+        "= 0 − (0.42 + 0.11 − 0.36)",
+        "= reward − (others' mean + what the text so far foretells + luck of later tokens)",
+        "worse than expected here, even without the bad luck of later tokens",
+    ]
     assert float(numbers["advantage"]) == pytest.approx(-0.17, abs=1e-3)
     (tmp_path / "one.html").unlink()
     opened = opened_of(browser, tmp_path / "one.html", replace(rollout, scale=torch.full((2, 1), 0.5)))

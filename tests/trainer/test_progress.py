@@ -84,9 +84,10 @@ def test_a_config_names_functions(train, monkeypatch, tmp_path):
         "def length(completions, **kwargs):\n    return [*map(len, completions)]\n"
     )
     monkeypatch.chdir(tmp_path)
-    trainer = train(cls=Keeping, progress_funcs=["my_progress:length", "rewards"], **VALUE)
-    assert trainer._trl_otb.progress.names == ["my_progress:length", "reward even_bytes"]
-    assert torch.equal(trainer.seen[-1].progress[:, 3, 0] > 0, trainer.seen[-1].mask[:, 3] > 0)
+    for name in ("my_progress:length", "my_progress.length"):  # as TRL names reward functions, too
+        trainer = train(cls=Keeping, progress_funcs=[name, "rewards"], **VALUE)
+        assert trainer._trl_otb.progress.names == ["my_progress:length", "reward even_bytes"]
+        assert torch.equal(trainer.seen[-1].progress[:, 3, 0] > 0, trainer.seen[-1].mask[:, 3] > 0)
     assert OTBGRPOConfig("out", progress_funcs="rewards", **tiny.SETTINGS | VALUE).progress_funcs == ["rewards"]
 
 

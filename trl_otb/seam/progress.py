@@ -86,9 +86,9 @@ def progress_of(trainer: GRPOTrainer, inputs: list[dict[str, Any]]) -> Iterator[
         found.append(numbers.to(trainer.accelerator.device))
         lengths = torch.tensor([*map(len, generated)], device=trainer.accelerator.device)
         lengths = trainer.accelerator.gather(lengths)
-        if training:
+        if training or of.progress.sees_evaluations:
             of.progress.saw(lengths.tolist())
-            if not math.isnan(of.progress.time_share):
+            if training and not math.isnan(of.progress.time_share):
                 trainer._metrics["train"]["otb/progress/time_share"].append(of.progress.time_share)
         return sampled
 
