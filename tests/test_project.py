@@ -185,7 +185,7 @@ def test_the_way_from_batch_to_loss_names_what_is_there():
 
 
 VALUE_METRICS = ("explained", "explained_by_state", "weight", "luck_weight", "kept", "restarted")
-VALUE_METRICS += ("luck_mean", "luck_left_out", "r2_at_end", "draw_weight")
+VALUE_METRICS += ("luck_mean", "luck_left_out", "r2_at_end", "slope_at_start")
 
 
 def test_exactly_logged_metrics_are_explained():

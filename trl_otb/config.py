@@ -14,7 +14,7 @@ from trl import GRPOConfig
 
 from .baselines import BASELINES, Baseline, find_baseline
 from .display.page import SAVE_ROLLOUTS, check_steps
-from .progress import PROGRESS_PLACES, check_names
+from .progress import PROGRESS_PLACES, check_function_names
 from .seam.namespace import NAMESPACE
 
 
@@ -24,7 +24,6 @@ logger = get_logger(__name__)
 LOSS_TYPES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 
 
-MOST_DRAWS = 64  # tokens
 # What is said of options that are not set
 UNSET = {
     "baseline": "The baseline is 'otb', the paper's; 'value' is advised.",
@@ -63,11 +62,8 @@ class OTBGRPOConfig(GRPOConfig):
         progress_funcs (`list[str]`, *optional*): Functions of the text so far, as `"module:function"`, which `value`
             reads: called like reward functions, on unfinished completions. `"rewards"` stands for the run's reward
             functions. The trainer takes functions, too, as its `progress_funcs`.
-        progress_places (`int`, *optional*, defaults to 64): At how many places of a completion they are called, at
-            most.
-        progress_draws (`int`, *optional*, defaults to 0): How many of the likeliest tokens are tried in the place of
-            each token that the policy was not sure of, at these places. So the luck of the token that was drawn is
-            known, and subtracted from the advantages of earlier tokens. Each place takes as many more calls.
+        progress_places (`int`, *optional*, defaults to 64): At how many places of a completion of usual length they
+            are called.
         save_rollouts_steps (`int`, *optional*): Every so many steps the latest completions are added to
             `output_dir/rollouts.html`, a page that shows what training pushes, token by token. It stays below 200 MB;
             `push_to_hub` leaves it out, since it holds prompts and columns of the data set.
@@ -94,14 +90,7 @@ class OTBGRPOConfig(GRPOConfig):
     )
     progress_places: int = field(
         default=PROGRESS_PLACES,
-        metadata={"help": "At how many places of a completion progress functions are called, at most."},
-    )
-    progress_draws: int = field(
-        default=0,
-        metadata={
-            "help": "How many of the likeliest tokens are tried in the place of each token that the policy was not "
-            "sure of: what progress functions say of the token that was drawn is compared with what they say of these."
-        },
+        metadata={"help": "At how many places of a completion of usual length progress functions are called."},
     )
     save_rollouts_steps: int | None = field(default=None, metadata={"help": SAVE_ROLLOUTS})
 
@@ -216,11 +205,9 @@ def check_options(args: GRPOConfig, own_loss: bool = True, trainer: type = objec
         )
     baseline = find_baseline(name)
     check_steps(getattr(args, "save_rollouts_steps", None))
-    check_names(getattr(args, "progress_funcs", None))
+    check_function_names(getattr(args, "progress_funcs", None))
     if (places := getattr(args, "progress_places", PROGRESS_PLACES)) < 1:
         raise ValueError(f"`progress_places` is {places}: give 1 or more.")
-    if not 0 <= (draws := getattr(args, "progress_draws", 0)) <= MOST_DRAWS:
-        raise ValueError(f"`progress_draws` is {draws}: give 0 to {MOST_DRAWS}.")
     if args.scale_rewards not in (True, False, "group", "batch", "none", "running"):
         raise ValueError(
             f"`scale_rewards` is {args.scale_rewards!r}: it must be one of 'none', 'running', 'group' and 'batch'."

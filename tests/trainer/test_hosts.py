@@ -107,6 +107,15 @@ def test_a_yaml_file_trains_as_our_config_does(axolotl, train, options):
     plugin.post_trainer_create(cfg, built)
 
 
+@pytest.mark.parametrize(("asked", "expected"), [({}, "none"), ({"scale_rewards": False}, False)])
+def test_the_plugin_honours_an_explicit_scale(axolotl, asked, expected):
+    """Not Axolotl's default, which stands in its place later."""
+    plugin, cfg = axolotl.Plugin(), Cfg(RUN | {"trl": RUN["trl"] | asked, "otb": {"baseline": "value"}})
+    plugin.register(cfg)
+    cfg["trl"] = {"scale_rewards": True} | cfg["trl"]
+    assert plugin.get_training_args(cfg)["scale_rewards"] == expected
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

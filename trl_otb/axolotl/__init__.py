@@ -32,7 +32,6 @@ class TrainingOptions:
     credit_whole_return: bool = False
     progress_funcs: list[str] | None = None
     progress_places: int = PROGRESS_PLACES
-    progress_draws: int = 0
     save_rollouts_steps: int | None = None
 
 
@@ -46,7 +45,6 @@ class Options(BaseModel):
     credit_whole_return: bool = False
     progress_funcs: Annotated[list[str] | None, BeforeValidator(lambda of: [of] if isinstance(of, str) else of)] = None
     progress_places: int = PROGRESS_PLACES
-    progress_draws: int = 0
     save_rollouts_steps: int | None = None
 
 
@@ -91,6 +89,8 @@ class Plugin(BasePlugin):
                 "`context_parallel_size` is above 1: AxolotlGRPOSequenceParallelTrainer cuts completions, whose "
                 "energies trl_otb adds up. Set it to 1, or leave trl_otb's plugin out."
             )
+        if "scale_rewards" in trl and options.scale_rewards is None:  # later Axolotl's default stands there
+            cfg["otb"] = {**(cfg.get("otb") or {}), "scale_rewards": trl["scale_rewards"]}
         cfg["trainer_cls"] = cfg.get("trainer_cls") or "trl_otb.axolotl.trainer.OTBTrainer"
 
     def get_input_args(self) -> str:
@@ -100,7 +100,7 @@ class Plugin(BasePlugin):
         return "trl_otb.axolotl.TrainingOptions"
 
     def get_training_args(self, cfg: Any) -> dict[str, Any]:
-        """The options of `otb`. What is not set there is as in [`~trl_otb.OTBGRPOConfig`], also `scale_rewards`."""
+        """The options of `otb`. What is not set there is as in [`~trl_otb.OTBGRPOConfig`]."""
         options = options_of(cfg.otb).model_dump()
         return options | ({"scale_rewards": "none"} if options["scale_rewards"] is None else {})
 

@@ -5,7 +5,7 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import Mock, patch
 
 import torch
@@ -17,10 +17,6 @@ from ..rollout import generated_mask
 from .contract import from_library, incompatible_trl
 from .subclasses import BrokenContract
 from .untried import check_rows
-
-
-if TYPE_CHECKING:
-    from .namespace import Namespace
 
 
 logger = get_logger(__name__)
@@ -42,7 +38,7 @@ class TokenLoss(GRPOTrainer):
     computes this if the old log-probs are sg[log π(y_t)] − log s.
     """
 
-    _trl_otb: "Namespace"
+    _trl_otb: Any  # the Namespace, which is made of what is above the loss
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         shape, rows = tuple(inputs["advantages"].shape), tuple(inputs["completion_mask"].shape)

@@ -49,6 +49,15 @@ GRPO = Contract(
     },
 )
 
+PROGRESS = Contract(  # of progress functions, which few runs have
+    "GRPOTrainer with progress functions",
+    parts={
+        "trl.trainer.grpo_trainer:GRPOTrainer": {"_generate": "self prompts"},
+        "trl.chat_template_utils": {"parse_response": "tokenizer ids prefix"},
+    },
+    attributes={"GRPOTrainer": "_tokenizer processing_class tools"},
+)
+
 CLI = Contract(  # of the command line
     "trl grpo",
     parts={
