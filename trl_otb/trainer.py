@@ -229,7 +229,7 @@ def collect(trainer: OTBGRPOTrainer, inputs: list[dict[str, Any]]) -> tuple[Roll
         rollout = rollout_of(trainer, batch, recorders, n, columns_of(inputs))
         values, source = values_of_batch(trainer, batch, rollout.mask, recorded, of.recorder)
         if not of.known_forward:
-            check_forward(trainer, batch, values, rollout.mask, of.recorder)
+            check_forward(trainer, batch, values, rollout.mask)
             of.known_forward = True
     except BrokenContract as broken:
         raise broken.named(trainer) from None

@@ -279,11 +279,11 @@ def extra_forward(trainer: GRPOTrainer, batch: dict[str, Any], states: bool, rec
     return recording.values[0]
 
 
-def score(trainer: GRPOTrainer, batch: dict[str, Any], batch_size: int) -> Tensor:
-    """`(B, T)` log-probs of TRL's `batch`, by its training forward."""
+def score(trainer: GRPOTrainer, batch: dict[str, Any], batch_size: int, forward: Callable | None = None) -> Tensor:
+    """`(B, T)` log-probs of TRL's `batch`, by the trainer's training forward or another."""
     named = {"input_ids", "attention_mask", "logits_to_keep", "batch_size"}
     taken = inspect.signature(scoring_method(GRPOTrainer)).parameters.keys() - named
-    logps, *_ = trainer._get_per_token_logps_and_entropies(
+    logps, *_ = (forward or trainer._get_per_token_logps_and_entropies)(
         trainer.model,
         input_ids=torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
         attention_mask=torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),

@@ -170,7 +170,8 @@ def check_trl_loss(trainer: GRPOTrainer, inputs: dict[str, Any]) -> bool:
 
     tokens = mask if len(shape) > 1 else mask[:, :1]
     name, as_it_is = "GRPOTrainer._compute_loss", lambda gradient: gradient
-    return check_product(name, trainer, _scoring(trainer), loss, tokens, as_it_is, wrong, trained=mask)
+    scoring = _scoring(_copied(trainer))
+    return check_product(name, trainer, scoring, loss, tokens, as_it_is, wrong, trained=mask)
 
 
 @contextmanager
