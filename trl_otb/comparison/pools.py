@@ -34,7 +34,7 @@ def at_rest(trainer: OTBGRPOTrainer, needs: frozenset[str], progress: Progress |
     device = trainer.accelerator.device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         trainer.model.eval()
-        of.needs, of.progress = of.needs | needs, for_comparison(of.progress or progress)
+        of.needs, of.progress = of.needs | needs, for_comparison(of.progress) or progress
         for name in names:
             setattr(trainer, name, copy.deepcopy(kept[name]))
         try:

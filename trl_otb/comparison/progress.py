@@ -28,7 +28,9 @@ def progress_of_rewards(trainer: OTBGRPOTrainer) -> Progress | None:
         functions = functions_by_name(REWARDS, rewards)
     except ValueError:
         return None
-    return Progress(functions, called, PROGRESS_PLACES, trainer.max_completion_length, tolerant=True)
+    result = Progress(functions, called, PROGRESS_PLACES, trainer.max_completion_length, tolerant=True)
+    result.sees_evaluations = True
+    return result
 
 
 class Unaware:
