@@ -25,14 +25,14 @@ class Sums:
         if names == self.names:
             return self
         kept = [name for name in names if name in self.names]
-        to, place = (torch.tensor([of.index(name) for name in kept]) for of in (names, self.names))
+        to, place = (torch.tensor([*map(of.index, kept)]) for of in (names, self.names))
         result = self.values.new_zeros(*self.values.shape[:-2], len(names), len(names))
         result[..., to.unsqueeze(1), to] = self.values[..., place, :][..., place]
         return Sums(names, result)
 
     def without(self, names: Collection[str]) -> "Sums":
         """The same with 0 for some names."""
-        return self.of(tuple(name for name in self.names if name not in names)).of(self.names)
+        return self.of((*[name for name in self.names if name not in names],)).of(self.names) if names else self
 
     def after(self, earlier: "Sums | None", decay: float) -> "Sums":
         """With the sums that an earlier one has of the same names, times `decay`."""
