@@ -55,6 +55,7 @@ PROGRESS = Contract(  # of progress functions, which few runs have
         "trl.trainer.grpo_trainer:GRPOTrainer": {"_generate": "self prompts"},
         "trl.chat_template_utils": {"parse_response": "tokenizer ids prefix"},
     },
+    # And, from 1.16 on and where there are environments, `_env_tools` and `_batch_environments`; else `tools`
     attributes={"GRPOTrainer": "_tokenizer processing_class tools"},
 )
 
