@@ -265,7 +265,7 @@ def test_a_tooltip_tells_what_an_advantage_is_made_of(tmp_path, browser):
     assert lines == [
         "= 0 − (0.42 + 0.11 − 0.36)",
         "= reward − (others' mean + what the text so far foretells + luck of later tokens)",
-        "worse than expected here, even without the bad luck of later tokens",
+        "= worse than expected here, even without the bad luck of later tokens",
     ]
     assert float(numbers["advantage"]) == pytest.approx(-0.17, abs=1e-3)
     (tmp_path / "one.html").unlink()

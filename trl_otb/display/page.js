@@ -526,10 +526,10 @@ function parts(c, i) { // what an advantage is made of: G − (B0 + prefix + lat
 }
 function story(advantage, luck) { // of a token, in one line
   const better = advantage > 0, lucky = luck > 0;
-  if (Math.abs(advantage) < 1e-3) return "  as expected here";
+  if (Math.abs(advantage) < 1e-3) return "  = as expected here";
   const told = Math.abs(luck) < 0.1 * Math.abs(advantage) ? "" : better === lucky
     ? `, even without the ${lucky ? "luck" : "bad luck"} of later tokens` : `, although later tokens were ${lucky ? "lucky" : "unlucky"}`;
-  return `  ${better ? "better" : "worse"} than expected here${told}`;
+  return `  = ${better ? "better" : "worse"} than expected here${told}`;
 }
 function go(i) { // to a prompt, at its top
   prompt = i;
