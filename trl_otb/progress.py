@@ -1,111 +1,143 @@
 """
 Progress: numbers that the user's own functions give the text so far, which `value` reads.
 
-A progress function is called like a reward function of TRL, on unfinished completions. What it returns at some place of
-a completion holds for the tokens after that place, up to the next one. So it depends on what precedes a token alone,
-and a baseline that reads it stays unbiased.
+A progress function is called like a reward function of TRL: once for each place of a batch, in order of place, before
+any reward is computed, with all completions as they were at that place. So its number for a completion depends on the
+tokens before the place, on other completions and on earlier batches, whatever the function does or keeps, and a
+baseline that reads it stays unbiased.
 """
 
 import asyncio
 import copy
 import functools
 import inspect
+import logging
 import math
 import random
+import threading
 import time
+import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
-from accelerate.logging import get_logger
+from jaxtyping import Float
 from torch import Tensor
 
 from .baselines.registry import imported
+from .visible_state import visible_state
 
 
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)
 
-# Of a completion, at which progress functions are called: all tokens of a short answer, every fourth of 256. On stories
-# every fourth token costs 0.02 of the noise, every eighth 0.05 (recipes/studies/progress.md)
-PROGRESS_PLACES = 64
-REWARDS = "rewards"  # in the place of a function: all reward functions of the run
+PROGRESS_PLACES = 64  # of a completion of usual length: with more, each costs time; with few, numbers are late
+FIRST_LENGTH = 1024  # tokens of a usual completion, before there was a batch, if completions may be that long
+BATCHES = 16  # whose median lengths a usual length is the median of: a few batches of long texts do not move it
+REWARDS = "rewards"  # in the place of a function: all reward functions of the run that have a weight
+LARGEST = 1e18  # of a number, so that its square is finite in float32; more is no number
+CHECKED = 3  # first batches, in which it is checked that calls change nothing that rewards depend on
 SLOW = 0.05  # of the time between two generation batches: with more a warning says so
 TIMED = 3  # batches, whose median that is: a single one may be slow by chance
-# Texts of a batch for which a function must return the same number, to the precision of float32: what is always random
-# shows in the first batch, what seldom is within a few
-ASKED_AGAIN, ROUNDING = 4, 1e-5
-# The probability of the likeliest token above which nothing is tried in its place: the variance of such a draw is at
-# most a fifth of an even one's. SmolLM2 is that sure of 5 % of the tokens of stories, and of 94 % of sums by column
-SURE = 0.95
-# Of a completion's places, for what is longer than completions usually are. Their intervals grow by a factor, which is
-# raised in such steps until the last of them reaches the longest
-LATE_PLACES, FACTOR_STEP = 8, 0.05
-
-
-# A text: of a row, up to so many generated tokens, and perhaps a further one
-Place = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Given:
-    """What reward functions were given for B completions: lists of B, by the names of their arguments."""
+class Sampled:
+    """What was sampled for a batch of B completions, with their prompts and columns as they were before."""
 
     prompts: list[Any]
-    completions: list[Any]  # text, or a conversation's messages
+    columns: dict[str, list[Any]]  # of the data set
+    completions: list[Any]  # text, or a conversation's messages, as reward functions are to get them
     completion_ids: list[list[int]]  # including tool output
-    columns: dict[str, list[Any]]  # of the data set, and fields of a `rollout_func`
+    generated: list[list[int]]  # the places of the tokens that the policy generated among them
+    # From (row, first id, end of ids) of unfinished turns: what the policy has written there, text or a message
+    written: Callable[[list[tuple[int, int, int]]], list[Any]]
 
-    @classmethod
-    def of(cls, inputs: list[dict[str, Any]], prompts: list[Any], completions: list[Any], ids: list[Any]) -> "Given":
-        """Copies, as reward functions may change what they are given."""
-        left_out = ("prompt", "completion", "completion_ids")
-        columns = {key: [_copied(row[key]) for row in inputs] for key in inputs[0] if key not in left_out}
-        return cls([*map(_copied, prompts)], [*map(_copied, completions)], [[*of_row] for of_row in ids], columns)
+    def at(self, place: int) -> tuple[list[Any], list[list[int]]]:
+        """Completions and ids before the generated token number `place`; those that ended earlier as they are."""
+        completions, ids = [*self.completions], [*self.completion_ids]
+        cuts, turns = [], []
+        for row, columns in enumerate(self.generated):
+            if place < len(columns):
+                starts = _turns(self.completions[row], columns)
+                turns.append(bisect_right(starts, place) - 1)
+                cuts.append((row, columns[starts[turns[-1]]] if turns[-1] else 0, columns[place]))
+        for (row, _, end), turn, text in zip(cuts, turns, self.written(cuts), strict=True):
+            ids[row] = ids[row][:end]
+            completions[row] = text if isinstance(text, str) else [*_messages_before(completions[row], turn), text]
+        return completions, ids
 
 
-def _copied(value: Any) -> Any:
-    """A copy of what a function may change in its place; images and the like are shared."""
-    return copy.deepcopy(value) if isinstance(value, list | dict | set) else value
+def _turns(completion: Any, columns: list[int]) -> list[int]:
+    """
+    The first generated token of each of the policy's turns, from the columns of generated tokens. A completion that is
+    text, or has a single message of the policy's, is one turn, with the output of tools in it.
+    """
+    if isinstance(completion, str) or sum(message["role"] == "assistant" for message in completion) < 2:
+        return [0]
+    return [t for t, column in enumerate(columns) if t == 0 or column != columns[t - 1] + 1]
+
+
+def _messages_before(completion: list[dict[str, Any]], turn: int) -> list[dict[str, Any]]:
+    written = [i for i, message in enumerate(completion) if message["role"] == "assistant"]
+    return completion[: written[turn]] if turn < len(written) else completion
+
+
+def copied(value: Any) -> Any:
+    """A copy of lists, dicts, sets and tuples, at any depth; what they hold, such as images, is shared."""
+    if isinstance(value, dict):
+        return {key: copied(of) for key, of in value.items()}
+    return type(value)(map(copied, value)) if type(value) in (list, set, tuple) else value
 
 
 # The functions
 
 
 def named(functions: Any) -> list[Any]:
-    """One function or several, as a list; [`REWARDS`] and `"module:function"` stay text."""
+    """One function or several, as a list; [`REWARDS`] and `"module:function"` stay text, `"module.function"`, too."""
     if functions is None:
         return []
     return [*functions] if isinstance(functions, list | tuple) else [functions]
 
 
-def check_names(functions: Any) -> None:
+def _with_colon(name: str) -> str:
+    """`"module:function"`, also of `"module.function"`, as TRL has reward functions."""
+    return name if ":" in name or "." not in name else ":".join(name.rsplit(".", 1))
+
+
+def check_function_names(functions: Any) -> None:
     """Raise a `ValueError` unless `functions`, of a config, is text that names functions."""
     for name in named(functions):
-        if not isinstance(name, str) or not (name == REWARDS or ":" in name):
+        if not isinstance(name, str) or not (name == REWARDS or ":" in _with_colon(name)):
             raise ValueError(
                 f"`progress_funcs` holds {name!r}: a config holds text, {REWARDS!r} for the run's reward functions or "
                 "'module:function'. Give functions themselves to the trainer: `OTBGRPOTrainer(progress_funcs=[...])`."
             )
 
 
-def functions_by_name(functions: Any, reward_funcs: Sequence[Any], reward_names: Sequence[str]) -> dict[str, Callable]:
+def functions_by_name(functions: Any, rewards: Mapping[str, tuple[Any, float]]) -> dict[str, Callable]:
     """
-    The functions by name. A `ValueError` or `TypeError` if one cannot be imported or called on unfinished text: reward
-    models, an environment's `get_reward`, and functions that ask for `environments`.
+    The functions by name; `rewards` are the run's reward functions with their weights. A `ValueError` or `TypeError` if
+    one cannot be imported or called on unfinished text: reward models, an environment's `get_reward`, and functions
+    that ask for `environments`.
     """
     result: dict[str, Callable] = {}
     for given in named(functions):
-        several = [(f"reward {name}", of) for name, of in zip(reward_names, reward_funcs, strict=True)]
-        for name, function in several if given == REWARDS else [_imported(given)]:
+        weighted = [(f"reward {name}", function) for name, (function, weight) in rewards.items() if weight != 0]
+        for name, function in weighted if given == REWARDS else [_imported(given)]:
             _check(name, function)
             number = sum(1 for known in result if known.partition("#")[0] == name)
             result[f"{name}#{number + 1}" if number else name] = function
+    if functions and not result:
+        raise ValueError(
+            f"`progress_funcs` is {functions!r}, and no reward function has a weight: name functions that read the "
+            "text, or set `reward_weights`."
+        )
     return result
 
 
@@ -113,8 +145,8 @@ def _imported(given: Any) -> tuple[str, Any]:
     if not isinstance(given, str):
         at = given if hasattr(given, "__qualname__") else type(given)
         return f"{getattr(at, '__module__', '')}:{at.__qualname__}", given
-    check_names(given)
-    return given, imported(given, f"`progress_funcs` holds {given!r}")
+    check_function_names(given)
+    return _with_colon(given), imported(_with_colon(given), f"`progress_funcs` holds {given!r}")
 
 
 def _check(name: str, function: Any) -> None:
@@ -137,437 +169,280 @@ def _check(name: str, function: Any) -> None:
         )
 
 
-# Where they are called
-
-
-def schedule(places: int, usual: int, longest: int) -> list[int]:
-    """
-    The first tokens of at most so many intervals, each with one place: as many tokens in each up to the `usual` length,
-    and more and more in the last ones, up to the `longest`. It depends on no completion of the batch.
-    """
-    usual = max(min(usual, longest), 1)
-    regular = places if usual == longest else max(places - LATE_PLACES, 1)
-    step = math.ceil(usual / regular)
-    starts = [*range(0, usual, step)]
-    late = places - len(starts)
-    rest = longest - usual
-    if late > 0 and rest > 0:
-        growth = 1.0
-        while step * sum(growth**i for i in range(1, late + 1)) < rest:
-            growth += FACTOR_STEP
-        at = float(usual)
-        for i in range(1, late + 1):
-            if at >= longest:
-                break
-            starts.append(math.ceil(at))
-            at += step * growth**i
-    return sorted({*starts})
-
-
-def places_of(starts: list[int], longest: int, tokens: Sequence[int], ends_line: Callable[[int], bool]) -> list[int]:
-    """
-    One place in each interval that begins at `starts`, as numbers of tokens before it: after the first token that ends
-    a line, if there is one in time, else the last of the interval. Whether t is a place depends on tokens before t.
-    """
-    result = []
-    for start, end in pairwise([*starts, max(longest, starts[-1] + 1)]):
-        inside = range(start, min(end, len(tokens)))
-        line_ends = (t for t in inside if t > 0 and ends_line(tokens[t - 1]))
-        # An interval that the completion leaves unfinished has its place where a longer completion would have it
-        place = next(line_ends, end - 1)
-        if place < len(tokens):
-            result.append(place)
-    return result
-
-
-# What a completion was before a token
-
-
-class Prefixes:
-    """The completions of [`Given`] as they were at each of their places, as a reward function would get them."""
-
-    def __init__(self, given: Given, mask: Tensor, processing_class: Any) -> None:
-        self.given = given
-        self.decode = functools.partial(processing_class.batch_decode, skip_special_tokens=True)
-        self.generated = [row.nonzero().flatten().tolist() for row in mask.cpu()]  # columns of generated tokens
-        self._turns = [_turns(*of) for of in zip(given.completions, self.generated, strict=True)]
-        self._ends: dict[int, bool] = {}
-
-    def ends_line(self, token: int) -> bool:
-        if token not in self._ends:
-            self._ends[token] = "\n" in self.decode([[token]])[0]
-        return self._ends[token]
-
-    def places(self, starts: list[int], longest: int) -> list[Place]:
-        """Row, and number of generated tokens before, of each place."""
-        result: list[Place] = []
-        for row, columns in enumerate(self.generated):
-            tokens = [self.given.completion_ids[row][column] for column in columns]
-            result += [(row, t) for t in places_of(starts, longest, tokens, self.ends_line)]
-        return result
-
-    def texts(self, places: list[Place]) -> tuple[list[Any], list[list[int]]]:
-        """Completion and ids at each place, as copies."""
-        ids = [[*self.given.completion_ids[row][: self.generated[row][t]], *more] for row, t, *more in places]
-        whole = [self.given.completions[row] for row, *_ in places]
-        turns = [bisect_right(self._turns[row], t) - 1 for row, t, *_ in places]
-        starts = [
-            self.generated[row][self._turns[row][turn]] if turn > 0 else 0
-            for (row, *_), turn in zip(places, turns, strict=True)
-        ]
-        unfinished = self.decode([of[start:] for of, start in zip(ids, starts, strict=True)])
-        completions = []
-        for completion, turn, text in zip(whole, turns, unfinished, strict=True):
-            if isinstance(completion, str):
-                completions.append(text)
-                continue
-            written = [i for i, message in enumerate(completion) if message["role"] == "assistant"]
-            before = completion[: written[turn]] if turn < len(written) else completion
-            completions.append([*copy.deepcopy(before), {"role": "assistant", "content": text}])
-        return completions, ids
-
-
-def _turns(completion: Any, columns: list[int]) -> list[int]:
-    """
-    The first generated token of each of the policy's turns, from the columns of generated tokens. A completion that is
-    text, or has a single message of the policy's, is one turn, with the output of tools in it.
-    """
-    if isinstance(completion, str) or sum(message["role"] == "assistant" for message in completion) < 2:
-        return [0]
-    return [t for t, column in enumerate(columns) if t == 0 or column != columns[t - 1] + 1]
-
-
-# A run's progress functions
-
-
-@dataclass
-class Calls:
-    """What the calls of a batch have found: numbers by function and place, NaN without one; and what went wrong."""
-
-    numbers: Tensor  # (F, P) float64
-    failed: dict[str, tuple[int, str]] = field(default_factory=dict)  # by function: how often, and the last error
-    not_finite: dict[str, int] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
-
-
 class Progress:
     """
     The progress functions of a run.
 
-    `measure` returns `(B, T, F)`, and draws, if l of the likeliest tokens are tried: of a token y that the policy was
-    not sure of, at a place, D = f(y) − Σ_v π(v) f(v), where f(v) is by how much the number changes if v is written
-    there; 0 for all tokens but the l likeliest. So D has mean 0 given what precedes y. A function without a number for
-    a text (None, NaN, or an error) keeps the one that it had before, 0 at first. A function that returns two numbers
-    for one text, because it is random, has a state, or compares completions, is left out from then on: its numbers are
-    0.
+    A function has a number for a completion from a place on, up to the next place. Where it has none (None, NaN,
+    infinite, or an error), the number before stays, 0 at first.
+
+    Args:
+        functions: By name.
+        rewards: The run's reward functions by name, whose visible state calls must not change.
+        places: How many places a completion of usual length has: every s-th token is one, to the end of each text.
+        longest: Tokens that a completion may have; `None` without a limit.
+        tolerant: Whether, in the place of an error, all numbers are 0 from then on, with the reason in `unusable`.
     """
 
-    def __init__(self, functions: dict[str, Callable], places: int, longest: int, likeliest: int = 0) -> None:
-        self.functions, self.max_places, self.longest = functions, places, longest
-        self.likeliest = likeliest  # tokens that are tried in the place of one
-        self.usual = longest  # tokens of the longest completion of the batch before
-        self.left_out: set[str] = set()
+    def __init__(
+        self,
+        functions: dict[str, Callable],
+        rewards: Mapping[str, Callable],
+        places: int,
+        longest: int | None = None,
+        tolerant: bool = False,
+    ) -> None:
+        self.tolerant, self.unusable, self.sees_evaluations = tolerant, "", False
+        self.functions, self.rewards, self.max_places = functions, dict(rewards), places
+        self._first_length = min(longest or FIRST_LENGTH, FIRST_LENGTH)
+        self.lengths: deque[float] = deque(maxlen=BATCHES)  # medians of earlier batches of all processes
         self.time_share = math.nan  # of the time since the batch before
+        self._in_order: set[str] = set()  # asynchronous functions that keep something
+        self._failed: dict[str, list[Exception]] = {}  # in this batch, by function
+        self._batches = 0  # with places after the first, where no text is written yet
         self._since: float | None = None
-        self._shares: list[float] = []
-        self._slowest = ""
-        self._warned: set[tuple[str, str]] = set()
-        self._again = random.Random(0)
+        self._shares: deque[float] = deque(maxlen=TIMED)
+        self._seconds = dict.fromkeys(functions, 0.0)
+        self._warned: set[str] = set()
+        self._own_loop: asyncio.AbstractEventLoop | None = None
 
     @property
     def names(self) -> list[str]:
         return [*self.functions]
 
-    def measure(
-        self,
-        given: Given,
-        mask: Tensor,
-        processing_class: Any,
-        state: Any = None,
-        loop: Any = None,
-        training: bool = True,
-        likely: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
+    @property
+    def interval(self) -> int:
+        """Tokens between two places. It depends on earlier batches alone."""
+        return math.ceil(median(self.lengths or [self._first_length]) / self.max_places)
+
+    def measure(self, sampled: Sampled, state: Any = None, loop: Any = None) -> Float[Tensor, "B T F"]:
         """
-        The numbers, `(B, T, F)`, of the completions of this process, and draws, the same; 0 where `mask`, `(B, T)`, is
-        0. No draws if no tokens are to be tried.
+        The numbers before each of the T tokens of completions; 0 at tokens that the policy did not generate.
 
         Args:
-            likely: `(B, T, 2 l)` ids of the likeliest tokens before each, and their probabilities; draws are 0 without.
-            processing_class: The tokenizer or processor that decodes completions.
             state: TRL's `trainer_state`, of which functions get a copy.
-            loop: The event loop of asynchronous reward functions, if there is one.
-            training: Whether lengths and times of the batch are kept.
+            loop: The event loop of the run's asynchronous reward functions, if there is one.
 
         Raises:
-            ValueError: A function returned something else than a list with a number or None for each completion, or
-                failed on every text of the batch.
+            ValueError: A function returned something else than a list with a number or None for each completion; or, in
+                the first batch, failed on every text, or changed what reward functions or other functions get.
         """
-        start = time.perf_counter()
-        prefixes = Prefixes(given, mask, processing_class)
-        places = prefixes.places(schedule(self.max_places, self.usual, self.longest), self.longest)
-        result = torch.zeros(*mask.shape, len(self.functions), dtype=torch.float64)
-        draws = torch.zeros_like(result)
-        if places:
-            tried = self._alternatives(prefixes, places, likely)
-            with _random_state_kept():
-                calls = self._called(prefixes, [*places, *tried], copy.copy(state), loop)
-            self._tell(calls, len(places) + len(tried))
-            columns: list[Any] = [[] for _ in prefixes.generated]
-            for number, (row, t, *_) in enumerate(places):
-                columns[row].append((t, number))
-            for row, of_row in enumerate(columns):
-                generated = torch.tensor(prefixes.generated[row], dtype=torch.long)
-                for f in range(len(self.functions)):
-                    result[row, generated, f] = _held(calls.numbers[f], of_row, len(generated))
-            for number, (place, weight) in enumerate(tried.items(), start=len(places)):
-                row, t, _ = place
-                at = row, prefixes.generated[row][t]
-                draws[at] += weight * (calls.numbers[:, number] - result[at]).nan_to_num(nan=0.0)
-        if training:
-            self.usual = max([len(of_row) for of_row in prefixes.generated], default=0) or self.usual
-            self._clock(start)
-        result, draws = (values.float().to(mask.device) for values in (result, draws))
-        return result, draws if self.likeliest else None
-
-    def forget_left_out(self, flags: Tensor) -> Tensor:
-        """From `(processes, F)` flags: a function that any process leaves out is left out everywhere; `(F,)` kept."""
-        self.left_out |= {name for name, out in zip(self.names, flags.any(dim=0).tolist(), strict=True) if out}
-        return self.flags() == 0
-
-    def flags(self) -> Tensor:
-        """`(F,)` 1 for each function that is left out."""
-        return torch.tensor([float(name in self.left_out) for name in self.names])
-
-    def _alternatives(self, prefixes: Prefixes, places: list[Place], likely: Tensor | None) -> dict[Place, float]:
-        """Texts with another token at places where the policy was not sure, each with its weight 1[v = y] − π(v)."""
-        if not self.likeliest or likely is None:
-            return {}
-        tokens, probs = (of.cpu() for of in likely.split(self.likeliest, dim=-1))
-        result: dict[Place, float] = {}
-        for row, t in places:
-            column = prefixes.generated[row][t]
-            if probs[row, column, 0] > SURE:
-                continue
-            y = prefixes.given.completion_ids[row][column]
-            of = zip(tokens[row, column], probs[row, column], strict=True)
-            result |= {(row, t, int(v)): float(int(v) == y) - p.item() for v, p in of if p > 0}
-        return result
-
-    def _called(self, prefixes: Prefixes, places: list[Place], state: Any, loop: Any) -> Calls:
-        calls = Calls(torch.full((len(self.functions), len(places)), torch.nan, dtype=torch.float64))
-        checked = sorted(self._again.sample(range(len(places)), min(ASKED_AGAIN, len(places))))
-        some = [places[i] for i in checked[::-1]]
-
-        async def of_function(index: int, name: str, function: Callable) -> None:
-            begin = time.perf_counter()
-            values = await self._values(name, function, prefixes, places, state, calls)
-            again = await self._values(name, function, prefixes, some, state, None)
-            calls.seconds[name] = time.perf_counter() - begin
-            self._compare(name, prefixes, [(values[i], x) for i, x in zip(checked[::-1], again, strict=True)], some)
-            calls.numbers[index] = torch.tensor(values, dtype=torch.float64)
-
-        kept = [(i, *of) for i, of in enumerate(self.functions.items()) if of[0] not in self.left_out]
-        for of in kept:
-            if not _is_async(of[2]):
-                _run_now(of_function(*of))
-
-        async def together() -> None:
-            await asyncio.gather(*(of_function(*of) for of in kept if _is_async(of[2])))
-
-        if any(_is_async(of[2]) for of in kept):
-            _run(together(), loop)
-        for index, name in enumerate(self.functions):
-            if name in self.left_out:
-                calls.numbers[index] = torch.nan
-        return calls
-
-    async def _values(
-        self, name: str, function: Callable, prefixes: Prefixes, places: list, state: Any, calls: Calls | None
-    ) -> list[float]:
-        """A number for each place, NaN without one: in one call, or, if that fails, in one for each text."""
+        start, interval = time.perf_counter(), self.interval
+        places = range(0, max(map(len, sampled.generated), default=0), interval)
+        shape = len(places), len(sampled.completions), len(self.functions)
+        numbers, self._failed = torch.full(shape, torch.nan, dtype=torch.float64), {}
+        before = copied((sampled.prompts, sampled.columns))
         try:
-            return self._numbers(name, await _call(function, prefixes, places, state), len(places), calls)
-        except _WrongResult as wrong:
-            raise ValueError(str(wrong)) from None
-        except Exception:  # of a user's function, of all kinds
-            values, errors = [], []
-            for place in places:
-                try:
-                    values += self._numbers(name, await _call(function, prefixes, [place], state), 1, calls)
-                except _WrongResult as wrong:
-                    raise ValueError(str(wrong)) from None
-                except Exception as error:
-                    values.append(math.nan)
-                    errors.append(error)
-            if calls is not None and errors:
-                calls.failed[name] = len(errors), f"{type(errors[-1]).__name__}: {errors[-1]}"
-                if len(errors) == len(places):
-                    raise ValueError(
-                        f"The progress function {name!r} failed on all {len(places)} unfinished texts of a batch "
-                        f"({calls.failed[name][1]}). It is called like a reward function, with prompts, completions, "
-                        "completion_ids and the columns of the data set; `environments` are not there, as they are at "
-                        "the end of the completion. Let it return None where it cannot tell, or leave it out of "
-                        "`progress_funcs`."
-                    ) from errors[-1]
-            return values
-
-    def _numbers(self, name: str, values: Any, expected: int, calls: Calls | None) -> list[float]:
-        if isinstance(values, str | bytes | dict) or not hasattr(values, "__iter__") or getattr(values, "ndim", 1) == 0:
-            raise _WrongResult(
-                f"The progress function {name!r} returned {short(values)}: it must return a list with one number or "
-                "None per completion."
-            )
-        values = [*values]
-        if len(values) != expected:
-            raise _WrongResult(
-                f"The progress function {name!r} returned {len(values)} numbers for {expected} completions: it must "
-                "return one number or None for each, as a reward function does."
-            )
-        result = []
-        for value in values:
-            number = math.nan if value is None else _number(name, value)
-            if value is not None and not math.isfinite(number):
-                number = math.nan
-                if calls is not None:
-                    calls.not_finite[name] = calls.not_finite.get(name, 0) + 1
-            result.append(number)
+            if not self.unusable:
+                with _random_state_kept():
+                    self._call_all(sampled, places, state, loop, numbers)
+                self._check_given(sampled, *before)
+                self._check_failed(numbers)
+        except ValueError as error:
+            if not self.tolerant:
+                raise
+            self.unusable = str(error)
+        if self.unusable:
+            numbers.fill_(0.0)
+        self._batches += len(places) > 1
+        for number in range(len(places)):
+            held = numbers[number - 1] if number else torch.zeros_like(numbers[0])
+            numbers[number] = numbers[number].where(~numbers[number].isnan(), held)
+        result = torch.zeros(len(sampled.completions), max(map(len, sampled.completion_ids), default=0), shape[2])
+        for row, columns in enumerate(sampled.generated):
+            result[row, columns] = numbers[torch.arange(len(columns)) // interval, row].float()
+        self._clock(start)
         return result
 
-    def _compare(self, name: str, prefixes: Prefixes, pairs: list[tuple[float, float]], places: list) -> None:
-        for (first, again), place in zip(pairs, places, strict=True):
-            same = math.isnan(first) and math.isnan(again)
-            if same or abs(first - again) <= ROUNDING * (1 + abs(first)):
-                continue
-            self.left_out.add(name)
-            text = prefixes.texts([place])[0][0]
-            text = text if isinstance(text, str) else text[-1]["content"]
-            logger.warning(
-                f"The progress function {name!r} returned {first:g} and then {again:g} for the same text, "
-                f"{short(text)}, and is left out from now on: it is random, has a state, or compares completions with "
-                "each other. A progress function must depend on one completion's text alone. Rewards are not affected.",
-                main_process_only=False,
-            )
-            return
+    def saw(self, lengths: Sequence[int]) -> None:
+        """Keeps the median number of generated tokens of a training batch, of all processes."""
+        if present := [length for length in lengths if length > 0]:
+            self.lengths.append(float(median(present)))
 
-    def _tell(self, calls: Calls, places: int) -> None:
-        for name, (times, error) in calls.failed.items():
-            self._warn_once(
-                ("failed", name),
-                f"The progress function {name!r} failed on {times} of {places} unfinished texts ({error}). There the "
-                "number of the place before is kept, 0 at first. It was called again for each text, which costs time: "
-                "let it return None where it cannot tell.",
+    def state_dict(self) -> dict[str, Any]:
+        return {"progress": self.names, "progress_lengths": [*self.lengths]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.lengths = deque(state.get("progress_lengths", ()), maxlen=BATCHES)
+
+    # Calls
+
+    def _call_all(self, sampled: Sampled, places: range, state: Any, loop: Any, numbers: Tensor) -> None:
+        """Fills `numbers`, `(P, B, F)`, NaN where there is none."""
+        names, functions = self.names, [*self.functions.values()]
+        waits = [is_async(function) for function in functions]
+        together = [f for f, name in enumerate(names) if waits[f] and name not in self._in_order]
+        in_order = [f for f in range(len(names)) if f not in together]
+
+        def given_at(place: int) -> dict[str, Any]:
+            completions, ids = sampled.at(place)
+            own = {"trainer_state": state, "log_extra": _nothing, "log_metric": _nothing}
+            texts = {"prompts": sampled.prompts, "completions": completions, "completion_ids": ids}
+            return sampled.columns | own | texts
+
+        async def call(f: int, number: int, given: dict[str, Any]) -> None:
+            begin = time.perf_counter()
+            found = await self._numbers_of(names[f], functions[f], given)
+            numbers[number, :, f] = torch.tensor(found, dtype=torch.float64)
+            self._seconds[names[f]] += time.perf_counter() - begin
+
+        async def call_together(each: list[tuple[int, dict[str, Any]]]) -> None:
+            await asyncio.gather(*(call(f, *at) for at in each for f in together))
+
+        kept: dict[str, bytes] = {}
+        for number, place in enumerate(places if in_order else places[:1]):
+            given = given_at(place)
+            for f in in_order:
+                self._wait_for(call(f, number, given), loop) if waits[f] else _run_now(call(f, number, given))
+            if number == 0:  # the first call may set up what is kept for later ones
+                self._wait_for(call_together([(0, given)]), loop) if together else None
+                kept = _states(self.rewards | self.functions) if self._batches < CHECKED else {}
+        if together:
+            self._wait_for(call_together([(n, given_at(place)) for n, place in enumerate(places) if n > 0]), loop)
+        now = _states(self.rewards | self.functions) if kept else {}
+        changed = {name for name in kept if kept[name] != now[name]}
+        # It may read what it was given of later places: from the next batch on its places are awaited in order
+        self._in_order |= changed & {names[f] for f in together}
+        if changed := changed & self.rewards.keys():
+            one = len(changed) == 1
+            self._wrong(
+                "rewards",
+                f"Calls of the progress functions {_listed(self.names)} changed what the reward "
+                f"function{'' if one else 's'} {_listed(changed)} keep{'s' if one else ''} (an attribute, a global, or "
+                "a variable of an outer function), so that rewards may differ from those without progress functions. "
+                "Give a function that keeps nothing as `progress_funcs`. A cache can be one of `functools.lru_cache`.",
             )
-        for name, times in calls.not_finite.items():
-            self._warn_once(
-                ("finite", name),
-                f"The progress function {name!r} returned NaN or infinity for {times} of {places} unfinished texts: "
-                "there the number of the place before is kept, 0 at first. Let it return None where it cannot tell.",
+
+    async def _numbers_of(self, name: str, function: Callable, given: dict[str, Any]) -> list[float]:
+        """A number for each completion, NaN without one: in one call, or, if that fails, in one for each row."""
+        rows = len(given["completions"])
+        try:
+            return _numbers(name, await _result(function, given), rows)
+        except _WrongResult:
+            raise
+        except Exception:  # of a user's function, of all kinds
+            values = []
+        for row in range(rows):
+            try:
+                of_row = {key: [of[row]] if isinstance(of, list) else of for key, of in given.items()}
+                values += _numbers(name, await _result(function, of_row), 1)
+            except _WrongResult:
+                raise
+            except Exception as error:
+                self._failed.setdefault(name, []).append(error)
+                values.append(math.nan)
+        return values
+
+    def _wait_for(self, coroutine: Any, loop: Any) -> None:
+        """Runs it in the run's loop, TRL's if there is one."""
+        if loop is None:
+            if self._own_loop is None:
+                self._own_loop = asyncio.new_event_loop()
+                threading.Thread(target=self._own_loop.run_forever, daemon=True).start()
+                weakref.finalize(self, self._own_loop.call_soon_threadsafe, self._own_loop.stop)
+            loop = self._own_loop
+        asyncio.run_coroutine_threadsafe(coroutine, loop).result()
+
+    # What went wrong
+
+    def _check_given(self, sampled: Sampled, prompts: list[Any], columns: dict[str, list[Any]]) -> None:
+        given, before = {"prompts": sampled.prompts} | sampled.columns, {"prompts": prompts} | columns
+        if changed := [name for name in given if not _same(given[name], before[name])]:
+            self._wrong(
+                "given",
+                f"One of the progress functions {_listed(self.names)} changed {_listed(changed)} in its place, which "
+                "other calls are given, too. Let it change a copy.",
             )
-        self._slowest = max(calls.seconds, key=lambda of: calls.seconds[of], default="")
+
+    def _check_failed(self, numbers: Tensor) -> None:
+        texts, first = numbers[..., 0].numel(), self._batches == 0 and len(numbers) > 1
+        for name, errors in self._failed.items():
+            error = f"{type(errors[-1]).__name__}: {errors[-1]}"
+            if len(errors) == texts and first:
+                raise ValueError(
+                    f"The progress function {name!r} failed on all {texts} unfinished texts of a batch ({error}). It "
+                    "is called like a reward function, before anything is rewarded: with prompts, completions, "
+                    "completion_ids and the columns of the data set. `environments` and the fields of a "
+                    "`rollout_func` are not there, as they are known at the end of a completion only. Let it return "
+                    "None where it cannot tell, or leave it out of `progress_funcs`."
+                ) from errors[-1]
+            self._warn_once(
+                f"failed {name}",
+                f"The progress function {name!r} failed on {len(errors)} of {texts} unfinished texts ({error}). There "
+                "the number of the place before is kept, 0 at first. It was called again for each text, which costs "
+                "time: let it return None where it cannot tell.",
+            )
+
+    def _wrong(self, key: str, message: str) -> None:
+        """An error in the first batch; a warning later, when a run would be lost."""
+        if self._batches == 0:
+            raise ValueError(message)
+        self._warn_once(key, message)
 
     def _clock(self, start: float) -> None:
         now = time.perf_counter()
         if self._since is not None:
             self.time_share = (now - start) / max(now - self._since, 1e-9)
             self._shares.append(self.time_share)
-            usual = sorted(self._shares[-TIMED:])[len(self._shares[-TIMED:]) // 2]
-            if len(self._shares) >= TIMED and usual > SLOW:
+            if len(self._shares) == TIMED and (usual := median(self._shares)) > SLOW:
+                slowest = max(self._seconds, key=lambda name: self._seconds[name])
                 self._warn_once(
-                    ("slow", ""),
-                    f"Progress functions take {usual:.0%} of a step's time, most of it {self._slowest!r}. Lower "
-                    f"`progress_places` ({self.max_places} texts per completion), or name functions that cost less.",
+                    "slow",
+                    f"Progress functions take {usual:.0%} of a step's time, most of it {slowest!r}. Lower "
+                    f"`progress_places` ({self.max_places} per usual completion), or name functions that cost less.",
                 )
         self._since = now
 
-    def _warn_once(self, key: tuple[str, str], message: str) -> None:
+    def _warn_once(self, key: str, message: str) -> None:
         if key not in self._warned:
             self._warned.add(key)
-            logger.warning(message, main_process_only=False)
+            logger.warning(message)
 
 
-class _WrongResult(Exception):
+def _states(functions: Mapping[str, Callable]) -> dict[str, bytes]:
+    return {name: visible_state(function) for name, function in functions.items()}
+
+
+def _same(value: Any, before: Any) -> bool:
+    try:
+        return bool(value == before)
+    except Exception:  # of what compares in a way of its own; the same object is not compared
+        return False
+
+
+def _listed(names: Collection[str]) -> str:
+    return ", ".join(map(repr, sorted(names)))
+
+
+# One call
+
+
+class _WrongResult(ValueError):
     """A function returned something else than numbers."""
 
 
-async def _call(function: Callable, prefixes: Prefixes, places: list[Place], state: Any) -> Any:
-    """A function's result for the texts at some places, as TRL calls reward functions, on copies of all arguments."""
-    rows, given = [row for row, *_ in places], prefixes.given
-    completions, ids = prefixes.texts(places)
-    result = _stateless(function)(
-        prompts=[_copied(given.prompts[row]) for row in rows],
-        completions=completions,
-        completion_ids=ids,
-        trainer_state=copy.copy(state),
-        log_extra=_nothing,
-        log_metric=_nothing,
-        **{key: [_copied(values[row]) for row in rows] for key, values in given.columns.items()},
-    )
-    return await result if _is_async(function) else result
+async def _result(function: Callable, given: dict[str, Any]) -> Any:
+    """What a function returns, on lists of its own and messages of its own."""
+    lists = {key: [*of] if isinstance(of, list) else of for key, of in given.items()}
+    own = {"completions": copied(given["completions"]), "completion_ids": [[*ids] for ids in given["completion_ids"]]}
+    result = function(**lists | own | {"trainer_state": copy.copy(given["trainer_state"])})
+    return await result if is_async(function) else result
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """In the place of `log_extra` and `log_metric`, as unfinished texts are not to be logged."""
-
-
-def _stateless(function: Callable) -> Callable:
-    """A copy of an object that can be called, so that what it counts is not counted twice; functions as they are."""
-    if inspect.isroutine(function) or isinstance(function, type | functools.partial):
-        return function
-    try:
-        return copy.deepcopy(function)
-    except Exception:  # of a user's class, of all kinds
-        return function
-
-
-def _is_async(function: Callable) -> bool:
-    while isinstance(function, functools.partial):
-        function = function.func
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-
-
-def _run_now(coroutine: Any) -> None:
-    """Run what waits for nothing, outside of any event loop: the function within may have one of its own."""
-    try:
-        coroutine.send(None)
-    except StopIteration:
-        return
-    raise RuntimeError("a progress function that is not asynchronous was awaited")  # which `_call` does not do
-
-
-def _run(coroutine: Any, loop: Any) -> None:
-    """Run it in TRL's loop, or in a new one if there is none; in a thread if a loop runs here, as in notebooks."""
-    if loop is not None:
-        return asyncio.run_coroutine_threadsafe(coroutine, loop).result()
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(coroutine)
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, coroutine).result()
-
-
-@contextmanager
-def _random_state_kept() -> Iterator[None]:
-    """Context in which random numbers that are drawn do not change those that training draws."""
-    kept = random.getstate(), np.random.get_state(), torch.random.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(kept[0])
-        np.random.set_state(kept[1])
-        torch.random.set_rng_state(kept[2])
-
-
-def _held(numbers: Tensor, places: list[tuple[int, int]], tokens: int) -> Tensor:
-    """`(tokens,)`: the number of the last place before each token that has one; 0 before any."""
-    result, last, at = torch.zeros(tokens, dtype=torch.float64), 0.0, 0
-    for t, number in places:
-        result[at:t] = last
-        value = numbers[number].item()
-        last, at = last if math.isnan(value) else value, t
-    result[at:] = last
-    return result
+def _numbers(name: str, values: Any, expected: int) -> list[float]:
+    if isinstance(values, str | bytes | dict) or not hasattr(values, "__iter__") or getattr(values, "ndim", 1) == 0:
+        raise _WrongResult(
+            f"The progress function {name!r} returned {short(values)}: it must return a list with one number or None "
+            "per completion."
+        )
+    values = [*values]
+    if len(values) != expected:
+        raise _WrongResult(
+            f"The progress function {name!r} returned {len(values)} numbers for {expected} completions: it must return "
+            "one number or None for each, as a reward function does."
+        )
+    numbers = [math.nan if value is None else _number(name, value) for value in values]
+    return [number if abs(number) <= LARGEST else math.nan for number in numbers]
 
 
 def _number(name: str, value: Any) -> float:
@@ -588,3 +463,34 @@ def short(value: Any) -> str:
     """A wrong result, to name it in an error."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """In the place of `log_extra` and `log_metric`, as unfinished texts are not to be logged."""
+
+
+def is_async(function: Callable) -> bool:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def _run_now(coroutine: Any) -> None:
+    """Run what waits for nothing, outside of any event loop: the function within may have one of its own."""
+    try:
+        coroutine.send(None)
+    except StopIteration:
+        return
+    raise RuntimeError("a progress function that is not asynchronous was awaited")  # which `_result` does not do
+
+
+@contextmanager
+def _random_state_kept() -> Iterator[None]:
+    """Context in which random numbers that are drawn do not change those that training draws."""
+    kept = random.getstate(), np.random.get_state(), torch.random.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(kept[0])
+        np.random.set_state(kept[1])
+        torch.random.set_rng_state(kept[2])

@@ -1,7 +1,7 @@
 """A generation batch, row by row: completions, rewards, energies and advantages."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,8 +9,6 @@ from datasets.fingerprint import Hasher
 from torch import Tensor
 
 from .baselines import Completions, put_back, squeeze
-from .display import text
-from .display.page import HEAD, Page, recorded
 from .energy import TokenValues, check_energies, importance_weighted
 from .run_baseline import BatchAdvantages
 
@@ -43,7 +41,7 @@ class Rollout:
     A generation batch of one process: completions, rewards, energies and advantages.
 
     Rows are in the order of generation; the completions of a prompt are adjacent. `trainer.rollouts["train"]` and
-    `trainer.rollouts["eval"]` are the latest ones.
+    `trainer.rollouts["eval"]` are the latest ones, each a [`~trl_otb.display.shown.ShownRollout`].
     """
 
     prompt_ids: Tensor  # (B, P), padded on the left
@@ -81,7 +79,7 @@ class Rollout:
         prompt_key: Tensor | None = None,
         draw_ratio: Tensor | None = None,
         progress: Tensor | None = None,
-        progress_draws: Tensor | None = None,
+        progress_names: Sequence[str] = (),
     ) -> Completions:
         """What a baseline is computed from."""
         return squeeze(
@@ -95,7 +93,7 @@ class Rollout:
             logps=self.logps,
             states=states,
             progress=progress,
-            progress_draws=progress_draws,
+            progress_names=tuple(progress_names),
             draw_ratio=draw_ratio,
         )
 
@@ -117,23 +115,6 @@ class Rollout:
 
     def __len__(self) -> int:
         return len(self.mask)
-
-    def __repr__(self) -> str:
-        return text.summary(self)
-
-    def show(self, prompt: int = 0, max_tokens: int = 1000) -> None:
-        """
-        Print the completions of a prompt, by its index in this rollout, in colour where the terminal has it: the first
-        two thirds of `max_tokens` tokens of each, and the last third. An `IndexError` if there is no such prompt.
-        """
-        text.show(self, prompt, max_tokens)
-
-    def page(self, path: str | Path | None = None) -> Page:
-        """A page of all prompts, with the numbers of each token, which notebooks show; written to `path`, if given."""
-        page = Page(HEAD + recorded(self, "rollout", "trl_otb"))
-        if path is not None:
-            Path(path).write_text(page.text, encoding="utf-8")
-        return page
 
 
 class Rollouts(dict[str, Rollout]):

@@ -7,11 +7,11 @@ import torch
 from accelerate.logging import get_logger
 from transformers import Trainer
 
-import trl_otb
-
 from .baselines import find_baseline
 from .seam.contract import trl_utils
+from .seam.forwards import policy_of
 from .seam.namespace import Namespace, Public
+from .version import __version__
 
 
 logger = get_logger(__name__)
@@ -44,16 +44,19 @@ class KeepsBaseline(Trainer):
             if self.baseline.entry.learns:
                 projection = self._trl_otb.recorder.projection
                 state["projection"] = None if projection is None else projection.cpu()
-            torch.save(state | self._trl_otb.extra_state, Path(output_dir) / STATE_FILE)
+            progress = self._trl_otb.progress
+            of_progress = {"progress": []} if progress is None else progress.state_dict()
+            torch.save(state | self._trl_otb.extra_state | of_progress, Path(output_dir) / STATE_FILE)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         super().create_model_card(*args, **kwargs)
         card = Path(self.args.output_dir) / "README.md"
         if self.is_world_process_zero() and card.is_file():
-            name = trl_utils.get_config_model_id(self.model.config) or type(self.model).__name__
+            policy = policy_of(self.model)
+            name = trl_utils.get_config_model_id(policy.config) or type(policy).__name__
             with card.open("a", encoding="utf-8") as file:
                 file.write(
-                    f"\n## Baseline\n\nTrained from `{name}` with trl_otb {trl_otb.__version__}: "
+                    f"\n## Baseline\n\nTrained from `{name}` with trl_otb {__version__}: "
                     f"`baseline={self.baseline.entry.name!r}`, `num_generations={self.args.num_generations}`, "
                     f"`scale_rewards={getattr(self.args, 'scale_rewards', 'none')!r}`. Token energies are those of the "
                     "Optimal Token Baseline (https://arxiv.org/abs/2602.07078).\n"
@@ -62,13 +65,14 @@ class KeepsBaseline(Trainer):
                     file.write(f"\nBy the end of training {line}\n")
 
 
-def gain_of(trainer: KeepsBaseline) -> tuple[str, str | None, str | None]:
+def gain_of(trainer: KeepsBaseline) -> tuple[str, str | None, str | None, bool]:
     """What [`~trl_otb.gain.Gain.line`] needs to know of a trainer: its baseline, and what it is compared with."""
     entry, n = trainer.baseline.entry, trainer.args.num_generations
     if trainer._trl_otb.b0 != "rloo_pooled":  # asynchronous: no batch is compared with another baseline
-        return entry.name, trainer._trl_otb.b0 if n > 1 else None, None
+        return entry.name, trainer._trl_otb.b0 if n > 1 else None, None, False
     reference = "rloo_pooled" if n == 1 else "rloo" if entry.unbiased else "group_mean"
-    return entry.name, "rloo_pooled", None if entry.name == reference else reference
+    may_ask = "progress" in trainer._trl_otb.needs and trainer._trl_otb.progress is None
+    return entry.name, "rloo_pooled", None if entry.name == reference else reference, may_ask
 
 
 def load_checkpoint(trainer: KeepsBaseline, folder: str | Path) -> None:
@@ -118,8 +122,15 @@ def _load_baseline(trainer: KeepsBaseline, checkpoint: Path) -> None:
         had, has = ("a", "no") if "scale" in state else ("no", "a")
         logger.warning(
             f"The checkpoint holds {had} running scale of advantages, and the run has {has} running scale: "
-            "advantages are now of another size. Set `scale_rewards` as it was."
+            "advantages are now of another size. "
+            + (
+                "Set `scale_rewards` as it was."
+                if path.exists()
+                else f"{path.name} is missing, as by `save_only_model`."
+            )
         )
+    if "progress" in state and "state" in state:  # before 0.13 its columns have no names
+        state["state"] = {"progress": state["progress"], **state["state"]}
     if not trainer.baseline.load_state_dict(state):
         content = f"the state of {state['baseline']!r}" if "baseline" in state else "nothing"
         logger.warning(
@@ -130,13 +141,15 @@ def _load_baseline(trainer: KeepsBaseline, checkpoint: Path) -> None:
         trainer._trl_otb.recorder.projection = state.get("projection")
         # A file lacks what only the other trainer, or a newer release, stores
         extra = trainer._trl_otb.extra_state
-        _use_progress(trainer, state.get("progress", []))
-        extra.update({key: state[key] for key in extra.keys() - {"progress"} if key in state})
+        extra.update({key: state[key] for key in extra.keys() & state.keys()})
+        _load_progress(trainer, state)
 
 
-def _use_progress(trainer: KeepsBaseline, before: list[str]) -> None:
-    """Empty what the baseline has learned of progress functions that the run no longer has, and of new ones."""
-    progress = trainer._trl_otb.progress
+def _load_progress(trainer: KeepsBaseline, state: dict[str, Any]) -> None:
+    """The usual length of completions; and a warning if the run has other progress functions."""
+    progress, before = trainer._trl_otb.progress, state.get("progress", [])
+    if progress is not None:
+        progress.load_state_dict(state)
     now = [] if progress is None or "progress" not in trainer._trl_otb.needs else progress.names
     if before == now:
         return
@@ -144,8 +157,6 @@ def _use_progress(trainer: KeepsBaseline, before: list[str]) -> None:
         f"The checkpoint's baseline was fitted with {_listed(before)}, and the run has {_listed(now)}: what it "
         "learned about functions that are gone is dropped, and it has learned nothing about new ones yet."
     )
-    if hasattr(trainer.baseline.entry.estimator, "use_progress"):
-        trainer.baseline.entry.estimator.use_progress(before, now)
 
 
 def _listed(names: list[str]) -> str:

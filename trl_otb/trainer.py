@@ -10,7 +10,7 @@ from accelerate.logging import get_logger
 from trl import GRPOConfig, GRPOTrainer
 
 from .baselines import Completions
-from .config import OTBGRPOConfig, check_options, named_baseline
+from .config import OTBGRPOConfig, check_options, named_baseline, warn_of_unset
 from .display.page import RolloutPages
 from .gain import Gain
 from .metrics import STATISTICS, summarize
@@ -25,11 +25,12 @@ from .seam.loss import TokenLoss, tried_first
 from .seam.namespace import Namespace, Public, check_names
 from .seam.older_trl import check_head, check_liger
 from .seam.parts import GRPO
-from .seam.progress import given_functions, measured_progress, set_up_progress
+from .seam.progress import given_functions, progress_of, set_up_progress
 from .seam.rewarding import recorded_rewards, rollout_of
 from .seam.sampled import SampledTurns
-from .seam.subclasses import BrokenContract, check_config, check_subclass, users_loss, users_methods
+from .seam.subclasses import BrokenContract, check_config, check_subclass, checked_weights, users_loss, users_methods
 from .seam.tool_turns import CollectiveToolLoop
+from .seam.untried import check_forward
 from .state import KeepsBaseline, check_unchanged, gain_of
 
 
@@ -104,6 +105,7 @@ class OTBGRPOTrainer(KeepsBaseline, LeavesPagesOut, CollectiveToolLoop, TokenLos
         progress_funcs = given_functions(progress_funcs, args)
         own_loss = bool(users_methods(self, ("_compute_loss", "compute_loss")))
         entry = check_options(args, own_loss, type(self))
+        warn_of_unset(getattr(args, "unset", []), type(self))
         check_liger(args.use_liger_kernel, entry.per_token, entry.name)
         baseline = RunBaseline(entry, running_scale=args.scale_rewards == "running")
         self._trl_otb = Namespace(baseline, entry.needs, getattr(args, "baseline", None))
@@ -112,7 +114,7 @@ class OTBGRPOTrainer(KeepsBaseline, LeavesPagesOut, CollectiveToolLoop, TokenLos
         super().__init__(model, reward_funcs, args=args, **dict(zip(names, other_args, strict=False)), **kwargs)
         GRPO.check_attributes("GRPOTrainer", self)
         check_head(self.accelerator.device)
-        known = GRPO.loss.isdisjoint(GRPO.warn_if_changed())
+        known = self._trl_otb.known_forward = not GRPO.warn_if_changed()
         self._trl_otb.known_loss = GRPOTrainer._compute_loss if known else None
         self._trl_otb.pages = RolloutPages(self.rollouts) if getattr(args, "save_rollouts_steps", None) else None
         if self._trl_otb.pages is not None:
@@ -203,7 +205,9 @@ class OTBGRPOTrainer(KeepsBaseline, LeavesPagesOut, CollectiveToolLoop, TokenLos
         loss = None
         if self.baseline.entry.per_token and not self._trl_otb.users_loss_was_tried:
             loss = users_loss(self, tried="_compute_loss")
-        with nullcontext() if loss is None else tried_first(self, loss):
+        overridden = type(self)._generate_and_score_completions is not OTBGRPOTrainer._generate_and_score_completions
+        weights = checked_weights(self) if overridden and self.baseline.entry.per_token else nullcontext()
+        with weights, nullcontext() if loss is None else tried_first(self, loss):
             result = super().training_step(*args, **kwargs)
         if "train" not in self.rollouts:
             what = "`_generate_and_score_completions` is bypassed, so the baseline is never applied"
@@ -219,12 +223,14 @@ def collect(trainer: OTBGRPOTrainer, inputs: list[dict[str, Any]]) -> tuple[Roll
     needed = not of.needs.isdisjoint({"energy", "logps", "states"})  # what only a forward computes
     turns = SampledTurns() if needed and not scores_anyway(trainer) else None
     try:
-        likeliest = of.progress.likeliest if of.progress is not None and "progress" in of.needs else 0
-        recording = of.recorder.recording(needed, "states" in of.needs, turns, likeliest)
-        with recording as recorded, recorded_rewards(trainer) as recorders:
+        recording, progress = of.recorder.recording(needed, "states" in of.needs, turns), progress_of(trainer, inputs)
+        with recording as recorded, recorded_rewards(trainer) as recorders, progress as numbers:
             batch = super(OTBGRPOTrainer, trainer)._generate_and_score_completions(inputs)
         rollout = rollout_of(trainer, batch, recorders, n, columns_of(inputs))
         values, source = values_of_batch(trainer, batch, rollout.mask, recorded, of.recorder)
+        if not of.known_forward:
+            check_forward(trainer, batch, values, rollout.mask)
+            of.known_forward = True
     except BrokenContract as broken:
         raise broken.named(trainer) from None
     except NoEnergiesError:
@@ -245,8 +251,8 @@ def collect(trainer: OTBGRPOTrainer, inputs: list[dict[str, Any]]) -> tuple[Roll
         ratio, unknown = draw_ratio(trainer, batch, source, values.logps, recorded.processor)
         if unknown is not None:
             logger.warning_once(f"Later luck is not subtracted: {unknown}.")
-    progress, draws = measured_progress(trainer, recorders[-1].given, rollout, values.likely)
-    return rollout, rollout.completions(values.states, keys, ratio, progress, draws), batch
+    of_text, names = (numbers[-1], of.progress.names) if numbers and of.progress is not None else (None, [])
+    return rollout, rollout.completions(values.states, keys, ratio, of_text, names), batch
 
 
 def _is_recorded(trainer: OTBGRPOTrainer, mode: str) -> bool:

@@ -53,7 +53,7 @@ def unlimited_b(state: bool, luck: bool):
     def baseline(self, of, b0):
         if self.eta is None or self.theta is None:
             return (b0.expand_as(of.sure),) * 2
-        phi, psi = self._columns(of, b0, self._centred_v(of, b0, self.eta))
+        phi, psi = value.columns_of(of, b0, self._centred_v(of, b0, self._eta_of(of.names)))
         least, most = self._returns_seen
         of_state, per_draw = b0 + self.weight * (phi @ self.theta.to(phi)), psi @ self.gamma.to(psi)
         of_state = of_state if state else of_state.clamp(b0.clamp(max=least), b0.clamp(min=most))
@@ -69,7 +69,7 @@ def fit_without_cross_validation(self, fit=Value._fit):
 
 
 def free_slope(sums, ridge):
-    squares, of_target = sums[..., :-1, :-1], sums[..., :-1, -1]
+    squares, of_target = sums.values[..., :-1, :-1], sums.values[..., :-1, -1]
     diagonal, constant = squares.diagonal(dim1=-2, dim2=-1), squares[..., 0]
     varies = (diagonal - constant.square() / constant[..., :1].clamp(min=1e-30)).clamp(min=0)
     penalty = (ridge * varies + 1e-9 * diagonal).where(diagonal > 0, 1.0)
@@ -78,10 +78,9 @@ def free_slope(sums, ridge):
 
 def with_ridge(of_v: float = 1, of_b: float = 1, of_states: float = 1):
     """Times V's ridge, that of its hidden states alone, in batches without progress, and the other ridge."""
-    columns = value.OF_STATE + value.OF_LUCK + 1
 
     def changed(sums, ridge, solution=least_squares.solution):
-        if sums.size(-1) == columns:
+        if {*value.PSI} <= {*sums.names}:
             return solution(sums, ridge * of_b)
         ridge = ridge * of_v
         ridge[len(prefix.NUMBERS) :] *= of_states
@@ -92,30 +91,6 @@ def with_ridge(of_v: float = 1, of_b: float = 1, of_states: float = 1):
 
 def solving(solution):
     return [patch.object(module, "solution", solution) for module in (value, least_squares)]
-
-
-def without(*names: str):
-    """Without some of q, by place, or a power of σ of φ (`"σ²"`) or of ψ (`"σ in ψ"`)."""
-    places = {"√n": 1, "V": 2, "V²": 3, "m": 4, "V m": 5, "V √n": 6}
-    gone = [places[name] for name in names if name in places]
-    kept = [i for i in range(7) if i not in gone]
-    powers = 2 if "σ²" in names else 3
-    of_luck = 1 if "σ in ψ" in names else 2
-    of_state = powers * len(kept) + 2
-    all_of = value.features
-
-    def some(of, v):
-        phi, psi = all_of(of, v)
-        columns = [7 * power + i for power in range(powers) for i in kept]
-        return torch.cat([phi[..., columns], phi[..., -1:]], dim=-1), psi[
-            ..., [7 * p + i for p in range(of_luck) for i in kept]
-        ]
-
-    return [
-        patch.object(value, "features", some),
-        patch.object(value, "OF_STATE", of_state),
-        patch.object(value, "OF_LUCK", of_luck * len(kept)),
-    ]
 
 
 def of_value(name: str, new):
@@ -132,31 +107,15 @@ def v_of_energy():
             yield block
 
     def weighed(columns, weights, fold, folds):
-        of_v = columns.size(-1) != value.OF_STATE + value.OF_LUCK + 1
+        of_v = columns.size(-1) != len(value.PHI) + len(value.PSI) + 1
         return all_of(columns, weights * seen[0] if of_v else weights, fold, folds)
 
     return [patch.object(value, "read_in_blocks", remembered), patch.object(value, "products", weighed)]
 
 
-def v_without(*names: str, states: bool = False):
-    """V without some of its numbers, or without hidden states."""
-    gone, all_of = [prefix.NUMBERS.index(name) for name in names], prefix.read
-
-    def read(x):
-        of, last = all_of(x), len(prefix.NUMBERS) + 2 * x.need("states").size(-1)
-        places = [*gone, *(range(len(prefix.NUMBERS), last) if states else ())]
-        return of._replace(numbers=of.numbers.index_fill(-1, torch.tensor(places), 0.0))
-
-    return [patch.object(prefix, "read", read)]
-
-
-def with_features(change, of_luck: int = value.OF_LUCK):
-    return [patch.object(value, "features", change), patch.object(value, "OF_LUCK", of_luck)]
-
-
-def luck_of_sure_squared(of, v, all_of=value.features):
-    phi, _ = all_of(of, v)
-    return phi, phi[..., :-1]
+def without(*parts: str):
+    kind = type("Without", (Value,), {"__init__": lambda self: Value.__init__(self, parts)})
+    return [patch.dict(BASELINES, {"value": replace(BASELINES["value"], estimator=kind)})]
 
 
 PARTS = {
@@ -177,7 +136,7 @@ PARTS = {
     "c = 1 for 8 prompts": of_value("prompts_enough", 8),
     "c = 1 for 64 prompts": of_value("prompts_enough", 64),
     "V's ridge is 0.02": of_value("ridge_of_v", property(lambda self: 0.02)),
-    "the other ridge without prompts": of_value("ridge", property(lambda self: self._sums.size(-1) / self._tokens)),
+    "the other ridge without prompts": of_value("ridge", property(lambda self: len(self._sums.names) / self._tokens)),
     "the other ridge without tokens": of_value("ridge", property(lambda self: 0.5 / self._prompts)),
     "the bound at 1.2": [patch.object(bound, "WORSE_RATIO", 1.2)],
     "the bound at 2": [patch.object(bound, "WORSE_RATIO", 2.0)],
@@ -201,20 +160,17 @@ PARTS = {
     "no m, no V m": without("m", "V m"),
     "no σ² in φ": without("σ²"),
     "no σ in ψ": without("σ in ψ"),
-    "σ² in ψ": with_features(luck_of_sure_squared, of_luck=21),
     "nothing of V in φ and ψ": without("V", "V²", "V m", "V √n"),
-    "n in the place of √n": with_features(
-        lambda of, v, all_of=value.features: all_of(of._replace(root_count=of.root_count.square()), v)
-    ),
+    "n in the place of √n": [patch.dict(value.PARTS, {"√n": lambda of, v: of.root_count.square()})],
     "V as it is, not less the middle": of_value(
         "_centred_v", lambda self, *of, centred=Value._centred_v: centred(self, *of) + sum(self._returns_seen) / 2
     ),
     "V fitted by energy": v_of_energy(),
-    "V without hidden states": v_without(states=True),
-    "V without sums of energy and surprisal": v_without("energy", "surprisal", "root_energy", "root_surprisal"),
-    "V without roots": v_without("root_energy", "root_surprisal", "root_count"),
-    "V without sums, roots alone": v_without("energy", "surprisal", "count"),
-    "V without m and σ": v_without("worst", "sure"),
+    "V without hidden states": without("states"),
+    "V without sums of energy and surprisal": without("energy", "surprisal", "root_energy", "root_surprisal"),
+    "V without roots": without("root_energy", "root_surprisal", "root_count"),
+    "V without sums, roots alone": without("energy", "surprisal", "count"),
+    "V without m and σ": without("worst", "sure"),
 }
 
 
@@ -261,8 +217,9 @@ def powers_under(x: Completions, *baselines: torch.Tensor) -> torch.Tensor:
 
 def power_left(part: str, kind: str, found: list[dict]) -> tuple[float, float]:
     """Over B0's: in the first batches, and in later ones."""
-    run, powers = RunBaseline(BASELINES["value"]), []
+    powers = []
     with changed(part):
+        run = RunBaseline(BASELINES["value"])
         for x in batches_in(kind, found):
             of = run.advantages_of(x, learn=True)
             powers.append(powers_under(x, of.baselines, of.b0))

@@ -4,8 +4,8 @@ Completions on disk, with all that baselines and progress functions may read: wh
     OMP_NUM_THREADS=1 python -m recipes.studies.progress_pools --task words --prompts 72   # minutes of a core
 
 A pool holds, for each prompt, N completions with ids, rewards, energies, log-probs, the hidden states that `value`
-reads (projected, and as they are), the likeliest tokens before each token with their probabilities, and the products of
-the gradients of its tokens in the last block, from which the gradient noise of any advantages follows.
+reads, and the products of the gradients of its tokens in the last block, from which the gradient noise of any
+advantages follows.
 """
 
 import argparse
@@ -23,19 +23,19 @@ from trl_otb.comparison.pools import at_rest, sample, training_examples
 from trl_otb.seam.forwards import policy_of
 
 
-N, LIKELIEST = 8, 8
+N = 8
 
 
 def details(trainer, row: dict) -> dict:
     """
-    Of one completion of T tokens: ids `(T,)`, the likeliest tokens before each and their probabilities `(T, 8)`, hidden
-    states `(T, d)`, and the products of its tokens' scores in the last block's output projection and MLP `(T, T)`.
+    Of one completion of T tokens: ids `(T,)`, and the products of its tokens' scores in the last block's output
+    projection and MLP `(T, T)`.
     """
     policy = policy_of(trainer.model)
     ids = torch.cat([row["prompt_ids"], row["completion_ids"]], dim=1)
     start, length = row["prompt_ids"].size(1), row["completion_ids"].size(1)
     mask, at = torch.cat([row["prompt_mask"], row["completion_mask"]], dim=1), slice(start - 1, start + length - 1)
-    recorder, kept, seen = trainer._trl_otb.recorder, {}, {}
+    kept, seen = {}, {}
     last = policy.get_decoder().layers[-1]
     linears = [last.self_attn.o_proj, last.mlp.gate_proj, last.mlp.up_proj, last.mlp.down_proj]
     linears = [getattr(linear, "base_layer", linear) for linear in linears]
@@ -47,17 +47,9 @@ def details(trainer, row: dict) -> dict:
         output.register_hook(lambda gradient: kept.__setitem__(linear, gradient.detach()))
 
     hooks = [linear.register_forward_hook(keep) for linear in linears]
-    states: list[torch.Tensor] = []
-    hooks.append(
-        recorder._layer.register_forward_hook(
-            lambda module, args, out: states.append((out if isinstance(out, torch.Tensor) else out[0]).detach())
-        )
-    )
     with torch.enable_grad():  # the graph begins in the last block: nothing before it has a gradient
         logits = policy(input_ids=ids, attention_mask=mask).logits[0, at].float()
-        logps = logits.log_softmax(-1)
-        of_drawn = logps.gather(1, row["completion_ids"][0].unsqueeze(1))[:, 0]
-        of_drawn.sum().backward()
+        logits.log_softmax(-1).gather(1, row["completion_ids"][0].unsqueeze(1)).sum().backward()
     for hook in hooks:
         hook.remove()
     policy.zero_grad(set_to_none=True)
@@ -67,16 +59,7 @@ def details(trainer, row: dict) -> dict:
             * (kept[of][0, at].float() @ kept[of][0, at].float().T)
             for of in linears
         )
-    top = logps.detach().exp().topk(LIKELIEST, dim=-1)
-    found = {
-        "ids": row["completion_ids"][0].clone(),
-        "top_ids": top.indices,
-        "top_p": top.values,
-        "logps": of_drawn.detach(),
-        "states": states[0][0, at].half(),
-        "gram": gram,
-    }
-    return {name: of.cpu() for name, of in found.items()}
+    return {"ids": row["completion_ids"][0].clone().cpu(), "gram": gram.cpu()}
 
 
 def main(argv: list[str]) -> None:

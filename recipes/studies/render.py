@@ -9,8 +9,8 @@ prompts are drawn, with `both 4` the two and what they are worth in prompts, wit
 Below `<!-- runs: task -->` stand that task's runs, below `<!-- tokens: task -->` their tokens to a threshold, below
 `<!-- saved: task; task | value -->` how many tokens these baselines (all, if none is named) save beside the group mean,
 below `<!-- rates: task -->` the rewards that chose its rates, below `<!-- signal: task -->` signal over noise in its
-runs, below `<!-- bias: all -->`, `<!-- few_prompts: all -->` and `<!-- predicted: all -->` the studies of these names.
-An interval is `[value, low, high]`; `null` is lost in noise.
+runs, below `<!-- bias: all -->`, `<!-- few_prompts: all -->`, `<!-- predicted: all -->` and
+`<!-- later_trl: all -->` the studies of these names. An interval is `[value, low, high]`; `null` is lost in noise.
 """
 
 import json
@@ -34,7 +34,7 @@ LEARNING = {  # by picture, its tasks
     "default": ("calculator_scaled, policy b3cf", "blocks_columns", "chain_sum"),
     "language": ("copy", "word_sequence_reversal", "lake_6, policy d168"),
 }
-PAGES = ("learning", "value", "language", "progress", "asynchronous", "relatives")
+PAGES = ("learning", "value", "language", "progress", "asynchronous", "relatives", "later_trl")
 # Of tasks, in pictures and tables
 NAMES = {
     "blocks_columns": "blocks of SmolLM2, column sums",
@@ -408,6 +408,19 @@ def of_few_prompts(results: dict) -> str:
     return markdown(rows)
 
 
+def of_later_trl(results: dict) -> str:
+    """An edit of TRL per row: the runs under which what came of it is the same, before and now, and what is said."""
+    before = {(row["edit"], row["run"]): row["verdict"] for row in results["edits of 0.12.1"]}
+    found: dict[tuple[str, ...], list[str]] = {}
+    for row in results["edits"]:
+        of = row["edit"], before[row["edit"], row["run"]], row["verdict"], row["error"].replace("|", "\\|")
+        found.setdefault(of, []).append(f"`{row['run']}`")
+    rows = [["what TRL has otherwise", "run", "0.12.1", "now", "error"]]
+    for (edit, *verdicts, error), runs in found.items():
+        rows.append([edit, ", ".join(runs), *(f"**{of}**" if of == "wrong" else of for of in verdicts), error])
+    return markdown(rows)
+
+
 def rendered(page: str) -> str:
     """The page's text with its tables as the results have them."""
 
@@ -417,6 +430,8 @@ def rendered(page: str) -> str:
             text = of_bias(load("bias")["policies"])
         elif name == "few_prompts":
             text = of_few_prompts(load("few_prompts"))
+        elif name == "later_trl":
+            text = of_later_trl(load(name))
         elif name in OF_RUNS:
             text = OF_RUNS[name](key)
         else:

@@ -72,12 +72,12 @@ MEASURED = {"completions_per_prompt": 128, "group_sizes": [4, 8, 32], "projectio
 class Part(Value):
     """Per token: `value` without one of its parts."""
 
-    states = luck = value = energy = progress = True
-    one_stage = False  # what V is linear in predicts returns itself, as in `value` up to 0.7
+    states = luck = energy = progress = True
+    without = ()  # of what it is made of
     batches = math.inf  # that it learns from
 
     def __init__(self):
-        super().__init__()
+        super().__init__(self.without)
         self.left = self.batches
 
     def _seen(self, local):
@@ -86,10 +86,6 @@ class Part(Value):
         left_out |= {} if self.energy else {"loss_energy": local.mask}
         left_out |= {} if self.progress else {"progress": None}
         return replace(local, states=states, **left_out)
-
-    def _features(self, of, v):
-        phi, psi = super()._features(of, v if self.value else torch.zeros_like(v))
-        return (of.numbers, psi) if self.one_stage else (phi, psi)
 
     def adjust(self, local, b0):
         return super().adjust(self._seen(local), b0)
@@ -103,8 +99,7 @@ ABLATIONS = {
     "value_weights_one": {"energy": False},  # an ordinary value function: every token counts alike
     "value_no_states": {"states": False},
     "value_no_luck": {"luck": False},  # later luck is left out
-    "value_no_v": {"value": False},
-    "value_one_stage": {"one_stage": True, "luck": False},
+    "value_no_v": {"without": ("V", "V²", "V m", "V √n")},
     "value_one_batch": {"batches": 1},
     "value_two_batches": {"batches": 2},
 }

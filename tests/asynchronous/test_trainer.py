@@ -566,3 +566,11 @@ def test_the_end_of_training_says_what_value_did(train_async, capsys, options, e
     train_async(max_steps=3, **options)
     lines = [line for line in capsys.readouterr().out.splitlines() if "of the gradient's power" in line]
     assert len(lines) == (expected is not None) and all(expected in line for line in lines)
+
+
+def test_progress_functions_are_refused():
+    with pytest.raises(TypeError, match="has no option 'progress_funcs'"):
+        AsyncOTBGRPOConfig("out", progress_funcs=["rewards"])
+    args = AsyncOTBGRPOConfig("out", use_cpu=True, bf16=False)
+    with pytest.raises(TypeError, match="`progress_funcs` is not read in asynchronous training"):
+        AsyncOTBGRPOTrainer("not loaded", even_bytes, args, progress_funcs=[even_bytes])

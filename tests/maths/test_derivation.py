@@ -204,3 +204,15 @@ BIAS = {
 @pytest.mark.parametrize("baseline", BIAS)
 def test_own_return_bias_has_this_size(policy, baseline, n):
     assert size_and_cosine(policy, n, baseline) == pytest.approx(BIAS[baseline][n - 2], abs=1e-3)
+
+
+@pytest.mark.parametrize("baseline", ["group_mean", "rloo", "otb", "otb_loo"])
+def test_rewards_that_compare_completions_are_an_exception(baseline):
+    """With "1 if two differ" both returns of a group are equal, so nothing is left; without a baseline there is."""
+    policy = Enumeration()
+    groups, (_, energy, mask) = policy.groups(2)
+    rewards = (groups[:, :1] != groups[:, 1:]).expand(-1, 2).flatten().float()
+    advantages = compute_advantages(rewards, energy, mask, 2, baseline=baseline)
+    assert policy.expectation(groups, advantages).abs().max() < 1e-7
+    plain = compute_advantages(rewards, energy, mask, 2, baseline="none")
+    assert policy.expectation(groups, plain).abs().max() > 0.04

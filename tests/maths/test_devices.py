@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+from tests.helpers.coefficients import give_coefficients
 from tests.helpers.oracles import ALIGNED, ESTIMATORS, RandomBatch
 from trl_otb.baselines import find_baseline, subtract
 from trl_otb.energy import TokenValues
@@ -87,7 +88,7 @@ def test_a_rollout_from_energies_to_metrics(x, baseline, dense):
     if baseline == "value":
         assert "value/explained" in found.learned
         value = run.entry.estimator
-        value.eta, value.theta, value.gamma = torch.ones(11 + 2 * 4), torch.ones(23), torch.ones(14)
+        give_coefficients(value, local, torch.ones)
         value.weight, value._returns_seen = 0.5, (0.0, 1.0)
         assert run.advantages_of(local, rollout.scale).advantages.is_meta
 

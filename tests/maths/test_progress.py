@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.helpers.coefficients import give_coefficients
 from tests.maths.test_derivation import Enumeration, V
 from tests.maths.test_value import PROMPTS, Batch, N, OnRloo, T
 from trl_otb.baselines import BASELINES, Value, compute_advantages, joined, squeeze
-from trl_otb.baselines import value as module
-from trl_otb.baselines.least_squares import solution
 from trl_otb.baselines.prefix import read
 from trl_otb.baselines.transport import only_compared
+from trl_otb.progress import Progress, Sampled
 
 
 class Counted:
@@ -95,7 +95,6 @@ def test_what_it_subtracts_is_unbiased_with_progress(n):
     """By all groups of a policy whose completions are all listed; progress is a function of the tokens so far."""
     policy = Enumeration()
     value, g = OnRloo(), torch.Generator().manual_seed(0)
-    value.eta, value.theta, value.gamma = (torch.randn(k, generator=g) for k in (9 + 2 * V + 2 + 4, 23, 14))
     value.weight, value.luck_weight, value._returns_seen = 0.7, 0.9, (-10.0, 10.0)
     rule = replace(BASELINES["value"], estimator=value)
     number = {}  # of each text, two random ones
@@ -114,6 +113,7 @@ def test_what_it_subtracts_is_unbiased_with_progress(n):
     rows = groups.flatten()
     states = torch.zeros(len(rows), size, V)
     more = {"logps": policy.logps[rows].float(), "states": states, "progress": progress[rows]}
+    give_coefficients(value, squeeze(inputs[0], inputs[2], n, energy=inputs[1], **more), generator=g)
     plain = compute_advantages(*inputs, n, baseline="rloo" if n > 1 else "none")
     advantages = compute_advantages(*inputs, n, baseline=rule, **more)
     torch.testing.assert_close(policy.expectation(groups, advantages), policy.gradient, atol=1e-5, rtol=0)
@@ -125,33 +125,120 @@ def test_what_it_subtracts_is_unbiased_with_progress(n):
     assert (policy.expectation(groups, biased) - policy.gradient).abs().max() > 1e-3
 
 
+class Functions:
+    """Of letters: whatever they look at, and whatever they keep."""
+
+    def __init__(self):
+        self.kept = ["ab", "c"]  # of earlier batches
+
+    def stateless(self, completions, **kwargs):
+        return [text.count("a") - 0.7 * text.endswith("b") for text in completions]
+
+    def comparing(self, completions, **kwargs):
+        ranks = [sum(other <= text for other in completions) + 0.3 * text.count("b") for text in completions]
+        return [rank / (1 + completions.count(text)) for rank, text in zip(ranks, completions, strict=True)]
+
+    def keeping(self, completions, **kwargs):
+        self.kept += completions
+        return [float(sum(text in known for known in self.kept)) for text in completions]
+
+    def failing(self, completions, **kwargs):
+        return [1.0 / (text.count("a") - 2) for text in completions]
+
+
+@pytest.mark.parametrize("kind", ["stateless", "comparing", "keeping", "failing"])
+@pytest.mark.parametrize("n", [1, 2])
+def test_what_functions_tell_is_unbiased(n, kind):
+    """By all groups of a policy whose completions are all listed, some of which end early, and real calls."""
+    policy = Enumeration()
+    value, g = OnRloo(), torch.Generator().manual_seed(0)
+    value.weight, value.luck_weight, value._returns_seen = 0.7, 0.9, (-10.0, 10.0)
+    groups, inputs = policy.groups(n)
+    rows, size = groups.flatten(), policy.mask.size(1)
+    texts = ["".join("abc"[y] for y in history) for history, _, _ in policy.completions]
+
+    def numbers(group, ahead=False):
+        of = [texts[i] for i in group]
+        at = lambda turns: [of[row][start : end + ahead] for row, start, end in turns]  # noqa: E731
+        ids = [[*map(ord, text)] for text in of]
+        generated = [[*range(len(text))] for text in of]
+        progress = Progress({kind: getattr(Functions(), kind)}, {}, places=3, longest=3)
+        found = progress.measure(Sampled(["?"] * n, {}, of, ids, generated, at))
+        return torch.nn.functional.pad(found, (0, 0, 0, size - found.size(1)))
+
+    more = {"logps": policy.logps[rows].float(), "states": torch.zeros(len(rows), size, V)}
+    more["progress"] = torch.cat([numbers(group) for group in groups.tolist()])
+    give_coefficients(value, squeeze(inputs[0], inputs[2], n, energy=inputs[1], **more), generator=g)
+    rule = replace(BASELINES["value"], estimator=value)
+    advantages = compute_advantages(*inputs, n, baseline=rule, **more)
+    torch.testing.assert_close(policy.expectation(groups, advantages), policy.gradient, atol=1e-5, rtol=0)
+    silent = compute_advantages(*inputs, n, baseline=rule, **(more | {"progress": torch.zeros_like(more["progress"])}))
+    assert (advantages - silent).abs().max() > 0.1
+    more["progress"] = torch.cat([numbers(group, ahead=True) for group in groups.tolist()])
+    biased = compute_advantages(*inputs, n, baseline=rule, **more)
+    assert (policy.expectation(groups, biased) - policy.gradient).abs().max() > 1e-3
+
+
+def test_the_slope_at_start_is_that_of_its_definition():
+    """Of A on G within prompts, at first tokens; 1 or more unless what is subtracted knows the return."""
+    value, batch = learnt(), Counted(100).batch()
+    left = (batch.x.returns - value._baseline(*_read(batch))[0])[:, 0].view(-1, N).double()
+    returns = batch.x.returns.view(-1, N).double()
+    a, g = (of - of.mean(1, keepdim=True) for of in (left, returns))
+    expected = ((a * g).sum() / g.square().sum()).item()
+    assert batch.teach(value)["slope_at_start"] == pytest.approx(expected, abs=1e-6) and expected >= 1
+    of = Counted(101)
+    of.more["progress"] = of.rewards[:, None, None].expand_as(of.more["progress"]).clone()
+    leaking = Value()
+    for seed in range(8):
+        given = Counted(seed)
+        given.more["progress"] = given.rewards[:, None, None].expand_as(given.more["progress"]).clone()
+        given.batch().teach(leaking)
+    assert of.batch().teach(leaking)["slope_at_start"] < 0.2
+    constant = Batch(torch.ones(PROMPTS * N), Counted(0).mask, **Counted(0).more)
+    assert math.isnan(constant.teach(Value())["slope_at_start"])
+
+
 def test_other_functions_keep_what_is_known_of_the_same_ones():
-    """Of a checkpoint's functions (a, b) and the run's (b, c): V keeps what it knows of b and of all else."""
+    """Of a run's functions (a, b), and then (b, c): V keeps what it knows of b and of all else."""
     value = Value()
     for seed in range(8):
         of = Counted(seed, functions=2)
         of.more["progress"] = of.more["progress"].flip(2)  # noise, then what tells
-        of.batch().teach(value)
-    value.use_progress(["a", "b"], ["b", "c"])
+        of.batch(progress_names=("a", "b")).teach(value)
     of = Counted(100, functions=2)
-    batch = of.batch()  # what tells, then noise that V knows nothing of
+    batch = of.batch(progress_names=("b", "c"))  # what tells, then noise that V knows nothing of
     power = batch.power(value) / batch.power(batch.b0.expand_as(batch.x.mask))
-    assert power < 0.75 and value.eta[-1] == 0
+    assert power < 0.75 and coefficients(value, "c") == [0, 0] != coefficients(value, "b")
     batch.teach(value)
-    assert value.eta[-1] != 0
-    value.use_progress(["b", "c"], ["b"])
-    ridge = torch.full((len(value.eta),), value.ridge_of_v, dtype=torch.float64)
-    ridge[11:-2] *= 4  # of states, as in training
-    assert torch.equal(value.eta, solution(value._value_sums, ridge))
-    value.use_progress(["b"], [])
-    assert torch.equal(value.eta, solution(value._value_sums, value.ridge_of_v))
-    value.use_progress([], ["d"])  # which has told nothing
-    assert torch.equal(value.eta, solution(value._value_sums, value.ridge_of_v))
-    value.use_progress(["d"], [])
+    assert all(coefficients(value, "c"))
+    of.batch(progress_names=("b",), progress=of.more["progress"][..., :1]).teach(value)
+    assert all(coefficients(value, "b")) and not coefficients(value, "c")
     alone = of.batch(progress=None)
     assert alone.power(value) / batch.power(batch.b0.expand_as(batch.x.mask)) > 0.85
     alone.teach(value)
-    Value().use_progress(["a"], ["b"])  # nothing to keep
+
+
+def coefficients(value, function):
+    """Of V, for the numbers of a function."""
+    names = value.state_dict()["_value_names"][:-1]
+    return [of for name, of in zip(names, value.eta.tolist(), strict=True) if name.startswith(f"progress {function}")]
+
+
+def test_a_checkpoint_of_before_names_is_read():
+    """Its columns have places: those of V, of functions that the checkpoint names, and of draws, which are dropped."""
+    value = learnt(functions=2)
+    state = value.state_dict()
+    assert state["_value_names"][-4:] == ["progress 1", "progress 0 √n", "progress 1 √n", "target"]
+    sums, places = state["_sums"], [*range(37), 39]
+    with_draws = torch.randn(4, 40, 40, dtype=torch.float64)
+    with_draws[:, torch.tensor(places).unsqueeze(1), torch.tensor(places)] = sums
+    older = {name: of for name, of in state.items() if name not in ("_names", "_value_names")}
+    older |= {"_sums": with_draws, "_draw_columns": 2, "delta": torch.zeros(2), "progress": ["0", "1"]}
+    again, batch = Value(), Counted(100, functions=2).batch()
+    again.load_state_dict(older)
+    assert torch.equal(batch.baseline(again), batch.baseline(value)) and batch.teach(again) == batch.teach(value)
+    assert again.state_dict().keys() == state.keys() and torch.equal(again.theta, value.theta)
 
 
 def test_completions_carry_progress_row_by_row():
@@ -166,106 +253,3 @@ def test_completions_carry_progress_row_by_row():
     assert joined([x, of.batch(progress=None).x]).progress is None
     assert only_compared(x, tokens=True).progress is None and x.totals().progress is None
     assert BASELINES["value"].needs >= {"progress"}
-
-
-class WithDraws(Counted):
-    """Fair coins, of each of which the draw is known: by how much it is better than a coin is on average."""
-
-    def __init__(self, *args, **kind):
-        super().__init__(*args, **kind)
-        before = self.more["progress"][..., 0]
-        good = torch.diff(before, dim=1, append=(self.rewards * T).unsqueeze(1)) * self.mask
-        self.more["progress_draws"] = ((good - 0.5) * self.mask).unsqueeze(2)
-
-
-def test_the_luck_of_draws_is_subtracted_from_earlier_tokens():
-    """Before a token progress tells the coins that fell, after it their draws: what is left is its own, and length."""
-    powers = []
-    for kind in (Counted, WithDraws):
-        value = Value()
-        for seed in range(8):
-            found = kind(seed).batch().teach(value)
-        batch = kind(100).batch()
-        powers.append(batch.power(value) / batch.power(batch.b0.expand_as(batch.x.mask)))
-    assert powers[1] < 0.5 * powers[0]
-    assert found["draw_weight"] > 0.5 and value.delta.numel() == 2
-    # Of the last token nothing comes later
-    whole, last = batch.baseline(value), (batch.x.mask.cumsum(1) == batch.x.lengths) * batch.x.mask > 0
-    value.draw_weight = 0.0
-    without = batch.baseline(value)
-    assert torch.equal(whole[last], without[last]) and not torch.equal(whole, without)
-    # The part that a page shows
-    value.draw_weight = 1.0
-    torch.testing.assert_close(value.later_luck(batch.x, batch.b0), batch.baseline(value) - _state(value, batch))
-
-
-def _state(value, batch):
-    return value._baseline(*_read(batch))[0]
-
-
-def test_draws_come_and_go():
-    """A run may begin or end to have draws: what is known of all else is kept."""
-    value = learnt()
-    assert value.delta is None and value._draw_columns == 0
-    theta = value.theta.clone()
-    of = WithDraws(8).batch()
-    assert torch.equal(of.baseline(value), Counted(8).batch().baseline(value))
-    found = of.teach(value)
-    assert found["draw_weight"] == 0.0 and value.delta.numel() == 2 and value.theta.shape == theta.shape
-    state = value.state_dict()
-    other = Value()
-    other.load_state_dict({name: of for name, of in state.items() if name not in module.OF_0_11})  # of before 0.11
-    assert other.delta is None and torch.equal(other.theta, value.theta)
-    value.use_progress(["a"], ["b"])
-    assert value.delta is None and value.draw_weight == 0.0
-    Counted(9).batch().teach(value)
-    assert value._sums.size(-1) == 23 + 14 + 1
-
-
-@pytest.mark.parametrize("weighted", [None, "by token"])
-@pytest.mark.parametrize("n", [1, 2])
-def test_draws_of_progress_are_unbiased(n, weighted):
-    """
-    By all groups of a policy whose completions are all listed: D = f(y) − Σ_v π(v) f(v), with f 0 for the least likely
-    token. By token another policy samples, of which D is, too, ρ times; without ρ it would be biased.
-    """
-    policy, sampler = Enumeration(), Enumeration(scale=1.0 if weighted is None else 0.5)
-    ratio = (policy.logps - sampler.logps).exp()
-    value, g = OnRloo(), torch.Generator().manual_seed(0)
-    value.eta, value.theta, value.gamma, value.delta = (
-        torch.randn(k, generator=g) for k in (9 + 2 * V + 2 + 2, 23, 14, 2)
-    )
-    value.weight, value.luck_weight, value.draw_weight, value._returns_seen = 0.7, 0.9, 1.0, (-10.0, 10.0)
-    rule = replace(BASELINES["value"], estimator=value)
-    gains, number = {}, {}
-    size, count = policy.mask.size(1), len(policy.completions)
-    progress, draws = torch.zeros(count, size, 1), torch.zeros(count, size, 1)
-    for i, (history, _, scores) in enumerate(policy.completions):
-        for t, (y, score) in enumerate(zip(history, scores, strict=True)):
-            pi = torch.nn.functional.one_hot(torch.tensor(y), V) - score
-            f = gains.setdefault(history[:t], torch.randn(V, generator=g, dtype=torch.float64)).clone()
-            f[pi.argmin()] = 0.0
-            progress[i, t] = number.setdefault(history[:t], torch.randn(1, generator=g))
-            draws[i, t] = f[y] - pi @ f
-    groups, inputs = policy.groups(n)
-    rows = groups.flatten()
-
-    def expected(**changes):
-        weights = None if weighted is None else ratio[rows].float()
-        more = {"logps": policy.logps[rows].float(), "states": torch.zeros(len(rows), size, V)}
-        more |= {"progress": progress[rows], "progress_draws": draws[rows]} | changes
-        if weighted is not None:
-            more.setdefault("draw_ratio", ratio[rows].float())
-        advantages = compute_advantages(*inputs, n, baseline=rule, importance_weights=weights, **more)
-        return advantages, sampler.expectation(groups, ratio[rows] * advantages, policy.scores)
-
-    advantages, found = expected()
-    rules = "rloo" if n > 1 else "none"
-    plain = compute_advantages(*inputs, n, baseline=rules)
-    gradient = sampler.expectation(groups, ratio[rows] * plain, policy.scores)
-    torch.testing.assert_close(found, gradient, atol=1e-5, rtol=0)
-    assert (expected(progress_draws=torch.zeros(len(rows), size, 1))[0] - advantages).abs().max() > 0.1
-    off_centre = draws[rows] + 0.01
-    assert (expected(progress_draws=off_centre)[1] - gradient).abs().max() > 1e-3
-    if weighted == "by token":
-        assert (expected(draw_ratio=torch.ones(len(rows), size))[1] - gradient).abs().max() > 1e-3

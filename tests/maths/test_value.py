@@ -12,6 +12,7 @@ import jaxtyping
 import pytest
 import torch
 
+from tests.helpers.coefficients import give_coefficients
 from tests.helpers.oracles import RandomBatch
 from tests.helpers.settings import in_turn
 from tests.maths.test_derivation import Enumeration, V
@@ -31,7 +32,7 @@ from trl_otb.baselines import value as module
 
 
 PROMPTS, N, T, K = 16, 4, 12, 3
-NAMES = ("explained", "explained_by_state", "weight", "luck_weight", "restarted", "r2_at_end")
+NAMES = ("explained", "explained_by_state", "weight", "luck_weight", "restarted", "r2_at_end", "slope_at_start")
 NAMES += ("luck_mean", "luck_left_out")
 
 
@@ -207,7 +208,6 @@ def test_what_it_subtracts_is_unbiased(n, weighted, width):
     of_tokens = (policy.logps - sampler.logps).exp()
     ratio = of_tokens if weighted == "by token" else of_tokens.prod(1, keepdim=True)
     value, g = OnRloo(), torch.Generator().manual_seed(0)
-    value.eta, value.theta, value.gamma = (torch.randn(k, generator=g) for k in (9 + 2 * V + 2, 23, 14))
     value.weight, value.luck_weight, value._returns_seen = 0.7, 0.9, (-width, width)
     entry = replace(BASELINES["value"], estimator=value)
     # A state that predicts token t: the tokens before it
@@ -228,6 +228,7 @@ def test_what_it_subtracts_is_unbiased(n, weighted, width):
     more = {"logps": policy.logps[rows].float(), "states": states[rows]}
     if weighted == "by token":
         more["draw_ratio"] = of_tokens[rows].float()
+    give_coefficients(value, squeeze(inputs[0], inputs[2], n, energy=inputs[1], **more), generator=g)
     advantages, found = expected(entry, **more)
     torch.testing.assert_close(found, gradient, atol=1e-5, rtol=0)
     for part in ("weight", "luck_weight"):  # each has an effect
@@ -309,6 +310,28 @@ def test_coefficients_are_least_squares_of_earlier_batches(functions):
     ridge = max(0.5 / (3 * PROMPTS), 38 / tokens)
     assert (x @ (fitted(of_both, ridge) - found)).abs().max() < 2e-3
     assert (x @ (fitted(of_both, 2 * ridge) - found)).abs().max() > 2e-3
+
+
+def test_what_a_study_leaves_out_is_not_fitted():
+    """By name, in V, φ and ψ; an unknown name is an error."""
+
+    def zeros(*parts):
+        value = learnt(range(2), Value(without=parts), seen=True)
+        found = zip(module.PHI + module.PSI, [*value.theta, *value.gamma], strict=True)
+        return {name for name, of in found if of == 0}
+
+    usual = zeros()
+    assert zeros("V √n") - usual == {"V √n", "σ V √n", "σ² V √n", "luck V √n", "luck σ V √n"}
+    assert zeros("σ²", "V") - usual >= {"σ² 1", "σ² m", "V", "luck V"} and "σ 1" not in zeros("σ²")
+    assert zeros("σ in ψ") - usual == {f"luck σ {part}" for part in module.PARTS}
+    value = learnt(range(2), Value(without={"states", "energy"}))
+    found = dict(zip(value.state_dict()["_value_names"], value.eta, strict=False))
+    assert {name for name in found if found[name] == 0} >= {"state 0", "mean state 2", "energy"}
+    assert found["surprisal"] != 0 and value.eta[:2].any()
+    value._reset("a test")
+    assert value._without == {"states", "energy"}
+    with pytest.raises(ValueError, match=r"`without` holds \['V3'\]: 'value' is made of .*'V √n'"):
+        Value(without={"V3"})
 
 
 def test_spurious_slope_of_base_is_limited():
@@ -669,6 +692,7 @@ def test_features_of_another_release_are_fitted_anew(caplog):
     """V goes on, whose numbers are the same."""
     value, batch = learnt(), Task(100).batch()
     state = value.state_dict() | {"theta": torch.zeros(28), "_sums": torch.zeros(4, 43, 43)}  # as of 0.10
+    del state["_names"], state["_value_names"]
     again = Value()
     again.load_state_dict(state)
     assert "features of another release: all but V is fitted anew" in caplog.text
@@ -688,7 +712,7 @@ def test_what_does_not_fit_is_named():
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
 def test_nonfinite_states_teach_nothing(broken, caplog, monkeypatch):
     """And predict nothing, which is said once."""
-    monkeypatch.setattr(Value, "_warned", False)
+    monkeypatch.setattr(Value, "_warned", set())
     value, task, other = learnt(), Task(100), Task(100)
     task.states[0, 3, 1] = broken
     batch, least = task.batch(), int(task.mask[0].sum())
@@ -708,7 +732,9 @@ def test_nonfinite_states_teach_nothing(broken, caplog, monkeypatch):
     task.states[:] = broken  # in all batches, as of a model that overflows
     value, batch = Value(), task.batch()
     for _ in range(3):
-        assert batch.teach(value)["weight"] == 0.0
+        found = batch.teach(value)
+        assert found["weight"] == 0.0 and found["luck_left_out"] == 1.0
+    assert caplog.text.count("before all tokens of a generation batch are not finite") == 1
     assert torch.equal(batch.baseline(value), batch.b0.expand_as(batch.x.mask))
 
 
@@ -716,7 +742,7 @@ def test_unsolvable_sums_give_b0(monkeypatch, caplog):
     value, batch = learnt(), Task(101).batch()
     with monkeypatch.context() as broken, caplog.at_level(logging.WARNING):
         solution = least_squares.solution
-        of_both = lambda sums, ridge: solution(sums, ridge) * (math.nan if sums.size(-1) == 38 else 1.0)  # noqa: E731
+        of_both = lambda sums, ridge: solution(sums, ridge) * (math.nan if "luck V" in sums.names else 1.0)  # noqa: E731
         broken.setattr(module, "solution", of_both)
         Task(100).batch().teach(value)
     assert "discards what it has learned: its linear system has no finite solution" in caplog.text

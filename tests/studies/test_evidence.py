@@ -1,7 +1,9 @@
 """The studies of noise: scratchpad, lake, the language model's tasks; their results and the pages made of them."""
 
+import ast
 import functools
 import importlib
+import itertools
 import json
 import math
 import random
@@ -15,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 from scipy import stats
 
+import trl_otb
 from recipes import toy
 from recipes.studies import ablations, language, render, runs, tasks
 from recipes.toy import lake, scratchpad
@@ -306,6 +309,39 @@ def test_the_table_of_ablations_is_of_its_results():
     assert ablations.PAGE.read_text().endswith(ablations.table(json.loads(ablations.RESULTS.read_text())))
 
 
+OF_ROUNDING = {"MIN_WEIGHT", "NOT_ZERO", "ROUNDING", "LARGEST_RATIO", "BLOCK"}  # and of memory
+
+
+def test_each_constant_of_the_maths_has_its_row():
+    """By name, with the number that it has."""
+    page, found = ablations.PAGE.read_text(), {}
+    for path in (Path(trl_otb.__file__).parent / "baselines").glob("*.py"):
+        tree = ast.parse(path.read_text())
+        classes = [of for of in tree.body if isinstance(of, ast.ClassDef)]
+        for of in itertools.chain(tree.body, *(of.body for of in classes)):
+            if (
+                isinstance(of, ast.Assign)
+                and isinstance(of.value, ast.Constant)
+                and type(of.value.value) in (int, float)
+            ):
+                found[of.targets[0].id] = of.value.value
+    assert found.keys() >= {"RESET_RATIO", "decay_per_batch", "WORSE_RATIO", "PROJECTED_SIZE"}
+    for name, number in found.items():
+        assert name in OF_ROUNDING or f"`{name}` ({number:g})" in page, name
+    for name in (
+        "TOO_FAR",
+        "NEAR",
+        "DECAYS",
+        "NUMBERS",
+        "PARTS",
+        "LAYER_DEPTH",
+        "ridge_of_v",
+        "ridge",
+        "PROGRESS_PLACES",
+    ):
+        assert f"`{name}`" in page
+
+
 @functools.cache
 def power_without(part):
     """Of a task whose rewards are divided by 100 after ten batches."""
@@ -329,7 +365,7 @@ def test_each_part_of_value_can_be_left_out(part):
 def test_published_tables_match_results(page):
     text = (render.HERE / f"{page}.md").read_text()
     assert render.rendered(text) == text and "<!-- " in text
-    number = re.search(r"<!-- .*?(\d\.\d\d\d?) \(", text, flags=re.DOTALL)
+    number = re.search(r"<!-- .*? -->.*?(\d\.\d\d+)", text, flags=re.DOTALL)
     assert render.rendered(text[: number.start(1)] + "9.99" + text[number.end(1) :]) == text
 
 

@@ -123,8 +123,10 @@ def test_model_card_and_tags(train, tmp_path):
     train(max_steps=1, save_strategy="steps", save_steps=1, output_dir=str(tmp_path / "other"), baseline="value")
     other = (tmp_path / "other" / "README.md").read_text()
     assert "trained with OTB" not in other and "DeepSeekMath" in other and "`baseline='value'`" in other
-    base = Path(card.split("Trained from `")[1].split("`")[0])
-    assert base.is_dir() and "`baseline='otb'`, `num_generations=4`, `scale_rewards='none'`" in card
+    train(max_steps=1, save_strategy="steps", save_steps=1, output_dir=str(tmp_path / "lora"), peft_config=LORA)
+    for text in (card, (tmp_path / "lora" / "README.md").read_text()):
+        assert Path(text.split("Trained from `")[1].split("`")[0]).is_dir()
+    assert "`baseline='otb'`, `num_generations=4`, `scale_rewards='none'`" in card
 
 
 # What power is compared with: the group mean, or `rloo` if the baseline is unbiased

@@ -98,6 +98,12 @@ def test_a_wrong_line_of_the_file_is_named(folder, capsys, line, message):
     assert usage.startswith("trl-otb grpo --config") and re.search(message, error)
 
 
+def test_a_wrong_baseline_of_a_comparison_is_named(folder, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["compare", "--config", "run.yaml", "--baselines", "rlo"])
+    assert "'rlo'" in (error := capsys.readouterr().err) and "rloo" in error
+
+
 @pytest.mark.slow
 def test_ctrl_c_leaves_a_checkpoint_that_resumes(folder, capsys):
     """Started by accelerate, whose options are among the others."""

@@ -15,6 +15,7 @@ from trl import GRPOConfig, GRPOTrainer
 import trl_otb
 from tests.helpers import tiny, tiny_vision
 from tests.helpers.agents import AGENT
+from tests.helpers.coefficients import give_coefficients
 from tests.helpers.scripted import TURNS, add, script_turns
 from tests.helpers.settings import LORA, TRL, assert_same_weights, in_turn
 from trl_otb import OTBGRPOTrainer, compare_baselines, register_baseline
@@ -26,6 +27,8 @@ from trl_otb.comparison.efficiency import moments_of
 from trl_otb.comparison.gradients import CompletionGradients, Projection
 from trl_otb.comparison.moments import prompt_moments
 from trl_otb.comparison.pools import at_rest, sample
+from trl_otb.comparison.progress import WITH_PROGRESS
+from trl_otb.comparison.report import setting
 from trl_otb.rollout import generated_mask
 
 
@@ -164,7 +167,7 @@ def test_group_gradient_is_completions_mean(sampled, one_partition, baseline, pe
     entry = BASELINES[baseline].instance()
     if baseline == "value":  # that has learned something
         value, g = entry.estimator, torch.Generator().manual_seed(0)
-        value.eta, value.theta, value.gamma = (0.1 * torch.randn(k, generator=g) for k in (11 + 2 * 3, 23, 14))
+        give_coefficients(value, pool, lambda size: 0.1 * torch.randn(size, generator=g))
         value.weight, value.luck_weight, value._returns_seen = 0.7, 0.9, (-3.0, 3.0)
     pool = replace(pool, draw_ratio=None)
     others = [[rewarded(10 * batch + prompt, per_token) for prompt in range(3)] for batch in range(2)]
@@ -396,7 +399,7 @@ def test_iterable_dataset_with_defaults(train):
     trainer = train(train=False, train_dataset=tiny.prompts().to_iterable_dataset(), **sizes)
     report = compare_baselines(trainer, num_prompts=np.int64(3))
     assert (report.group_size, report.group_sizes) == (4, [1, 2, 4, 8]) and report.completions_per_prompt == 64
-    assert {row.name for row in report.comparisons} == set(BASELINES) and report.prompts_per_batch == 1
+    assert {row.name for row in report.comparisons} == {*BASELINES, WITH_PROGRESS} and report.prompts_per_batch == 1
     assert all(math.isfinite(row.noise_over_group_mean.value) for row in report.comparisons)
 
 
@@ -476,3 +479,43 @@ def test_which_baselines_are_said_to_be_biased(train, options, biased, unknown):
     report = compare_baselines(train(train=False, **options), **SMALL | {"baselines": NAMES[:3]})
     of = {row.name: row.unbiased for row in report.comparisons}
     assert of == {name: None if name in unknown else name not in biased for name in NAMES}
+
+
+class Counting:
+    """A reward with a counter, which calls on unfinished text would change."""
+
+    def __init__(self):
+        self.__name__, self.calls = "counting", 0
+
+    def __call__(self, completion_ids, **kwargs):
+        self.calls += 1
+        return tiny.even_bytes(completion_ids)
+
+
+def test_value_is_also_measured_with_the_rewards_as_progress(train, monkeypatch):
+    """If all baselines are, and the run has no progress functions; then the advice says what to set."""
+    monkeypatch.setattr(moments_module, "BATCH_PARTITIONS", 1)
+    monkeypatch.setattr(moments_module, "PARTITIONS", 1)
+    small = {"num_prompts": 4, "completions_per_prompt": 16, "group_sizes": 4}
+    trainer = train(baseline="value", per_device_train_batch_size=16, train=False)
+    report = compare_baselines(trainer, **small)
+    rows = {row.name: row for row in report.at()}
+    assert rows[WITH_PROGRESS].noise_over_group_mean.value < rows["value"].noise_over_group_mean.value
+    assert report.learned["value with progress/r2_at_end"] > report.learned["value/r2_at_end"]
+    assert trainer._trl_otb.progress is None and not trainer.baseline.has_learned
+    report.comparisons = [row for row in report.comparisons if row.name in (WITH_PROGRESS, "group_mean")]
+    if report.best is not None:
+        assert "Set baseline='value', progress_funcs='rewards': group_mean" in report.verdict
+    assert WITH_PROGRESS not in {row.name for row in compare_baselines(trainer, progress=False, **small).at()}
+    told = train(baseline="value", per_device_train_batch_size=16, train=False, progress_funcs="rewards")
+    assert WITH_PROGRESS not in {row.name for row in compare_baselines(told, ["value"], **small).at()}
+    assert [*told._trl_otb.progress.lengths] == []
+    stateful = train(baseline="value", per_device_train_batch_size=16, train=False, reward_funcs=Counting())
+    report = compare_baselines(stateful, **small)
+    assert WITH_PROGRESS not in {row.name for row in report.at()}
+    assert "changed what the reward function 'counting' keeps" in report.progress_error
+
+
+def test_what_to_set_is_said_of_a_row():
+    assert setting("ogb_pooled") == "baseline='ogb_pooled'"
+    assert setting(WITH_PROGRESS) == "baseline='value', progress_funcs='rewards'"

@@ -145,15 +145,30 @@ def test_unread_options_are_an_error(bases, own, decorate):
         assert cls(**ON_CPU).baseline == "otb"
 
 
-def test_unscaled_default_warns_once(caplog):
+class Named(OTBGRPOTrainer):
+    default_baseline = "value"
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "expected"),
+    [
+        (OTBGRPOTrainer, {"baseline": "ogb", "scale_rewards": "none"}, []),
+        (OTBGRPOTrainer, {"baseline": "ogb", "scale_rewards": "group"}, []),
+        (OTBGRPOTrainer, {}, ["baseline", "scale_rewards"]),
+        (OTBGRPOTrainer, {"scale_rewards": None, "baseline": "value"}, ["scale_rewards"]),
+        (Named, {"scale_rewards": "running"}, []),
+        (Named, {}, ["scale_rewards"]),
+    ],
+)
+def test_defaults_that_are_not_advised_are_said_once(train, caplog, cls, options, expected):
     type(config.logger).warning_once.cache_clear()
-    for options in ({"scale_rewards": "none"}, {"scale_rewards": False}, {"scale_rewards": "group"}):
-        OTBGRPOConfig(**ON_CPU, baseline="ogb", **options)
-    assert not caplog.records
     for _ in range(2):
-        assert OTBGRPOConfig(**ON_CPU).scale_rewards == OTBGRPOConfig(**ON_CPU, scale_rewards=None).scale_rewards
-    (said,) = [r for r in caplog.records if "not scaled" in r.getMessage()]
-    assert said.levelname == "WARNING" and "default is `scale_rewards='none'`" in said.getMessage()
+        trainer = train(cls, train=False, **options)
+    assert trainer.args.scale_rewards == (options.get("scale_rewards") or "none")
+    said = [r.getMessage() for r in caplog.records if "to silence this" in r.getMessage()]
+    assert len(said) == bool(expected)
+    for name, text in config.UNSET.items():
+        assert all((text in line) == (name in expected) for line in said)
 
 
 def test_a_file_imports_nothing(tmp_path, monkeypatch):

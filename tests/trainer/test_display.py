@@ -15,9 +15,10 @@ from tests.helpers.agents import AGENT
 from tests.helpers.scripted import TOOLS, script_turns
 from trl_otb import OTBGRPOTrainer
 from trl_otb.baselines import find_baseline
+from trl_otb.display.shown import ShownRollout
 from trl_otb.display.text import token_texts, visible
 from trl_otb.energy import TokenValues
-from trl_otb.rollout import Rollout, Shown
+from trl_otb.rollout import Shown
 from trl_otb.run_baseline import RunBaseline
 
 
@@ -28,7 +29,7 @@ REWARDS = [1.0, 0.0, math.nan, 0.5]
 TWO = ["ab[cd]e", "fg"], [1.0, 0.0]
 
 
-def rollout_of(texts=TEXTS, rewards=REWARDS, n=2, device="cpu", **fields) -> Rollout:
+def rollout_of(texts=TEXTS, rewards=REWARDS, n=2, device="cpu", **fields) -> ShownRollout:
     """Rewards as given, no energies yet; every byte of `texts` is a token."""
     tokenizer = tiny.tokenizer()
     spoken = [re.sub(r"[\[\]]", "", text) for text in texts]
@@ -47,7 +48,7 @@ def rollout_of(texts=TEXTS, rewards=REWARDS, n=2, device="cpu", **fields) -> Rol
     tensors = {"prompt_ids": prompts, "prompt_mask": (prompts != tokenizer.pad_token_id).long(), "mask": mask}
     tensors |= {"completion_ids": padded, "completion_mask": completion_mask}
     tensors |= {"rewards": torch.tensor(rewards), "scale": torch.ones(len(texts), 1)}
-    rollout = Rollout(**{key: value.to(device) for key, value in tensors.items()}, num_generations=n)
+    rollout = ShownRollout(**{key: value.to(device) for key, value in tensors.items()}, num_generations=n)
     return changed(rollout, **{"processing_class": tokenizer} | fields)
 
 

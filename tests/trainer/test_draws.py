@@ -5,7 +5,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from torch.nn.utils.rnn import pad_sequence
-from transformers import Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM, TrainerCallback
 from trl.trainer import grpo_trainer
 
 from tests.helpers import tiny
@@ -210,3 +210,22 @@ def test_honest_draws_are_not_suspected(options, train, caplog):
     trainer = train(baseline="value", max_steps=40, learning_rate=0.0, per_device_train_batch_size=32, **options)
     assert not any(logged(trainer, "otb/value/luck_left_out")) and "Later luck" not in caplog.text
     assert max(map(abs, logged(trainer, "otb/value/luck_mean")[5:])) < 0.02
+
+
+class Warmer(TrainerCallback):
+    """Samples at another temperature than the trainer's, from the fourth step on."""
+
+    def __init__(self, trainer):
+        self.trainer = trainer
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 3:
+            self.trainer.generation_config.temperature = 0.7
+
+
+def test_the_metric_says_so_too_where_a_batch_has_no_luck(train, caplog):
+    trainer = train(baseline="value", max_steps=6, train=False)
+    trainer.add_callback(Warmer(trainer))
+    trainer.train()
+    assert "Later luck is not subtracted: tokens were sampled with a temperature that is not 1.0" in caplog.text
+    assert logged(trainer, "otb/value/luck_left_out") == [0.0, 0.0, 0.0, 1.0, 1.0, 1.0]

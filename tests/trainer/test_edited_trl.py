@@ -2,112 +2,126 @@
 
 import re
 import shutil
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
-import trl
 
+from recipes.studies import later_trl, render
+from recipes.studies.later_trl import EDITS, Edit, edited, outcomes
 from tests.helpers import edited_trl
 
 
 pytestmark = pytest.mark.tested_trl
-GRPO, ASYNC = "trainer/grpo_trainer.py", "experimental/async_grpo"
-ASYNC_TRAINER = f"{ASYNC}/async_grpo_trainer.py"
+ASYNC = "experimental/async_grpo"
 PRODUCT = "per_token_loss1 = coef_1 * advantages"
-TURN = "_generate_single_turn(self, prompt_ids,"
 SELECTED = 'advantages = inputs["advantages"][selected]'
 NO_PRODUCT = "does not weight each token"
-# By name: the file, what it holds, what a later version might have there, what is trained, and what is seen: an error,
-# or a warning with the same gradients
-CASES = {
-    "one number per completion": (GRPO, "if advantages.dim() == 1:", "if True:", "value", NO_PRODUCT),
-    "renamed log-probs of the sampler": (
-        GRPO,
-        '"sampling_per_token_logps"',
-        '"sampler_logps"',
-        "vllm",
-        "has no 'sampling_per_token_logps'",
-    ),
-    "renamed ratio": (GRPO, '"importance_sampling_ratio"', '"is_ratio"', "vllm", "has no 'importance_sampling_ratio'"),
-    "renamed tool mask": (GRPO, '"tool_mask"', '"mask_of_tools"', "tools", "a generation batch has no 'tool_mask'"),
-    "renamed old log-probs": (GRPO, '"old_per_token_logps"', '"before"', "reused", "has no 'old_per_token_logps'"),
-    "another parameter": (GRPO, f"{TURN} images,", f"{TURN} prompts, images,", "rloo", r"takes \(self, prompt_ids"),
-    "comment": (GRPO, "# Compute the loss\n", "# The loss\n", "value", "GRPOTrainer._compute_loss"),
-    "async product": (ASYNC_TRAINER, PRODUCT, PRODUCT + ".mean()", "async", f"AsyncGRPOTrainer.*{NO_PRODUCT}"),
-    "async order": (ASYNC_TRAINER, SELECTED, SELECTED + " + 0", "async", f"AsyncGRPOTrainer.*{NO_PRODUCT}"),
-    "async key": (ASYNC_TRAINER, '"segment_id"', '"segment"', "async", "`AsyncGRPOTrainer's batch.segment_id` is gone"),
-    "async comment": (ASYNC_TRAINER, "# DDP/FSDP averages", "# DDP averages", "async", "AsyncGRPOTrainer.compute_loss"),
+# By name: an edit of the asynchronous trainer, and what is seen: an error, or a warning with the same gradients
+ASYNC_EDITS = {
+    "product": (((PRODUCT, PRODUCT + ".mean()"),), f"AsyncGRPOTrainer.*{NO_PRODUCT}"),
+    "order": (((SELECTED, SELECTED + " + 0"),), f"AsyncGRPOTrainer.*{NO_PRODUCT}"),
+    "key": ((('"segment_id" ->', '"segment"'),), "`AsyncGRPOTrainer's batch.segment_id` is gone"),
+    "comment": ((("# DDP/FSDP averages", "# DDP averages"),), "AsyncGRPOTrainer.compute_loss"),
 }
 
 
-def edited(folder: Path, edit: str = "", version: str = "") -> Path:
-    """A copy in `folder` with one of `CASES`, or with the asynchronous files as in 1.18 (`"async moved"`)."""
-    source, installed = Path(find_spec("trl").origin).parent, trl.__version__
-    shutil.copytree(source, folder / "trl", ignore=shutil.ignore_patterns("__pycache__"))
-    if edit == "async moved":
-        old, new = folder / "trl" / ASYNC, folder / "trl/trainer/_async_grpo"
-        shutil.move(old, new)
-        for file in new.glob("*.py"):
-            file.write_text(file.read_text().replace("from ...", "from trl."))
-        old.mkdir()
-        (old / "__init__.py").write_text("from trl.trainer._async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer\n")
-    elif edit:
-        name, before, after = CASES[edit][:3]
-        for path in [*(folder / "trl" / Path(name).parent).rglob("*.py")] if "key" in edit else [folder / "trl" / name]:
-            text = path.read_text()
-            assert before in text or "key" in edit, f"{path} has no {before!r}"
-            path.write_text(text.replace(before, after))
-    info = folder / f"trl-{version or installed}.dist-info"  # which `trl.__version__` reads
-    shutil.copytree(next(source.parent.glob("trl-*.dist-info")), info)
-    metadata = (info / "METADATA").read_text()
-    (info / "METADATA").write_text(metadata.replace(f"Version: {installed}", f"Version: {version or installed}"))
+def moved(folder):
+    """The asynchronous files as in 1.18."""
+    edited(folder, EDITS["a comment"], "1.18.0")
+    old, new = folder / "trl" / ASYNC, folder / "trl/trainer/_async_grpo"
+    shutil.move(old, new)
+    for file in new.glob("*.py"):
+        file.write_text(file.read_text().replace("from ...", "from trl."))
+    old.mkdir()
+    (old / "__init__.py").write_text("from trl.trainer._async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer\n")
     return folder
 
 
-def short_run(folder, kind, model_path, tmp_path, **environment):
+def short_run(folder, kind, model_path, tmp_path):
     """What a run of two steps raised, its gradient norms, and the warnings of drift."""
-    out = tmp_path / f"{folder.name}-{kind}-{len(environment)}"
-    program = "tests.helpers.short_run"
-    _, text = edited_trl.ran(folder, out, program, kind, model_path, str(tmp_path / "run"), **environment)
+    out, program = tmp_path / f"{folder.name}-{kind}", "tests.helpers.short_run"
+    _, text = edited_trl.ran(folder, out, program, kind, model_path, str(tmp_path / "run"))
     lines = text.splitlines()
     result = next((line for line in lines if line.startswith("trained:") or "Error: " in line), text[-2000:])
     return result, [line for line in lines if line.startswith("warned:") and "was tested with" in line]
 
 
+# The study of all edits
+
+
+def published():
+    return {(row["edit"], row["run"]): row for row in render.load("later_trl")["edits"]}
+
+
+def test_no_edit_of_the_study_trains_wrongly_or_without_a_word():
+    assert {*published()} == {(name, run) for name, edit in EDITS.items() for run in edit.runs.split()}
+    assert {row["verdict"] for row in published().values()} == {"error", "right, with a warning"}
+    assert f"with each of {len(EDITS)} edits" in (render.HERE / "later_trl.md").read_text()
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("edit", [edit for edit in CASES if edit != "comment"])  # which the test of versions tries
-def test_an_edit_is_refused_or_said(edit, model_path, tmp_path):
-    *_, kind, expected = CASES[edit]
-    result, warnings = short_run(edited(tmp_path / "trl", edit), kind, model_path, tmp_path)
-    if edit != "async comment":
+@pytest.mark.parametrize(
+    "name",
+    [
+        "advantages left out of the shuffle",
+        "kept on the trainer",
+        "a hook that does nothing",
+        "the branch for (B, T) is gone",
+        "another name for the tool mask",
+        "log-probs of the token before",
+        "a norm in the place of Σπ²",
+        "the ratio twice",
+        "another name for the file",
+    ],
+)
+def test_an_edit_of_the_study_does_what_is_published(name, model_path, tmp_path):
+    for found in outcomes(edited(tmp_path / "trl", EDITS[name], later_trl.VERSION), EDITS[name], model_path):
+        expected = published()[name, found["run"]]
+        assert (found["verdict"], found["error"]) == (expected["verdict"], expected["error"])
+
+
+def test_an_edit_whose_text_is_gone_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="has 0 times 'gone'"):
+        edited(tmp_path, Edit("otb", (("gone", ""),)))
+
+
+# What is said
+
+
+@pytest.mark.slow
+def test_a_newer_version_trains_with_one_line(model_path, tmp_path):
+    folder = edited(tmp_path / "trl", EDITS["a comment"], "1.17.0")
+    result, (warning,) = short_run(folder, "value", model_path, tmp_path)
+    assert result == short_run(tmp_path, "value", model_path, tmp_path)[0] and result.startswith("trained:")
+    assert "installed: trl 1.17.0" in warning
+    assert "Changed for GRPOTrainer: GRPOTrainer._compute_loss. Signatures still match, and what the first" in warning
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ASYNC_EDITS)
+def test_an_edit_of_asynchronous_training_is_refused_or_said(name, model_path, tmp_path):
+    changes, expected = ASYNC_EDITS[name]
+    edit = Edit("async", changes, file=f"{ASYNC}/async_grpo_trainer.py")
+    folder = edited(tmp_path / "trl", edit)
+    if name == "key":
+        for path in (folder / "trl" / ASYNC).glob("*.py"):
+            path.write_text(path.read_text().replace('"segment_id"', '"segment"'))
+    result, warnings = short_run(folder, "async", model_path, tmp_path)
+    if name != "comment":
         refused = "ImportError: .*relies on parts of TRL that are different in trl .*: .*"
         assert re.match(refused + expected, result) and "pip install 'trl==" in result
         return
     (said,) = warnings
     assert f"Changed for AsyncGRPOTrainer: {expected}. Signatures still match" in said
-    assert result == short_run(tmp_path, kind, model_path, tmp_path)[0] and result.startswith("trained:")
+    assert result == short_run(tmp_path, "async", model_path, tmp_path)[0] and result.startswith("trained:")
 
 
-@pytest.mark.slow
-def test_another_version_is_refused_unless_allowed(model_path, tmp_path):
-    version = "1.17.0"
-    folder = edited(tmp_path / "trl", "comment", version)
-    result, _ = short_run(folder, "async", model_path, tmp_path)
-    assert result.startswith(f"ImportError: trl {version} is installed, and trl_otb was tested with trl 1.9 to 1.16.0")
-    assert "TRL_OTB_ANY_TRL=1" in result
-    result, (warning,) = short_run(folder, "value", model_path, tmp_path, TRL_OTB_ANY_TRL="1")
-    assert result == short_run(tmp_path, "value", model_path, tmp_path)[0] and result.startswith("trained:")
-    assert f"installed: trl {version}" in warning
-    assert "Changed for GRPOTrainer: GRPOTrainer._compute_loss. Signatures still match" in warning
-
-
-def test_report_of_moved_asynchronous_part(tmp_path):
-    """The asynchronous part of 1.18 has moved; of GRPOTrainer, nothing."""
-    code, text = edited_trl.ran(edited(tmp_path / "trl", "async moved"), tmp_path / "out", "trl_otb.seam")
-    assert code == 1
+def test_1_18_has_no_asynchronous_training(tmp_path):
+    folder = moved(tmp_path / "trl")
+    _, text = edited_trl.ran(folder, tmp_path / "imported", "trl_otb.experimental.async_grpo.config")
+    assert "ImportError: Asynchronous training needs trl 1.16 or 1.17, and 1.18.0 is installed" in text
+    code, text = edited_trl.ran(folder, tmp_path / "report", "trl_otb.seam")
+    assert code == 0
     lines = text.splitlines()
     assert "contract: GRPOTrainer: every part is there, with the expected parameters" in lines
-    assert "sources: GRPOTrainer: those that were read" in lines
-    (gone,) = [line for line in lines if line.startswith("contract: AsyncGRPOTrainer: `")]
-    assert "`TreeRow.pack` is gone" in gone and "AsyncGRPOTrainer.compute_loss" not in gone
+    assert "sources: GRPOTrainer: GRPOTrainer._compute_loss changed" in lines
+    assert not [line for line in lines if "AsyncGRPOTrainer" in line]

@@ -46,6 +46,13 @@ def test_line_of_value(values, says):
     assert says in gain_of_value(*values).line("value", "rloo_pooled", "rloo")
 
 
+def test_line_of_value_says_what_might_help():
+    line = gain_of_value(0.01, 0.01).line("value", "rloo_pooled", "rloo", may_ask=True)
+    assert "do as well. If your reward can tell how half an answer is doing, try `progress_funcs='rewards'`." in line
+    assert "progress" not in gain_of_value(0.31, 0.27).line("value", "rloo_pooled", "rloo", may_ask=True)
+    assert "That is nearly all: the first tokens decide" in gain_of_value(0.97, 0.97).line("value", "rloo", "rloo")
+
+
 def test_line_of_value_where_b0_is_the_mean_of_earlier_steps():
     said = gain_of_value(0.01, 0.0).line("value", None, None)
     assert "beyond the mean of earlier steps" in said and "as well" not in said

@@ -107,6 +107,15 @@ def test_a_yaml_file_trains_as_our_config_does(axolotl, train, options):
     plugin.post_trainer_create(cfg, built)
 
 
+@pytest.mark.parametrize(("asked", "expected"), [({}, "none"), ({"scale_rewards": False}, False)])
+def test_the_plugin_honours_an_explicit_scale(axolotl, asked, expected):
+    """Not Axolotl's default, which stands in its place later."""
+    plugin, cfg = axolotl.Plugin(), Cfg(RUN | {"trl": RUN["trl"] | asked, "otb": {"baseline": "value"}})
+    plugin.register(cfg)
+    cfg["trl"] = {"scale_rewards": True} | cfg["trl"]
+    assert plugin.get_training_args(cfg)["scale_rewards"] == expected
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -115,12 +124,20 @@ def test_a_yaml_file_trains_as_our_config_does(axolotl, train, options):
         ({"trl": {"async_prefetch": True}}, "`trl.async_prefetch` is set"),
         ({"context_parallel_size": 2}, "`context_parallel_size` is above 1"),
         ({"otb": {"baseline": "valeu"}}, "Did you mean 'value'"),
-        ({"otb": {"basline": "value"}}, "basline"),
+        ({"otb": {"basline": "value"}}, "`otb` has no option 'basline'. Did you mean 'baseline'"),
+        ({"otb": "value"}, "`otb` is 'value': it is a section of options. Write `otb: {baseline: value}`"),
+        ({"baseline": "value"}, "`baseline` stands at top level, where Axolotl drops it. Put it under `otb`"),
+        ({"trl": {"progress_funcs": ["rewards"]}}, "`progress_funcs` stands under `trl`"),
     ],
 )
 def test_the_plugin_refuses_what_it_cannot_honour(axolotl, changes, message):
     with pytest.raises(ValueError, match=message):
         axolotl.Plugin().register(Cfg(RUN | changes))
+
+
+def test_one_progress_function_may_be_text(axolotl):
+    options = axolotl.Plugin().get_training_args(Cfg(RUN | {"otb": {"progress_funcs": "rewards"}}))
+    assert options["progress_funcs"] == ["rewards"]
 
 
 def test_a_trainer_class_of_ones_own_stays(axolotl):

@@ -89,7 +89,10 @@ def test_the_head_of_1_15_is_refused_on_a_cpu(monkeypatch):
 
 
 def test_asynchronous_training_names_the_version_that_it_needs(monkeypatch):
-    monkeypatch.setattr(older_trl.trl, "__version__", "1.16.0")
-    assert older_trl.no_asynchronous_training() is None
-    monkeypatch.setattr(older_trl.trl, "__version__", "1.15.0")
-    assert "needs trl 1.16, and 1.15.0 is installed" in older_trl.no_asynchronous_training()
+    for version in ("1.15.0", "1.16.0", "1.17.2", "1.18.0", "2.0.0"):
+        monkeypatch.setattr(older_trl.trl, "__version__", version)
+        reason = older_trl.no_asynchronous_training()
+        if version in ("1.16.0", "1.17.2"):
+            assert reason is None
+        else:
+            assert f"needs trl 1.16 or 1.17, and {version} is installed" in reason

@@ -262,7 +262,11 @@ def test_a_tooltip_tells_what_an_advantage_is_made_of(tmp_path, browser):
     rollout = changed(rollout, advantages=rollout.rewards.unsqueeze(1) - baselines, **parts)
     opened = opened_of(browser, tmp_path / "one.html", rollout)
     numbers, lines = opened.hover(opened.of(".side:nth-child(2) .tokens span")[1])
-    assert lines == ["= 0 − (0.42 + 0.11 − 0.36)", "= reward − (B0 + prefix + later luck)"]
+    assert lines == [
+        "= 0 − (0.42 + 0.11 − 0.36)",
+        "= reward − (others' mean + what the text so far foretells + luck of later tokens)",
+        "= worse than expected here, even without the bad luck of later tokens",
+    ]
     assert float(numbers["advantage"]) == pytest.approx(-0.17, abs=1e-3)
     (tmp_path / "one.html").unlink()
     opened = opened_of(browser, tmp_path / "one.html", replace(rollout, scale=torch.full((2, 1), 0.5)))
@@ -384,7 +388,7 @@ def test_pages_are_not_pushed(train, tmp_path, monkeypatch):
     trainer._push_from_checkpoint(str(tmp_path / "checkpoint-1"))
     assert len(asked) == 2
     for options in asked:
-        files = ["rollouts.html", "rollouts-1.html", "model.safetensors", "checkpoint-2/a"]
+        files = ["rollouts.html", "rollouts-1.html", "rollouts.part", "model.safetensors", "checkpoint-2/a"]
         assert [*filter_repo_objects(files, ignore_patterns=options["ignore_patterns"])] == ["model.safetensors"]
 
 
@@ -417,4 +421,4 @@ def test_pages_stay_out_of_uploads_by_older_transformers(monkeypatch):
     monkeypatch.setattr(hub.transformers_trainer, "upload_folder", HfApi().upload_folder, raising=False)
     with hub._without_pages():
         hub.transformers_trainer.upload_folder(folder_path=".", ignore_patterns=["_*"])
-    assert asked == [["_*", hub.PAGES]]
+    assert asked == [["_*", *hub.PAGES]]

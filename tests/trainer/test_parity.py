@@ -82,6 +82,19 @@ def test_group_mean_of_rewards_equals_grpo_trainer(train, kind):
         assert rewards.isfinite().all() and rewards.dim() == 2 and rewards[0].abs().max() > 0
 
 
+def test_normalised_rewards_are_divided_once(train):
+    """By the running deviation alone, so that the size of weights does not matter."""
+    options = {"scale_rewards": "running", "baseline": "group_mean", **NORMALISED, "learning_rate": 0.0, "max_steps": 1}
+    found = []
+    for factor in (1.0, 100.0):
+        trainer = train(reward_funcs=[tiny.even_bytes, shorter], reward_weights=[0.01 * factor, factor], **options)
+        rollout = trainer.rollouts["train"]
+        deviation = rollout.returns_of_all.view(-1, 4).var(dim=1).mean().sqrt()
+        torch.testing.assert_close(rollout.scale, deviation.expand(8, 1))
+        found.append(rollout.advantages)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
 def both(train, change=lambda trainer: None, **options):
     """GRPOTrainer, and ours under the group mean, after the same change, trained: equal to the bit."""
     trainers = []

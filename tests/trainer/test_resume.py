@@ -100,3 +100,9 @@ def test_a_checkpoint_of_another_baseline_or_scale_is_named(train, tmp_path, cap
     train(baseline="otb", scale_rewards="none", train=False, **run).train(resume_from_checkpoint=checkpoint)
     assert "The checkpoint holds the state of 'value', which `baseline='otb'` does not use" in caplog.text
     assert "The checkpoint holds a running scale of advantages, and the run has no running scale" in caplog.text
+    assert "Set `scale_rewards` as it was" in caplog.text
+    (path,) = (tmp_path / "run" / "checkpoint-1").glob("baseline.pt")
+    path.unlink()
+    caplog.clear()
+    train(baseline="value", scale_rewards="running", train=False, **run).train(resume_from_checkpoint=checkpoint)
+    assert f"{path.name} is missing, as by `save_only_model`" in caplog.text and "as it was" not in caplog.text

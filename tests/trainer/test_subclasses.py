@@ -374,6 +374,18 @@ class OfNone(OTBGRPOTrainer):
         return super()._compute_loss(model, inputs | {"advantages": torch.ones_like(inputs["advantages"])})
 
 
+class OfPositive(OTBGRPOTrainer):
+    """Weights advantages below 0 by `leak`."""
+
+    takes_token_advantages, leak = True, 0.0
+
+    def _compute_loss(self, model, inputs):
+        advantages = inputs["advantages"]
+        return super()._compute_loss(
+            model, inputs | {"advantages": advantages.where(advantages > 0, self.leak * advantages)}
+        )
+
+
 class OTBGMPODeclared(OTBGMPO):
     takes_token_advantages = True
 
@@ -402,6 +414,7 @@ def own_logps(model, ids, inputs):
         (OTBGMPODeclared, OTBGMPOConfig, "GMPOTrainer._compute_loss"),
         (OfMean, OTBGRPOConfig, "OfMean._compute_loss"),
         (OfNone, OTBGRPOConfig, "OfNone._compute_loss"),
+        (OfPositive, OTBGRPOConfig, "OfPositive._compute_loss"),
     ],
 )
 def test_a_declared_loss_is_tried_before_the_first_step(train, cls, config, name):
@@ -412,6 +425,13 @@ def test_a_declared_loss_is_tried_before_the_first_step(train, cls, config, name
     assert before.state.global_step == 0
     assert all(torch.equal(kept[key], p) for key, p in before.model.named_parameters())
     assert train(cls, config, baseline="rloo").state.global_step == 2  # one number per completion is not tried
+
+
+def test_a_declared_loss_may_weight_negative_advantages_otherwise(train):
+    class Leaky(OfPositive):
+        leak = 0.5
+
+    assert train(Leaky, baseline="value").state.global_step == 2
 
 
 def test_a_trial_leaves_no_trace(train):
@@ -489,3 +509,36 @@ def test_public_names_are_checked(train, name):
     for cls in (type("Own", (OTBGRPOTrainer,), {name: None}), type("Own", (OTBGRPOTrainer, behind), {})):
         with pytest.raises(TypeError, match=f"has a `{name}` of its own, which is an attribute of trl_otb's"):
             train(cls, train=False)
+
+
+class Weighing(GRPOTrainer):
+    """As a mixin that was written for one advantage per completion."""
+
+    def _generate_and_score_completions(self, inputs):
+        batch = super()._generate_and_score_completions(inputs)
+        weights = torch.linspace(0.5, 1.5, len(batch["completion_ids"]))
+        weights = weights.unsqueeze(1) if self.right else weights
+        return batch | {"advantages": batch["advantages"] * weights}
+
+
+def one_length(length):
+    def rollout(prompts, trainer):
+        ids = [[65 + i + t for t in range(length)] for i in range(len(prompts))]
+        asked = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
+        return {"prompt_ids": asked, "completion_ids": ids, "logprobs": None}
+
+    return rollout
+
+
+@pytest.mark.parametrize("length", [5, 8])  # of 8 completions: PyTorch multiplies (8, 8) by (8,), too
+def test_weights_of_completions_times_advantages_of_tokens_are_named(train, length):
+    """And train where they are `(B, 1)`, or advantages `(B,)`."""
+    kinds = [type("Own", (Weighing, OTBGRPOTrainer), {"right": right}) for right in (False, True)]
+    options = {
+        "rollout_func": one_length(length),
+        "reward_funcs": lambda completion_ids, **kw: [ids[0] % 3 for ids in completion_ids],
+    }
+    with pytest.raises(TypeError, match=r"by weights of shape \(B,\): it needs.*look at Weighing._generate_and_score"):
+        train(kinds[0], baseline="otb", **options)
+    assert train(kinds[1], baseline="otb", **options).state.global_step == 2
+    assert train(kinds[0], baseline="rloo", **options).state.global_step == 2

@@ -10,11 +10,13 @@ A plugin for Axolotl, whose GRPO then trains with a baseline of this package. In
 Axolotl builds its own config, to which the plugin adds the options of [`~trl_otb.OTBGRPOConfig`].
 """
 
-from dataclasses import dataclass
-from typing import Any
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Annotated, Any
 
 from axolotl.integrations.base import BasePlugin
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from ..baselines import find_baseline
 from ..config import UNSET, warn_of_unset
@@ -30,7 +32,6 @@ class TrainingOptions:
     credit_whole_return: bool = False
     progress_funcs: list[str] | None = None
     progress_places: int = PROGRESS_PLACES
-    progress_draws: int = 0
     save_rollouts_steps: int | None = None
 
 
@@ -42,10 +43,19 @@ class Options(BaseModel):
     baseline: str | None = None
     scale_rewards: str | bool | None = None
     credit_whole_return: bool = False
-    progress_funcs: list[str] | None = None
+    progress_funcs: Annotated[list[str] | None, BeforeValidator(lambda of: [of] if isinstance(of, str) else of)] = None
     progress_places: int = PROGRESS_PLACES
-    progress_draws: int = 0
     save_rollouts_steps: int | None = None
+
+
+def options_of(section: Any) -> Options:
+    """The section `otb`; a `ValueError` if it is none, or has an option that there is not."""
+    if not isinstance(section or {}, Mapping):
+        raise ValueError(f"`otb` is {section!r}: it is a section of options. Write `otb: {{baseline: {section}}}`.")
+    for name in (section or {}).keys() - Options.model_fields.keys():
+        near = difflib.get_close_matches(name, Options.model_fields, n=1)
+        raise ValueError(f"`otb` has no option {name!r}.{f' Did you mean {near[0]!r}?' if near else ''}")
+    return Options(**(section or {}))
 
 
 class InputArgs(BaseModel):
@@ -59,7 +69,11 @@ class Plugin(BasePlugin):
 
     def register(self, cfg: Any) -> None:
         """Raises a `ValueError` if an option is wrong, or where Axolotl would take another trainer than GRPO's."""
-        rl, trl, options = cfg.get("rl"), cfg.get("trl") or {}, Options(**(cfg.get("otb") or {}))
+        rl, trl, options = cfg.get("rl"), cfg.get("trl") or {}, options_of(cfg.get("otb"))
+        for where, section in (("at top level", cfg), ("under `trl`", trl)):
+            for name in (of.name for of in fields(TrainingOptions)):
+                if section.get(name) is not None:
+                    raise ValueError(f"`{name}` stands {where}, where Axolotl drops it. Put it under `otb`.")
         if options.baseline is not None and ":" not in options.baseline:  # which the trainer imports
             find_baseline(options.baseline)
         if rl not in ("grpo", "gdpo"):
@@ -75,6 +89,8 @@ class Plugin(BasePlugin):
                 "`context_parallel_size` is above 1: AxolotlGRPOSequenceParallelTrainer cuts completions, whose "
                 "energies trl_otb adds up. Set it to 1, or leave trl_otb's plugin out."
             )
+        if "scale_rewards" in trl and options.scale_rewards is None:  # later Axolotl's default stands there
+            cfg["otb"] = {**(cfg.get("otb") or {}), "scale_rewards": trl["scale_rewards"]}
         cfg["trainer_cls"] = cfg.get("trainer_cls") or "trl_otb.axolotl.trainer.OTBTrainer"
 
     def get_input_args(self) -> str:
@@ -84,8 +100,8 @@ class Plugin(BasePlugin):
         return "trl_otb.axolotl.TrainingOptions"
 
     def get_training_args(self, cfg: Any) -> dict[str, Any]:
-        """The options of `otb`. What is not set there is as in [`~trl_otb.OTBGRPOConfig`], also `scale_rewards`."""
-        options = Options(**(cfg.otb or {})).model_dump()
+        """The options of `otb`. What is not set there is as in [`~trl_otb.OTBGRPOConfig`]."""
+        options = options_of(cfg.otb).model_dump()
         return options | ({"scale_rewards": "none"} if options["scale_rewards"] is None else {})
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
@@ -96,4 +112,4 @@ class Plugin(BasePlugin):
                 "ignored. Derive `trainer_cls` from `trl_otb.axolotl.trainer.OTBTrainer`, or leave the plugin out."
             )
         options = cfg.otb or {}
-        warn_of_unset([name for name in UNSET if options.get(name) is None])
+        warn_of_unset([name for name in UNSET if options.get(name) is None], type(trainer))

@@ -11,15 +11,12 @@ from .transport import gathered
 
 
 ROUNDING = 1e-12  # of squared float32 numbers, relative
-# A prompt keeps B0 if in the other prompts B leaves more than this many times B0's power
-# (recipes/studies/ablations.md). Without the bound the twelve batches after rewards were divided by 100 had up to 4,825
-# times the power, and with 2 in the place of 1.5 up to 1.53 times if they held two prompts. Where no rewards jump it
-# costs nothing in batches of 64 completions. With two prompts per batch 0.5 to 6 % of the prompts keep B0; without the
-# bound up to 23 % less power would be left there, and with 1.2 the first such batches had up to 10 % more
+# A prompt keeps B0 if in the other prompts B leaves more than this many times B0's power: with 1 many would by chance,
+# and without a bound what was learned before a jump of rewards would be used once more. What other values of these
+# constants leave is a table of recipes/studies/ablations.md, by their names
 WORSE_RATIO = 1.5
-# Where returns do not vary B0 leaves nothing: then B may leave this share of B0's usual power. After all returns on
-# recipes/toy became alike up to 0.05 of it was left; the same within 0.06 with 0.25 or 1, and up to 0.19 with 2. Where
-# successes are rare 0.1 leaves up to 8 % more power, and 0 up to twice as much
+# Where returns do not vary B0 leaves nothing: then B may leave this share of B0's usual power. With 0 it could leave
+# none, so that rare successes would be predicted in no batch
 VARIES_NOT_RATIO = 0.5
 
 

@@ -15,7 +15,7 @@ MIN_WEIGHT = 1e-30  # added to all weights: lost in rounding unless all of them 
 NOT_ZERO = 1e-30  # the least divisor: where nothing is divided by nothing the result is 0
 # What a baseline may need in addition to returns, mask and lengths
 NEEDS = ("energy", "logps", "states", "progress", "prompt_key")
-UNSENT = ("logps", "states", "progress", "progress_draws", "draw_ratio")  # to other processes
+UNSENT = ("logps", "states", "progress", "draw_ratio")  # to other processes
 ALIGNMENTS = ("generated", "position")
 
 
@@ -45,8 +45,7 @@ class Completions:
             layer at two thirds of the depth, randomly projected to k numbers.
         progress (`(B, T, F)`, *optional*): What the run's progress functions return for the text before the token, or
             for an earlier part of it; `None` without such functions.
-        progress_draws (`(B, T, F)`, *optional*): How much more the token gives each of these functions than the tokens
-            that could have been drawn do on average: its mean is 0 given what precedes. 0 where it is not known.
+        progress_names (`tuple[str]`, *optional*): The names of the F functions.
         draw_ratio (`(B, T)`, *optional*): What Σ_v π(v)² − π(y_t) is multiplied by for its mean to be 0 given what
             precedes y_t: π(y_t) / μ(y_t) where μ drew it and the loss weights each token by itself, 0 where the
             sampler is not known; 1 if `None`, for tokens drawn from π, or weighted by completion.
@@ -65,7 +64,7 @@ class Completions:
     logps: Tensor | None = None
     states: Tensor | None = None
     progress: Tensor | None = None
-    progress_draws: Tensor | None = None
+    progress_names: tuple[str, ...] = ()
     draw_ratio: Tensor | None = None
     prompt_key: Tensor | None = None
 
@@ -187,6 +186,7 @@ def squeeze(
     alignment: str = "generated",
     first_row: int = 0,
     prompt_key: Tensor | None = None,
+    progress_names: tuple[str, ...] = (),
     **of_tokens: Tensor | None,
 ) -> Completions:
     """
@@ -198,7 +198,7 @@ def squeeze(
         alignment (`str`, *optional*): `"position"` leaves tool output in its place, with mask 0, as the reference's
             single-turn form does.
         first_row (`int`, *optional*): The index of the first row among those of all processes.
-        prompt_key, and in `of_tokens` energy, loss_energy, logps, states, progress, progress_draws, draw_ratio: As in
+        prompt_key, progress_names, and in `of_tokens` energy, loss_energy, logps, states, progress, draw_ratio: As in
             [`Completions`], before squeezing. Values where `mask` is 0 are ignored and may be NaN. Without
             `loss_energy`, it is `energy`.
     """
@@ -238,6 +238,7 @@ def squeeze(
         num_generations=num_generations,
         prompt=torch.arange(first_row, first_row + len(mask), device=mask.device) // num_generations,
         prompt_key=prompt_key,
+        progress_names=progress_names,
         **{"loss_energy": placed.get("energy"), **placed},
     )
 

@@ -1,11 +1,50 @@
-"""Weighted least squares from sums that are kept by fold of prompts."""
+"""Weighted least squares from sums of products of columns that have names, which are kept by fold of prompts."""
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from .completions import NOT_ZERO
-from .prefix import B0
+
+
+ONE, B0, TARGET = "1", "B0", "target"  # columns: the first is 1, and the last G − B0
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Σ ω x xᵀ of columns x with these names. The first dimension may be that of folds."""
+
+    names: tuple[str, ...]
+    values: Float[Tensor, "*folds K K"]
+
+    def of(self, names: tuple[str, ...]) -> "Sums":
+        """Those of other names, in their order; 0 for what it lacks."""
+        if names == self.names:
+            return self
+        kept = [name for name in names if name in self.names]
+        to, place = (torch.tensor([*map(of.index, kept)]) for of in (names, self.names))
+        result = self.values.new_zeros(*self.values.shape[:-2], len(names), len(names))
+        result[..., to.unsqueeze(1), to] = self.values[..., place, :][..., place]
+        return Sums(names, result)
+
+    def without(self, names: Collection[str]) -> "Sums":
+        """The same with 0 for some names."""
+        return self.of((*[name for name in self.names if name not in names],)).of(self.names) if names else self
+
+    def after(self, earlier: "Sums | None", decay: float) -> "Sums":
+        """With the sums that an earlier one has of the same names, times `decay`."""
+        return self if earlier is None else replace(self, values=self.values + decay * earlier.of(self.names).values)
+
+    def total(self) -> "Sums":
+        """The sum of the folds."""
+        return replace(self, values=self.values.sum(dim=0))
+
+    def of_others(self) -> "Sums":
+        """For each fold the sum of the others."""
+        return replace(self, values=self.values.sum(dim=0) - self.values)
 
 
 def products(
@@ -20,49 +59,40 @@ def products(
     return result
 
 
-def with_columns(sums: Float[Tensor, "*folds K K"], kept: list[int], to: list[int], size: int) -> Tensor:
-    """`(*folds, size, size)`: the sums of the `kept` columns, in the places `to`; 0 for all others."""
-    result = sums.new_zeros(*sums.shape[:-2], size, size)
-    result[..., torch.tensor(to).unsqueeze(1), torch.tensor(to)] = sums[..., kept, :][..., kept]
-    return result
-
-
-def solution(sums: Float[Tensor, "*folds K1 K1"], ridge: float | Float[Tensor, " K"]) -> Float[Tensor, "*folds K"]:
+def solution(of: Sums, ridge: float | Float[Tensor, " K"]) -> Float[Tensor, "*folds K"]:
     """
-    The coefficients that least squares finds, from sums of products of features, the first of them 1 and the next B0,
-    and, last, the target. `ridge`, one for all or one for each, is a part of a feature's variation: shifting or scaling
-    features does not change the predictions.
+    The coefficients that least squares finds for all columns but the target. `ridge`, one for all or one for each, is a
+    part of a column's variation: shifting or scaling columns does not change the predictions.
 
     The coefficient of B0 in B, 1 more than the one found here, is kept between 0 and 1. In a few batches the fit would
     leave that range: the returns of the others predict a completion's own there, since all of them have the same sum.
-    Without the limit `value` left up to 1.28 times the power in its first batches, and 3 times for N = 1.
     """
-    squares, of_target = sums[..., :-1, :-1], sums[..., :-1, -1]
+    squares, of_target, b0 = of.values[..., :-1, :-1], of.values[..., :-1, -1], of.names.index(B0)
     diagonal, constant = squares.diagonal(dim1=-2, dim2=-1), squares[..., 0]
     varies = (diagonal - constant.square() / constant[..., :1].clamp(min=NOT_ZERO)).clamp(min=0)
     # The small part, far below any ridge, keeps features apart that are the same; 1 is for one that is always 0
     penalty = (ridge * varies + 1e-9 * diagonal).where(diagonal > 0, 1.0)
     squares = squares + torch.diag_embed(penalty)
-    of_b0 = torch.linalg.solve_ex(squares, of_target)[0][..., B0].clamp(-1, 0).unsqueeze(-1)
-    rest = [i for i in range(of_target.size(-1)) if i != B0]
-    left = of_target[..., rest] - squares[..., rest, B0] * of_b0
+    of_b0 = torch.linalg.solve_ex(squares, of_target)[0][..., b0].clamp(-1, 0).unsqueeze(-1)
+    rest = [i for i in range(of_target.size(-1)) if i != b0]
+    left = of_target[..., rest] - squares[..., rest, b0] * of_b0
     found = torch.linalg.solve_ex(squares[..., rest, :][..., rest], left)[0]
-    return torch.cat([found[..., :B0], of_b0, found[..., B0:]], dim=-1)
+    return torch.cat([found[..., :b0], of_b0, found[..., b0:]], dim=-1)
 
 
-def confidences(sums: Float[Tensor, "folds K1 K1"], ridge: float, sizes: list[int]) -> Float[Tensor, " parts"]:
+def confidences(of: Sums, ridge: float, sizes: list[int]) -> Float[Tensor, " parts"]:
     """
     c₁, c₂, …, one for each part of a prediction: the shares of the parts, between 0 and 1, with which the least is left
     in folds of prompts that the parts were not fitted to. More than 1 would undo the ridge. `sizes` are the numbers of
-    features of the parts, in order.
+    columns of the parts, in order.
     """
+    sums = of.values
     of_part = torch.block_diag(*(sums.new_ones(1, size) for size in sizes))
-    parts = of_part * solution(sums.sum(dim=0) - sums, ridge).unsqueeze(1)
+    parts = of_part * solution(of.of_others(), ridge).unsqueeze(1)
     agreement = torch.einsum("fpk,fk->p", parts, sums[:, :-1, -1])
     squares = torch.einsum("fpk,fkl,fql->pq", parts, sums[:, :-1, :-1], parts)
     c = torch.ones_like(agreement)
-    # Each, given the others. One round does as well after some batches; after three small ones, of one completion per
-    # prompt, it left 20 times the power of B0. Ten change nothing more
+    # Each, given the others, in rounds: with one, the last part would pay for what the first left
     for part in [*range(len(sizes))] * 3:
         others = [i for i in range(len(sizes)) if i != part]
         left = agreement[part] - sum(c[i] * squares[min(i, part), max(i, part)] for i in others)

@@ -13,18 +13,16 @@ from .prefix import Prefix
 
 logger = logging.getLogger(__name__)
 
-# What is said of numbers here was found on batches as of tests/maths/test_luck.py, whose policies are random.
+# What other values of constants do is a table of recipes/studies/ablations.md, by their names.
 # Standard errors: beyond the first luck is left out, until it is within the second. By Freedman's inequality 5 are
-# passed by chance at most once in 130,000 looks. With 5 for both the decision goes back and forth if temperature 0.95
-# is not recorded; with 1 it takes up to twice as many batches to come back after the cause has gone
+# passed by chance at most once in 130,000 looks; with two equal numbers the decision would go back and forth
 TOO_FAR, NEAR = 5.0, 2.5
 LARGEST_RATIO = 1e6  # that is counted, so that squares stay finite
-# Of log ρ per root of the energy. Zeros in the place of the sampler's log-probs are noticed at once, with 2 after 16
-# batches; with 0.5 honest ratios with heavy tails come to 3.5 standard errors in 4,000 batches, in the place of 2.8
+# Of log ρ per root of the energy: up to it, ratios that vary are no evidence. Without a limit wrong log-probs would
+# explain themselves; with 0 honest ratios would be suspected
 LARGEST_SPREAD = 1.0
-# Of a batch's weight, per batch: as of all that is learned; and slower, which finds what is small but stays. If
-# temperature 0.9 is not recorded, 0.99 finds it after 37 batches, 0.9 alone in none of 1,500. With 0.999, too, 0.95 is
-# found after 149 batches in the place of 242, and forgotten ten times as slowly once its cause has gone
+# Of a batch's weight, per batch: as of all that is learned; and slower, which finds what is small but stays, and
+# forgets it later once its cause has gone
 DECAYS = (0.9, 0.99)
 # For each batch: sums, and those that make a variance, which the square of the batch's weight multiplies
 SUMS = ("tokens", "luck", "excess", "log_squares", "energy")
@@ -106,7 +104,7 @@ class LuckCheck:
     def add(self, new: Float[Tensor, " 9"], largest_ratio: float) -> dict[str, float]:
         """
         Decide from this batch and earlier ones whether later luck is subtracted from the next on. Returns `luck_mean`,
-        the mean of d_t, NaN where none is used, and `luck_left_out`, the decision.
+        the mean of d_t, NaN where none was used, and `luck_left_out`: the decision, and 1 where this batch has none.
         """
         self.draws = decayed(self.draws, new)
         decay = torch.tensor(DECAYS, dtype=torch.float64)
@@ -126,6 +124,6 @@ class LuckCheck:
                 if self.luck_left_out
                 else f"Later luck is subtracted again: {told}."
             )
-        known = bool(self.draws[0, COLUMNS.index("tokens")] > 0)
-        mean = found[0]["luck"][0] if known else math.nan
-        return {"luck_mean": mean, "luck_left_out": float(self.luck_left_out or not known)}
+        tokens = COLUMNS.index("tokens")
+        mean = found[0]["luck"][0] if self.draws[0, tokens] > 0 else math.nan
+        return {"luck_mean": mean, "luck_left_out": float(self.luck_left_out or not new[tokens] > 0)}

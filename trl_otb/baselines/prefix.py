@@ -10,39 +10,33 @@ from torch import Tensor
 
 from ..energy import prefix_sums
 from .completions import Completions
+from .least_squares import B0, ONE
 
 
-# Tokens whose features are in memory at once, in batches of up to `MOST_BLOCKS` such blocks; larger ones have larger
-# blocks, whose number costs Python's time. On a CPU 65,536 tokens take 0.21 s with blocks of 2¹³, 0.19 with 2¹⁴, 0.26 s
-# with 2¹² or with 2¹⁵ and more, which leave the cache. On an H200 each block of 2¹³ took 10 ms, in batches of any size:
-# the time in which its kernels are launched
+# Tokens whose features are in memory at once, in batches of up to `MOST_BLOCKS` such blocks; larger batches have larger
+# blocks. Each costs time of its own; a large one leaves the CPU's cache
 MOST_BLOCKS = 256
 READ_AT_ONCE, READ_AT_ONCE_ON_GPU = 2**13, 2**16
-# The columns of what V is linear in, before those of hidden states. On toys up to 22 % more power is left without sums
-# of energy and surprisal and their roots, 27 % without `worst` and `sure`, 3 % without roots, 8 % with roots alone, and
-# 11 % without hidden states; on SmolLM2's tasks 9 %, nothing, 3 %, 3 % and 12 % (recipes/studies/ablations.md)
+# What V is linear in, before hidden states
 NUMBERS = (
-    "one", "b0", "earned", "energy", "surprisal", "count", "root_energy", "root_surprisal", "root_count", "worst",
-    "sure",
+    ONE, B0, "earned", "energy", "surprisal", "count", "root_energy", "root_surprisal", "root_count", "worst", "sure",
 )  # fmt: skip
-B0 = NUMBERS.index("b0")
-# Hidden states are numbers of one layer, at this part of the depth. On SmolLM2's four tasks and a scratchpad a third, a
-# half, five sixths and the last leave 0.97 to 1.06 of the noise (recipes/studies/results/features.json)
+STATE, MEAN_STATE, PROGRESS = "state ", "mean state ", "progress "  # how the names of the other columns begin
+# Hidden states are numbers of one layer, at this part of the depth: the last ones are about the next token
 LAYER_DEPTH = 2 / 3
-# This many random directions of a state. On SmolLM2's tasks, with few prompts, 16 leave 0.93 to 1.01 of the power and
-# 64 leave 0.92 to 1.04; of an earlier `value` with more completions 16 left 0.99 to 1.03, and 64 left 0.96 to 0.99.
-# Principal directions gain up to 7 % and lose up to 3 %; all processes would have to find the same ones before the
-# first batch (recipes/studies/progress.md)
+# This many random directions of a state. Few of them know little, and many fit chance while prompts are few. All
+# processes know the same ones before the first batch
 PROJECTED_SIZE = 32
 
 
 class Prefix(NamedTuple):
     """
-    Of each token; all but `luck` and `draws` is known before it is drawn. Zeros where `known` is False: numbers before
+    Of each token; all but `luck` is known before it is drawn. Zeros where `known` is False: numbers before
     the token are not finite there.
 
     Args:
         known: Whether all numbers are finite.
+        names: Of the numbers.
         numbers: `NUMBERS`: 1; B0, left empty here; the rewards earned; of the tokens before, sums of energy, of
             surprisal and their count, and the square roots of the three; `worst`; `sure`. Then hidden states: here, and
             their mean so far. Then the numbers of progress functions: as they are, and times √n.
@@ -50,23 +44,23 @@ class Prefix(NamedTuple):
         worst: m_t, the largest σ − π(y) of the tokens before: an improbable token is often a mistake.
         root_count: √n_t, of the number of tokens before.
         earned: The rewards of the tokens before.
-        draws: What `Completions.progress_draws` holds, ρ times: its mean is 0, too. `(B, T, 0)` without it.
         luck: d_t = ρ (σ_t − π(y_t)), which has mean 0 given what precedes; see `Completions.draw_ratio` for ρ.
     """
 
     known: Bool[Tensor, "B T"]
+    names: tuple[str, ...]
     numbers: Float[Tensor, "B T K"]
     sure: Float[Tensor, "B T"]
     worst: Float[Tensor, "B T"]
     root_count: Float[Tensor, "B T"]
     earned: Float[Tensor, "B T"]
     luck: Float[Tensor, "B T"]
-    draws: Float[Tensor, "B T F"]
 
     def with_b0(self, b0: Float[Tensor, "B #T"]) -> Float[Tensor, "B T K"]:
         """What V is linear in."""
         of_known = (b0 * self.known).unsqueeze(-1)
-        return torch.cat([self.numbers[..., :B0], of_known, self.numbers[..., B0 + 1 :]], dim=-1)
+        place = self.names.index(B0)
+        return torch.cat([self.numbers[..., :place], of_known, self.numbers[..., place + 1 :]], dim=-1)
 
 
 def read_in_blocks(x: Completions) -> Iterator[tuple[Completions, Prefix, slice]]:
@@ -91,21 +85,22 @@ def read(x: Completions) -> Prefix:
     luck = (sure - prob) * mask
     totals = {"energy": before(energy), "surprisal": before(-logps).clamp(min=0), "count": before(mask)}
     columns = totals | {f"root_{name}": values.sqrt() for name, values in totals.items()}
-    columns |= {"one": torch.ones_like(mask), "b0": torch.zeros_like(mask), "earned": x.returns[:, :1] - x.returns}
+    columns |= {ONE: torch.ones_like(mask), B0: torch.zeros_like(mask), "earned": x.returns[:, :1] - x.returns}
     columns |= {"worst": shifted(luck.nan_to_num().clamp(min=0).cummax(dim=1).values), "sure": sure}
     numbers = torch.stack([columns[name].expand_as(mask) for name in NUMBERS], dim=-1)
     mean_state = prefix_sums(states) / (columns["count"] + 1).unsqueeze(-1)
     # Times √n, too: 3 % less power on reversing words, 1 % more on none (recipes/studies/progress.md)
     progress = () if x.progress is None else (x.progress, x.progress * columns["root_count"].unsqueeze(-1))
     numbers = torch.cat([numbers, states, mean_state, *progress], dim=-1)
+    names = [f"{of}{i}" for of in (STATE, MEAN_STATE) for i in range(states.size(-1))]
+    functions = x.progress_names or ([] if x.progress is None else [*map(str, range(x.progress.size(-1)))])
+    names += [f"{PROGRESS}{function}{times}" for times in ("", " √n") for function in functions]
     known = numbers.sum(dim=-1).isfinite()
     ratio = torch.ones_like(mask) if x.draw_ratio is None else x.draw_ratio
     each = (sure, columns["worst"], columns["root_count"], columns["earned"].expand_as(mask), luck * ratio)
     sure, worst, root, earned, luck = (values.where(known & values.isfinite(), 0.0) for values in each)
-    draws = states[..., :0] if x.progress_draws is None else x.progress_draws * (ratio * mask).unsqueeze(-1)
-    draws = draws.where(known.unsqueeze(-1) & draws.isfinite(), 0.0)
     numbers = numbers.masked_fill_(~known.unsqueeze(-1), 0.0)
-    return Prefix(known, numbers, sure, worst, root, earned, luck, draws)
+    return Prefix(known, (*NUMBERS, *names), numbers, sure, worst, root, earned, luck)
 
 
 def projection(size: int) -> Float[Tensor, "{size} k"]:

@@ -26,9 +26,8 @@ class LearningBaseline(Protocol):
     applies from the next one on, so an unbiased baseline stays unbiased. It may also have `adjust(local, b0)`, which
     returns B for the completions of this process, from what each has written so far and from B0, the result of the
     call. Then the call receives returns and lengths only; energies, log-probs, states and progress are in `local`.
-    Three more methods are called if it has them, as [`Value`] does: `keeps_b0(local, gather, first_row)` names the
-    completions that keep B0; `later_luck(local, b0)` is the part of B that pages of rollouts show by itself; and
-    `use_progress(before, now)` follows a checkpoint of a run with other progress functions.
+    Two more methods are called if it has them, as [`Value`] does: `keeps_b0(local, gather, first_row)` names the
+    completions that keep B0; `later_luck(local, b0)` is the part of B that pages of rollouts show by itself.
     """
 
     def __call__(self, batch: Completions) -> Tensor:

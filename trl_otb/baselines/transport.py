@@ -69,10 +69,10 @@ def batch_of_groups(groups: list[Completions]) -> Completions:
     return replace(joined(groups), prompt=numbers)
 
 
-def numbered(local: Completions, gather: Callable[[Tensor], Tensor]) -> tuple[Int[Tensor, " B"], int]:
-    """Each row's prompt, counted from the first of all processes, on the CPU; and how many prompts have tokens."""
+def numbered(local: Completions, gather: Callable[[Tensor], Tensor]) -> tuple[Int[Tensor, " B"], int, int]:
+    """Each row's prompt, counted from the first of all processes, on the CPU; their number; how many have tokens."""
     ends = torch.nn.functional.pad(torch.stack([-local.prompt, local.prompt]), (0, 1), value=-(2**62)).amax(dim=1)
     first, last = gather(ends.unsqueeze(0)).amax(dim=0).tolist()
     seen = local.prompt.new_zeros(1, max(last + first + 1, 1))
     seen[0].scatter_reduce_(0, local.prompt + first, local.mask.any(dim=1).long(), "amax")
-    return local.prompt.cpu() + first, max(int(gather(seen).amax(dim=0).sum()), 1)
+    return local.prompt.cpu() + first, seen.size(1), max(int(gather(seen).amax(dim=0).sum()), 1)

@@ -3,40 +3,54 @@
 import copy
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from .bound import ROUNDING, VARIES_NOT_RATIO, worse_than_b0
 from .completions import NOT_ZERO, Completions
-from .least_squares import confidences, products, solution, with_columns
+from .least_squares import B0, ONE, TARGET, Sums, confidences, products, solution
 from .luck import COLUMNS, LuckCheck, measured
 from .pooled import pooled
-from .prefix import NUMBERS, Prefix, later, read_in_blocks
+from .prefix import MEAN_STATE, NUMBERS, PROGRESS, STATE, Prefix, later, read_in_blocks
 from .transport import numbered
 
 
 logger = logging.getLogger(__name__)
 
-# B lost a batch if it left more than this many times B0's power. With 1.5 nothing changes. After rewards were divided
-# by 100 the twelve next batches had 1.15 times the power with 4, and up to 3.6 times without any reset (powers are of
-# recipes/studies/ablations.md)
+# What other values of constants leave is a table of recipes/studies/ablations.md, by their names
+
+# B lost a batch if it left more than this many times B0's power. By chance it leaves a little more; without any limit
+# what was learned before a jump of rewards would stay in use
 RESET_RATIO = 2.0
-# `value` is reset after two or more lost batches in a row that hold this many prompts in all. A single prompt may
-# happen to vary little. With 2 in the place of 4 nothing changes; with 16 up to 119 times the power was left after that
-# jump, where batches had two prompts. A single batch may be the exception: where rewards jumped in every tenth batch of
-# a toy scratchpad (N = 4), two in a row left 0.20 of B0's power, one 0.32 (0.9.4)
+# `value` is reset after two or more lost batches in a row that hold this many prompts in all: one prompt may happen to
+# vary little, one batch may be an exception, and with many prompts a reset would come late
 RESET_PROMPTS = 4
 # Times the ridge of V's other numbers, with progress functions: they tell what the text is worth, so that states, which
-# are many, mostly fit chance. On nine tasks of language models and toys 4 leave 0.94 to 1.02 of the noise of 1, 16
-# leave 0.88 to 1.05 (recipes/studies/progress.md)
+# are many, mostly fit chance. Infinite, states would add nothing
 STATES_RIDGE_FACTOR = 4
-OF_STATE, OF_LUCK = 23, 14  # how many features φ and ψ have
-OF_0_11 = {"delta", "draw_weight", "_draw_columns"}  # of the state: checkpoints before 0.11 lack them
+# Of `slope_at_start`: below it, what is subtracted knows the reward. Without a leak it is 1 or more, but where the
+# completions of a prompt begin differently, as after an environment's `reset`. For N = 1 prompts may explain rewards
+KNOWING_SLOPE, KNOWING_SLOPE_OF_PROMPTS = 0.5, 0.1
+# What φ and ψ are made of, from V less the middle of the returns seen, and numbers of the text so far: each of these
+# times 1, σ and, in φ, σ². Another one is a line here
+PARTS: dict[str, Callable[[Prefix, Tensor], Tensor]] = {
+    ONE: lambda of, v: torch.ones_like(v),
+    "√n": lambda of, v: of.root_count,
+    "V": lambda of, v: v,
+    "V²": lambda of, v: v.square(),
+    "m": lambda of, v: of.worst,
+    "V m": lambda of, v: v * of.worst,
+    "V √n": lambda of, v: v * of.root_count,
+}
+EARNED = "earned"  # the rewards earned so far
+PHI = (ONE, B0, *[*PARTS][1:], *(f"{power} {part}" for power in ("σ", "σ²") for part in PARTS), EARNED)
+PSI = (*(f"luck {part}" for part in PARTS), *(f"luck σ {part}" for part in PARTS))
 
 
 class BatchSums(NamedTuple):
@@ -59,22 +73,20 @@ class BatchSums(NamedTuple):
 class Value:
     """Per token: `rloo_pooled`, plus a prediction from what is written so far, plus the luck of later tokens.
 
-        B_t = B0 + c₁ θ·φ(x_t) + c₂ Σ_{t'>t} d_t' Γ·ψ(x_t') + c₃ Σ_{t'>t} D_t' (δ + δ' V(x_t'))
+        B_t = B0 + c₁ θ·φ(x_t) + c₂ Σ_{t'>t} d_t' Γ·ψ(x_t')
         d_t = Σ_v π(v|x_t)² − π(y_t|x_t)
-        (θ, Γ, δ, δ') = argmin Σ w_t (G_t − B_t)² with all c = 1, and a ridge, over earlier generation batches
+        (θ, Γ) = argmin Σ w_t (G_t − B_t)² with c = 1, and a ridge, over earlier generation batches
 
     Source: this project. Σ w (G − B)² is the gradient's noise to first order (Greensmith, Bartlett and Baxter, 2004).
     d_t', negative where the policy drew a token that it favours, positive where it did not, has mean 0 given what
-    precedes it: a control variate, as in AIVAT for poker (Burch et al., 2018). D_t, of progress functions, has mean 0,
-    too (`Completions.progress_draws`); without them there is no such term.
+    precedes it: a control variate, as in AIVAT for poker (Burch et al., 2018).
 
     1. V, the return that is to be expected, is fitted to numbers of the text so far ([`~trl_otb.baselines.prefix`]),
        all tokens alike. With progress functions hidden states have more ridge than its other numbers.
-    2. φ and ψ are made of V ([`features`]); θ and Γ are fitted to them, with a V that was fitted to other prompts.
-    3. c₁, c₂ and c₃ are cross-validated over folds of prompts, and at most P / 16 after P prompts.
+    2. φ and ψ are made of V (`PARTS`); θ and Γ are fitted to them, with a V that was fitted to other prompts.
+    3. c₁ and c₂ are cross-validated over folds of prompts, and at most P / 16 after P prompts.
 
-    A batch's weight decays per batch. V and B0 + c₁ θ·φ stay within the returns seen so far, Γ·ψ and δ + δ' V within
-    their width.
+    A batch's weight decays per batch. V and B0 + c₁ θ·φ stay within the returns seen so far, Γ·ψ within their width.
 
     A prompt keeps B0 where B leaves too much power in the other prompts of a batch ([`~trl_otb.baselines.bound`]); not
     so in asynchronous training, whose batches hold few whole groups. `value` is reset after two or more batches in a
@@ -86,28 +98,28 @@ class Value:
     left out (`Completions.draw_ratio`), and from the next batch on where it is measured that its mean is not 0
     ([`~trl_otb.baselines.luck`]). Importance ratios of the loss weight only what it learns from; where they are cut, as
     completions by `sequence_mask`, no baseline is unbiased.
+
+    Args:
+        without: What it is not fitted to, for studies: names that [`parts_of`] returns of its columns.
     """
 
-    # Powers below are of recipes/studies/ablations.md. Forgetting faster, by 0.8, would cost up to 15 % where a batch
-    # has two prompts, and up to 20 % after a jump of rewards. Slower, by 0.95, would gain up to 6 % where a batch has
-    # two prompts and the toy policy stands still, which it does not in training; on SmolLM2 neither makes 2 %
-    decay_per_batch = 0.9
-    prompt_folds = 4  # with 2 up to 10 % more power in the first batches; with 8 hardly less
-    # For c = 1. Few prompts cannot be cross-validated: after 2 to 12 of them, on SmolLM2's tasks, up to 1.40 times B0's
-    # power was left with c = 1 at once, 1.16 times with 8 in the place of 16, and 1.05 with 16. On toys 8 would gain up
-    # to 27 % in the first batches
-    prompts_enough = 16
-    _warned = False  # that something is not finite
+    decay_per_batch = 0.9  # of a batch's weight: at 1 the policy of the beginning would count, at 0 few batches
+    prompt_folds = 4  # of which all but one teach the V and c that the last is used with
+    prompts_enough = 16  # for c = 1: what few prompts say of the next ones cannot be cross-validated
+    _warned: ClassVar[set[bool]] = set()  # that some, or all, log-probs or hidden states were not finite
+    _knew = False  # in the batch before, what rewards would be
 
-    def __init__(self) -> None:
+    def __init__(self, without: Collection[str] = ()) -> None:
+        self._without = frozenset(without)
+        known = set().union(*map(parts_of, (*PHI, *PSI, *NUMBERS, STATE))) - {ONE, B0}
+        if unknown := self._without - known:
+            raise ValueError(f"`without` holds {sorted(unknown)}: 'value' is made of {sorted(known)}.")
         self.eta: Tensor | None = None  # (K,) of V
-        self.theta: Tensor | None = None  # (k,)
-        self.gamma: Tensor | None = None  # (l,)
-        self.delta: Tensor | None = None  # (2F,) of draws of progress, and of these times V
-        self.weight = self.luck_weight = self.draw_weight = 0.0  # c₁, c₂, c₃
-        self._draw_columns = 0  # 2F, in the sums
-        self._value_sums: Tensor | None = None  # over earlier batches; float64, on the CPU
-        self._sums: Tensor | None = None  # the same by fold
+        self.theta: Tensor | None = None  # of `PHI`
+        self.gamma: Tensor | None = None  # of `PSI`
+        self.weight = self.luck_weight = 0.0  # c₁, c₂
+        self._value_sums: Sums | None = None  # over earlier batches; float64, on the CPU
+        self._sums: Sums | None = None  # the same by fold, of `PHI`, `PSI` and the target
         self._tokens = 0.0  # the same of tokens
         self._prompts = 0  # in all batches
         self._returns_seen = (math.inf, -math.inf)  # minimum and maximum
@@ -122,7 +134,7 @@ class Value:
 
     def adjust(self, local: Completions, b0: Float[Tensor, "B #T"]) -> Float[Tensor, "B #T"]:
         """B; or B0, before anything is predicted."""
-        if self.theta is None or max(self.weight, self.luck_weight, self.draw_weight) == 0.0:
+        if self.theta is None or max(self.weight, self.luck_weight) == 0.0:
             return b0
         return torch.cat([self._baseline(of, b0[rows])[1] for _, of, rows in read_in_blocks(local)])
 
@@ -130,37 +142,29 @@ class Value:
         """B without later luck, and B."""
         if self.eta is None or self.theta is None or self.gamma is None:
             return (b0.expand_as(of.sure),) * 2
-        v = self._centred_v(of, b0, self.eta)
-        phi, psi = self._columns(of, b0, v)
+        v = self._centred_v(of, b0, self._eta_of(of.names))
+        phi, psi = columns_of(of, b0, v)
         least, most = self._returns_seen
         predicted = b0 + self.weight * (phi @ self.theta.to(phi))
         state = predicted.clamp(b0.clamp(max=least), b0.clamp(min=most))
-        # Known before the draw, so that it may be limited; the sum may not, or its mean would not be 0. The limits save
-        # up to 3 % and 1 % on toys, and of luck, after a jump of rewards with two prompts per batch, up to 14 %
+        # Known before the draw, so that it may be limited; the sum may not, or its mean would not be 0
         per_draw = (psi @ self.gamma.to(psi)).clamp(least - most, most - least)
-        luck = self.luck_weight * of.luck * per_draw
-        if self.delta is not None and of.draws.size(-1) * 2 == self.delta.numel():
-            of_each = self.delta.to(psi).view(2, -1)
-            of_each = (of_each[0] + of_each[1] * v.unsqueeze(-1)).clamp(least - most, most - least)
-            luck = luck + self.draw_weight * (of.draws * of_each).sum(dim=-1)
-        return state, state + later(luck)
+        return state, state + later(self.luck_weight * of.luck * per_draw)
 
-    def _columns(self, of: Prefix, b0: Tensor, v: Float[Tensor, "B T"]) -> tuple[Tensor, Tensor]:
-        """φ and ψ."""
-        phi, psi = self._features(of, v)
-        of_known = (b0 * of.known).unsqueeze(-1)
-        return torch.cat([phi[..., :1], of_known, phi[..., 1:]], dim=-1), psi
-
-    def _features(self, of: Prefix, v: Float[Tensor, "B T"]) -> tuple[Float[Tensor, "B T k"], Float[Tensor, "B T l"]]:
-        """φ without B0 and ψ; studies leave out some."""
-        return features(of, v)
+    def _eta_of(self, names: tuple[str, ...]) -> Tensor:
+        """V's coefficients of these columns. It is fitted anew if they were others, as by other progress functions."""
+        assert self.eta is not None and self._value_sums is not None
+        if self._value_sums.names != (*names, TARGET):
+            self._value_sums = self._value_sums.of((*names, TARGET))
+            self.eta = self._fitted_v(self._value_sums)
+        return self.eta
 
     def _centred_v(self, of: Prefix, b0: Tensor, eta: Tensor) -> Float[Tensor, "B T"]:
         """
-        V less the middle of the returns seen, by coefficients `(K,)` or, for each row, `(B, K)`. Another number than
-        the middle changes what the ridge does: 0.83 to 1.07 of the power on SmolLM2's tasks, none better on all.
+        V less the middle of the returns seen, by coefficients `(K,)` or, for each row, `(B, K)`. It decides what the
+        ridge does to V's square and products.
         """
-        least, most = self._returns_seen  # without this limit of V up to 5 % more power in the first batches
+        least, most = self._returns_seen
         predicted = (of.with_b0(b0) @ eta.to(of.numbers).unsqueeze(-1)).squeeze(-1)
         return (b0 + predicted).clamp(least, most) - (least + most) / 2
 
@@ -180,7 +184,7 @@ class Value:
         """What B0 left in earlier batches, per energy."""
         if self._sums is None:
             return 0.0
-        sums = self._sums.sum(dim=0)  # of products of features, of which the first is 1, and, last, of G − B0
+        sums = self._sums.total().values
         return (sums[-1, -1] / sums[0, 0].clamp(min=NOT_ZERO)).item()
 
     # Learning from a batch
@@ -189,16 +193,21 @@ class Value:
         self, local: Completions, b0: Float[Tensor, "B #T"], gather: Callable[[Tensor], Tensor]
     ) -> dict[str, float]:
         """
-        Learn from a generation batch. Returns `explained`, 1 − Σ w (G − B)² / Σ w (G − B0)² for the B of before, also
-        where a prompt kept B0, NaN if B0 is each return; `explained_by_state`, the same without later luck; `weight`
-        and `luck_weight`, c₁ and c₂; `restarted`, 1 if it was reset; `r2_at_end`, 1 − Σ (G − V)² / Σ (G − mean of G)²
-        at the last tokens of completions, NaN before V is fitted or if no return varies; with draws of progress
-        `draw_weight`, c₃; and those of [`LuckCheck.add`].
+        Learn from a generation batch. Returns, for the B of before, and NaN if no return varies:
+
+        - `explained`, 1 − Σ w (G − B)² / Σ w (G − B0)², also where a prompt kept B0; `explained_by_state`, the same
+          without later luck
+        - `weight` and `luck_weight`, c₁ and c₂; `restarted`, 1 if it was reset
+        - `r2_at_end`, 1 − Σ (G − V)² / Σ (G − mean of G)² at the last tokens of completions, NaN before V is fitted
+        - `slope_at_start`, of the advantage without later luck on the return, at the first tokens of a prompt's
+          completions; for N = 1 of the batch's
+        - those of [`LuckCheck.add`]
         """
-        prompt, prompts = numbered(local, gather)
+        prompt, size, prompts = numbered(local, gather)
         fold = (prompt + self._prompts) % self.prompt_folds
-        (*local_sums, largest_ratio) = self._measure(local, b0, fold)
-        of_value, of_batch, of_draws = _summed(local_sums, gather)
+        names, *local_sums, at_start, largest_ratio = self._measure(local, b0, fold)
+        local_sums.append(_by_prompt(at_start, prompt if local.num_generations > 1 else 0 * prompt, size))
+        of_value, of_batch, of_draws, of_starts = _summed(local_sums, gather)
         batch = BatchSums(*of_batch.tolist())
         varies = batch.power > ROUNDING * batch.squares
         allowed = RESET_RATIO * batch.power if varies else VARIES_NOT_RATIO * self.usual_power * batch.energy
@@ -208,15 +217,18 @@ class Value:
         metrics |= {"weight": self.weight, "luck_weight": self.luck_weight, "restarted": float(reset)}
         at_end = batch.ends, batch.returns_at_end, batch.squares_at_end, batch.left_at_end
         metrics["r2_at_end"] = math.nan if self.eta is None else r_squared(*at_end)
-        metrics |= {} if local.progress_draws is None else {"draw_weight": self.draw_weight}
-        if batch.excluded > 0 and not self._warned:
-            Value._warned = True
+        metrics["slope_at_start"] = slope_within(of_starts)
+        self._tell_of_knowing(metrics["slope_at_start"], local.num_generations)
+        tokens = "all" if batch.tokens == 0 else str(int(batch.excluded))
+        if batch.excluded > 0 and (tokens == "all") not in self._warned:
+            self._warned.add(tokens == "all")
             logger.warning(
-                f"Hidden states or log-probs before {int(batch.excluded)} tokens of a generation batch are not finite: "
-                "there 'value' predicts nothing and learns nothing. If the model runs in float16, try bfloat16."
+                f"Hidden states or log-probs before {tokens} tokens of a generation batch are not finite: there "
+                "'value' predicts nothing, subtracts no later luck and learns nothing. If the model runs in float16, "
+                "try bfloat16."
             )
         if batch.tokens == 0:
-            return metrics | {"luck_left_out": float(self.luck_check.luck_left_out)}
+            return metrics | {"luck_left_out": 1.0}
         if reset:
             what = "power where no return varied"
             if varies:
@@ -229,14 +241,12 @@ class Value:
         metrics |= self.luck_check.add(of_draws, largest)
         self._returns_seen = min(self._returns_seen[0], -least), max(self._returns_seen[1], most)
         self._prompts += prompts
-        whole = of_value.sum(dim=0) + (0 if self._value_sums is None else self.decay_per_batch * self._value_sums)
-        functions = 0 if local.progress is None else local.progress.size(-1)
-        v_of_others = self._fitted_v(whole - of_value, functions)
+        new = Sums((*names, TARGET), of_value)
+        whole = new.total().after(self._value_sums, self.decay_per_batch)
+        v_of_others = self._fitted_v(replace(new, values=whole.values - new.values))
         (of_both,) = _summed([self._sums_of(local, b0, fold, v_of_others)], gather)
-        self.eta = self._fitted_v(whole, functions)
-        self._value_sums = whole
-        self._fit_draws(0 if local.progress_draws is None else 2 * local.progress_draws.size(-1))
-        self._sums = of_both if self._sums is None else self.decay_per_batch * self._sums + of_both
+        self._value_sums, self.eta = whole, self._fitted_v(whole)
+        self._sums = Sums((*PHI, *PSI, TARGET), of_both).after(self._sums, self.decay_per_batch)
         self._tokens = self.decay_per_batch * self._tokens + batch.tokens
         self._fit()
         return metrics
@@ -247,18 +257,19 @@ class Value:
         self._doubted = self._doubted + prompts if lost else 0
         return again and self._doubted >= RESET_PROMPTS
 
-    def _measure(self, local: Completions, b0: Tensor, fold: Tensor) -> list[Tensor]:
+    def _measure(self, local: Completions, b0: Tensor, fold: Tensor) -> list[Any]:
         """
-        Sums that V is fitted to, by fold; the power that B0 and B leave, with what else a batch tells; and what
-        [`measured`] returns.
+        The names of V's columns; sums that it is fitted to, by fold; the power that B0 and B leave, with what else a
+        batch tells; the sums that [`measured`] returns; of first tokens whether they are known, G, and A without later
+        luck; the largest ratio.
         """
         sums, total = b0.new_zeros(1), b0.new_zeros(len(BatchSums._fields))
-        of_draws, largest = b0.new_zeros(len(COLUMNS)), b0.new_ones(())
+        of_draws, largest, at_start = b0.new_zeros(len(COLUMNS)), b0.new_ones(()), []
         for x, of, rows in read_in_blocks(local):
             b = b0[rows]
             target, weights = (x.returns - b).expand_as(x.mask), x.need("loss_energy")
             state, whole = (x.returns - values for values in self._baseline(of, b))
-            present = x.mask * of.known  # tokens alike; if V were fitted by energy, up to 14 % more in first batches
+            present = x.mask * of.known  # tokens alike
             power, left, left_by_state = ((weights * of_b.square()).sum() for of_b in (target, whole, state))
             squares = (weights * (x.returns.square() + b.square())).sum()
             counts = x.mask.sum() - present.sum(), present.sum(), weights.sum()
@@ -268,144 +279,167 @@ class Value:
             sums = sums + products(columns, present, fold[rows], self.prompt_folds)
             of_block, largest_of_block = measured(of, x)
             of_draws, largest = of_draws + of_block, torch.maximum(largest, largest_of_block)
-        return [sums, total, of_draws, largest]
+            at_start.append(torch.stack([present[:, 0], x.returns[:, 0], state[:, 0]], dim=1))
+        return [of.names, sums, total, of_draws, torch.cat(at_start), largest]
+
+    def _tell_of_knowing(self, slope: float, n: int) -> None:
+        """Warns if what is subtracted before first tokens tells completions' rewards, in two batches in a row."""
+        knows = slope < (KNOWING_SLOPE if n > 1 else KNOWING_SLOPE_OF_PROMPTS)
+        if knows and self._knew:
+            logger.warning(
+                "What 'value' subtracts tells a completion's reward before its first token: there the advantage grows "
+                f"by {slope:.2f} per unit of the return (`slope_at_start`), and 1 is expected, so that less is "
+                "learned, and wrongly. Look for a progress function that reads what knows the end of a completion, "
+                "such as a store that a `rollout_func`, a tool or an environment fills. If an environment begins "
+                "differently for each completion of a prompt, or N is 1, the beginning may decide the reward."
+            )
+        self._knew = knows
 
     def _at_end(self, x: Completions, of: Prefix, b0: Tensor) -> list[Tensor]:
         """Of the last tokens: their number, and the sums of G, G² and (G − V)²."""
         last = x.mask * (x.mask.cumsum(dim=1) == x.mask.sum(dim=1, keepdim=True)) * of.known
         returns = left = x.returns.expand_as(last)
         if self.eta is not None:
-            left = returns - self._centred_v(of, b0, self.eta) - sum(self._returns_seen) / 2
+            left = returns - self._centred_v(of, b0, self._eta_of(of.names)) - sum(self._returns_seen) / 2
         return [(last * values).sum() for values in (torch.ones_like(last), returns, returns.square(), left.square())]
 
     def _sums_of(self, local: Completions, b0: Tensor, fold: Tensor, etas: Tensor) -> Tensor:
-        """Sums that θ, Γ and δ are fitted to, by fold, with V of the other folds' prompts."""
+        """Sums that θ and Γ are fitted to, by fold, with V of the other folds' prompts."""
         sums = b0.new_zeros(1)
         for x, of, rows in read_in_blocks(local):
             b = b0[rows]
             target, weights = (x.returns - b).expand_as(x.mask), x.need("loss_energy")
             v = self._centred_v(of, b, etas[fold[rows]])
-            phi, psi = self._columns(of, b, v)
-            luck = torch.cat([of.luck.unsqueeze(-1) * psi, of.draws, of.draws * v.unsqueeze(-1)], dim=-1)
-            columns = torch.cat([phi, later(luck), target.unsqueeze(-1)], dim=-1)
+            phi, psi = columns_of(of, b, v)
+            columns = torch.cat([phi, later(of.luck.unsqueeze(-1) * psi), target.unsqueeze(-1)], dim=-1)
             sums = sums + products(columns, weights * of.known, fold[rows], self.prompt_folds)
         return sums
 
     def _fit(self) -> None:
-        """Fit θ, Γ and δ to the sums; each c by how well its part predicts folds that it was not fitted to."""
+        """Fit θ and Γ to the sums; each c by how well its part predicts folds that it was not fitted to."""
         assert self._sums is not None
-        sums = self._sums
-        if self.luck_check.luck_left_out:  # and draws of progress, which are luck, too
-            last = sums.size(-1) - 1  # the target
-            state = [*range(last - OF_LUCK - self._draw_columns), last]
-            sums = with_columns(sums, state, state, last + 1)
-        both = solution(sums.sum(dim=0), self.ridge)
+        left_out = self._left_out(self._sums.names) | {*(PSI if self.luck_check.luck_left_out else ())}
+        sums = self._sums.without(left_out)
+        both, sizes = solution(sums.total(), self.ridge), [len(PHI), len(PSI)]
         if not both.isfinite().all():
             return self._reset("its linear system has no finite solution")
-        draws = self._draw_columns
-        sizes = [len(both) - OF_LUCK - draws, OF_LUCK, *([draws] if draws else [])]
-        self.theta, self.gamma, *delta = both.split(sizes)
-        self.delta = delta[0] if delta else None
+        self.theta, self.gamma = both.split(sizes)
         most = min(1.0, self._prompts / self.prompts_enough)
-        self.weight, self.luck_weight, *others = confidences(sums, self.ridge, sizes).clamp(max=most).tolist()
-        self.draw_weight = others[0] if others else 0.0
+        self.weight, self.luck_weight = confidences(sums, self.ridge, sizes).clamp(max=most).tolist()
 
-    def _fitted_v(self, sums: Float[Tensor, "*folds K1 K1"], functions: int) -> Float[Tensor, "*folds K"]:
-        """The coefficients of V, whose last numbers are two for each progress function."""
-        ridge = sums.new_full((sums.size(-1) - 1,), self.ridge_of_v)
-        of_progress = sums.diagonal(dim1=-2, dim2=-1)[..., -2 * functions - 1 : -1]
-        if (of_progress > 0).any():  # not so where all functions are left out
-            ridge[len(NUMBERS) : -2 * functions] *= STATES_RIDGE_FACTOR
-        return solution(sums, ridge)
+    def _fitted_v(self, sums: Sums) -> Float[Tensor, "*folds K"]:
+        """The coefficients of V."""
+        names = sums.names[:-1]
+        ridge = sums.values.new_full((len(names),), self.ridge_of_v)
+        progress, states = (
+            torch.tensor([name.startswith(of) for name in names]) for of in (PROGRESS, (STATE, MEAN_STATE))
+        )
+        if (sums.values.diagonal(dim1=-2, dim2=-1)[..., :-1][..., progress] > 0).any():
+            ridge[states] *= STATES_RIDGE_FACTOR
+        return solution(sums.without(self._left_out(names)), ridge)
+
+    def _left_out(self, names: tuple[str, ...]) -> set[str]:
+        return {name for name in names if self._without and not self._without.isdisjoint(parts_of(name))}
 
     @property
     def ridge_of_v(self) -> float:
-        """The ridge of V, as a part of each number's variation."""
-        # A quarter of it: 0.96 to 1.05 of the power; four times: up to 1.26 on toys, and 1.10 on SmolLM2's tasks, where
-        # no rewards jump. It falls with the prompts, since the text of one prompt says little about the next
+        """
+        The ridge of V, as a part of each number's variation. It falls with the prompts, since the text of one prompt
+        says little about the next.
+        """
         return 4 / max(self._prompts, 1)
 
     @property
     def ridge(self) -> float:
-        """The ridge of θ and Γ, as a part of each feature's variation."""
+        """
+        The ridge of θ and Γ, as a part of each column's variation: few prompts, and few tokens, are two reasons to
+        distrust what was found.
+        """
         assert self._sums is not None
-        # A quarter or four times of it: 0.95 to 1.15 of the power where no rewards jump. Two terms, since prompts that
-        # are few and tokens that are few are two reasons to distrust. Without 0.5 / P 4 % more on SmolLM2's sums by
-        # column, without the tokens up to 4 % more on toys with two prompts, and 39 % after a jump of rewards
-        return max(0.5 / self._prompts, self._sums.size(-1) / self._tokens)
+        columns = len({*self._sums.names} - self._left_out(self._sums.names))
+        return max(0.5 / self._prompts, columns / self._tokens)
 
     def _reset(self, reason: str) -> None:
         logger.warning(f"The baseline 'value' discards what it has learned: {reason}. It continues as 'rloo_pooled'.")
-        luck_check = self.luck_check  # of which rewards say nothing
+        kept = {name: vars(self)[name] for name in ("luck_check", "_without")}  # of which rewards say nothing
         Value.__init__(self)
-        self.luck_check = luck_check
+        vars(self).update(kept)
 
-    # Checkpoints, and another number of progress functions
+    # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Also what is measured of luck, by the names that checkpoints have."""
-        state = {name: value for name, value in vars(self).items() if name != "luck_check"}
+        """Also what is measured of luck, by the names that checkpoints have; sums beside the names of their columns."""
+        state = {name: value for name, value in vars(self).items() if name not in ("luck_check", "_without", "_knew")}
+        for name, of in SUMS.items():
+            sums = state[name]
+            state |= {name: None, of: None} if sums is None else {name: sums.values, of: [*sums.names]}
         return copy.deepcopy(state | {f"_{name}": value for name, value in vars(self.luck_check).items()})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         state = copy.deepcopy(state)
         of_luck = {f"_{name}": name for name in vars(self.luck_check)}  # not in checkpoints of releases before 0.10
-        own = vars(self).keys() - {"luck_check"}
-        if not own - OF_0_11 <= state.keys():
+        own = vars(self).keys() - {"luck_check", "_without", "_knew"}
+        if not own <= state.keys():
             raise ValueError(
                 f"The state of 'value' is damaged, or of a release before 0.8: it holds {[*state]}. "
                 "Without the checkpoint's `baseline.pt` it starts empty."
             )
-        vars(self).update({"delta": None, "draw_weight": 0.0, "_draw_columns": 0})
-        vars(self).update({name: state[name] for name in own & state.keys()})
-        if self.theta is not None and len(self.theta) != OF_STATE:
+        names = names_before_0_13(state) if "_names" not in state else {of: state[of] for of in SUMS.values()}
+        vars(self).update({name: state[name] for name in own})
+        for name, of in SUMS.items():
+            vars(self)[name] = None if state[name] is None else Sums(tuple(names[of]), state[name])
+        if self._sums is not None and not {*PHI, *PSI} <= {*self._sums.names}:
             logger.warning("The checkpoint's 'value' has features of another release: all but V is fitted anew.")
-            self.theta = self.gamma = self.delta = self._sums = None
-            self.weight = self.luck_weight = self.draw_weight = self._tokens = 0.0
+            self.theta = self.gamma = self._sums = None
+            self.weight = self.luck_weight = self._tokens = 0.0
+        elif self._sums is not None:
+            self._sums = self._sums.of((*PHI, *PSI, TARGET))
         vars(self.luck_check).update({of_luck[name]: state[name] for name in of_luck.keys() & state.keys()})
         if "_largest_ratio" in state:  # before 0.11.2
             self.luck_check.largest_ratios.fill_(state["_largest_ratio"])
 
-    def use_progress(self, before: list[str], now: list[str]) -> None:
-        """Fit V to the progress functions `now` after those `before`: of new ones nothing is known."""
-        if self._value_sums is None or self.eta is None:
-            return
-        self._fit_draws(0)
-        sums = self._value_sums
-        rest = len(sums) - 1 - 2 * len(before)  # the numbers that are always there; the target is last
-        same = [(before.index(name), i) for i, name in enumerate(now) if name in before]
-        kept = [*range(rest), *(rest + i for i, _ in same), *(rest + len(before) + i for i, _ in same), len(sums) - 1]
-        size = rest + 2 * len(now) + 1
-        to = [*range(rest), *(rest + i for _, i in same), *(rest + len(now) + i for _, i in same), size - 1]
-        self._value_sums = with_columns(sums, kept, to, size)
-        self.eta = self._fitted_v(self._value_sums, len(now))
 
-    def _fit_draws(self, columns: int) -> None:
-        """Make room in the sums for so many columns of draws; what is known of another number of them is dropped."""
-        if columns == self._draw_columns:
-            return
-        if self._sums is not None:
-            last = self._sums.size(-1) - 1  # the target, after the draws
-            rest = [*range(last - self._draw_columns)]
-            to = len(rest) + columns
-            self._sums = with_columns(self._sums, [*rest, last], [*rest, to], to + 1)
-        self._draw_columns, self.delta, self.draw_weight = columns, None, 0.0
+SUMS = {"_value_sums": "_value_names", "_sums": "_names"}  # of a state, with what holds the names of their columns
 
 
-def features(of: Prefix, v: Float[Tensor, "B T"]) -> tuple[Float[Tensor, "B T k"], Float[Tensor, "B T l"]]:
+def names_before_0_13(state: dict[str, Any]) -> dict[str, list[str]]:
     """
-    φ of the state, without B0, and ψ of the luck to come, from V less the middle of the returns seen: q = (1, √n, V,
-    V², m, V m, V √n), where n is the number of tokens before and m is `worst`, times 1, σ and σ², ψ without σ²; and in
-    φ the rewards earned. On the toys of recipes/studies/ablations.md up to 9 % more power is left without √n, 13 %
-    without V √n, 18 % without m, 29 % without m and V m, 13 % without σ² in φ, three times as much without σ in ψ, 24 %
-    without all that has V, and on SmolLM2's tasks twice as much. V, V² and V m make up to 3 % there; after a jump of
-    rewards, with two prompts per batch, V and V² save more. With σ² in ψ, too, 0.98 to 1.01 of it is left, with n in
-    the place of √n 0.99 to 1.03.
+    The names of columns in states that do not have them: of V, and of φ and ψ, after which draws of progress functions
+    may stand. `progress` names the functions.
     """
-    root, m = of.root_count, of.worst
-    q = torch.stack([torch.ones_like(v), root, v, v.square(), m, v * m, v * root], dim=-1) * of.known.unsqueeze(-1)
-    by_sure = [q, of.sure.unsqueeze(-1) * q, of.sure.square().unsqueeze(-1) * q]
-    return torch.cat([*by_sure, of.earned.unsqueeze(-1)], dim=-1), torch.cat(by_sure[:2], dim=-1)
+    functions, found = state.get("progress", []), {key: list[str]() for key in SUMS.values()}
+    if state["_value_sums"] is not None:
+        states = (len(state["_value_sums"]) - 1 - len(NUMBERS) - 2 * len(functions)) // 2
+        names = [*NUMBERS, *(f"{of}{i}" for of in (STATE, MEAN_STATE) for i in range(states))]
+        names += [f"{PROGRESS}{name}{times}" for times in ("", " √n") for name in functions]
+        found["_value_names"] = [*names, TARGET]
+    if state["_sums"] is not None:
+        draws = state["_sums"].size(-1) - 1 - len(PHI) - len(PSI)
+        known = draws == state.get("_draw_columns", 0)
+        names = [*PHI, *PSI, *(f"draw {i}" for i in range(draws))] if known else ["?"] * (len(state["_sums"][0]) - 1)
+        found["_names"] = [*names, TARGET]
+    return found
+
+
+def columns_of(
+    of: Prefix, b0: Float[Tensor, "B #T"], v: Float[Tensor, "B T"]
+) -> tuple[Float[Tensor, "B T k"], Float[Tensor, "B T l"]]:
+    """`PHI` of the state and `PSI` of the luck to come, from V less the middle of the returns seen."""
+    known = of.known.unsqueeze(-1)
+    parts = torch.stack([part(of, v) for part in PARTS.values()], dim=-1) * known
+    by_sure = [parts, of.sure.unsqueeze(-1) * parts, of.sure.square().unsqueeze(-1) * parts]
+    of_b0 = (b0 * of.known).unsqueeze(-1)
+    phi = torch.cat([parts[..., :1], of_b0, parts[..., 1:], *by_sure[1:], of.earned.unsqueeze(-1)], dim=-1)
+    return phi, torch.cat(by_sure[:2], dim=-1)
+
+
+def parts_of(name: str) -> set[str]:
+    """The parts that a column of V, φ or ψ belongs to: what a study can leave out."""
+    if name.startswith((STATE, MEAN_STATE)):
+        return {"states"}
+    part = name.removeprefix("luck ").removeprefix("σ² ").removeprefix("σ ")
+    powers = {"σ²": name.startswith("σ²"), "σ in ψ": name.startswith("luck σ")}
+    return {part} | {power for power, has in powers.items() if has}
 
 
 def r_squared(number: float, total: float, squares: float, left: float) -> float:
@@ -413,6 +447,23 @@ def r_squared(number: float, total: float, squares: float, left: float) -> float
     variation = squares - total**2 / max(number, 1.0)
     # Less is what rounding leaves of equal float32 numbers
     return 1 - left / variation if variation > 1e-6 * squares else math.nan
+
+
+def _by_prompt(at_start: Float[Tensor, "B 3"], prompt: Int[Tensor, " B"], size: int) -> Float[Tensor, "P 5"]:
+    """By prompt, of first tokens that are known: their number, Σ G, Σ A, Σ G², Σ G A."""
+    known, g, a = at_start.cpu().double().unbind(dim=1)
+    columns = torch.stack([known, known * g, known * a, known * g * g, known * g * a], dim=1)
+    sums = columns.new_zeros(size, 5).index_add(0, prompt, columns)
+    return sums.to(at_start.device, torch.float32 if at_start.device.type == "mps" else torch.float64)
+
+
+def slope_within(sums: Float[Tensor, "P 5"]) -> float:
+    """The slope of A on G within prompts, from what [`_by_prompt`] returns; NaN if no G varies."""
+    number, g, a, squares, both = sums.unbind(dim=1)
+    variation = (squares - g * g / number.clamp(min=1)).sum()
+    common = (both - g * a / number.clamp(min=1)).sum()
+    # Less is what rounding leaves of equal float32 numbers
+    return (common / variation).item() if variation > 1e-6 * squares.sum() else math.nan
 
 
 def _summed(parts: list[Tensor], gather: Callable[[Tensor], Tensor]) -> list[Tensor]:

@@ -24,6 +24,7 @@ from .efficiency import Comparison, Estimate, control
 from .gradients import CompletionGradients, Projection, studied_parameters
 from .moments import comparable, prompt_moments
 from .pools import at_rest, sample, training_examples
+from .progress import WITH_PROGRESS, aware_and_unaware, progress_of_rewards
 from .report import BaselineReport, no_reward_varies
 
 
@@ -44,6 +45,7 @@ def compare_baselines(
     *,
     prompts_per_batch: int | None = None,
     projection: int = 16_384,
+    progress: bool = True,
     seed: int | None = None,
 ) -> BaselineReport:
     """
@@ -72,6 +74,9 @@ def compare_baselines(
             trainer's. A smaller N than the trainer's is in batches of more prompts, if so many were sampled.
         projection (`int`, *optional*, defaults to 16,384): Numbers kept per gradient; inner products are off by √(2 /
             `projection`), relative to the norms.
+        progress (`bool`, *optional*, defaults to `True`): Whether, among all registered baselines, `value` is also
+            measured with the run's reward functions as [progress functions][`~trl_otb.progress`], if it has none: they
+            are called on the text so far, at up to 64 places per completion. Not where one is a model or asynchronous.
         seed (`int`, *optional*): The seed of prompts and completions; by default the trainer's.
 
     Raises:
@@ -93,6 +98,11 @@ def compare_baselines(
                 f"`baselines` holds {name!r}, which compares the completions of a prompt, and `group_sizes` is {sizes}"
                 ": add 2 or more."
             )
+    added = progress_of_rewards(trainer) if progress and baselines is None else None
+    if added is not None:
+        aware, unaware = aware_and_unaware(runs["value"].entry)
+        runs[WITH_PROGRESS] = RunBaseline(aware)
+        runs["value"].entry = unaware
     if group_sizes is None and 1 not in sizes and any(run.entry.scope == "batch" for run in runs.values()):
         sizes, runs = [1, *sizes], {control(1): _instance(trainer, control(1))} | runs
     entries = {name: run.entry for name, run in runs.items()}
@@ -117,7 +127,11 @@ def compare_baselines(
     to_learn = 0 if alone else sum(learn_from * size for size in _companion_sizes(fresh, n_of_run, sizes))
     at_once = 1 + sum(entry.per_token and comparable(entry, n) for n in sizes for entry in entries.values())
     if not silent:
-        print(announcement(len(runs), to_learn, num_prompts * completions, 1 + at_once, batch * n_of_run))
+        print(
+            announcement(
+                len(runs), to_learn, num_prompts * completions, 1 + at_once, batch * n_of_run, added is not None
+            )
+        )
     bar = Bar(to_learn + num_prompts * completions, num_prompts * completions, silent)
     measured: list[dict[Any, Any]] = []
 
@@ -128,7 +142,7 @@ def compare_baselines(
             gradients(row, torch.ones(at_once, row["completion_ids"].size(1), device=trainer.accelerator.device))
             bar.expect("measure", (time.perf_counter() - began) / processes)
 
-    with closing(bar), at_rest(trainer, needs):
+    with closing(bar), at_rest(trainer, needs, added):
         companions: list[dict[str, Completions]] = []
         learned: dict[str, float] = {}
         if not alone:
@@ -162,6 +176,10 @@ def compare_baselines(
             moments |= {"reward": reward, "length": pool.lengths.mean().item()}
             moments |= {"varies": _varies(pool), "along_the_way": pool.returns.size(1) > 1}
             measured += gather_object([moments])[: num_prompts - first]
+    reasons = gather_object([added.unusable if added is not None else ""])
+    if any(reasons):
+        measured = [{key: of for key, of in moments.items() if key[0] != WITH_PROGRESS} for moments in measured]
+        entries.pop(WITH_PROGRESS)
     # Rewards of turns or tokens that depend on later tokens bias rewards-to-go, so there the bias is measured
     along = any(prompt["along_the_way"] for prompt in measured)
     return BaselineReport.of(
@@ -173,6 +191,7 @@ def compare_baselines(
         completions_per_prompt=completions,
         prompts_per_batch=batch,
         learned=learned,
+        progress_error=next(filter(None, reasons), ""),
         baseline=trainer.baseline.entry.name,
         repeated=repeated,
         subject=Path(

@@ -7,14 +7,16 @@ from contextlib import contextmanager
 from tqdm import tqdm
 
 
-def announcement(baselines: int, to_learn: int, to_measure: int, passes: int, per_step: int) -> str:
+def announcement(
+    baselines: int, to_learn: int, to_measure: int, passes: int, per_step: int, progress: bool = False
+) -> str:
     """What will be done: numbers of baselines, of completions, and of backward passes per measured completion."""
     learn = f"samples {to_learn:,} completions for baselines to learn from, and " if to_learn else "samples "
     steps = max(1, round((to_learn + to_measure) / per_step))
     return (
         f"Comparing {baselines} baselines: {learn}{to_measure:,} to measure, together as many as {steps} steps of this "
         f"run sample. Each completion to measure takes {passes} backward passes, {to_measure * passes:,} in all. "
-        "Nothing is trained."
+        f"{'Rewards are called on up to 64 unfinished texts of each, too. ' if progress else ''}Nothing is trained."
     )
 
 

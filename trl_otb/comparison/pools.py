@@ -12,24 +12,29 @@ import torch
 from transformers import set_seed
 
 from ..baselines import Completions, joined
+from ..progress import Progress
 from ..seam.contract import trl_utils
 from ..seam.forwards import policy_of, score
 from ..trainer import OTBGRPOTrainer, collect
+from .progress import for_comparison
 
 
 @contextmanager
-def at_rest(trainer: OTBGRPOTrainer, needs: frozenset[str]) -> Iterator[None]:
-    """Context in which `trainer` samples in eval mode what baselines need; its state is restored afterwards."""
+def at_rest(trainer: OTBGRPOTrainer, needs: frozenset[str], progress: Progress | None = None) -> Iterator[None]:
+    """
+    Context in which `trainer` samples in eval mode what baselines need, with `progress` if it has none of its own; its
+    state is restored afterwards.
+    """
     names, of = ("_metrics", "_logs", "_pending_extra_logs", "_pending_metrics"), trainer._trl_otb
     kept = {name: getattr(trainer, name) for name in (*names, "num_generations_eval")}
-    private = of.needs, of.energy_source
+    private = of.needs, of.energy_source, of.progress
     tokens_seen = trainer.state.num_input_tokens_seen
     modes = {module: module.training for module in trainer.model.modules()}
     python, numpy = random.getstate(), np.random.get_state()
     device = trainer.accelerator.device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         trainer.model.eval()
-        of.needs = of.needs | needs
+        of.needs, of.progress = of.needs | needs, for_comparison(of.progress) or progress
         for name in names:
             setattr(trainer, name, copy.deepcopy(kept[name]))
         try:
@@ -43,7 +48,7 @@ def at_rest(trainer: OTBGRPOTrainer, needs: frozenset[str]) -> Iterator[None]:
             trainer.state.num_input_tokens_seen = tokens_seen
             for name, value in kept.items():
                 setattr(trainer, name, value)
-            of.needs, of.energy_source = private
+            of.needs, of.energy_source, of.progress = private
 
 
 Pool = tuple[Completions, list[dict[str, Any]]]  # of one example, with the rows of TRL's batch one by one

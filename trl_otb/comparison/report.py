@@ -10,13 +10,18 @@ from typing import Any
 
 import torch
 
-import trl_otb
-
+from ..version import __version__
 from .efficiency import UNKNOWN, Comparison, Estimate, compare, control, moments_of, percent
 from .page import PLOT_LIMIT, page_of
+from .progress import WITH_PROGRESS
 
 
 SETTLED_BELOW = 0.15  # if the best is better by at most this share, measuring more prompts is not recommended
+
+
+def setting(name: str) -> str:
+    """What to set for a row."""
+    return "baseline='value', progress_funcs='rewards'" if name == WITH_PROGRESS else f"baseline={name!r}"
 
 
 def listed(names: list[str]) -> str:
@@ -54,6 +59,7 @@ class BaselineReport:
     learned: dict[str, float] = field(default_factory=dict)
     baseline: str = ""  # the run's own
     repeated: int = 0  # different examples, if these were too few and each was measured several times
+    progress_error: str = ""  # why `value` could not be measured with the rewards as progress functions
 
     @classmethod
     def of(
@@ -131,7 +137,7 @@ class BaselineReport:
             return "\n".join([advice, self._why_none(known), *self._of_none(None)])
         whose = ", GRPO's," if self.control == "group_mean" else ""
         lines = [
-            f"{'Keep' if best.name == self.baseline else 'Set'} baseline={best.name!r}: {self.control}{whose} needs "
+            f"{'Keep' if best.name == self.baseline else 'Set'} {setting(best.name)}: {self.control}{whose} needs "
             f"{percent(best.more_prompts.value)} % more "
             f"prompts per step (95 %: {best.more_prompts.interval}) for as little variance."
         ]
@@ -142,7 +148,18 @@ class BaselineReport:
                 f"{own.name!r}, the run's own, may be as good: {own.more_prompts} is its estimate, which is not surely "
                 "above 0."
             )
+        if advice := self._fewer_completions(best):
+            lines.append(advice)
         return "\n".join([*lines, *self._of_none(best), self._caveats(rows, known, best)])
+
+    def _fewer_completions(self, best: Comparison) -> str:
+        """What a smaller N is worth, if that is surely more than the run's own."""
+        advice = self.spending.splitlines()[-1:]
+        if not advice or not advice[0].startswith(f"Spend them on more prompts: {setting(best.name)}, num"):
+            return ""
+        n = int(advice[0].rpartition("=")[2].rstrip("."))
+        more = next(row.more_completions for row in self.comparisons if (row.name, row.n) == (best.name, n))
+        return f"With num_generations={n} and as many completions per step it is worth more: {more} % in that place."
 
     def _of_none(self, best: Comparison | None) -> list[str]:
         """A sentence on `none` where it has a higher estimate than all baselines that could be set."""
@@ -188,6 +205,8 @@ class BaselineReport:
             caveats.append(f"{listed(biased)} would be better here, but biased: improbable successes teach less")
         if lost := [row.name for row in rows if row.more_prompts.lost]:
             caveats.append(f"{listed(lost)} cannot be compared, as the signal is lost in noise")
+        if self.progress_error:
+            caveats.append(f"'value' could not be measured with the rewards of the text so far ({self.progress_error})")
         if self.repeated:
             caveats.append(f"there are only {self.repeated} different examples, so other prompts are not represented")
         caveats.append("this may change during training, so measure again later")
@@ -214,7 +233,7 @@ class BaselineReport:
         lines += [f"N = {n:<4} {completions // n:>5} prompts  {of}" for n, of in known.items()]
         n, most = max(known.items(), key=lambda item: item[1].value)
         if most.low > max(known[self.group_size].high, 0.0):
-            lines.append(f"Spend them on more prompts: baseline={name!r}, num_generations={n}.")
+            lines.append(f"Spend them on more prompts: {setting(name)}, num_generations={n}.")
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
@@ -225,7 +244,7 @@ class BaselineReport:
         """Write `report.json` and `report.html`, a page with all tables and a picture for each N, into `folder`."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        where = {name: version(name) for name in ("trl", "transformers", "torch")} | {"trl_otb": trl_otb.__version__}
+        where = {name: version(name) for name in ("trl", "transformers", "torch")} | {"trl_otb": __version__}
         where["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
         data = json.dumps(self.to_json() | {"measured_with": where}, indent=1)
         (folder / "report.json").write_text(data, encoding="utf-8")

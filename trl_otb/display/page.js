@@ -514,15 +514,22 @@ function tip(span, x, y) {
   box.style.left = Math.max(4, Math.min(x + 14, innerWidth - size.width - 8)) + "px";
   box.style.top = (y + 14 + size.height > innerHeight ? Math.max(4, y - size.height - 24) : y + 14) + "px";
 }
-function parts(c, i) { // what an advantage is made of: G − (B0 + prefix + later luck)
+function parts(c, i) { // what an advantage is made of: G − (B0 + prefix + later luck), and what that says
   const k = c.start + i, { luck, prefix } = c.page.numbers, reward = returned(c, k), baseline = of(c, "baseline", i);
   if (reward == null || Number.isNaN(baseline)) return [];
   const added = x => `${x < 0 ? "−" : "+"} ${unsigned(x)}`, first = x => (x < 0 ? "−" : "") + unsigned(x);
   const sum = prefix ? `(${first(start(c, k))} ${added(prefix[k])} ${added(luck[k])})` : baseline < 0 ? `(${first(baseline)})` : first(baseline);
-  const names = prefix ? "(B0 + prefix + later luck)" : "baseline";
+  const names = prefix ? "(others' mean + what the text so far foretells + luck of later tokens)" : "baseline";
   const what = c.page.numbers.returns ? "reward from here" : "reward", scaled = c.scale !== 1 && c.scale != null;
   const divided = (text, by) => scaled ? `  = (${text}) / ${by}` : `  = ${text}`;
-  return [divided(`${first(reward)} − ${sum}`, unsigned(c.scale)), divided(`${what} − ${names}`, "scale")];
+  return [divided(`${first(reward)} − ${sum}`, unsigned(c.scale)), divided(`${what} − ${names}`, "scale"), ...prefix ? [story(reward - baseline, luck[k])] : []];
+}
+function story(advantage, luck) { // of a token, in one line
+  const better = advantage > 0, lucky = luck > 0;
+  if (Math.abs(advantage) < 1e-3) return "  = as expected here";
+  const told = Math.abs(luck) < 0.1 * Math.abs(advantage) ? "" : better === lucky
+    ? `, even without the ${lucky ? "luck" : "bad luck"} of later tokens` : `, although later tokens were ${lucky ? "lucky" : "unlucky"}`;
+  return `  = ${better ? "better" : "worse"} than expected here${told}`;
 }
 function go(i) { // to a prompt, at its top
   prompt = i;

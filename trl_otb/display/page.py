@@ -21,15 +21,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain, count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import TrainerCallback
 
+from ..rollout import Rollout
 from .record import END, RECORD, about_of, recorded
-
-
-if TYPE_CHECKING:
-    from ..rollout import Rollout
 
 
 logger = logging.getLogger(__name__)
@@ -175,7 +172,7 @@ class RolloutPages(TrainerCallback):
     an evaluation its last batch; to W&B and trackio goes a page of that step.
     """
 
-    def __init__(self, rollouts: dict[str, "Rollout"]) -> None:
+    def __init__(self, rollouts: dict[str, Rollout]) -> None:
         self.rollouts = rollouts
         self.last: dict[str, Rollout] = {}  # that was recorded, of each mode
         self.modes: set[str] = set()  # that this run has recorded

@@ -7,17 +7,14 @@ import math
 import re
 import reprlib
 import zlib
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy
 from torch import Tensor
 
 from ..baselines import completion_returns
+from ..rollout import Rollout
 from .text import prompt_text, prompts_in, readable, rows_of_prompt, token_texts
-
-
-if TYPE_CHECKING:
-    from ..rollout import Rollout
 
 
 MAX_TOKENS = 100_000  # of a recorded step; the first prompt is always whole
@@ -35,7 +32,7 @@ class Column(NamedTuple):
     differences: bool = True  # whether neighbours are close to one another, so that their difference is stored
 
 
-def recorded(rollout: "Rollout", mode: str, title: str) -> str:
+def recorded(rollout: Rollout, mode: str, title: str) -> str:
     """
     The line of a page that holds a rollout: whole prompts, until there are `MAX_TOKENS` tokens. `title` names the run.
 
@@ -79,7 +76,7 @@ def recorded(rollout: "Rollout", mode: str, title: str) -> str:
     )
 
 
-def about_step(rollout: "Rollout") -> dict[str, float | None]:
+def about_step(rollout: Rollout) -> dict[str, float | None]:
     """What the page shows of all steps, for which it decodes none: rewards, and what a learning baseline measured."""
     returns = completion_returns(rollout.rewards)
     known = returns[~returns.isnan()]
@@ -89,7 +86,7 @@ def about_step(rollout: "Rollout") -> dict[str, float | None]:
     return {name: finite(value) for name, value in numbers.items()}
 
 
-def columns_of(rollout: "Rollout") -> dict[str, Column]:
+def columns_of(rollout: Rollout) -> dict[str, Column]:
     """
     Of each token: √w (and √(ρ² w) where they differ), √−log π, whether the policy generated it, and what its
     advantage and baseline follow from: the parts of the baseline, prefix and later luck, if it has parts, or else the
@@ -113,7 +110,7 @@ def columns_of(rollout: "Rollout") -> dict[str, Column]:
     return {name: column for name, column in columns.items() if column is not None}
 
 
-def numbers_of_row(rollout: "Rollout", row: int) -> dict[str, Any]:
+def numbers_of_row(rollout: Rollout, row: int) -> dict[str, Any]:
     """What is one number for all tokens of a completion."""
     of_row = {"advantage": rollout.advantages, "baseline": rollout.baselines}
     of_row |= {"b0": rollout.shown.b0, "scale": rollout.scale, "grpo": rollout.group_mean_advantages}
@@ -129,7 +126,7 @@ def finite(value: float) -> float | None:
     return float(f"{value:.7g}") if math.isfinite(value) else None
 
 
-def columns_of_prompt(rollout: "Rollout", row: int) -> dict[str, str]:
+def columns_of_prompt(rollout: Rollout, row: int) -> dict[str, str]:
     """The data set's other columns, as text of bounded length."""
     short = reprlib.Repr()
     short.maxstring = short.maxother = MAX_CHARACTERS

@@ -1,7 +1,7 @@
 """The completions of a prompt, token by token, as data and in a terminal; and a rollout's repr."""
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy
 import torch
@@ -9,10 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ..baselines import completion_returns
-
-
-if TYPE_CHECKING:
-    from ..rollout import Rollout
+from ..rollout import Rollout
 
 
 IMPROBABLE = 1.5  # of energy: where it is above, another token had more than half of the probability
@@ -22,7 +19,7 @@ LEGEND = "‹ ›: the policy was fairly sure of another token; [ ]: of tools"
 COLOURS = {True: (0, 98, 190), False: (213, 84, 0)}  # of tokens with positive and negative numbers, as on the page
 
 
-def group_data(rollout: "Rollout", prompt: int, known: dict[int, str] | None = None) -> dict[str, Any]:
+def group_data(rollout: Rollout, prompt: int, known: dict[int, str] | None = None) -> dict[str, Any]:
     """
     The completions of prompt number `prompt`, as JSON: text and numbers of each token, rounded to four digits; one
     number where all tokens have the same. `push` is advantage × √energy. `known` holds texts of tokens, by id.
@@ -54,7 +51,7 @@ def group_data(rollout: "Rollout", prompt: int, known: dict[int, str] | None = N
     return {"prompt": prompt_text(rollout, rows.start), "completions": completions}
 
 
-def prompt_text(rollout: "Rollout", row: int) -> str:
+def prompt_text(rollout: Rollout, row: int) -> str:
     """Without special tokens, such as the placeholders of images."""
     ids = rollout.prompt_ids[row][rollout.prompt_mask[row].bool()].tolist()
     decode = rollout.shown.processing_class.decode
@@ -68,7 +65,7 @@ def rounded(values: torch.Tensor) -> numpy.ndarray:
     return numpy.round(x * digits) / digits
 
 
-def rows_of_prompt(rollout: "Rollout", prompt: int) -> slice:
+def rows_of_prompt(rollout: Rollout, prompt: int) -> slice:
     """The rows of prompt number `prompt`; an `IndexError` if there is no such prompt."""
     at = (prompt_numbers(rollout) == prompt).nonzero().flatten().tolist()
     if not at:
@@ -76,13 +73,13 @@ def rows_of_prompt(rollout: "Rollout", prompt: int) -> slice:
     return slice(at[0], at[-1] + 1)
 
 
-def prompt_numbers(rollout: "Rollout") -> torch.Tensor:
+def prompt_numbers(rollout: Rollout) -> torch.Tensor:
     """`(B,)`, from 0 on."""
     n = rollout.num_generations
     return (rollout.first_row % n + torch.arange(len(rollout))) // n
 
 
-def prompts_in(rollout: "Rollout") -> int:
+def prompts_in(rollout: Rollout) -> int:
     return int(prompt_numbers(rollout)[-1]) + 1
 
 
@@ -122,8 +119,8 @@ def readable(text: str) -> str:
     return "\n".join(visible(line) if line else "" for line in text.split("\n"))
 
 
-def show(rollout: "Rollout", prompt: int, max_tokens: int) -> None:
-    """See [`~trl_otb.rollout.Rollout.show`]."""
+def show(rollout: Rollout, prompt: int, max_tokens: int) -> None:
+    """See [`~trl_otb.display.shown.ShownRollout.show`]."""
     data, console, shown = group_data(rollout, prompt), Console(highlight=False), Text()
 
     def say(text: str, style: str = "", end: str = "\n") -> None:  # the terminal's encoding may lack a symbol
@@ -173,7 +170,7 @@ def number(of: dict[str, Any], name: str, t: int) -> float:
     return values[0 if len(values) == 1 else t]
 
 
-def summary(rollout: "Rollout") -> str:
+def summary(rollout: Rollout) -> str:
     """Sizes and the mean reward."""
     returns, generated = completion_returns(rollout.rewards), int(rollout.mask.sum())
     return (

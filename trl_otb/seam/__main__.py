@@ -8,10 +8,10 @@ from packaging.version import Version
 from ..experimental.async_grpo.parts import ASYNC_GRPO
 from .contract import PINNED, tested, versions
 from .older_trl import no_asynchronous_training
-from .parts import CLI, GRPO
+from .parts import CLI, GRPO, PROGRESS
 
 
-CONTRACTS = (GRPO, CLI) if no_asynchronous_training() else (GRPO, CLI, ASYNC_GRPO)
+CONTRACTS = (GRPO, PROGRESS, CLI) if no_asynchronous_training() else (GRPO, PROGRESS, CLI, ASYNC_GRPO)
 if sys.argv[1:] == ["--hashes"]:
     known = tested()
     for package, version in versions().items():

@@ -2,11 +2,10 @@
 A contract with TRL: private parts that this package relies on. `parts.py` lists them, here and in
 `experimental/async_grpo`. What is found when a trainer is made:
 
-- TRL is of a minor version that was not tested: an `ImportError`, unless `TRL_OTB_ANY_TRL` is set.
-- A part or an attribute is gone, or a part takes other parameters: an `ImportError`.
+- TRL is too old, a part or an attribute is gone, or a part takes other parameters: an `ImportError`.
 - A user put something in the place of a part that does not take its parameters: a `TypeError`.
-- A part has another source than the one that was read: a warning. If it multiplies advantages and the baseline is per
-  token, the loss is tried before the first step.
+- TRL is newer than the tested versions, or a part has another source than those that were read: a warning, and before
+  the first step log-probs, energies, the advantages that reach the loss and the loss itself are checked.
 """
 
 import contextlib
@@ -33,7 +32,6 @@ logger = get_logger(__name__)
 
 PINNED = Path(__file__).with_name("trl_sources.json")  # newest versions, hashes of the sources read; see `make hashes`
 OLDEST = "1.9"  # minor version of TRL that works; `older_trl.py` has what it takes
-ANY_TRL = "TRL_OTB_ANY_TRL"  # the environment variable that allows other versions than the tested ones
 
 
 def tested() -> dict[str, Any]:
@@ -54,15 +52,14 @@ def incompatible_trl(what: str) -> ImportError:
 
 
 def check_version() -> None:
-    """Raise an `ImportError` unless the installed TRL is of a minor version that was tested."""
-    installed, newest = versions()["trl"], tested()["versions"]["trl"]
-    first, here, last = (Version(version).release[:2] for version in (OLDEST, installed, newest))
-    if not first <= here <= last and os.environ.get(ANY_TRL, "0") in ("", "0"):
-        raise ImportError(
-            f"trl {installed} is installed, and trl_otb was tested with trl {OLDEST} to {newest}. Install one: pip "
-            f"install 'trl=={newest}'. To try the installed one, set the environment variable {ANY_TRL}=1: all "
-            "checks still run."
-        )
+    """Raise an `ImportError` if the installed TRL is too old."""
+    if Version(installed := versions()["trl"]) < Version(OLDEST):
+        raise ImportError(f"trl {installed} is installed, and trl_otb needs {OLDEST} or newer: pip install -U trl")
+
+
+def is_newer() -> bool:
+    """Whether the installed TRL is newer than the tested ones."""
+    return Version(versions()["trl"]) > Version(tested()["versions"]["trl"])
 
 
 try:
@@ -94,7 +91,6 @@ class Contract:
     trainer: str
     parts: dict[str, dict[str, str]]  # by `module` or `module:class`: functions, with their leading parameters
     attributes: dict[str, str]  # of instances, by class; of dicts, the keys
-    loss: frozenset[str] = frozenset()  # of the parts, those that multiply advantages
 
     def gone(self) -> list[str]:
         """A message for each part that is gone or takes other parameters."""
@@ -117,8 +113,8 @@ class Contract:
 
     def check(self) -> None:
         """
-        Raise an `ImportError` if the installed TRL is another version, or does not keep the contract; a `TypeError` if
-        what a user put in the place of a part does not take its parameters.
+        Raise an `ImportError` if the installed TRL is too old, or does not keep the contract; a `TypeError` if what a
+        user put in the place of a part does not take its parameters.
         """
         check_version()
         if messages := self.gone():
@@ -130,16 +126,17 @@ class Contract:
                     f"({', '.join(parameters)}): let it take `*args, **kwargs`, or these."
                 )
 
-    def warn_if_changed(self) -> list[str]:
-        """Warns once of the parts whose source is not the one that was read, and returns them."""
-        if changed := self.changed():
-            tried = "; before the first step with a baseline per token the loss is tried"
+    def warn_if_changed(self) -> bool:
+        """Whether this TRL is newer than the tested ones, or parts have changed, of which it warns once."""
+        changed, newer = self.changed(), is_newer()
+        if changed or newer:
             installed, known = (", ".join(map(" ".join, of.items())) for of in (versions(), tested()["versions"]))
             logger.warning_once(
                 f"trl_otb was tested with up to {known}; installed: {installed}. Changed for {self.trainer}: "
-                f"{', '.join(changed)}. Signatures still match{tried if {*changed} & self.loss else ''}."
+                f"{', '.join(changed) or 'nothing that is relied on'}. Signatures still match, and what the first step "
+                "trains is checked."
             )
-        return changed
+        return bool(changed or newer)
 
     def check_attributes(self, owner: str, instance: Any) -> None:
         """Raise an `ImportError` if an attribute of an instance of `owner` is gone, or a key if it is a dict."""

@@ -43,7 +43,6 @@ class Recording:
     needed: bool = True
     states: bool = False
     turns: SampledTurns | None = None
-    likeliest: int = 0  # tokens whose probability is recorded, of turns that are sampled
     values: list[TokenValues] = field(default_factory=list)  # with the log-probs that TRL got
     processor: str | None = None  # what made `generate` sample from another distribution than energies are of, and why
 
@@ -91,10 +90,10 @@ class PolicyRecorder:
 
     @contextmanager
     def recording(
-        self, needed: bool = True, states: bool = False, turns: SampledTurns | None = None, likeliest: int = 0
+        self, needed: bool = True, states: bool = False, turns: SampledTurns | None = None
     ) -> Iterator[Recording]:
         """Context in which forwards of the policy are recorded, see [`Recording`]."""
-        before, self._recording = self._recording, Recording(needed, states, turns, likeliest)
+        before, self._recording = self._recording, Recording(needed, states, turns)
         try:
             yield self._recording
         finally:
@@ -151,7 +150,7 @@ class PolicyRecorder:
             with self._watching_processors(to):
                 yield lambda prompt_ids, completion_ids: None
             return
-        turn = SampledTurn(self.temperature, to.likeliest)
+        turn = SampledTurn(self.temperature)
 
         def keep(prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> None:
             # Generation that calls the model in other ways, as with soft prompts or guidance, needs the extra forward
@@ -280,11 +279,11 @@ def extra_forward(trainer: GRPOTrainer, batch: dict[str, Any], states: bool, rec
     return recording.values[0]
 
 
-def score(trainer: GRPOTrainer, batch: dict[str, Any], batch_size: int) -> Tensor:
-    """`(B, T)` log-probs of TRL's `batch`, by its training forward."""
+def score(trainer: GRPOTrainer, batch: dict[str, Any], batch_size: int, forward: Callable | None = None) -> Tensor:
+    """`(B, T)` log-probs of TRL's `batch`, by the trainer's training forward or another."""
     named = {"input_ids", "attention_mask", "logits_to_keep", "batch_size"}
     taken = inspect.signature(scoring_method(GRPOTrainer)).parameters.keys() - named
-    logps, *_ = trainer._get_per_token_logps_and_entropies(
+    logps, *_ = (forward or trainer._get_per_token_logps_and_entropies)(
         trainer.model,
         input_ids=torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
         attention_mask=torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),

@@ -10,7 +10,7 @@ from transformers import Trainer
 from transformers import trainer as transformers_trainer
 
 
-PAGES = "rollouts*.html"  # with those that were set aside
+PAGES = ("rollouts*.html", "rollouts*.part")  # with those that were set aside, or left by a crash
 
 
 class LeavesPagesOut(Trainer):
@@ -31,7 +31,7 @@ def _without_pages() -> Iterator[None]:
 
     def uploads(api: HfApi, *args: Any, ignore_patterns: list[str] | str | None = None, **kwargs: Any) -> Any:
         patterns = [ignore_patterns] if isinstance(ignore_patterns, str) else [*(ignore_patterns or ())]
-        return upload(api, *args, ignore_patterns=[*patterns, PAGES], **kwargs)
+        return upload(api, *args, ignore_patterns=[*patterns, *PAGES], **kwargs)
 
     def uploads_alone(*args: Any, **kwargs: Any) -> Any:
         return uploads(HfApi(), *args, **kwargs)

@@ -5,7 +5,7 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import Mock, patch
 
 import torch
@@ -14,15 +14,17 @@ from torch import Tensor
 from trl import GRPOTrainer
 
 from ..rollout import generated_mask
-from .contract import incompatible_trl
+from .contract import from_library, incompatible_trl
 from .subclasses import BrokenContract
-
-
-if TYPE_CHECKING:
-    from .namespace import Namespace
+from .untried import check_rows
 
 
 logger = get_logger(__name__)
+
+WITHOUT_TOKENS = (
+    "GRPOTrainer's loss takes one advantage per completion. Each token gets its own by the gradients of this loss for "
+    "advantages of 1, -1 and 0; the logged loss and clip ratios are those of the completions' mean advantages."
+)
 
 
 class TokenLoss(GRPOTrainer):
@@ -36,7 +38,7 @@ class TokenLoss(GRPOTrainer):
     computes this if the old log-probs are sg[log π(y_t)] − log s.
     """
 
-    _trl_otb: "Namespace"
+    _trl_otb: Any  # the Namespace, which is made of what is above the loss
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         shape, rows = tuple(inputs["advantages"].shape), tuple(inputs["completion_mask"].shape)
@@ -45,9 +47,13 @@ class TokenLoss(GRPOTrainer):
                 f"`inputs['advantages']` has shape {shape}, and the completions {rows}: something between rollout and "
                 f"loss, such as a method of {type(self).__name__}, reshaped it. The loss takes {rows[:1]} or {rows}."
             )
-        per_token = len(shape) > 1
-        if per_token and self._trl_otb.known_loss is not GRPOTrainer._compute_loss and check_token_loss(self, inputs):
-            self._trl_otb.known_loss = GRPOTrainer._compute_loss
+        per_token, of = len(shape) > 1, self._trl_otb
+        unknown = of.known_loss is not GRPOTrainer._compute_loss
+        if unknown and (per_token or from_library(GRPOTrainer._compute_loss)):  # a user's own of (B,) is not tried
+            check_rows(self, inputs, of.rollouts.get("train" if self.model.training else "eval"))
+            self._try_loss(inputs)
+        if per_token and of.by_sign:
+            return self._loss_by_sign(model, inputs)
         if self.importance_sampling_level != "sequence" or not per_token:
             return super()._compute_loss(model, inputs)
         inputs = dict(inputs)  # the micro-batch is used again
@@ -63,6 +69,51 @@ class TokenLoss(GRPOTrainer):
             patch.object(self, "importance_sampling_level", "token"),
         ):
             return super()._compute_loss(model, inputs)
+
+    def _try_loss(self, inputs: dict[str, Any]) -> None:
+        """Find out whether GRPOTrainer's loss takes these advantages, or else one per completion."""
+        of = self._trl_otb
+        try:
+            known, of.by_sign = check_trl_loss(self, inputs), False
+        except ImportError as refused:
+            if inputs["advantages"].dim() == 1:
+                raise
+            known, of.by_sign = check_trl_loss(self, inputs | {"advantages": inputs["advantages"][:, 0]}), True
+            logger.warning_once(f"{WITHOUT_TOKENS} ({str(refused).partition(': ')[2].partition('. Install')[0]})")
+        if known:
+            of.known_loss = GRPOTrainer._compute_loss
+
+    def _loss_by_sign(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        """
+        The loss with one advantage per token where GRPOTrainer's takes one per completion. Its gradients at the
+        log-probs for advantages of 0, 1 and -1 give that of each token by the sign of its own advantage, times its
+        size, also where TRL decides by the sign of a completion's. Value and metrics are those of the completions' mean
+        advantages.
+        """
+        advantages, score, outputs = inputs["advantages"], self._get_per_token_logps_and_entropies, list[Any]()
+
+        def once(*args: Any, **kwargs: Any) -> Any:
+            outputs[:] = outputs or score(*args, **kwargs)
+            return tuple(outputs)
+
+        mean = _completion_advantage(advantages, generated_mask(inputs))[:, 0]
+        with patch.object(self, "_get_per_token_logps_and_entropies", once):
+            loss = super()._compute_loss(model, inputs | {"advantages": mean})
+        logps, *others = (of.detach() if isinstance(of, Tensor) else of for of in outputs)
+        logps.requires_grad_()
+
+        def gradient(of_completions: Tensor) -> Tensor:
+            probe = _copied(self)
+            probe._get_per_token_logps_and_entropies = lambda *args, **kwargs: (logps, *others)
+            value = GRPOTrainer._compute_loss(probe, model, inputs | {"advantages": of_completions})
+            return torch.autograd.grad(value, logps)[0]
+
+        ones = torch.ones_like(mean)
+        with torch.enable_grad():
+            at_zero, at_one, at_minus_one, at_mean = map(gradient, (0 * ones, ones, -ones, mean))
+        slope = torch.where(advantages > 0, at_one - at_zero, at_zero - at_minus_one)
+        difference = ((at_zero + advantages * slope - at_mean) * outputs[0]).sum()
+        return loss + difference - difference.detach()
 
     # Both use the sign of a completion's advantage, so they get one advantage per completion
 
@@ -103,20 +154,24 @@ def _completion_advantage(advantages: Tensor, mask: Tensor) -> Tensor:
     return (advantages * mask).sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
 
 
-def check_token_loss(trainer: GRPOTrainer, inputs: dict[str, Any]) -> bool:
+def check_trl_loss(trainer: GRPOTrainer, inputs: dict[str, Any]) -> bool:
     """[`check_product`] of GRPOTrainer's loss of a micro-batch, without old log-probs, so that nothing is clipped."""
     inputs = _uncut({key: value for key, value in inputs.items() if key != "old_per_token_logps"})
-    mask = generated_mask(inputs)
+    mask, shape = generated_mask(inputs), inputs["advantages"].shape
 
     def loss(probe: Any, forward: Callable, advantages: Tensor) -> Tensor:
         probe._get_per_token_logps_and_entropies, probe.importance_sampling_level = forward, "token"
+        probe.off_policy_mask_threshold, probe.top_entropy_quantile = None, 1.0  # which leave out tokens
+        advantages = advantages.view(len(mask), -1).expand(mask.shape)[:, : tokens.size(1)].reshape(shape)
         return GRPOTrainer._compute_loss(probe, trainer.model, inputs | {"advantages": advantages})
 
     def wrong(problem: str) -> Exception:
         return BrokenContract(problem, "_get_per_token_logps_and_entropies").named(trainer)
 
-    scoring, of_tokens = _scoring(trainer), partial(torch.mul, mask)
-    return check_product("GRPOTrainer._compute_loss", trainer, scoring, loss, mask, of_tokens, wrong)
+    tokens = mask if len(shape) > 1 else mask[:, :1]
+    name, as_it_is = "GRPOTrainer._compute_loss", lambda gradient: gradient
+    scoring = _scoring(_copied(trainer))
+    return check_product(name, trainer, scoring, loss, tokens, as_it_is, wrong, trained=mask)
 
 
 @contextmanager
@@ -201,6 +256,19 @@ class NotTriedError(Exception):
     """A loss does not call the forward that a trial has for it."""
 
 
+def _problem_of(slopes: tuple[Tensor, Tensor], errors: Tensor) -> str:
+    """What is wrong with a gradient's slopes for positive and negative advantages, or its errors for mixed ones."""
+    positive, negative = (of.abs().max().item() for of in slopes)
+    size, error = max(positive, negative), errors.abs().max().item()
+    if max(of.max().item() for of in slopes) > 1e-3 * size:
+        return ": its gradient rises with the advantage, as with a flipped sign, where it should fall"
+    if not error <= 1e-3 * size:  # or it is NaN
+        return f": its gradient is off by {error:.3g} of {size:.3g}"
+    if min(positive, negative) == 0 < size:
+        return f": {'positive' if positive == 0 else 'negative'} advantages have no effect"
+    return ""
+
+
 def check_product(
     name: str,
     trainer: Any,
@@ -209,17 +277,23 @@ def check_product(
     tokens: Tensor,
     of_tokens: Callable[[Tensor], Tensor],
     wrong: Callable[[str], Exception] = incompatible_trl,
+    trained: Tensor | None = None,
 ) -> bool:
     """
     Raise an error, `wrong` of the problem, on all processes, unless the gradient of the `loss` called `name` with
-    respect to log-probs is linear in each token's own advantage, and falls with it: from the gradients for advantages
-    of 0 and 1 that for the positive advantages `mixed` follows. Takes one `forward` without gradient, which returns its
-    result and in it the log-probs as a leaf; trainer and random numbers stay as they are. `of_tokens` makes a gradient
-    of the leaf look like `tokens`. Returns whether advantages have an effect on all processes.
+    respect to log-probs is linear in each token's own advantage where it is positive, and where it is negative, and
+    falls with it: from the gradients for advantages of 0, 1 and -1 that for the advantages `mixed` follows. Takes one
+    `forward` without gradient, which returns its result and in it the log-probs as a leaf; trainer and random numbers
+    stay as they are. `of_tokens` makes a gradient of the leaf look like `tokens`. If `trained` is given, 1 or 0 for
+    each of them, advantages must have an effect on those that are 1, and on no others. Returns whether advantages have
+    an effect on all processes.
     """
     zeros = torch.zeros(len(tokens), device=tokens.device)  # and ones, one for each row
-    mixed = 1 + torch.arange(tokens.numel(), device=tokens.device).view_as(tokens) / tokens.numel()
+    order = torch.arange(tokens.numel(), device=tokens.device).view_as(tokens)
+    sizes = 1 + order * 0.618 % 1  # of neighbours in rows and columns, unequal ones
+    mixed = sizes.where(order % 3 > 0, -sizes)
     probe, computed = _copied(trainer), list[tuple[Any, Tensor]]()
+    probe.off_policy_mask_threshold = None  # which drops completions of negative advantage
 
     def once(*args: Any, **kwargs: Any) -> Any:
         if not computed:
@@ -234,12 +308,14 @@ def check_product(
     problem, effect = "", False
     try:
         with torch.enable_grad():
-            at_zero, at_one, at_mixed = map(gradient, (zeros, zeros + 1, mixed))
-        slope = at_one - at_zero
-        size, error = slope.abs().max(), (at_mixed - at_zero - mixed * slope).abs().max()
-        effect = bool(size > 0)
-        right = error <= 1e-3 * size and slope.max() <= 1e-3 * size and (effect or not at_zero.any())
-        problem = "" if right else f": its gradient is off by {error.item():.3g} of {size.item():.3g}"
+            at_zero, at_one, at_minus_one, at_mixed = map(gradient, (zeros, zeros + 1, zeros - 1, mixed))
+        slopes = at_one - at_zero, at_zero - at_minus_one
+        problem = _problem_of(slopes, at_mixed - at_zero - mixed * torch.where(mixed > 0, *slopes))
+        effect = bool(slopes[0].any())
+        if not (effect or problem) and at_zero.any():
+            problem = ": they have no effect"
+        if effect and not problem and trained is not None and not torch.equal(slopes[0] != 0, trained.bool()):
+            problem = ": it leaves out generated tokens, or takes others in"
     except torch.OutOfMemoryError:
         raise
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:  # as of shapes

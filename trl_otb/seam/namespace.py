@@ -31,6 +31,8 @@ class Namespace:
     b0: str = "rloo_pooled"  # the baseline that `value` starts from
     gain: Gain = field(default_factory=Gain)  # of the latest batches of the training
     known_loss: Any = None  # the function that is known to weight each token by its own advantage
+    known_forward: bool = False  # whether TRL's sources were read, or its log-probs and energies are a softmax's
+    by_sign: bool = False  # whether that is so by its gradients for one advantage per completion
     users_loss_was_tried: bool = False
     extra_state: dict[str, Any] = field(default_factory=dict)  # what else checkpoints of a learning baseline hold
     progress: Progress | None = None  # the run's progress functions

@@ -1,6 +1,7 @@
 """
-What TRL before 1.16 lacks, or has otherwise. No other file asks which TRL is installed, but for the check of the range
-(`contract.check_version`). Each piece says before which version it is needed, and goes with that version.
+What TRL before 1.16 lacks, or has otherwise, and the asynchronous parts, which 1.18 moved. No other file asks which TRL
+is installed, but for `contract.py`, which compares it with those that were tested. Each piece says before which version
+it is needed, and goes with that version.
 """
 
 import functools
@@ -98,10 +99,10 @@ def check_head(device: torch.device) -> None:
 
 
 def no_asynchronous_training() -> str | None:
-    """Before 1.16: why `AsyncOTBGRPOTrainer` cannot be imported."""
-    if not _before("1.16"):
+    """Before 1.16, and from 1.18 on: why `AsyncOTBGRPOTrainer` cannot be imported."""
+    if _before("1.18") and not _before("1.16"):
         return None
     return (
-        f"Asynchronous training needs trl 1.16, and {trl.__version__} is installed, whose AsyncGRPOTrainer has other "
-        "parts. Install it: pip install 'trl>=1.16,<1.17'. `OTBGRPOTrainer` works with this version."
+        f"Asynchronous training needs trl 1.16 or 1.17, and {trl.__version__} is installed, whose AsyncGRPOTrainer has "
+        "other parts. Install one of them: pip install 'trl>=1.16,<1.18'. `OTBGRPOTrainer` needs neither."
     )

@@ -12,7 +12,9 @@ GRPO = Contract(
             "_generate_and_score_completions": "self inputs",
             "_generate_single_turn": "self prompt_ids images multimodal_fields",
             "_get_per_token_logps_and_entropies": "self model input_ids attention_mask logits_to_keep batch_size",
+            "_prepare_inputs": "self generation_batch",
             "_tool_call_loop": "self prompts prompt_ids",
+            "compute_loss": "self model inputs",
             "get_gamma_weights": "advantages log_ratio_per_token mask",
             "get_off_policy_mask": "advantages per_token_logps sampling_per_token_logps mask off_policy_threshold",
         },
@@ -45,7 +47,16 @@ GRPO = Contract(
         "reward_weights rollout_func scale_rewards temperature tools use_vllm vllm_mode "
         "vllm_importance_sampling_mode vllm_tensor_parallel_size"
     },
-    loss=frozenset(("GRPOTrainer._compute_loss", "GRPOTrainer.get_gamma_weights", "GRPOTrainer.get_off_policy_mask")),
+)
+
+PROGRESS = Contract(  # of progress functions, which few runs have
+    "GRPOTrainer with progress functions",
+    parts={
+        "trl.trainer.grpo_trainer:GRPOTrainer": {"_generate": "self prompts"},
+        "trl.chat_template_utils": {"parse_response": "tokenizer ids prefix"},
+    },
+    # And, from 1.16 on and where there are environments, `_env_tools` and `_batch_environments`; else `tools`
+    attributes={"GRPOTrainer": "_tokenizer processing_class tools"},
 )
 
 CLI = Contract(  # of the command line

@@ -1,16 +1,17 @@
 """The rewards of a generation batch as GRPOTrainer uses them, and checks that they are the batch's."""
 
 import functools
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from trl import GRPOTrainer
 
-from ..progress import Given
+from ..display.shown import ShownRollout
 from ..rollout import Rollout, Shown, generated_mask
 from .contract import trl_utils
 from .forwards import scores_anyway
@@ -75,28 +76,54 @@ def _nanstd(x: Tensor, dim: int) -> Tensor:
     return trl_utils.nanstd(x, dim=dim) if x.size(dim) > 1 else torch.zeros_like(x.select(dim, 0))
 
 
+class _Summing:
+    """
+    GRPOTrainer's own `_calculate_rewards`, to which all others lead, for the trainers in `recorders`: it gets functions
+    that return sums, as it cannot handle rewards per turn or token, while all others read what the user gave. It is in
+    the place of TRL's as long as any trainer, in any thread, is in a context of [`recorded_rewards`].
+    """
+
+    lock = threading.Lock()
+    recorders: ClassVar[dict[int, list[RewardRecorder]]] = {}  # by id of the trainer
+    of_trl: Any = None
+
+    @classmethod
+    @contextmanager
+    def of(cls, trainer: GRPOTrainer, recorders: list[RewardRecorder]) -> Iterator[None]:
+        with cls.lock:
+            if not cls.recorders:
+                cls.of_trl = of_trl = GRPOTrainer._calculate_rewards
+                method = functools.wraps(of_trl)(lambda self, *args, **kwargs: cls.call(of_trl, self, *args, **kwargs))
+                GRPOTrainer._calculate_rewards = method
+            cls.recorders[id(trainer)] = recorders
+        try:
+            yield
+        finally:
+            with cls.lock:
+                del cls.recorders[id(trainer)]
+                if not cls.recorders:
+                    GRPOTrainer._calculate_rewards = cls.of_trl
+
+    @classmethod
+    def call(cls, of_trl: Any, trainer: GRPOTrainer, *args: Any, **kwargs: Any) -> Any:
+        if not (recorders := cls.recorders.get(id(trainer))):
+            return of_trl(trainer, *args, **kwargs)
+        summing = [
+            of if isinstance(of, torch.nn.Module) else recorders[-1].wrap(i, name, of, is_async_callable(of))
+            for i, (of, name) in enumerate(zip(trainer.reward_funcs, trainer.reward_func_names, strict=True))
+        ]
+        with patch.object(trainer, "reward_funcs", summing):
+            return of_trl(trainer, *args, **kwargs)
+
+
 @contextmanager
 def recorded_rewards(trainer: GRPOTrainer) -> Iterator[list[RewardRecorder]]:
     """
     Context in which a recorder is appended to the yielded list for each call of the trainer's `_calculate_rewards`,
-    even a subclass's. GRPOTrainer's own method, to which all others lead, gets functions that return sums, as it cannot
-    handle rewards per turn or token; all others read what the user gave.
+    even a subclass's.
     """
     recorders: list[RewardRecorder] = []
-    of_trl = GRPOTrainer._calculate_rewards
-
-    @functools.wraps(of_trl)
-    def innermost(self: GRPOTrainer, *args: Any, **kwargs: Any) -> Any:
-        if self is not trainer or not recorders:
-            return of_trl(self, *args, **kwargs)
-        summing = [
-            of if isinstance(of, torch.nn.Module) else recorders[-1].wrap(i, name, of, is_async_callable(of))
-            for i, (of, name) in enumerate(zip(self.reward_funcs, self.reward_func_names, strict=True))
-        ]
-        with patch.object(self, "reward_funcs", summing):
-            return of_trl(self, *args, **kwargs)
-
-    with patch.object(GRPOTrainer, "_calculate_rewards", innermost):
+    with _Summing.of(trainer, recorders):
         calculate = trainer._calculate_rewards
 
         def outermost(*args: Any, **kwargs: Any) -> Any:
@@ -104,9 +131,6 @@ def recorded_rewards(trainer: GRPOTrainer) -> Iterator[list[RewardRecorder]]:
             # Copies, as a function may change the lists that it gets
             ids = [torch.tensor(of_row, dtype=torch.long) for of_row in completion_ids]
             recorders.append(RewardRecorder(ids, trainer.reward_weights.tolist()))
-            if trainer._trl_otb.progress is not None:
-                given = dict(zip(("inputs", "prompts", "completions"), args, strict=False)) | kwargs
-                recorders[-1].given = Given.of(given["inputs"], given["prompts"], given["completions"], completion_ids)
             recorders[-1].rewards_per_func = rewards = calculate(*args, **kwargs)
             return rewards
 
@@ -154,12 +178,14 @@ def rollout_of(
             f"how GRPOTrainer forms its advantages: for completion {row} of a rollout it has {actual[row].item():.6g}, "
             f"and the rewards, weights and scale that trl_otb relies on give {expected[row].item():.6g}"
         )
+    if trainer.baseline.running_scale is not None:  # alone, also where TRL divides by the batch's deviation
+        scale = torch.ones_like(scale)
     rewards, mask = weighed.returns[local], generated_mask(batch)
     along_the_way = torch.tensor([bool(recorder)], device=rewards.device)
     if trainer.accelerator.gather(along_the_way).any():
         of_tokens = recorder.token_rewards(mask, rewards, weighed.factors[local])
         rewards = rewards if getattr(trainer.args, "credit_whole_return", False) else of_tokens
-    return Rollout(
+    return ShownRollout(
         **{key: batch[key] for key in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")},
         mask=mask,
         num_generations=num_generations,

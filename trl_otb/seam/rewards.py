@@ -58,7 +58,6 @@ class RewardRecorder:
 
     def __init__(self, completion_ids: Sequence[torch.Tensor], weights: Sequence[float]):
         self.rewards_per_func: torch.Tensor | None = None  # (B_all, F), GRPOTrainer's, from all processes
-        self.given: Any = None  # what the functions were given, where progress functions are to get it, too
         self.completion_ids, self._weights = completion_ids, weights
         self._rewards: dict[tuple[int, int], tuple[torch.Tensor, bool]] = {}  # by function and row; of tokens?
         self._names: dict[int, str] = {}

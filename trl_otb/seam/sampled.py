@@ -11,12 +11,11 @@ from ..energy import TokenValues, token_energy
 class SampledTurn:
     """What the forwards of one `generate` compute for each position's distribution, before any processor of logits."""
 
-    def __init__(self, temperature: float, likeliest: int = 0) -> None:
-        self.temperature, self.likeliest, self.calls = temperature, likeliest, 0
+    def __init__(self, temperature: float) -> None:
+        self.temperature, self.calls = temperature, 0
         self._prompt: Tensor | None = None  # (b, P), what the first forward read
         self._before: Tensor | None = None  # (b, V) probabilities at the last position
-        # Tokens, energies, log-probs, each (b,), and the likeliest tokens with their probabilities, (b, 2 l)
-        self._values: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        self._values: list[tuple[Tensor, Tensor, Tensor]] = []  # tokens, energies, log-probs, each (b,)
 
     def on_forward(self, module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """A forward hook of the policy."""
@@ -39,11 +38,7 @@ class SampledTurn:
         probs = self._before.gather(1, tokens.to(self._before.device).unsqueeze(1)).squeeze(1)
         # Takes a third of the time of log_softmax and logsumexp. 2e-38 is a normal number, whose logarithm is finite
         norm, logps = torch.linalg.vector_norm(self._before, dim=-1), probs.clamp(min=2e-38).log()
-        likely = self._before[:, :0]
-        if self.likeliest:
-            top, ids = self._before.topk(self.likeliest, dim=-1)
-            likely = torch.cat([ids.float(), top], dim=-1)
-        self._values.append((tokens, token_energy(logps, 2 * norm.log()), logps, likely))
+        self._values.append((tokens, token_energy(logps, 2 * norm.log()), logps))
 
     def rows(
         self, prompt_ids: list[list[int]], completion_ids: list[list[int]], states: list[Tensor] | None
@@ -59,14 +54,13 @@ class SampledTurn:
             torch.tensor([ids[at] if len(ids) > at else 0 for ids in completion_ids], device=self._prompt.device)
         )
         self._before = None
-        tokens, energy, logps, likely = (torch.stack(of, dim=1) for of in zip(*self._values, strict=True))
+        tokens, energy, logps = (torch.stack(of, dim=1) for of in zip(*self._values, strict=True))
         of_all = None if states is None else torch.cat(states, dim=1)
         read, drawn, result = self._prompt.tolist(), tokens.tolist(), []
         for row, (prompt, ids) in enumerate(zip(prompt_ids, completion_ids, strict=True)):
             n = len(ids)
             same = read[row][-len(prompt) :] == prompt and drawn[row][:n] == ids
-            more = None if of_all is None else of_all[row, :n], likely[row, :n] if self.likeliest else None
-            of_row = TokenValues(energy[row, :n], logps[row, :n], *more)
+            of_row = TokenValues(energy[row, :n], logps[row, :n], None if of_all is None else of_all[row, :n])
             result.append(of_row if same else None)
         return result
 
@@ -114,9 +108,9 @@ class SampledTurns:
             if recorded is None:
                 return None
             result = _zeros_like(recorded, mask)
-        energy, logps, states, likely = (None if of is None else of.to(mask.device) for of in result)
+        energy, logps, states = (None if of is None else of.to(mask.device) for of in result)
         assert energy is not None and logps is not None
-        return TokenValues(energy, logps, states, likely)
+        return TokenValues(energy, logps, states)
 
     def _find(self, before: tuple[int, ...], turn: list[int]) -> TokenValues | None:
         turns = self._turns.get(before, [])

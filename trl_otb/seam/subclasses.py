@@ -1,7 +1,11 @@
 """A user's own subclass of a trainer: what it has, what it may not have, and what it breaks."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
 
+import torch
 from transformers import Trainer
 
 from ..baselines import Baseline
@@ -20,8 +24,13 @@ def users_classes(cls: type, of_trl: type = GRPOTrainer) -> list[type]:
 def users_methods(trainer: Trainer, names: Iterable[str], of_trl: type = GRPOTrainer) -> list[tuple[str, str]]:
     """Owner and name of each of these methods that is set on the trainer, or that a user's class has."""
     classes = users_classes(type(trainer), of_trl)
-    owners = [(ON_TRAINER, vars(trainer)), *((cls.__name__, vars(cls)) for cls in classes)]
+    on_trainer = {name: of for name, of in vars(trainer).items() if not _is_ours(of)}
+    owners = [(ON_TRAINER, on_trainer), *((cls.__name__, vars(cls)) for cls in classes)]
     return [(owner, name) for owner, methods in owners for name in names if name in methods]
+
+
+def _is_ours(value: Any) -> bool:
+    return str(getattr(value, "__module__", "")).startswith("trl_otb.")
 
 
 def users_loss(trainer: Trainer, tried: str, of_trl: type = GRPOTrainer) -> str | None:
@@ -52,6 +61,37 @@ def check_subclass(trainer: GRPOTrainer, entry: Baseline) -> None:
             "adds to `super()`'s does, set `takes_token_advantages = True` in the class. Otherwise choose a baseline "
             "per completion, such as 'ogb_pooled' or 'rloo'."
         )
+
+
+@contextmanager
+def checked_weights(trainer: Any) -> Iterator[None]:
+    """
+    Context in which a user's override of `_generate_and_score_completions` may not multiply advantages per token by one
+    weight per completion, `(B,)`, as if it were one per token: a `TypeError` names it.
+    """
+    method, rollouts = "_generate_and_score_completions", trainer._trl_otb.rollouts
+    generate, before = getattr(trainer, method), rollouts.get("train")
+    what = "an override multiplies advantages of shape (B, T) by weights of shape (B,): it needs `weights.unsqueeze(1)`"
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        try:
+            batch = generate(*args, **kwargs)
+        except RuntimeError as error:
+            if rollouts.get("train") is before or "must match" not in str(error):
+                raise
+            raise BrokenContract(f"{what} ({error})", method).named(trainer) from error
+        if rollouts.get("train") is before:  # bypassed, as `training_step` says
+            return batch
+        ours, theirs = rollouts["train"].advantages, batch["advantages"]
+        if theirs.shape == ours.shape and ours.size(0) == ours.size(1):  # where nothing fails
+            weights = (theirs / ours).where(ours != 0, torch.nan)
+            off = [(weights - weights.nanmean(dim, keepdim=True)).abs().nan_to_num().max() for dim in (0, 1)]
+            if off[0] < 1e-4 < off[1]:  # the same for all completions, and not for all tokens
+                raise BrokenContract(what, method).named(trainer)
+        return batch
+
+    with patch.object(trainer, method, checked):
+        yield
 
 
 def check_config(cls: type) -> None:

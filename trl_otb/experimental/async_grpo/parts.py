@@ -35,5 +35,4 @@ ASYNC_GRPO = Contract(
         "RolloutGroup": "completions_sequences env_rewards",
         "_AsyncRolloutLoop": "_score_group reward_funcs",
     },
-    loss=frozenset((LOSS,)),
 )

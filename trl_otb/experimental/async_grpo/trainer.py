@@ -126,7 +126,7 @@ class AsyncOTBGRPOTrainer(KeepsBaseline, AsyncGRPOTrainer):
         super().__init__(model, reward_funcs, args, *other, **kwargs)
         ASYNC_GRPO.check_attributes("AsyncGRPOTrainer", self)
         # That is known to multiply each token by its own advantage, which is known after the forward
-        self._trl_otb.known_loss = None if LOSS in ASYNC_GRPO.warn_if_changed() else AsyncGRPOTrainer.compute_loss
+        self._trl_otb.known_loss = None if ASYNC_GRPO.warn_if_changed() else AsyncGRPOTrainer.compute_loss
         check_users_loss(self)
         self._trl_otb.recorder = PolicyRecorder(self.model, self.temperature, False)
         changed, dropout = changed_distribution(args), dropout_of(policy_of(self.model))

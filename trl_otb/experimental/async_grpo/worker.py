@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from ...seam.contract import check_version, incompatible_trl, trl_utils
+from ...seam.contract import incompatible_trl, trl_utils
 from ...seam.older_trl import is_async_callable, no_asynchronous_training
 from ...seam.rewards import passing
 from .parts import ASYNC_GRPO
@@ -21,15 +21,10 @@ from .stopping import check_living, stop_living
 if reason := no_asynchronous_training():
     raise ImportError(reason)
 try:
-    try:  # where TRL has it from 1.18 on, so that users' configs are instances of this class
-        from trl import AsyncGRPOConfig as AsyncGRPOConfig
-        from trl import AsyncGRPOTrainer as AsyncGRPOTrainer
-    except ImportError:
-        from trl.experimental.async_grpo import AsyncGRPOConfig as AsyncGRPOConfig
-        from trl.experimental.async_grpo import AsyncGRPOTrainer as AsyncGRPOTrainer
+    from trl.experimental.async_grpo import AsyncGRPOConfig as AsyncGRPOConfig
+    from trl.experimental.async_grpo import AsyncGRPOTrainer as AsyncGRPOTrainer
     from trl.experimental.async_grpo import async_rollout_worker as trl_worker
 except ImportError as error:
-    check_version()
     raise incompatible_trl(str(error)) from error
 
 MAX_OPEN_GROUPS = 10_000  # groups of which samples are awaited: dropped ones never come

@@ -1,0 +1,3 @@
+"""The release, which pyproject.toml reads."""
+
+__version__ = "0.13.0"

@@ -1,0 +1,80 @@
+"""What a function keeps where Python can see it: to find out whether a call changed it."""
+
+import functools
+import inspect
+import io
+import pickle
+import sys
+import sysconfig
+from types import CodeType, FunctionType
+from typing import Any
+
+
+# Beside a user's own classes, objects that can be looked into; of all others only their identity counts
+PLAIN = ("collections", "datetime", "decimal", "fractions", "itertools", "numpy", "random", "torch")
+INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+def visible_state(function: Any) -> bytes:
+    """
+    Of a function, or an object that can be called: its attributes, closure and defaults, and the globals that it names,
+    with those of the user's functions and classes among them. Empty if it cannot be pickled.
+    """
+    buffer = io.BytesIO()
+    try:
+        _Reachable(buffer).dump(function)
+    except Exception:  # of a user's class, of all kinds
+        return b""
+    return buffer.getvalue()
+
+
+class _Reachable(pickle.Pickler):
+    """Writes what can be reached; it is never read again."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.seen: dict[int, Any] = {}
+
+    def reducer_override(self, value: Any) -> Any:
+        parts = [id(value)] if id(value) in self.seen else _parts(value)
+        self.seen[id(value)] = value
+        return NotImplemented if parts is None else (list, (parts,))
+
+
+def _parts(value: Any) -> list[Any] | None:
+    """What an object is made of; `None` to pickle it as usual."""
+    if isinstance(value, functools.partial):
+        return [value.func, value.args, value.keywords]
+    if inspect.ismethod(value) or isinstance(value, classmethod | staticmethod):
+        return [getattr(value, "__self__", None), value.__func__]
+    if isinstance(value, FunctionType | type):
+        if not _is_users(value.__module__):
+            return None if isinstance(value, type) else [id(value)]
+        own = {key: of for key, of in vars(value).items() if not key.startswith("__") or key == "__call__"}
+        return [own] if isinstance(value, type) else [own, *_of_function(value)]
+    if _is_users(type(value).__module__):
+        content = [*value.items()] if isinstance(value, dict) else [*value] if isinstance(value, list | set) else []
+        return [type(value), getattr(value, "__dict__", None), content]
+    plain = isinstance(value, bytearray) or type(value).__module__.partition(".")[0] in PLAIN
+    return None if plain and not callable(value) else [id(value)]
+
+
+def _of_function(function: FunctionType) -> list[Any]:
+    named, codes = set(), [function.__code__]
+    while codes:  # with functions, lambdas and comprehensions inside
+        code = codes.pop()
+        named |= {*code.co_names}
+        codes += [of for of in code.co_consts if isinstance(of, CodeType)]
+    known = function.__globals__
+    closure = [cell.cell_contents for cell in function.__closure__ or () if cell != type(cell)()]  # but for empty ones
+    return [
+        closure,
+        function.__defaults__,
+        function.__kwdefaults__,
+        {n: known[n] for n in sorted(named & known.keys())},
+    ]
+
+
+def _is_users(module: str | None) -> bool:
+    file = getattr(sys.modules.get(module or ""), "__file__", None)
+    return module == "__main__" or (file is not None and not file.startswith(INSTALLED))
