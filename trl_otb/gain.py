@@ -31,7 +31,9 @@ class Gain:
         """The same, by the statistics of each completion, `(B, S)`."""
         self.add(dict(zip(STATISTICS, statistics.double().sum(dim=0).tolist(), strict=True)), learned)
 
-    def line(self, name: str, b0: str | None, reference: str | None, may_ask: bool = False) -> str:
+    def line(
+        self, name: str, b0: str | None, reference: str | None, may_ask: bool = False, may_leak: bool = False
+    ) -> str:
         """
         What the baseline `name` did, and what to do if it was next to nothing; empty if there is nothing to say.
 
@@ -40,12 +42,13 @@ class Gain:
             b0: The baseline that `value` starts from; `None` if it is the mean of earlier steps.
             reference: What the power of other baselines was compared with; `None` if that is the baseline itself.
             may_ask: Whether the run could have progress functions, and has none.
+            may_leak: Whether it has some, and several completions of each prompt.
         """
         if not self.batches:
             return ""
         of = "the last batch" if len(self.batches) == 1 else f"the last {len(self.batches)} batches"
         if name == "value":
-            return self._of_value(b0, of, may_ask)
+            return self._of_value(b0, of, may_ask, may_leak)
         power, by_reference = (
             sum(batch[of_batch] for batch in self.batches) for of_batch in ("power", "power_reference")
         )
@@ -61,7 +64,7 @@ class Gain:
             "`baseline='value'` subtracts a baseline from them, too."
         )
 
-    def _of_value(self, b0: str | None, of: str, may_ask: bool) -> str:
+    def _of_value(self, b0: str | None, of: str, may_ask: bool, may_leak: bool) -> str:
         names = ("explained", "explained_by_state", "luck_left_out", "kept", "slope_at_start")
         explained, by_state, left_out, kept, slopes = (
             [batch[key] for batch in self.batches if math.isfinite(batch.get(key, math.nan))]
@@ -69,7 +72,7 @@ class Gain:
         )
         if not explained:
             return f"value had nothing to do: in {of} no prompt's returns varied. Look at the rewards."
-        if slopes and slopes[-1] < KNOWING_SLOPE:
+        if may_leak and slopes and max(slopes[-2:]) < KNOWING_SLOPE:
             return (
                 "value knows a completion's reward before its first token (`otb/value/slope_at_start` is "
                 f"{slopes[-1]:.2f}, and 1 is expected), so that little is learned. Look at what progress functions "

@@ -89,7 +89,9 @@ def _messages_before(completion: list[dict[str, Any]], turn: int) -> list[dict[s
 
 
 def copied(value: Any) -> Any:
-    """A copy of lists, dicts, sets and tuples, at any depth; what they hold, such as images, is shared."""
+    """A copy of lists, dicts, sets, tuples and arrays, at any depth; what else they hold, such as images, is shared."""
+    if isinstance(value, np.ndarray | Tensor):
+        return copy.deepcopy(value)
     if isinstance(value, dict):
         return {key: copied(of) for key, of in value.items()}
     return type(value)(map(copied, value)) if type(value) in (list, set, tuple) else value
@@ -120,25 +122,30 @@ def check_function_names(functions: Any) -> None:
             )
 
 
-def functions_by_name(functions: Any, rewards: Mapping[str, tuple[Any, float]]) -> dict[str, Callable]:
+def functions_by_name(functions: Any, rewards: Sequence[tuple[str, Any, float]]) -> dict[str, Callable]:
     """
-    The functions by name; `rewards` are the run's reward functions with their weights. A `ValueError` or `TypeError` if
-    one cannot be imported or called on unfinished text: reward models, an environment's `get_reward`, and functions
-    that ask for `environments`.
+    The functions by name; `rewards` are names, functions and weights of the run's rewards. A `ValueError` or
+    `TypeError` if one cannot be imported or called on unfinished text: reward models, an environment's `get_reward`,
+    and functions that ask for `environments`.
     """
     result: dict[str, Callable] = {}
     for given in named(functions):
-        weighted = [(f"reward {name}", function) for name, (function, weight) in rewards.items() if weight != 0]
+        weighted = [(f"reward {name}", function) for name, function, weight in rewards if weight != 0]
         for name, function in weighted if given == REWARDS else [_imported(given)]:
             _check(name, function)
-            number = sum(1 for known in result if known.partition("#")[0] == name)
-            result[f"{name}#{number + 1}" if number else name] = function
+            result[numbered(name, result)] = function
     if functions and not result:
         raise ValueError(
             f"`progress_funcs` is {functions!r}, and no reward function has a weight: name functions that read the "
             "text, or set `reward_weights`."
         )
     return result
+
+
+def numbered(name: str, known: Collection[str]) -> str:
+    """The name, with `#2` and so on where others have it."""
+    number = sum(1 for of in known if of.partition("#")[0] == name)
+    return f"{name}#{number + 1}" if number else name
 
 
 def _imported(given: Any) -> tuple[str, Any]:
@@ -290,15 +297,16 @@ class Progress:
             await asyncio.gather(*(call(f, *at) for at in each for f in together))
 
         kept: dict[str, bytes] = {}
-        for number, place in enumerate(places if in_order else places[:1]):
-            given = given_at(place)
-            for f in in_order:
-                self._wait_for(call(f, number, given), loop) if waits[f] else _run_now(call(f, number, given))
-            if number == 0:  # the first call may set up what is kept for later ones
-                self._wait_for(call_together([(0, given)]), loop) if together else None
-                kept = _states(self.rewards | self.functions) if self._batches < CHECKED else {}
-        if together:
-            self._wait_for(call_together([(n, given_at(place)) for n, place in enumerate(places) if n > 0]), loop)
+        half = (len(places) + 1) // 2  # in which a function may set up what it keeps for later calls
+        for part in (range(half), range(half, len(places))):
+            for number in part if in_order else ():
+                given = given_at(places[number])
+                for f in in_order:
+                    self._wait_for(call(f, number, given), loop) if waits[f] else _run_now(call(f, number, given))
+            if together and part:
+                self._wait_for(call_together([(number, given_at(places[number])) for number in part]), loop)
+            if part.start == 0 and self._batches < CHECKED:
+                kept = _states(self.rewards | self.functions)
         now = _states(self.rewards | self.functions) if kept else {}
         changed = {name for name in kept if kept[name] != now[name]}
         # It may read what it was given of later places: from the next batch on its places are awaited in order
@@ -404,10 +412,15 @@ def _states(functions: Mapping[str, Callable]) -> dict[str, bytes]:
 
 
 def _same(value: Any, before: Any) -> bool:
-    try:
-        return bool(value == before)
-    except Exception:  # of what compares in a way of its own; the same object is not compared
-        return False
+    if isinstance(value, np.ndarray):
+        return isinstance(before, np.ndarray) and value.tobytes() == before.tobytes()
+    if isinstance(value, Tensor):
+        return isinstance(before, Tensor) and torch.equal(value.nan_to_num(), before.nan_to_num())
+    if isinstance(value, dict) and isinstance(before, dict):
+        return [*value] == [*before] and all(_same(value[key], before[key]) for key in value)
+    if type(value) in (list, tuple) and type(value) is type(before):
+        return len(value) == len(before) and all(map(_same, value, before))
+    return value is before or bool(value == before)
 
 
 def _listed(names: Collection[str]) -> str:
@@ -486,7 +499,7 @@ def _run_now(coroutine: Any) -> None:
 
 @contextmanager
 def _random_state_kept() -> Iterator[None]:
-    """Context in which random numbers that are drawn do not change those that training draws."""
+    """Context in which random numbers that are drawn on the CPU do not change those that training draws."""
     kept = random.getstate(), np.random.get_state(), torch.random.get_rng_state()
     try:
         yield

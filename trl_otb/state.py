@@ -44,7 +44,7 @@ class KeepsBaseline(Trainer):
             if self.baseline.entry.learns:
                 projection = self._trl_otb.recorder.projection
                 state["projection"] = None if projection is None else projection.cpu()
-            progress = self._trl_otb.progress
+            progress = self._trl_otb.progress if "progress" in self._trl_otb.needs else None
             of_progress = {"progress": []} if progress is None else progress.state_dict()
             torch.save(state | self._trl_otb.extra_state | of_progress, Path(output_dir) / STATE_FILE)
 
@@ -65,14 +65,15 @@ class KeepsBaseline(Trainer):
                     file.write(f"\nBy the end of training {line}\n")
 
 
-def gain_of(trainer: KeepsBaseline) -> tuple[str, str | None, str | None, bool]:
+def gain_of(trainer: KeepsBaseline) -> tuple[str, str | None, str | None, bool, bool]:
     """What [`~trl_otb.gain.Gain.line`] needs to know of a trainer: its baseline, and what it is compared with."""
     entry, n = trainer.baseline.entry, trainer.args.num_generations
     if trainer._trl_otb.b0 != "rloo_pooled":  # asynchronous: no batch is compared with another baseline
-        return entry.name, trainer._trl_otb.b0 if n > 1 else None, None, False
+        return entry.name, trainer._trl_otb.b0 if n > 1 else None, None, False, False
     reference = "rloo_pooled" if n == 1 else "rloo" if entry.unbiased else "group_mean"
-    may_ask = "progress" in trainer._trl_otb.needs and trainer._trl_otb.progress is None
-    return entry.name, "rloo_pooled", None if entry.name == reference else reference, may_ask
+    reads, has = "progress" in trainer._trl_otb.needs, trainer._trl_otb.progress is not None
+    compared = None if entry.name == reference else reference
+    return entry.name, "rloo_pooled", compared, reads and not has, reads and has and n > 1
 
 
 def load_checkpoint(trainer: KeepsBaseline, folder: str | Path) -> None:
@@ -129,8 +130,8 @@ def _load_baseline(trainer: KeepsBaseline, checkpoint: Path) -> None:
                 else f"{path.name} is missing, as by `save_only_model`."
             )
         )
-    if "progress" in state and "state" in state:  # before 0.13 its columns have no names
-        state["state"] = {"progress": state["progress"], **state["state"]}
+    if "_sums" in state.get("state", {}) and "_names" not in state["state"]:  # before 0.13 columns had no names
+        state["state"] = {"progress": state.get("progress", []), **state["state"]}
     if not trainer.baseline.load_state_dict(state):
         content = f"the state of {state['baseline']!r}" if "baseline" in state else "nothing"
         logger.warning(
@@ -151,7 +152,7 @@ def _load_progress(trainer: KeepsBaseline, state: dict[str, Any]) -> None:
     if progress is not None:
         progress.load_state_dict(state)
     now = [] if progress is None or "progress" not in trainer._trl_otb.needs else progress.names
-    if before == now:
+    if {*before} == {*now}:
         return
     logger.warning(
         f"The checkpoint's baseline was fitted with {_listed(before)}, and the run has {_listed(now)}: what it "

@@ -251,8 +251,11 @@ def collect(trainer: OTBGRPOTrainer, inputs: list[dict[str, Any]]) -> tuple[Roll
         ratio, unknown = draw_ratio(trainer, batch, source, values.logps, recorded.processor)
         if unknown is not None:
             logger.warning_once(f"Later luck is not subtracted: {unknown}.")
-    of_text, names = (numbers[-1], of.progress.names) if numbers and of.progress is not None else (None, [])
-    return rollout, rollout.completions(values.states, keys, ratio, of_text, names), batch
+    if not numbers or of.progress is None:
+        return rollout, rollout.completions(values.states, keys, ratio), batch
+    wider = (0, 0, 0, rollout.mask.size(1) - numbers[-1].size(1))  # as padded to a multiple
+    of_text = torch.nn.functional.pad(numbers[-1], wider)
+    return rollout, rollout.completions(values.states, keys, ratio, of_text, of.progress.names), batch
 
 
 def _is_recorded(trainer: OTBGRPOTrainer, mode: str) -> bool:

@@ -1,37 +1,50 @@
 """What a function keeps where Python can see it: to find out whether a call changed it."""
 
 import functools
+import hashlib
 import inspect
-import io
 import pickle
+import site
 import sys
 import sysconfig
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 
 # Beside a user's own classes, objects that can be looked into; of all others only their identity counts
 PLAIN = ("collections", "datetime", "decimal", "fractions", "itertools", "numpy", "random", "torch")
-INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+PATHS = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+INSTALLED = (*PATHS, *site.getsitepackages(), site.getusersitepackages())
 
 
 def visible_state(function: Any) -> bytes:
     """
-    Of a function, or an object that can be called: its attributes, closure and defaults, and the globals that it names,
-    with those of the user's functions and classes among them. Empty if it cannot be pickled.
+    A hash, of a function or an object that can be called: of its attributes, closure and defaults, and of the globals
+    that it names, with those of the user's functions, classes and modules among them. Empty if it cannot be pickled.
+    What a library's object keeps is not seen.
     """
-    buffer = io.BytesIO()
+    written = _Hashed()
     try:
-        _Reachable(buffer).dump(function)
+        _Reachable(written).dump(function)
     except Exception:  # of a user's class, of all kinds
         return b""
-    return buffer.getvalue()
+    return written.hash.digest()
+
+
+class _Hashed:
+    """A file that keeps a hash."""
+
+    def __init__(self) -> None:
+        self.hash = hashlib.blake2b(digest_size=16)
+
+    def write(self, content: Any) -> None:
+        self.hash.update(content)
 
 
 class _Reachable(pickle.Pickler):
     """Writes what can be reached; it is never read again."""
 
-    def __init__(self, file: io.BytesIO) -> None:
+    def __init__(self, file: Any) -> None:
         super().__init__(file)
         self.seen: dict[int, Any] = {}
 
@@ -50,11 +63,14 @@ def _parts(value: Any) -> list[Any] | None:
     if isinstance(value, FunctionType | type):
         if not _is_users(value.__module__):
             return None if isinstance(value, type) else [id(value)]
-        own = {key: of for key, of in vars(value).items() if not key.startswith("__") or key == "__call__"}
-        return [own] if isinstance(value, type) else [own, *_of_function(value)]
+        if isinstance(value, FunctionType):
+            return [vars(value), *_of_function(value)]
+        own = [vars(of) for of in value.__mro__ if _is_users(of.__module__)]
+        return [[{key: of[key] for key in of if not key.startswith("__") or key == "__call__"} for of in own]]
     if _is_users(type(value).__module__):
         content = [*value.items()] if isinstance(value, dict) else [*value] if isinstance(value, list | set) else []
-        return [type(value), getattr(value, "__dict__", None), content]
+        slots = [getattr(value, name, None) for of in type(value).__mro__ for name in getattr(of, "__slots__", ())]
+        return [type(value), getattr(value, "__dict__", None), slots, content]
     plain = isinstance(value, bytearray) or type(value).__module__.partition(".")[0] in PLAIN
     return None if plain and not callable(value) else [id(value)]
 
@@ -67,12 +83,10 @@ def _of_function(function: FunctionType) -> list[Any]:
         codes += [of for of in code.co_consts if isinstance(of, CodeType)]
     known = function.__globals__
     closure = [cell.cell_contents for cell in function.__closure__ or () if cell != type(cell)()]  # but for empty ones
-    return [
-        closure,
-        function.__defaults__,
-        function.__kwdefaults__,
-        {n: known[n] for n in sorted(named & known.keys())},
-    ]
+    of_globals = {name: known[name] for name in sorted(named & known.keys())}
+    modules = [of for of in of_globals.values() if isinstance(of, ModuleType) and _is_users(of.__name__)]
+    of_modules = [{name: vars(of)[name] for name in sorted(named & vars(of).keys())} for of in modules]
+    return [closure, function.__defaults__, function.__kwdefaults__, of_globals, of_modules]
 
 
 def _is_users(module: str | None) -> bool:

@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
@@ -439,6 +440,25 @@ def test_completions_without_a_limit(train_with):
     assert trainer._trl_otb.progress.lengths[-1] <= 5 and trainer.seen[-1].progress[:, 4].any()
 
 
+def test_batches_may_be_padded_to_a_multiple(train_with):
+    trainer = train_with(tiny_length, pad_to_multiple_of=5)
+    assert trainer.seen[-1].progress[:, 7].any() and trainer.state.global_step == 3
+
+
+def test_rewards_of_one_name_are_all_there(train_with):
+    def of(factor):
+        def reward(completion_ids, **kwargs):
+            return [factor * len(ids) for ids in completion_ids]
+
+        return reward
+
+    options = {"reward_funcs": [of(1), of(2)], "progress_funcs": "rewards"}
+    trainer = train_with(**options)
+    assert trainer._trl_otb.progress.names == ["reward reward", "reward reward#2"]
+    assert torch.equal(2 * trainer.seen[-1].progress[..., 0], trainer.seen[-1].progress[..., 1])
+    assert train_with(**options, reward_weights=[1.0, 0.0])._trl_otb.progress.names == ["reward reward"]
+
+
 def test_rollouts_may_be_longer_than_the_limit(train_with):
     def longer(prompts, trainer):
         ids = [[65 + i] * (12 + i) for i in range(len(prompts))]
@@ -500,6 +520,10 @@ def test_columns_are_as_they_were_before_sampling(train_with):
     trainer = train_with(notes_of, cls=Changing, train_dataset=data)
     assert all(torch.equal(of.progress[..., 0], of.mask) for of in trainer.seen)
     assert len({*map(tuple, seen)}) == 3 and len(seen) > 9  # the same lists at all places of a batch
+    array = np.zeros(2)
+    kept = copied({"a": [array]})
+    array += 1
+    assert kept["a"][0].tolist() == [0, 0]
     image = object()
     assert copied([{"image": image}, (1, [2])])[0]["image"] is image
 
@@ -634,7 +658,28 @@ def stores():
     of_partial.__name__ = "partial"
     of_object = Counts()
     of_object.__name__ = "object"
-    return closure, rebound, default, drawn, inner, of_global, of_partial, of_object, Counts().method, Counts.of_class
+
+    class Inherited(Counts):
+        """Its call is that of a base class."""
+
+    class Slots:
+        """Without a `__dict__`."""
+
+        __slots__ = ("calls",)
+
+        def of_slots(self, completion_ids, **kwargs):
+            self.calls = getattr(self, "calls", 0) + 1
+            return tiny_length(completion_ids)
+
+    def in_module(completion_ids, **kwargs):
+        tiny.counted = getattr(tiny, "counted", 0) + 1
+        return tiny_length(completion_ids)
+
+    tiny.counted = 0
+    of_base = Inherited()
+    of_base.__name__ = "inherited"
+    of_functions = closure, rebound, default, drawn, inner, of_global, in_module
+    return *of_functions, of_partial, of_object, of_base, Slots().of_slots, Counts().method, Counts.of_class
 
 
 def harmless():
@@ -644,6 +689,9 @@ def harmless():
         ready.setdefault("parser", object())
         return tiny_length(completion_ids)
 
+    def setting_up_late(completion_ids, **kwargs):
+        return [len(ids) and (ready.setdefault("late", object()) and float(len(ids))) for ids in completion_ids]
+
     def caching(completion_ids, **kwargs):
         return [cached(len(ids)) for ids in completion_ids]
 
@@ -652,7 +700,7 @@ def harmless():
             asked.append(1)
         return tiny_length(completion_ids)
 
-    return setting_up, caching, at_the_end, tiny_length
+    return setting_up, setting_up_late, caching, at_the_end, tiny_length
 
 
 def test_what_is_kept_later_is_told(caplog):
@@ -696,7 +744,7 @@ def test_asynchronous_functions_have_one_loop_for_the_run(train_with):
 
     function.__closure__[1].cell_contents  # noqa: B018  # which is a store: from the second batch on it is in order
     trainer = train_with(function, max_steps=4)
-    assert at_once[1] > 4
+    assert at_once[1] >= 4
     for seen in trainer.seen:
         assert torch.equal(seen.progress[..., 0], torch.arange(seen.mask.size(1)) * seen.mask)
 
@@ -742,6 +790,18 @@ def test_what_knows_the_reward_is_told(train_with, kind, caplog, capsys):
     caplog.clear()
     honest = train_with(even, rollout_func=rollout, **options)
     assert min(logged(honest, "otb/value/slope_at_start")) >= 1 - 1e-4
+    assert "before its first token" not in caplog.text + capsys.readouterr().out
+
+
+def test_prompts_that_decide_rewards_are_no_leak(train_with, caplog, capsys):
+    """With one completion for each, what is expected of the prompt is most of the reward."""
+
+    def of_prompt(prompts, completion_ids, **kwargs):
+        return [float(int(text[0]) % 2) + 0.01 * len(ids) for text, ids in zip(prompts, completion_ids, strict=True)]
+
+    options = {"num_generations": 1, "per_device_train_batch_size": 32, "max_steps": 8, "learning_rate": 0.0}
+    trainer = train_with(tiny_length, reward_funcs=of_prompt, train_dataset=tiny.prompts(64), **options)
+    assert min(logged(trainer, "otb/value/slope_at_start")) < 0.5
     assert "before its first token" not in caplog.text + capsys.readouterr().out
 
 

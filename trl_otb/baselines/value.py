@@ -35,8 +35,8 @@ RESET_PROMPTS = 4
 # are many, mostly fit chance. Infinite, states would add nothing
 STATES_RIDGE_FACTOR = 4
 # Of `slope_at_start`: below it, what is subtracted knows the reward. Without a leak it is 1 or more, but where the
-# completions of a prompt begin differently, as after an environment's `reset`. For N = 1 prompts may explain rewards
-KNOWING_SLOPE, KNOWING_SLOPE_OF_PROMPTS = 0.5, 0.1
+# completions of a prompt begin differently, as after an environment's `reset`. For N = 1 prompts may decide rewards
+KNOWING_SLOPE = 0.5
 # What φ and ψ are made of, from V less the middle of the returns seen, and numbers of the text so far: each of these
 # times 1, σ and, in φ, σ². Another one is a line here
 PARTS: dict[str, Callable[[Prefix, Tensor], Tensor]] = {
@@ -106,8 +106,8 @@ class Value:
     decay_per_batch = 0.9  # of a batch's weight: at 1 the policy of the beginning would count, at 0 few batches
     prompt_folds = 4  # of which all but one teach the V and c that the last is used with
     prompts_enough = 16  # for c = 1: what few prompts say of the next ones cannot be cross-validated
-    _warned: ClassVar[set[bool]] = set()  # that some, or all, log-probs or hidden states were not finite
-    _knew = False  # in the batch before, what rewards would be
+    _warned: ClassVar[set[str]] = set()  # of what is said once
+    _knew = 0  # batches in a row in which it knew what rewards would be
 
     def __init__(self, without: Collection[str] = ()) -> None:
         self._without = frozenset(without)
@@ -220,8 +220,9 @@ class Value:
         metrics["slope_at_start"] = slope_within(of_starts)
         self._tell_of_knowing(metrics["slope_at_start"], local.num_generations)
         tokens = "all" if batch.tokens == 0 else str(int(batch.excluded))
-        if batch.excluded > 0 and (tokens == "all") not in self._warned:
-            self._warned.add(tokens == "all")
+        kind = "all" if batch.tokens == 0 else "some"  # are not finite
+        if batch.excluded > 0 and kind not in self._warned:
+            self._warned.add(kind)
             logger.warning(
                 f"Hidden states or log-probs before {tokens} tokens of a generation batch are not finite: there "
                 "'value' predicts nothing, subtracts no later luck and learns nothing. If the model runs in float16, "
@@ -284,16 +285,15 @@ class Value:
 
     def _tell_of_knowing(self, slope: float, n: int) -> None:
         """Warns if what is subtracted before first tokens tells completions' rewards, in two batches in a row."""
-        knows = slope < (KNOWING_SLOPE if n > 1 else KNOWING_SLOPE_OF_PROMPTS)
-        if knows and self._knew:
+        self._knew = self._knew + 1 if slope < KNOWING_SLOPE and n > 1 else 0
+        if self._knew == 2:
             logger.warning(
                 "What 'value' subtracts tells a completion's reward before its first token: there the advantage grows "
                 f"by {slope:.2f} per unit of the return (`slope_at_start`), and 1 is expected, so that less is "
                 "learned, and wrongly. Look for a progress function that reads what knows the end of a completion, "
                 "such as a store that a `rollout_func`, a tool or an environment fills. If an environment begins "
-                "differently for each completion of a prompt, or N is 1, the beginning may decide the reward."
+                "differently for each completion of a prompt, its beginning may decide the reward: then all is well."
             )
-        self._knew = knows
 
     def _at_end(self, x: Completions, of: Prefix, b0: Tensor) -> list[Tensor]:
         """Of the last tokens: their number, and the sums of G, G² and (G − V)²."""

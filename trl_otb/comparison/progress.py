@@ -4,11 +4,10 @@ import copy
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from ..baselines import Baseline, Completions, find_baseline
 from ..config import PROGRESS_PLACES
 from ..progress import REWARDS, Progress, functions_by_name, is_async
+from ..seam.progress import called_rewards, rewards_of
 from ..trainer import OTBGRPOTrainer
 
 
@@ -19,13 +18,11 @@ def progress_of_rewards(trainer: OTBGRPOTrainer) -> Progress | None:
     """The rewards as progress functions; `None` if the run has some, or if no reward can, or should, be called so."""
     if trainer._trl_otb.progress is not None:
         return None
-    weights = trainer.reward_weights.tolist()
-    rewards = dict(zip(trainer.reward_func_names, zip(trainer.reward_funcs, weights, strict=True), strict=True))
-    called = {name: of for name, (of, _) in rewards.items() if not isinstance(of, torch.nn.Module)}
+    called = called_rewards(trainer)
     if any(is_async(of) for of in called.values()):  # as of a judge, whose calls cost
         return None
     try:
-        functions = functions_by_name(REWARDS, rewards)
+        functions = functions_by_name(REWARDS, rewards_of(trainer))
     except ValueError:
         return None
     result = Progress(functions, called, PROGRESS_PLACES, trainer.max_completion_length, tolerant=True)
@@ -66,5 +63,7 @@ def for_comparison(progress: Progress | None) -> Progress | None:
     """A copy that keeps the lengths of evaluations, too, and leaves those of the run."""
     result = copy.copy(progress)
     if result is not None:
-        result.lengths, result.sees_evaluations = copy.copy(result.lengths), True
+        for name in ("lengths", "_shares", "_seconds", "_warned"):
+            setattr(result, name, copy.copy(getattr(result, name)))
+        result.sees_evaluations = True
     return result

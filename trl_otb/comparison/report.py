@@ -134,7 +134,7 @@ class BaselineReport:
                 advice = f"Set baseline={self.control!r}: {own.name!r} is surely worse."
             elif own is not None:
                 advice = f"Keep baseline={own.name!r}: it cannot be told apart from {self.control}."
-            return "\n".join([advice, self._why_none(known), *self._of_none(None)])
+            return "\n".join([advice, self._why_none(known), *self._of_none(None), *self._of_progress()])
         whose = ", GRPO's," if self.control == "group_mean" else ""
         lines = [
             f"{'Keep' if best.name == self.baseline else 'Set'} {setting(best.name)}: {self.control}{whose} needs "
@@ -150,7 +150,11 @@ class BaselineReport:
             )
         if advice := self._fewer_completions(best):
             lines.append(advice)
-        return "\n".join([*lines, *self._of_none(best), self._caveats(rows, known, best)])
+        return "\n".join([*lines, *self._of_none(best), *self._of_progress(), self._caveats(rows, known, best)])
+
+    def _of_progress(self) -> list[str]:
+        """Why there is no row of `value` with progress."""
+        return [f"{WITH_PROGRESS!r} could not be measured. {self.progress_error}"] * bool(self.progress_error)
 
     def _fewer_completions(self, best: Comparison) -> str:
         """What a smaller N is worth, if that is surely more than the run's own."""
@@ -205,8 +209,6 @@ class BaselineReport:
             caveats.append(f"{listed(biased)} would be better here, but biased: improbable successes teach less")
         if lost := [row.name for row in rows if row.more_prompts.lost]:
             caveats.append(f"{listed(lost)} cannot be compared, as the signal is lost in noise")
-        if self.progress_error:
-            caveats.append(f"'value' could not be measured with the rewards of the text so far ({self.progress_error})")
         if self.repeated:
             caveats.append(f"there are only {self.repeated} different examples, so other prompts are not represented")
         caveats.append("this may change during training, so measure again later")

@@ -34,6 +34,7 @@ class Namespace:
     known_forward: bool = False  # whether TRL's sources were read, or its log-probs and energies are a softmax's
     by_sign: bool = False  # whether that is so by its gradients for one advantage per completion
     users_loss_was_tried: bool = False
+    weights_fit: bool = False  # of a user's override: they went through a batch where they could have failed
     extra_state: dict[str, Any] = field(default_factory=dict)  # what else checkpoints of a learning baseline hold
     progress: Progress | None = None  # the run's progress functions
     recorder: PolicyRecorder = field(init=False)  # made last, when the policy is complete

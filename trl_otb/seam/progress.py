@@ -13,7 +13,7 @@ from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 from trl.chat_template_utils import parse_response
 
-from ..progress import PROGRESS_PLACES, Progress, Sampled, copied, functions_by_name
+from ..progress import PROGRESS_PLACES, Progress, Sampled, copied, functions_by_name, numbered
 from .parts import PROGRESS
 from .subclasses import BrokenContract
 
@@ -36,10 +36,7 @@ def given_functions(functions: Any, args: GRPOConfig) -> Any:
 
 def set_up_progress(trainer: GRPOTrainer, functions: Any) -> None:
     """Give the trainer its [`~trl_otb.progress.Progress`], if there are functions."""
-    names, of = trainer.reward_func_names, trainer._trl_otb
-    weights = trainer.reward_weights.tolist()
-    rewards = dict(zip(names, zip(trainer.reward_funcs, weights, strict=True), strict=True))
-    by_name = functions_by_name(functions, rewards)
+    of, by_name = trainer._trl_otb, functions_by_name(functions, rewards_of(trainer))
     if not by_name:
         return
     PROGRESS.check()
@@ -50,9 +47,23 @@ def set_up_progress(trainer: GRPOTrainer, functions: Any) -> None:
             f"`progress_funcs` has no effect: `baseline={trainer.baseline.entry.name!r}` does not read progress. "
             "'value' does."
         )
-    called = {name: function for name, (function, _) in rewards.items() if not isinstance(function, torch.nn.Module)}
     places = getattr(trainer.args, "progress_places", PROGRESS_PLACES)
-    of.progress = Progress(by_name, called, places, trainer.max_completion_length)
+    of.progress = Progress(by_name, called_rewards(trainer), places, trainer.max_completion_length)
+
+
+def rewards_of(trainer: GRPOTrainer) -> list[tuple[str, Any, float]]:
+    """Name, function and weight of each of the run's rewards."""
+    weights = trainer.reward_weights.tolist()
+    return [*zip(trainer.reward_func_names, trainer.reward_funcs, weights, strict=True)]
+
+
+def called_rewards(trainer: GRPOTrainer) -> dict[str, Any]:
+    """Those that are no models, by name."""
+    result: dict[str, Any] = {}
+    for name, function, _ in rewards_of(trainer):
+        if not isinstance(function, torch.nn.Module):
+            result[numbered(name, result)] = function
+    return result
 
 
 @contextmanager

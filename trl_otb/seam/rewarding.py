@@ -95,12 +95,14 @@ class _Summing:
                 cls.of_trl = of_trl = GRPOTrainer._calculate_rewards
                 method = functools.wraps(of_trl)(lambda self, *args, **kwargs: cls.call(of_trl, self, *args, **kwargs))
                 GRPOTrainer._calculate_rewards = method
+            before = cls.recorders.get(id(trainer))
             cls.recorders[id(trainer)] = recorders
         try:
             yield
         finally:
             with cls.lock:
                 del cls.recorders[id(trainer)]
+                cls.recorders |= {} if before is None else {id(trainer): before}
                 if not cls.recorders:
                     GRPOTrainer._calculate_rewards = cls.of_trl
 

@@ -1,5 +1,6 @@
 """A user's own subclass of a trainer: what it has, what it may not have, and what it breaks."""
 
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -71,19 +72,24 @@ def checked_weights(trainer: Any) -> Iterator[None]:
     """
     method, rollouts = "_generate_and_score_completions", trainer._trl_otb.rollouts
     generate, before = getattr(trainer, method), rollouts.get("train")
-    what = "an override multiplies advantages of shape (B, T) by weights of shape (B,): it needs `weights.unsqueeze(1)`"
+    what = (
+        "an override may multiply advantages of shape (B, T) by weights of shape (B,): it needs `weights.unsqueeze(1)`"
+    )
 
     def checked(*args: Any, **kwargs: Any) -> Any:
         try:
             batch = generate(*args, **kwargs)
         except RuntimeError as error:
-            if rollouts.get("train") is before or "must match" not in str(error):
+            formed = rollouts.get("train")
+            if formed is before or not {*map(str, formed.mask.shape)} <= {*re.findall(r"\d+", str(error))}:
                 raise
             raise BrokenContract(f"{what} ({error})", method).named(trainer) from error
         if rollouts.get("train") is before:  # bypassed, as `training_step` says
             return batch
         ours, theirs = rollouts["train"].advantages, batch["advantages"]
-        if theirs.shape == ours.shape and ours.size(0) == ours.size(1):  # where nothing fails
+        if theirs.shape != ours.shape or ours.size(0) != ours.size(1):
+            trainer._trl_otb.weights_fit = True  # else they would have failed here
+        elif not trainer._trl_otb.weights_fit:
             weights = (theirs / ours).where(ours != 0, torch.nan)
             off = [(weights - weights.nanmean(dim, keepdim=True)).abs().nan_to_num().max() for dim in (0, 1)]
             if off[0] < 1e-4 < off[1]:  # the same for all completions, and not for all tokens
