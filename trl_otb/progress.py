@@ -389,7 +389,7 @@ class Progress:
 
     def _clock(self, start: float) -> None:
         now = time.perf_counter()
-        if self._since is not None:
+        if self._since is not None and not self.sees_evaluations:  # a comparison has no steps
             self.time_share = (now - start) / max(now - self._since, 1e-9)
             self._shares.append(self.time_share)
             if len(self._shares) == TIMED and (usual := median(self._shares)) > SLOW:
