@@ -2,7 +2,9 @@
 
 import json
 import random
+import sys
 from dataclasses import replace
+from types import ModuleType
 
 import pytest
 import torch
@@ -104,6 +106,7 @@ def test_processes_share_the_runs(tmp_path, monkeypatch):
         def wait(self):
             return 0
 
+    monkeypatch.setitem(sys.modules, "recipes.studies.value", ModuleType("unused"))  # which registers baselines
     monkeypatch.setattr(learning_curves.subprocess, "Popen", Process)
     monkeypatch.setattr(learning_curves, "perform", lambda runs, folder: performed.extend(runs))
     flags = ["--task", "copy", "--seeds", "1", "--processes", "3", "--publish", "--output_dir", str(tmp_path)]
