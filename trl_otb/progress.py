@@ -133,7 +133,7 @@ def functions_by_name(functions: Any, rewards: Sequence[tuple[str, Any, float]])
         weighted = [(f"reward {name}", function) for name, function, weight in rewards if weight != 0]
         for name, function in weighted if given == REWARDS else [_imported(given)]:
             _check(name, function)
-            result[numbered(name, result)] = function
+            result[unique_name(name, result)] = function
     if functions and not result:
         raise ValueError(
             f"`progress_funcs` is {functions!r}, and no reward function has a weight: name functions that read the "
@@ -142,7 +142,7 @@ def functions_by_name(functions: Any, rewards: Sequence[tuple[str, Any, float]])
     return result
 
 
-def numbered(name: str, known: Collection[str]) -> str:
+def unique_name(name: str, known: Collection[str]) -> str:
     """The name, with `#2` and so on where others have it."""
     number = sum(1 for of in known if of.partition("#")[0] == name)
     return f"{name}#{number + 1}" if number else name
@@ -296,7 +296,7 @@ class Progress:
         async def call_together(each: list[tuple[int, dict[str, Any]]]) -> None:
             await asyncio.gather(*(call(f, *at) for at in each for f in together))
 
-        kept: dict[str, bytes] = {}
+        watched, kept = self.rewards | {names[f]: functions[f] for f in together}, dict[str, bytes]()
         half = (len(places) + 1) // 2  # in which a function may set up what it keeps for later calls
         for part in (range(half), range(half, len(places))):
             for number in part if in_order else ():
@@ -306,8 +306,8 @@ class Progress:
             if together and part:
                 self._wait_for(call_together([(number, given_at(places[number])) for number in part]), loop)
             if part.start == 0 and self._batches < CHECKED:
-                kept = _states(self.rewards | self.functions)
-        now = _states(self.rewards | self.functions) if kept else {}
+                kept = _states(watched)
+        now = _states(watched) if kept else {}
         changed = {name for name in kept if kept[name] != now[name]}
         # It may read what it was given of later places: from the next batch on its places are awaited in order
         self._in_order |= changed & {names[f] for f in together}

@@ -42,7 +42,7 @@ class Sums:
         """The sum of the folds."""
         return replace(self, values=self.values.sum(dim=0))
 
-    def of_others(self) -> "Sums":
+    def of_other_folds(self) -> "Sums":
         """For each fold the sum of the others."""
         return replace(self, values=self.values.sum(dim=0) - self.values)
 
@@ -88,7 +88,7 @@ def confidences(of: Sums, ridge: float, sizes: list[int]) -> Float[Tensor, " par
     """
     sums = of.values
     of_part = torch.block_diag(*(sums.new_ones(1, size) for size in sizes))
-    parts = of_part * solution(of.of_others(), ridge).unsqueeze(1)
+    parts = of_part * solution(of.of_other_folds(), ridge).unsqueeze(1)
     agreement = torch.einsum("fpk,fk->p", parts, sums[:, :-1, -1])
     squares = torch.einsum("fpk,fkl,fql->pq", parts, sums[:, :-1, :-1], parts)
     c = torch.ones_like(agreement)

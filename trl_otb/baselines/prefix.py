@@ -93,8 +93,8 @@ def read(x: Completions) -> Prefix:
     progress = () if x.progress is None else (x.progress, x.progress * columns["root_count"].unsqueeze(-1))
     numbers = torch.cat([numbers, states, mean_state, *progress], dim=-1)
     names = [f"{of}{i}" for of in (STATE, MEAN_STATE) for i in range(states.size(-1))]
-    numbered = [] if x.progress is None else [*map(str, range(x.progress.size(-1)))]
-    functions = numbered and (x.progress_names or numbered)
+    by_number = [] if x.progress is None else [*map(str, range(x.progress.size(-1)))]
+    functions = by_number and (x.progress_names or by_number)
     names += [f"{PROGRESS}{function}{times}" for times in ("", " √n") for function in functions]
     known = numbers.sum(dim=-1).isfinite()
     ratio = torch.ones_like(mask) if x.draw_ratio is None else x.draw_ratio

@@ -76,7 +76,7 @@ def compare_baselines(
             `projection`), relative to the norms.
         progress (`bool`, *optional*, defaults to `True`): Whether, among all registered baselines, `value` is also
             measured with the run's reward functions as [progress functions][`~trl_otb.progress`], if it has none: they
-            are called on the text so far, at up to 64 places per completion. Not where one is a model or asynchronous.
+            are called on the text so far, at some 64 places per completion. Not where one is a model or asynchronous.
         seed (`int`, *optional*): The seed of prompts and completions; by default the trainer's.
 
     Raises:

@@ -16,7 +16,7 @@ def announcement(
     return (
         f"Comparing {baselines} baselines: {learn}{to_measure:,} to measure, together as many as {steps} steps of this "
         f"run sample. Each completion to measure takes {passes} backward passes, {to_measure * passes:,} in all. "
-        f"{'Rewards are called on up to 64 unfinished texts of each, too. ' if progress else ''}Nothing is trained."
+        f"{'Rewards are called on some 64 unfinished texts of each, too. ' if progress else ''}Nothing is trained."
     )
 
 

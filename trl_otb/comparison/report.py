@@ -148,7 +148,7 @@ class BaselineReport:
                 f"{own.name!r}, the run's own, may be as good: {own.more_prompts} is its estimate, which is not surely "
                 "above 0."
             )
-        if advice := self._fewer_completions(best):
+        if advice := self._of_other_size(best):
             lines.append(advice)
         return "\n".join([*lines, *self._of_none(best), *self._of_progress(), self._caveats(rows, known, best)])
 
@@ -156,14 +156,14 @@ class BaselineReport:
         """Why there is no row of `value` with progress."""
         return [f"{WITH_PROGRESS!r} could not be measured. {self.progress_error}"] * bool(self.progress_error)
 
-    def _fewer_completions(self, best: Comparison) -> str:
+    def _of_other_size(self, best: Comparison) -> str:
         """What a smaller N is worth, if that is surely more than the run's own."""
-        advice = self.spending.splitlines()[-1:]
-        if not advice or not advice[0].startswith(f"Spend them on more prompts: {setting(best.name)}, num"):
+        name, known = self._sizes
+        if name != best.name or (n := self._better_size(known)) is None:
             return ""
-        n = int(advice[0].rpartition("=")[2].rstrip("."))
-        more = next(row.more_completions for row in self.comparisons if (row.name, row.n) == (best.name, n))
-        return f"With num_generations={n} and as many completions per step it is worth more: {more} % in that place."
+        return (
+            f"With num_generations={n} and as many completions per step it is worth more: {known[n]} % in that place."
+        )
 
     def _of_none(self, best: Comparison | None) -> list[str]:
         """A sentence on `none` where it has a higher estimate than all baselines that could be set."""
@@ -217,6 +217,21 @@ class BaselineReport:
     @property
     def spending(self) -> str:
         """What a smaller N is worth for as many completions, under the best baseline known at several N, or empty."""
+        name, known = self._sizes
+        if not known:
+            return ""
+        completions = self.group_size * self.prompts_per_batch
+        lines = [
+            f"{name}, {completions} completions per step  more that {self.control} with N = {self.group_size} needs, %"
+        ]
+        lines += [f"N = {n:<4} {completions // n:>5} prompts  {of}" for n, of in known.items()]
+        if (better := self._better_size(known)) is not None:
+            lines.append(f"Spend them on more prompts: {setting(name)}, num_generations={better}.")
+        return "\n".join(lines)
+
+    @property
+    def _sizes(self) -> tuple[str, dict[int, Estimate]]:
+        """The best baseline that is known at several N up to the run's, and what each is worth; or nothing."""
         completions = self.group_size * self.prompts_per_batch
         for name in [*([self.best.name] if self.best else []), *(row.name for row in self.at() if row.name != "none")]:
             rows = {row.n: row.more_completions for row in self.comparisons if row.name == name}
@@ -226,17 +241,13 @@ class BaselineReport:
                 if n <= self.group_size and completions % n == 0 and completions > n and not rows[n].lost
             }
             if len(known) > 1 and self.group_size in known:
-                break
-        else:
-            return ""
-        lines = [
-            f"{name}, {completions} completions per step  more that {self.control} with N = {self.group_size} needs, %"
-        ]
-        lines += [f"N = {n:<4} {completions // n:>5} prompts  {of}" for n, of in known.items()]
-        n, most = max(known.items(), key=lambda item: item[1].value)
-        if most.low > max(known[self.group_size].high, 0.0):
-            lines.append(f"Spend them on more prompts: {setting(name)}, num_generations={n}.")
-        return "\n".join(lines)
+                return name, known
+        return "", {}
+
+    def _better_size(self, known: dict[int, Estimate]) -> int | None:
+        """The N that is surely worth more than the run's own."""
+        n, most = max(known.items(), key=lambda item: item[1].value, default=(0, None))
+        return n if most is not None and most.low > max(known[self.group_size].high, 0.0) else None
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data; numbers lost in noise are `None`."""

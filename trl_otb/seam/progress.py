@@ -13,13 +13,14 @@ from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 from trl.chat_template_utils import parse_response
 
-from ..progress import PROGRESS_PLACES, Progress, Sampled, copied, functions_by_name, numbered
+from ..progress import PROGRESS_PLACES, Progress, Sampled, copied, functions_by_name, unique_name
 from .parts import PROGRESS
 from .subclasses import BrokenContract
 
 
 logger = get_logger(__name__)
 
+TAKES_TOOLS = "tools" in inspect.signature(parse_response).parameters  # from trl 1.16 on
 NOT_COLUMNS = ("prompt", "completion", "completion_ids")  # of examples, as TRL gives reward functions the others
 
 
@@ -62,7 +63,7 @@ def called_rewards(trainer: GRPOTrainer) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for name, function, _ in rewards_of(trainer):
         if not isinstance(function, torch.nn.Module):
-            result[numbered(name, result)] = function
+            result[unique_name(name, result)] = function
     return result
 
 
@@ -116,7 +117,6 @@ class _Written:
         tokenizer = trainer._tokenizer
         templates = (getattr(tokenizer, name, None) for name in ("response_template", "response_schema"))
         self.parses = self.chat and any(of is not None for of in templates)
-        self.takes_tools = "tools" in inspect.signature(parse_response).parameters  # from trl 1.16 on
 
     def __call__(self, turns: list[tuple[int, int, int]]) -> list[Any]:
         if self.parses:
@@ -130,7 +130,7 @@ class _Written:
         trainer, tools = self.trainer, {}
         if start == end:  # which TRL never parses
             return {"role": "assistant", "content": ""}
-        if self.takes_tools:
+        if TAKES_TOOLS:
             of_environments = getattr(trainer, "_env_tools", None)
             tools = {"tools": of_environments[trainer._batch_environments[row]] if of_environments else trainer.tools}
         prefix = [*self.prompt_ids[row], *self.ids[row][:start]]
