@@ -65,7 +65,7 @@ class OTBGRPOConfig(GRPOConfig):
         progress_places (`int`, *optional*, defaults to 64): At how many places of a completion of usual length they
             are called.
         save_rollouts_steps (`int`, *optional*): Every so many steps the latest completions are added to
-            `output_dir/rollouts.html`, a page that shows what training pushes, token by token. It stays below 200 MB;
+            `output_dir/_rollouts.html`, a page that shows what training pushes, token by token. It stays below 200 MB;
             `push_to_hub` leaves it out, since it holds prompts and columns of the data set.
     """
 

@@ -20,7 +20,6 @@ from .seam.contract import trl_utils
 from .seam.draws import draw_ratio, dropout_of, warning_of_dropout
 from .seam.forwards import NoEnergiesError, PolicyRecorder, policy_of, scores_anyway, values_of_batch
 from .seam.hosts import check_hosts
-from .seam.hub import LeavesPagesOut
 from .seam.loss import TokenLoss, tried_first
 from .seam.namespace import Namespace, Public, check_names
 from .seam.older_trl import check_head, check_liger
@@ -37,7 +36,7 @@ from .state import KeepsBaseline, check_unchanged, gain_of
 logger = get_logger(__name__)
 
 
-class OTBGRPOTrainer(KeepsBaseline, LeavesPagesOut, CollectiveToolLoop, TokenLoss):
+class OTBGRPOTrainer(KeepsBaseline, CollectiveToolLoop, TokenLoss):
     """
     [`~trl.GRPOTrainer`] with a baseline of one's choice, for every token if it has one: by default the Optimal Token
     Baseline (https://huggingface.co/papers/2602.07078). It takes the arguments of [`~trl.GRPOTrainer`] and, apart from

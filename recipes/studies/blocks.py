@@ -7,8 +7,9 @@ A core samples and trains 1,000 tokens of them in two seconds, where all 30 bloc
 small language model: what they know of a task comes from the supervised training, on the work of a careless pupil, so
 that likeness to SmolLM2 ends with its width, tokens and kind of weights.
 
-*columns*: sums of two numbers of six digits, column by column, in 54 tokens: "3+8+1=12". The pupil forgets a carry, or
-writes a neighbouring digit. The reward is 1 if every line is right.
+*columns*: sums of two numbers of six digits, column by column, in 51 tokens: "3+8+1=12". The pupil forgets a carry, or
+writes a neighbouring digit. The reward is 1 if every line is right. *ledger*: fifteen changes of a balance, in 150
+tokens: "a:47+8=55". The pupil writes a neighbouring balance, and goes on from it. The reward is the share of right lines.
 """
 
 import argparse
@@ -34,6 +35,7 @@ from recipes.studies.tasks import Task
 
 BLOCKS = 4
 DIGITS = 6
+ENTRIES = 15
 
 
 def columns_problem(rng: random.Random) -> tuple[str, str, str]:
@@ -56,6 +58,36 @@ def columns(a: int, b: int, careless: random.Random | None) -> str:
     return "\n".join(lines)
 
 
+def ledger_problem(rng: random.Random) -> tuple[str, str, str]:
+    """The question, the right answer, and the pupil's."""
+    start, changes, balance = rng.randrange(20, 80), [], 0
+    for _ in range(ENTRIES):
+        change = rng.choice((-1, 1)) * rng.randrange(1, 10)
+        if not 20 <= start + balance + change < 80:
+            change = -change
+        changes.append(change)
+        balance += change
+    asked = " ".join(f"{chr(97 + i)}:{change:+d}" for i, change in enumerate(changes))
+    return f"{start} {asked}\n", ledger(start, changes, None), ledger(start, changes, rng)
+
+
+def ledger(balance: int, changes: list[int], careless: random.Random | None) -> str:
+    lines = []
+    for i, change in enumerate(changes):
+        after = balance + change
+        if careless and careless.random() < 0.12:
+            after += careless.choice((-1, 1))
+        lines.append(f"{chr(97 + i)}:{balance}{change:+d}={after}")
+        balance = after
+    return "\n".join(lines)
+
+
+def lines_right(completions, answer, **kwargs) -> list[float]:
+    """The share of the answer's lines that the completion has at their place."""
+    pairs = ((text.strip().split("\n"), goal.split("\n")) for text, goal in zip(completions, answer, strict=True))
+    return [sum(a == b for a, b in zip(text, goal, strict=False)) / len(goal) for text, goal in pairs]
+
+
 def all_right(completions, answer, **kwargs) -> list[float]:
     return [float(text.strip() == goal) for text, goal in zip(completions, answer, strict=True)]
 
@@ -65,10 +97,14 @@ class Kind:
     problem: Callable[[random.Random], tuple[str, str, str]]
     reward: Callable[..., list[float]]
     tokens: int
-    steps: int  # of supervised training, of 16 answers
+    steps: int  # of supervised training
+    answers: int  # in each
 
 
-KINDS = {"columns": Kind(columns_problem, all_right, 64, 500)}
+KINDS = {
+    "columns": Kind(columns_problem, all_right, 64, 500, 16),
+    "ledger": Kind(ledger_problem, lines_right, 170, 300, 8),
+}
 RATE = 1e-3
 
 
@@ -127,12 +163,12 @@ def policy(kind: str) -> Path:
 
     def make(folder: Path) -> None:
         torch.manual_seed(0)
-        rows = problems(kind, 16 * of.steps, seed=1000)
+        rows = problems(kind, of.answers * of.steps, seed=1000)
         model, tokenizer = cut([row[key] for row in rows[:2000] for key in ("prompt", "answer", "attempt")])
         print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer)} tokens", flush=True)
         optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
         for step in range(of.steps):
-            some = rows[16 * step : 16 * step + 16]
+            some = rows[of.answers * step : of.answers * (step + 1)]
             asked, said = (tokenizer([row[key] for row in some])["input_ids"] for key in ("prompt", "attempt"))
             ids = [[*q, *a, tokenizer.eos_token_id] for q, a in zip(asked, said, strict=True)]
             longest = max(map(len, ids))
@@ -155,7 +191,7 @@ def policy(kind: str) -> Path:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
-    dial = [kind, BLOCKS, RATE, of.steps, of.tokens, problems(kind, 20, seed=1000)]
+    dial = [kind, BLOCKS, RATE, of.steps, of.answers, of.tokens, problems(kind, 20, seed=1000)]
     return toy.cached(f"{kind}-{hashlib.sha256(json.dumps(dial).encode()).hexdigest()[:8]}", make)
 
 

@@ -51,7 +51,7 @@ def test_numbers_of_a_token_are_the_rollouts(tmp_path, browser):
 
 
 def test_steps_colours_and_links(tmp_path, browser):
-    path = tmp_path / "rollouts.html"
+    path = tmp_path / "_rollouts.html"
     for step, mode in ((1, "train"), (2, "train"), (2, "eval"), (3, "train"), (2, "train")):  # 2 again, after a resume
         rewards = [1.0, 0.0, float(step), 0.0]
         rollout = credited(rewards=rewards) if step < 3 else credited(rewards=rewards, baseline="rloo")
@@ -108,10 +108,10 @@ def test_a_run_of_any_name(tmp_path, browser):
     """Which is a folder's, and stands at the head of each record."""
     name = "a/\"><script>document.title='ran'</script>\n--> %41 é"
     for step in (1, 2):
-        page.append(tmp_path / "rollouts.html", page.recorded(changed(credited(*TWO), step=step), "train", name))
-    opened = Opened(browser, tmp_path / "rollouts.html")
+        page.append(tmp_path / "_rollouts.html", page.recorded(changed(credited(*TWO), step=step), "train", name))
+    opened = Opened(browser, tmp_path / "_rollouts.html")
     assert opened.text("#which") == ["train 2"] and browser.title.startswith('a/"><script>') and not opened.errors
-    assert page.about_of(page.records_of(tmp_path / "rollouts.html")[1])[2]["run"] == name
+    assert page.about_of(page.records_of(tmp_path / "_rollouts.html")[1])[2]["run"] == name
 
 
 @pytest.mark.parametrize("texts", [["", "fg"], ["", ""]])
@@ -166,7 +166,7 @@ def test_long_completions_open_quickly(tmp_path, browser):
 @pytest.mark.parametrize("cut", [1, 40, 300])
 def test_a_crash_leaves_a_page(tmp_path, browser, cut):
     """That opens, and to which a resumed run appends."""
-    path, record = tmp_path / "rollouts.html", records_until(3)
+    path, record = tmp_path / "_rollouts.html", records_until(3)
     page.append(path, record[0])
     page.append(path, record[1])
     path.write_text(path.read_text()[:-cut])
@@ -178,7 +178,7 @@ def test_a_crash_leaves_a_page(tmp_path, browser, cut):
 
 @pytest.mark.parametrize("text", ["", page.HEAD[:-30], "<!doctype html>of another release</script>\n"])
 def test_a_file_without_a_head_begins_anew(tmp_path, text):
-    path = tmp_path / "rollouts.html"
+    path = tmp_path / "_rollouts.html"
     path.write_text(text)
     page.append(path, records_until(1)[0])
     assert path.read_text() == page.HEAD + records_until(1)[0]
@@ -190,7 +190,7 @@ def records_until(end, mode="train"):
 
 def test_a_file_stays_below_its_limit(tmp_path):
     """Steps go from both modes, and the last of each stay."""
-    path, train, evaluated = tmp_path / "rollouts.html", records_until(9), records_until(9, "eval")
+    path, train, evaluated = tmp_path / "_rollouts.html", records_until(9), records_until(9, "eval")
     limit = len(page.HEAD) + 6 * len(train[0])
     asked = [record for of in zip(train, evaluated, strict=True) for record in of]
     thinned = [page.append(path, record, limit) for record in asked]
@@ -224,11 +224,11 @@ def test_a_run_writes_its_page(train, tmp_path):
     both = {"a": tiny.prompts(), "b": tiny.prompts(4)}
     trainer = train(OTBGRPOTrainer, eval_dataset=both, eval_strategy="steps", eval_steps=4, **options)
     trainer.train()  # a page of its own, as of a notebook's cell
-    steps = steps_of(tmp_path / "rollouts.html")
+    steps = steps_of(tmp_path / "_rollouts.html")
     assert [(of["mode"], of["step"]) for of in steps] == [("train", 2), ("train", 4), ("eval", 4), ("eval", 4)]
     train(OTBGRPOTrainer, **options | {"max_steps": 2})
-    assert [of["step"] for of in steps_of(tmp_path / "rollouts.html")] == [2]
-    assert [len(steps_of(tmp_path / f"rollouts-{number}.html")) for number in (1, 2)] == [4, 4]
+    assert [of["step"] for of in steps_of(tmp_path / "_rollouts.html")] == [2]
+    assert [len(steps_of(tmp_path / f"_rollouts-{number}.html")) for number in (1, 2)] == [4, 4]
     assert all(of["baseline"] == "value" and of["title"] == tmp_path.name for of in steps)
     rollout, of = trainer.rollouts["train"], steps[1]["values"]
     completions = [of for prompt in steps[1]["prompts"] for of in prompt["completions"]]
@@ -239,7 +239,7 @@ def test_a_run_writes_its_page(train, tmp_path):
     assert [of["grpo"] for of in completions] == pytest.approx(
         rollout.group_mean_advantages.flatten().tolist(), rel=1e-5
     )
-    _, _, about = page.about_of(page.records_of(tmp_path / "rollouts-1.html")[1])
+    _, _, about = page.about_of(page.records_of(tmp_path / "_rollouts-1.html")[1])
     assert about["run"] == tmp_path.name and {"explained", "kept", "mean", "lowest", "highest"} <= {*about}
 
 
@@ -247,7 +247,7 @@ def test_tool_output_is_marked(train, monkeypatch, tmp_path):
     script_turns(monkeypatch)
     options = {"save_rollouts_steps": 1, "output_dir": str(tmp_path), **AGENT}
     train(OTBGRPOTrainer, reward_funcs=tiny.even_bytes, tools=TOOLS, **options)
-    (step,) = steps_of(tmp_path / "rollouts.html")
+    (step,) = steps_of(tmp_path / "_rollouts.html")
     text = "".join(of["text"] for prompt in step["prompts"] for of in prompt["completions"])
     ends = step["values"]["length"].astype(int).cumsum()
     parts = [text[end - length : end] for end, length in zip(ends, step["values"]["length"].astype(int), strict=True)]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from huggingface_hub import HfApi
 from huggingface_hub.utils import filter_repo_objects
+from transformers import trainer as transformers_trainer
 
 from tests.helpers import tiny
 from tests.helpers.pages import Opened, steps_of
@@ -17,7 +18,6 @@ from tests.trainer.test_display import changed, credited, rollout_of
 from trl_otb import OTBGRPOTrainer
 from trl_otb.display import page, record
 from trl_otb.energy import TokenValues
-from trl_otb.seam import hub
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_rewards_of_each_function_and_columns(train, tmp_path, browser):
     rows = rows.add_column("</script><b>", ["<img src=x onerror=\"document.title='ran'\">"] * 8)
     options = {"save_rollouts_steps": 1, "max_steps": 1, "output_dir": str(tmp_path), "baseline": "rloo"}
     train(OTBGRPOTrainer, train_dataset=rows, reward_funcs=[tiny.even_bytes, long], **options)
-    (step,) = steps_of(tmp_path / "rollouts.html")
+    (step,) = steps_of(tmp_path / "_rollouts.html")
     assert step["rewards"] == ["even_bytes", "long"]
     for prompt in step["prompts"]:
         assert prompt["columns"]["answer"] == str(2 * int(prompt["prompt"][0]))
@@ -84,7 +84,7 @@ def test_rewards_of_each_function_and_columns(train, tmp_path, browser):
         for completion in prompt["completions"]:
             first, second = completion["rewards"]
             assert completion["reward"] == pytest.approx(first + (second or 0.0)) and second in (0.25, None)
-    opened = Opened(browser, tmp_path / "rollouts.html")
+    opened = Opened(browser, tmp_path / "_rollouts.html")
     assert "answer" in opened.text("dt") and "</script><b>" in opened.text("dt") and not opened.errors
     assert "(even_bytes" in opened.text(".told")[0] and "long –)" in opened.text(".told")[0]
     assert browser.title != "ran"
@@ -286,8 +286,8 @@ def test_what_completions_became(tmp_path, browser, two_runs):
     if two_runs:
         for name, rollout in (("grpo", before), ("ours", after)):
             (tmp_path / name).mkdir()
-            page.append(tmp_path / name / "rollouts.html", page.recorded(changed(rollout, step=5), "eval", name))
-        paths = [tmp_path / name for name in ("ours", "grpo/rollouts.html", "both.html")]
+            page.append(tmp_path / name / "_rollouts.html", page.recorded(changed(rollout, step=5), "eval", name))
+        paths = [tmp_path / name for name in ("ours", "grpo/_rollouts.html", "both.html")]
         command = [sys.executable, "-m", "trl_otb.display", *paths[:2], "--output", paths[2]]
         subprocess.run(command, cwd=Path(__file__).parents[2], check=True)
         opened, other = Opened(browser, tmp_path / "both.html"), "grpo eval 5"  # what both have recorded last
@@ -306,18 +306,18 @@ def test_what_completions_became(tmp_path, browser, two_runs):
 
 
 def test_joined_pages_need_records(tmp_path):
-    (tmp_path / "rollouts.html").write_text("<p>mine")
+    (tmp_path / "_rollouts.html").write_text("<p>mine")
     with pytest.raises(ValueError, match=r"rollouts\.html holds no recorded step"):
         page.join_pages([tmp_path], tmp_path / "both.html")
     with pytest.raises(ValueError, match="would be overwritten: choose another output"):
-        page.join_pages([tmp_path], tmp_path / "rollouts.html")
-    assert (tmp_path / "rollouts.html").read_text() == "<p>mine"
+        page.join_pages([tmp_path], tmp_path / "_rollouts.html")
+    assert (tmp_path / "_rollouts.html").read_text() == "<p>mine"
 
 
 def test_runs_of_one_name_are_told_apart(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-        page.append(tmp_path / name / "rollouts.html", page.recorded(credited(), "eval", "run"))
+        page.append(tmp_path / name / "_rollouts.html", page.recorded(credited(), "eval", "run"))
     page.join_pages([tmp_path / "a", tmp_path / "b"], tmp_path / "both.html")
     joined = page.records_of(tmp_path / "both.html")
     assert [page.about_of(of)[2]["run"] for of in joined] == ["run", "run (2)"]
@@ -339,15 +339,16 @@ def test_a_step_takes_few_bytes():
 
 
 def test_a_resumed_run_goes_on_in_its_page(train, tmp_path, monkeypatch):
-    """Of whatever release: steps 1 to 4, and no step twice."""
+    """Of whatever release, under its name of then: steps 1 to 4, and no step twice."""
     options = {"save_rollouts_steps": 1, "output_dir": str(tmp_path), "save_steps": 2, "save_strategy": "steps"}
     train(OTBGRPOTrainer, **options, max_steps=3)
     monkeypatch.setattr(page, "HEAD", page.HEAD.replace("Rollouts", "Of another release"))
+    path = tmp_path / "_rollouts.html"
+    path.rename(tmp_path / "rollouts.html")  # as before release 0.14
     resumed = train(OTBGRPOTrainer, train=False, **options, max_steps=4)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    path = tmp_path / "rollouts.html"
     assert [step["step"] for step in steps_of(path)] == [1, 2, 3, 4] and path.read_text().startswith(page.HEAD)
-    assert [*tmp_path.glob("rollouts*")] == [path]
+    assert [*tmp_path.glob("*rollouts*")] == [path]
 
 
 @pytest.mark.parametrize("resumed", [False, True])
@@ -355,11 +356,11 @@ def test_a_resumed_run_goes_on_in_its_page(train, tmp_path, monkeypatch):
 def test_a_file_of_another_kind_is_set_aside(train, tmp_path, caplog, text, resumed):
     options = {"save_rollouts_steps": 1, "output_dir": str(tmp_path), "save_steps": 1, "save_strategy": "steps"}
     train(OTBGRPOTrainer, **options, max_steps=1)
-    path = tmp_path / "rollouts.html"
+    path = tmp_path / "_rollouts.html"
     path.write_text(text)
     trainer = train(OTBGRPOTrainer, train=False, **options, max_steps=2)
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1") if resumed else None)
-    assert (tmp_path / "rollouts-1.html").read_text() == text and "it is now rollouts-1.html" in caplog.text
+    assert (tmp_path / "_rollouts-1.html").read_text() == text and "it is now _rollouts-1.html" in caplog.text
     assert [step["step"] for step in steps_of(path)] == [2] if resumed else [1, 2]
 
 
@@ -367,19 +368,21 @@ def test_a_new_run_sets_the_old_page_aside(train, tmp_path, caplog):
     """Evaluations before training are of the run that follows."""
     options = {"save_rollouts_steps": 1, "output_dir": str(tmp_path), "max_steps": 1, "eval_dataset": tiny.prompts(4)}
     train(OTBGRPOTrainer, **options)
-    old = (tmp_path / "rollouts.html").read_bytes()
+    old = (tmp_path / "_rollouts.html").read_bytes()
     trainer = train(OTBGRPOTrainer, train=False, **options)
     trainer.evaluate()
     trainer.train()
-    assert (tmp_path / "rollouts-1.html").read_bytes() == old and "is the page of an earlier run" in caplog.text
-    assert [(of["mode"], of["step"]) for of in steps_of(tmp_path / "rollouts.html")] == [("eval", 0), ("train", 1)]
-    assert len([*tmp_path.glob("rollouts*")]) == 2
+    assert (tmp_path / "_rollouts-1.html").read_bytes() == old and "is the page of an earlier run" in caplog.text
+    assert [(of["mode"], of["step"]) for of in steps_of(tmp_path / "_rollouts.html")] == [("eval", 0), ("train", 1)]
+    assert len([*tmp_path.glob("_rollouts*")]) == 2
 
 
 def test_pages_are_not_pushed(train, tmp_path, monkeypatch):
     """Prompts and answers would be public: whoever wants that uploads the file."""
     asked = []
     monkeypatch.setattr(HfApi, "upload_folder", lambda api, **options: asked.append(options))
+    # Older transformers call the function that they have imported
+    monkeypatch.setattr(transformers_trainer, "upload_folder", lambda **options: asked.append(options), raising=False)
     trainer = train(OTBGRPOTrainer, save_rollouts_steps=1, max_steps=1, output_dir=str(tmp_path))
     trainer.hub_model_id = "someone/model"
     trainer.push_to_hub()
@@ -388,7 +391,7 @@ def test_pages_are_not_pushed(train, tmp_path, monkeypatch):
     trainer._push_from_checkpoint(str(tmp_path / "checkpoint-1"))
     assert len(asked) == 2
     for options in asked:
-        files = ["rollouts.html", "rollouts-1.html", "rollouts.part", "model.safetensors", "checkpoint-2/a"]
+        files = ["_rollouts.html", "_rollouts-1.html", "_rollouts.part", "model.safetensors", "checkpoint-2/a"]
         assert [*filter_repo_objects(files, ignore_patterns=options["ignore_patterns"])] == ["model.safetensors"]
 
 
@@ -410,15 +413,5 @@ def test_parts_are_known_of_every_recorded_step(train, tmp_path):
     """Also where a rollout serves several steps, and is sampled in one that is not recorded."""
     options = {"num_iterations": 2, "max_steps": 4, "save_rollouts_steps": 2, "output_dir": str(tmp_path)}
     train(OTBGRPOTrainer, baseline="value", **options)
-    steps = steps_of(tmp_path / "rollouts.html")
+    steps = steps_of(tmp_path / "_rollouts.html")
     assert [of["step"] for of in steps] == [1, 3] and all({"prefix", "luck"} <= of["values"].keys() for of in steps)
-
-
-def test_pages_stay_out_of_uploads_by_older_transformers(monkeypatch):
-    """Which call the function that they have imported."""
-    asked = []
-    monkeypatch.setattr(HfApi, "upload_folder", lambda self, **options: asked.append(options["ignore_patterns"]))
-    monkeypatch.setattr(hub.transformers_trainer, "upload_folder", HfApi().upload_folder, raising=False)
-    with hub._without_pages():
-        hub.transformers_trainer.upload_folder(folder_path=".", ignore_patterns=["_*"])
-    assert asked == [["_*", *hub.PAGES]]

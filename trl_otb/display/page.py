@@ -8,7 +8,8 @@ A page of rollouts: one HTML file with every token and its numbers; no server, n
   most 100,000 tokens of a step are recorded, in whole prompts; 36,000 take about 220 kB.
 - A resumed run goes on in its page, without what came after the checkpoint. A new run renames the old page, and either
   renames a file of another kind.
-- `push_to_hub` leaves pages out, since they hold prompts and answers. To publish one, use `HfApi().upload_file`.
+- Pages hold prompts and answers. transformers uploads no file whose name begins with `_`, so `push_to_hub` leaves them
+  out. To publish one, use `HfApi().upload_file`.
 """
 
 import base64
@@ -44,8 +45,8 @@ def read_head() -> str:
 HEAD = read_head()
 MARK = "<!doctype html>\n<!-- rollouts of trl_otb -->\n"  # how a page of any release begins
 MAX_BYTES = 200 * 2**20  # of a file; then every second step goes
-NAME = "rollouts.html"
-SAVE_ROLLOUTS = "Every so many steps completions are added to the page `output_dir/rollouts.html`; by default never."
+NAME = "_rollouts.html"
+SAVE_ROLLOUTS = "Every so many steps completions are added to the page `output_dir/_rollouts.html`; by default never."
 
 
 def check_steps(every: Any) -> None:
@@ -89,6 +90,9 @@ def begin(path: Path, step: int) -> None:
     The page of a run that is at `step`. A run that goes on from a checkpoint goes on in its page, without what came
     after the checkpoint; a new one sets the file of an earlier run aside, and each sets aside what is no page.
     """
+    before = path.with_name(NAME.removeprefix("_"))  # as it was called before release 0.14
+    if not path.exists() and records_of(before):
+        before.rename(path)
     if begins_page(path):
         return
     records = records_of(path)
@@ -127,7 +131,7 @@ def join_pages(paths: Sequence[str | Path], to: str | Path) -> None:
     Write one page of several runs, to compare what they sampled for the same prompts, as after an evaluation.
 
     Args:
-        paths: Pages, or output folders that hold a `rollouts.html`. Runs have the names of their folders.
+        paths: Pages, or output folders that hold a `_rollouts.html`. Runs have the names of their folders.
         to: The page to write.
 
     Raises:
@@ -168,7 +172,7 @@ class Page:
 
 class RolloutPages(TrainerCallback):
     """
-    Appends the latest rollout of the main process to `output_dir/rollouts.html` every `save_rollouts_steps`, and after
+    Appends the latest rollout of the main process to `output_dir/_rollouts.html` every `save_rollouts_steps`, and after
     an evaluation its last batch; to W&B and trackio goes a page of that step.
     """
 

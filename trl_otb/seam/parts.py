@@ -22,9 +22,7 @@ GRPO = Contract(
         "transformers.trainer:Trainer": {
             "_load_from_checkpoint": "self resume_from_checkpoint model",
             "_load_optimizer_and_scheduler": "self checkpoint",
-            "_push_from_checkpoint": "self checkpoint_folder",
             "_save_optimizer_and_scheduler": "self output_dir",
-            "push_to_hub": "self commit_message",
             "training_step": "self model inputs",
         },
         "transformers.generation.utils:GenerationMixin": {"_get_logits_processor": "self generation_config"},
