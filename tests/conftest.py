@@ -28,7 +28,7 @@ CHECKED = [
     f"baselines.{name}"
     for name in ("bound", "completions", "least_squares", "luck", "means", "pooled", "prefix", "value")
 ]
-CHECKED += ["energy", "metrics", "run_baseline"]
+CHECKED += ["energy", "run.baseline", "run.metrics"]
 install_import_hook([f"trl_otb.{name}" for name in CHECKED], "tests.helpers.cheaper.checked")
 
 

@@ -26,7 +26,7 @@ from packaging.version import Version
 from recipes.notebook import executed
 from trl_otb import OTBGRPOConfig
 from trl_otb.baselines import BASELINES, find_baseline
-from trl_otb.metrics import STATISTICS, summarize
+from trl_otb.run.metrics import STATISTICS, summarize
 
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .baselines import Completions, put_back, squeeze
 from .energy import TokenValues, check_energies, importance_weighted
-from .run_baseline import BatchAdvantages
+from .run.baseline import BatchAdvantages
 
 
 def generated_mask(batch: dict[str, Any]) -> Tensor:
@@ -138,7 +138,7 @@ def prompt_keys(inputs: list[dict[str, Any]]) -> Tensor:
     return torch.tensor(keys)
 
 
-def columns_of(inputs: list[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+def data_columns(inputs: list[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
     """What the examples hold beside prompt and images, such as the right answer."""
     left_out = {"prompt", "image", "images", "completion", "completion_ids"}
     return tuple({name: value for name, value in of.items() if name not in left_out} for of in inputs)

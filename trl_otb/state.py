@@ -66,7 +66,7 @@ class KeepsBaseline(Trainer):
 
 
 def gain_of(trainer: KeepsBaseline) -> tuple[str, str | None, str | None, bool, bool]:
-    """What [`~trl_otb.gain.Gain.line`] needs to know of a trainer: its baseline, and what it is compared with."""
+    """What [`~trl_otb.run.gain.Gain.line`] needs to know of a trainer: its baseline, and what it is compared with."""
     entry, n = trainer.baseline.entry, trainer.args.num_generations
     if trainer._trl_otb.b0 != "rloo_pooled":  # asynchronous: no batch is compared with another baseline
         return entry.name, trainer._trl_otb.b0 if n > 1 else None, None, False, False
@@ -155,10 +155,10 @@ def _load_progress(trainer: KeepsBaseline, state: dict[str, Any]) -> None:
     if {*before} == {*now}:
         return
     logger.warning(
-        f"The checkpoint's baseline was fitted with {_listed(before)}, and the run has {_listed(now)}: what it "
+        f"The checkpoint's baseline was fitted with {_functions(before)}, and the run has {_functions(now)}: what it "
         "learned about functions that are gone is dropped, and it has learned nothing about new ones yet."
     )
 
 
-def _listed(names: list[str]) -> str:
+def _functions(names: list[str]) -> str:
     return f"the progress functions {', '.join(map(repr, names))}" if names else "no progress functions"

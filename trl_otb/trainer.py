@@ -12,10 +12,10 @@ from trl import GRPOConfig, GRPOTrainer
 from .baselines import Completions
 from .config import OTBGRPOConfig, check_options, named_baseline, warn_of_unset
 from .display.page import RolloutPages
-from .gain import Gain
-from .metrics import STATISTICS, summarize
-from .rollout import Rollout, columns_of, prompt_keys
-from .run_baseline import BatchAdvantages, RunBaseline
+from .rollout import Rollout, data_columns, prompt_keys
+from .run.baseline import BatchAdvantages, RunBaseline
+from .run.gain import Gain
+from .run.metrics import STATISTICS, summarize
 from .seam.contract import trl_utils
 from .seam.draws import draw_ratio, dropout_of, warning_of_dropout
 from .seam.forwards import NoEnergiesError, PolicyRecorder, policy_of, scores_anyway, values_of_batch
@@ -225,7 +225,7 @@ def collect(trainer: OTBGRPOTrainer, inputs: list[dict[str, Any]]) -> tuple[Roll
         recording, progress = of.recorder.recording(needed, "states" in of.needs, turns), progress_of(trainer, inputs)
         with recording as recorded, recorded_rewards(trainer) as recorders, progress as numbers:
             batch = super(OTBGRPOTrainer, trainer)._generate_and_score_completions(inputs)
-        rollout = rollout_of(trainer, batch, recorders, n, columns_of(inputs))
+        rollout = rollout_of(trainer, batch, recorders, n, data_columns(inputs))
         values, source = values_of_batch(trainer, batch, rollout.mask, recorded, of.recorder)
         if not of.known_forward:
             check_forward(trainer, batch, values, rollout.mask)

@@ -21,9 +21,9 @@ from recipes.benchmarks import allocated
 from trl_otb.baselines import BASELINES
 from trl_otb.baselines.prefix import PROJECTED_SIZE
 from trl_otb.energy import TokenValues
-from trl_otb.metrics import summarize
 from trl_otb.rollout import Rollout
-from trl_otb.run_baseline import RunBaseline
+from trl_otb.run.baseline import RunBaseline
+from trl_otb.run.metrics import summarize
 
 
 SIZES = [(64, 512), (64, 2048), (1024, 2048), (1024, 8192), (1024, 32768)]

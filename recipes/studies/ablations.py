@@ -31,7 +31,7 @@ from recipes.studies.tasks import task_of, trainer_of
 from trl_otb.baselines import BASELINES, Completions, Value, batch_of_groups, bound, least_squares, prefix, value
 from trl_otb.baselines.prefix import later
 from trl_otb.comparison.pools import at_rest, training_examples
-from trl_otb.run_baseline import RunBaseline
+from trl_otb.run.baseline import RunBaseline
 from trl_otb.trainer import collect
 
 

@@ -8,8 +8,8 @@ small language model: what they know of a task comes from the supervised trainin
 that likeness to SmolLM2 ends with its width, tokens and kind of weights.
 
 *columns*: sums of two numbers of six digits, column by column, in 51 tokens: "3+8+1=12". The pupil forgets a carry, or
-writes a neighbouring digit. The reward is 1 if every line is right. *ledger*: fifteen changes of a balance, in 150
-tokens: "a:47+8=55". The pupil writes a neighbouring balance, and goes on from it. The reward is the share of right lines.
+writes a neighbouring digit. The reward is 1 if every line is right. *ledger*: 21 changes of a balance, in 147
+tokens: "a+8=55". The pupil writes a neighbouring balance and goes on from it. The reward: the share of right lines.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from recipes.studies.tasks import Task
 
 BLOCKS = 4
 DIGITS = 6
-ENTRIES = 15
+ENTRIES = 21
 
 
 def columns_problem(rng: random.Random) -> tuple[str, str, str]:
@@ -67,17 +67,17 @@ def ledger_problem(rng: random.Random) -> tuple[str, str, str]:
             change = -change
         changes.append(change)
         balance += change
-    asked = " ".join(f"{chr(97 + i)}:{change:+d}" for i, change in enumerate(changes))
-    return f"{start} {asked}\n", ledger(start, changes, None), ledger(start, changes, rng)
+    asked = "".join(f"{chr(97 + i)}{change:+d}" for i, change in enumerate(changes))
+    return f"{start}{asked}\n", ledger(start, changes, None), ledger(start, changes, rng)
 
 
 def ledger(balance: int, changes: list[int], careless: random.Random | None) -> str:
     lines = []
     for i, change in enumerate(changes):
         after = balance + change
-        if careless and careless.random() < 0.12:
+        if careless and careless.random() < 0.08:
             after += careless.choice((-1, 1))
-        lines.append(f"{chr(97 + i)}:{balance}{change:+d}={after}")
+        lines.append(f"{chr(97 + i)}{change:+d}={after}")
         balance = after
     return "\n".join(lines)
 

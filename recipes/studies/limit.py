@@ -26,7 +26,7 @@ from trl_otb.baselines import Completions, batch_of_groups, find_baseline
 from trl_otb.comparison import LEARN_BATCHES
 from trl_otb.comparison.efficiency import Estimate, bootstrap
 from trl_otb.comparison.pools import at_rest, sample, training_examples
-from trl_otb.run_baseline import RunBaseline
+from trl_otb.run.baseline import RunBaseline
 
 
 TASKS = ("scratchpad_30", "scratchpad_100", "scratchpad_300", "scratchpad_mixed")

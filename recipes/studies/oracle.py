@@ -35,7 +35,7 @@ from trl_otb import OTBGRPOTrainer
 from trl_otb.baselines import Completions, batch_of_groups, find_baseline
 from trl_otb.comparison.efficiency import Estimate, bootstrap
 from trl_otb.comparison.pools import at_rest, sample, training_examples
-from trl_otb.run_baseline import RunBaseline
+from trl_otb.run.baseline import RunBaseline
 from trl_otb.seam.forwards import policy_of
 
 

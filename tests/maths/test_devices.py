@@ -8,9 +8,9 @@ from tests.helpers.coefficients import give_coefficients
 from tests.helpers.oracles import ALIGNED, ESTIMATORS, RandomBatch
 from trl_otb.baselines import find_baseline, subtract
 from trl_otb.energy import TokenValues
-from trl_otb.metrics import summarize
 from trl_otb.rollout import Rollout
-from trl_otb.run_baseline import RunBaseline
+from trl_otb.run.baseline import RunBaseline
+from trl_otb.run.metrics import summarize
 from trl_otb.seam.rewards import RewardRecorder, TokenRewards
 
 

@@ -7,7 +7,7 @@ import torch
 
 from trl_otb.baselines import Advantages, squeeze
 from trl_otb.energy import token_energy
-from trl_otb.metrics import STATISTICS, completion_statistics, summarize
+from trl_otb.run.metrics import STATISTICS, completion_statistics, summarize
 
 
 def from_logits(logits, targets):

@@ -6,7 +6,7 @@ import torch
 from recipes.benchmarks import allocated
 from tests.helpers.oracles import ESTIMATORS
 from trl_otb.baselines import find_baseline, squeeze, subtract
-from trl_otb.metrics import completion_statistics
+from trl_otb.run.metrics import completion_statistics
 
 
 ROWS, LENGTH = 256, 2048

@@ -10,7 +10,7 @@ import trl_otb
 from tests.helpers.oracles import DEFINITIONS, ESTIMATORS, RandomBatch
 from trl_otb.baselines import BASELINES, Value, find_baseline, gathered, subtract
 from trl_otb.baselines.completions import MIN_WEIGHT
-from trl_otb.run_baseline import RunBaseline
+from trl_otb.run.baseline import RunBaseline
 
 
 pytestmark = pytest.mark.usefixtures("registry")

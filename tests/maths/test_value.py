@@ -16,7 +16,6 @@ from tests.helpers.coefficients import give_coefficients
 from tests.helpers.oracles import RandomBatch
 from tests.helpers.settings import in_turn
 from tests.maths.test_derivation import Enumeration, V
-from trl_otb import run_baseline
 from trl_otb.baselines import (
     BASELINES,
     Completions,
@@ -29,6 +28,7 @@ from trl_otb.baselines import (
     squeeze,
 )
 from trl_otb.baselines import value as module
+from trl_otb.run import baseline as run_baseline
 
 
 PROMPTS, N, T, K = 16, 4, 12, 3

@@ -19,7 +19,7 @@ from trl_otb.display.shown import ShownRollout
 from trl_otb.display.text import token_texts, visible
 from trl_otb.energy import TokenValues
 from trl_otb.rollout import Shown
-from trl_otb.run_baseline import RunBaseline
+from trl_otb.run.baseline import RunBaseline
 
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -9,7 +9,7 @@ import torch
 from tests.helpers.settings import logged
 from trl_otb import compare_baselines
 from trl_otb.baselines import BASELINES, compute_advantages
-from trl_otb.gain import BATCHES, LITTLE, SUBTRACT_NOTHING_IN_TAILS, Gain
+from trl_otb.run.gain import LATEST_BATCHES, LITTLE, SUBTRACT_NOTHING_IN_TAILS, Gain
 
 
 def gain_of_value(explained, by_state, left_out=0.0, kept=0.0, batches=3):
@@ -108,9 +108,9 @@ def test_which_baselines_subtract_nothing_in_a_lone_tail(name):
 
 def test_latest_batches_count_alone():
     gain = gain_of_value(0.9, 0.9, batches=30)
-    for _ in range(BATCHES):
+    for _ in range(LATEST_BATCHES):
         gain.add({"power": 1.0, "power_reference": 1.0}, {"value/explained": 0.1, "value/explained_by_state": 0.1})
-    assert "removed 10 %" in gain.line("value", "rloo_pooled", "rloo") and len(gain.batches) == BATCHES
+    assert "removed 10 %" in gain.line("value", "rloo_pooled", "rloo") and len(gain.batches) == LATEST_BATCHES
 
 
 def said(capsys):

@@ -16,8 +16,8 @@ from tests.helpers.settings import SETTINGS, SOURCES, assert_same_weights, in_tu
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 from trl_otb.baselines import BASELINES, compute_advantages, register_baseline
 from trl_otb.config import LOSS_TYPES
-from trl_otb.run_baseline import RunBaseline
-from trl_otb.running_scale import RunningScale
+from trl_otb.run.baseline import RunBaseline
+from trl_otb.run.scale import RunningScale
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)

@@ -12,56 +12,45 @@ Axolotl builds its own config, to which the plugin adds the options of [`~trl_ot
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Annotated, Any
+from dataclasses import field, fields, make_dataclass
+from inspect import get_annotations
+from typing import Any
 
 from axolotl.integrations.base import BasePlugin
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import BaseModel
 
 from ..baselines import find_baseline
-from ..config import UNSET, warn_of_unset
-from ..progress import PROGRESS_PLACES
+from ..config import UNSET, OTBGRPOConfig, warn_of_unset
 from ..state import KeepsBaseline
 
 
-@dataclass
-class TrainingOptions:
-    """What the plugin adds to Axolotl's config, which has `scale_rewards` from TRL."""
+OPTIONS = {option.name: option for option in fields(OTBGRPOConfig) if option.name in get_annotations(OTBGRPOConfig)}
 
-    baseline: str | None = None
-    credit_whole_return: bool = False
-    progress_funcs: list[str] | None = None
-    progress_places: int = PROGRESS_PLACES
-    save_rollouts_steps: int | None = None
-
-
-class Options(BaseModel):
-    """The section `otb` of a YAML file: options of [`~trl_otb.OTBGRPOConfig`]."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    baseline: str | None = None
-    scale_rewards: str | bool | None = None
-    credit_whole_return: bool = False
-    progress_funcs: Annotated[list[str] | None, BeforeValidator(lambda of: [of] if isinstance(of, str) else of)] = None
-    progress_places: int = PROGRESS_PLACES
-    save_rollouts_steps: int | None = None
+# What the plugin adds to Axolotl's config, which has `scale_rewards` from TRL
+TrainingOptions = make_dataclass(
+    "TrainingOptions",
+    [(name, of.type, field(default=of.default)) for name, of in OPTIONS.items() if name != "scale_rewards"],
+    namespace={"__module__": __name__},
+)
 
 
-def options_of(section: Any) -> Options:
-    """The section `otb`; a `ValueError` if it is none, or has an option that there is not."""
+def options_of(section: Any) -> dict[str, Any]:
+    """The section `otb`, with defaults; a `ValueError` if it is none, or has an option that there is not."""
     if not isinstance(section or {}, Mapping):
         raise ValueError(f"`otb` is {section!r}: it is a section of options. Write `otb: {{baseline: {section}}}`.")
-    for name in (section or {}).keys() - Options.model_fields.keys():
-        near = difflib.get_close_matches(name, Options.model_fields, n=1)
+    for name in (section or {}).keys() - OPTIONS.keys():
+        near = difflib.get_close_matches(name, OPTIONS, n=1)
         raise ValueError(f"`otb` has no option {name!r}.{f' Did you mean {near[0]!r}?' if near else ''}")
-    return Options(**(section or {}))
+    options = {name: option.default for name, option in OPTIONS.items()} | {**(section or {})}
+    if isinstance(options["progress_funcs"], str):
+        options["progress_funcs"] = [options["progress_funcs"]]
+    return options
 
 
 class InputArgs(BaseModel):
     """What the plugin adds to Axolotl's YAML files."""
 
-    otb: Options | None = None
+    otb: dict[str, Any] | None = None
 
 
 class Plugin(BasePlugin):
@@ -71,11 +60,11 @@ class Plugin(BasePlugin):
         """Raises a `ValueError` if an option is wrong, or where Axolotl would take another trainer than GRPO's."""
         rl, trl, options = cfg.get("rl"), cfg.get("trl") or {}, options_of(cfg.get("otb"))
         for where, section in (("at top level", cfg), ("under `trl`", trl)):
-            for name in (of.name for of in fields(TrainingOptions)):
-                if section.get(name) is not None:
+            for name in OPTIONS:
+                if name != "scale_rewards" and section.get(name) is not None:
                     raise ValueError(f"`{name}` stands {where}, where Axolotl drops it. Put it under `otb`.")
-        if options.baseline is not None and ":" not in options.baseline:  # which the trainer imports
-            find_baseline(options.baseline)
+        if options["baseline"] is not None and ":" not in str(options["baseline"]):  # which the trainer imports
+            find_baseline(options["baseline"])
         if rl not in ("grpo", "gdpo"):
             raise ValueError(f"`rl` is {rl!r}, and trl_otb's plugin is for 'grpo' and 'gdpo'. Leave the plugin out.")
         for name in ("async_prefetch", "use_data_producer"):
@@ -89,7 +78,7 @@ class Plugin(BasePlugin):
                 "`context_parallel_size` is above 1: AxolotlGRPOSequenceParallelTrainer cuts completions, whose "
                 "energies trl_otb adds up. Set it to 1, or leave trl_otb's plugin out."
             )
-        if "scale_rewards" in trl and options.scale_rewards is None:  # later Axolotl's default stands there
+        if "scale_rewards" in trl and options["scale_rewards"] is None:  # later Axolotl's default stands there
             cfg["otb"] = {**(cfg.get("otb") or {}), "scale_rewards": trl["scale_rewards"]}
         cfg["trainer_cls"] = cfg.get("trainer_cls") or "trl_otb.axolotl.trainer.OTBTrainer"
 
@@ -101,7 +90,7 @@ class Plugin(BasePlugin):
 
     def get_training_args(self, cfg: Any) -> dict[str, Any]:
         """The options of `otb`. What is not set there is as in [`~trl_otb.OTBGRPOConfig`]."""
-        options = options_of(cfg.otb).model_dump()
+        options = options_of(cfg.otb)
         return options | ({"scale_rewards": "none"} if options["scale_rewards"] is None else {})
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:

@@ -370,7 +370,7 @@ class Value:
     def state_dict(self) -> dict[str, Any]:
         """Also what is measured of luck, by the names that checkpoints have; sums beside the names of their columns."""
         state = {name: value for name, value in vars(self).items() if name not in ("luck_check", "_without", "_knew")}
-        for name, of in SUMS.items():
+        for name, of in SAVED_SUMS.items():
             sums = state[name]
             state |= {name: None, of: None} if sums is None else {name: sums.values, of: [*sums.names]}
         return copy.deepcopy(state | {f"_{name}": value for name, value in vars(self.luck_check).items()})
@@ -384,9 +384,9 @@ class Value:
                 f"The state of 'value' is damaged, or of a release before 0.8: it holds {[*state]}. "
                 "Without the checkpoint's `baseline.pt` it starts empty."
             )
-        names = names_before_0_13(state) if "_names" not in state else {of: state[of] for of in SUMS.values()}
+        names = names_before_0_13(state) if "_names" not in state else {of: state[of] for of in SAVED_SUMS.values()}
         vars(self).update({name: state[name] for name in own})
-        for name, of in SUMS.items():
+        for name, of in SAVED_SUMS.items():
             vars(self)[name] = None if state[name] is None else Sums(tuple(names[of]), state[name])
         if self._sums is not None and not {*PHI, *PSI} <= {*self._sums.names}:
             logger.warning("The checkpoint's 'value' has features of another release: all but V is fitted anew.")
@@ -399,7 +399,8 @@ class Value:
             self.luck_check.largest_ratios.fill_(state["_largest_ratio"])
 
 
-SUMS = {"_value_sums": "_value_names", "_sums": "_names"}  # of a state, with what holds the names of their columns
+# Of a state, with what holds the names of their columns
+SAVED_SUMS = {"_value_sums": "_value_names", "_sums": "_names"}
 
 
 def names_before_0_13(state: dict[str, Any]) -> dict[str, list[str]]:
@@ -407,7 +408,7 @@ def names_before_0_13(state: dict[str, Any]) -> dict[str, list[str]]:
     The names of columns in states that do not have them: of V, and of φ and ψ, after which draws of progress functions
     may stand. `progress` names the functions.
     """
-    functions, found = state.get("progress", []), {key: list[str]() for key in SUMS.values()}
+    functions, found = state.get("progress", []), {key: list[str]() for key in SAVED_SUMS.values()}
     if state["_value_sums"] is not None:
         states = (len(state["_value_sums"]) - 1 - len(NUMBERS) - 2 * len(functions)) // 2
         names = [*NUMBERS, *(f"{of}{i}" for of in (STATE, MEAN_STATE) for i in range(states))]

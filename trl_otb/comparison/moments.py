@@ -13,7 +13,7 @@ from ..baselines import Baseline, Completions, find_baseline, joined, only_compa
 
 PARTITIONS = 20  # random splits of a pool into groups, for baselines that compare a group
 BATCH_PARTITIONS = 5  # and for those that compare prompts, whose batches are credited one by one
-Advantages = Callable[[Tensor, int], Tensor]  # from rows of whole groups, and N, to A, `(b, T)` or `(b, 1)`
+GroupAdvantages = Callable[[Tensor, int], Tensor]  # from rows of whole groups, and N, to A, `(b, T)` or `(b, 1)`
 
 
 def prompt_moments(
@@ -74,7 +74,7 @@ def prompt_moments(
     weighted = dict(zip(per_token, of_tokens, strict=True))
     products = scores.double() @ scores.double().T
 
-    def of_completions(advantages_of: Advantages, n: int, partitions: list[Tensor]) -> tuple[Tensor, Tensor]:
+    def of_completions(advantages_of: GroupAdvantages, n: int, partitions: list[Tensor]) -> tuple[Tensor, Tensor]:
         """E‖ĝ‖² and Eĝ over the groups of `n` that each partition holds one after the other."""
         rows = torch.cat(partitions)
         # A group's gradient is Σ_i c_i s_i, so its square needs the products of the completions' gradients alone
@@ -117,7 +117,7 @@ def random_groups(rows: Tensor, n: int, rng: torch.Generator) -> Tensor:
 
 def _advantages(
     baseline: Baseline, pool: Completions, companions: dict[int, list[list[Completions]]], rng: torch.Generator
-) -> Advantages:
+) -> GroupAdvantages:
     """The advantages of whole groups of the pool, each in a batch with companions if the baseline compares prompts."""
 
     def compared(x: Completions) -> Completions:

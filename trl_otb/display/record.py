@@ -55,7 +55,7 @@ def recorded(rollout: Rollout, mode: str, title: str) -> str:
             completions.append({"text": "".join(texts), "tokens": len(ids)} | numbers_of_row(rollout, row))
         columns = columns_of_prompt(rollout, rows.start)
         prompts.append({"prompt": prompt_text(rollout, rows.start), "columns": columns, "completions": completions})
-    stored = [packed(name, column, counts) for name, column in columns_of(rollout).items()]
+    stored = [packed(name, column, counts) for name, column in token_columns(rollout).items()]
     stored.append((["length", 1, False], planes(numpy.array(lengths))))
     data = {
         "step": rollout.shown.step,
@@ -86,7 +86,7 @@ def about_step(rollout: Rollout) -> dict[str, float | None]:
     return {name: finite(value) for name, value in numbers.items()}
 
 
-def columns_of(rollout: Rollout) -> dict[str, Column]:
+def token_columns(rollout: Rollout) -> dict[str, Column]:
     """
     Of each token: √w (and √(ρ² w) where they differ), √−log π, whether the policy generated it, and what its
     advantage and baseline follow from: the parts of the baseline, prefix and later luck, if it has parts, or else the

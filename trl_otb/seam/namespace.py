@@ -6,10 +6,10 @@ from typing import Any
 from transformers import Trainer
 
 from ..display.page import RolloutPages
-from ..gain import Gain
 from ..progress import Progress
 from ..rollout import Rollout, Rollouts
-from ..run_baseline import RunBaseline
+from ..run.baseline import RunBaseline
+from ..run.gain import Gain
 from .contract import GRPOTrainer
 from .forwards import PolicyRecorder
 from .subclasses import users_methods

@@ -13,9 +13,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ...baselines import Completions, squeeze
 from ...energy import token_energy
-from ...gain import Gain
-from ...metrics import STATISTICS, summarize
-from ...run_baseline import RunBaseline
+from ...run.baseline import RunBaseline
+from ...run.gain import Gain
+from ...run.metrics import STATISTICS, summarize
 from ...seam.draws import changed_distribution, dropout_of, warning_of_dropout
 from ...seam.forwards import PolicyRecorder, policy_of
 from ...seam.loss import check_product

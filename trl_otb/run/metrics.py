@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from .baselines import Advantages, Completions
+from ..baselines import Advantages, Completions
 
 
 STATISTICS = (

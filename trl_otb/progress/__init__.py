@@ -30,7 +30,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from .baselines.registry import imported
+from ..baselines.registry import imported
 from .visible_state import visible_state
 
 
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 PROGRESS_PLACES = 64  # of a completion of usual length: with more, each costs time; with few, numbers are late
 FIRST_LENGTH = 1024  # tokens of a usual completion, before there was a batch, if completions may be that long
-BATCHES = 16  # whose median lengths a usual length is the median of: a few batches of long texts do not move it
+LENGTHS_KEPT = 16  # whose median lengths a usual length is the median of: a few batches of long texts do not move it
 REWARDS = "rewards"  # in the place of a function: all reward functions of the run that have a weight
 LARGEST = 1e18  # of a number, so that its square is finite in float32; more is no number
 CHECKED = 3  # first batches, in which it is checked that calls change nothing that rewards depend on
@@ -202,7 +202,7 @@ class Progress:
         self.tolerant, self.unusable, self.sees_evaluations = tolerant, "", False
         self.functions, self.rewards, self.max_places = functions, dict(rewards), places
         self._first_length = min(longest or FIRST_LENGTH, FIRST_LENGTH)
-        self.lengths: deque[float] = deque(maxlen=BATCHES)  # medians of earlier batches of all processes
+        self.lengths: deque[float] = deque(maxlen=LENGTHS_KEPT)  # medians of earlier batches of all processes
         self.time_share = math.nan  # of the time since the batch before
         self._in_order: set[str] = set()  # asynchronous functions that keep something
         self._failed: dict[str, list[Exception]] = {}  # in this batch, by function
@@ -270,7 +270,7 @@ class Progress:
         return {"progress": self.names, "progress_lengths": [*self.lengths]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.lengths = deque(state.get("progress_lengths", ()), maxlen=BATCHES)
+        self.lengths = deque(state.get("progress_lengths", ()), maxlen=LENGTHS_KEPT)
 
     # Calls
 

@@ -10,9 +10,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from .baselines import Advantages, Baseline, Completions, find_baseline, gathered, subtract
+from ..baselines import Advantages, Baseline, Completions, find_baseline, gathered, subtract
 from .metrics import completion_statistics
-from .running_scale import RunningScale
+from .scale import RunningScale
 
 
 @dataclass(frozen=True)

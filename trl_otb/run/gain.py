@@ -6,11 +6,11 @@ from statistics import fmean
 
 from torch import Tensor
 
-from .baselines.value import KNOWING_SLOPE
+from ..baselines.value import KNOWING_SLOPE
 from .metrics import LEAST_REFERENCE, STATISTICS
 
 
-BATCHES = 20  # the latest generation batches, which the line is about
+LATEST_BATCHES = 20  # the latest generation batches, which the line is about
 LITTLE = 0.05  # the share of power below which a baseline did next to nothing
 NEARLY_ALL = 0.95  # the share that a baseline that does not know the reward seldom removes
 MUCH = 2.0  # times the reference's power, from which on the line has the ratio, not per cent
@@ -21,7 +21,7 @@ class Gain:
     """The latest generation batches of a training, and what the baseline removed of the gradient's power in them."""
 
     def __init__(self) -> None:
-        self.batches: deque[dict[str, float]] = deque(maxlen=BATCHES)
+        self.batches: deque[dict[str, float]] = deque(maxlen=LATEST_BATCHES)
 
     def add(self, sums: dict[str, float], learned: dict[str, float]) -> None:
         """A batch, by the sums of its `STATISTICS` over all processes, and the metrics of a baseline that learned."""
