@@ -81,7 +81,9 @@ class Rollout:
         progress: Tensor | None = None,
         progress_names: Sequence[str] = (),
     ) -> Completions:
-        """What a baseline is computed from."""
+        """What a baseline is computed from. `progress` may lack columns at the end, of padding to a multiple."""
+        if progress is not None:
+            progress = torch.nn.functional.pad(progress, (0, 0, 0, self.mask.size(1) - progress.size(1)))
         return squeeze(
             self.rewards,
             self.mask,

@@ -18,7 +18,7 @@ from .run.gain import Gain
 from .run.metrics import STATISTICS, summarize
 from .seam.contract import trl_utils
 from .seam.draws import draw_ratio, dropout_of, warning_of_dropout
-from .seam.forwards import NoEnergiesError, PolicyRecorder, policy_of, scores_anyway, values_of_batch
+from .seam.forwards import PolicyRecorder, no_energies, policy_of, scores_anyway, values_of_batch
 from .seam.hosts import check_hosts
 from .seam.loss import TokenLoss, tried_first
 from .seam.namespace import Namespace, Public, check_names
@@ -27,7 +27,7 @@ from .seam.parts import GRPO
 from .seam.progress import given_functions, progress_of, set_up_progress
 from .seam.rewarding import recorded_rewards, rollout_of
 from .seam.sampled import SampledTurns
-from .seam.subclasses import BrokenContract, check_config, check_subclass, checked_weights, users_loss, users_methods
+from .seam.subclasses import check_config, check_subclass, checked_weights, contract_broken, users_loss, users_methods
 from .seam.tool_turns import CollectiveToolLoop
 from .seam.untried import check_forward
 from .state import KeepsBaseline, check_unchanged, gain_of
@@ -166,6 +166,7 @@ class OTBGRPOTrainer(KeepsBaseline, CollectiveToolLoop, TokenLoss):
         check_unchanged(self)  # which a callback may have done
         mode = "train" if self.model.training else "eval"  # which a reward function may change
         rollout, completions, batch = collect(self, inputs)
+        pages = self._trl_otb.pages
         gather = self.accelerator.gather if self.accelerator.num_processes > 1 else None
         found = self.baseline.advantages_of(
             completions,
@@ -174,7 +175,7 @@ class OTBGRPOTrainer(KeepsBaseline, CollectiveToolLoop, TokenLoss):
             first_row=rollout.first_row,
             returns=rollout.returns_of_all,
             learn=mode == "train",
-            parts=_is_recorded(self, mode),
+            parts=pages is not None and pages.records(self.args, self.state, mode),
         )
         if mode == "train" and self.state.global_step == 0 and not self.baseline.entry.built_in:
             self.baseline.state_dict()  # raises early if the state cannot be saved
@@ -194,9 +195,11 @@ class OTBGRPOTrainer(KeepsBaseline, CollectiveToolLoop, TokenLoss):
         return ids, logprobs
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        forward = super()._get_per_token_logps_and_entropies
         with self._trl_otb.recorder.scoring(model) as keep:
-            result = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
-            keep(result[0])
+            result = forward(model, *args, **kwargs)
+            if not keep(result[0]):
+                raise no_energies(self, forward.__func__)
         return result
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -205,13 +208,14 @@ class OTBGRPOTrainer(KeepsBaseline, CollectiveToolLoop, TokenLoss):
         if self.baseline.entry.per_token and not self._trl_otb.users_loss_was_tried:
             loss = users_loss(self, tried="_compute_loss")
         overridden = type(self)._generate_and_score_completions is not OTBGRPOTrainer._generate_and_score_completions
-        weights = checked_weights(self) if overridden and self.baseline.entry.per_token else nullcontext()
+        unknown = overridden and self.baseline.entry.per_token and not self._trl_otb.weights_fit
+        weights = checked_weights(self) if unknown else nullcontext()
         with weights, nullcontext() if loss is None else tried_first(self, loss):
             result = super().training_step(*args, **kwargs)
         if "train" not in self.rollouts:
             what = "`_generate_and_score_completions` is bypassed, so the baseline is never applied"
             methods = ("_generate_and_score_completions", "_prepare_inputs", "training_step")
-            raise BrokenContract(what, *methods).named(self)
+            raise contract_broken(self, what, *methods)
         return result
 
 
@@ -221,50 +225,19 @@ def collect(trainer: OTBGRPOTrainer, inputs: list[dict[str, Any]]) -> tuple[Roll
     keys = prompt_keys(inputs) if "prompt_key" in of.needs else None
     needed = not of.needs.isdisjoint({"energy", "logps", "states"})  # what only a forward computes
     turns = SampledTurns() if needed and not scores_anyway(trainer) else None
-    try:
-        recording, progress = of.recorder.recording(needed, "states" in of.needs, turns), progress_of(trainer, inputs)
-        with recording as recorded, recorded_rewards(trainer) as recorders, progress as numbers:
-            batch = super(OTBGRPOTrainer, trainer)._generate_and_score_completions(inputs)
-        rollout = rollout_of(trainer, batch, recorders, n, data_columns(inputs))
-        values, source = values_of_batch(trainer, batch, rollout.mask, recorded, of.recorder)
-        if not of.known_forward:
-            check_forward(trainer, batch, values, rollout.mask)
-            of.known_forward = True
-    except BrokenContract as broken:
-        raise broken.named(trainer) from None
-    except NoEnergiesError:
-        method = "_get_per_token_logps_and_entropies"
-        behind = getattr(super(OTBGRPOTrainer, trainer), method).__func__  # of a user's class, if it is not TRL's
-        if behind is getattr(GRPOTrainer, method):
-            raise
-        what = f"`baseline` is {trainer.baseline.entry.name!r}, which needs energies, and the log-probs of a rollout "
-        raise BrokenContract(f"{what}come from another forward than GRPOTrainer's", method).named(trainer) from None
-    if values is not None and of.energy_source != source:
-        of.energy_source = source
-        logger.info(f"Energies come from {source}.")
-    rollout = rollout.with_values(values, batch.get("importance_sampling_ratio"))
+    recording, progress = of.recorder.recording(needed, "states" in of.needs, turns), progress_of(trainer, inputs)
+    with recording as recorded, recorded_rewards(trainer) as recorders, progress as of_text:
+        batch = super(OTBGRPOTrainer, trainer)._generate_and_score_completions(inputs)
+    rollout = rollout_of(trainer, batch, recorders, n, data_columns(inputs))
+    values, source = values_of_batch(trainer, batch, rollout.mask, recorded)
+    if not of.known_forward:
+        check_forward(trainer, batch, values, rollout.mask)
+        of.known_forward = True
     if values is None:
         return rollout, rollout.completions(prompt_key=keys), batch
-    ratio = None
-    if "logps" in of.needs:
-        ratio, unknown = draw_ratio(trainer, batch, source, values.logps, recorded.processor)
-        if unknown is not None:
-            logger.warning_once(f"Later luck is not subtracted: {unknown}.")
-    if not numbers or of.progress is None:
-        return rollout, rollout.completions(values.states, keys, ratio), batch
-    wider = (0, 0, 0, rollout.mask.size(1) - numbers[-1].size(1))  # as padded to a multiple
-    of_text = torch.nn.functional.pad(numbers[-1], wider)
-    return rollout, rollout.completions(values.states, keys, ratio, of_text, of.progress.names), batch
-
-
-def _is_recorded(trainer: OTBGRPOTrainer, mode: str) -> bool:
-    """Whether a step that a rollout of now serves is added to the page of the run."""
-    pages, args = trainer._trl_otb.pages, trainer.args
-    if pages is None:
-        return False
-    steps = math.ceil(args.steps_per_generation * args.num_iterations / args.gradient_accumulation_steps)
-    served = range(trainer.state.global_step + 1, trainer.state.global_step + 1 + steps)
-    return mode == "eval" or any(pages.due(args, step) for step in served)
+    rollout = rollout.with_values(values, batch.get("importance_sampling_ratio"))
+    draws = draw_ratio(trainer, batch, source, values.logps, recorded.processor) if "logps" in of.needs else None
+    return rollout, rollout.completions(values.states, keys, draws, **of_text), batch
 
 
 def prompts_at_once(trainer: GRPOTrainer) -> int:

@@ -8,8 +8,9 @@ small language model: what they know of a task comes from the supervised trainin
 that likeness to SmolLM2 ends with its width, tokens and kind of weights.
 
 *columns*: sums of two numbers of six digits, column by column, in 51 tokens: "3+8+1=12". The pupil forgets a carry, or
-writes a neighbouring digit. The reward is 1 if every line is right. *ledger*: 21 changes of a balance, in 147
-tokens: "a+8=55". The pupil writes a neighbouring balance and goes on from it. The reward: the share of right lines.
+writes a neighbouring digit. The reward is 1 if every line is right. *counting*: the same
+digit is added 13 times, in 155 tokens: "1047+8=1055". The pupil writes a neighbouring sum and goes on from it. The
+reward is the share of right lines.
 """
 
 import argparse
@@ -35,7 +36,7 @@ from recipes.studies.tasks import Task
 
 BLOCKS = 4
 DIGITS = 6
-ENTRIES = 21
+LINES = 13
 
 
 def columns_problem(rng: random.Random) -> tuple[str, str, str]:
@@ -58,27 +59,20 @@ def columns(a: int, b: int, careless: random.Random | None) -> str:
     return "\n".join(lines)
 
 
-def ledger_problem(rng: random.Random) -> tuple[str, str, str]:
+def counting_problem(rng: random.Random) -> tuple[str, str, str]:
     """The question, the right answer, and the pupil's."""
-    start, changes, balance = rng.randrange(20, 80), [], 0
-    for _ in range(ENTRIES):
-        change = rng.choice((-1, 1)) * rng.randrange(1, 10)
-        if not 20 <= start + balance + change < 80:
-            change = -change
-        changes.append(change)
-        balance += change
-    asked = "".join(f"{chr(97 + i)}{change:+d}" for i, change in enumerate(changes))
-    return f"{start}{asked}\n", ledger(start, changes, None), ledger(start, changes, rng)
+    start, by = rng.randrange(10_000), rng.randrange(1, 10)
+    return f"{start:04d}+{by}:", counting(start, by, None), counting(start, by, rng)
 
 
-def ledger(balance: int, changes: list[int], careless: random.Random | None) -> str:
+def counting(number: int, by: int, careless: random.Random | None) -> str:
     lines = []
-    for i, change in enumerate(changes):
-        after = balance + change
-        if careless and careless.random() < 0.08:
+    for _ in range(LINES):
+        after = number + by
+        if careless and careless.random() < 0.1:
             after += careless.choice((-1, 1))
-        lines.append(f"{chr(97 + i)}{change:+d}={after}")
-        balance = after
+        lines.append(f"{number:04d}+{by}={after % 10_000:04d}")
+        number = after % 10_000
     return "\n".join(lines)
 
 
@@ -103,7 +97,7 @@ class Kind:
 
 KINDS = {
     "columns": Kind(columns_problem, all_right, 64, 500, 16),
-    "ledger": Kind(ledger_problem, lines_right, 170, 300, 8),
+    "counting": Kind(counting_problem, lines_right, 160, 300, 8),
 }
 RATE = 1e-3
 

@@ -53,5 +53,5 @@ def energies(trainer, vocabulary=256):
         "completion_mask": (torch.arange(20) < torch.tensor([[20], [1], [7], [20], [0], [13]])).long(),
     }
     batch = {key: value.to(trainer.accelerator.device) for key, value in batch.items()}
-    actual = extra_forward(trainer, batch, False, trainer._trl_otb.recorder).energy
+    actual = extra_forward(trainer, batch, False).energy
     return actual, energies_by_softmax(trainer.model, batch, 0.7), batch["completion_mask"]

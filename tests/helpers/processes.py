@@ -179,9 +179,7 @@ def case(model: str, folder: str, part: Part) -> dict:
             batch = super()._generate_and_score_completions(inputs)
             if part.energies_from == SAMPLED:
                 mine = self.rollouts["train"]
-                difference = (
-                    mine.energy - extra_forward(self, batch, False, self._trl_otb.recorder).energy
-                ) * mine.mask
+                difference = (mine.energy - extra_forward(self, batch, False).energy) * mine.mask
                 differences.append(difference.abs().max().item())
             first.setdefault("advantages", batch["advantages"].view(len(batch["advantages"]), -1))
             first.setdefault("energy", self.rollouts["train"].energy)

@@ -105,7 +105,7 @@ def test_masked_batch_has_no_energy(device, tmp_path):
     trainer = trainer_of(model_of(), tmp_path, use_cpu=device == "cpu")
     ids = torch.ones(2, 3, dtype=torch.long, device=trainer.accelerator.device)
     batch = {"prompt_ids": ids, "prompt_mask": ids, "completion_ids": ids, "completion_mask": ids * 0}
-    energy = extra_forward(trainer, batch, False, trainer._trl_otb.recorder).energy
+    energy = extra_forward(trainer, batch, False).energy
     assert energy.shape == (2, 3) and (energy == 0).all()
 
 

@@ -283,7 +283,7 @@ def test_forward_is_called_by_argument_names(train):
     trainer = train(type("Own", (OTBGRPOTrainer, Positional), {}), train=False)
     trainer.model.train()
     rollout, _, batch = collect(trainer, [{"prompt": "1+1=", "answer": "2"}] * 4)
-    assert extra_forward(trainer, batch, False, trainer._trl_otb.recorder).energy.shape == rollout.mask.shape
+    assert extra_forward(trainer, batch, False).energy.shape == rollout.mask.shape
 
 
 def each_but(batch, name):

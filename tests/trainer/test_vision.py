@@ -109,7 +109,7 @@ def test_sampled_forwards_equal_an_extra_one(train_on, pictures, monkeypatch):
 
     def compared(trainer, inputs):
         rollout, x, batch = collect(trainer, inputs)
-        other = extra_forward(trainer, batch, True, trainer._trl_otb.recorder)
+        other = extra_forward(trainer, batch, True)
         for name in ("energy", "logps", "states"):
             found, expected = getattr(x, name), getattr(other, name)
             mask = rollout.mask if found.dim() == 2 else rollout.mask.unsqueeze(-1)

@@ -18,6 +18,7 @@ import html
 import importlib
 import json
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain, count
@@ -190,6 +191,12 @@ class RolloutPages(TrainerCallback):
 
     def due(self, args: Any, step: int) -> bool:
         return step % (args.save_rollouts_steps * self.sparser) == 0
+
+    def records(self, args: Any, state: Any, mode: str) -> bool:
+        """Whether a step that a rollout of now serves is added to the page."""
+        steps = math.ceil(args.steps_per_generation * args.num_iterations / args.gradient_accumulation_steps)
+        served = range(state.global_step + 1, state.global_step + 1 + steps)
+        return mode == "eval" or any(self.due(args, step) for step in served)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.due(args, state.global_step):

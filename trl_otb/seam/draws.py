@@ -3,11 +3,14 @@
 from typing import Any
 
 import torch
+from accelerate.logging import get_logger
 from torch import Tensor
 from trl import GRPOTrainer
 
 from .forwards import SAMPLED, policy_of
 
+
+logger = get_logger(__name__)
 
 # With these values, and with what is 0, empty or None, they leave the distribution as it is
 _NEUTRAL = {
@@ -28,21 +31,22 @@ def changed_distribution(args: Any) -> str | None:
 
 def draw_ratio(
     trainer: GRPOTrainer, batch: dict[str, Any], source: str | None, logps: Tensor, processor: str | None
-) -> tuple[Tensor | None, str | None]:
+) -> Tensor | None:
     """
-    `Completions.draw_ratio` for TRL's `batch`, whose values, such as `logps`, come from `source`; and, where it is 0
-    since the distribution that was sampled from is not recorded, the reason. `processor` is one that `generate` had.
+    `Completions.draw_ratio` for TRL's `batch`, whose values, such as `logps`, come from `source`; 0, with a warning,
+    where the distribution that was sampled from is not recorded. `processor` is one that `generate` had.
     """
-    unknown, of_sampler = changed_distribution(trainer.args), batch.get("sampling_per_token_logps")
+    args, of_sampler = trainer.args, batch.get("sampling_per_token_logps")
+    corrected = trainer.use_vllm and args.vllm_importance_sampling_correction
+    unknown = changed_distribution(args)
     if unknown is None and processor is not None:
         unknown = f"tokens were sampled with {processor}"
-    corrected = trainer.use_vllm and trainer.args.vllm_importance_sampling_correction
-    of_server = trainer.use_vllm and trainer.args.vllm_mode == "server"
+    of_server = trainer.use_vllm and args.vllm_mode == "server"
     if unknown is None and of_server and not corrected and trainer.temperature != 1:  # as TRL advises if raw
         unknown = "log-probs of a vLLM server may be of temperature 1 without `vllm_importance_sampling_correction`"
     if unknown is None and of_sampler is not None:
         by_completion = corrected and trainer.vllm_importance_sampling_mode.startswith("sequence")
-        return None if by_completion else torch.exp(logps - of_sampler), None
+        return None if by_completion else torch.exp(logps - of_sampler)
     if unknown is None and source != SAMPLED:
         if trainer.rollout_func is not None:
             unknown = "`rollout_func` returns no log-probs"
@@ -50,7 +54,10 @@ def draw_ratio(
             unknown = "tokens were sampled with another dropout mask"
         elif batch.get("old_per_token_logps") is None:
             unknown = "the forwards that sampled could not be read"
-    return (None, None) if unknown is None else (torch.zeros_like(logps), unknown)
+    if unknown is None:
+        return None
+    logger.warning_once(f"Later luck is not subtracted: {unknown}.")
+    return torch.zeros_like(logps)
 
 
 def dropout_of(policy: torch.nn.Module) -> str | None:

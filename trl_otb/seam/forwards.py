@@ -23,17 +23,13 @@ from ..energy import TokenValues, token_energy
 from .contract import trl_models
 from .older_trl import add_fused_lm_head, call_on, scoring_method
 from .sampled import SampledTurn, SampledTurns
-from .subclasses import BrokenContract
+from .subclasses import contract_broken
 
 
 logger = get_logger(__name__)
 
 SAMPLED = "the forwards that sampled"  # a source of energies
 BY_CONFIG = ", as by a generation config"
-
-
-class NoEnergiesError(RuntimeError):
-    """A scoring forward did not use the LM head that yields energies."""
 
 
 @dataclass
@@ -100,28 +96,27 @@ class PolicyRecorder:
             self._recording = before
 
     @contextmanager
-    def scoring(self, model: torch.nn.Module) -> Iterator[Callable[[Tensor], Any]]:
-        """Context of a scoring forward of `model`, policy or reference; the yielded function takes its log-probs."""
+    def scoring(self, model: torch.nn.Module) -> Iterator[Callable[[Tensor], bool]]:
+        """
+        Context of a scoring forward of `model`, policy or reference. The yielded function takes its log-probs, and
+        returns whether there are the energies that are needed.
+        """
         to = self._recording
         if to is None or torch.is_grad_enabled() or all(m is not self.policy for m in model.modules()):
-            yield lambda logps: None
+            yield lambda logps: True
             return
         chunks: list[Any] = []
 
-        def keep(logps: Tensor) -> None:
+        def keep(logps: Tensor) -> bool:
             if not chunks or any(chunk is None for chunk in chunks):
-                if not to.needed:
-                    return
-                raise NoEnergiesError(
-                    "The policy's forward returned no log Σπ²: something replaced the fused LM head of the model after "
-                    "OTBGRPOTrainer was constructed. Construct the trainer last."
-                )
+                return not to.needed
             length, of_tokens = logps.size(1), None
             if to.states:
                 read = [of[:, -length - 1 : -1] for of in self.checked(states, len(chunks))]
                 of_tokens = torch.cat(read).to(logps.device)
             energy = token_energy(logps, torch.cat(chunks)[:, -length:])
             to.values.append(TokenValues(energy, logps, of_tokens))
+            return True
 
         hook = model.register_forward_hook(
             lambda module, args, outputs: chunks.append(getattr(outputs, "log_sum_sq_probs", None))
@@ -243,8 +238,20 @@ def scores_anyway(trainer: GRPOTrainer) -> bool:
     return reused or (trainer.use_vllm and args.vllm_importance_sampling_correction)
 
 
+def no_energies(trainer: GRPOTrainer, forward: Callable) -> Exception:
+    """What to raise where a scoring forward, TRL's or a user's, returned log-probs without energies."""
+    name = "_get_per_token_logps_and_entropies"
+    if forward is getattr(GRPOTrainer, name):
+        return RuntimeError(
+            "The policy's forward returned no log Σπ²: something replaced the fused LM head of the model after "
+            "OTBGRPOTrainer was constructed. Construct the trainer last."
+        )
+    what = f"`baseline` is {trainer.baseline.entry.name!r}, which needs energies, and the log-probs of a rollout "
+    return contract_broken(trainer, f"{what}come from another forward than GRPOTrainer's", name)
+
+
 def values_of_batch(
-    trainer: GRPOTrainer, batch: dict[str, Any], mask: Tensor, recording: Recording, recorder: PolicyRecorder
+    trainer: GRPOTrainer, batch: dict[str, Any], mask: Tensor, recording: Recording
 ) -> tuple[TokenValues | None, str | None]:
     """The values of TRL's `batch` from where they cost least, and where that is; `None` if nothing is needed or run."""
     source = values = None
@@ -256,26 +263,32 @@ def values_of_batch(
             return None, None
         if values is None:
             what = "the old log-probs of the rollout are not those that any forward of the policy returned"
-            raise BrokenContract(what, "_get_per_token_logps_and_entropies", "_generate_and_score_completions")
+            raise contract_broken(
+                trainer, what, "_get_per_token_logps_and_entropies", "_generate_and_score_completions"
+            )
     elif not recording.needed:
         return None, None
     elif recording.turns is not None:
         source, values = SAMPLED, recording.turns.of_batch(batch, mask)
     missing = torch.tensor([values is None], device=mask.device)
     if trainer.accelerator.gather(missing).any():  # all processes take part in the forward
-        source, values = "one extra no-gradient forward", extra_forward(trainer, batch, recording.states, recorder)
+        source, values = "one extra no-gradient forward", extra_forward(trainer, batch, recording.states)
+    if values is not None and trainer._trl_otb.energy_source != source:
+        trainer._trl_otb.energy_source = source
+        logger.info(f"Energies come from {source}.")
     return values, source
 
 
 @torch.no_grad()
-def extra_forward(trainer: GRPOTrainer, batch: dict[str, Any], states: bool, recorder: PolicyRecorder) -> TokenValues:
+def extra_forward(trainer: GRPOTrainer, batch: dict[str, Any], states: bool) -> TokenValues:
     """The values of TRL's `batch` from one more no-gradient forward of the trainer's policy."""
     args = trainer.args
     checkpointing = trl_models.disable_gradient_checkpointing(trainer.model, args.gradient_checkpointing_kwargs)
-    with checkpointing, recorder.recording(states=states) as recording:
+    with checkpointing, trainer._trl_otb.recorder.recording(states=states) as recording:
         score(trainer, batch, min(args.per_device_train_batch_size, args.per_device_eval_batch_size))
     if not recording.values:
-        raise BrokenContract("the forward that yields energies is not taken", "_get_per_token_logps_and_entropies")
+        what = "the forward that yields energies is not taken"
+        raise contract_broken(trainer, what, "_get_per_token_logps_and_entropies")
     return recording.values[0]
 
 

@@ -15,7 +15,7 @@ from trl import GRPOTrainer
 
 from ..rollout import generated_mask
 from .contract import from_library, incompatible_trl
-from .subclasses import BrokenContract
+from .subclasses import contract_broken
 from .untried import check_rows
 
 
@@ -166,7 +166,7 @@ def check_trl_loss(trainer: GRPOTrainer, inputs: dict[str, Any]) -> bool:
         return GRPOTrainer._compute_loss(probe, trainer.model, inputs | {"advantages": advantages})
 
     def wrong(problem: str) -> Exception:
-        return BrokenContract(problem, "_get_per_token_logps_and_entropies").named(trainer)
+        return contract_broken(trainer, problem, "_get_per_token_logps_and_entropies")
 
     tokens = mask if len(shape) > 1 else mask[:, :1]
     name, as_it_is = "GRPOTrainer._compute_loss", lambda gradient: gradient

@@ -9,13 +9,12 @@ from unittest.mock import patch
 
 import torch
 from accelerate.logging import get_logger
-from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 from trl.chat_template_utils import parse_response
 
 from ..progress import PROGRESS_PLACES, Progress, Sampled, copied, functions_by_name, unique_name
 from .parts import PROGRESS
-from .subclasses import BrokenContract
+from .subclasses import contract_broken
 
 
 logger = get_logger(__name__)
@@ -68,12 +67,12 @@ def called_rewards(trainer: GRPOTrainer) -> dict[str, Any]:
 
 
 @contextmanager
-def progress_of(trainer: GRPOTrainer, inputs: list[dict[str, Any]]) -> Iterator[list[Tensor]]:
+def progress_of(trainer: GRPOTrainer, inputs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """
     Context in which the run's progress functions are called on each batch that is sampled, as soon as it is; the
-    yielded list gets their numbers, `(B, T, F)`. `inputs` are read before anything is sampled.
+    yielded dict gets their numbers, `(B, T, F)`, and names. `inputs` are read before anything is sampled.
     """
-    of, found = trainer._trl_otb, list[Tensor]()
+    of, found = trainer._trl_otb, dict[str, Any]()
     if of.progress is None or "progress" not in of.needs:
         yield found
         return
@@ -87,7 +86,7 @@ def progress_of(trainer: GRPOTrainer, inputs: list[dict[str, Any]]) -> Iterator[
         ids = [[*of_row] for of_row in completion_ids]
         masks = tool_mask if tool_mask is not None else [[1] * len(of_row) for of_row in ids]
         if [*map(len, masks)] != [*map(len, ids)]:
-            raise BrokenContract("`_generate` returns a mask that does not fit the completions", "_generate")
+            raise contract_broken(trainer, "`_generate` returns a mask that does not fit the completions", "_generate")
         generated = [[column for column, one in enumerate(of_row) if one] for of_row in masks]
         written = _Written(trainer, asked, prompt_ids, ids)
         numbers = of.progress.measure(
@@ -95,7 +94,7 @@ def progress_of(trainer: GRPOTrainer, inputs: list[dict[str, Any]]) -> Iterator[
             trainer.state,
             getattr(trainer, "async_loop", None),
         )
-        found.append(numbers.to(trainer.accelerator.device))
+        found.update(progress=numbers.to(trainer.accelerator.device), progress_names=of.progress.names)
         lengths = torch.tensor([*map(len, generated)], device=trainer.accelerator.device)
         lengths = trainer.accelerator.gather(lengths)
         if training or of.progress.sees_evaluations:

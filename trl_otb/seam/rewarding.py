@@ -17,7 +17,7 @@ from .contract import trl_utils
 from .forwards import scores_anyway
 from .older_trl import is_async_callable
 from .rewards import RewardRecorder
-from .subclasses import BrokenContract
+from .subclasses import contract_broken
 
 
 class Returns(NamedTuple):
@@ -149,8 +149,8 @@ def rollout_of(
 ) -> Rollout:
     """The rollout of TRL's `batch`, after a check that it holds what was rewarded, with TRL's advantages."""
 
-    def broken(what: str) -> BrokenContract:
-        return BrokenContract(what, "_generate_and_score_completions", "_calculate_rewards")
+    def broken(what: str) -> Exception:
+        return contract_broken(trainer, what, "_generate_and_score_completions", "_calculate_rewards")
 
     rewards_per_func = recorders[-1].rewards_per_func if recorders else None
     if rewards_per_func is None:

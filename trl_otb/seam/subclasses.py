@@ -83,17 +83,17 @@ def checked_weights(trainer: Any) -> Iterator[None]:
             formed = rollouts.get("train")
             if formed is before or not {*map(str, formed.mask.shape)} <= {*re.findall(r"\d+", str(error))}:
                 raise
-            raise BrokenContract(f"{what} ({error})", method).named(trainer) from error
+            raise contract_broken(trainer, f"{what} ({error})", method) from error
         if rollouts.get("train") is before:  # bypassed, as `training_step` says
             return batch
         ours, theirs = rollouts["train"].advantages, batch["advantages"]
         if theirs.shape != ours.shape or ours.size(0) != ours.size(1):
             trainer._trl_otb.weights_fit = True  # else they would have failed here
-        elif not trainer._trl_otb.weights_fit:
+        else:
             weights = (theirs / ours).where(ours != 0, torch.nan)
             off = [(weights - weights.nanmean(dim, keepdim=True)).abs().nan_to_num().max() for dim in (0, 1)]
             if off[0] < 1e-4 < off[1]:  # the same for all completions, and not for all tokens
-                raise BrokenContract(what, method).named(trainer)
+                raise contract_broken(trainer, what, method)
         return batch
 
     with patch.object(trainer, method, checked):
@@ -110,20 +110,16 @@ def check_config(cls: type) -> None:
             )
 
 
-class BrokenContract(Exception):
-    """An assumption that TRL, or a user's override of one of `methods`, breaks."""
-
-    def __init__(self, what: str, *methods: str) -> None:
-        super().__init__(what)
-        self.what, self.methods = what, methods
-
-    def named(self, trainer: GRPOTrainer) -> Exception:
-        """The `TypeError` if the trainer's class overrides one of the methods; else the `ImportError`."""
-        found = users_methods(trainer, self.methods)
-        if not found:
-            return incompatible_trl(self.what)
-        theirs = [f"{name}, set on the trainer" if owner == ON_TRAINER else f"{owner}.{name}" for owner, name in found]
-        return TypeError(
-            f"{self.what[:1].upper()}{self.what[1:]}. In `{type(trainer).__name__}`, look at {', '.join(theirs)}; "
-            "help(trl_otb.OTBGRPOTrainer) says what such a class must do."
-        )
+def contract_broken(trainer: GRPOTrainer, what: str, *methods: str) -> Exception:
+    """
+    What to raise where TRL, or a user's override of one of `methods`, breaks an assumption: a `TypeError` if the
+    trainer's class overrides one of them, else an `ImportError`.
+    """
+    found = users_methods(trainer, methods)
+    if not found:
+        return incompatible_trl(what)
+    theirs = [f"{name}, set on the trainer" if owner == ON_TRAINER else f"{owner}.{name}" for owner, name in found]
+    return TypeError(
+        f"{what[:1].upper()}{what[1:]}. In `{type(trainer).__name__}`, look at {', '.join(theirs)}; "
+        "help(trl_otb.OTBGRPOTrainer) says what such a class must do."
+    )

@@ -11,7 +11,7 @@ from ..energy import TokenValues, token_energy
 from ..rollout import Rollout
 from .contract import incompatible_trl
 from .forwards import score
-from .subclasses import BrokenContract, users_methods
+from .subclasses import contract_broken, users_methods
 
 
 # Mean difference of log-probs and energies from those of a softmax. The fused head's are float32, also of a model in
@@ -25,10 +25,10 @@ ON_THE_WAY = ("_compute_loss", "_generate_and_score_completions", "_prepare_inpu
 @torch.no_grad()
 def check_forward(trainer: GRPOTrainer, batch: dict[str, Any], values: TokenValues | None, mask: Tensor) -> None:
     """
-    Raise a [`BrokenContract`] unless TRL's log-probs of a completion, and its `values`, are those of a softmax of the
-    policy's own logits. Takes three forwards of one completion, with the longest prompt, whose positions do not depend
-    on padding. With pictures, with DeepSpeed, whose ZeRO-3 fails where forwards of two kinds take turns, and where two
-    forwards differ, as with dropout, nothing is compared.
+    Raise what [`contract_broken`] returns unless TRL's log-probs of a completion, and its `values`, are those of a
+    softmax of the policy's own logits. Takes three forwards of one completion, with the longest prompt, whose positions
+    do not depend on padding. With pictures, with DeepSpeed, whose ZeRO-3 fails where forwards of two kinds take turns,
+    and where two forwards differ, as with dropout, nothing is compared.
     """
     if trainer.is_deepspeed_enabled or any(key in batch for key in ("pixel_values", "num_images")):
         return
@@ -53,7 +53,8 @@ def check_forward(trainer: GRPOTrainer, batch: dict[str, Any], values: TokenValu
     for name, of_forward, of_softmax in found:
         difference = (of_forward.float() - of_softmax).abs()[generated]
         if not difference.sum() <= limit * len(difference):  # or it is NaN
-            raise BrokenContract(
+            raise contract_broken(
+                trainer,
                 f"the {name} of completion {row} of a rollout differ by {difference.mean().item():.3g}, on average, "
                 "from those of a softmax of the policy's logits",
                 "_generate_single_turn",
