@@ -8,9 +8,10 @@ small language model: what they know of a task comes from the supervised trainin
 that likeness to SmolLM2 ends with its width, tokens and kind of weights.
 
 *columns*: sums of two numbers of six digits, column by column, in 51 tokens: "3+8+1=12". The pupil forgets a carry, or
-writes a neighbouring digit. The reward is 1 if every line is right. *counting*: the same
-digit is added 13 times, in 155 tokens: "1047+8=1055". The pupil writes a neighbouring sum and goes on from it. The
-reward is the share of right lines.
+writes a neighbouring digit. The reward is 1 if every line is right.
+
+*counting*: the same digit is added 13 times, in 155 tokens: "1047+8=1055". The pupil writes a neighbouring sum and goes
+on from it. The reward is the share of right lines.
 """
 
 import argparse

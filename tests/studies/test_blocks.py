@@ -26,9 +26,19 @@ def test_columns_are_added_with_carries():
     assert blocks.all_right([answer + "\n", answer[:-1], ""], [answer] * 3) == [1.0, 0.0, 0.0]
 
 
-def test_the_pupil_is_right_in_four_of_ten():
-    rows = blocks.problems("columns", 2000, seed=0)
-    assert 0.35 < sum(row["attempt"] == row["answer"] for row in rows) / 2000 < 0.45
+def test_counting_goes_on_from_what_stands_there():
+    answer = blocks.counting(9990, 4, None)
+    assert answer.split("\n")[:4] == ["9990+4=9994", "9994+4=9998", "9998+4=0002", "0002+4=0006"]
+    assert len(answer.split("\n")) == blocks.LINES
+    slipped = answer.replace("9998+4=0002", "9998+4=0001")
+    assert blocks.lines_right([answer + "\n", slipped, ""], [answer] * 3) == [1.0, 1 - 1 / blocks.LINES, 0.0]
+
+
+@pytest.mark.parametrize("kind", blocks.KINDS)
+def test_the_pupil_is_right_in_four_to_six_of_ten(kind):
+    rows = blocks.problems(kind, 2000, seed=0)
+    attempts, answers = ([row[name] for row in rows] for name in ("attempt", "answer"))
+    assert 0.35 < sum(blocks.KINDS[kind].reward(attempts, answers)) / 2000 < 0.6
     assert len({row["prompt"] for row in rows}) == 2000
 
 
