@@ -98,7 +98,7 @@ class Kind:
 
 KINDS = {
     "columns": Kind(columns_problem, all_right, 64, 500, 16),
-    "counting": Kind(counting_problem, lines_right, 160, 300, 8),
+    "counting": Kind(counting_problem, lines_right, 160, 500, 8),
 }
 RATE = 1e-3
 
