@@ -53,6 +53,16 @@ def test_line_of_value_says_what_might_help():
     assert "That is nearly all: the first tokens decide" in gain_of_value(0.97, 0.97).line("value", "rloo", "rloo")
 
 
+@pytest.mark.parametrize(("slopes", "leaks"), [((1.2, 0.3, 0.2), True), ((0.2, 1.2, 0.3), False), ((0.3, 1.2), False)])
+def test_a_leak_is_named_after_two_batches_in_a_row(slopes, leaks):
+    gain = Gain()
+    for slope in slopes:
+        learned = {"value/explained": 0.9, "value/explained_by_state": 0.9, "value/slope_at_start": slope}
+        gain.add({"power": 1.0, "power_reference": 1.0}, learned)
+    line = gain.line("value", "rloo_pooled", "rloo", may_leak=True)
+    assert ("knows a completion's reward before its first token" in line) == leaks
+
+
 def test_line_of_value_where_b0_is_the_mean_of_earlier_steps():
     said = gain_of_value(0.01, 0.0).line("value", None, None)
     assert "beyond the mean of earlier steps" in said and "as well" not in said

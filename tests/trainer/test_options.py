@@ -194,6 +194,11 @@ def test_rewards_that_shrink_are_followed_after_20_batches():
         returns = (29 if step < 30 else 0.29) * torch.randn(16, 4, generator=g)
         found.append(running.of(returns.flatten(), 4, learn=True) / returns.std(dim=1).square().mean().sqrt().item())
     assert max(found[30:50]) <= 10 + 1e-6 and max(found[50:]) < 1.5 and min(found[1:]) > 0.6
+    # A deviation that is just below half of the scale, in 20 batches in a row
+    less = RunningScale()
+    for batch in range(21):
+        less.of(torch.tensor([0.0, 1.0 if batch == 0 else 0.0566]), 2, learn=True)
+    assert less.sums[0] / less.sums[1] == pytest.approx(0.0566**2 / 2)
     # Rare successes beside a small reward: batches without one, half of all, are no change
     other, scales = RunningScale(), []
     for _ in range(1000):
