@@ -148,7 +148,7 @@ def measured(task: str, folder: Path, args: argparse.Namespace) -> dict:
             names, options = [*RELATIVES], options | ({"group_sizes": [1, 2, 4, 8, 32]} if task in TOY else {})
         report = trl_otb.compare_baselines(trainer, names, args.num_prompts, **options)
         here.mkdir(parents=True, exist_ok=True)
-        report.plot(here / "noise.png")
+        report.save(here)
         saved.write_text(json.dumps(report.to_json() | {"release": trl_otb.__version__}))
     return json.loads(saved.read_text())
 

@@ -64,6 +64,14 @@ def _section(report: "BaselineReport", n: int) -> str:
     )
 
 
+def picture_of(report: "BaselineReport") -> str:
+    """The picture of the run's own N as an SVG that needs no page."""
+    colors = "--text: #1c1c1c; --faint: #6a6a6a; --line: #d5d5d5; --better: #0b62a8; --worse: #b3261e"
+    picture = _picture(report.at(), report.control)
+    size = f"width='{1.5 * WIDTH:.0f}' font-family='sans-serif' font-size='11' fill='#1c1c1c'"
+    return picture.replace("<svg ", f"<svg xmlns='http://www.w3.org/2000/svg' {size} style='{colors}' ", 1)
+
+
 def _short(name: str) -> str:
     return name if len(name) <= 20 else f"{name[:19]}…"
 

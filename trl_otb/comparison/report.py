@@ -4,7 +4,6 @@ import json
 import math
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 
 from ..version import __version__
 from .efficiency import UNKNOWN, Comparison, Estimate, compare, control, moments_of, percent
-from .page import PLOT_LIMIT, page_of
+from .page import page_of, picture_of
 from .progress import WITH_PROGRESS
 
 
@@ -263,30 +262,9 @@ class BaselineReport:
         (folder / "report.json").write_text(data, encoding="utf-8")
         (folder / "report.html").write_text(page_of(self), encoding="utf-8")
 
-    def plot(self, path: str | Path | None = None) -> Any:
-        """A `matplotlib` figure, a panel per group size: how many more prompts the control needs. Saved to `path`."""
-        sizes, names = self.group_sizes, [row.name for row in [*self.at(), *self.comparisons]]
-        order = [*reversed(dict.fromkeys(names))]
-        figure = new_figure(figsize=(4.2 * len(sizes) + 1.5, 0.36 * len(order) + 1.6), layout="constrained")
-        axes = figure.subplots(1, len(sizes), squeeze=False, sharey=True)[0]
-        for axis, n in zip(axes, sizes, strict=True):
-            rows = {row.name: row for row in self.at(n)}
-            for place, name in enumerate(order):
-                if name in rows:
-                    _draw(axis, place, rows[name].more_prompts, is_control=name == control(n))
-            axis.axvline(0, color="0.4", linewidth=0.8, linestyle=":")
-            axis.set_yticks(range(len(order)), order)
-            axis.set_ylim(-0.6, len(order) - 0.2)
-            axis.set(xlabel=f"more prompts that {control(n)} needs, %", title=f"N = {n}")
-            axis.grid(axis="x", alpha=0.3)
-        figure.suptitle(
-            f"{self.subject}\nblue: surely better than the control, red: worse, grey: neither\n"
-            f"lines: 95 % intervals, {self.num_prompts} prompts",
-            fontsize=10,
-        )
-        if path is not None:
-            figure.savefig(path, dpi=120)
-        return figure
+    def _repr_svg_(self) -> str:
+        """The picture of the run's own N, which notebooks show."""
+        return picture_of(self)
 
     @property
     def summary(self) -> str:
@@ -325,34 +303,3 @@ def _ratio(of: Estimate) -> str:
     """`"0.46 (0.34 to 0.56)"`; `?` where nothing is known."""
     value, low, high = (f"{x:.2f}" if abs(x) <= UNKNOWN else "?" for x in (of.value, of.low, of.high))
     return f"{value} ({low} to {high})"
-
-
-def new_figure(**options: Any) -> Any:
-    """A matplotlib figure that notebooks display, without pyplot, whose import would choose a backend."""
-    from matplotlib.figure import Figure
-
-    class ShownFigure(Figure):
-        def _repr_png_(self) -> bytes:
-            picture = BytesIO()
-            self.savefig(picture, format="png", dpi=80)
-            return picture.getvalue()
-
-    return ShownFigure(**options)
-
-
-def _draw(axis: Any, place: int, gain: Estimate, is_control: bool) -> None:
-    """One row of a panel: the estimate and its interval."""
-    if is_control:
-        axis.plot(0, place, "o", color="0.4")
-        return
-    if gain.lost:
-        axis.text(0.02, place, "lost in noise", color="0.5", fontsize=8, va="center")
-        return
-    color = "tab:blue" if gain.low > 0 else "tab:red" if gain.high < 0 else "0.6"
-    known = math.isfinite(gain.low) and math.isfinite(gain.high)
-    ends = [100 * max(gain.low, -1), 100 * min(gain.high, PLOT_LIMIT)]
-    axis.plot(ends, [place, place], color=color, linewidth=2, alpha=0.5, linestyle="-" if known else ":")
-    at = (100 * min(gain.value, PLOT_LIMIT), place)
-    axis.plot(*at, "o", color=color)
-    text = f"{100 * gain.value:+.0f}"
-    axis.annotate(text, at, xytext=(0, 6), textcoords="offset points", ha="center", fontsize=8)
