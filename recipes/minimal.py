@@ -1,7 +1,6 @@
 """
 GRPO with a baseline per token in one file: copy it out of recipes/ and change it.
 
-    pip install .; cp recipes/minimal.py ~; cd ~    # in a checkout of trl_otb
     python minimal.py                               # a tiny untrained model: no hub, no GPU
     python minimal.py Qwen/Qwen2.5-0.5B-Instruct    # a pretrained model, on a GPU
 
@@ -57,6 +56,7 @@ else:
 args = OTBGRPOConfig(
     output_dir="minimal",
     baseline="value",
+    # progress_funcs="rewards",  # share_right can tell how half an answer is doing: then `value` reads it
     per_device_train_batch_size=64,  # completions, so 8 prompts per step
     num_generations=8,
     max_completion_length=3,

@@ -7,6 +7,7 @@ trl-otb grpo --help lists the options, trl-otb --version the versions. YAML file
 """
 
 import difflib
+import os
 import signal
 import subprocess
 import sys
@@ -98,6 +99,8 @@ def run(argv: list[str]) -> None:
     end_quietly_on_interrupt()
     command, *flags = argv
     options, args, *others = make_parser(command).parse_args_and_config(flags, fail_with_unknown_args=False)
+    if isinstance(options.reward_funcs, str):  # in a file without a list, whose letters TRL would import
+        options.reward_funcs = [options.reward_funcs]
     latest = args.resume_from_checkpoint
     check(command, args, others)
     if latest is not None and args.resume_from_checkpoint is None:
@@ -156,7 +159,8 @@ def main(argv: list[str] | None = None) -> None:
     known = {*parser._option_string_actions, *launcher._option_string_actions, "--config", "--accelerate_config"}
     try:
         config = flags[flags.index("--config") + 1] if "--config" in flags[:-1] else None
-        keys = yaml.safe_load(Path(config).read_text()) if config else {}
+        with open(config or os.devnull, encoding="utf-8") as file:  # an open one is named in errors
+            keys = yaml.safe_load(file) or {}
         given = {f"--{key}": f"{key!r} in {config}" for key in keys if key != "env"}
         written = [text.partition("=")[0] for text in flags if text.startswith("--")]
         # On the line they may be shortened

@@ -3,7 +3,7 @@ Tasks of pretrained language models with LoRA: SmolLM2-135M-Instruct and Gemma-3
 
 The energy of tokens means different things on them. *words*: a short story that uses a given word; most choices are
 free, in good and bad stories alike. *copy*: a text is to be repeated, and what departs from it is both improbable and
-wrong; the reward is the likeness, between 0 and 1. `words_trained` and `copy_trained` first train for a few steps.
+wrong; the reward is the likeness, between 0 and 1.
 Two of reasoning-gym's tasks, which SmolLM2 never gets right by itself, begin after a short supervised training; their
 reward is the likeness, too. Gemma, a base model, does them all; it tells stories without supervised training.
 """
@@ -35,7 +35,6 @@ REASONING = {
 LORA = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 # The task of recipes/math_smollm2.yaml, of which SmolLM2 gets one in ten right by itself
 CHAIN_SUM = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
-STEPS = {"words": 5, "copy": 4}  # which take rewards from 0.5 to 0.8 and from 0.3 to 0.7
 TOKENS = 80
 LONG = ("column_sums",)  # of long_answers.py
 # Steps of supervised training, by the task
@@ -185,18 +184,7 @@ def supervised(model: Path, problems: Dataset, answers: Sequence, folder: Path, 
     trainer.processing_class.save_pretrained(folder)
 
 
-def trainer_at(name: str, seed: int, folder: Path, **options) -> OTBGRPOTrainer:
-    """The trainer of a task, which has trained where its name says so; `folder` keeps the adapter then."""
-    trained = name.endswith("_trained")
-    name = name.removesuffix("_trained")
-    rates = {"learning_rate": 5e-4, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 2}
-    batches = {"per_device_train_batch_size": 16, "per_device_eval_batch_size": 64}  # the latter to compare baselines
-    sizes = {"num_generations": 8, "max_steps": STEPS.get(name, 1), **batches}
-    trainer = trainer_of(any_task(name), seed=seed, disable_tqdm=False, **rates, **sizes, **options)
-    if trained:
-        policy = folder / f"{name}-policy-seed{seed}"
-        if not (policy / "adapter_model.safetensors").exists():
-            trainer.train()
-            trainer.save_model(policy)
-        trainer.model.load_adapter(policy, "default", is_trainable=True)
-    return trainer
+def trainer_at(name: str, seed: int, **options) -> OTBGRPOTrainer:
+    """The trainer of a task, to compare baselines with."""
+    sizes = {"num_generations": 8, "max_steps": 1, "per_device_train_batch_size": 16, "per_device_eval_batch_size": 64}
+    return trainer_of(any_task(name), seed=seed, disable_tqdm=False, **sizes, **options)

@@ -3,8 +3,8 @@ The README's picture: how hard training pushes each token of some attempts at on
 
     make picture  # needs Chromium
 
-It is the page that `save_rollouts_steps` writes, of the calculator, at the prompt that the page opens: the one whose
-rewards vary most. A token's colour is √w A, its advantage times the norm of the score of its logits. With --blame it
+It is the page that `save_rollouts_steps` writes, of the calculator, at the first prompt whose first attempts hold a
+guess and a slip. A token's colour is √w A, its advantage times the norm of the score of its logits. With --blame it
 prints instead, for value.md, how often the mistake of a failed attempt on the scratchpad is the token that is pushed
 hardest: under `value` not always, since its baseline is low where failures have most energy.
 """
@@ -96,4 +96,7 @@ if __name__ == "__main__":
     picture = Path(__file__).parents[1] / "group.png"
     options = ["--headless=new", "--no-sandbox", "--force-device-scale-factor=1.5", "--hide-scrollbars"]
     options += [f"--window-size={WINDOW}", f"--screenshot={picture}", "--virtual-time-budget=5000"]  # it is drawn soon
-    subprocess.run([chromium, *options, page.resolve().as_uri()], check=True)
+    groups = (group_data(rollout, number)["completions"][:4] for number in range(len(rollout) // 8))
+    failed = ([len(of["tokens"]) for of in group if of["reward"] == 0] for group in groups)
+    prompt = next(number for number, of in enumerate(failed) if of and min(of) < 10 < max(of))
+    subprocess.run([chromium, *options, f"{page.resolve().as_uri()}#eval-10/{prompt}/push/grpo"], check=True)

@@ -5,12 +5,12 @@ The studies' results as data, results/*.json, and the pages' tables and pictures
 
 Below a line such as `<!-- value.json: 4; otb; value | T = 10; sums -->` stands the noise at N = 4 of these baselines on
 these tasks (on all, if none is named), on the same prompts; with `step 4` in the place of N that of a step whose
-prompts are drawn, with `both 4` the two and what they are worth in prompts, with `equal` at 64 completions per step.
+prompts are drawn, with `both 4` the two and how many more prompts the group mean needs.
 Below `<!-- runs: task -->` stand that task's runs, below `<!-- tokens: task -->` their tokens to a threshold, below
 `<!-- saved: task; task | value -->` how many tokens these baselines (all, if none is named) save beside the group mean,
 below `<!-- rates: task -->` the rewards that chose its rates, below `<!-- signal: task -->` signal over noise in its
-runs, below `<!-- bias: all -->`, `<!-- few_prompts: all -->`, `<!-- predicted: all -->` and
-`<!-- later_trl: all -->` the studies of these names. An interval is `[value, low, high]`; `null` is lost in noise.
+runs, below `<!-- bias: all -->`, `<!-- predicted: all -->` and `<!-- later_trl: all -->` the studies of these names. An
+interval is `[value, low, high]`; `null` is lost in noise.
 """
 
 import json
@@ -34,7 +34,7 @@ LEARNING = {  # by picture, its tasks
     "default": ("calculator_scaled, policy b3cf", "blocks_columns", "chain_sum"),
     "language": ("copy", "word_sequence_reversal", "lake_6, policy d168"),
 }
-PAGES = ("learning", "value", "language", "progress", "asynchronous", "relatives", "later_trl")
+PAGES = ("learning", "value", "progress", "asynchronous", "later_trl")
 # Of tasks, in pictures and tables
 NAMES = {
     "blocks_columns": "blocks of SmolLM2, column sums",
@@ -202,46 +202,25 @@ def of_step(cell: dict) -> list[float | None]:
 def noise(tables: Tables, n: int, names: list[str], of_steps: bool = False) -> str:
     """
     A task per row, one of these estimators per column: noise to signal over the group mean's, on the same prompts or of
-    a step whose prompts are drawn. `explained` is what `value` explained of the batches that it learned from, `removed`
-    the share of `rloo_pooled`'s noise that it removes.
+    a step whose prompts are drawn.
     """
     read = of_step if of_steps else lambda cell: cell["noise"]
     found = _frame(tables, n, lambda cell: interval(read(cell))).reindex([f"`{name}`" for name in names])
-    for task, cells in tables.items():
-        of = {cell["estimator"]: cell for cell in cells if cell["n"] == n}
-        if "explained" in names and {"value", "rloo_pooled"} <= {*of}:
-            found.loc["`explained`", task] = number(of["value"].get("explained"), ".2f")
-            left = read(of["value"])[0] / read(of["rloo_pooled"])[0]
-            found.loc["`removed`", task] = number(1 - left, ".2f")
     found = found.dropna(axis="columns", how="all").T
     found = found.rename(index=lambda task: f"{task} ({tables[task][0]['prompts']})")
     return _markdown(found.rename_axis("task (prompts)").reset_index(), "–")
 
 
 def both_units(tables: Tables, n: int, names: list[str]) -> str:
-    """A task and estimator per row: noise and variance over the group mean's, and what they are worth in prompts."""
-    titles = "noise, same prompts", "variance, prompts drawn", "worth, same (%)", "worth, drawn (%)"
-    rows = [["task (prompts)", "baseline", *titles]]
+    """A task and estimator per row: noise and variance over the group mean's, and what the latter is worth."""
+    rows = [["task (prompts)", "baseline", "noise, same prompts", "variance, prompts drawn", "more prompts (%)"]]
     for task, cells in tables.items():
         of = {cell["estimator"]: cell for cell in cells if cell["n"] == n}
-        for name in names:
-            if name in of:
-                units = of[name]["noise"], of_step(of[name])
-                worth = [[None if x is None else 100 / x - 100 for x in (a, c, b)] for a, b, c in units]
-                texts = [*map(interval, units), *(interval(x, ".0f") for x in worth)]
-                rows.append([f"{task} ({of[name]['prompts']})", f"`{name}`", *texts])
-    return markdown(rows)
-
-
-def at_equal_completions(tables: Tables, names: list[str]) -> str:
-    """A task and N per row, an estimator per column: noise at as many completions per step."""
-    rows = [["task", "N", *(f"`{name}`" for name in names)]]
-    for task, cells in tables.items():
-        of = {(cell["estimator"], cell["n"]): cell.get("equal_completions") for cell in cells}
-        for n in sorted({cell["n"] for cell in cells}):
-            found = [of.get((name, n)) for name in names]
-            texts = ["–" if x is None else number(x[0], ".2f") if x[1] is None else interval(x) for x in found]
-            rows.append([task, str(n), *texts])
+        for cell in (of[name] for name in names if name in of):
+            value, low, high = step = of_step(cell)
+            more = [None if x is None else 100 / x - 100 for x in (value, high, low)]
+            texts = interval(cell["noise"]), interval(step), interval(more, ".0f")
+            rows.append([f"{task} ({cell['prompts']})", f"`{cell['estimator']}`", *texts])
     return markdown(rows)
 
 
@@ -393,31 +372,16 @@ def of_bias(policies: list[dict]) -> str:
     return markdown(rows)
 
 
-def of_few_prompts(results: dict) -> str:
-    """A baseline per row: what all prompts say, and of few, in per cent, how often the interval holds it, its width."""
-    few = sorted({cell["drawn"] for cell in results["cells"]})
-    of = {(cell["estimator"], cell["drawn"]): cell for cell in results["cells"]}
-    titles = [f"{n} prompts: held, too high, width" for n in few]
-    rows = [["baseline", f"more prompts, by all {results['prompts']} (%)", *titles]]
-    for name in dict.fromkeys(cell["estimator"] for cell in results["cells"]):
-        texts = []
-        for cell in (of[name, n] for n in few):
-            width = None if cell["width"] is None else 100 * cell["width"]
-            texts.append(f"{100 * cell['held']:.0f} %, {100 * cell['too_high']:.0f} %, {number(width, '.0f')}")
-        rows.append([f"`{name}`", interval([100 * x for x in of[name, few[0]]["truth"]], ".0f"), *texts])
-    return markdown(rows)
-
-
 def of_later_trl(results: dict) -> str:
-    """An edit of TRL per row: the runs under which what came of it is the same, before and now, and what is said."""
-    before = {(row["edit"], row["run"]): row["verdict"] for row in results["edits of 0.12.1"]}
-    found: dict[tuple[str, ...], list[str]] = {}
+    """What comes of an edit of TRL per row: the edits, with the runs if other runs of the edit end otherwise."""
+    found: dict[str, dict[str, list[str]]] = {}
     for row in results["edits"]:
-        of = row["edit"], before[row["edit"], row["run"]], row["verdict"], row["error"].replace("|", "\\|")
-        found.setdefault(of, []).append(f"`{row['run']}`")
-    rows = [["what TRL has otherwise", "run", "0.12.1", "now", "error"]]
-    for (edit, *verdicts, error), runs in found.items():
-        rows.append([edit, ", ".join(runs), *(f"**{of}**" if of == "wrong" else of for of in verdicts), error])
+        found.setdefault(row["verdict"], {}).setdefault(row["edit"], []).append(f"`{row['run']}`")
+    rows = [["what comes of it", "edits"]]
+    for verdict, edits in found.items():
+        others = {edit for other in found if other != verdict for edit in found[other]}
+        names = [edit + f" ({', '.join(edits[edit])})" * (edit in others) for edit in edits]
+        rows.append([f"{verdict}: {len(names)}", "; ".join(names)])
     return markdown(rows)
 
 
@@ -428,8 +392,6 @@ def rendered(page: str) -> str:
         line, name, key = found.groups()
         if name == "bias":
             text = of_bias(load("bias")["policies"])
-        elif name == "few_prompts":
-            text = of_few_prompts(load("few_prompts"))
         elif name == "later_trl":
             text = of_later_trl(load(name))
         elif name in OF_RUNS:
@@ -438,9 +400,7 @@ def rendered(page: str) -> str:
             (n, *names), tables, tasks = key.split(" | ")[0].split("; "), load(name)["tables"], key.partition(" | ")[2]
             tables = {task: tables[task] for task in tasks.split("; ")} if tasks else tables
             unit, size = n.split() if " " in n else ("", n)
-            if n == "equal":
-                text = at_equal_completions(tables, names)
-            elif unit == "both":
+            if unit == "both":
                 text = both_units(tables, int(size), names)
             else:
                 text = noise(tables, int(size), names, of_steps=unit == "step")

@@ -4,7 +4,6 @@ What do baselines gain as completions grow longer and groups larger, what `value
     OMP_NUM_THREADS=1 python -m recipes.studies.value --tasks sums   # minutes on one core; all: two hours
     python -m recipes.studies.value --num_prompts 16 --tasks words   # a language model: half an hour to two hours
     python -m recipes.studies.value --plot_only --publish            # the columns of value.md, and pictures
-    python -m recipes.studies.value --relatives --tasks calculator   # other authors' baselines, and N from 1 to 32
     python -m recipes.studies.value --steps --num_prompts 64 --tasks sums   # few baselines, at N = 4, on many prompts
     python -m recipes.studies.value --progress --num_prompts 16 --tasks words   # with the reward of the text so far
 
@@ -24,8 +23,6 @@ from pathlib import Path
 
 import torch
 
-import recipes.more_baselines
-import recipes.studies.relatives  # noqa: F401 - registers other authors' baselines
 import trl_otb
 from recipes.studies import language, render
 from recipes.studies.tasks import PROMPTS_PER_BATCH, task_of, trainer_of
@@ -47,9 +44,7 @@ TASKS = {
     "lucky_unequal": "U-shaped rates, 16 prompts",
     "lucky_unequal/4": "U-shaped rates, 4 prompts",
     "copy": "SmolLM2 copying",
-    "copy_trained": "SmolLM2 copying, after 4 steps",
     "words": "SmolLM2 stories",
-    "words_trained": "SmolLM2 stories, after 5 steps",
     "chain_sum": "SmolLM2 sums",
     "word_sequence_reversal": "SmolLM2 reversing words",
     "word_sorting": "SmolLM2 sorting words",
@@ -62,8 +57,7 @@ TASKS = {
 }
 TITLES = {"otb_loo": "otb, one left out"}  # of estimators, as they are published
 TOY = [task for task, title in TASKS.items() if not title.startswith(("SmolLM2", "Gemma3"))]
-BESIDE = ("otb", "otb_loo", "rloo", "rloo_pooled", "ogb_pooled", "ogb_pooled_damped")
-RELATIVES = ("otb", "rloo_pooled", "ogb_pooled", "tether", "poise", "v05", "ebpo", "value_weights_one", "value")
+BESIDE = ("otb", "otb_loo", "rloo", "rloo_pooled", "ogb_pooled")
 STEPS = ("ogb_pooled", "rloo", "rloo_pooled", "value")
 FEWER = {"completions_per_prompt": 64, "group_sizes": [4], "projection": 4096}
 MEASURED = {"completions_per_prompt": 128, "group_sizes": [4, 8, 32], "projection": 4096}
@@ -100,31 +94,12 @@ ABLATIONS = {
     "value_no_states": {"states": False},
     "value_no_luck": {"luck": False},  # later luck is left out
     "value_no_v": {"without": ("V", "V²", "V m", "V √n")},
-    "value_one_batch": {"batches": 1},
     "value_two_batches": {"batches": 2},
 }
 NO_PROGRESS = {"value_no_progress": {"progress": False}}
 FLAGS = {name: getattr(BASELINES["value"], name) for name in ("needs", "per_token", "scope", "unbiased")}
 for _name, _options in (ABLATIONS | NO_PROGRESS).items():
     trl_otb.register_baseline(_name, **FLAGS)(type(_name, (Part,), _options))
-
-
-class LessLuck(Value):
-    """Per token: another baseline, `start`, and `value`'s part for the luck of later tokens."""
-
-    start: str
-
-    def __call__(self, x):
-        return BASELINES[self.start].estimator(x)
-
-    def _baseline(self, of, b0):
-        state, whole = super()._baseline(of, b0)
-        return b0.expand_as(whole), b0 + whole - state
-
-
-for _start in ("rloo", "otb_loo", "rloo_pooled"):
-    _name, _flags = f"{_start}_less_luck", FLAGS | {"scope": BASELINES[_start].scope}
-    trl_otb.register_baseline(_name, **_flags)(type(_name, (LessLuck,), {"start": _start}))
 
 
 def measured(task: str, folder: Path, args: argparse.Namespace) -> dict:
@@ -139,13 +114,11 @@ def measured(task: str, folder: Path, args: argparse.Namespace) -> dict:
             given = {"seed": args.seed, "disable_tqdm": False}
             trainer, options = trainer_of(task_of(name, args.seed), **given, **progress), MEASURED
         else:
-            trainer, options = language.trainer_at(name, args.seed, folder, **progress), language.measured(name)
+            trainer, options = language.trainer_at(name, args.seed, **progress), language.measured(name)
         options = options | {"prompts_per_batch": int(prompts or PROMPTS_PER_BATCH), "seed": args.seed}
         names = args.baselines or (["value", *NO_PROGRESS] if args.progress else [*BESIDE, "value", *ABLATIONS])
         if args.steps:
             names, options = [*STEPS[task not in TOY :]], options | (FEWER if task in TOY else {"projection": 4096})
-        if args.relatives:
-            names, options = [*RELATIVES], options | ({"group_sizes": [1, 2, 4, 8, 32]} if task in TOY else {})
         report = trl_otb.compare_baselines(trainer, names, args.num_prompts, **options)
         here.mkdir(parents=True, exist_ok=True)
         report.save(here)
@@ -206,20 +179,19 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num_prompts", type=int, default=24)
     parser.add_argument("--baselines", nargs="+", choices=BASELINES, help="by default those of the page")
-    parser.add_argument("--relatives", action="store_true", help="other authors' baselines, and N from 1 to 32")
     parser.add_argument("--progress", action="store_true", help="`value` with the text's reward so far, and without")
     parser.add_argument("--steps", action="store_true", help="few baselines at N = 4, for many prompts")
     parser.add_argument("--plot_only", action="store_true", help="tables and pictures from what is saved")
     parser.add_argument("--publish", action="store_true", help="put the columns into the results and the pages")
-    parser.add_argument("--output_dir", type=Path, help="by default runs/studies/value, or …/relatives")
+    parser.add_argument("--output_dir", type=Path, help="by default runs/studies/value, or …/steps")
     args = parser.parse_args(argv)
-    if args.baselines and (args.relatives or args.steps or args.publish):
+    if args.baselines and (args.steps or args.publish):
         parser.error("--baselines is for no other of these options, whose tables have baselines of their own")
-    kinds = [kind for kind in ("relatives", "steps", "progress") if getattr(args, kind)]
+    kinds = [kind for kind in ("steps", "progress") if getattr(args, kind)]
     if len(kinds) > 1:
         parser.error(f"{' and '.join(f'--{kind}' for kind in kinds)} are studies of their own: choose one")
-    name = kinds[0] if kinds else "value"
-    args.output_dir = args.output_dir or Path("runs/studies", name)
+    name = kinds[0] if kinds else "later_luck"
+    args.output_dir = args.output_dir or Path("runs/studies", kinds[0] if kinds else "value")
     if args.publish and args.seed != render.load(name)["seed"]:
         parser.error(f"--publish is for the seed of the page, {render.load(name)['seed']}")
     reports = {}

@@ -86,7 +86,6 @@ class Definition(NamedTuple):
     leave_one_out: bool = False
     pooled: bool = False
     zero_tail: bool = False  # B is 0 where no other completion has such a token
-    damped: bool = False
 
 
 def realized(c: Completion, t: int) -> float:
@@ -105,15 +104,12 @@ DEFINITIONS = {
     "otb": Definition(realized_so_far, per_token=True, zero_tail=True),
     "otb_no_zero_tail": Definition(realized_so_far, per_token=True),
     "otb_loo": Definition(realized_so_far, per_token=True, leave_one_out=True),
-    "otb_shrunk": Definition(lambda c, t: c.realized_energy() + 2.0 * c.energy.get(t, 0.0), per_token=True),
     "ogb": Definition(realized),
     "ogb_loo": Definition(realized, leave_one_out=True),
-    "opo": Definition(lambda c, t: len(c.position)),
     "rloo": Definition(equal, leave_one_out=True),
     "group_mean": Definition(equal),
     "none": Definition(lambda c, t: None),
     "ogb_pooled": Definition(realized, pooled=True),
-    "ogb_pooled_damped": Definition(realized, pooled=True, damped=True),
     "rloo_pooled": Definition(equal, pooled=True),
     "value": Definition(equal, per_token=True, pooled=True),  # B0, all that a new one has
 }
@@ -154,15 +150,6 @@ def pooled_baseline(groups, prompt, own, weight, reward):
     return (1 - share) * b + share * target
 
 
-def damping(own, others):
-    """The square of the others' share of the energy, over what it is where all have the same."""
-    if not others:
-        return 0.0
-    total = own.realized_energy() + sum(c.realized_energy() for c in others)
-    share = own.realized_energy() / total if total > 0 else 1 / (len(others) + 1)
-    return ((1 - share) * (len(others) + 1) / len(others)) ** 2
-
-
 def double_loop(rewards, energy, mask, n, *, baseline="otb", alignment="generated", ratios=None):
     """The definitions of the docstrings, one row and one token at a time; of a baseline that learns, a new one."""
     of = DEFINITIONS[baseline]
@@ -180,7 +167,6 @@ def double_loop(rewards, energy, mask, n, *, baseline="otb", alignment="generate
             def reward(c, t=t):
                 return c.reward_to_go(t) if of.per_token else c.total_reward
 
-            damped = damping(own, [c for c in others if c.position]) if of.damped and n > 1 else 1.0
             if of.pooled:
                 b = pooled_baseline(groups, i // n, own, of.weight, reward)
             elif n == 1 or (of.zero_tail and t > max((c.last for c in others), default=-1)):
@@ -188,7 +174,7 @@ def double_loop(rewards, energy, mask, n, *, baseline="otb", alignment="generate
             else:
                 members = others if of.leave_one_out else group
                 b = weighted_mean([(of.weight(c, t), reward(c)) for c in members if of.weight(c, t) is not None])
-            advantages[i][p] = (reward(own) - b) * damped
+            advantages[i][p] = reward(own) - b
     return torch.tensor(advantages)
 
 

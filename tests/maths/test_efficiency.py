@@ -298,8 +298,11 @@ def test_saved_report(tmp_path):
         "&lt;b&gt;" in page and "<b>" not in page and "name=viewport" in page and "prefers-color-scheme: dark" in page
     )
     assert [page.count(f"r='4' fill='var(--{of})'") for of in ("better", "worse", "faint")] == [1, 1, 2]
-    assert "<td>30 (20 to 40)</td>" in page and page.count("lost in noise") == 3  # table, picture, note
+    assert "<td>30 (20 to 40)<td>" in page and page.count("lost in noise") == 3  # table, picture, note
     assert json.loads((tmp_path / "report" / "report.json").read_text())["num_prompts"] == 40
+    assert "set no limit" not in page
+    report_of([*rows, row("far", 0.3, 0.2, math.inf)]).save(tmp_path / "report")
+    assert "<p class=faint>?: these prompts set no limit" in (tmp_path / "report" / "report.html").read_text()
 
 
 def test_report_holds_everything():

@@ -4,12 +4,9 @@ import ast
 import functools
 import importlib
 import itertools
-import json
-import math
 import random
 import re
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,13 +16,12 @@ from scipy import stats
 
 import trl_otb
 from recipes import toy
-from recipes.studies import ablations, language, render, runs, tasks
+from recipes.studies import language, render, runs, tasks
 from recipes.toy import lake, scratchpad
 from tests.helpers import tiny
-from tests.maths.test_efficiency import measured_prompts
-from tests.maths.test_value import Task, learnt
+from tests.maths.test_value import Task
 from tests.recipes.conftest import shortly_trained
-from trl_otb.baselines import BASELINES
+from trl_otb.baselines import Value
 from trl_otb.comparison import moments as moments_module
 
 
@@ -153,8 +149,7 @@ def pages(tmp_path, monkeypatch):
 @pytest.fixture
 def study(registry, monkeypatch):
     """The study of value, imported anew, so that it registers its baselines."""
-    for name in ("recipes.studies.value", "recipes.more_baselines", "recipes.studies.relatives"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.delitem(sys.modules, "recipes.studies.value", raising=False)
     return importlib.import_module("recipes.studies.value")
 
 
@@ -175,7 +170,7 @@ def test_value_study_end_to_end(study, scratchpad_10, tmp_path, monkeypatch):
     flags = ["--tasks", task, "--output_dir", str(tmp_path / "study"), "--num_prompts", "3"]
     study.main(flags)
     said = (tmp_path / "study" / "tables.md").read_text()
-    for estimator in ("otb", "otb, one left out", "ogb_pooled", "ogb_pooled_damped", *study.ABLATIONS):
+    for estimator in ("otb", "otb, one left out", "ogb_pooled", *study.ABLATIONS):
         assert said.count(f"| `{estimator}` |") == 2, estimator
     assert "(n = 3)" in said and "nan" not in said
     assert (tmp_path / "study" / f"{task}-seed0" / "noise.png").stat().st_size > 10_000
@@ -184,44 +179,6 @@ def test_value_study_end_to_end(study, scratchpad_10, tmp_path, monkeypatch):
     assert (tmp_path / "study" / "tables.md").read_text() == said
     with pytest.raises(SystemExit):  # which nobody measured
         study.main([*flags, "--plot_only", "--seed", "1"])
-
-
-@pytest.fixture
-def limit(study, monkeypatch):
-    monkeypatch.delitem(sys.modules, "recipes.studies.limit", raising=False)
-    return importlib.import_module("recipes.studies.limit")
-
-
-def test_states_are_read_from_the_text(limit):
-    """Of two steps by 4 from 7: all steps, those done, the place, how far the digit is off, what is broken."""
-    right = limit.states_of("7+4*02", ["a", "0", "1", "1", "!", "1", "b", "0", "0", "5", "<eos>"])
-    assert [of[2] for of in right] == [0, 1, 2, 3, 5, 4, 0, 1, 2, 3, 5, 9]
-    assert [of[1] for of in right] == [0] * 4 + [1] * 6 + [2] * 2 and right[-1] == (2, 2, 9, 0, False)
-    assert limit.states_of("7+4*02", "a012b006")[-1] == (2, 2, 5, 1, False)
-    assert limit.states_of("7+4*02", "a021")[-1][-1] and limit.states_of("7+4*02", "a011!2")[-1][-1]
-
-
-def test_the_limit_end_to_end(limit, scratchpad_10, monkeypatch, pages, capsys):
-    """Everything of a state lies in what is left of `rloo`, whose share is 1."""
-    monkeypatch.setattr(toy, "scratchpad_10", lambda: scratchpad_10)
-    for name, value in {"TASKS": ("scratchpad_10",), "GROUPS": 2, "LEARN_BATCHES": 1}.items():
-        monkeypatch.setattr(limit, name, value)
-    limit.main(["--num_prompts", "16", "--publish"])
-    assert "scratchpad_10 rloo                   1.000 (1.000–1.000)" in capsys.readouterr().out
-    of = {cell["estimator"]: cell["noise"][0] for cell in render.load("limit")["tables"]["T = 10"]}
-    assert {*of} == {"rloo", "best_of_state", "less_later_luck", *limit.MEASURED} and all(x > 0 for x in of.values())
-    with pytest.raises(SystemExit):
-        limit.main(["--num_prompts", "20"])
-
-
-def test_less_luck_leaves_out_what_the_text_predicts(study):
-    value, batch = learnt(seen=True), Task(100, seen=True).batch()
-    less = BASELINES["rloo_less_luck"].instance().estimator
-    less.load_state_dict(value.state_dict())
-    b0 = less(batch.x)
-    state = value.adjust(replace(batch.x, draw_ratio=torch.zeros_like(batch.x.mask)), b0)
-    torch.testing.assert_close(less.adjust(batch.x, b0) - b0, value.adjust(batch.x, b0) - state)
-    assert (state - b0).abs().max() > 0.1 < (less.adjust(batch.x, b0) - b0).abs().max()
 
 
 @pytest.fixture
@@ -251,17 +208,17 @@ def test_reasoning_tasks_begin_after_supervised_training(name, tiny_smollm2, mon
 
 def test_new_column_replaces_published_one(pages):
     """The others stay as they are, to the digit, and what is lost in noise stays lost."""
-    before, title = render.load("relatives"), "sums"
+    before, title = render.load("later_luck"), "sums"
     cells = [dict(cell, prompts=65) for cell in before["tables"][title]]
     at = next(i for i, cell in enumerate(cells) if (cell["estimator"], cell["n"]) == ("value", 4))
     cells[at] |= {"noise": [None, 0.5, None]}
     cells.append(dict(cells[at], estimator="newest"))
-    render.publish("relatives", {title: cells})
-    assert render.load("relatives") == before | {"tables": before["tables"] | {title: cells}}
-    row, *_ = [line for line in (pages / "relatives.md").read_text().splitlines() if line.startswith("| sums (65) |")]
+    render.publish("later_luck", {title: cells})
+    assert render.load("later_luck") == before | {"tables": before["tables"] | {title: cells}}
+    row = [line for line in (pages / "value.md").read_text().splitlines() if line.startswith("| sums (65) |")][-1]
     assert row.endswith("| ? (0.50–?) |")
     with pytest.raises(ValueError, match=f"has newest for {title}, which was not measured now"):
-        render.publish("relatives", {title: cells[:-1]})
+        render.publish("later_luck", {title: cells[:-1]})
 
 
 def test_study_cells_from_a_report(study):
@@ -282,13 +239,7 @@ def test_study_cells_from_a_report(study):
     assert [cell["equal_completions"][0] for cell in cells] == pytest.approx([1, 1.25, 0.5, 0.8, 1.0, 0.625])
     assert [cell["step"][0] for cell in cells] == pytest.approx([1, 1.25, 0.5, None, None, 0.625])
     assert [cell.get("explained") for cell in cells] == [None, None, 0.3, None, None, None]
-    table = render.at_equal_completions({"task": cells}, ["group_mean", "otb", "value"]).splitlines()
-    assert table[2:] == [
-        "| task | 2 | 1.25 (1.25–1.25) | 1.00 | 0.50 (0.50–0.50) |",
-        "| task | 4 | 1.00 (1.00–1.00) | 0.80 (0.80–0.80) | – |",
-    ]
-    of_value = render.noise({"task": cells}, 2, ["value", "explained"]).splitlines()
-    assert of_value[2] == "| task (3) | 0.40 (0.40–0.40) | 0.30 | 0.20 |"  # of the noise of `rloo_pooled`, 0.5
+    assert render.noise({"task": cells}, 2, ["value"]).splitlines()[2] == "| task (3) | 0.40 (0.40–0.40) |"
 
 
 def test_what_is_published_of_a_comparison_with_progress(study):
@@ -305,16 +256,12 @@ def test_what_is_published_of_a_comparison_with_progress(study):
     assert "0.33 (0.25–2.00)" in render.noise({"task": [*cells, ratio]}, 4, [ratio["estimator"]], of_steps=True)
 
 
-def test_the_table_of_ablations_is_of_its_results():
-    assert ablations.PAGE.read_text().endswith(ablations.table(json.loads(ablations.RESULTS.read_text())))
-
-
 OF_ROUNDING = {"MIN_WEIGHT", "NOT_ZERO", "ROUNDING", "LARGEST_RATIO", "BLOCK"}  # and of memory
 
 
 def test_each_constant_of_the_maths_has_its_row():
     """By name, with the number that it has."""
-    page, found = ablations.PAGE.read_text(), {}
+    page, found = (render.HERE / "ablations.md").read_text(), {}
     for path in (Path(trl_otb.__file__).parent / "baselines").glob("*.py"):
         tree = ast.parse(path.read_text())
         classes = [of for of in tree.body if isinstance(of, ast.ClassDef)]
@@ -342,30 +289,26 @@ def test_each_constant_of_the_maths_has_its_row():
         assert f"`{name}`" in page
 
 
-@functools.cache
-def power_without(part):
-    """Of a task whose rewards are divided by 100 after ten batches."""
-    found = [Task(seed, seen=True).batch().x.tensors() for seed in range(12)]
-    for tensors in found[10:]:
-        tensors["returns"], tensors["whole_returns"] = tensors["returns"] / 100, tensors["whole_returns"] / 100
-    return ablations.power_left(part, "16 prompts", found)
-
-
-@pytest.mark.parametrize("part", ablations.PARTS)
+@pytest.mark.parametrize("part", ["√n", "V", "V²", "m", "V m", "V √n", "σ²", "σ in ψ", "worst", "states"])
 def test_each_part_of_value_can_be_left_out(part):
-    """And it changes what is predicted, but for parts that have no effect on this task."""
-    without_effect = {"the whole", "c = 1 at once", "c = 1 for 8 prompts", "c = 1 without cross-validation"}
-    without_effect |= {"the bound at 1.2", "the bound at 2", "the other ridge without prompts"}
-    without_effect |= {name for name in ablations.PARTS if "reset" in name}
-    assert all(0 < power < math.inf for power in power_without(part))
-    assert (power_without("the whole") == power_without(part)) == (part in without_effect)
+    """And B is another then."""
+    batch = Task(100, seen=True).batch().x
+    parts = [Value(), Value([part])]
+    for value in parts:
+        for seed in range(6):
+            x = Task(seed, seen=True).batch().x
+            value.update(x, value(x), lambda values: values)
+    whole, other = (value.adjust(batch, value(batch)) for value in parts)
+    assert other.isfinite().all() and not torch.equal(whole, other)
+    with pytest.raises(ValueError, match="`without` holds \\['V\\^2'\\]"):
+        Value(["V^2"])
 
 
 @pytest.mark.parametrize("page", render.PAGES)
 def test_published_tables_match_results(page):
     text = (render.HERE / f"{page}.md").read_text()
     assert render.rendered(text) == text and "<!-- " in text
-    number = re.search(r"<!-- .*? -->.*?(\d\.\d\d+)", text, flags=re.DOTALL)
+    number = re.search(r"<!-- .*? -->.*?(\d\.\d\d+|(?<=: )\d\d)", text, flags=re.DOTALL)
     assert render.rendered(text[: number.start(1)] + "9.99" + text[number.end(1) :]) == text
 
 
@@ -393,13 +336,7 @@ def arms_of_all():
 
 @pytest.mark.parametrize(
     ("page", "results", "least"),
-    [
-        ("studies/value", ["value", "later_luck", "steps"], 2),
-        ("studies/language", ["language"], 0),
-        ("studies/asynchronous", [], 2),
-        ("studies/learning", [], 0),
-        ("studies/relatives", ["relatives"], 3),
-    ],
+    [("studies/value", ["later_luck", "steps"], 0), ("studies/asynchronous", [], 2), ("studies/learning", [], 0)],
 )
 def test_numbers_in_prose_match_results(page, results, least):
     """Every number with an interval, but for rendered tables."""
@@ -468,8 +405,8 @@ def test_both_units_of_a_cell():
     new = {"prompts": 3, "n": 4, "estimator": "value", "noise": [0.25, 0.2, 0.5], "step": [0.4, 0.25, 0.8]}
     old = {"prompts": 3, "n": 4, "estimator": "otb", "noise": [0.5, 0.4, 0.8], "equal_completions": [0.5, 0.4, 0.8]}
     table = render.both_units({"task": [new, old]}, 4, ["value", "otb"]).splitlines()
-    assert table[2] == "| task (3) | `value` | 0.25 (0.20–0.50) | 0.40 (0.25–0.80) | 300 (100–400) | 150 (25–300) |"
-    assert table[3] == "| task (3) | `otb` | 0.50 (0.40–0.80) | ? (?–?) | 100 (25–150) | ? (?–?) |"
+    assert table[2] == "| task (3) | `value` | 0.25 (0.20–0.50) | 0.40 (0.25–0.80) | 150 (25–300) |"
+    assert table[3] == "| task (3) | `otb` | 0.50 (0.40–0.80) | ? (?–?) | ? (?–?) |"
     assert "| 0.40 (0.25–0.80) |" in render.noise({"task": [new]}, 4, ["value"], of_steps=True)
 
 
@@ -487,20 +424,3 @@ def test_readme_has_the_variance_of_a_step():
         title: next(c for c in tables[key] if (c["estimator"], c["n"]) == ("value", 4)) for title, key in names.items()
     }
     assert said == {title: f"{render.of_step(cell)[0]:.2f}" for title, cell in of.items()}
-
-
-def test_few_prompts_hold_what_many_say():
-    """With the moments of a population that is known, and what a page says of the published ones."""
-    study = importlib.import_module("recipes.studies.few_prompts")
-    moments = measured_prompts(seed=0, prompts=96)
-    some = study.of_prompts(moments, torch.tensor([3, 5, 8, 9]))
-    assert some["x", 4].square.tolist() == moments["x", 4].square[[3, 5, 8, 9]].tolist()
-    assert some["x", 4].truth[0, 2] == moments["x", 4].truth[3, 8] and some["x", 4].scale == 1
-    published = render.load("few_prompts")
-    of_16 = [cell for cell in published["cells"] if cell["drawn"] == 16]
-    assert len(of_16) == 4 and all(95 <= round(100 * cell["held"]) <= 98 for cell in of_16)
-    assert all(round(100 * cell["too_high"]) <= 1 for cell in of_16)
-    assert next(of for of in published["advised"] if of["drawn"] == "16") == {
-        "drawn": "16",
-        "value": published["times"],
-    }

@@ -45,6 +45,13 @@ def test_trl_yaml_trains_this_trainer(folder):
     assert (type(args).__name__, args.baseline) == ("OTBGRPOConfig", "rloo")  # a flag wins over the file
 
 
+def test_a_reward_without_a_list(folder):
+    options = yaml.safe_load((folder / "run.yaml").read_text()) | {"reward_funcs": "own_rewards.odd", "max_steps": 1}
+    (folder / "run.yaml").write_text(yaml.dump(options))
+    cli.run(["grpo", "--config", "run.yaml"])
+    assert (folder / "out" / "model.safetensors").is_file()
+
+
 @pytest.mark.slow
 def test_compare_prints_verdict_trains_nothing(folder, capsys, monkeypatch):
     monkeypatch.setattr(moments_module, "BATCH_PARTITIONS", 1)  # for speed
@@ -85,7 +92,8 @@ def test_help_begins_with_what_is_not_trls(capsys):
     [
         ("learning_rat: 0.1", "'learning_rat' in run.yaml is no option of .* Did you mean learning_rate?"),
         ("baselin: rloo", "'baselin' in run.yaml is no option .* Did you mean baseline?"),
-        ("baseline: [", "while parsing"),
+        ("baseline: [", 'while parsing(.|\n)* in "run.yaml", line'),
+        ("\tbaseline: rloo", 'while scanning(.|\n)* in "run.yaml", line'),
         ("baseline: valu", "`baseline` is 'valu'"),
     ],
 )

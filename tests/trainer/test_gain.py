@@ -29,13 +29,13 @@ LINES = [
     ((0.01, 0.01), "later luck 0 %. That is next to nothing: the text so far does not tell the reward here, or "
                    "`value` has seen too few batches. 'rloo_pooled' would do as well. `trl_otb.compare_baselines("),
     ((-0.2, -0.1), "value added 20 % of the gradient's power beyond rloo_pooled (mean of the last 3 batches); later "
-                   "luck -10 %. So it made the gradient noisier: it has seen too few batches, or rewards changed "
+                   "luck -10 %. So it made the gradient noisier: it has seen too few prompts, or rewards changed "
                    "suddenly. 'rloo_pooled' would have done better."),
     ((-1.5, -1.5), "value has 2.5 times the gradient's power of rloo_pooled (mean of the last 3 batches); later luck 0 "
                    "%. So it made"),
     ((-1.5, -1.5, 0.0, 0.75), "value's prediction has 2.5 times the gradient's power of rloo_pooled (mean of the last "
                               "3 batches); later luck 0 %. So it would have made the gradient noisier (75 % of "
-                              "completions kept rloo_pooled): it has seen too few batches, or rewards changed "
+                              "completions kept rloo_pooled): it has seen too few prompts, or rewards changed "
                               "suddenly. `trl_otb"),
     ((math.nan, math.nan), "value had nothing to do: in the last 3 batches no prompt's returns varied."),
 ]  # fmt: skip
@@ -43,7 +43,16 @@ LINES = [
 
 @pytest.mark.parametrize(("values", "says"), LINES)
 def test_line_of_value(values, says):
-    assert says in gain_of_value(*values).line("value", "rloo_pooled", "rloo")
+    gain = gain_of_value(-9.0, -9.0, batches=10)  # in which it knew little, so that they do not count
+    for batch in gain_of_value(*values).batches:
+        gain.add(batch, batch)
+    assert says in gain.line("value", "rloo_pooled", "rloo")
+
+
+def test_first_batches_do_not_say_that_it_made_the_gradient_noisier():
+    said = gain_of_value(-0.2, -0.1, batches=10).line("value", "rloo_pooled", "rloo")
+    assert "mean of the last 10 batches); later luck -10 %. In its first batches `value` knows too little" in said
+    assert "noisier" in gain_of_value(-0.2, -0.1, batches=40).line("value", "rloo_pooled", "rloo")
 
 
 def test_line_of_value_says_what_might_help():

@@ -14,6 +14,7 @@ from transformers import trainer as transformers_trainer
 
 from tests.helpers import tiny
 from tests.helpers.pages import Opened, steps_of
+from tests.maths import test_efficiency as reports
 from tests.trainer.test_display import changed, credited, rollout_of
 from trl_otb import OTBGRPOTrainer
 from trl_otb.display import page, record
@@ -186,14 +187,14 @@ def test_a_character_of_several_tokens_is_one_piece(tmp_path, browser, capsys, t
 
 
 def test_one_scale_for_the_step(tmp_path, browser):
-    """A push of 0.2 is pale where another prompt has 2, unless the scale is the prompt's."""
+    """A push of 0.2 is seen where another prompt has 2, and darkest at the prompt's own scale: a root is drawn."""
     rollout = pushed(["ab", "cd", "ef", "gh"], [1.0, 1.0, 0.0, 0.0], {(0, 0): 0.2, (2, 0): -2.0})
     opened = opened_of(browser, tmp_path / "one.html", rollout, link="#train-1/0/push")
 
     def shade():
         return opened.of(".side:nth-child(2) .tokens span")[0].value_of_css_property("background-color")
 
-    assert opened.text("#high") == ["2.0 in this step"] and shade().endswith("0.05)")
+    assert opened.text("#high") == ["2.0 in this step"] and shade().endswith("0.2)")
     opened.choose("prompt", "scale")
     assert opened.text("#high") == ["0.20 in this prompt"] and shade().endswith("0.6)")
 
@@ -415,3 +416,17 @@ def test_parts_are_known_of_every_recorded_step(train, tmp_path):
     train(OTBGRPOTrainer, baseline="value", **options)
     steps = steps_of(tmp_path / "_rollouts.html")
     assert [of["step"] for of in steps] == [1, 3] and all({"prefix", "luck"} <= of["values"].keys() for of in steps)
+
+
+def test_a_report_on_a_phone(tmp_path, phone):
+    """Names of baselines stay whole, a user's long one is broken, and nothing is wider than the page."""
+    long = "module_of_a_user:" + 40 * "x"
+    worth = {"value with progress": 0.3, long: 0.2, "ogb_pooled": 0.1}
+    rows = [reports.row(name, of, of - 0.05, of + 0.1) for name, of in worth.items()]
+    reports.report_of([reports.CONTROL_ROW, *rows]).save(tmp_path)
+    phone.get((tmp_path / "report.html").as_uri())
+    assert phone.execute_script("return document.documentElement.scrollWidth") == 390
+    lines = "const of = document.createRange(); of.selectNodeContents(arguments[0]); return of.getClientRects().length"
+    cells = phone.find_elements("css selector", "td:first-child, th")
+    found = {cell.text: phone.execute_script(lines, cell) for cell in cells}
+    assert found["ogb_pooled"] == found["group_mean"] == found["baseline"] == 1 < found[long]

@@ -4,7 +4,7 @@ import html
 import math
 from typing import TYPE_CHECKING
 
-from .efficiency import Comparison, control
+from .efficiency import UNKNOWN, Comparison, control
 
 
 if TYPE_CHECKING:
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 
 PLOT_LIMIT = 3.0  # the share of more prompts at which intervals are cut off in pictures
+NO_LIMIT = f"?: these prompts set no limit, or it is beyond {100 * UNKNOWN:,.0f} %."
 WIDTH, NAMES, ROW = 370, 132, 24  # of a picture, of its names, and a row's height; a phone is 390 wide
 STYLE = """
 :root { color-scheme: light dark; --text: #1c1c1c; --faint: #6a6a6a; --line: #d5d5d5; --back: #fff;
@@ -20,12 +21,12 @@ STYLE = """
   :root { --text: #e8e8e8; --faint: #a5a5a5; --line: #454545; --back: #161616; --better: #7db9f0; --worse: #f2918a; }
 }
 body { margin: 0 auto; padding: 1rem; max-width: 46rem; background: var(--back); color: var(--text);
-  font: 16px/1.5 system-ui, sans-serif; }
+  overflow-wrap: break-word; font: 16px/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.2rem; overflow-wrap: anywhere; } h2 { font-size: 1rem; margin-top: 2rem; }
 .advice { font-weight: 600; } .faint, figcaption { color: var(--faint); font-size: .875rem; }
 table { border-collapse: collapse; font-size: .875rem; }
-th, td { padding: .25rem .75rem .25rem 0; text-align: left; vertical-align: top; overflow-wrap: anywhere;
-  border-bottom: 1px solid var(--line); }
+th, td { padding: .25rem .75rem .25rem 0; text-align: left; vertical-align: top; border-bottom: 1px solid var(--line); }
+.long { overflow-wrap: anywhere; }
 figure { margin: 1rem 0; } svg { width: 100%; max-width: 34rem; height: auto; font-size: 11px; fill: var(--text); }
 pre { overflow-x: auto; font-size: .8rem; }
 """
@@ -54,11 +55,12 @@ def page_of(report: "BaselineReport") -> str:
 def _section(report: "BaselineReport", n: int) -> str:
     rows, of = report.at(n), control(n)
     cells = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(text)}</td>" for text in line) + "</tr>" for line in report.table_of(n)
+        f"<tr><td{' class=long' * (_short(name) != name)}>{html.escape(name)}<td>{more}<td>{noise}</tr>"
+        for name, more, noise in report.table_of(n)
     )
     return (
         f"<h2>N = {n}</h2><table><tr><th>baseline<th>more prompts, % (95 %)<th>noise on the same prompts, × {of}'s</tr>"
-        f"{cells}</table>"
+        f"{cells}</table>{f'<p class=faint>{NO_LIMIT}</p>' * ('?' in cells)}"
         f"<figure>{_picture(rows, of)}<figcaption>More prompts per step that {of} needs, in per cent, with intervals "
         "of 95 %. Blue: surely more; red: surely fewer; grey: neither.</figcaption></figure>"
     )

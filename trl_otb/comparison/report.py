@@ -11,7 +11,7 @@ import torch
 
 from ..version import __version__
 from .efficiency import UNKNOWN, Comparison, Estimate, compare, control, moments_of, percent
-from .page import page_of, picture_of
+from .page import NO_LIMIT, page_of, picture_of
 from .progress import WITH_PROGRESS
 
 
@@ -272,8 +272,8 @@ class BaselineReport:
         text = (
             f"{self.num_prompts} prompts, {self.completions_per_prompt} completions each, {self.mean_length:.0f} "
             f"tokens on average; mean reward {self.mean_reward:.2f}; rewards vary on {self.prompts_varying} of the "
-            f"prompts. For steps of {self.prompts_per_batch} prompts, which are drawn, too; intervals are over the "
-            "prompts measured."
+            f"prompts. 'More prompts' is for steps of {self.prompts_per_batch} prompts, new ones in each step. "
+            "Intervals are over the prompts measured."
         )
         explained = self.learned.get("value/explained", math.nan)
         known = f" While it learned here, `otb/value/explained` was {explained:.2f}."
@@ -295,7 +295,7 @@ class BaselineReport:
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         table = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
         if any("?" in line for line in table):
-            table.append(f"?: these prompts set no limit, or it is beyond {100 * UNKNOWN:,.0f} %.")
+            table.append(NO_LIMIT)
         return "\n".join([self.verdict, "", *table, *["", self.spending] * bool(self.spending), "", self.summary])
 
 

@@ -278,8 +278,10 @@ function legend(kind) {
   const signed = SIGNED.includes(kind), end = (kind === "logp" ? -most : most).toPrecision(2);
   $("low").textContent = signed ? "-" + end : "0";
   $("high").textContent = `${end} in ${other ? `both ${$("scale").value}s` : `this ${$("scale").value}`}`;
-  const darkest = name => `rgb(var(--${name}) / .6)`;
-  const parts = signed ? [darkest("less"), "transparent 50%", darkest("more")] : ["transparent", darkest("plain")];
+  const stop = (name, share, place) => `rgb(var(--${name}) / ${(.6 * depth(kind, share * most)).toFixed(3)}) ${place}%`;
+  const shares = [0, .01, .04, .1, .25, .5, 1];
+  const parts = signed ? shares.map(s => stop("less", s, 50 - 50 * s)).reverse().concat(shares.map(s => stop("more", s, 50 + 50 * s)))
+    : [stop("plain", 0, 0), stop("plain", 1, 100)];
   $("bar").style.background = `linear-gradient(90deg, ${parts.join(", ")})`;
   $("meaning").textContent = KINDS[kind][1] + ".";
 }
@@ -324,8 +326,12 @@ function hardest(c) {
   for (let i = 0; i < c.tokens; i++) if (Math.abs(of(c, "push", i) || 0) > Math.abs(of(c, "push", best) || 0)) best = i;
   return best;
 }
+function depth(kind, x) { // how dark: of pushes and advantages the root, so that small ones show beside large ones
+  const share = Math.min(Math.abs(x) / most, 1);
+  return SIGNED.includes(kind) ? Math.sqrt(share) : share;
+}
 function shade(kind, x) { // a class of colour
-  const level = Math.round(SHADES * Math.min(Math.abs(x) / most, 1)) || 0;
+  const level = Math.round(SHADES * depth(kind, x)) || 0;
   return level ? paintOf(kind, x) + level : "";
 }
 const paintOf = (kind, x) => SIGNED.includes(kind) ? (x < 0 ? "less" : "more") : "plain";
@@ -396,7 +402,7 @@ function drawStrip(canvas, c, values, kind) { // the largest number of each part
     const from = Math.floor(k * c.tokens / width), to = Math.max(from + 1, Math.floor((k + 1) * c.tokens / width));
     for (let i = from; i < to && i < c.tokens; i++) if (Math.abs(values[c.start + i]) > Math.abs(x)) x = values[c.start + i];
     if (!x) continue;
-    context.fillStyle = `rgb(${paints[paintOf(kind, x)]} / ${Math.min(Math.abs(x) / most, 1).toFixed(3)})`;
+    context.fillStyle = `rgb(${paints[paintOf(kind, x)]} / ${depth(kind, x).toFixed(3)})`;
     context.fillRect(k, 0, 1, 1);
   }
 }

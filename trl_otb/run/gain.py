@@ -2,6 +2,7 @@
 
 import math
 from collections import deque
+from collections.abc import Collection
 from statistics import fmean
 
 from torch import Tensor
@@ -11,6 +12,7 @@ from .metrics import LEAST_REFERENCE, STATISTICS
 
 
 LATEST_BATCHES = 20  # the latest generation batches, which the line is about
+FIRST = 10  # batches of a training, in which `value` may still know little
 LITTLE = 0.05  # the share of power below which a baseline did next to nothing
 NEARLY_ALL = 0.95  # the share that a baseline that does not know the reward seldom removes
 MUCH = 2.0  # times the reference's power, from which on the line has the ratio, not per cent
@@ -22,9 +24,11 @@ class Gain:
 
     def __init__(self) -> None:
         self.batches: deque[dict[str, float]] = deque(maxlen=LATEST_BATCHES)
+        self.seen = 0
 
     def add(self, sums: dict[str, float], learned: dict[str, float]) -> None:
         """A batch, by the sums of its `STATISTICS` over all processes, and the metrics of a baseline that learned."""
+        self.seen += 1
         self.batches.append(learned | {name: sums[name] for name in ("power", "power_reference")})
 
     def add_statistics(self, statistics: Tensor, learned: dict[str, float]) -> None:
@@ -46,16 +50,15 @@ class Gain:
         """
         if not self.batches:
             return ""
-        of = "the last batch" if len(self.batches) == 1 else f"the last {len(self.batches)} batches"
         if name == "value":
-            return self._of_value(b0, of, may_ask, may_leak)
+            return self._of_value(b0, may_ask, may_leak)
         power, by_reference = (
             sum(batch[of_batch] for batch in self.batches) for of_batch in ("power", "power_reference")
         )
         if reference is None or not (math.isfinite(power) and by_reference > LEAST_REFERENCE * power):
             return ""
         ratio = power / by_reference
-        line = f"{name} {_change(ratio, 'under', reference)} ({of})."
+        line = f"{name} {_change(ratio, 'under', reference)} ({_last(self.batches)})."
         if ratio < MUCH or name not in SUBTRACT_NOTHING_IN_TAILS:
             return line
         return (
@@ -64,10 +67,13 @@ class Gain:
             "`baseline='value'` subtracts a baseline from them, too."
         )
 
-    def _of_value(self, b0: str | None, of: str, may_ask: bool, may_leak: bool) -> str:
+    def _of_value(self, b0: str | None, may_ask: bool, may_leak: bool) -> str:
+        early = self.seen <= FIRST
+        later = [*self.batches][0 if early else max(FIRST + len(self.batches) - self.seen, 0) :]
+        of = _last(later)
         names = ("explained", "explained_by_state", "luck_left_out", "kept", "slope_at_start")
         explained, by_state, left_out, kept, slopes = (
-            [batch[key] for batch in self.batches if math.isfinite(batch.get(key, math.nan))]
+            [batch[key] for batch in later if math.isfinite(batch.get(key, math.nan))]
             for key in (f"value/{name}" for name in names)
         )
         if not explained:
@@ -93,13 +99,19 @@ class Gain:
             line += f"few batches.{f' {b0!r} would do as well.' if b0 else ''}"
             if may_ask:
                 line += " If your reward can tell how half an answer is doing, try `progress_funcs='rewards'`."
+        elif early:
+            line += " In its first batches `value` knows too little to judge it."
         else:
             noisier = "made the gradient noisier"
             if kept_b0:
                 noisier = f"would have {noisier} ({kept_b0} % of completions kept {b0})"
-            line += f" So it {noisier}: it has seen too few batches, or rewards changed suddenly."
+            line += f" So it {noisier}: it has seen too few prompts, or rewards changed suddenly."
             line += f" {b0!r} would have done better." if b0 and not kept_b0 else ""
         return f"{line} `trl_otb.compare_baselines(trainer)` measures whether another baseline gains."
+
+
+def _last(batches: Collection[dict[str, float]]) -> str:
+    return "the last batch" if len(batches) == 1 else f"the last {len(batches)} batches"
 
 
 def _change(ratio: float, beyond: str, reference: str) -> str:
