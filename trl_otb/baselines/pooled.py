@@ -61,9 +61,7 @@ def partial_pooling(
     is the jackknife variance of b_(−i), σ² / (n − 1) for the plain mean; τ² is the true variance between prompts, and
     τ² + (τ² + u) / k the squared error of m: with these terms alone λ minimizes the squared error of the mixture.
     2 S² / k allows for the error of τ²; S² is the variance of the k others' b and b_(−i), so a prompt unlike the others
-    is pooled less. Without it 3 or 4 prompts of two kinds had up to 1.85 times the power of `rloo`; with 1 in the place
-    of 2 1.05, with 2 1.02, and with 4 1.00, which gains up to 2 % less where prompts are alike (the rates of
-    tests/maths/test_identities.py, N = 4 and 8).
+    is pooled less (what other factors than 2 leave is a table of recipes/studies/ablations.md).
 
     A prompt with a single member, as all are for N = 1, has λ = 1. To the others its return is its b, with the u of one
     of their completions; it does not determine v. With no other prompt m = 0. `left_one_out` holds b_(−j), and for a

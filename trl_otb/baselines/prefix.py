@@ -89,7 +89,7 @@ def read(x: Completions) -> Prefix:
     columns |= {"worst": shifted(luck.nan_to_num().clamp(min=0).cummax(dim=1).values), "sure": sure}
     numbers = torch.stack([columns[name].expand_as(mask) for name in NUMBERS], dim=-1)
     mean_state = prefix_sums(states) / (columns["count"] + 1).unsqueeze(-1)
-    # Times √n, too: 3 % less power on reversing words, 1 % more on none (recipes/studies/progress.md)
+    # Times √n, too, as what a number of progress says of the reward may change along the text
     progress = () if x.progress is None else (x.progress, x.progress * columns["root_count"].unsqueeze(-1))
     numbers = torch.cat([numbers, states, mean_state, *progress], dim=-1)
     names = [f"{of}{i}" for of in (STATE, MEAN_STATE) for i in range(states.size(-1))]
