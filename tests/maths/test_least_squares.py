@@ -19,7 +19,8 @@ def test_shares_leave_the_least_also_where_parts_say_the_same(seed):
     parts = [of.sum(dim=-1) for of in (columns[..., :-1].double() * fitted).split(sizes, dim=-1)]
 
     def left(shares):
-        return (target[..., 0].double() - sum(c * of for c, of in zip(shares, parts, strict=True))).square().sum().item()
+        predicted = sum(c * of for c, of in zip(shares, parts, strict=True))
+        return (target[..., 0].double() - predicted).square().sum().item()
 
     tried = torch.linspace(0, 1, 41, dtype=torch.float64).tolist()
     least = min(left((one, other)) for one in tried for other in tried)

@@ -1,5 +1,7 @@
 """From which distribution tokens were drawn: later luck counts only where its mean is 0."""
 
+from types import SimpleNamespace
+
 import accelerate.logging
 import pytest
 import torch
@@ -14,7 +16,7 @@ from tests.helpers.settings import logged, sampled_elsewhere, scripted_rollout
 from trl_otb.comparison.pools import at_rest, sample
 from trl_otb.energy import TokenValues
 from trl_otb.seam import draws
-from trl_otb.seam.sampled import SampledTurns
+from trl_otb.seam.sampled import SampledTurn, SampledTurns
 
 
 DROPPING = LoraConfig(r=2, target_modules="all-linear", lora_dropout=0.5)
@@ -121,6 +123,31 @@ def test_each_row_has_the_values_of_its_own_draw():
     for _ in range(2):
         assert torch.equal(turns.of_batch(batch, torch.ones(2, 2)).energy, torch.stack(drawn))
     assert torch.equal(turns.of_batch(batch, torch.zeros(2, 2)).energy, torch.zeros(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "completions", "known"),
+    [
+        ([[1, 2, 3], [1, 2, 3]], [[4, 5], [4, 6]], [True, True]),
+        ([[1, 2, 3], [1, 2, 0]], [[4, 5], [4, 5]], [True, False]),
+        ([[1, 2, 3], [1, 2, 3]], [[4, 5], [7, 5]], [True, False]),
+    ],
+)
+def test_values_are_of_the_ids_that_the_forwards_read(prompts, completions, known):
+    turn = SampledTurn(1.0)
+    for read in (torch.tensor([[1, 2, 3], [1, 2, 3]]), torch.tensor([[4], [4]])):
+        turn.on_forward(None, (), {"input_ids": read}, SimpleNamespace(logits=torch.zeros(*read.shape, 8)))
+    found = turn.rows(prompts, completions, None)
+    assert [of is not None for of in found] == known
+    assert found[0].energy.tolist() == pytest.approx([1 - 2 / 8 + 8 / 64] * 2)
+
+
+def test_completions_of_a_prompt_are_found_in_any_order():
+    turns, drawn = SampledTurns(), [torch.tensor([0.1, 0.2]), torch.tensor([0.3, 0.4])]
+    turns.add([TokenValues(energy, -energy, None) for energy in drawn], [[1]] * 2, [[5, 6], [5, 7]])
+    ids = torch.tensor([[5, 7], [5, 6]])
+    batch = {"prompt_ids": torch.ones(2, 1), "prompt_mask": torch.ones(2, 1), "completion_ids": ids}
+    assert torch.equal(turns.of_batch(batch, torch.ones(2, 2)).energy, torch.stack(drawn[::-1]))
 
 
 class Changed(torch.nn.Module):
