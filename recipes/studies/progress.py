@@ -28,7 +28,7 @@ from recipes.studies.value import TASKS as TITLES
 from trl_otb.baselines import Value, batch_of_groups
 from trl_otb.baselines.prefix import read_in_blocks
 from trl_otb.baselines.registry import imported
-from trl_otb.baselines.value import r_squared
+from trl_otb.baselines.value_metrics import r_squared
 from trl_otb.comparison.efficiency import Estimate, bootstrap
 from trl_otb.progress import PROGRESS_PLACES, Progress, Sampled
 
@@ -106,8 +106,8 @@ def replay(pools: Pools, make, progress=None, seed: int = 0) -> dict[str, torch.
             left = (whole.returns - run.adjust(whole, b0)) * whole.mask
             power = (whole.energy * left.square()).sum(1).view(-1, N).sum(1)
             of_b0 = (whole.energy * ((whole.returns - b0) * whole.mask).square()).sum(1).view(-1, N).sum(1)
-            middle = sum(run._returns_seen) / 2
-            v = torch.cat([run._centred_v(of, b0[rows], run.eta) + middle for _, of, rows in read_in_blocks(whole)])
+            middle = sum(run.returns_seen) / 2
+            v = torch.cat([run.centred_v(of, b0[rows], run.eta) + middle for _, of, rows in read_in_blocks(whole)])
             for k, i in enumerate(measured):
                 found["power"][i] += power[k]
                 found["b0"][i] += of_b0[k]

@@ -89,7 +89,7 @@ def test_a_rollout_from_energies_to_metrics(x, baseline, dense):
         assert "value/explained" in found.learned
         value = run.entry.estimator
         give_coefficients(value, local, torch.ones)
-        value.weight, value._returns_seen = 0.5, (0.0, 1.0)
+        value.weight, value.returns_seen = 0.5, (0.0, 1.0)
         assert run.advantages_of(local, rollout.scale).advantages.is_meta
 
 

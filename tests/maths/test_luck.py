@@ -177,7 +177,7 @@ def test_luck_is_left_out_from_the_next_batch_on(caplog):
     assert (batch.baseline(other) - without.baseline(other)).abs().max() > 0.1
     assert of_power(batch, value) < 0.8  # and it is fitted by itself
     # A reset for the sake of rewards says nothing of draws
-    value._reset("of a test")
+    value.reset("of a test")
     assert value.luck_check.luck_left_out and value.luck_check.draws.abs().sum() > 0
     # And back, where the cause has gone
     for seed in range(300, 900):

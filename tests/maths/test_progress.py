@@ -64,7 +64,7 @@ def test_value_predicts_what_progress_tells():
 def test_r2_at_the_end_is_that_of_v_before_the_last_token():
     value, batch = learnt(), Counted(100).batch()
     last = (batch.x.mask.cumsum(1) * batch.x.mask).argmax(1)
-    state = value._centred_v(*_read(batch), value.eta) + sum(value._returns_seen) / 2
+    state = value.centred_v(*_read(batch), value.eta) + sum(value.returns_seen) / 2
     predicted, returns = state.gather(1, last.unsqueeze(1))[:, 0].double(), batch.x.returns[:, 0].double()
     expected = 1 - (returns - predicted).square().sum() / (returns - returns.mean()).square().sum()
     found = batch.teach(value)["r2_at_end"]
@@ -95,7 +95,7 @@ def test_what_it_subtracts_is_unbiased_with_progress(n):
     """By all groups of a policy whose completions are all listed; progress is a function of the tokens so far."""
     policy = Enumeration()
     value, g = OnRloo(), torch.Generator().manual_seed(0)
-    value.weight, value.luck_weight, value._returns_seen = 0.7, 0.9, (-10.0, 10.0)
+    value.weight, value.luck_weight, value.returns_seen = 0.7, 0.9, (-10.0, 10.0)
     rule = replace(BASELINES["value"], estimator=value)
     number = {}  # of each text, two random ones
 
@@ -152,7 +152,7 @@ def test_what_functions_tell_is_unbiased(n, kind):
     """By all groups of a policy whose completions are all listed, some of which end early, and real calls."""
     policy = Enumeration()
     value, g = OnRloo(), torch.Generator().manual_seed(0)
-    value.weight, value.luck_weight, value._returns_seen = 0.7, 0.9, (-10.0, 10.0)
+    value.weight, value.luck_weight, value.returns_seen = 0.7, 0.9, (-10.0, 10.0)
     groups, inputs = policy.groups(n)
     rows, size = groups.flatten(), policy.mask.size(1)
     texts = ["".join("abc"[y] for y in history) for history, _, _ in policy.completions]
@@ -182,7 +182,7 @@ def test_what_functions_tell_is_unbiased(n, kind):
 def test_the_slope_at_start_is_that_of_its_definition():
     """Of A on G within prompts, at first tokens; 1 or more unless what is subtracted knows the return."""
     value, batch = learnt(), Counted(100).batch()
-    left = (batch.x.returns - value._baseline(*_read(batch))[0])[:, 0].view(-1, N).double()
+    left = (batch.x.returns - value.baseline_parts(*_read(batch))[0])[:, 0].view(-1, N).double()
     returns = batch.x.returns.view(-1, N).double()
     a, g = (of - of.mean(1, keepdim=True) for of in (left, returns))
     expected = ((a * g).sum() / g.square().sum()).item()

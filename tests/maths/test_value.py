@@ -26,8 +26,8 @@ from trl_otb.baselines import (
     least_squares,
     prefix,
     squeeze,
+    value_columns,
 )
-from trl_otb.baselines import value as module
 from trl_otb.run import baseline as run_baseline
 
 
@@ -208,7 +208,7 @@ def test_what_it_subtracts_is_unbiased(n, weighted, width):
     of_tokens = (policy.logps - sampler.logps).exp()
     ratio = of_tokens if weighted == "by token" else of_tokens.prod(1, keepdim=True)
     value, g = OnRloo(), torch.Generator().manual_seed(0)
-    value.weight, value.luck_weight, value._returns_seen = 0.7, 0.9, (-width, width)
+    value.weight, value.luck_weight, value.returns_seen = 0.7, 0.9, (-width, width)
     entry = replace(BASELINES["value"], estimator=value)
     # A state that predicts token t: the tokens before it
     tokens = torch.tensor([[*history, 0, 0][:3] for history, _, _ in policy.completions])
@@ -317,19 +317,19 @@ def test_what_a_study_leaves_out_is_not_fitted():
 
     def zeros(*parts):
         value = learnt(range(2), Value(without=parts), seen=True)
-        found = zip(module.PHI + module.PSI, [*value.theta, *value.gamma], strict=True)
+        found = zip(value_columns.PHI + value_columns.PSI, [*value.theta, *value.gamma], strict=True)
         return {name for name, of in found if of == 0}
 
     usual = zeros()
     assert zeros("V √n") - usual == {"V √n", "σ V √n", "σ² V √n", "luck V √n", "luck σ V √n"}
     assert zeros("σ²", "V") - usual >= {"σ² 1", "σ² m", "V", "luck V"} and "σ 1" not in zeros("σ²")
-    assert zeros("σ in ψ") - usual == {f"luck σ {part}" for part in module.PARTS}
+    assert zeros("σ in ψ") - usual == {f"luck σ {part}" for part in value_columns.PARTS}
     value = learnt(range(2), Value(without={"states", "energy"}))
     found = dict(zip(value.state_dict()["_value_names"], value.eta, strict=False))
     assert {name for name in found if found[name] == 0} >= {"state 0", "mean state 2", "energy"}
     assert found["surprisal"] != 0 and value.eta[:2].any()
-    value._reset("a test")
-    assert value._without == {"states", "energy"}
+    value.reset("a test")
+    assert value.without == {"states", "energy"}
     with pytest.raises(ValueError, match=r"`without` holds \['V3'\]: 'value' is made of .*'V √n'"):
         Value(without={"V3"})
 
@@ -743,7 +743,7 @@ def test_unsolvable_sums_give_b0(monkeypatch, caplog):
     with monkeypatch.context() as broken, caplog.at_level(logging.WARNING):
         solution = least_squares.solution
         of_both = lambda sums, ridge: solution(sums, ridge) * (math.nan if "luck V" in sums.names else 1.0)  # noqa: E731
-        broken.setattr(module, "solution", of_both)
+        broken.setattr("trl_otb.baselines.value.solution", of_both)
         Task(100).batch().teach(value)
     assert "discards what it has learned: its linear system has no finite solution" in caplog.text
     assert torch.equal(batch.baseline(value)[:, :1], batch.b0)

@@ -168,7 +168,7 @@ def test_group_gradient_is_completions_mean(sampled, one_partition, baseline, pe
     if baseline == "value":  # that has learned something
         value, g = entry.estimator, torch.Generator().manual_seed(0)
         give_coefficients(value, pool, lambda size: 0.1 * torch.randn(size, generator=g))
-        value.weight, value.luck_weight, value._returns_seen = 0.7, 0.9, (-3.0, 3.0)
+        value.weight, value.luck_weight, value.returns_seen = 0.7, 0.9, (-3.0, 3.0)
     pool = replace(pool, draw_ratio=None)
     others = [[rewarded(10 * batch + prompt, per_token) for prompt in range(3)] for batch in range(2)]
     rewards = pool.returns[:, 0]

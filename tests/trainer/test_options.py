@@ -77,7 +77,7 @@ def test_it_trains_under_every_setting(train, kind, setting):
     assert all(math.isfinite(v) for v in logged(trainer, "otb/energy/token_mean"))
     if kind != "otb":
         assert len(logged(trainer, "otb/value/weight")) == len(rollouts)
-        assert (trainer.baseline.entry.estimator._tokens > 0) == any(rollouts)
+        assert (trainer.baseline.entry.estimator.tokens > 0) == any(rollouts)
 
 
 def test_sequence_decisions_follow_the_completion():

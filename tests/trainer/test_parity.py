@@ -132,7 +132,7 @@ def test_rollout_keeps_its_initial_mode(train, options):
     know(trainer)
     trainer.train()
     prompts = trainer.args.generation_batch_size // trainer.num_generations
-    assert [*trainer.rollouts] == ["train"] and trainer.baseline.entry.estimator._prompts > prompts
+    assert [*trainer.rollouts] == ["train"] and trainer.baseline.entry.estimator.prompts > prompts
 
 
 def test_two_trainers_of_one_model_alive(train, model_path):

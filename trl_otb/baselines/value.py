@@ -1,15 +1,14 @@
 """A baseline that predicts returns from the text so far, and subtracts the luck of later tokens."""
 
-import copy
 import logging
 import math
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from .bound import ROUNDING, VARIES_NOT_RATIO, worse_than_b0
@@ -19,6 +18,9 @@ from .luck import COLUMNS, LuckCheck, measured
 from .pooled import pooled
 from .prefix import MEAN_STATE, NUMBERS, PROGRESS, STATE, Prefix, later, read_in_blocks
 from .transport import numbered
+from .value_columns import PHI, PSI, columns_of, parts_of
+from .value_metrics import KNOWING, KNOWING_SLOPE, BatchSums, by_prompt, slope_within
+from .value_state import load_state, saved_state
 
 
 logger = logging.getLogger(__name__)
@@ -34,40 +36,6 @@ RESET_PROMPTS = 4
 # Times the ridge of V's other numbers, with progress functions: they tell what the text is worth, so that states, which
 # are many, mostly fit chance. Infinite, states would add nothing
 STATES_RIDGE_FACTOR = 4
-# Of `slope_at_start`: below it, what is subtracted knows the reward. Without a leak it is 1 or more, but where the
-# completions of a prompt begin differently, as after an environment's `reset`. For N = 1 prompts may decide rewards
-KNOWING_SLOPE = 0.5
-# What φ and ψ are made of, from V less the middle of the returns seen, and numbers of the text so far: each of these
-# times 1, σ and, in φ, σ². Another one is a line here
-PARTS: dict[str, Callable[[Prefix, Tensor], Tensor]] = {
-    ONE: lambda of, v: torch.ones_like(v),
-    "√n": lambda of, v: of.root_count,
-    "V": lambda of, v: v,
-    "V²": lambda of, v: v.square(),
-    "m": lambda of, v: of.worst,
-    "V m": lambda of, v: v * of.worst,
-    "V √n": lambda of, v: v * of.root_count,
-}
-EARNED = "earned"  # the rewards earned so far
-PHI = (ONE, B0, *[*PARTS][1:], *(f"{power} {part}" for power in ("σ", "σ²") for part in PARTS), EARNED)
-PSI = (*(f"luck {part}" for part in PARTS), *(f"luck σ {part}" for part in PARTS))
-
-
-class BatchSums(NamedTuple):
-    """Sums over the tokens of a batch."""
-
-    power: Any  # Σ w (G − B0)²
-    left: Any  # Σ w (G − B)², by the B that earlier batches taught
-    left_by_state: Any  # the same without later luck
-    squares: Any  # Σ w (G² + B0²), of which a rounding error is a part
-    excluded: Any  # tokens whose numbers are not finite
-    tokens: Any  # the others
-    energy: Any  # Σ w
-    # Of the last tokens of completions: their number, Σ G, Σ G² and Σ (G − V)²
-    ends: Any
-    returns_at_end: Any
-    squares_at_end: Any
-    left_at_end: Any
 
 
 class Value:
@@ -107,23 +75,23 @@ class Value:
     prompt_folds = 4  # of which all but one teach the V and c that the last is used with
     prompts_enough = 16  # for c = 1: what few prompts say of the next ones cannot be cross-validated
     _warned: ClassVar[set[str]] = set()  # of what is said once
-    _knew = 0  # batches in a row in which it knew what rewards would be
+    knew = 0  # batches in a row in which it knew what rewards would be
 
     def __init__(self, without: Collection[str] = ()) -> None:
-        self._without = frozenset(without)
+        self.without = frozenset(without)
         known = set().union(*map(parts_of, (*PHI, *PSI, *NUMBERS, STATE))) - {ONE, B0}
-        if unknown := self._without - known:
+        if unknown := self.without - known:
             raise ValueError(f"`without` holds {sorted(unknown)}: 'value' is made of {sorted(known)}.")
         self.eta: Tensor | None = None  # (K,) of V
         self.theta: Tensor | None = None  # of `PHI`
         self.gamma: Tensor | None = None  # of `PSI`
         self.weight = self.luck_weight = 0.0  # c₁, c₂
-        self._value_sums: Sums | None = None  # over earlier batches; float64, on the CPU
-        self._sums: Sums | None = None  # the same by fold, of `PHI`, `PSI` and the target
-        self._tokens = 0.0  # the same of tokens
-        self._prompts = 0  # in all batches
-        self._returns_seen = (math.inf, -math.inf)  # minimum and maximum
-        self._doubted = 0  # prompts in the latest batches in a row in which B left too much
+        self.value_sums: Sums | None = None  # over earlier batches; float64, on the CPU
+        self.sums: Sums | None = None  # the same by fold, of `PHI`, `PSI` and the target
+        self.tokens = 0.0  # the same of tokens
+        self.prompts = 0  # in all batches
+        self.returns_seen = (math.inf, -math.inf)  # minimum and maximum
+        self.doubted = 0  # prompts in the latest batches in a row in which B left too much
         self.luck_check = LuckCheck()
 
     # The baseline
@@ -136,15 +104,17 @@ class Value:
         """B; or B0, before anything is predicted."""
         if self.theta is None or max(self.weight, self.luck_weight) == 0.0:
             return b0
-        return torch.cat([self._baseline(of, b0[rows])[1] for _, of, rows in read_in_blocks(local)])
+        return torch.cat([self.baseline_parts(of, b0[rows])[1] for _, of, rows in read_in_blocks(local)])
 
-    def _baseline(self, of: Prefix, b0: Float[Tensor, "B #T"]) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
+    def baseline_parts(
+        self, of: Prefix, b0: Float[Tensor, "B #T"]
+    ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
         """B without later luck, and B."""
         if self.eta is None or self.theta is None or self.gamma is None:
             return (b0.expand_as(of.sure),) * 2
-        v = self._centred_v(of, b0, self._eta_of(of.names))
+        v = self.centred_v(of, b0, self._eta_of(of.names))
         phi, psi = columns_of(of, b0, v)
-        least, most = self._returns_seen
+        least, most = self.returns_seen
         predicted = b0 + self.weight * (phi @ self.theta.to(phi))
         state = predicted.clamp(b0.clamp(max=least), b0.clamp(min=most))
         # Known before the draw, so that it may be limited; the sum may not, or its mean would not be 0
@@ -153,24 +123,24 @@ class Value:
 
     def _eta_of(self, names: tuple[str, ...]) -> Tensor:
         """V's coefficients of these columns. It is fitted anew if they were others, as by other progress functions."""
-        assert self.eta is not None and self._value_sums is not None
-        if self._value_sums.names != (*names, TARGET):
-            self._value_sums = self._value_sums.of((*names, TARGET))
-            self.eta = self._fitted_v(self._value_sums)
+        assert self.eta is not None and self.value_sums is not None
+        if self.value_sums.names != (*names, TARGET):
+            self.value_sums = self.value_sums.of((*names, TARGET))
+            self.eta = self._fitted_v(self.value_sums)
         return self.eta
 
-    def _centred_v(self, of: Prefix, b0: Tensor, eta: Tensor) -> Float[Tensor, "B T"]:
+    def centred_v(self, of: Prefix, b0: Tensor, eta: Tensor) -> Float[Tensor, "B T"]:
         """
         V less the middle of the returns seen, by coefficients `(K,)` or, for each row, `(B, K)`. It decides what the
         ridge does to V's square and products.
         """
-        least, most = self._returns_seen
+        least, most = self.returns_seen
         predicted = (of.with_b0(b0) @ eta.to(of.numbers).unsqueeze(-1)).squeeze(-1)
         return (b0 + predicted).clamp(least, most) - (least + most) / 2
 
     def later_luck(self, local: Completions, b0: Float[Tensor, "B #T"]) -> Float[Tensor, "B T"]:
         """The part of B that is the luck of later tokens, to show it."""
-        parts = (self._baseline(of, b0[rows]) for _, of, rows in read_in_blocks(local))
+        parts = (self.baseline_parts(of, b0[rows]) for _, of, rows in read_in_blocks(local))
         return torch.cat([whole - state for state, whole in parts])
 
     def keeps_b0(
@@ -182,9 +152,9 @@ class Value:
     @property
     def usual_power(self) -> float:
         """What B0 left in earlier batches, per energy."""
-        if self._sums is None:
+        if self.sums is None:
             return 0.0
-        sums = self._sums.total().values
+        sums = self.sums.total().values
         return (sums[-1, -1] / sums[0, 0].clamp(min=NOT_ZERO)).item()
 
     # Learning from a batch
@@ -204,21 +174,17 @@ class Value:
         - those of [`LuckCheck.add`]
         """
         prompt, size, prompts = numbered(local, gather)
-        fold = (prompt + self._prompts) % self.prompt_folds
+        fold = (prompt + self.prompts) % self.prompt_folds
         names, *local_sums, at_start, largest_ratio = self._measure(local, b0, fold)
-        local_sums.append(_by_prompt(at_start, prompt if local.num_generations > 1 else 0 * prompt, size))
+        local_sums.append(by_prompt(at_start, prompt if local.num_generations > 1 else 0 * prompt, size))
         of_value, of_batch, of_draws, of_starts = _summed(local_sums, gather)
         batch = BatchSums(*of_batch.tolist())
-        varies = batch.power > ROUNDING * batch.squares
-        allowed = RESET_RATIO * batch.power if varies else VARIES_NOT_RATIO * self.usual_power * batch.energy
+        allowed = RESET_RATIO * batch.power if batch.varies else VARIES_NOT_RATIO * self.usual_power * batch.energy
         reset = self._count_lost(batch.left > max(allowed, ROUNDING * batch.squares), prompts)
-        shares = [1 - part / batch.power if varies else math.nan for part in (batch.left, batch.left_by_state)]
-        metrics = dict(zip(("explained", "explained_by_state"), shares, strict=True))
-        metrics |= {"weight": self.weight, "luck_weight": self.luck_weight, "restarted": float(reset)}
-        at_end = batch.ends, batch.returns_at_end, batch.squares_at_end, batch.left_at_end
-        metrics["r2_at_end"] = math.nan if self.eta is None else r_squared(*at_end)
+        metrics = batch.metrics() | {"weight": self.weight, "luck_weight": self.luck_weight, "restarted": float(reset)}
+        metrics["r2_at_end"] = math.nan if self.eta is None else batch.r2_at_end()
         metrics["slope_at_start"] = slope_within(of_starts)
-        self._tell_of_knowing(metrics["slope_at_start"], local.num_generations)
+        self._warn_of_knowing(metrics["slope_at_start"], local.num_generations)
         tokens = "all" if batch.tokens == 0 else str(int(batch.excluded))
         kind = "all" if batch.tokens == 0 else "some"  # are not finite
         if batch.excluded > 0 and kind not in self._warned:
@@ -232,31 +198,37 @@ class Value:
             return metrics | {"luck_left_out": 1.0}
         if reset:
             what = "power where no return varied"
-            if varies:
+            if batch.varies:
                 what = f"{batch.left / batch.power:.1f} times the power of 'rloo_pooled'"
-            self._reset(f"it left {what}, as after a change of rewards")
+            self.reset(f"it left {what}, as after a change of rewards")
 
         present, returns = local.mask > 0, local.returns.expand_as(local.mask)
         ends = [-returns.where(present, math.inf).amin(), returns.where(present, -math.inf).amax(), largest_ratio]
         least, most, largest = gather(torch.stack(ends).unsqueeze(0)).amax(dim=0).tolist()
         metrics |= self.luck_check.add(of_draws, largest)
-        self._returns_seen = min(self._returns_seen[0], -least), max(self._returns_seen[1], most)
-        self._prompts += prompts
+        self.returns_seen = min(self.returns_seen[0], -least), max(self.returns_seen[1], most)
+        self.prompts += prompts
         new = Sums((*names, TARGET), of_value)
-        whole = new.total().after(self._value_sums, self.decay_per_batch)
+        whole = new.total().after(self.value_sums, self.decay_per_batch)
         v_of_others = self._fitted_v(replace(new, values=whole.values - new.values))
         (of_both,) = _summed([self._sums_of(local, b0, fold, v_of_others)], gather)
-        self._value_sums, self.eta = whole, self._fitted_v(whole)
-        self._sums = Sums((*PHI, *PSI, TARGET), of_both).after(self._sums, self.decay_per_batch)
-        self._tokens = self.decay_per_batch * self._tokens + batch.tokens
+        self.value_sums, self.eta = whole, self._fitted_v(whole)
+        self.sums = Sums((*PHI, *PSI, TARGET), of_both).after(self.sums, self.decay_per_batch)
+        self.tokens = self.decay_per_batch * self.tokens + batch.tokens
         self._fit()
         return metrics
 
+    def _warn_of_knowing(self, slope: float, n: int) -> None:
+        """Where what is subtracted before first tokens tells completions' rewards, in two batches in a row."""
+        self.knew = self.knew + 1 if slope < KNOWING_SLOPE and n > 1 else 0
+        if self.knew == 2:
+            logger.warning(KNOWING.format(slope=slope))
+
     def _count_lost(self, lost: bool, prompts: int) -> bool:
         """Counts the prompts of lost batches in a row; whether to reset."""
-        again = lost and self._doubted > 0
-        self._doubted = self._doubted + prompts if lost else 0
-        return again and self._doubted >= RESET_PROMPTS
+        again = lost and self.doubted > 0
+        self.doubted = self.doubted + prompts if lost else 0
+        return again and self.doubted >= RESET_PROMPTS
 
     def _measure(self, local: Completions, b0: Tensor, fold: Tensor) -> list[Any]:
         """
@@ -269,7 +241,7 @@ class Value:
         for x, of, rows in read_in_blocks(local):
             b = b0[rows]
             target, weights = (x.returns - b).expand_as(x.mask), x.need("loss_energy")
-            state, whole = (x.returns - values for values in self._baseline(of, b))
+            state, whole = (x.returns - values for values in self.baseline_parts(of, b))
             present = x.mask * of.known  # tokens alike
             power, left, left_by_state = ((weights * of_b.square()).sum() for of_b in (target, whole, state))
             squares = (weights * (x.returns.square() + b.square())).sum()
@@ -283,24 +255,12 @@ class Value:
             at_start.append(torch.stack([present[:, 0], x.returns[:, 0], state[:, 0]], dim=1))
         return [of.names, sums, total, of_draws, torch.cat(at_start), largest]
 
-    def _tell_of_knowing(self, slope: float, n: int) -> None:
-        """Warns if what is subtracted before first tokens tells completions' rewards, in two batches in a row."""
-        self._knew = self._knew + 1 if slope < KNOWING_SLOPE and n > 1 else 0
-        if self._knew == 2:
-            logger.warning(
-                "What 'value' subtracts tells a completion's reward before its first token: there the advantage grows "
-                f"by {slope:.2f} per unit of the return (`slope_at_start`), and 1 is expected, so that less is "
-                "learned, and wrongly. Look for a progress function that reads what knows the end of a completion, "
-                "such as a store that a `rollout_func`, a tool or an environment fills. If an environment begins "
-                "differently for each completion of a prompt, its beginning may decide the reward: then all is well."
-            )
-
     def _at_end(self, x: Completions, of: Prefix, b0: Tensor) -> list[Tensor]:
         """Of the last tokens: their number, and the sums of G, G² and (G − V)²."""
         last = x.mask * (x.mask.cumsum(dim=1) == x.mask.sum(dim=1, keepdim=True)) * of.known
         returns = left = x.returns.expand_as(last)
         if self.eta is not None:
-            left = returns - self._centred_v(of, b0, self._eta_of(of.names)) - sum(self._returns_seen) / 2
+            left = returns - self.centred_v(of, b0, self._eta_of(of.names)) - sum(self.returns_seen) / 2
         return [(last * values).sum() for values in (torch.ones_like(last), returns, returns.square(), left.square())]
 
     def _sums_of(self, local: Completions, b0: Tensor, fold: Tensor, etas: Tensor) -> Tensor:
@@ -309,7 +269,7 @@ class Value:
         for x, of, rows in read_in_blocks(local):
             b = b0[rows]
             target, weights = (x.returns - b).expand_as(x.mask), x.need("loss_energy")
-            v = self._centred_v(of, b, etas[fold[rows]])
+            v = self.centred_v(of, b, etas[fold[rows]])
             phi, psi = columns_of(of, b, v)
             columns = torch.cat([phi, later(of.luck.unsqueeze(-1) * psi), target.unsqueeze(-1)], dim=-1)
             sums = sums + products(columns, weights * of.known, fold[rows], self.prompt_folds)
@@ -317,14 +277,14 @@ class Value:
 
     def _fit(self) -> None:
         """Fit θ and Γ to the sums; each c by how well its part predicts folds that it was not fitted to."""
-        assert self._sums is not None
-        left_out = self._left_out(self._sums.names) | {*(PSI if self.luck_check.luck_left_out else ())}
-        sums = self._sums.without(left_out)
+        assert self.sums is not None
+        left_out = self._left_out(self.sums.names) | {*(PSI if self.luck_check.luck_left_out else ())}
+        sums = self.sums.without(left_out)
         both, sizes = solution(sums.total(), self.ridge), [len(PHI), len(PSI)]
         if not both.isfinite().all():
-            return self._reset("its linear system has no finite solution")
+            return self.reset("its linear system has no finite solution")
         self.theta, self.gamma = both.split(sizes)
-        most = min(1.0, self._prompts / self.prompts_enough)
+        most = min(1.0, self.prompts / self.prompts_enough)
         self.weight, self.luck_weight = confidences(sums, self.ridge, sizes).clamp(max=most).tolist()
 
     def _fitted_v(self, sums: Sums) -> Float[Tensor, "*folds K"]:
@@ -339,7 +299,7 @@ class Value:
         return solution(sums.without(self._left_out(names)), ridge)
 
     def _left_out(self, names: tuple[str, ...]) -> set[str]:
-        return {name for name in names if self._without and not self._without.isdisjoint(parts_of(name))}
+        return {name for name in names if self.without and not self.without.isdisjoint(parts_of(name))}
 
     @property
     def ridge_of_v(self) -> float:
@@ -347,7 +307,7 @@ class Value:
         The ridge of V, as a part of each number's variation. It falls with the prompts, since the text of one prompt
         says little about the next.
         """
-        return 4 / max(self._prompts, 1)
+        return 4 / max(self.prompts, 1)
 
     @property
     def ridge(self) -> float:
@@ -355,116 +315,23 @@ class Value:
         The ridge of θ and Γ, as a part of each column's variation: few prompts, and few tokens, are two reasons to
         distrust what was found.
         """
-        assert self._sums is not None
-        columns = len({*self._sums.names} - self._left_out(self._sums.names))
-        return max(0.5 / self._prompts, columns / self._tokens)
+        assert self.sums is not None
+        columns = len({*self.sums.names} - self._left_out(self.sums.names))
+        return max(0.5 / self.prompts, columns / self.tokens)
 
-    def _reset(self, reason: str) -> None:
+    def reset(self, reason: str) -> None:
         logger.warning(f"The baseline 'value' discards what it has learned: {reason}. It continues as 'rloo_pooled'.")
-        kept = {name: vars(self)[name] for name in ("luck_check", "_without")}  # of which rewards say nothing
+        kept = {name: vars(self)[name] for name in ("luck_check", "without")}  # of which rewards say nothing
         Value.__init__(self)
         vars(self).update(kept)
 
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Also what is measured of luck, by the names that checkpoints have; sums beside the names of their columns."""
-        state = {name: value for name, value in vars(self).items() if name not in ("luck_check", "_without", "_knew")}
-        for name, of in SAVED_SUMS.items():
-            sums = state[name]
-            state |= {name: None, of: None} if sums is None else {name: sums.values, of: [*sums.names]}
-        return copy.deepcopy(state | {f"_{name}": value for name, value in vars(self.luck_check).items()})
+        return saved_state(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        state = copy.deepcopy(state)
-        of_luck = {f"_{name}": name for name in vars(self.luck_check)}  # not in checkpoints of releases before 0.10
-        own = vars(self).keys() - {"luck_check", "_without", "_knew"}
-        if not own <= state.keys():
-            raise ValueError(
-                f"The state of 'value' is damaged, or of a release before 0.8: it holds {[*state]}. "
-                "Without the checkpoint's `baseline.pt` it starts empty."
-            )
-        names = names_before_0_13(state) if "_names" not in state else {of: state[of] for of in SAVED_SUMS.values()}
-        vars(self).update({name: state[name] for name in own})
-        for name, of in SAVED_SUMS.items():
-            vars(self)[name] = None if state[name] is None else Sums(tuple(names[of]), state[name])
-        if self._sums is not None and not {*PHI, *PSI} <= {*self._sums.names}:
-            logger.warning("The checkpoint's 'value' has features of another release: all but V is fitted anew.")
-            self.theta = self.gamma = self._sums = None
-            self.weight = self.luck_weight = self._tokens = 0.0
-        elif self._sums is not None:
-            self._sums = self._sums.of((*PHI, *PSI, TARGET))
-        vars(self.luck_check).update({of_luck[name]: state[name] for name in of_luck.keys() & state.keys()})
-        if "_largest_ratio" in state:  # before 0.11.2
-            self.luck_check.largest_ratios.fill_(state["_largest_ratio"])
-
-
-# Of a state, with what holds the names of their columns
-SAVED_SUMS = {"_value_sums": "_value_names", "_sums": "_names"}
-
-
-def names_before_0_13(state: dict[str, Any]) -> dict[str, list[str]]:
-    """
-    The names of columns in states that do not have them: of V, and of φ and ψ, after which draws of progress functions
-    may stand. `progress` names the functions.
-    """
-    functions, found = state.get("progress", []), {key: list[str]() for key in SAVED_SUMS.values()}
-    if state["_value_sums"] is not None:
-        states = (len(state["_value_sums"]) - 1 - len(NUMBERS) - 2 * len(functions)) // 2
-        names = [*NUMBERS, *(f"{of}{i}" for of in (STATE, MEAN_STATE) for i in range(states))]
-        names += [f"{PROGRESS}{name}{times}" for times in ("", " √n") for name in functions]
-        found["_value_names"] = [*names, TARGET]
-    if state["_sums"] is not None:
-        draws = state["_sums"].size(-1) - 1 - len(PHI) - len(PSI)
-        known = draws == state.get("_draw_columns", 0)
-        names = [*PHI, *PSI, *(f"draw {i}" for i in range(draws))] if known else ["?"] * (len(state["_sums"][0]) - 1)
-        found["_names"] = [*names, TARGET]
-    return found
-
-
-def columns_of(
-    of: Prefix, b0: Float[Tensor, "B #T"], v: Float[Tensor, "B T"]
-) -> tuple[Float[Tensor, "B T k"], Float[Tensor, "B T l"]]:
-    """`PHI` of the state and `PSI` of the luck to come, from V less the middle of the returns seen."""
-    known = of.known.unsqueeze(-1)
-    parts = torch.stack([part(of, v) for part in PARTS.values()], dim=-1) * known
-    by_sure = [parts, of.sure.unsqueeze(-1) * parts, of.sure.square().unsqueeze(-1) * parts]
-    of_b0 = (b0 * of.known).unsqueeze(-1)
-    phi = torch.cat([parts[..., :1], of_b0, parts[..., 1:], *by_sure[1:], of.earned.unsqueeze(-1)], dim=-1)
-    return phi, torch.cat(by_sure[:2], dim=-1)
-
-
-def parts_of(name: str) -> set[str]:
-    """The parts that a column of V, φ or ψ belongs to: what a study can leave out."""
-    if name.startswith((STATE, MEAN_STATE)):
-        return {"states"}
-    part = name.removeprefix("luck ").removeprefix("σ² ").removeprefix("σ ")
-    powers = {"σ²": name.startswith("σ²"), "σ in ψ": name.startswith("luck σ")}
-    return {part} | {power for power, has in powers.items() if has}
-
-
-def r_squared(number: float, total: float, squares: float, left: float) -> float:
-    """1 − `left` / Σ (G − mean of G)², from the number of G, Σ G and Σ G²; NaN if no G varies."""
-    variation = squares - total**2 / max(number, 1.0)
-    # Less is what rounding leaves of equal float32 numbers
-    return 1 - left / variation if variation > 1e-6 * squares else math.nan
-
-
-def _by_prompt(at_start: Float[Tensor, "B 3"], prompt: Int[Tensor, " B"], size: int) -> Float[Tensor, "P 5"]:
-    """By prompt, of first tokens that are known: their number, Σ G, Σ A, Σ G², Σ G A."""
-    known, g, a = at_start.cpu().double().unbind(dim=1)
-    columns = torch.stack([known, known * g, known * a, known * g * g, known * g * a], dim=1)
-    sums = columns.new_zeros(size, 5).index_add(0, prompt, columns)
-    return sums.to(at_start.device, torch.float32 if at_start.device.type == "mps" else torch.float64)
-
-
-def slope_within(sums: Float[Tensor, "P 5"]) -> float:
-    """The slope of A on G within prompts, from what [`_by_prompt`] returns; NaN if no G varies."""
-    number, g, a, squares, both = sums.unbind(dim=1)
-    variation = (squares - g * g / number.clamp(min=1)).sum()
-    common = (both - g * a / number.clamp(min=1)).sum()
-    # Less is what rounding leaves of equal float32 numbers
-    return (common / variation).item() if variation > 1e-6 * squares.sum() else math.nan
+        load_state(self, state)
 
 
 def _summed(parts: list[Tensor], gather: Callable[[Tensor], Tensor]) -> list[Tensor]:

@@ -7,7 +7,7 @@ from statistics import fmean
 
 from torch import Tensor
 
-from ..baselines.value import KNOWING_SLOPE
+from ..baselines.value_metrics import KNOWING_SLOPE
 from .metrics import LEAST_REFERENCE, STATISTICS
 
 
