@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .config import OTBGRPOConfig as OTBGRPOConfig
     from .experimental.async_grpo.config import AsyncOTBGRPOConfig as AsyncOTBGRPOConfig
     from .experimental.async_grpo.trainer import AsyncOTBGRPOTrainer as AsyncOTBGRPOTrainer
-    from .seam.rewards import TokenRewards as TokenRewards
+    from .seam.token_rewards import TokenRewards as TokenRewards
     from .trainer import OTBGRPOTrainer as OTBGRPOTrainer
 
 
@@ -37,7 +37,7 @@ _MODULES = {
     "BaselineReport": "comparison",
     "OTBGRPOConfig": "config",
     "OTBGRPOTrainer": "trainer",
-    "TokenRewards": "seam.rewards",
+    "TokenRewards": "seam.token_rewards",
     "compare_baselines": "comparison",
     "register_baseline": "baselines",
 }

@@ -11,7 +11,7 @@ from trl_otb.energy import TokenValues
 from trl_otb.rollout import Rollout
 from trl_otb.run.baseline import RunBaseline
 from trl_otb.run.metrics import summarize
-from trl_otb.seam.rewards import RewardRecorder, TokenRewards
+from trl_otb.seam.token_rewards import RewardRecorder, TokenRewards
 
 
 READ = [getattr(torch.Tensor, name) for name in ("item", "tolist", "cpu", "__int__", "__float__")]

@@ -8,7 +8,7 @@ from tests.helpers.oracles import mask_of
 from tests.helpers.recording import first_rollout
 from tests.helpers.scripted import TOOLS, TURNS, add, script_turns
 from tests.helpers.settings import logged
-from trl_otb.seam.rewards import turn_ends
+from trl_otb.seam.token_rewards import turn_ends
 from trl_otb.seam.tool_turns import together
 
 

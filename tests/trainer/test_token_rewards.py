@@ -10,7 +10,7 @@ from tests.helpers.recording import first_rollout
 from tests.helpers.scripted import TOOLS, TURNS, script_turns
 from tests.helpers.settings import SOURCES, assert_same_weights, in_turn, logged
 from trl_otb import TokenRewards
-from trl_otb.seam.rewards import turn_ends
+from trl_otb.seam.token_rewards import turn_ends
 
 
 GROUPS = {"train_dataset": tiny.prompts(), "learning_rate": 1e-2, "max_steps": 2}

@@ -10,7 +10,7 @@ import torch
 from tests.helpers.recording import first_rollout
 from tests.helpers.settings import logged, scripted_rollout
 from trl_otb import TokenRewards
-from trl_otb.seam.rewards import RewardRecorder
+from trl_otb.seam.token_rewards import RewardRecorder
 
 
 def with_first(value):

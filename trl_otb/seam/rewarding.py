@@ -16,8 +16,8 @@ from ..rollout import Rollout, Shown, generated_mask
 from .contract import trl_utils
 from .forwards import scores_anyway
 from .older_trl import is_async_callable
-from .rewards import RewardRecorder
 from .subclasses import contract_broken
+from .token_rewards import RewardRecorder
 
 
 class Returns(NamedTuple):

@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 
 from ...seam.contract import incompatible_trl, trl_utils
 from ...seam.older_trl import is_async_callable, no_asynchronous_training
-from ...seam.rewards import passing
+from ...seam.token_rewards import passing
 from .parts import ASYNC_GRPO
 from .stopping import check_living, stop_living
 
