@@ -23,7 +23,7 @@ from tests.helpers import cheaper
 # Beside tests that are marked
 QUICK = ("tests/maths", "tests/trainer/test_seam.py", "tests/trainer/test_config.py", "tests/trainer/test_parity.py")
 
-# The shapes in signatures hold in the first calls of every test
+# The shapes in signatures hold in every call
 BASELINES = "bound completions least_squares luck means pooled prefix value value_columns value_metrics"
 CHECKED = [f"baselines.{name}" for name in BASELINES.split()]
 CHECKED += ["energy", "run.baseline", "run.metrics"]
@@ -50,10 +50,6 @@ def pytest_collection_finish():
     cheaper.package_search()
     cheaper.seeds_of_absent_devices()
     cheaper.search_for_garbage()
-
-
-def pytest_runtest_logstart():
-    cheaper.check_again()
 
 
 def pytest_runtest_logfinish():

@@ -1,50 +1,18 @@
 """Spares trainings what takes longest when the model is tiny."""
 
 import gc
-import inspect
 import sys
-from collections import Counter
-from functools import cache, wraps
+from functools import cache
 
 from beartype import BeartypeConf, beartype
 
 
-# Of a function in each test; a call takes two, of its arguments and of its result. Checks of all calls took up to a
-# tenth of the time of `make test`
-MOST_CHECKS = 100
-_checks, _unchecked = Counter(), []
+check = beartype(conf=BeartypeConf(is_random=False))  # else it draws from Python's random numbers
 
 
 def checked(function):
-    """
-    Checks arguments and results of a function's first calls in a test, but not those of inner functions, which name no
-    shapes and would be compiled at each call.
-    """
-    if "<locals>" in function.__qualname__:
-        return function
-    check = beartype(conf=BeartypeConf(is_random=False))(function)  # else it draws from Python's random numbers
-    path = (function.__module__, *function.__qualname__.split("."))
-
-    @wraps(check)
-    def first_calls(*args, **kwargs):
-        _checks[path] += 1
-        if _checks[path] == MOST_CHECKS:
-            found = sys.modules[path[0]]
-            for name in path[1:]:
-                found = inspect.getattr_static(found, name)
-            found = getattr(found, "fget", None) or getattr(found, "__func__", found)  # of a property, a static method
-            found.__no_type_check__ = True  # which jaxtyping looks for in each call
-            _unchecked.append(found)
-        return check(*args, **kwargs)
-
-    return first_calls
-
-
-def check_again() -> None:
-    """Before a test."""
-    _checks.clear()
-    while _unchecked:
-        _unchecked.pop().__no_type_check__ = False
+    """Arguments and results, but not of inner functions, which name no shapes and would be compiled at each call."""
+    return function if "<locals>" in function.__qualname__ else check(function)
 
 
 def package_search() -> None:
