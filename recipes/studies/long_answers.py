@@ -61,17 +61,6 @@ def lines_right(completions, answer, **kwargs) -> list[float]:
     return rewards
 
 
-def characters(completions, answer, **kwargs) -> list[float]:
-    """The share of characters that are right, up to the first wrong one of each line, as a progress function."""
-    found = []
-    for completion, goal in zip(completions, answer, strict=True):
-        lines, right = language.final_text(completion).lstrip().split("\n"), goal.split("\n")
-        same = [[a == b for a, b in zip(*of, strict=False)] for of in zip(lines, right, strict=False)]
-        shares = ([*of, False].index(False) / len(line) for of, line in zip(same, right, strict=False))
-        found.append(sum(shares) / len(right))
-    return found
-
-
 def task(seed: int = 0) -> Task:
     train, held_out = (with_prompts(Dataset.from_list(problems(*of))) for of in ((2000, seed + 1), (60, 0)))
     return Task(policy(), train, held_out, lines_right, TOKENS, peft_config=LoraConfig(**language.LORA))
