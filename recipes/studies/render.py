@@ -15,6 +15,7 @@ interval is `[value, low, high]`; `null` is lost in noise.
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -373,16 +374,9 @@ def of_bias(policies: list[dict]) -> str:
 
 
 def of_later_trl(results: dict) -> str:
-    """What comes of an edit of TRL per row: the edits, with the runs if other runs of the edit end otherwise."""
-    found: dict[str, dict[str, list[str]]] = {}
-    for row in results["edits"]:
-        found.setdefault(row["verdict"], {}).setdefault(row["edit"], []).append(f"`{row['run']}`")
-    rows = [["what comes of it", "edits"]]
-    for verdict, edits in found.items():
-        others = {edit for other in found if other != verdict for edit in found[other]}
-        names = [edit + f" ({', '.join(edits[edit])})" * (edit in others) for edit in edits]
-        rows.append([f"{verdict}: {len(names)}", "; ".join(names)])
-    return markdown(rows)
+    """What comes of edits of TRL, and in how many runs."""
+    found = Counter(row["verdict"] for row in results["edits"])
+    return markdown([["what comes of it", "runs"], *([verdict, str(runs)] for verdict, runs in found.items())])
 
 
 def rendered(page: str) -> str:

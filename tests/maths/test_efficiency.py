@@ -103,6 +103,12 @@ def test_report_says_how_to_spend_completions():
     assert head.startswith("rloo_pooled, 64 completions per step") and "64 prompts  100 (70 to 130)" in one
     assert "16 prompts  30 (20 to 40)" in four and report.spending in repr(report)
     assert advice == "Spend them on more prompts: baseline='rloo_pooled', num_generations=1."
+    first, second, *_ = report.verdict.splitlines()
+    assert first.startswith("Set baseline='rloo_pooled', num_generations=1, with as many completions per step, of")
+    assert first.endswith("GRPO's, with N = 4 needs 100 % more completions (95 %: 70 to 130) for as little variance.")
+    assert second == "With N = 4 group_mean, GRPO's, needs 30 % more prompts per step (95 %: 20 to 40)."
+    report.baseline = "rloo_pooled"
+    assert report.verdict.startswith("Keep baseline='rloo_pooled', and set num_generations=1, with")
     report.comparisons[2].more_completions.low = 0.35  # below what the own N may be worth
     assert len(report.spending.splitlines()) == 3
     worse = report_of([CONTROL_ROW, at(4, -0.3, -0.4, -0.2), at(1, -0.1, -0.15, -0.05)])

@@ -9,6 +9,7 @@ import re
 import sys
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -308,7 +309,7 @@ def test_each_part_of_value_can_be_left_out(part):
 def test_published_tables_match_results(page):
     text = (render.HERE / f"{page}.md").read_text()
     assert render.rendered(text) == text and "<!-- " in text
-    number = re.search(r"<!-- .*? -->.*?(\d\.\d\d+|(?<=: )\d\d)", text, flags=re.DOTALL)
+    number = re.search(r"<!-- .*? -->.*?(\d\.\d\d+|(?<=\| )\d\d)", text, flags=re.DOTALL)
     assert render.rendered(text[: number.start(1)] + "9.99" + text[number.end(1) :]) == text
 
 
@@ -413,9 +414,9 @@ def test_both_units_of_a_cell():
 def test_readme_has_the_variance_of_a_step():
     """Each number of its table, rounded, is in the results under the task's name."""
     names = {
-        "toy model, 100 tokens": "T = 100", "toy model, a calculator as tool": "calculator",
-        "SmolLM2-135M, copying a text": "SmolLM2 copying", "SmolLM2-135M, reversing words": "SmolLM2 reversing words",
-        "toy game of 6 turns": "6 turns",
+        "four blocks of SmolLM2, sums by column": "SmolLM2's blocks, column sums", "toy model, 100 tokens": "T = 100",
+        "toy model, a calculator as tool": "calculator", "SmolLM2-135M, copying a text": "SmolLM2 copying",
+        "SmolLM2-135M, reversing words": "SmolLM2 reversing words", "toy game of 6 turns": "6 turns",
     }  # fmt: skip
     text = (render.HERE.parents[1] / "README.md").read_text()
     said = dict(re.findall(r"^\| ([^|]+) \| (\d\.\d\d) × \|", text, flags=re.MULTILINE))
@@ -424,3 +425,23 @@ def test_readme_has_the_variance_of_a_step():
         title: next(c for c in tables[key] if (c["estimator"], c["n"]) == ("value", 4)) for title, key in names.items()
     }
     assert said == {title: f"{render.of_step(cell)[0]:.2f}" for title, cell in of.items()}
+
+
+SOON = [  # task, N, rate, prompts per step
+    ("blocks_columns_short", 4, 5e-4, 4), ("blocks_columns", 4, 1.25e-3, 8), ("blocks_columns", 1, 1.25e-3, 32),
+    ("calculator_scaled", 4, 8e-4, 16),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("task", "n", "rate", "prompts"), SOON)
+def test_when_value_knows_something(task, n, rate, prompts):
+    """A row of the method's table, from the runs that keep their steps."""
+    found = [row for row in render.runs_of(task) if "explained" in row.get("steps", {}) and row["baseline"] == "value"]
+    found = [row["steps"]["explained"] for row in found if (row["n"], row["learning_rate"]) == (n, rate)]
+    by_step = numpy.nanmean(numpy.array(found, dtype=float), axis=0)  # NaN: no return varied
+    later = numpy.nanmedian(by_step[len(by_step) // 4 : len(by_step) // 2])
+    first = int((by_step >= 0.8 * later).argmax())
+    page = (render.HERE.parent / "method.md").read_text()
+    assert re.search(
+        rf"^\| [\w ,]+ \| {n} \| {prompts} \| {later:.2f} \| {first * prompts} \|", page, flags=re.MULTILINE
+    )

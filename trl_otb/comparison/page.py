@@ -2,6 +2,7 @@
 
 import html
 import math
+import re
 from typing import TYPE_CHECKING
 
 from .efficiency import UNKNOWN, Comparison, control
@@ -54,10 +55,7 @@ def page_of(report: "BaselineReport") -> str:
 
 def _section(report: "BaselineReport", n: int) -> str:
     rows, of = report.at(n), control(n)
-    cells = "".join(
-        f"<tr><td{' class=long' * (_short(name) != name)}>{html.escape(name)}<td>{more}<td>{noise}</tr>"
-        for name, more, noise in report.table_of(n)
-    )
+    cells = "".join(f"<tr>{_cell(name)}<td>{more}<td>{noise}</tr>" for name, more, noise in report.table_of(n))
     return (
         f"<h2>N = {n}</h2><table><tr><th>baseline<th>more prompts, % (95 %)<th>noise on the same prompts, × {of}'s</tr>"
         f"{cells}</table>{f'<p class=faint>{NO_LIMIT}</p>' * ('?' in cells)}"
@@ -72,6 +70,12 @@ def picture_of(report: "BaselineReport") -> str:
     picture = _picture(report.at(), report.control)
     size = f"width='{1.5 * WIDTH:.0f}' font-family='sans-serif' font-size='11' fill='#1c1c1c'"
     return picture.replace("<svg ", f"<svg xmlns='http://www.w3.org/2000/svg' {size} style='{colors}' ", 1)
+
+
+def _cell(name: str) -> str:
+    """A name that is broken only where it is long, after a sign."""
+    text = html.escape(name)
+    return f"<td>{text}" if _short(name) == name else "<td class=long>" + re.sub("([.:_])", r"\1<wbr>", text)
 
 
 def _short(name: str) -> str:

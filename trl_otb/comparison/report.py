@@ -134,12 +134,18 @@ class BaselineReport:
             elif own is not None:
                 advice = f"Keep baseline={own.name!r}: it cannot be told apart from {self.control}."
             return "\n".join([advice, self._why_none(known), *self._of_none(None), *self._of_progress()])
-        whose = ", GRPO's," if self.control == "group_mean" else ""
-        lines = [
-            f"{'Keep' if best.name == self.baseline else 'Set'} {setting(best.name)}: {self.control}{whose} needs "
-            f"{percent(best.more_prompts.value)} % more "
-            f"prompts per step (95 %: {best.more_prompts.interval}) for as little variance."
-        ]
+        verb, n_of_run = "Keep" if best.name == self.baseline else "Set", self.group_size
+        whose = f"{self.control}, GRPO's," if self.control == "group_mean" else self.control
+        more = f"{percent(best.more_prompts.value)} % more prompts per step (95 %: {best.more_prompts.interval})"
+        lines = [f"{verb} {setting(best.name)}: {whose} needs {more} for as little variance."]
+        if worth := self._of_other_size(best):
+            n, of = worth
+            lines = [
+                f"{verb} {setting(best.name)}{', and set' if verb == 'Keep' else ','} num_generations={n}, with as "
+                f"many completions per step, of more prompts: {whose} with N = {n_of_run} needs {percent(of.value)} % "
+                f"more completions (95 %: {of.interval}) for as little variance.",
+                f"With N = {n_of_run} {whose} needs {more}.",
+            ]
         if alike := [row.name for row in self._alike(best)]:
             lines.append(f"On these prompts {listed([best.name, *alike])} cannot be told apart.")
         if own and not own.surely_better_than_control and not best.surely_better_than(own):
@@ -147,22 +153,17 @@ class BaselineReport:
                 f"{own.name!r}, the run's own, may be as good: {own.more_prompts} is its estimate, which is not surely "
                 "above 0."
             )
-        if advice := self._of_other_size(best):
-            lines.append(advice)
         return "\n".join([*lines, *self._of_none(best), *self._of_progress(), self._caveats(rows, known, best)])
 
     def _of_progress(self) -> list[str]:
         """Why there is no row of `value` with progress."""
         return [f"{WITH_PROGRESS!r} could not be measured. {self.progress_error}"] * bool(self.progress_error)
 
-    def _of_other_size(self, best: Comparison) -> str:
-        """What a smaller N is worth, if that is surely more than the run's own."""
+    def _of_other_size(self, best: Comparison) -> tuple[int, Estimate] | None:
+        """An N and what it is worth, if that is surely more than the run's own."""
         name, known = self._sizes
-        if name != best.name or (n := self._better_size(known)) is None:
-            return ""
-        return (
-            f"With num_generations={n} and as many completions per step it is worth more: {known[n]} % in that place."
-        )
+        n = self._better_size(known) if name == best.name else None
+        return None if n is None else (n, known[n])
 
     def _of_none(self, best: Comparison | None) -> list[str]:
         """A sentence on `none` where it has a higher estimate than all baselines that could be set."""
