@@ -16,8 +16,9 @@ from .gain import Gain
 from .metrics import STATISTICS, summarize
 from .rollout import Rollout, columns_of, prompt_keys
 from .run_baseline import BatchAdvantages, RunBaseline
+from .sampler import dropout_of, warning_of_dropout
 from .seam.contract import trl_utils
-from .seam.draws import draw_ratio, dropout_of, warning_of_dropout
+from .seam.draws import draw_ratio
 from .seam.forwards import NoEnergiesError, PolicyRecorder, policy_of, scores_anyway, values_of_batch
 from .seam.hosts import check_hosts
 from .seam.hub import LeavesPagesOut

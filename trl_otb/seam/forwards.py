@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.generation import TemperatureLogitsWarper
 from trl import GRPOTrainer
 
-from ..baselines.prefix import LAYER_DEPTH, projection
+from ..baselines.prefix import projection, state_layer
 from ..energy import TokenValues, token_energy
 from .contract import trl_models
 from .older_trl import add_fused_lm_head, call_on, scoring_method
@@ -83,9 +83,7 @@ class PolicyRecorder:
 
         policy.forward = types.MethodType(forward, policy)
         decoder = (policy.get_decoder() if hasattr(policy, "get_decoder") else None) or policy.base_model
-        lists = [child for child in decoder.children() if isinstance(child, torch.nn.ModuleList) and len(child)]
-        layers = max(lists, key=len, default=None)
-        self._layer = decoder if layers is None else layers[math.ceil(LAYER_DEPTH * len(layers)) - 1]
+        self._layer = state_layer(decoder)
         self._layer_name = f"{type(self._layer).__name__} of {type(decoder).__name__}"
 
     @contextmanager

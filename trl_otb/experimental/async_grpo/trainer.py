@@ -16,7 +16,7 @@ from ...energy import token_energy
 from ...gain import Gain
 from ...metrics import STATISTICS, summarize
 from ...run_baseline import RunBaseline
-from ...seam.draws import changed_distribution, dropout_of, warning_of_dropout
+from ...sampler import changed_distribution, dropout_of, warning_of_dropout
 from ...seam.forwards import PolicyRecorder, policy_of
 from ...seam.loss import check_product
 from ...seam.namespace import Namespace, check_names
