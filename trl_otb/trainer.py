@@ -17,6 +17,7 @@ from .metrics import STATISTICS, summarize
 from .rollout import Rollout, columns_of, prompt_keys
 from .run_baseline import BatchAdvantages, RunBaseline
 from .sampler import dropout_of, warning_of_dropout
+from .seam import unsloth
 from .seam.contract import trl_utils
 from .seam.draws import draw_ratio
 from .seam.forwards import NoEnergiesError, PolicyRecorder, policy_of, scores_anyway, values_of_batch
@@ -95,6 +96,7 @@ class OTBGRPOTrainer(KeepsBaseline, LeavesPagesOut, CollectiveToolLoop, TokenLos
         **kwargs: Any,
     ) -> None:
         check_hosts(type(self))
+        unsloth.check_unsloth()
         GRPO.check()
         check_names(self)
         if args is None:
@@ -124,6 +126,7 @@ class OTBGRPOTrainer(KeepsBaseline, LeavesPagesOut, CollectiveToolLoop, TokenLos
             self.scale_rewards = "none"  # of GRPOTrainer's own advantages
         entry = self.baseline.entry
         check_subclass(self, entry)
+        unsloth.check_loss(self, entry)
         self._trl_otb.recorder = PolicyRecorder(self.model, self.temperature, self.args.cast_lm_head_to_fp32)
         if entry.name not in ("otb", "otb_loo", "ogb", "ogb_loo"):  # the paper's; the model card says what was used
             self._name, self._paper = GRPOTrainer._name, GRPOTrainer._paper
@@ -196,7 +199,7 @@ class OTBGRPOTrainer(KeepsBaseline, LeavesPagesOut, CollectiveToolLoop, TokenLos
         return ids, logprobs
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._trl_otb.recorder.scoring(model) as keep:
+        with nullcontext(lambda logps: None) if unsloth.REPLACED else self._trl_otb.recorder.scoring(model) as keep:
             result = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
             keep(result[0])
         return result
@@ -205,10 +208,11 @@ class OTBGRPOTrainer(KeepsBaseline, LeavesPagesOut, CollectiveToolLoop, TokenLos
         check_subclass(self, self.baseline.entry)  # methods may be set on a trainer, too
         loss = None
         if self.baseline.entry.per_token and not self._trl_otb.users_loss_was_tried:
-            loss = users_loss(self, tried="_compute_loss")
+            loss = unsloth.LOSS if unsloth.REPLACED else users_loss(self, tried="_compute_loss")
         overridden = type(self)._generate_and_score_completions is not OTBGRPOTrainer._generate_and_score_completions
         weights = checked_weights(self) if overridden and self.baseline.entry.per_token else nullcontext()
-        with weights, nullcontext() if loss is None else tried_first(self, loss):
+        trial = unsloth.loss_tried if unsloth.REPLACED else tried_first
+        with weights, nullcontext() if loss is None else trial(self, loss):
             result = super().training_step(*args, **kwargs)
         if "train" not in self.rollouts:
             what = "`_generate_and_score_completions` is bypassed, so the baseline is never applied"
@@ -222,13 +226,14 @@ def collect(trainer: OTBGRPOTrainer, inputs: list[dict[str, Any]]) -> tuple[Roll
     of, n = trainer._trl_otb, trainer.num_generations if trainer.model.training else trainer.num_generations_eval
     keys = prompt_keys(inputs) if "prompt_key" in of.needs else None
     needed = not of.needs.isdisjoint({"energy", "logps", "states"})  # what only a forward computes
-    turns = SampledTurns() if needed and not scores_anyway(trainer) else None
+    turns = SampledTurns() if needed and (unsloth.REPLACED or not scores_anyway(trainer)) else None
     try:
         recording, progress = of.recorder.recording(needed, "states" in of.needs, turns), progress_of(trainer, inputs)
         with recording as recorded, recorded_rewards(trainer) as recorders, progress as numbers:
             batch = super(OTBGRPOTrainer, trainer)._generate_and_score_completions(inputs)
         rollout = rollout_of(trainer, batch, recorders, n, columns_of(inputs))
-        values, source = values_of_batch(trainer, batch, rollout.mask, recorded, of.recorder)
+        read = unsloth.values_of_batch if unsloth.REPLACED else values_of_batch
+        values, source = read(trainer, batch, rollout.mask, recorded, of.recorder)
         if not of.known_forward:
             check_forward(trainer, batch, values, rollout.mask)
             of.known_forward = True

@@ -46,6 +46,10 @@ class Recording:
     values: list[TokenValues] = field(default_factory=list)  # with the log-probs that TRL got
     processor: str | None = None  # what made `generate` sample from another distribution than energies are of, and why
 
+    def lack_states(self, values: TokenValues) -> bool:
+        """Whether values have no states, and are to."""
+        return self.states and values.states is None
+
 
 def policy_of(model: Any) -> PreTrainedModel:
     """The model without the PEFT wrapper."""
@@ -152,9 +156,8 @@ class PolicyRecorder:
 
         def keep(prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> None:
             # Generation that calls the model in other ways, as with soft prompts or guidance, needs the extra forward
-            readable = not to.states or _one_call_each(states, turn.calls)
-            rows = turn.rows(prompt_ids, completion_ids, states if to.states else None) if readable else []
-            turns.add(rows or [None] * len(prompt_ids), prompt_ids, completion_ids)
+            readable = to.states and _one_call_each(states, turn.calls)
+            turns.add(turn.rows(prompt_ids, completion_ids, states if readable else None), prompt_ids, completion_ids)
 
         hook = self.policy.register_forward_hook(turn.on_forward, with_kwargs=True)
         try:
@@ -259,7 +262,7 @@ def values_of_batch(
         return None, None
     elif recording.turns is not None:
         source, values = SAMPLED, recording.turns.of_batch(batch, mask)
-    missing = torch.tensor([values is None], device=mask.device)
+    missing = torch.tensor([values is None or recording.lack_states(values)], device=mask.device)
     if trainer.accelerator.gather(missing).any():  # all processes take part in the forward
         source, values = "one extra no-gradient forward", extra_forward(trainer, batch, recording.states, recorder)
     return values, source
