@@ -285,7 +285,7 @@ def test_what_the_package_imports_is_declared():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = {re.split(r"[^\w-]", name)[0].replace("-", "_") for name in project["dependencies"]}
     imported = {"pyyaml" if name == "yaml" else name for name in imported}
-    of_hosts = {"axolotl", "pydantic", "triton"}
+    of_hosts = {"axolotl", "pydantic", "swift", "triton"}
     assert imported - {*sys.stdlib_module_names, *of_hosts, "trl_otb"} == declared
 
 

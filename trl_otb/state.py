@@ -8,6 +8,7 @@ from accelerate.logging import get_logger
 from transformers import Trainer
 
 from .baselines import find_baseline
+from .run.baseline import STATE_FILE
 from .seam.contract import trl_utils
 from .seam.forwards import policy_of
 from .seam.namespace import Namespace, Public
@@ -15,8 +16,6 @@ from .version import __version__
 
 
 logger = get_logger(__name__)
-
-STATE_FILE = "baseline.pt"  # in a checkpoint
 
 
 class KeepsBaseline(Trainer):

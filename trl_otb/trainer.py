@@ -16,19 +16,21 @@ from .rollout import Rollout, data_columns, prompt_keys
 from .run.baseline import BatchAdvantages, RunBaseline
 from .run.gain import Gain
 from .run.metrics import STATISTICS, summarize
+from .run.sampler import dropout_of, warning_of_dropout
 from .seam.contract import trl_utils
-from .seam.draws import draw_ratio, dropout_of, warning_of_dropout
-from .seam.forwards import PolicyRecorder, no_energies, policy_of, scores_anyway, values_of_batch
+from .seam.draws import draw_ratio
+from .seam.forwards import no_energies, policy_of
 from .seam.hosts import check_hosts
-from .seam.loss import TokenLoss, tried_first
+from .seam.loss import TokenLoss, trial_of_loss
 from .seam.namespace import Namespace, Public, check_names
 from .seam.older_trl import check_head, check_liger
 from .seam.parts import GRPO
 from .seam.progress import given_functions, progress_of, set_up_progress
 from .seam.rewarding import recorded_rewards, rollout_of
 from .seam.sampled import SampledTurns
-from .seam.subclasses import check_config, check_subclass, checked_weights, contract_broken, users_loss, users_methods
+from .seam.subclasses import check_config, check_subclass, checked_weights, contract_broken, users_methods
 from .seam.tool_turns import CollectiveToolLoop
+from .seam.unsloth import recorder_of
 from .seam.untried import check_forward
 from .state import KeepsBaseline, check_unchanged, gain_of
 
@@ -122,7 +124,7 @@ class OTBGRPOTrainer(KeepsBaseline, CollectiveToolLoop, TokenLoss):
             self.scale_rewards = "none"  # of GRPOTrainer's own advantages
         entry = self.baseline.entry
         check_subclass(self, entry)
-        self._trl_otb.recorder = PolicyRecorder(self.model, self.temperature, self.args.cast_lm_head_to_fp32)
+        self._trl_otb.recorder = recorder_of(self)
         if entry.name not in ("otb", "otb_loo", "ogb", "ogb_loo"):  # the paper's; the model card says what was used
             self._name, self._paper = GRPOTrainer._name, GRPOTrainer._paper
         set_up_progress(self, progress_funcs)
@@ -204,13 +206,9 @@ class OTBGRPOTrainer(KeepsBaseline, CollectiveToolLoop, TokenLoss):
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         check_subclass(self, self.baseline.entry)  # methods may be set on a trainer, too
-        loss = None
-        if self.baseline.entry.per_token and not self._trl_otb.users_loss_was_tried:
-            loss = users_loss(self, tried="_compute_loss")
         overridden = type(self)._generate_and_score_completions is not OTBGRPOTrainer._generate_and_score_completions
         unknown = overridden and self.baseline.entry.per_token and not self._trl_otb.weights_fit
-        weights = checked_weights(self) if unknown else nullcontext()
-        with weights, nullcontext() if loss is None else tried_first(self, loss):
+        with checked_weights(self) if unknown else nullcontext(), trial_of_loss(self):
             result = super().training_step(*args, **kwargs)
         if "train" not in self.rollouts:
             what = "`_generate_and_score_completions` is bypassed, so the baseline is never applied"
@@ -224,12 +222,15 @@ def collect(trainer: OTBGRPOTrainer, inputs: list[dict[str, Any]]) -> tuple[Roll
     of, n = trainer._trl_otb, trainer.num_generations if trainer.model.training else trainer.num_generations_eval
     keys = prompt_keys(inputs) if "prompt_key" in of.needs else None
     needed = not of.needs.isdisjoint({"energy", "logps", "states"})  # what only a forward computes
-    turns = SampledTurns() if needed and not scores_anyway(trainer) else None
+    turns = SampledTurns() if needed and of.recorder.reads_sampling(trainer) else None
     recording, progress = of.recorder.recording(needed, "states" in of.needs, turns), progress_of(trainer, inputs)
     with recording as recorded, recorded_rewards(trainer) as recorders, progress as of_text:
         batch = super(OTBGRPOTrainer, trainer)._generate_and_score_completions(inputs)
     rollout = rollout_of(trainer, batch, recorders, n, data_columns(inputs))
-    values, source = values_of_batch(trainer, batch, rollout.mask, recorded)
+    values, source = of.recorder.values_of_batch(trainer, batch, rollout.mask, recorded)
+    if values is not None and of.energy_source != source:
+        of.energy_source = source
+        logger.info(f"Energies come from {source}.")
     if not of.known_forward:
         check_forward(trainer, batch, values, rollout.mask)
         of.known_forward = True

@@ -1,4 +1,4 @@
-"""Programs that build the config, or put a class in the place of TRL's: Axolotl by its plugin, Unsloth by an error."""
+"""Programs that build the config: Axolotl, by its plugin."""
 
 import importlib
 import sys
@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 import pytest
-import trl
 import yaml
 from trl import GRPOConfig, GRPOTrainer
 
@@ -150,16 +149,4 @@ def test_axolotls_asynchronous_trainer_is_refused_by_its_method(train):
     theirs = {"__module__": "axolotl.core.trainers.grpo.async_trainer", "_prepare_inputs": GRPOTrainer._prepare_inputs}
     cls = type("Mine", (OTBGRPOTrainer, type("AsyncGRPOTrainer", (GRPOTrainer,), theirs)), {})
     with pytest.raises(TypeError, match="`AsyncGRPOTrainer._prepare_inputs` of Axolotl makes rollouts"):
-        train(cls, train=False)
-
-
-@pytest.mark.parametrize("where", ["in the place of TRL's", "as a base"])
-def test_unsloth_is_refused_by_name(train, monkeypatch, where):
-    theirs = type("UnslothGRPOTrainer", (GRPOTrainer,), {"__module__": "UnslothGRPOTrainer"})
-    if where == "as a base":
-        cls = type("Mine", (OTBGRPOTrainer, theirs), {})
-    else:
-        cls = OTBGRPOTrainer
-        monkeypatch.setattr(trl, "GRPOTrainer", theirs)
-    with pytest.raises(ImportError, match="Unsloth has replaced trl.GRPOTrainer by UnslothGRPOTrainer"):
         train(cls, train=False)

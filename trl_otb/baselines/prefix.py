@@ -110,6 +110,13 @@ def projection(size: int) -> Float[Tensor, "{size} k"]:
     return torch.randn(size, numbers, generator=generator, dtype=torch.float32, device="cpu") / math.sqrt(size)
 
 
+def state_layer(decoder: torch.nn.Module) -> torch.nn.Module:
+    """The layer of a decoder whose output is read as hidden states; the decoder itself if it has no list of layers."""
+    lists = [child for child in decoder.children() if isinstance(child, torch.nn.ModuleList) and len(child)]
+    layers = max(lists, key=len, default=None)
+    return decoder if layers is None else layers[math.ceil(LAYER_DEPTH * len(layers)) - 1]
+
+
 def before(values: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
     """Sums over the tokens before each."""
     return shifted(prefix_sums(values))

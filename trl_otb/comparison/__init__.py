@@ -16,7 +16,7 @@ from datasets.fingerprint import Hasher
 from ..baselines import BASELINES, Completions, batch_of_groups, find_baseline
 from ..rollout import generated_mask
 from ..run.baseline import RunBaseline
-from ..seam.draws import changed_distribution
+from ..run.sampler import changed_distribution
 from ..seam.forwards import policy_of
 from ..trainer import OTBGRPOTrainer, prompts_at_once
 from .bar import Bar, announcement

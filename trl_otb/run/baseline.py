@@ -15,6 +15,9 @@ from .metrics import completion_statistics
 from .scale import RunningScale
 
 
+STATE_FILE = "baseline.pt"  # in a checkpoint
+
+
 @dataclass(frozen=True)
 class BatchAdvantages:
     """What a run's baseline makes of a generation batch, for the completions of this process."""

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.generation import TemperatureLogitsWarper
 from trl import GRPOTrainer
 
-from ..baselines.prefix import LAYER_DEPTH, projection
+from ..baselines.prefix import projection, state_layer
 from ..energy import TokenValues, token_energy
 from .contract import trl_models
 from .older_trl import add_fused_lm_head, call_on, scoring_method
@@ -28,7 +28,8 @@ from .subclasses import contract_broken
 
 logger = get_logger(__name__)
 
-SAMPLED = "the forwards that sampled"  # a source of energies
+SAMPLED = "the forwards that sampled"  # sources of energies
+EXTRA = "one extra no-gradient forward"
 BY_CONFIG = ", as by a generation config"
 
 
@@ -41,6 +42,10 @@ class Recording:
     turns: SampledTurns | None = None
     values: list[TokenValues] = field(default_factory=list)  # with the log-probs that TRL got
     processor: str | None = None  # what made `generate` sample from another distribution than energies are of, and why
+
+    def lack_states(self, values: TokenValues) -> bool:
+        """Whether values have no states, and are to."""
+        return self.states and values.states is None
 
 
 def policy_of(model: Any) -> PreTrainedModel:
@@ -79,9 +84,7 @@ class PolicyRecorder:
 
         policy.forward = types.MethodType(forward, policy)
         decoder = (policy.get_decoder() if hasattr(policy, "get_decoder") else None) or policy.base_model
-        lists = [child for child in decoder.children() if isinstance(child, torch.nn.ModuleList) and len(child)]
-        layers = max(lists, key=len, default=None)
-        self._layer = decoder if layers is None else layers[math.ceil(LAYER_DEPTH * len(layers)) - 1]
+        self._layer = state_layer(decoder)
         self._layer_name = f"{type(self._layer).__name__} of {type(decoder).__name__}"
 
     @contextmanager
@@ -149,9 +152,8 @@ class PolicyRecorder:
 
         def keep(prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> None:
             # Generation that calls the model in other ways, as with soft prompts or guidance, needs the extra forward
-            readable = not to.states or _one_call_each(states, turn.calls)
-            rows = turn.rows(prompt_ids, completion_ids, states if to.states else None) if readable else []
-            turns.add(rows or [None] * len(prompt_ids), prompt_ids, completion_ids)
+            readable = to.states and _one_call_each(states, turn.calls)
+            turns.add(turn.rows(prompt_ids, completion_ids, states if readable else None), prompt_ids, completion_ids)
 
         hook = self.policy.register_forward_hook(turn.on_forward, with_kwargs=True)
         try:
@@ -206,6 +208,34 @@ class PolicyRecorder:
             if hook is not None:
                 hook.remove()
 
+    def reads_sampling(self, trainer: GRPOTrainer) -> bool:
+        """Whether the forwards that sample are read."""
+        return not scores_anyway(trainer)
+
+    def values_of_batch(
+        self, trainer: GRPOTrainer, batch: dict[str, Any], mask: Tensor, recording: Recording
+    ) -> tuple[TokenValues | None, str | None]:
+        """The values of TRL's `batch` from where they cost least, and their source; `None` if nothing is needed."""
+        source = values = None
+        if (logps := batch.get("old_per_token_logps")) is not None:
+            source = "the no-gradient forward that GRPOTrainer runs anyway"
+            # By identity, so never those of a reference model
+            values = next((of_forward for of_forward in recording.values if of_forward.logps is logps), None)
+            if values is None and not recording.needed:
+                return None, None
+            if values is None:
+                what = "the old log-probs of the rollout are not those that any forward of the policy returned"
+                methods = ("_get_per_token_logps_and_entropies", "_generate_and_score_completions")
+                raise contract_broken(trainer, what, *methods)
+        elif not recording.needed:
+            return None, None
+        elif recording.turns is not None:
+            source, values = SAMPLED, recording.turns.of_batch(batch, mask)
+        missing = torch.tensor([values is None or recording.lack_states(values)], device=mask.device)
+        if trainer.accelerator.gather(missing).any():  # all processes take part in the forward
+            source, values = EXTRA, extra_forward(trainer, batch, recording.states)
+        return values, source
+
     def checked(self, states: list[Tensor], forwards: int) -> list[Tensor]:
         """`states`; a `ValueError` if the layer was not called once in each forward, or returned no `(b, T, d)`."""
         if not _one_call_each(states, forwards):
@@ -248,35 +278,6 @@ def no_energies(trainer: GRPOTrainer, forward: Callable) -> Exception:
         )
     what = f"`baseline` is {trainer.baseline.entry.name!r}, which needs energies, and the log-probs of a rollout "
     return contract_broken(trainer, f"{what}come from another forward than GRPOTrainer's", name)
-
-
-def values_of_batch(
-    trainer: GRPOTrainer, batch: dict[str, Any], mask: Tensor, recording: Recording
-) -> tuple[TokenValues | None, str | None]:
-    """The values of TRL's `batch` from where they cost least, and where that is; `None` if nothing is needed or run."""
-    source = values = None
-    if (logps := batch.get("old_per_token_logps")) is not None:
-        source = "the no-gradient forward that GRPOTrainer runs anyway"
-        # By identity, so never those of a reference model
-        values = next((of_forward for of_forward in recording.values if of_forward.logps is logps), None)
-        if values is None and not recording.needed:
-            return None, None
-        if values is None:
-            what = "the old log-probs of the rollout are not those that any forward of the policy returned"
-            raise contract_broken(
-                trainer, what, "_get_per_token_logps_and_entropies", "_generate_and_score_completions"
-            )
-    elif not recording.needed:
-        return None, None
-    elif recording.turns is not None:
-        source, values = SAMPLED, recording.turns.of_batch(batch, mask)
-    missing = torch.tensor([values is None], device=mask.device)
-    if trainer.accelerator.gather(missing).any():  # all processes take part in the forward
-        source, values = "one extra no-gradient forward", extra_forward(trainer, batch, recording.states)
-    if values is not None and trainer._trl_otb.energy_source != source:
-        trainer._trl_otb.energy_source = source
-        logger.info(f"Energies come from {source}.")
-    return values, source
 
 
 @torch.no_grad()

@@ -2,18 +2,12 @@
 
 from typing import Any
 
-import trl
+from .unsloth import check_unsloth
 
 
 def check_hosts(trainer: type) -> None:
-    """An `ImportError` if Unsloth has replaced GRPOTrainer; a `TypeError` for Axolotl's asynchronous trainers."""
-    for of in (trl.GRPOTrainer, *trainer.__mro__):
-        if of.__name__ in ("UnslothGRPOTrainer", "_UnslothGRPOTrainer"):
-            raise ImportError(
-                f"Unsloth has replaced trl.GRPOTrainer by {of.__name__}, whose forward returns no log Σπ², so that no "
-                "energies are known, and whose losses were not tried with trl_otb. Do not import unsloth in this "
-                "process; recipes/reference.md says what it would take."
-            )
+    """An `ImportError` where Unsloth cannot be served; a `TypeError` for Axolotl's asynchronous trainers."""
+    check_unsloth()
     # By name, as they are in Axolotl's own files
     asynchronous = next((of for of in trainer.__mro__ if _is_axolotls(of) and "_prepare_inputs" in vars(of)), None)
     if asynchronous is not None:

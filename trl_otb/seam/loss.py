@@ -3,7 +3,7 @@
 import copy
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from unittest.mock import Mock, patch
@@ -14,8 +14,9 @@ from torch import Tensor
 from trl import GRPOTrainer
 
 from ..rollout import generated_mask
+from . import unsloth
 from .contract import from_library, incompatible_trl
-from .subclasses import contract_broken
+from .subclasses import contract_broken, users_loss
 from .untried import check_rows
 
 
@@ -172,6 +173,16 @@ def check_trl_loss(trainer: GRPOTrainer, inputs: dict[str, Any]) -> bool:
     name, as_it_is = "GRPOTrainer._compute_loss", lambda gradient: gradient
     scoring = _scoring(_copied(trainer))
     return check_product(name, trainer, scoring, loss, tokens, as_it_is, wrong, trained=mask)
+
+
+def trial_of_loss(trainer: GRPOTrainer) -> AbstractContextManager[None]:
+    """Context in which a loss that is not TRL's is tried, once, if advantages are per token."""
+    if not trainer.baseline.entry.per_token or trainer._trl_otb.users_loss_was_tried:
+        return nullcontext()
+    if unsloth.REPLACED:
+        return unsloth.loss_tried(trainer, unsloth.LOSS)
+    loss = users_loss(trainer, tried="_compute_loss")
+    return nullcontext() if loss is None else tried_first(trainer, loss)
 
 
 @contextmanager

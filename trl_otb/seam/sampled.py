@@ -99,6 +99,8 @@ class SampledTurns:
                 values = self._calls[0][row] if images else self._find((*prompts[row], *completion[:start]), turn)
                 if values is None or len(values.energy) < end - start:
                     return None
+                if result and (result[-1] is None) != (values.states is None):
+                    return None  # another turn was sampled in another way
                 result = result or _zeros_like(values, mask)
                 for to, of in zip(result, values, strict=True):
                     if to is not None and of is not None:

@@ -16,7 +16,7 @@ from ...energy import token_energy
 from ...run.baseline import RunBaseline
 from ...run.gain import Gain
 from ...run.metrics import STATISTICS, summarize
-from ...seam.draws import changed_distribution, dropout_of, warning_of_dropout
+from ...run.sampler import changed_distribution, dropout_of, warning_of_dropout
 from ...seam.forwards import PolicyRecorder, policy_of
 from ...seam.loss import check_product
 from ...seam.namespace import Namespace, check_names
