@@ -1,4 +1,4 @@
-"""The plugin for ms-swift, with a small trainer in the place of ms-swift's; tests/hosts/swift.py runs the real one."""
+"""The plugin for ms-swift, on a small trainer in the place of its own. tests/hosts/run_swift.py runs the real one."""
 
 import importlib
 import logging

@@ -1,6 +1,6 @@
 """
 Unsloth's class in the place of GRPOTrainer: one of its kind in another process, put there before trl_otb is imported.
-tests/hosts/unsloth.py runs the real one.
+tests/hosts/run_unsloth.py runs the real one.
 """
 
 import json

@@ -1,7 +1,7 @@
 """
 ms-swift's own command line, with and without the plugin, on a tiny model. In an environment with ms-swift and msgspec:
 
-    PYTHONPATH=. python -m tests.hosts.swift
+    PYTHONPATH=. python -m tests.hosts.run_swift
 
 Each run prints its gradient norms. What is checked in a run, in `Checked`, fails it: energies are those of a softmax of
 the policy's own logits, and under `group_mean` advantages are ms-swift's. Its norms are those without the plugin.
