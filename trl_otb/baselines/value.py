@@ -75,7 +75,6 @@ class Value:
     prompt_folds = 4  # of which all but one teach the V and c that the last is used with
     prompts_enough = 16  # for c = 1: what few prompts say of the next ones cannot be cross-validated
     _warned: ClassVar[set[str]] = set()  # of what is said once
-    knew = 0  # batches in a row in which it knew what rewards would be
 
     def __init__(self, without: Collection[str] = ()) -> None:
         self.without = frozenset(without)
@@ -92,6 +91,7 @@ class Value:
         self.prompts = 0  # in all batches
         self.returns_seen = (math.inf, -math.inf)  # minimum and maximum
         self.doubted = 0  # prompts in the latest batches in a row in which B left too much
+        self.knew = 0  # batches in a row in which it knew what rewards would be
         self.luck_check = LuckCheck()
 
     # The baseline
