@@ -12,12 +12,23 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 
+TOKENS_AT_ONCE = 128  # of which numbers for the whole vocabulary exist in float32
+
+
 class TokenValues(NamedTuple):
     """What a forward computes for completions."""
 
     energy: Float[Tensor, "B T"]  # w_t, at the sampling temperature
     logps: Float[Tensor, "B T"]  # log π(y_t)
     states: Float[Tensor, "B T k"] | None  # projected hidden states at the positions that predict the tokens
+
+
+def log_sum_sq_probs(logits: Float[Tensor, "*shape V"], temperature: float = 1.0) -> Float[Tensor, "*shape"]:
+    """log Σ_v π(v)² at the temperature, float32, of one row or several, without a copy of the logits."""
+    rows = logits if logits.dim() > 2 else logits.unsqueeze(0)
+    blocks = (block.float() / temperature for row in rows for block in row.split(TOKENS_AT_ONCE))
+    sums = [torch.logsumexp(2 * z, dim=-1) - 2 * torch.logsumexp(z, dim=-1) for z in blocks]
+    return torch.cat(sums).view(logits.shape[:-1])
 
 
 def token_energy(logps: Float[Tensor, "*shape"], log_sum_sq_probs: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:

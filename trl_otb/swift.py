@@ -25,7 +25,7 @@ from torch import Tensor
 
 from .baselines import Baseline, find_baseline, put_back, squeeze
 from .baselines.prefix import projection, state_layer
-from .energy import TokenValues, check_energies, token_energy
+from .energy import TokenValues, check_energies, log_sum_sq_probs, token_energy
 from .run.baseline import STATE_FILE, RunBaseline
 from .run.gain import Gain
 from .run.metrics import summarize
@@ -35,7 +35,6 @@ from .run.sampler import changed_distribution, dropout_of, warning_of_dropout
 logger = get_logger()
 
 TRIED = "4.6.0"
-AT_ONCE = 1024  # tokens whose Σπ² is computed at once
 
 
 class Options(NamedTuple):
@@ -284,13 +283,6 @@ def states_at(states: list[Tensor], logps: Tensor) -> Tensor | None:
             "as 'rloo_pooled'."
         )
     return of_tokens
-
-
-def log_sum_sq_probs(logits: Tensor) -> Tensor:
-    """log Σπ² of each token, of logits at the sampling temperature."""
-    parts = [part.float() for part in logits.flatten(0, -2).split(AT_ONCE)]
-    sums = [torch.logsumexp(2 * part, -1) - 2 * torch.logsumexp(part, -1) for part in parts]
-    return torch.cat(sums).view(logits.shape[:-1])
 
 
 def scale_of(rewards: Tensor, num_generations: int, scale: str) -> Tensor:

@@ -12,8 +12,9 @@ from trl import GRPOConfig, GRPOTrainer
 from tests.helpers.oracles import energies_by_softmax, mask_of
 from tests.helpers.settings import SETTINGS, SOURCES, assert_same_weights
 from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
+from trl_otb.energy import TOKENS_AT_ONCE, log_sum_sq_probs
 from trl_otb.seam import older_trl
-from trl_otb.seam.older_trl import TOKENS_AT_ONCE, check_head, check_liger, log_sum_sq_probs
+from trl_otb.seam.older_trl import check_head, check_liger
 
 
 class Sizes(TorchDispatchMode):

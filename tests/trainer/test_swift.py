@@ -12,7 +12,6 @@ from transformers import Qwen3ForCausalLM
 
 from tests.helpers import tiny
 from trl_otb.baselines import compute_advantages
-from trl_otb.energy import token_energy
 
 
 N, PROMPT, LENGTHS = 2, 5, (6, 4)  # of the completions of two micro-batches
@@ -266,10 +265,3 @@ def test_evaluation_teaches_nothing(trained):
     trainer.model.eval()
     trainer.train()
     assert not trainer._otb.has_learned and trainer._metrics["eval"] and not trainer._metrics["train"]
-
-
-def test_energies_of_large_batches_are_computed_in_parts(plugin):
-    logits = 3 * torch.randn(3, plugin.AT_ONCE, 7)
-    expected = (2 * logits.log_softmax(-1)).logsumexp(-1)
-    torch.testing.assert_close(plugin.log_sum_sq_probs(logits), expected)
-    assert token_energy(logits.log_softmax(-1)[..., 0], expected).ge(0).all()

@@ -64,7 +64,7 @@ def test_the_trial_of_the_loss_leaves_no_trace_in_metrics(runs):
 def test_where_decoding_calls_no_layers_states_come_from_one_more_forward(runs):
     """Energies and luck are of the forwards that sampled, all the same."""
     assert (runs["value"]["extra"], runs["silent"]["extra"]) == (0, 2)
-    assert runs["silent"]["source"] == "the forwards that sampled"
+    assert runs["silent"]["source"] == "the forwards that sampled, and one more for hidden states"
     assert runs["silent"]["norms"] == pytest.approx(runs["value"]["norms"], rel=1e-4)
     assert not any("Later luck" in text for text in runs["silent"]["said"])
 

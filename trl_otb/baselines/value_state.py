@@ -5,7 +5,7 @@ import logging
 from typing import Any
 
 from .least_squares import TARGET, Sums
-from .prefix import MEAN_STATE, NUMBERS, PROGRESS, STATE
+from .prefix import MEAN_STATE, PROGRESS, STATE
 from .value_columns import PHI, PSI
 
 
@@ -16,6 +16,13 @@ ENTRIES = {name: name for name in ("eta", "theta", "gamma", "weight", "luck_weig
 ENTRIES |= {f"_{name}": name for name in ("tokens", "prompts", "returns_seen", "doubted")}
 # Sums, with the entry that holds the names of their columns
 SUMS = {"_value_sums": ("value_sums", "_value_names"), "_sums": ("sums", "_names")}
+# The columns of 0.8 to 0.12, which saved no names
+NUMBERS_THEN = (
+    "1", "B0", "earned", "energy", "surprisal", "count", "root_energy", "root_surprisal", "root_count", "worst", "sure",
+)  # fmt: skip
+PARTS_THEN = ("1", "√n", "V", "V²", "m", "V m", "V √n")
+PHI_THEN = ("1", "B0", *PARTS_THEN[1:], *(f"{power} {part}" for power in ("σ", "σ²") for part in PARTS_THEN), "earned")
+PSI_THEN = (*(f"luck {part}" for part in PARTS_THEN), *(f"luck σ {part}" for part in PARTS_THEN))
 
 
 def saved_state(value: Any) -> dict[str, Any]:
@@ -59,13 +66,17 @@ def names_before_0_13(state: dict[str, Any]) -> dict[str, list[str]]:
     """
     functions, found = state.get("progress", []), {names: list[str]() for _, names in SUMS.values()}
     if state["_value_sums"] is not None:
-        states = (len(state["_value_sums"]) - 1 - len(NUMBERS) - 2 * len(functions)) // 2
-        names = [*NUMBERS, *(f"{of}{i}" for of in (STATE, MEAN_STATE) for i in range(states))]
+        states = (len(state["_value_sums"]) - 1 - len(NUMBERS_THEN) - 2 * len(functions)) // 2
+        names = [*NUMBERS_THEN, *(f"{of}{i}" for of in (STATE, MEAN_STATE) for i in range(states))]
         names += [f"{PROGRESS}{name}{times}" for times in ("", " √n") for name in functions]
         found["_value_names"] = [*names, TARGET]
     if state["_sums"] is not None:
-        draws = state["_sums"].size(-1) - 1 - len(PHI) - len(PSI)
+        draws = state["_sums"].size(-1) - 1 - len(PHI_THEN) - len(PSI_THEN)
         known = draws == state.get("_draw_columns", 0)
-        names = [*PHI, *PSI, *(f"draw {i}" for i in range(draws))] if known else ["?"] * (len(state["_sums"][0]) - 1)
+        names = (
+            [*PHI_THEN, *PSI_THEN, *(f"draw {i}" for i in range(draws))]
+            if known
+            else ["?"] * (len(state["_sums"][0]) - 1)
+        )
         found["_names"] = [*names, TARGET]
     return found

@@ -16,7 +16,6 @@ from ..progress import Progress
 from ..seam.contract import trl_utils
 from ..seam.forwards import policy_of, score
 from ..trainer import OTBGRPOTrainer, collect
-from .progress import for_comparison
 
 
 @contextmanager
@@ -34,7 +33,7 @@ def at_rest(trainer: OTBGRPOTrainer, needs: frozenset[str], progress: Progress |
     device = trainer.accelerator.device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         trainer.model.eval()
-        of.needs, of.progress = of.needs | needs, for_comparison(of.progress) or progress
+        of.needs, of.progress = of.needs | needs, of.progress.for_comparison() if of.progress else progress
         for name in names:
             setattr(trainer, name, copy.deepcopy(kept[name]))
         try:

@@ -1,6 +1,5 @@
 """`value` with the run's rewards as progress functions: one more row of a comparison, whose run has none."""
 
-import copy
 from dataclasses import replace
 from typing import Any
 
@@ -57,13 +56,3 @@ def aware_and_unaware(value: Baseline) -> tuple[Baseline, Baseline]:
     """A `value` that learns with progress, and the given one, without."""
     fresh = replace(find_baseline("value").instance(), name=WITH_PROGRESS)
     return fresh, replace(value, estimator=Unaware(value.estimator))
-
-
-def for_comparison(progress: Progress | None) -> Progress | None:
-    """A copy that keeps the lengths of evaluations, too, and leaves those of the run."""
-    result = copy.copy(progress)
-    if result is not None:
-        for name in ("lengths", "_shares", "_seconds", "_warned"):
-            setattr(result, name, copy.copy(getattr(result, name)))
-        result.sees_evaluations = True
-    return result

@@ -4,7 +4,8 @@ Progress: numbers that the user's own functions give the text so far, which `val
 A progress function is called like a reward function of TRL: once for each place of a batch, in order of place, before
 any reward is computed, with all completions as they were at that place. So its number for a completion depends on the
 tokens before the place, on other completions and on earlier batches, whatever the function does or keeps, and a
-baseline that reads it stays unbiased.
+baseline that reads it stays unbiased. Asynchronous functions are called for many places together, as long as they keep
+nothing: what one keeps is looked for in the first batches, and from the next batch on it is called in order, too.
 """
 
 import asyncio
@@ -265,6 +266,14 @@ class Progress:
         """Keeps the median number of generated tokens of a training batch, of all processes."""
         if present := [length for length in lengths if length > 0]:
             self.lengths.append(float(median(present)))
+
+    def for_comparison(self) -> "Progress":
+        """A copy that keeps the lengths of evaluations, too, and leaves those of the run."""
+        result = copy.copy(self)
+        for name in ("lengths", "_shares", "_seconds", "_warned"):
+            setattr(result, name, copy.copy(getattr(result, name)))
+        result.sees_evaluations = True
+        return result
 
     def state_dict(self) -> dict[str, Any]:
         return {"progress": self.names, "progress_lengths": [*self.lengths]}

@@ -32,7 +32,7 @@ def draw_ratio(
     if unknown is None and of_sampler is not None:
         by_completion = corrected and trainer.vllm_importance_sampling_mode.startswith("sequence")
         return None if by_completion else torch.exp(logps - of_sampler)
-    if unknown is None and source != SAMPLED:
+    if unknown is None and not (source or "").startswith(SAMPLED):
         if trainer.rollout_func is not None:
             unknown = "`rollout_func` returns no log-probs"
         elif dropout_of(policy_of(trainer.model)):  # in eval mode, too: a comparison is of a run that trains

@@ -14,11 +14,9 @@ from typing import Any
 import torch
 import trl
 from packaging.version import Version
-from torch import Tensor
 from trl.trainer import utils as trl_utils
 
-
-TOKENS_AT_ONCE = 128  # of which numbers for the whole vocabulary exist in float32
+from ..energy import log_sum_sq_probs
 
 
 def _before(version: str) -> bool:
@@ -28,13 +26,6 @@ def _before(version: str) -> bool:
 # Before 1.15: no fused LM head, so forwards return logits
 
 NO_FUSED_HEAD = _before("1.15")
-
-
-def log_sum_sq_probs(logits: Tensor, temperature: float) -> Tensor:
-    """`(b, L, V)` -> `(b, L)` float32: log Σ_v π(v)² at the temperature, without a copy of the logits."""
-    blocks = (block.float() / temperature for row in logits for block in row.split(TOKENS_AT_ONCE))
-    sums = [torch.logsumexp(2 * z, dim=-1) - 2 * torch.logsumexp(z, dim=-1) for z in blocks]
-    return torch.cat(sums).view(logits.shape[:2])
 
 
 def _add_to_outputs(model: Any, temperature: float, cast_lm_head_to_fp32: bool, outputs: tuple[str, ...]) -> None:

@@ -36,7 +36,7 @@ class SampledTurn:
             self._prompt = None  # another kind of generation, such as beam search
             return
         probs = self._before.gather(1, tokens.to(self._before.device).unsqueeze(1)).squeeze(1)
-        # Takes a third of the time of log_softmax and logsumexp. 2e-38 is a normal number, whose logarithm is finite
+        # Less work than log_softmax and logsumexp. 2e-38 is a normal number, whose logarithm is finite
         norm, logps = torch.linalg.vector_norm(self._before, dim=-1), probs.clamp(min=2e-38).log()
         self._values.append((tokens, token_energy(logps, 2 * norm.log()), logps))
 

@@ -29,7 +29,8 @@ from .older_trl import NO_FUSED_HEAD
 TRIED = "2026.10.9"
 REPLACED = GRPOTrainer.__name__ == "UnslothGRPOTrainer"  # when trl_otb was imported
 LOSS = "UnslothGRPOTrainer.compute_loss"
-LEAST_COSINE = 0.95  # of gradients, which differ by rounding: 0.76 for a loss that takes a completion's mean advantage
+SAMPLED_AND_EXTRA = f"{SAMPLED}, and one more for hidden states"
+LEAST_COSINE = 0.95  # of gradients, which differ by rounding; a loss of completions' mean advantages has far less
 NOT_TRIED = ("old_per_token_logps", "sampling_per_token_logps", "unsloth_sample_weight")  # which clip or weight
 
 
@@ -78,7 +79,7 @@ class UnslothRecorder(PolicyRecorder):
         extra = extra_forward(trainer, batch, recording.states)
         if values is None:
             return extra, EXTRA
-        return values._replace(states=extra.states), SAMPLED  # Unsloth's decoding calls no layers
+        return values._replace(states=extra.states), SAMPLED_AND_EXTRA  # Unsloth's decoding calls no layers
 
 
 def recorder_of(trainer: GRPOTrainer) -> PolicyRecorder:
