@@ -109,7 +109,8 @@ def _picture(rows: list[Comparison], of: str) -> str:
         elif gain.lost:
             parts.append(f"<text x='{NAMES + 4}' y='{y + 4}' fill='var(--faint)'>lost in noise</text>")
         else:
-            color = f"var(--{'better' if gain.low > 0 else 'worse' if gain.high < 0 else 'faint'})"
+            surely_more, surely_fewer = round(gain.low, 4) > 0, round(gain.high, 4) < 0  # beyond rounding
+            color = f"var(--{'better' if surely_more else 'worse' if surely_fewer else 'faint'})"
             ends_at = f"M{at(gain.low)} {y}H{at(gain.high)}"
             parts.append(f"<path d='{ends_at}' stroke='{color}' stroke-width='3' stroke-opacity='.55'/>")
             parts.append(f"<circle cx='{at(gain.value)}' cy='{y}' r='4' fill='{color}'/>")
