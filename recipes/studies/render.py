@@ -40,6 +40,7 @@ PAGES = ("learning", "value", "progress", "asynchronous", "later_trl")
 NAMES = {
     "blocks_columns": "blocks of SmolLM2, column sums",
     "blocks_columns_short": "blocks, 30 steps of 4 prompts",
+    "blocks_counting": "blocks of SmolLM2, counting",
     "calculator_scaled": "toy calculator",
     "calculator": "calculator, unscaled",
     "calculator_async_0": "calculator, asynchronous, at once",

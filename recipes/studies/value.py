@@ -50,6 +50,7 @@ TASKS = {
     "word_sorting": "SmolLM2 sorting words",
     "column_sums": "SmolLM2 sums by column",
     "blocks_columns": "SmolLM2's blocks, column sums",
+    "blocks_counting": "SmolLM2's blocks, counting",
     "gemma_copy": "Gemma3 copying",
     "gemma_words": "Gemma3 stories",
     "gemma_word_sequence_reversal": "Gemma3 reversing words",
