@@ -224,7 +224,7 @@ VALUE, BETTER = row("value", 0.4, 0.1, 0.9), row("d", 0.9, 0.5, 1.5, value=0.01,
 # Beside the control, and the run's baseline: how the verdict begins, and what it says
 VERDICTS = [
     ([row("d", 0.134, 0.08, 0.19)], "otb",
-     "Set baseline='d': group_mean, GRPO's, needs 13 % more prompts per step (95 %: 8 to 19) for as little", "again"),
+     "Set baseline='d': group_mean, GRPO's, needs 13 % more prompts per step (95 %: 8 to 19) for as little", "during"),
     (LIKELY, "otb", "Keep group_mean.\nNo unbiased baseline is surely", "'a', 50 (-10 to 150) % more prompts, so the"),
     (LIKELY, "otb", "Keep group_mean.\n", "more prompts may decide it."),
     ([row("a", 0.02, -0.03, 0.07)], "otb", "Keep group_mean.\n", "is unlikely to change that"),
@@ -244,7 +244,7 @@ VERDICTS = [
      "On these prompts value and b cannot be told apart."),
     ([SURE, VALUE], "value", "Keep baseline='value': ", ""),
     ([SURE, VALUE], "b", "Keep baseline='b': ", "On these prompts b and value cannot be told apart."),
-    ([SURE, VALUE, BETTER], "value", "Set baseline='d': ", "again later"),
+    ([SURE, VALUE, BETTER], "value", "Set baseline='d': ", "during training"),
     ([row("b", 0.3, 0.2, 0.4), row("value", 0.9, 0.5, 1.5, b=0.01), row("d", 0.95, 0.5, 1.5, b=0.01)], "b",
      "Set baseline='value': ", "value and d cannot be told apart"),
     # What is not surely better than the control is not advised, even if it is the run's own, and not surely worse

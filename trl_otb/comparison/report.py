@@ -211,7 +211,7 @@ class BaselineReport:
             caveats.append(f"{listed(lost)} cannot be compared, as the signal is lost in noise")
         if self.repeated:
             caveats.append(f"there are only {self.repeated} different examples, so other prompts are not represented")
-        caveats.append("this may change during training, so measure again later")
+        caveats.append("less noise does not tell how many tokens a run saves, and it may change during training")
         return f"Note: {'; '.join(caveats)}."
 
     @property
