@@ -16,7 +16,7 @@ interval is `[value, low, high]`; `null` is lost in noise.
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -85,6 +85,7 @@ PREDICTED = {
     "lake_6_few": ("later_luck", "6 turns", 4, 100),
     "lake_14_turns": ("later_luck", "14 turns, rewards per turn", 16, 50),
 }
+TOY, SIZES = "84 thousand", {"SmolLM2": "135 million", "Gemma": "270 million", "blocks": "14 million"}  # by a title's start
 THRESHOLDS = {"calculator": 0.85, "scratchpad_100": 0.8}  # of the mean reward
 Tables = dict[str, list[dict[str, Any]]]  # of cells, by task
 
@@ -221,7 +222,7 @@ def both_units(tables: Tables, n: int, names: list[str]) -> str:
         for cell in (of[name] for name in names if name in of):
             value, low, high = step = of_step(cell)
             more = [None if x is None else 100 / x - 100 for x in (value, high, low)]
-            texts = interval(cell["noise"]), interval(step), interval(more, ".0f")
+            texts = interval(cell["noise"]), *(("–", "–") if value is None else (interval(step), interval(more, ".0f")))
             rows.append([f"{task} ({cell['prompts']})", f"`{cell['estimator']}`", *texts])
     return markdown(rows)
 
@@ -431,15 +432,26 @@ def axes_of(titles: list[str]) -> tuple[Figure, Any]:
     return figure, axes
 
 
-def learning(tasks: dict[str, list[dict]], path: Path, names: Collection[str] = ()) -> None:
+def titled(task: str) -> str:
+    """Above a task's curves: its name, how large the policy is, and for how many prompts it was trained, if known."""
+    title = NAMES.get(task.partition(",")[0], task.partition(",")[0])
+    size = next((size for start, size in SIZES.items() if title.startswith(start)), TOY)
+    prompts = f", {PREDICTED[task][2] * PREDICTED[task][3]:,} prompts" if task in PREDICTED else ""
+    return f"{title}\n{size} parameters{prompts}"
+
+
+def learning(
+    tasks: dict[str, list[dict]],
+    path: Path,
+    names: Collection[str] = (),
+    arm_names: Mapping[str, str] = ARM_NAMES,
+) -> None:
     """
     The reward over tokens under each baseline (or these), if possible at N = 4: mean and range over seeds; and the
-    rewards that the group mean has after 50, 75 and 95 % of its gain, with what `value` saves until the second, if that
-    is sure.
+    rewards that the group mean has after 50, 75 and 95 % of its gain, with what `value` saves until the second.
     """
     sizes = [4 if any(row["n"] == 4 for row in rows) else rows[0]["n"] for rows in tasks.values()]
-    titles = [NAMES.get(name, name) for name in (task.partition(",")[0] for task in tasks)]
-    figure, axes = axes_of([f"{title}, N = {n}" for title, n in zip(titles, sizes, strict=True)])
+    figure, axes = axes_of([f"{titled(task)}, N = {n}" for task, n in zip(tasks, sizes, strict=True)])
     for axis, rows, n in zip(axes, tasks.values(), sizes, strict=True):
         runs = {arm["baseline"]: arm["runs"] for arm in arms(rows) if arm["n"] == n}
         means = {}
@@ -448,7 +460,7 @@ def learning(tasks: dict[str, list[dict]], path: Path, names: Collection[str] = 
                 curves = compare.stacked([points(row) for row in of])
                 curves[:, 0] /= 1000
                 means[name] = thousands, mean = curves.mean(axis=0)
-                axis.plot(thousands, mean, color=COLORS[name], label=f"{ARM_NAMES.get(name, name)} ({len(of)} seeds)")
+                axis.plot(thousands, mean, color=COLORS[name], label=f"{arm_names.get(name, name)}, {len(of)} seeds")
                 band = curves[:, 1].min(0), curves[:, 1].max(0)
                 axis.fill_between(thousands, *band, color=COLORS[name], alpha=0.1, linewidth=0)
         if "group_mean" in means:
@@ -461,16 +473,24 @@ def learning(tasks: dict[str, list[dict]], path: Path, names: Collection[str] = 
 
 
 def draw_levels(axis: Any, means: dict[str, numpy.ndarray], change: list[float]) -> None:
-    """The levels of the group mean's curve, and an arrow for what `value` saves until the second of them."""
-    levels, text = compare.levels_of(means["group_mean"]), {"color": "0.4", "fontsize": 6, "va": "bottom"}
-    for share, level in zip(compare.LEVELS, levels, strict=True):
-        axis.axhline(level, color="0.4", linewidth=0.7, linestyle=":")
-        axis.annotate(f"{share:.0%} of GRPO's gain", (0.01, level), xycoords=("axes fraction", "data"), **text)
+    """
+    The levels of the group mean's curve, and what `value` saves until the second of them: by an arrow, if that is sure,
+    else by its interval.
+    """
+    levels = compare.levels_of(means["group_mean"])
+    for i, level in enumerate(levels):
+        label = "shares of GRPO's gain" if i == 0 else None
+        axis.axhline(level, color="0.4", linewidth=0.7, linestyle=":", label=label)
+    shares = [f"{share:.0%}" for share in compare.LEVELS]
+    axis.secondary_yaxis("right").set_yticks(levels, shares, fontsize=7, color="0.4")
     if len(change) == 3 and change[2] < 0:
         at, end = levels[1], compare.tokens_until(means["group_mean"], levels)[1]
         axis.annotate("", (end * (1 + change[0]), at), (end, at), arrowprops={"arrowstyle": "->", "color": "black"})
         saved = f"{compare.per_cent(change[:1])} %"
-        axis.annotate(saved, (end, at), (3, -3), textcoords="offset points", va="top", fontsize=8)
+        axis.annotate(saved, (end, at), (6, -4), textcoords="offset points", va="top", fontsize=8)
+    elif change:
+        saved = f"tokens to {shares[1]}: {compare.per_cent(change)} %"
+        axis.annotate(saved, (0.98, 0.27), xycoords="axes fraction", ha="right", fontsize=8)
 
 
 def report(tables: Tables, folder: Path) -> None:
@@ -487,9 +507,9 @@ def render() -> None:
         page = HERE / f"{name}.md"
         page.write_text(rendered(page.read_text()))
     for name, tasks in LEARNING.items():
-        learning(
-            {task: rows for task in tasks if (rows := runs_of(task))}, HERE / f"{name}.png", ("group_mean", "value")
-        )
+        rows_of = {task: rows for task in tasks if (rows := runs_of(task))}
+        reference = {"group_mean": "GRPO (TRL's default)" if name == "default" else "GRPO, not scaled"}
+        learning(rows_of, HERE / f"{name}.png", ("group_mean", "value"), ARM_NAMES | reference)
 
 
 if __name__ == "__main__":

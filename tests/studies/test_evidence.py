@@ -407,7 +407,7 @@ def test_both_units_of_a_cell():
     old = {"prompts": 3, "n": 4, "estimator": "otb", "noise": [0.5, 0.4, 0.8], "equal_completions": [0.5, 0.4, 0.8]}
     table = render.both_units({"task": [new, old]}, 4, ["value", "otb"]).splitlines()
     assert table[2] == "| task (3) | `value` | 0.25 (0.20–0.50) | 0.40 (0.25–0.80) | 150 (25–300) |"
-    assert table[3] == "| task (3) | `otb` | 0.50 (0.40–0.80) | ? (?–?) | ? (?–?) |"
+    assert table[3] == "| task (3) | `otb` | 0.50 (0.40–0.80) | – | – |"
     assert "| 0.40 (0.25–0.80) |" in render.noise({"task": [new]}, 4, ["value"], of_steps=True)
 
 

@@ -265,7 +265,7 @@ def test_a_tooltip_tells_what_an_advantage_is_made_of(tmp_path, browser):
     numbers, lines = opened.hover(opened.of(".side:nth-child(2) .tokens span")[1])
     assert lines == [
         "= 0 − (0.42 + 0.11 − 0.36)",
-        "= reward − (others' mean + what the text so far foretells + luck of later tokens)",
+        "= reward − (others' mean + what the text so far predicts + luck of later tokens)",
         "= worse than expected here, even without the bad luck of later tokens",
     ]
     assert float(numbers["advantage"]) == pytest.approx(-0.17, abs=1e-3)

@@ -485,7 +485,7 @@ function curves() { // of the run: what its steps say of themselves
   const rewards = drawn([line("reward", "mean", "train"), line("reward, eval", "mean", "eval")]);
   const learned = drawn([
     line("explained: share of the power that predictions remove", "explained", "train"),
-    line("kept: share of completions left with B0", "kept", "train"),
+    line("kept: share of completions left with the others' mean alone", "kept", "train"),
   ]);
   const pick = x => {
     const far = steps.map(s => Math.abs(s.step - x));
@@ -525,7 +525,7 @@ function parts(c, i) { // what an advantage is made of: G − (B0 + prefix + lat
   if (reward == null || Number.isNaN(baseline)) return [];
   const added = x => `${x < 0 ? "−" : "+"} ${unsigned(x)}`, first = x => (x < 0 ? "−" : "") + unsigned(x);
   const sum = prefix ? `(${first(start(c, k))} ${added(prefix[k])} ${added(luck[k])})` : baseline < 0 ? `(${first(baseline)})` : first(baseline);
-  const names = prefix ? "(others' mean + what the text so far foretells + luck of later tokens)" : "baseline";
+  const names = prefix ? "(others' mean + what the text so far predicts + luck of later tokens)" : "baseline";
   const what = c.page.numbers.returns ? "reward from here" : "reward", scaled = c.scale !== 1 && c.scale != null;
   const divided = (text, by) => scaled ? `  = (${text}) / ${by}` : `  = ${text}`;
   return [divided(`${first(reward)} − ${sum}`, unsigned(c.scale)), divided(`${what} − ${names}`, "scale"), ...prefix ? [story(reward - baseline, luck[k])] : []];
