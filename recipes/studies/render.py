@@ -32,7 +32,7 @@ from recipes.studies.runs import arms, estimate, points, tokens_saved, tokens_un
 HERE = Path(__file__).parent
 RUN = ("task", "n", "baseline", "learning_rate", "seed", "policy")  # what tells one run from another
 LEARNING = {  # by picture, its tasks
-    "default": ("calculator_scaled, policy b3cf", "blocks_columns", "chain_sum"),
+    "default": ("blocks_columns", "blocks_counting", "chain_sum"),
     "language": ("copy", "word_sequence_reversal", "lake_6, policy d168"),
 }
 PAGES = ("learning", "value", "progress", "asynchronous", "later_trl")
