@@ -85,7 +85,8 @@ PREDICTED = {
     "lake_6_few": ("later_luck", "6 turns", 4, 100),
     "lake_14_turns": ("later_luck", "14 turns, rewards per turn", 16, 50),
 }
-TOY, SIZES = "84 thousand", {"SmolLM2": "135 million", "Gemma": "270 million", "blocks": "14 million"}  # by a title's start
+TOY = "84 thousand"
+SIZES = {"SmolLM2": "135 million", "Gemma": "270 million", "blocks": "14 million"}  # by how a title starts
 THRESHOLDS = {"calculator": 0.85, "scratchpad_100": 0.8}  # of the mean reward
 Tables = dict[str, list[dict[str, Any]]]  # of cells, by task
 
@@ -441,10 +442,7 @@ def titled(task: str) -> str:
 
 
 def learning(
-    tasks: dict[str, list[dict]],
-    path: Path,
-    names: Collection[str] = (),
-    arm_names: Mapping[str, str] = ARM_NAMES,
+    tasks: dict[str, list[dict]], path: Path, names: Collection[str] = (), arm_names: Mapping[str, str] = ARM_NAMES
 ) -> None:
     """
     The reward over tokens under each baseline (or these), if possible at N = 4: mean and range over seeds; and the
