@@ -88,6 +88,11 @@ def test_what_would_train_otherwise_is_an_error_before_a_step(runs, name, messag
     assert message in runs[name]["error"]
 
 
+def test_the_check_of_the_first_rollout_names_unsloth(runs):
+    assert "different where Unsloth has replaced GRPOTrainer of trl" in runs["shift"]["error"]
+    assert "Install the Unsloth that was tried: pip install 'unsloth==" in runs["shift"]["error"]
+
+
 def test_unsloth_that_is_imported_later_is_an_error(tmp_path):
     (late,) = made(tmp_path, "late", RUNS["otb"])
     assert "Unsloth has replaced trl.GRPOTrainer after trl_otb was imported" in late["error"]

@@ -32,6 +32,7 @@ logger = get_logger(__name__)
 
 PINNED = Path(__file__).with_name("trl_sources.json")  # newest versions, hashes of the sources read; see `make hashes`
 OLDEST = "1.9"  # minor version of TRL that works; `older_trl.py` has what it takes
+TRIED_UNSLOTH = "2026.10.9"
 
 
 def tested() -> dict[str, Any]:
@@ -45,6 +46,11 @@ def versions() -> dict[str, str]:
 
 
 def incompatible_trl(what: str) -> ImportError:
+    if getattr(vars(trl).get("GRPOTrainer"), "__name__", None) == "UnslothGRPOTrainer":
+        return ImportError(
+            "trl_otb relies on parts of TRL that are different where Unsloth has replaced GRPOTrainer of trl "
+            f"{trl.__version__}: {what}. Install the Unsloth that was tried: pip install 'unsloth=={TRIED_UNSLOTH}'."
+        )
     return ImportError(
         f"trl_otb relies on parts of TRL that are different in trl {trl.__version__}: {what}. Install a version that "
         f"was tested, such as the newest: pip install 'trl=={tested()['versions']['trl']}'."

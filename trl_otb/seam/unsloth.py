@@ -21,12 +21,11 @@ from torch import Tensor
 from ..baselines import Baseline
 from ..energy import TokenValues, token_energy
 from ..rollout import generated_mask
-from .contract import GRPOTrainer, trl_models
+from .contract import TRIED_UNSLOTH, GRPOTrainer, trl_models
 from .forwards import EXTRA, SAMPLED, PolicyRecorder, Recording
 from .older_trl import NO_FUSED_HEAD
 
 
-TRIED = "2026.10.9"
 REPLACED = GRPOTrainer.__name__ == "UnslothGRPOTrainer"  # when trl_otb was imported
 LOSS = "UnslothGRPOTrainer.compute_loss"
 SAMPLED_AND_EXTRA = f"{SAMPLED}, and one more for hidden states"
@@ -161,7 +160,7 @@ def loss_tried(trainer: Any, name: str) -> Iterator[None]:
             raise TypeError(
                 f"`{name}` does not weight each token by its own advantage: the cosine of its gradient with the "
                 f"expected one is {cosine:.3g}. Choose a baseline per completion, such as 'rloo', or install the "
-                f"Unsloth that was tried, {TRIED}."
+                f"Unsloth that was tried, {TRIED_UNSLOTH}."
             )
         trainer._trl_otb.users_loss_was_tried = True
         return compute_loss(model, inputs, *args, **kwargs)
