@@ -414,7 +414,7 @@ def test_both_units_of_a_cell():
 def test_readme_has_the_variance_of_a_step():
     """Each number of its table, rounded, is in the results under the task's name."""
     names = {
-        "four blocks of SmolLM2, sums by column": "SmolLM2's blocks, column sums", "toy model, 100 tokens": "T = 100",
+        "four blocks of SmolLM2, sums by column": "SmolLM2's blocks, column sums",
         "toy model, a calculator as tool": "calculator", "SmolLM2-135M, copying a text": "SmolLM2 copying",
         "SmolLM2-135M, reversing words": "SmolLM2 reversing words", "toy game of 6 turns": "6 turns",
     }  # fmt: skip
