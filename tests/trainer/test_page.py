@@ -194,9 +194,9 @@ def test_a_file_stays_below_its_limit(tmp_path):
     limit = len(page.HEAD) + 6 * len(train[0])
     asked = [record for of in zip(train, evaluated, strict=True) for record in of]
     thinned = []
-    for record in asked:
-        thinned.append(page.append(path, record, limit))
-        assert page.about_of(record)[:2] in [(step["step"], step["mode"]) for step in steps_of(path)]  # the newest
+    for one in asked:
+        thinned.append(page.append(path, one, limit))
+        assert page.about_of(one)[:2] in [(step["step"], step["mode"]) for step in steps_of(path)]  # the newest
     assert thinned.index(True) in (5, 6) and path.stat().st_size <= limit + 200  # √ and the like have more bytes
     found = [(step["mode"], step["step"]) for step in steps_of(path)]
     assert {("train", 8), ("eval", 8)} <= {*found} and found == sorted(found, key=lambda of: of[1])
