@@ -102,6 +102,7 @@ def test_a_trl_without_a_fused_head_is_an_error(monkeypatch):
     from trl_otb.seam import unsloth
 
     monkeypatch.setattr(unsloth, "REPLACED", True)
+    monkeypatch.setattr(unsloth, "NO_FUSED_HEAD", False)
     unsloth.check_unsloth()
     monkeypatch.setattr(unsloth, "NO_FUSED_HEAD", True)
     with pytest.raises(ImportError, match="Install trl 1.15"):
