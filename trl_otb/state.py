@@ -8,7 +8,7 @@ from accelerate.logging import get_logger
 from transformers import Trainer
 
 from .baselines import find_baseline
-from .run.baseline import STATE_FILE
+from .run.baseline import STATE_FILE, reference_of
 from .seam.contract import trl_utils
 from .seam.forwards import policy_of
 from .seam.namespace import Namespace, Public
@@ -69,7 +69,7 @@ def gain_of(trainer: KeepsBaseline) -> tuple[str, str | None, str | None, bool, 
     entry, n = trainer.baseline.entry, trainer.args.num_generations
     if trainer._trl_otb.b0 != "rloo_pooled":  # asynchronous: no batch is compared with another baseline
         return entry.name, trainer._trl_otb.b0 if n > 1 else None, None, False, False
-    reference = "rloo_pooled" if n == 1 else "rloo" if entry.unbiased else "group_mean"
+    reference = reference_of(entry, n)
     reads, has = "progress" in trainer._trl_otb.needs, trainer._trl_otb.progress is not None
     compared = None if entry.name == reference else reference
     return entry.name, "rloo_pooled", compared, reads and not has, reads and has and n > 1

@@ -26,7 +26,7 @@ from torch import Tensor
 from .baselines import Baseline, find_baseline, put_back, squeeze
 from .baselines.prefix import projection, state_layer
 from .energy import TokenValues, check_energies, log_sum_sq_probs, token_energy
-from .run.baseline import STATE_FILE, RunBaseline
+from .run.baseline import STATE_FILE, RunBaseline, reference_of
 from .run.gain import Gain
 from .run.metrics import summarize
 from .run.sampler import changed_distribution, dropout_of, warning_of_dropout
@@ -79,8 +79,7 @@ class OTBTrainer(GRPOTrainer):
         logger.info(f"Training with baseline {entry.name!r} and scale_rewards {scale!r}.")
         if entry.name == "value" and (dropout := dropout_of(self.model)):
             logger.warning(warning_of_dropout(dropout, "ms-swift"))
-        result, n = super().train(*args, **kwargs), self.num_generations
-        reference = "rloo_pooled" if n == 1 else "rloo" if entry.unbiased else "group_mean"
+        result, reference = super().train(*args, **kwargs), reference_of(entry, self.num_generations)
         line = self._otb_gain.line(entry.name, "rloo_pooled", None if entry.name == reference else reference)
         if line:
             logger.info(line.partition(" `trl_otb.compare_baselines")[0])  # which takes a trainer of TRL's

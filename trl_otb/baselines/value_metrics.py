@@ -14,11 +14,11 @@ from .bound import ROUNDING
 # completions of a prompt begin differently, as after an environment's `reset`. For N = 1 prompts may decide rewards
 KNOWING_SLOPE = 0.5
 KNOWING = (
-    "What 'value' subtracts tells a completion's reward before its first token: there the advantage grows "
-    "by {slope:.2f} per unit of the return (`slope_at_start`), and 1 is expected, so that less is "
-    "learned, and wrongly. Look for a progress function that reads what knows the end of a completion, "
-    "such as a store that a `rollout_func`, a tool or an environment fills. If an environment begins "
-    "differently for each completion of a prompt, its beginning may decide the reward: then all is well."
+    "What 'value' subtracts tells a completion's reward before its first token: there the advantage grows by "
+    "{slope:.2f} per unit of the return (`slope_at_start`), and 1 is expected, so that less is learned, and wrongly. "
+    "Look for a progress function that reads what knows the end of a completion, such as a store that a "
+    "`rollout_func`, a tool or an environment fills. If an environment begins differently for each completion of a "
+    "prompt, its beginning may decide the reward: then all is well."
 )
 
 

@@ -33,6 +33,11 @@ class BatchAdvantages:
     later_luck: Float[Tensor, "B T"] | None  # the part of B that is the luck of later tokens, if parts were asked for
 
 
+def reference_of(baseline: Baseline, num_generations: int) -> str:
+    """The name of the baseline that a run's is compared with."""
+    return "rloo_pooled" if num_generations == 1 else "rloo" if baseline.unbiased else "group_mean"
+
+
 class RunBaseline:
     """A run's baseline, with what it has learned, and the running scale of advantages if there is one."""
 
@@ -87,9 +92,8 @@ class RunBaseline:
             baselines = chosen.b0.where(keeps_b0.unsqueeze(1), chosen.baselines)
             chosen = Advantages((local.returns - baselines) * local.mask, baselines, chosen.b0)
             kept = {f"{self.entry.name}/kept": share}
-        reference = group_mean
-        if b0 is None and (n == 1 or self.entry.unbiased):
-            reference = under(find_baseline("rloo_pooled" if n == 1 else "rloo"))
+        name = "group_mean" if b0 is not None else reference_of(self.entry, n)
+        reference = group_mean if name == "group_mean" else under(find_baseline(name))
         advantages = chosen.advantages / scale
         if (~advantages.isfinite()).any():
             raise ValueError(

@@ -17,7 +17,7 @@ from ..rollout import generated_mask
 from . import unsloth
 from .contract import from_library, incompatible_trl
 from .subclasses import contract_broken, users_loss
-from .untried import check_rows
+from .untried import check_rows, unequal_advantages
 
 
 logger = get_logger(__name__)
@@ -301,8 +301,7 @@ def check_product(
     """
     zeros = torch.zeros(len(tokens), device=tokens.device)  # and ones, one for each row
     order = torch.arange(tokens.numel(), device=tokens.device).view_as(tokens)
-    sizes = 1 + order * 0.618 % 1  # of neighbours in rows and columns, unequal ones
-    mixed = sizes.where(order % 3 > 0, -sizes)
+    mixed = unequal_advantages(order)
     probe, computed = _copied(trainer), list[tuple[Any, Tensor]]()
     probe.off_policy_mask_threshold = None  # which drops completions of negative advantage
 

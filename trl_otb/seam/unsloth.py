@@ -24,6 +24,7 @@ from ..rollout import generated_mask
 from .contract import TRIED_UNSLOTH, GRPOTrainer, trl_models
 from .forwards import EXTRA, SAMPLED, PolicyRecorder, Recording
 from .older_trl import NO_FUSED_HEAD
+from .untried import unequal_advantages
 
 
 REPLACED = GRPOTrainer.__name__ == "UnslothGRPOTrainer"  # when trl_otb was imported
@@ -141,7 +142,7 @@ def loss_tried(trainer: Any, name: str) -> Iterator[None]:
         mask, policy = generated_mask(inputs), trainer._trl_otb.recorder.policy
         row, order = mask.sum(dim=1).argmax(), torch.arange(mask.size(1), device=mask.device)
         mixed = torch.zeros_like(mask, dtype=torch.float32)
-        mixed[row] = (1 + order * 0.618 % 1) * torch.where(order % 3 > 0, 1, -1) * mask[row]
+        mixed[row] = unequal_advantages(order) * mask[row]
         head = policy.get_output_embeddings().weight
         parameter = [of for of in policy.parameters() if of.requires_grad and of is not head][-1]
         given = {key: of for key, of in inputs.items() if key not in NOT_TRIED}
