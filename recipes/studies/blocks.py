@@ -12,6 +12,10 @@ writes a neighbouring digit. The reward is 1 if every line is right.
 
 *counting*: the same digit is added 13 times, in 155 tokens: "1047+8=1055". The pupil writes a neighbouring sum and goes
 on from it. The reward is the share of right lines.
+
+*sorting*: ten digits are sorted in ten rounds, in 110 tokens. Neighbours change places where the first is larger: the
+pairs of even places in one round, of odd places in the next. The pupil overlooks a pair, which a later round may mend,
+or writes a neighbouring digit, which none mends. The reward is 1 if the last line is right.
 """
 
 import argparse
@@ -37,7 +41,8 @@ from recipes.studies.tasks import Task
 
 BLOCKS = 4
 DIGITS = 6
-LINES = 13
+LINES = 13  # of counting
+PLACES = 10  # of sorting
 
 
 def columns_problem(rng: random.Random) -> tuple[str, str, str]:
@@ -77,6 +82,26 @@ def counting(number: int, by: int, careless: random.Random | None) -> str:
     return "\n".join(lines)
 
 
+def sorting_problem(rng: random.Random) -> tuple[str, str, str]:
+    """The question, the right answer, and the pupil's."""
+    digits = [rng.randrange(10) for _ in range(PLACES)]
+    return f"{''.join(map(str, digits))}:", sorting(digits, None), sorting(digits, rng)
+
+
+def sorting(digits: list[int], careless: random.Random | None) -> str:
+    lines = []
+    for turn in range(PLACES):
+        digits = digits.copy()
+        for i in range(turn % 2, PLACES - 1, 2):
+            if digits[i] > digits[i + 1] and not (careless and careless.random() < 0.1):
+                digits[i : i + 2] = digits[i + 1], digits[i]
+        for i, digit in enumerate(digits):
+            if careless and careless.random() < 0.004:
+                digits[i] = (digit + careless.choice((-1, 1))) % 10
+        lines.append("".join(map(str, digits)))
+    return "\n".join(lines)
+
+
 def lines_right(completions, answer, **kwargs) -> list[float]:
     """The share of the answer's lines that the completion has at their place."""
     pairs = ((text.strip().split("\n"), goal.split("\n")) for text, goal in zip(completions, answer, strict=True))
@@ -85,6 +110,11 @@ def lines_right(completions, answer, **kwargs) -> list[float]:
 
 def all_right(completions, answer, **kwargs) -> list[float]:
     return [float(text.strip() == goal) for text, goal in zip(completions, answer, strict=True)]
+
+
+def last_right(completions, answer, **kwargs) -> list[float]:
+    last = ([text.strip().split("\n")[-1] for text in texts] for texts in (completions, answer))
+    return [float(a == b) for a, b in zip(*last, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -99,6 +129,7 @@ class Kind:
 KINDS = {
     "columns": Kind(columns_problem, all_right, 64, 500, 16),
     "counting": Kind(counting_problem, lines_right, 160, 500, 8),
+    "sorting": Kind(sorting_problem, last_right, 120, 500, 8),
 }
 RATE = 1e-3
 

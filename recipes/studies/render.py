@@ -41,6 +41,7 @@ NAMES = {
     "blocks_columns": "blocks of SmolLM2, column sums",
     "blocks_columns_short": "blocks, 30 steps of 4 prompts",
     "blocks_counting": "blocks of SmolLM2, counting",
+    "blocks_sorting": "blocks of SmolLM2, sorting digits",
     "calculator_scaled": "toy calculator",
     "calculator": "calculator, unscaled",
     "calculator_async_0": "calculator, asynchronous, at once",

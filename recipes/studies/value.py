@@ -51,6 +51,7 @@ TASKS = {
     "column_sums": "SmolLM2 sums by column",
     "blocks_columns": "SmolLM2's blocks, column sums",
     "blocks_counting": "SmolLM2's blocks, counting",
+    "blocks_sorting": "SmolLM2's blocks, sorting digits",
     "gemma_copy": "Gemma3 copying",
     "gemma_words": "Gemma3 stories",
     "gemma_word_sequence_reversal": "Gemma3 reversing words",

@@ -34,6 +34,13 @@ def test_counting_goes_on_from_what_stands_there():
     assert blocks.lines_right([answer + "\n", slipped, ""], [answer] * 3) == [1.0, 1 - 1 / blocks.LINES, 0.0]
 
 
+def test_sorting_takes_ten_rounds_and_rewards_the_last_line():
+    answer = blocks.sorting([9, 8, 7, 6, 5, 4, 3, 2, 1, 0], None)
+    assert answer.startswith("8967452301\n8694725031\n") and answer.endswith("\n0123456789")
+    assert len(answer.split("\n")) == blocks.PLACES
+    assert blocks.last_right([answer + "\n", answer[:-1], "", "0123456789"], [answer] * 4) == [1.0, 0.0, 0.0, 1.0]
+
+
 @pytest.mark.parametrize("kind", blocks.KINDS)
 def test_the_pupil_is_right_in_four_to_six_of_ten(kind):
     rows = blocks.problems(kind, 2000, seed=0)
