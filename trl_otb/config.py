@@ -16,6 +16,7 @@ from .baselines import BASELINES, Baseline, find_baseline
 from .display.page import SAVE_ROLLOUTS, check_steps
 from .progress import PROGRESS_PLACES, check_function_names
 from .seam.namespace import NAMESPACE
+from .seam.unsloth import with_unsloths_defaults
 
 
 logger = get_logger(__name__)
@@ -41,6 +42,7 @@ def _baseline_help() -> str:
     )
 
 
+@with_unsloths_defaults
 @dataclass
 class OTBGRPOConfig(GRPOConfig):
     r"""
@@ -117,6 +119,7 @@ class OTBGRPOConfig(GRPOConfig):
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
+        self.__dict__.update(self.__dict__.pop("own_options", {}))  # of `with_unsloths_defaults`
         stated = vars(type(self))
         undecorated = inspect.get_annotations(type(self)) and "__dataclass_fields__" not in stated
         if undecorated or any(stated.get(f.name, f.default) is not f.default for f in fields(self)):

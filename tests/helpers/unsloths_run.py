@@ -6,6 +6,7 @@ returns log-probs alone, and its loss is `compute_loss`. Prints a line of JSON f
 import json
 import logging
 import sys
+from dataclasses import dataclass
 from unittest.mock import patch
 
 import torch
@@ -15,6 +16,9 @@ from transformers import AutoModelForCausalLM
 from trl.trainer import grpo_trainer
 
 from tests.helpers import tiny
+
+
+SHOWN = ("learning_rate", "eval_accumulation_steps", "baseline", "scale_rewards", "unsloth_num_chunks", "unset")
 
 
 class _UnslothGRPOTrainer(trl.GRPOTrainer):
@@ -51,6 +55,21 @@ class _UnslothGRPOTrainer(trl.GRPOTrainer):
 
 class UnslothGRPOTrainer(_UnslothGRPOTrainer):
     pass
+
+
+@dataclass
+class UnslothGRPOConfig(trl.GRPOConfig):
+    """What is not given is as its `__init__` has it, which takes a name that is no field."""
+
+    unsloth_num_chunks: int = -1
+
+    def __init__(
+        self, output_dir=None, learning_rate=5e-5, scale_rewards="group", old_name=7, unsloth_num_chunks=-1, **kwargs
+    ):
+        assert scale_rewards not in ("group", None)  # of which the real one says that it is overridden
+        kwargs |= {"learning_rate": learning_rate, "scale_rewards": scale_rewards, "eval_accumulation_steps": old_name}
+        super().__init__(output_dir, **kwargs)
+        self.unsloth_num_chunks = unsloth_num_chunks
 
 
 def _make_silent(model, unread):
@@ -123,7 +142,8 @@ def main(path, runs):
     if runs[0] == "late":
         import trl_otb.trainer  # noqa: F401
     trl.GRPOTrainer = grpo_trainer.GRPOTrainer = UnslothGRPOTrainer
-    from trl_otb import OTBGRPOTrainer
+    trl.GRPOConfig = UnslothGRPOConfig
+    from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 
     logging.getLogger("trl_otb").setLevel("INFO")
     for run in [run for run in runs if run != "late"]:
@@ -137,6 +157,10 @@ def main(path, runs):
         how = {of: name == of for of in ("silent", "unread")}
         cls = UnslothGRPOTrainer if name == "alone" else OTBGRPOTrainer
         try:
+            if name == "config":
+                args = OTBGRPOConfig("unsloth", bf16=False, **options)
+                print("RUN " + json.dumps({of: getattr(args, of) for of in SHOWN}), flush=True)
+                continue
             with patch.multiple(UnslothGRPOTrainer, **changes):
                 result = train(path, cls, options, **how)
         except Exception as error:

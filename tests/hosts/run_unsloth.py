@@ -4,8 +4,9 @@ and triton, whose interpreter runs Unsloth's kernels for GPUs on a CPU:
 
     PYTHONPATH=. python -m tests.hosts.run_unsloth
 
-Prints the gradient norms of each run. On a CPU Unsloth neither replaces GRPOTrainer nor takes its fast forwards by
-itself: `on_cpu` makes it believe in a GPU.
+Prints the gradient norms of each run. Checked are energies, against a softmax of the policy's logits, and the norm of a
+model of transformers, against a plain loop's. On a CPU Unsloth neither replaces GRPOTrainer nor takes its fast forwards
+by itself: `on_cpu` makes it believe in a GPU. Where there is one, it is used.
 """
 
 import os
@@ -16,9 +17,14 @@ from types import SimpleNamespace
 
 SETTINGS = {"TRITON_INTERPRET": "1", "UNSLOTH_ALLOW_CPU": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 SETTINGS |= {"TORCHDYNAMO_DISABLE": "1", "UNSLOTH_COMPILE_DISABLE": "1"}
-RUNS = (  # the baseline, `None` for Unsloth alone; whether with LoRA; options
-    (None, True, {}), ("otb", True, {}), ("value", True, {}), ("value", True, {"num_iterations": 2}),
-    ("group_mean", True, {}), ("value", False, {}),
+PLAIN, LORA, FULL = "a model of transformers", "LoRA", "full training"  # the last two by FastLanguageModel
+VLLM = {"use_vllm": True, "vllm_mode": "server", "temperature": 1.0}  # with a stand-in that samples
+RUNS = (  # the model; the baseline, `None` for Unsloth alone; options
+    (PLAIN, None, {}), (PLAIN, "group_mean", {}), (PLAIN, "otb", {}), (PLAIN, "value", {}),
+    (PLAIN, "value", {"num_iterations": 2}), (PLAIN, None, VLLM), (PLAIN, "otb", VLLM), (PLAIN, "value", VLLM),
+    (PLAIN, "otb", VLLM | {"vllm_importance_sampling_correction": True}),
+    (LORA, None, {}), (LORA, "otb", {}), (LORA, "value", {}), (LORA, "value", {"num_iterations": 2}),
+    (LORA, "group_mean", {}), (FULL, "value", {}),
 )  # fmt: skip
 
 
@@ -69,50 +75,109 @@ def on_cpu():
     rl._patch_trl_rl_trainers_impl("grpo_trainer")  # which Unsloth does by itself where there is a GPU
 
 
-def run(path, baseline, lora, options):
-    """Norms of two steps; where energies come from, and their greatest difference from those of a softmax."""
+def run(path, kind, baseline, options):
+    """
+    Norms of two steps and those of a plain loop on the same batches, of a batch's first step; where energies come from,
+    and their greatest difference from those of a softmax.
+    """
     import torch
     import trl
+    from transformers import AutoModelForCausalLM, AutoTokenizer
     from unsloth import FastLanguageModel
 
     from tests.helpers import tiny
     from tests.helpers.oracles import energies_by_softmax, mask_of
     from trl_otb import OTBGRPOConfig, OTBGRPOTrainer
 
-    class Checked(OTBGRPOTrainer):
-        off = 0.0
+    class Checked(OTBGRPOTrainer if baseline else trl.GRPOTrainer):
+        off, expected = 0.0, ()
 
         def _generate_and_score_completions(self, inputs):
             batch = super()._generate_and_score_completions(inputs)
-            if (own := self.rollouts["train"].energy) is not None:
+            if baseline and (own := self.rollouts["train"].energy) is not None:
                 expected = energies_by_softmax(self.model, batch, self.temperature)
                 self.off = max(self.off, (own.double() * mask_of(batch) - expected).abs().max().item())
+            if kind is PLAIN:
+                self.expected += (norm_of_plain_loop(self.model, batch, self.temperature),)
             return batch
 
     torch.manual_seed(0)
-    how = {"max_seq_length": 256, "load_in_4bit": False, "dtype": torch.float32, "device_map": "cpu"}
-    how |= {"use_gradient_checkpointing": False, "full_finetuning": not lora}
-    model, tokenizer = FastLanguageModel.from_pretrained(path, **how)
-    if lora:
+    if kind is PLAIN:
+        model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+        model.for_training, model.for_inference = (lambda *_, on=on, **__: model.train(on) for on in (True, False))
+    else:
+        how = {"max_seq_length": 256, "load_in_4bit": False, "dtype": torch.float32}
+        how |= {"use_gradient_checkpointing": False}
+        how |= {} if torch.cuda.is_available() else {"device_map": "cpu"}
+        model, tokenizer = FastLanguageModel.from_pretrained(path, **how, full_finetuning=kind is FULL)
+    if kind is LORA:
         layers = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
         adapter = {"r": 4, "lora_alpha": 8, "lora_dropout": 0, "target_modules": layers}
         model = FastLanguageModel.get_peft_model(model, **adapter, use_gradient_checkpointing=False)
-    own = {"scale_rewards": "none", "temperature": 0.7, "max_completion_length": 4}
-    own |= {"output_dir": path + "/out", "baseline": baseline or "otb"}  # few tokens, as the interpreter is slow
+    own = {"scale_rewards": "none", "temperature": 0.7, "output_dir": path + "/out", "baseline": baseline or "otb"}
+    own |= {"use_cpu": not torch.cuda.is_available(), "optim": "adamw_torch", "gradient_accumulation_steps": 1}
+    own |= {} if kind is PLAIN else {"max_completion_length": 4}  # few tokens, as the interpreter is slow
     args = OTBGRPOConfig(**{**tiny.SETTINGS, **own, **options})
     data = {"train_dataset": tiny.prompts(), "processing_class": tokenizer}
-    trainer = (trl.GRPOTrainer if baseline is None else Checked)(model, tiny.even_bytes, args=args, **data)
+    trainer = Checked(model, tiny.even_bytes, args=args, **data)
     trainer.train()
     norms = [of["grad_norm"] for of in trainer.state.log_history if "grad_norm" in of]
-    return norms, getattr(trainer, "energy_source", None), getattr(trainer, "off", 0.0)
+    return norms, trainer.expected, getattr(trainer, "energy_source", None), trainer.off
+
+
+def norm_of_plain_loop(model, batch, temperature):
+    """Of the gradient of −Σ A_t log π(y_t) over the tokens of a batch."""
+    import torch
+
+    from tests.helpers.oracles import mask_of
+
+    ids, attended = (torch.cat([batch[f"prompt_{of}"], batch[f"completion_{of}"]], dim=1) for of in ("ids", "mask"))
+    mask, advantages = mask_of(batch), batch["advantages"]
+    with torch.enable_grad():
+        places = (attended.cumsum(dim=1) - 1).clamp(min=0)
+        logits = model(input_ids=ids, attention_mask=attended, position_ids=places).logits / temperature
+        logps = logits[:, -mask.size(1) - 1 : -1].log_softmax(-1)
+        logps = logps.gather(-1, batch["completion_ids"].unsqueeze(-1)).squeeze(-1)
+        loss = -(advantages.view(len(mask), -1) * logps * mask).sum() / mask.sum()
+        gradients = torch.autograd.grad(loss, [of for of in model.parameters() if of.requires_grad])
+    return torch.stack([of.norm() for of in gradients]).norm().item()
+
+
+def check_defaults():
+    """What is not given is in OTBGRPOConfig as in Unsloth's config."""
+    import trl
+
+    from trl_otb import OTBGRPOConfig
+
+    given = {"output_dir": "out", "bf16": False, "num_generations": 4, "report_to": "none"}
+    ours, theirs = (vars(cls(**given)) for cls in (OTBGRPOConfig, trl.GRPOConfig))
+    differ = {name for name, of in theirs.items() if str(ours[name]) != str(of)}
+    assert differ == {"scale_rewards"} and ours["learning_rate"] == theirs["learning_rate"], differ
 
 
 def main():
+    import torch
+
     sys.path.insert(0, os.getcwd())
     with tempfile.TemporaryDirectory() as folder:  # Unsloth writes what it compiles into the current one
         os.chdir(folder)
-        on_cpu()
+        if not torch.cuda.is_available():
+            on_cpu()
+        import unsloth  # noqa: F401
+
+        check_defaults()
+        sample_in_vllms_place()
         train_all(folder)
+
+
+def sample_in_vllms_place():
+    import trl
+
+    from tests.helpers.recording import Sampler
+
+    module = sys.modules[trl.GRPOTrainer.__module__]
+    module.VLLMGeneration = lambda *, model, **kwargs: Sampler(model)
+    module.is_vllm_available = lambda *args, **kwargs: True
 
 
 def train_all(folder):
@@ -126,15 +191,22 @@ def train_all(folder):
     with torch.no_grad():  # Unsloth takes an id of padding for padding, also where it was sampled
         model.lm_head.weight[tokenizer.pad_token_id] = 0
     model.save_pretrained(path)
-    for baseline, lora, options in RUNS:
-        norms, source, off = run(path, baseline, lora, options)
-        kind = f"{baseline or 'alone'}{', LoRA' if lora else ''} {options or ''}"
-        print(f"RUN {kind}: {norms}, energies from {source}, off by {off:.1g}", flush=True)
+    for kind, baseline, options in RUNS:
+        if torch.cuda.is_available() and "use_vllm" in options:  # the stand-in samples on the CPU
+            continue
+        norms, expected, source, off = run(path, kind, baseline, options)
+        title = f"{baseline or 'alone'}, {kind} {options or ''}"
+        print(f"RUN {title}: {norms}, plain loop {expected}, energies from {source}, off by {off:.1g}", flush=True)
         assert off < 1e-5 and len(norms) == 2
+        if kind is PLAIN and "vllm_importance_sampling_correction" not in options:  # Unsloth's loss weights by itself
+            firsts = norms[:: options.get("num_iterations", 1)]
+            assert all(abs(a / b - 1) < 0.005 for a, b in zip(firsts, expected, strict=True)), (firsts, expected)
 
 
 if __name__ == "__main__":
-    if not SETTINGS.items() <= os.environ.items():
+    import torch.cuda
+
+    if not torch.cuda.is_available() and not SETTINGS.items() <= os.environ.items():
         command = [sys.executable, "-W", "ignore", "-m", "tests.hosts.run_unsloth"]
         os.execve(sys.executable, command, os.environ | SETTINGS)
     main()

@@ -26,6 +26,10 @@ RUNS = {
     "mean": 'mean {"baseline": "otb"}',
     "shift": 'shift {"baseline": "otb"}',
     "sequence": 'otb {"baseline": "otb", "importance_sampling_level": "sequence"}',
+    "defaults": "config",
+    "given": 'config {"learning_rate": 0.1, "baseline": "value", "scale_rewards": "running", "unsloth_num_chunks": 2}',
+    "old name": 'config {"old_name": 5}',
+    "unknown": 'config {"baselin": "value"}',
 }
 
 
@@ -91,6 +95,16 @@ def test_what_would_train_otherwise_is_an_error_before_a_step(runs, name, messag
 def test_the_check_of_the_first_rollout_names_unsloth(runs):
     assert "different where Unsloth has replaced GRPOTrainer of trl" in runs["shift"]["error"]
     assert "Install the Unsloth that was tried: pip install 'unsloth==" in runs["shift"]["error"]
+
+
+def test_what_is_not_given_is_as_in_unsloths_config(runs):
+    expected = {"learning_rate": 5e-5, "eval_accumulation_steps": 7, "unsloth_num_chunks": -1}
+    not_set = {"baseline": "otb", "scale_rewards": "none", "unset": ["baseline", "scale_rewards"]}
+    assert runs["defaults"] == expected | not_set
+    given = {"learning_rate": 0.1, "baseline": "value", "scale_rewards": "running", "unsloth_num_chunks": 2}
+    assert runs["given"] == expected | given | {"unset": []}
+    assert runs["old name"]["eval_accumulation_steps"] == 5
+    assert "no option 'baselin'. Did you mean 'baseline'?" in runs["unknown"]["error"]
 
 
 def test_unsloth_that_is_imported_later_is_an_error(tmp_path):

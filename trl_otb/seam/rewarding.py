@@ -18,6 +18,7 @@ from .forwards import scores_anyway
 from .older_trl import is_async_callable
 from .subclasses import contract_broken
 from .token_rewards import RewardRecorder
+from .unsloth import REPLACED
 
 
 class Returns(NamedTuple):
@@ -211,6 +212,7 @@ def missing_keys(trainer: GRPOTrainer, batch: dict[str, Any]) -> list[str]:
     promised = dict.fromkeys(("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages"), True)
     promised["old_per_token_logps"] = scores_anyway(trainer)
     corrected = trainer.use_vllm and trainer.args.vllm_importance_sampling_correction
-    promised |= dict.fromkeys(("importance_sampling_ratio", "sampling_per_token_logps"), corrected)
+    promised["sampling_per_token_logps"] = corrected
+    promised["importance_sampling_ratio"] = corrected and not REPLACED  # Unsloth's loss forms it by itself
     promised["tool_mask"] = bool(trainer.tools)
     return [key for key, expected in promised.items() if expected and key not in batch]

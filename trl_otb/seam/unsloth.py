@@ -1,6 +1,7 @@
 """
-GRPOTrainer as Unsloth replaces it: its scoring forward returns no log Σπ², and its loss is `compute_loss`, which takes
-log-probs from no method of the trainer. Relied on, and checked:
+GRPOTrainer as Unsloth replaces it: its scoring forward returns no log Σπ², its loss is `compute_loss`, which takes
+log-probs from no method of the trainer, and the `__init__` of its config has other defaults than TRL's. Relied on, and
+checked:
 
 - `trl.GRPOTrainer` was replaced before trl_otb was imported, and TRL is 1.15 or newer.
 - The policy's backbone, by TRL's fused LM head, gives the log-probs of rows without padding on the left: in the first
@@ -9,8 +10,10 @@ log-probs from no method of the trainer. Relied on, and checked:
 """
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any
 from unittest.mock import patch
 
@@ -46,6 +49,28 @@ def check_unsloth() -> None:
             f"Unsloth has replaced trl.GRPOTrainer, and trl {trl.__version__} has no fused LM head, which gives the "
             "energies then. Install trl 1.15: pip install 'trl==1.15.0'."
         )
+
+
+def with_unsloths_defaults(cls: Any) -> Any:
+    """
+    The dataclass `cls` that derives from GRPOConfig, where Unsloth has replaced the latter: an option that is not given
+    is what the `__init__` of Unsloth's config makes it, such as a learning rate of 5e-5, not the default of its field.
+    """
+    if not REPLACED:
+        return cls
+    base, plain = cls.__mro__[1], inspect.signature(cls.__init__)
+    theirs = {f.name: f for f in fields(base)}
+    own = {f.name: f.default for f in fields(cls) if theirs.get(f.name) is not f}
+
+    def __init__(self: Any, *args: Any, **options: Any) -> None:
+        self.own_options = own | {name: options.pop(name) for name in own.keys() & options.keys()}
+        base.__init__(self, *args, **options, scale_rewards="none")  # of which Unsloth then has nothing to say
+
+    known = plain.parameters | inspect.signature(base.__init__).parameters
+    named = [of.replace(kind=of.KEYWORD_ONLY) for of in known.values() if of.kind is not of.VAR_KEYWORD]
+    cls.__init__ = __init__
+    cls.__init__.__signature__ = plain.replace(parameters=named)
+    return cls
 
 
 def check_loss(trainer: GRPOTrainer, entry: Baseline) -> None:
