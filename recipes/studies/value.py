@@ -26,7 +26,7 @@ import torch
 import trl_otb
 from recipes.studies import language, render
 from recipes.studies.tasks import PROMPTS_PER_BATCH, task_of, trainer_of
-from recipes.toy import lake, scratchpad
+from recipes.toy import lake, scratchpad, warm_start
 from trl_otb.baselines import BASELINES, Value
 
 
@@ -107,14 +107,17 @@ for _name, _options in (ABLATIONS | NO_PROGRESS).items():
 def measured(task: str, folder: Path, args: argparse.Namespace) -> dict:
     """The report of [`~trl_otb.compare_baselines`], kept in `folder`: a task that is there is not measured again."""
     name, _, prompts = task.partition("/")
-    here = folder / f"{task.replace('/', '-')}-seed{args.seed}"
+    here = folder / f"{task.replace('/', '-')}-seed{args.seed}{f'-policy{args.policy}' if args.policy else ''}"
     parts = [str(args.num_prompts), "prompts", *(args.baselines or ()), *(["progress"] if args.progress else [])]
     saved = here / f"{'-'.join(parts)}.json"
     if not args.plot_only and not saved.exists():
         progress = {"progress_funcs": ["rewards"]} if args.progress else {}
         if task in TOY:
             given = {"seed": args.seed, "disable_tqdm": False}
-            trainer, options = trainer_of(task_of(name, args.seed), **given, **progress), MEASURED
+            of = task_of(name, args.seed)
+            if args.policy:
+                of = replace(of, policy=warm_start.policy(of.policy.name.rpartition("-")[0], seed=args.policy))
+            trainer, options = trainer_of(of, **given, **progress), MEASURED
         else:
             trainer, options = language.trainer_at(name, args.seed, **progress), language.measured(name)
         options = options | {"prompts_per_batch": int(prompts or PROMPTS_PER_BATCH), "seed": args.seed}
@@ -179,6 +182,7 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="value", description=__doc__.splitlines()[1])
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TOY, help="by default all but SmolLM2's")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--policy", type=int, default=0, help="the seed of a toy policy's warm start")
     parser.add_argument("--num_prompts", type=int, default=24)
     parser.add_argument("--baselines", nargs="+", choices=BASELINES, help="by default those of the page")
     parser.add_argument("--progress", action="store_true", help="`value` with the text's reward so far, and without")
@@ -189,6 +193,8 @@ def main(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     if args.baselines and (args.steps or args.publish):
         parser.error("--baselines is for no other of these options, whose tables have baselines of their own")
+    if args.policy and (models := [task for task in args.tasks if task not in TOY]):
+        parser.error(f"--policy is for toys, whose policies are trained from a seed, and not for {models[0]}")
     kinds = [kind for kind in ("steps", "progress") if getattr(args, kind)]
     if len(kinds) > 1:
         parser.error(f"{' and '.join(f'--{kind}' for kind in kinds)} are studies of their own: choose one")
@@ -199,7 +205,8 @@ def main(argv: list[str]) -> None:
     reports = {}
     try:
         for task in args.tasks:
-            reports[TASKS[task]] = measured(task, args.output_dir, args)
+            title = f"{TASKS[task]}{f', policy {args.policy}' if args.policy else ''}"
+            reports[title] = measured(task, args.output_dir, args)
         columns = {title: cells_of(report) for title, report in reports.items()}
         render.report(columns, args.output_dir)
         if args.publish and args.progress:

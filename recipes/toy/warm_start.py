@@ -89,8 +89,8 @@ for _turns, _steps, _batch in ((6, 1500, 32), (14, 1000, 32), (30, 800, 16), (46
     WARM_STARTS[f"lake_{_turns}"] = _calls(lake, _demonstrations, "move", "direction", **_training)
 
 
-def policy(kind: str, steps: int | None = None) -> Path:
-    """The cached folder of the policy `WARM_STARTS[kind]`, trained for `steps` steps if that is given."""
+def policy(kind: str, steps: int | None = None, seed: int = 0) -> Path:
+    """The cached folder of the policy `WARM_STARTS[kind]`, trained for `steps` steps if that is given, from `seed`."""
     start = replace(WARM_STARTS[kind], steps=steps or WARM_STARTS[kind].steps)
 
     def make(folder: Path) -> None:
@@ -98,13 +98,13 @@ def policy(kind: str, steps: int | None = None) -> Path:
         print(f"Warm-starting the toy policy {kind}: {takes}, once; it is cached.", flush=True)
         # A separate process, outside the launched job: a trainer here would wait for the other processes, which wait
         # for this one. A separate session, so that Ctrl-C reaches only this process, which then ends the other.
-        command = [sys.executable, "-m", __name__, kind, str(folder), str(start.steps)]
+        command = [sys.executable, "-m", __name__, kind, str(folder), str(start.steps), str(seed)]
         where = {"cwd": Path(__file__).parents[2], "env": _alone(), "start_new_session": True}
         done = subprocess.run(command, **where, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         if done.returncode != 0:
             raise RuntimeError(f"the warm start failed: {done.stderr.decode()[-2000:]}")
 
-    return cached(f"{kind}-{start.key()}", make)
+    return cached(f"{kind}-{start.key()}{f'-{seed}' if seed else ''}", make)
 
 
 def _alone() -> dict[str, str]:
@@ -132,7 +132,7 @@ def character_tokenizer(start: WarmStart):
     return tokenizer
 
 
-def train(start: WarmStart, folder: Path) -> None:
+def train(start: WarmStart, folder: Path, seed: int = 0) -> None:
     """Train the policy and save it, with its tokenizer, in `folder`."""
     import torch
     from datasets import Dataset
@@ -146,7 +146,7 @@ def train(start: WarmStart, folder: Path) -> None:
         ids.append([token for token, _ in tokens])
         said.append([int(by_policy) for _, by_policy in tokens])
     special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), **special, **dict(start.model)))
     sizes = {"max_steps": start.steps, "per_device_train_batch_size": start.batch_size, "max_length": None}
     rates = {"learning_rate": start.learning_rate, "lr_scheduler_type": "cosine", "warmup_steps": 20}
@@ -158,4 +158,5 @@ def train(start: WarmStart, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    train(replace(WARM_STARTS[sys.argv[1]], steps=int(sys.argv[3])), Path(sys.argv[2]))
+    kind, to, *numbers = sys.argv[1:]
+    train(replace(WARM_STARTS[kind], steps=int(numbers[0])), Path(to), int(numbers[1]))
