@@ -17,6 +17,7 @@ from pathlib import Path
 
 
 BASELINE = "TRL_OTB_BASELINE"
+EVALUATED = "--split_dataset_ratio 0.2 --eval_strategy steps --eval_steps 2 --per_device_eval_batch_size 8"
 RUNS = {  # by name: the baseline, processes, more options
     "alone": (None, 1, ""),
     "group_mean": ("group_mean", 1, ""),
@@ -30,6 +31,7 @@ RUNS = {  # by name: the baseline, processes, more options
     "group_mean, two processes": ("group_mean", 2, "--per_device_train_batch_size 4"),
     "value, two processes": ("value", 2, "--per_device_train_batch_size 4"),
     "otb, a group on two processes": ("otb", 2, "--per_device_train_batch_size 2 --gradient_accumulation_steps 1"),
+    **{f"{baseline or 'alone'}, evaluated": (baseline, 1, EVALUATED) for baseline in (None, "group_mean", "value")},
 }
 OPTIONS = """
     --rlhf_type grpo --model model --model_type qwen3 --template qwen3 --torch_dtype float32 --tuner_type full
@@ -41,8 +43,8 @@ OPTIONS = """
 """.split()
 
 
-def prepare(folder: Path) -> None:
-    """A model that samples no empty completion, at which ms-swift itself fails, and data."""
+def save_model(folder: Path) -> None:
+    """A model that samples no empty completion, at which ms-swift itself fails."""
     import torch
     from transformers import Qwen3ForCausalLM
 
@@ -53,10 +55,17 @@ def prepare(folder: Path) -> None:
     torch.nn.init.normal_(model.lm_head.weight, std=0.5)
     with torch.no_grad():
         model.lm_head.weight[tokenizer.eos_token_id] = 0
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-    rows = [{"messages": [{"role": "user", "content": f"{i}+{i}="}]} for i in range(64)]
-    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def save_rows(path: Path, rows: list) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def shares_of_even(texts: list[str]) -> list[float]:
+    """The reward: the share of a text's characters whose code is even."""
+    return [sum(ord(c) % 2 == 0 for c in text) / max(1, len(text)) for text in texts]
 
 
 def run(folder: Path, baseline: str | None, processes: int, more: str) -> str:
@@ -75,13 +84,16 @@ def run(folder: Path, baseline: str | None, processes: int, more: str) -> str:
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as name:
-        prepare(Path(name))
+        save_model(Path(name) / "model")
+        rows = [{"messages": [{"role": "user", "content": f"{i}+{i}="}]} for i in range(64)]
+        save_rows(Path(name) / "data.jsonl", rows)
         norms = {}
         for run_name, settings in RUNS.items():
             norms[run_name] = run(Path(name), *settings)
             print(f"{run_name}: {norms[run_name]}", flush=True)
     assert norms["group_mean"] == norms["alone"]
     assert norms["group_mean, two processes"] == norms["alone, two processes"]
+    assert norms["group_mean, evaluated"] == norms["alone, evaluated"]
 
 
 def plug_in() -> None:
@@ -91,7 +103,7 @@ def plug_in() -> None:
 
     class Even(ORM):
         def __call__(self, completions, **kwargs):
-            return [sum(ord(c) % 2 == 0 for c in text) / max(1, len(text)) for text in completions]
+            return shares_of_even(completions)
 
     orms["even"] = Even
     if not os.environ[BASELINE]:
