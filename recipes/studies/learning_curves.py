@@ -90,6 +90,7 @@ TASKS = {
         }.items()
     },
     **{f"{name}_scaled": Schedule({4: 100}, (8e-4,), problems=name, scaled=True) for name in ("sums", "calculator")},
+    "lake_6_scaled": Schedule({4: 50}, (8e-4,), problems="lake_6", scaled=True),
     "scratchpad_100_scaled": Schedule({4: 100}, (1e-4, 2e-4, 4e-4), 16, problems="scratchpad_100", scaled=True),
     "scratchpad_mixed_scaled": Schedule({4: 100}, (2e-4, 4e-4, 8e-4), 8, problems="scratchpad_mixed", scaled=True),
     # Asynchronous, with samples that wait for no or four steps
