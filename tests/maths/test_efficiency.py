@@ -104,7 +104,8 @@ def test_report_says_how_to_spend_completions():
     assert "16 prompts  30 (20 to 40)" in four and report.spending in repr(report)
     assert advice == "Spend them on more prompts: baseline='rloo_pooled', num_generations=1."
     first, second, *_ = report.verdict.splitlines()
-    assert first.startswith("Set baseline='rloo_pooled', num_generations=1, with as many completions per step, of")
+    said = "Set baseline='rloo_pooled' and num_generations=1, with 4 times as many prompts per step: group_mean, "
+    assert first.startswith(said)
     assert first.endswith("GRPO's, with N = 4 needs 100 % more completions (95 %: 70 to 130) for as little variance.")
     assert second == "With N = 4 group_mean, GRPO's, needs 30 % more prompts per step (95 %: 20 to 40)."
     report.baseline = "rloo_pooled"

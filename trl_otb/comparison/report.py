@@ -141,9 +141,9 @@ class BaselineReport:
         if worth := self._of_other_size(best):
             n, of = worth
             lines = [
-                f"{verb} {setting(best.name)}{', and set' if verb == 'Keep' else ','} num_generations={n}, with as "
-                f"many completions per step, of more prompts: {whose} with N = {n_of_run} needs {percent(of.value)} % "
-                f"more completions (95 %: {of.interval}) for as little variance.",
+                f"{verb} {setting(best.name)}{', and set' if verb == 'Keep' else ' and'} num_generations={n}, with "
+                f"{n_of_run / n:.3g} times as many prompts per step: {whose} with N = {n_of_run} needs "
+                f"{percent(of.value)} % more completions (95 %: {of.interval}) for as little variance.",
                 f"With N = {n_of_run} {whose} needs {more}.",
             ]
         if alike := [row.name for row in self._alike(best)]:
