@@ -31,13 +31,13 @@ from filelock import FileLock, Timeout
 import trl_otb
 from recipes.gradient_noise import NoiseScaleTrainer
 from recipes.studies import blocks, language, render, tasks
+from recipes.studies.render import PROGRESS
 from recipes.studies.runs import TUNING_SEEDS, best_rates, summary
 from recipes.toy.local_rollouts import on_cpu
 from trl_otb.baselines import BASELINES
 from trl_otb.stopping import latest_checkpoint
 
 
-PROGRESS = "value_progress"  # the arm of `value` that reads the reward of the text so far
 DR_GRPO = "dr_grpo"  # the arm of the group mean with this loss, and no scale
 LEARNED = "value_learned"  # the arm of `value` that begins with what it learns of the untrained policy in such a run
 ARMS = {

@@ -8,9 +8,9 @@ these tasks (on all, if none is named), on the same prompts; with `step 4` in th
 prompts are drawn, with `both 4` the two and how many more prompts the group mean needs.
 Below `<!-- runs: task -->` stand that task's runs, below `<!-- tokens: task -->` their tokens to a threshold, below
 `<!-- saved: task; task | value -->` how many tokens these baselines (all, if none is named) save beside the group mean,
-below `<!-- rates: task -->` the rewards that chose its rates, below `<!-- signal: task -->` signal over noise in its
-runs, below `<!-- bias: all -->`, `<!-- predicted: all -->` and `<!-- later_trl: all -->` the studies of these names. An
-interval is `[value, low, high]`; `null` is lost in noise.
+below `<!-- helps: task; task -->` the README's table, below `<!-- rates: task -->` the rewards that chose its rates,
+below `<!-- signal: task -->` signal over noise in its runs, below `<!-- bias: all -->`, `<!-- predicted: all -->` and
+`<!-- later_trl: all -->` the studies of these names. An interval is `[value, low, high]`; `null` is lost in noise.
 """
 
 import json
@@ -24,6 +24,7 @@ from typing import Any
 import numpy
 import pandas
 from matplotlib.figure import Figure
+from packaging.version import Version
 
 from recipes import compare
 from recipes.studies.runs import arms, estimate, points, tokens_saved, tokens_until
@@ -35,7 +36,7 @@ LEARNING = {  # by picture, its tasks
     "default": ("blocks_columns", "blocks_counting", "chain_sum"),
     "language": ("copy", "word_sequence_reversal", "lake_6, policy d168"),
 }
-PAGES = ("learning", "value", "progress", "asynchronous", "later_trl")
+PAGES = ("../../README", "learning", "value", "progress", "asynchronous", "later_trl")
 # Of tasks, in pictures and tables
 NAMES = {
     "blocks_columns": "blocks of SmolLM2, column sums",
@@ -66,14 +67,17 @@ NAMES = {
     "word_sorting": "SmolLM2, sorting words",
     "words_scaled": "SmolLM2, stories",
 }
-ARM_NAMES = {"dr_grpo": "Dr. GRPO", "value_progress": "value, with progress", "value_learned": "value that has learned"}
+PROGRESS = "value_progress"  # the arm of `value` that reads the reward of the text so far
+ARM_NAMES = {"dr_grpo": "Dr. GRPO", PROGRESS: "value, with progress", "value_learned": "value that has learned"}
 # Of tasks with runs against the group mean: where the noise of 16 prompts is, and a run's prompts per step, and steps
 PREDICTED = {
-    "scratchpad_100_scaled, policy ed31": ("later_luck", "T = 100", 16, 100),
+    "scratchpad_100_scaled, policy ed31": ("steps", "T = 100", 16, 100),
     "blocks_columns": ("steps", "SmolLM2's blocks, column sums", 8, 60),
+    "blocks_counting": ("steps", "SmolLM2's blocks, counting", 8, 60),
+    "blocks_sorting": ("steps", "SmolLM2's blocks, sorting digits", 8, 60),
     "blocks_columns_short": ("steps", "SmolLM2's blocks, column sums", 4, 30),
-    "calculator_scaled, policy 681f": ("later_luck", "calculator", 16, 100),
-    "calculator_scaled, policy b3cf": ("later_luck", "calculator", 16, 100),
+    "calculator_scaled, policy 681f": ("steps", "calculator", 16, 100),
+    "calculator_scaled, policy b3cf": ("steps", "calculator", 16, 100),
     "scratchpad_mixed_scaled, policy 0f91": ("steps", "mixed lengths, 16 prompts", 16, 100),
     "sums_scaled": ("steps", "sums", 16, 400),
     "copy": ("steps", "SmolLM2 copying", 4, 20),
@@ -83,10 +87,12 @@ PREDICTED = {
     "word_sequence_reversal_scaled": ("progress", "SmolLM2 reversing words, compared", 4, 30),
     "word_sequence_reversal": ("later_luck", "SmolLM2 reversing words", 4, 30),
     "word_sorting": ("later_luck", "SmolLM2 sorting words", 4, 30),
-    "lake_6, policy d168": ("later_luck", "6 turns", 16, 50),
-    "lake_6_few": ("later_luck", "6 turns", 4, 100),
+    "lake_6_scaled": ("steps", "6 turns", 16, 50),
+    "lake_6, policy d168": ("steps", "6 turns", 16, 50),
+    "lake_6_few": ("steps", "6 turns", 4, 100),
     "lake_14_turns": ("later_luck", "14 turns, rewards per turn", 16, 50),
 }
+SINCE = "0.12.1"  # release from which on `value` computes the same, to the bit (value.md)
 TOY = "84 thousand"
 SIZES = {"SmolLM2": "135 million", "Gemma": "270 million", "blocks": "14 million"}  # by how a title starts
 THRESHOLDS = {"calculator": 0.85, "scratchpad_100": 0.8}  # of the mean reward
@@ -302,6 +308,12 @@ def saved_rows(task: str, names: Sequence[str] = ()) -> list[dict[str, Any]]:
     return [row for row in tokens_saved(runs_of(task)) if not names or row["baseline"] in names]
 
 
+def arm_of(task: str) -> dict[str, Any] | None:
+    """The row of `value` at N = 4, of that with progress where there is no other."""
+    rows = {row["baseline"]: row for row in saved_rows(task, ["value", PROGRESS]) if row["n"] == 4}
+    return rows.get("value") or rows.get(PROGRESS)
+
+
 def of_saved(key: str) -> str:
     """A task and an arm per row: its tokens to the group mean's reward after 50, 75 and 95 % of that one's gain."""
     tasks, _, names = key.partition(" | ")
@@ -316,6 +328,28 @@ def of_saved(key: str) -> str:
     return markdown(rows)
 
 
+def of_helps(key: str) -> str:
+    """
+    A task per row: the variance of a step of `value`, and the tokens that it saves. A `ValueError` if a number is of a
+    release before `SINCE`.
+    """
+    head = ["policy and task", "variance of a step", "tokens to 75 % of GRPO's gain", "to 95 %", "pairs of runs sooner"]
+    rows = [head]
+    for task in key.split("; "):
+        row = arm_of(task)
+        name, title, *_ = PREDICTED.get(task, ("", ""))
+        cells = load(name)["tables"][title] if name else []
+        cell = next((cell for cell in cells if (cell["estimator"], cell["n"]) == (row["baseline"], 4)), None)
+        releases = [*row["release"].split(", "), *([cell.get("release", "0")] if cell else [])]
+        if old := [of for of in releases if Version(of) < Version(SINCE)]:
+            raise ValueError(f"{task}: a number is of release {old[0]}; this table has those since {SINCE} alone.")
+        arm = ", with progress" if row["baseline"] == PROGRESS else ""
+        variance = f"{of_step(cell)[0]:.2f} ×" if cell else "not measured"
+        saved = [compare.per_cent(change) for change in row["changes"][1:]]
+        rows.append([f"{named(task)}{arm}", variance, *saved, f"{row['sooner'][1]} of {row['pairs']}"])
+    return markdown(rows)
+
+
 def predictions() -> list[dict[str, Any]]:
     """
     By task: what noise on the same prompts lets one expect of `value`, beside what it saved. From the efficiency E and
@@ -326,8 +360,7 @@ def predictions() -> list[dict[str, Any]]:
     found = []
     for task, (name, title, prompts, steps) in PREDICTED.items():
         of = {(cell["estimator"], cell["n"]): cell for cell in load(name)["tables"].get(title, [])}
-        saved = [row for row in tokens_saved(runs_of(task)) if row["baseline"] in ("value", "value_progress")]
-        for row in (row for row in saved if ("value", 4) in of and row["n"] == 4):
+        if row := arm_of(task) if ("value", 4) in of else None:
             efficiency, noise = (of["value", 4][key][0] for key in ("efficiency", "noise"))
             signal = max((1 - efficiency * noise) / (efficiency - 1), 0) * prompts / 16
             needs = (signal + noise) / (signal + 1)
@@ -365,6 +398,7 @@ OF_RUNS: dict[str, Callable[[str], str]] = {
     "runs": lambda key: of_runs(runs_of(key)),
     "tokens": of_tokens,
     "saved": of_saved,
+    "helps": of_helps,
 }
 
 
@@ -418,7 +452,7 @@ COLORS = {
     "otb, one left out": "tab:orange",
     "ogb_pooled": "tab:blue",
     "value": "tab:green",
-    "value_progress": "tab:cyan",
+    PROGRESS: "tab:cyan",
     "dr_grpo": "tab:blue",
     "value_weights_one": "tab:olive",
     "rloo": "tab:purple",

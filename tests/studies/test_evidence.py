@@ -411,20 +411,19 @@ def test_both_units_of_a_cell():
     assert "| 0.40 (0.25–0.80) |" in render.noise({"task": [new]}, 4, ["value"], of_steps=True)
 
 
-def test_readme_has_the_variance_of_a_step():
-    """Each number of its table, rounded, is in the results under the task's name."""
-    names = {
-        "four blocks of SmolLM2, sums by column": "SmolLM2's blocks, column sums",
-        "toy model, a calculator as tool": "calculator", "SmolLM2-135M, copying a text": "SmolLM2 copying",
-        "SmolLM2-135M, reversing words": "SmolLM2 reversing words", "toy game of 6 turns": "6 turns",
-    }  # fmt: skip
-    text = (render.HERE.parents[1] / "README.md").read_text()
-    said = dict(re.findall(r"^\| ([^|]+) \| (\d\.\d\d) × \|", text, flags=re.MULTILINE))
-    tables = render.load("later_luck")["tables"] | render.load("steps")["tables"] | render.load("progress")["tables"]
-    of = {
-        title: next(c for c in tables[key] if (c["estimator"], c["n"]) == ("value", 4)) for title, key in names.items()
-    }
-    assert said == {title: f"{render.of_step(cell)[0]:.2f}" for title, cell in of.items()}
+def test_readme_has_no_number_of_an_older_release(monkeypatch):
+    (line,) = re.findall("<!-- helps: (.*) -->", (render.HERE.parents[1] / "README.md").read_text())
+    assert "blocks_columns" in line.split("; ")
+    with pytest.raises(ValueError, match="copy: a number is of release 0.2.0; this table has those since 0.12.1 alone"):
+        render.of_helps("copy")
+    tables = render.load("steps")["tables"]
+    tables["SmolLM2's blocks, column sums"] = [
+        cell | {"release": "0.10.0"} for cell in tables["SmolLM2's blocks, column sums"]
+    ]
+    load = render.load
+    monkeypatch.setattr(render, "load", lambda name: {"tables": tables} if name == "steps" else load(name))
+    with pytest.raises(ValueError, match="blocks_columns: a number is of release 0.10.0"):
+        render.of_helps("blocks_columns")
 
 
 SOON = [  # task, N, rate, prompts per step
