@@ -33,8 +33,8 @@ from recipes.studies.runs import arms, estimate, points, tokens_saved, tokens_un
 HERE = Path(__file__).parent
 RUN = ("task", "n", "baseline", "learning_rate", "seed", "policy")  # what tells one run from another
 LEARNING = {  # by picture, its tasks
-    "default": ("blocks_columns", "blocks_counting", "chain_sum"),
-    "language": ("copy", "word_sequence_reversal", "lake_6, policy d168"),
+    "default": ("blocks_counting", "blocks_sorting", "lake_6_scaled"),
+    "language": ("copy", "word_sequence_reversal", "word_sorting"),
 }
 PAGES = ("../../README", "learning", "value", "progress", "asynchronous", "later_trl")
 # Of tasks, in pictures and tables
@@ -88,7 +88,6 @@ PREDICTED = {
     "word_sequence_reversal": ("later_luck", "SmolLM2 reversing words", 4, 30),
     "word_sorting": ("later_luck", "SmolLM2 sorting words", 4, 30),
     "lake_6_scaled": ("steps", "6 turns", 16, 50),
-    "lake_6, policy d168": ("steps", "6 turns", 16, 50),
     "lake_6_few": ("steps", "6 turns", 4, 100),
     "lake_14_turns": ("later_luck", "14 turns, rewards per turn", 16, 50),
 }

@@ -139,12 +139,13 @@ def test_problems_of_the_language_model_differ(task):
 @pytest.fixture
 def pages(tmp_path, monkeypatch):
     """A copy of the pages and their results, to publish in."""
-    for path in [*render.HERE.glob("*.md"), *render.HERE.glob("results/*.json")]:
-        copy = tmp_path / "pages" / path.relative_to(render.HERE)
+    root, of = render.HERE.parents[1], render.HERE.relative_to(render.HERE.parents[1])
+    for path in [root / "README.md", *render.HERE.glob("*.md"), *render.HERE.glob("results/*.json")]:
+        copy = tmp_path / path.relative_to(root)
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_text(path.read_text())
-    monkeypatch.setattr(render, "HERE", tmp_path / "pages")
-    return tmp_path / "pages"
+    monkeypatch.setattr(render, "HERE", tmp_path / of)
+    return tmp_path / of
 
 
 @pytest.fixture
@@ -376,9 +377,6 @@ def test_what_noise_predicts(monkeypatch):
     sums, copy = render.of_predicted("all").splitlines()[2:]
     assert sums == "| sums | 144 | 50% | 0.50 | −25 | −13 | −10 (−20 to +0) | −10 (−20 to +0) | −10 (−20 to +0) |"
     assert copy.startswith("| SmolLM2, copying | 36 | 20% | 0.50 | −40 | −23 |")  # (1/4 + 1/2) / (1/4 + 1)
-
-
-FIRST = re.search("<!-- saved: (.*); chain_sum", (render.HERE / "learning.md").read_text()).group(1).split("; ")
 
 
 def test_what_is_said_of_predictions():
