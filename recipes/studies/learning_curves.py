@@ -121,6 +121,8 @@ TASKS = {
         f"blocks_{kind}": Schedule({1: 60, 4: 60}, (2e-4, 5e-4, 1.25e-3, 3e-3), 1, completions=32, scaled=True, parts=2)
         for kind in blocks.KINDS
     },
+    # Twice the prompts per step, in as many tokens
+    "blocks_sorting_16": Schedule({4: 30}, (1.25e-3,), 1, 16, problems="blocks_sorting", scaled=True, parts=4),
     # As short, and with as few prompts, as language models were trained
     "blocks_columns_short": Schedule({4: 30}, (5e-4,), 1, 4, problems="blocks_columns", scaled=True, parts=2),
 }

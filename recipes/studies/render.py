@@ -43,6 +43,7 @@ NAMES = {
     "blocks_columns_short": "blocks, 30 steps of 4 prompts",
     "blocks_counting": "blocks of SmolLM2, counting",
     "blocks_sorting": "blocks of SmolLM2, sorting digits",
+    "blocks_sorting_16": "blocks of SmolLM2, sorting digits, 30 steps of 16 prompts",
     "calculator_scaled": "toy calculator",
     "calculator": "calculator, unscaled",
     "calculator_async_0": "calculator, asynchronous, at once",
