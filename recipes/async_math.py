@@ -5,8 +5,8 @@ Train a policy asynchronously, with a baseline for every token: recipes/math.py'
     accelerate launch recipes/async_math.py --baseline group_mean --scale_rewards group     # the same with TRL's own
     accelerate launch recipes/async_math.py --config recipes/async_math_vllm.yaml           # GPUs and a vLLM server
 
-Two x86-64 cores, 2026-11-26, seed 1: 2 min, plus 40 s of warm start on first use; held-out accuracy 36.9 %
-before and 74.4 % after; 73.0 % with TRL's own baseline and scale at the same rate (avg@4, 176 problems).
+Two x86-64 cores, 2026-11-29, seed 1: 2 min, plus 40 s of warm start on first use; held-out accuracy 36.9 %
+before and 74.0 % after; 73.0 % with TRL's own baseline and scale at the same rate (avg@4, 176 problems).
 
 It needs common.py and math.py in the folder recipes and, without a server, recipes/toy: copy the folder.
 """
