@@ -34,7 +34,7 @@ HERE = Path(__file__).parent
 RUN = ("task", "n", "baseline", "learning_rate", "seed", "policy")  # what tells one run from another
 LEARNING = {  # by picture, its tasks
     "default": ("blocks_counting", "blocks_sorting", "lake_6_scaled"),
-    "language": ("copy", "word_sequence_reversal", "word_sorting"),
+    "language": ("copy", "word_sequence_reversal"),
 }
 PAGES = ("../../README", "learning", "value", "progress", "asynchronous", "later_trl")
 # Of tasks, in pictures and tables
