@@ -52,7 +52,6 @@ NAMES = {
     "column_sums_scaled": "SmolLM2, sums by column",
     "copy": "SmolLM2, copying",
     "gemma_copy": "Gemma, copying",
-    "lake_6": "game of 6 turns, unscaled",
     "lake_6_scaled": "game of 6 turns",
     "lake_6_few": "game of 6 turns, 4 prompts, unscaled",
     "lake_14_turns": "game of 14 turns, rewards per turn",
@@ -308,7 +307,7 @@ def saved_rows(task: str, names: Sequence[str] = ()) -> list[dict[str, Any]]:
     return [row for row in tokens_saved(runs_of(task)) if not names or row["baseline"] in names]
 
 
-def arm_of(task: str) -> dict[str, Any] | None:
+def row_of_value(task: str) -> dict[str, Any] | None:
     """The row of `value` at N = 4, of that with progress where there is no other."""
     rows = {row["baseline"]: row for row in saved_rows(task, ["value", PROGRESS]) if row["n"] == 4}
     return rows.get("value") or rows.get(PROGRESS)
@@ -333,10 +332,10 @@ def of_helps(key: str) -> str:
     A task per row: the variance of a step of `value`, and the tokens that it saves. A `ValueError` if a number is of a
     release before `SINCE`.
     """
-    head = ["policy and task", "variance of a step", "tokens to 75 % of GRPO's gain", "to 95 %", "pairs of runs sooner"]
-    rows = [head]
+    first = ["policy and task", "variance of a step"]
+    rows = [[*first, "tokens to 75 % of GRPO's gain", "to 95 %", "pairs of runs sooner"]]
     for task in key.split("; "):
-        row = arm_of(task)
+        row = row_of_value(task)
         name, title, *_ = PREDICTED.get(task, ("", ""))
         cells = load(name)["tables"][title] if name else []
         cell = next((cell for cell in cells if (cell["estimator"], cell["n"]) == (row["baseline"], 4)), None)
@@ -360,7 +359,7 @@ def predictions() -> list[dict[str, Any]]:
     found = []
     for task, (name, title, prompts, steps) in PREDICTED.items():
         of = {(cell["estimator"], cell["n"]): cell for cell in load(name)["tables"].get(title, [])}
-        if row := arm_of(task) if ("value", 4) in of else None:
+        if row := row_of_value(task) if ("value", 4) in of else None:
             efficiency, noise = (of["value", 4][key][0] for key in ("efficiency", "noise"))
             signal = max((1 - efficiency * noise) / (efficiency - 1), 0) * prompts / 16
             needs = (signal + noise) / (signal + 1)

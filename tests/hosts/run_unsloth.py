@@ -129,15 +129,13 @@ def norm_of_plain_loop(model, batch, temperature):
     """Of the gradient of −Σ A_t log π(y_t) over the tokens of a batch."""
     import torch
 
-    from tests.helpers.oracles import mask_of
+    from tests.helpers.oracles import logps_by_softmax, mask_of
 
-    ids, attended = (torch.cat([batch[f"prompt_{of}"], batch[f"completion_{of}"]], dim=1) for of in ("ids", "mask"))
     mask, advantages = mask_of(batch), batch["advantages"]
     with torch.enable_grad():
-        places = (attended.cumsum(dim=1) - 1).clamp(min=0)
-        logits = model(input_ids=ids, attention_mask=attended, position_ids=places).logits / temperature
-        logps = logits[:, -mask.size(1) - 1 : -1].log_softmax(-1)
-        logps = logps.gather(-1, batch["completion_ids"].unsqueeze(-1)).squeeze(-1)
+        logps = (
+            logps_by_softmax(model, batch, temperature).gather(-1, batch["completion_ids"].unsqueeze(-1)).squeeze(-1)
+        )
         loss = -(advantages.view(len(mask), -1) * logps * mask).sum() / mask.sum()
         gradients = torch.autograd.grad(loss, [of for of in model.parameters() if of.requires_grad])
     return torch.stack([of.norm() for of in gradients]).norm().item()

@@ -45,8 +45,13 @@ def versions() -> dict[str, str]:
     return {package.__name__: package.__version__ for package in (trl, transformers, accelerate)}
 
 
+def unsloth_has_replaced() -> bool:
+    """Whether Unsloth's class stands in the place of `trl.GRPOTrainer` now."""
+    return getattr(vars(trl).get("GRPOTrainer"), "__name__", None) == "UnslothGRPOTrainer"
+
+
 def incompatible_trl(what: str) -> ImportError:
-    if getattr(vars(trl).get("GRPOTrainer"), "__name__", None) == "UnslothGRPOTrainer":
+    if unsloth_has_replaced():
         return ImportError(
             "trl_otb relies on parts of TRL that are different where Unsloth has replaced GRPOTrainer of trl "
             f"{trl.__version__}: {what}. Install the Unsloth that was tried: pip install 'unsloth=={TRIED_UNSLOTH}'."

@@ -24,7 +24,7 @@ from torch import Tensor
 from ..baselines import Baseline
 from ..energy import TokenValues, token_energy
 from ..rollout import generated_mask
-from .contract import TRIED_UNSLOTH, GRPOTrainer, trl_models
+from .contract import TRIED_UNSLOTH, GRPOTrainer, trl_models, unsloth_has_replaced
 from .forwards import EXTRA, SAMPLED, PolicyRecorder, Recording
 from .older_trl import NO_FUSED_HEAD
 from .untried import unequal_advantages
@@ -39,7 +39,7 @@ NOT_TRIED = ("old_per_token_logps", "sampling_per_token_logps", "unsloth_sample_
 
 def check_unsloth() -> None:
     """Raise an `ImportError` if Unsloth has replaced GRPOTrainer, and trl_otb cannot train with it."""
-    if trl.GRPOTrainer.__name__ == "UnslothGRPOTrainer" and not REPLACED:
+    if unsloth_has_replaced() and not REPLACED:
         raise ImportError(
             "Unsloth has replaced trl.GRPOTrainer after trl_otb was imported, so that OTBGRPOTrainer would train "
             "Unsloth's model by TRL's loss. Import unsloth first: `from unsloth import FastLanguageModel`."
