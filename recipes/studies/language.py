@@ -103,10 +103,10 @@ def names() -> set[str]:
 
 def any_task(name: str, seed: int = 0) -> Task:
     """Of a language model, of the first blocks of one, or a toy's."""
-    if name.startswith("blocks_"):
+    if name.startswith(("blocks_", "whole_")):
         from recipes.studies import blocks  # which uses this module
 
-        return blocks.task(name.removeprefix("blocks_"), seed)
+        return blocks.task(name, seed)
     return task_of(name, seed) if name in names() else tasks.task_of(name, seed)
 
 

@@ -116,10 +116,10 @@ TASKS = {
         {4: 20}, (3e-4,), held_out_samples=1, prompts=4, problems="column_sums", scaled=True
     ),
     **dict.fromkeys(language.GEMMA, Schedule({4: 20}, (3e-4,), held_out_samples=1, prompts=4)),
-    # Long runs of middle-sized policies, with 32 completions per step
+    # Long runs of SmolLM2's first blocks, or all, with 32 completions per step
     **{
-        f"blocks_{kind}": Schedule({1: 60, 4: 60}, (2e-4, 5e-4, 1.25e-3, 3e-3), 1, completions=32, scaled=True, parts=2)
-        for kind in blocks.KINDS
+        name: Schedule({1: 60, 4: 60}, (2e-4, 5e-4, 1.25e-3, 3e-3), 1, completions=32, scaled=True, parts=2)
+        for name in blocks.NAMES
     },
     # Twice the prompts per step, in as many tokens
     "blocks_sorting_16": Schedule({4: 30}, (1.25e-3,), 1, 16, problems="blocks_sorting", scaled=True, parts=4),
@@ -159,7 +159,7 @@ def train(run: Run, folder: Path | None = None) -> dict:
     if schedule.scaled:
         options["scale_rewards"] = "group" if run.baseline == "group_mean" else "running"
     options |= ARMS.get(run.baseline, {})
-    if problems.startswith("blocks_"):  # a sixth faster in steps of one token
+    if problems in blocks.NAMES:  # a sixth faster in steps of one token
         options["model_init_kwargs"] = tasks.MACHINE["model_init_kwargs"] | {"attn_implementation": "eager"}
     state = None
     if run.baseline == LEARNED:

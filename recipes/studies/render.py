@@ -62,6 +62,7 @@ NAMES = {
     "sums_async_0": "sums, asynchronous, at once",
     "sums_async_4": "sums, asynchronous, four steps late",
     "sums_scaled": "sums",
+    "whole_columns": "30 blocks of SmolLM2, column sums",
     "word_sequence_reversal": "SmolLM2, reversing words",
     "word_sequence_reversal_scaled": "SmolLM2, reversing words, against TRL's default",
     "word_sorting": "SmolLM2, sorting words",
@@ -93,7 +94,7 @@ PREDICTED = {
 }
 SINCE = "0.12.1"  # release from which on `value` computes the same, to the bit (value.md)
 TOY = "84 thousand"
-SIZES = {"SmolLM2": "135 million", "Gemma": "270 million", "blocks": "14 million"}  # by how a title starts
+SIZES = {"SmolLM2": "135 million", "Gemma": "270 million", "blocks": "14 million", "30 blocks": "106 million"}  # by how a title starts
 THRESHOLDS = {"calculator": 0.85, "scratchpad_100": 0.8}  # of the mean reward
 Tables = dict[str, list[dict[str, Any]]]  # of cells, by task
 

@@ -62,13 +62,13 @@ def whole(tmp_path, monkeypatch):
     data["model"]["merges"] = merges
     Tokenizer.from_str(json.dumps(data)).save(str(folder / "tokenizer.json"))
     monkeypatch.setattr(toy, "smollm2", lambda: folder)
-    monkeypatch.setattr(blocks, "BLOCKS", 1)
+    monkeypatch.setitem(blocks.SIZES, "blocks", replace(blocks.SIZES["blocks"], blocks=1, steps=5))
     return folder
 
 
 def test_cut_model_reads_its_texts_as_the_whole_one(whole):
     texts = ["124+12=24", "1=2\n"]
-    model, tokenizer = blocks.cut(texts)
+    model, tokenizer = blocks.cut(texts, 1)
     before = AutoTokenizer.from_pretrained(whole)
     assert [tokenizer.tokenize(text) for text in texts] == [before.tokenize(text) for text in texts]
     assert "124" in tokenizer.get_vocab() and not {"ab", "3"} & {*tokenizer.get_vocab()} and len(tokenizer) < 20
@@ -89,7 +89,7 @@ class StopsAt(TrainerCallback):
 @pytest.mark.slow
 def test_stopped_run_goes_on(whole, tmp_path, monkeypatch):
     monkeypatch.setenv("TRL_OTB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setitem(blocks.KINDS, "columns", replace(blocks.KINDS["columns"], steps=2, tokens=4))
+    monkeypatch.setitem(blocks.KINDS, "columns", replace(blocks.KINDS["columns"], tokens=4))
     schedule = Schedule({4: 3}, (1e-3,), held_out_samples=1, completions=8, parts=2, scaled=True)
     monkeypatch.setattr(learning_curves, "TASKS", {"blocks_columns": schedule})
     run, make = Run("blocks_columns", "value", 4, 1e-3, 1), tasks.trainer_of
