@@ -56,7 +56,6 @@ class Schedule:
     learning_rates: tuple[float, ...]
     held_out_samples: int = 4
     prompts: int = 16  # per step, in four micro-batches
-    lr_scheduler_type: str = "constant_with_warmup"
     problems: str = ""  # the task that is sampled, where it has another name
     completions: int = 0  # per step, where they are the same for every N, and prompts are not
     staleness: int | None = None  # of asynchronous training: optimizer steps between sampling and training
@@ -68,27 +67,13 @@ class Schedule:
 
 
 TASKS = {
-    "sums": Schedule({4: 400, 8: 400, 32: 300}, (2e-4, 4e-4, 8e-4, 1.6e-3)),
-    "calculator": Schedule({4: 100, 8: 80, 32: 40}, (2e-4, 4e-4, 8e-4, 1.6e-3)),
-    "calculator_decay": Schedule({4: 100}, (4e-4, 8e-4, 1.6e-3), lr_scheduler_type="linear", problems="calculator"),
-    "scratchpad_100": Schedule({4: 100}, (1e-4, 2e-4, 4e-4, 8e-4), held_out_samples=16),
-    "scratchpad_100_decay": Schedule({4: 100}, (2e-4, 4e-4, 8e-4), 16, 16, "linear", "scratchpad_100"),
-    "scratchpad_mixed": Schedule({4: 100}, (2e-4, 4e-4, 8e-4), held_out_samples=8),
-    **dict.fromkeys(("lake_6", "lake_14", "lake_14_turns"), Schedule({4: 50}, (2e-4, 4e-4, 8e-4))),
+    "calculator": Schedule({4: 100}, (2e-4, 4e-4, 8e-4, 1.6e-3)),
+    # The same with another N and 64 completions per step
+    "calculator_64": Schedule(
+        dict.fromkeys((1, 32), 100), (2e-4, 4e-4, 8e-4), problems="calculator", completions=64
+    ),
+    "lake_14_turns": Schedule({4: 50}, (2e-4, 4e-4, 8e-4)),
     "lake_6_few": Schedule({4: 100}, (1e-4, 2e-4, 4e-4), prompts=4, problems="lake_6"),
-    # Which N, with 64 completions per step?
-    **{
-        f"{name}_64": Schedule(dict.fromkeys((1, 2, 4, 8), 80), (2e-4, 4e-4, 8e-4), problems=name, completions=64)
-        for name in ("scratchpad_30", "scratchpad_mixed", "lucky_unequal")
-    },
-    # N = 4 of these is the task without _64
-    **{
-        f"{name}_64": replace(schedule, steps=dict.fromkeys((1, 2, 4, 8, 32), 100), problems=name, completions=64)
-        for name, schedule in {
-            "calculator": Schedule({}, (2e-4, 4e-4, 8e-4)),
-            "scratchpad_100": Schedule({}, (1e-4, 2e-4, 4e-4), held_out_samples=16),
-        }.items()
-    },
     **{f"{name}_scaled": Schedule({4: 100}, (8e-4,), problems=name, scaled=True) for name in ("sums", "calculator")},
     "lake_6_scaled": Schedule({4: 50}, (8e-4,), problems="lake_6", scaled=True),
     "scratchpad_100_scaled": Schedule({4: 100}, (1e-4, 2e-4, 4e-4), 16, problems="scratchpad_100", scaled=True),
@@ -152,7 +137,7 @@ def train(run: Run, folder: Path | None = None) -> dict:
         "learning_rate": run.learning_rate,
         "seed": run.seed,
         "max_steps": schedule.steps[run.n],
-        "lr_scheduler_type": schedule.lr_scheduler_type,
+        "lr_scheduler_type": "constant_with_warmup",
         "warmup_steps": 10,
         "logging_steps": 1,
     }

@@ -55,9 +55,7 @@ NAMES = {
     "lake_6_scaled": "game of 6 turns",
     "lake_6_few": "game of 6 turns, 4 prompts, unscaled",
     "lake_14_turns": "game of 14 turns, rewards per turn",
-    "scratchpad_100": "scratchpad of 100 tokens, unscaled",
     "scratchpad_100_scaled": "scratchpad of 100 tokens",
-    "scratchpad_mixed": "mixed lengths, unscaled",
     "scratchpad_mixed_scaled": "mixed lengths",
     "sums_async_0": "sums, asynchronous, at once",
     "sums_async_4": "sums, asynchronous, four steps late",
@@ -95,7 +93,7 @@ PREDICTED = {
 SINCE = "0.12.1"  # release from which on `value` computes the same, to the bit (value.md)
 TOY = "84 thousand"
 SIZES = {"SmolLM2": "135 million", "Gemma": "270 million", "blocks": "14 million", "30 blocks": "106 million"}  # by how a title starts
-THRESHOLDS = {"calculator": 0.85, "scratchpad_100": 0.8}  # of the mean reward
+THRESHOLDS = {"calculator": 0.85}  # of the mean reward
 Tables = dict[str, list[dict[str, Any]]]  # of cells, by task
 
 

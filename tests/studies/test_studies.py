@@ -10,7 +10,7 @@ from recipes.studies.runs import summary
 from tests.recipes.conftest import shortly_trained
 
 
-RATES = learning_curves.TASKS["sums"].learning_rates
+RATES = learning_curves.TASKS["calculator"].learning_rates
 
 
 def result(run, rewards, held_out=0.5, policy="aa"):
@@ -44,11 +44,11 @@ def test_rates_are_tuned_on_own_seeds(tmp_path, monkeypatch):
             save(folder, run, [rewards[run.learning_rate] - 0.3 * (run.seed > 102 and run.learning_rate == RATES[2])])
 
     monkeypatch.setattr(learning_curves, "perform", perform)
-    assert learning_curves.tune("sums", [(4, "otb")], tmp_path) == {(4, "otb"): RATES[1]}
+    assert learning_curves.tune("calculator", [(4, "otb")], tmp_path) == {(4, "otb"): RATES[1]}
     assert {seed for rate, seed in tried if rate in (RATES[0], RATES[3])} == {101, 102}
     assert {seed for rate, seed in tried if rate in RATES[1:3]} == {101, 102, 103, 104, 105}
     # With two seeds and no more, luck decides
-    assert learning_curves.tune("sums", [(8, "otb")], tmp_path, by=2) == {(8, "otb"): RATES[2]}
+    assert learning_curves.tune("calculator", [(8, "otb")], tmp_path, by=2) == {(8, "otb"): RATES[2]}
 
 
 def rows_of(scores, seeds=(101, 102, 103, 104, 105, 1, 2, 3, 4), rate=1e-3, **others):
@@ -80,25 +80,25 @@ def test_arms_have_one_policy_and_rate():
 
 def test_runs_are_published_beside_earlier_ones(tmp_path, monkeypatch, registry):
     """In the place of the same runs; the page and the picture follow. The page has the runs of one policy."""
-    for name, value in {"PAGES": ("value",), "LEARNING": {"learning": ("sums",)}}.items():
+    for name, value in {"PAGES": ("value",), "LEARNING": {"learning": ("sums_scaled",)}}.items():
         monkeypatch.setattr(render, name, value)
     monkeypatch.setattr(render, "HERE", tmp_path)
     (tmp_path / "results").mkdir()
     other = summary(result(Run("calculator", "otb", 4, 1e-3, 1), [0.5] * 10))
-    before = summary(result(Run("sums", "otb", 4, 1e-3, 1), [0.9] * 10))
-    elsewhere = summary(result(Run("sums", "rloo", 4, 1e-3, 1), [0.7] * 10, policy="bb"))
+    before = summary(result(Run("sums_scaled", "otb", 4, 1e-3, 1), [0.9] * 10))
+    elsewhere = summary(result(Run("sums_scaled", "rloo", 4, 1e-3, 1), [0.7] * 10, policy="bb"))
     render.save("runs", {"runs": [other, before, elsewhere]})
-    (tmp_path / "value.md").write_text("Before.\n\n<!-- runs: sums, policy aa -->\n\nAfter.\n")
+    (tmp_path / "value.md").write_text("Before.\n\n<!-- runs: sums_scaled, policy aa -->\n\nAfter.\n")
     for name, reward in (("group_mean", 0.5), ("otb", 0.6)):
         for seed in (101, 102, 103, 104, 105, 1, 2):
-            save(tmp_path, Run("sums", name, 4, 1e-3, seed), [reward] * 10)
-    flags = ["--task", "sums", "--plot_only", "--output_dir", str(tmp_path)]
+            save(tmp_path, Run("sums_scaled", name, 4, 1e-3, seed), [reward] * 10)
+    flags = ["--task", "sums_scaled", "--plot_only", "--output_dir", str(tmp_path)]
     learning_curves.main([*flags, "--publish"])
     page = (tmp_path / "value.md").read_text()
     assert page.startswith("Before.\n") and page.endswith("After.\n")
     (row,) = [line for line in page.splitlines() if line.startswith("| 4 | otb |")]
     assert "0.100 (0.100–0.100)" in row and "2 of 2" in row and "0.9" not in row
-    assert "rloo" not in page and len(render.runs_of("sums")) == 1 + len(render.runs_of("sums, policy aa"))
+    assert "rloo" not in page and len(render.runs_of("sums_scaled")) == 1 + len(render.runs_of("sums_scaled, policy aa"))
     published = render.load("runs")["runs"]
     assert other in published and elsewhere in published and len(published) == 2 + 14
     assert (tmp_path / "learning.png").stat().st_size > 10_000
@@ -153,16 +153,16 @@ def test_tokens_to_threshold_at_64_completions(monkeypatch):
 
 @pytest.mark.slow
 def test_learning_curves(tmp_path, monkeypatch, capsys, registry):
-    schedule = Schedule({4: 4}, (4e-4,), prompts=8, lr_scheduler_type="linear", problems="calculator")
-    monkeypatch.setattr(learning_curves, "TASKS", {"calculator_decay": schedule})
+    schedule = Schedule({4: 4}, (4e-4,), prompts=8, problems="calculator")
+    monkeypatch.setattr(learning_curves, "TASKS", {"calculator_8": schedule})
     trainers, make = [], tasks.trainer_of
     monkeypatch.setattr(tasks, "trainer_of", lambda *args, **of: trainers.append(make(*args, **of)) or trainers[-1])
-    flags = ["--task", "calculator_decay", "--baselines", "group_mean", "value", "--seeds", "1"]
+    flags = ["--task", "calculator_8", "--baselines", "group_mean", "value", "--seeds", "1"]
     folder = tmp_path / "runs"
     learning_curves.main([*flags, "--output_dir", str(folder)])
     assert len(list(folder.glob("*.json"))) == 2  # of a single learning rate nothing is tuned
     for trainer in trainers:
-        assert trainer.args.lr_scheduler_type == "linear" and trainer.tools
+        assert trainer.args.lr_scheduler_type == "constant_with_warmup" and trainer.tools
         assert trainer.args.per_device_train_batch_size * trainer.args.gradient_accumulation_steps == 8 * 4
     table = (folder / "tables.md").read_text()
     assert "| 4 | group_mean | 0.0004 | 1 |" in table and "| 4 | value | 0.0004 | 1 |" in table
