@@ -140,10 +140,7 @@ KINDS = {
     "counting": Kind(counting_problem, lines_right, 160, 8),
     "sorting": Kind(sorting_problem, last_right, 120, 8),
 }
-SIZES = {
-    "blocks": Size(4, 500, 1e-3, "all-linear"),
-    "whole": Size(30, 120, 3e-4, r".*layers\.2\d\..*_proj"),
-}
+SIZES = {"blocks": Size(4, 500, 1e-3, "all-linear"), "whole": Size(30, 120, 3e-4, r".*layers\.2\d\..*_proj")}
 NAMES = [f"{size}_{kind}" for size in SIZES for kind in KINDS]
 
 

@@ -69,9 +69,7 @@ class Schedule:
 TASKS = {
     "calculator": Schedule({4: 100}, (2e-4, 4e-4, 8e-4, 1.6e-3)),
     # The same with another N and 64 completions per step
-    "calculator_64": Schedule(
-        dict.fromkeys((1, 32), 100), (2e-4, 4e-4, 8e-4), problems="calculator", completions=64
-    ),
+    "calculator_64": Schedule(dict.fromkeys((1, 32), 100), (2e-4, 4e-4, 8e-4), problems="calculator", completions=64),
     "lake_14_turns": Schedule({4: 50}, (2e-4, 4e-4, 8e-4)),
     "lake_6_few": Schedule({4: 100}, (1e-4, 2e-4, 4e-4), prompts=4, problems="lake_6"),
     **{f"{name}_scaled": Schedule({4: 100}, (8e-4,), problems=name, scaled=True) for name in ("sums", "calculator")},
@@ -101,10 +99,11 @@ TASKS = {
         {4: 20}, (3e-4,), held_out_samples=1, prompts=4, problems="column_sums", scaled=True
     ),
     **dict.fromkeys(language.GEMMA, Schedule({4: 20}, (3e-4,), held_out_samples=1, prompts=4)),
-    # Long runs of SmolLM2's first blocks, or all, with 32 completions per step
+    # SmolLM2's first blocks, or all, which learn in fewer steps; 32 completions per step
     **{
-        name: Schedule({1: 60, 4: 60}, (2e-4, 5e-4, 1.25e-3, 3e-3), 1, completions=32, scaled=True, parts=2)
-        for name in blocks.NAMES
+        f"{size}_{kind}": Schedule({1: steps, 4: steps}, grid, 1, completions=32, scaled=True, parts=2)
+        for size, steps, grid in (("blocks", 60, (2e-4, 5e-4, 1.25e-3, 3e-3)), ("whole", 30, (5e-4, 1.25e-3)))
+        for kind in blocks.KINDS
     },
     # Twice the prompts per step, in as many tokens
     "blocks_sorting_16": Schedule({4: 30}, (1.25e-3,), 1, 16, problems="blocks_sorting", scaled=True, parts=4),

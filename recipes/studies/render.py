@@ -6,9 +6,9 @@ The studies' results as data, results/*.json, and the pages' tables and pictures
 Below a line such as `<!-- value.json: 4; otb; value | T = 10; sums -->` stands the noise at N = 4 of these baselines on
 these tasks (on all, if none is named), on the same prompts; with `step 4` in the place of N that of a step whose
 prompts are drawn, with `both 4` the two and how many more prompts the group mean needs.
-Below `<!-- runs: task -->` stand that task's runs, below `<!-- tokens: task -->` their tokens to a threshold, below
+Below `<!-- runs: task; task -->` stand these tasks' runs, below `<!-- tokens: task -->` their tokens to a threshold, below
 `<!-- saved: task; task | value -->` how many tokens these baselines (all, if none is named) save beside the group mean,
-below `<!-- helps: task; task -->` the README's table, below `<!-- rates: task -->` the rewards that chose its rates,
+below `<!-- helps: task; task -->` the README's table, below `<!-- rates: task; task -->` the rewards that chose rates,
 below `<!-- signal: task -->` signal over noise in its runs, below `<!-- bias: all -->`, `<!-- predicted: all -->` and
 `<!-- later_trl: all -->` the studies of these names. An interval is `[value, low, high]`; `null` is lost in noise.
 """
@@ -92,7 +92,12 @@ PREDICTED = {
 }
 SINCE = "0.12.1"  # release from which on `value` computes the same, to the bit (value.md)
 TOY = "84 thousand"
-SIZES = {"SmolLM2": "135 million", "Gemma": "270 million", "blocks": "14 million", "30 blocks": "106 million"}  # by how a title starts
+SIZES = {
+    "SmolLM2": "135 million",
+    "Gemma": "270 million",
+    "blocks": "14 million",
+    "30 blocks": "106 million",
+}  # by how a title starts
 THRESHOLDS = {"calculator": 0.85}  # of the mean reward
 Tables = dict[str, list[dict[str, Any]]]  # of cells, by task
 
@@ -252,23 +257,27 @@ def _tuned(at: dict) -> str:
 
 
 def of_runs(rows: list[dict], tuning: bool = False) -> str:
-    """Of a task's runs, an arm per row; the group mean's difference is from itself, of seeds in pairs."""
+    """A task's arm per row; the group mean's difference is from itself, of seeds in pairs."""
     table = [
-        {title: "" if arm[key] is None else text(arm[key]) for key, (title, text) in ARM.items()}
+        {"task": named(task)}
+        | {title: "" if arm[key] is None else text(arm[key]) for key, (title, text) in ARM.items()}
         | ({rate: _tuned(at) for rate, at in arm["rates"].items()} if tuning else {})
-        for arm in arms(rows)
+        for task in dict.fromkeys(row["task"] for row in rows)
+        for arm in arms([row for row in rows if row["task"] == task])
     ]
     return _markdown(pandas.DataFrame(table), "")
 
 
 def of_rates(key: str) -> str:
-    """An arm per row: the mean reward over the run at each learning rate, with the seeds that chose the arm's own."""
-    found = [arm for arm in arms(runs_of(key)) if arm["rates"]]
-    rates = sorted({rate for arm in found for rate in arm["rates"]}, key=float)
-    rows = [["baseline", "N", *rates]]
-    for arm in found:
+    """
+    A task's arm per row: the mean reward over the run at each learning rate, with the seeds that chose the arm's own.
+    """
+    found = [(named(task), arm) for task in key.split("; ") for arm in arms(runs_of(task)) if arm["rates"]]
+    rates = sorted({rate for _, arm in found for rate in arm["rates"]}, key=float)
+    rows = [["task", "baseline", "N", *rates]]
+    for task, arm in found:
         scores = [f"{arm['rates'][rate]['score']:.3f}" if rate in arm["rates"] else "–" for rate in rates]
-        rows.append([ARM_NAMES.get(arm["baseline"], arm["baseline"]), str(arm["n"]), *scores])
+        rows.append([task, ARM_NAMES.get(arm["baseline"], arm["baseline"]), str(arm["n"]), *scores])
     return markdown(rows)
 
 
@@ -393,7 +402,7 @@ OF_RUNS: dict[str, Callable[[str], str]] = {
     "predicted": of_predicted,
     "rates": of_rates,
     "signal": of_signal,
-    "runs": lambda key: of_runs(runs_of(key)),
+    "runs": lambda key: of_runs([row for task in key.split("; ") for row in runs_of(task)]),
     "tokens": of_tokens,
     "saved": of_saved,
     "helps": of_helps,

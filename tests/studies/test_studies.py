@@ -98,7 +98,9 @@ def test_runs_are_published_beside_earlier_ones(tmp_path, monkeypatch, registry)
     assert page.startswith("Before.\n") and page.endswith("After.\n")
     (row,) = [line for line in page.splitlines() if line.startswith("| 4 | otb |")]
     assert "0.100 (0.100–0.100)" in row and "2 of 2" in row and "0.9" not in row
-    assert "rloo" not in page and len(render.runs_of("sums_scaled")) == 1 + len(render.runs_of("sums_scaled, policy aa"))
+    assert "rloo" not in page and len(render.runs_of("sums_scaled")) == 1 + len(
+        render.runs_of("sums_scaled, policy aa")
+    )
     published = render.load("runs")["runs"]
     assert other in published and elsewhere in published and len(published) == 2 + 14
     assert (tmp_path / "learning.png").stat().st_size > 10_000
@@ -131,8 +133,11 @@ def test_rates_and_signal_of_runs(monkeypatch):
     rows += [summary(of | {"noise_scale": [32.0, None, 16.0 * of["seed"]]}) for of in compared]
     monkeypatch.setattr(render, "runs_of", lambda task: rows)
     monkeypatch.setattr(render, "PREDICTED", {"t": ("", "", 16, 3)})
-    assert render.of_rates("t").splitlines()[0] == "| baseline | N | 0.001 | 0.002 |"
-    assert render.of_rates("t").splitlines()[2:] == ["| value | 4 | 0.500 | 0.250 |", "| Dr. GRPO | 4 | 0.500 | – |"]
+    assert render.of_rates("t").splitlines()[0] == "| task | baseline | N | 0.001 | 0.002 |"
+    assert render.of_rates("t").splitlines()[2:] == [
+        "| t | value | 4 | 0.500 | 0.250 |",
+        "| t | Dr. GRPO | 4 | 0.500 | – |",
+    ]
     assert render.of_signal("t").splitlines()[2:] == ["| value | 0.50 | ? | 0.75 |"]
 
 
