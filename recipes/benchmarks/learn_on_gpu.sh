@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Does less noise pay? Runs of a part of SmolLM2 on one GPU, in 40 minutes, on a machine that may have no network.
+# Does less noise pay? Runs of SmolLM2 and of a part of it on one GPU, in 40 minutes, on a machine that may have no network.
 #
 #     recipes/benchmarks/learn_on_gpu.sh pack DIR    # where there is network: what a bare machine lacks, in parts of 60 MB
 #     recipes/benchmarks/learn_on_gpu.sh run DIR     # on the machine with the GPU; again: it goes on where it was
 #
 # Every run is saved after every step. DIR/runs has the results; `python -m recipes.studies.learning_curves --task
-# blocks_counting --plot_only --output_dir DIR/runs` makes tables of them. MINUTES, PROCESSES, TASKS and PYTHON change what
+# whole_counting --plot_only --output_dir DIR/runs` makes tables of them. MINUTES, PROCESSES, TASKS and PYTHON change what
 # is named so; DIR may hold runs already.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-PYTHON=${PYTHON:-python3} MINUTES=${MINUTES:-40} PROCESSES=${PROCESSES:-16} TASKS=${TASKS:-blocks_counting blocks_columns}
+PYTHON=${PYTHON:-python3} MINUTES=${MINUTES:-40} PROCESSES=${PROCESSES:-16} TASKS=${TASKS:-whole_counting blocks_counting}
 DIR=$(realpath -m "${2:?a folder}")
 # Beside torch, transformers, accelerate, scipy, pandas and matplotlib, which such machines have
 LACKING="trl peft datasets dill multiprocess xxhash jaxtyping wadler-lindig gguf filelock rich psutil simpleeval gymnasium
@@ -33,7 +33,7 @@ run)
     export PYTHONPATH="$PWD:$DIR/site" TRL_OTB_CACHE="$DIR/policies" HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
     ended=$((SECONDS + 60 * MINUTES))
     for task in $TASKS; do
-        "$PYTHON" -W ignore -m recipes.studies.blocks --task "${task#blocks_}" # the policy, once
+        OMP_NUM_THREADS=$(nproc) "$PYTHON" -W ignore -m recipes.studies.blocks --task "$task" # the policy, on CPUs, once
         timeout --signal INT $((ended - SECONDS)) "$PYTHON" -W ignore -m recipes.studies.learning_curves --task "$task" \
             --baselines group_mean value value_progress --tune_by 2 --processes "$PROCESSES" --output_dir "$DIR/runs" \
             || echo "$task: stopped after $MINUTES minutes; the same command goes on."

@@ -4,11 +4,11 @@ Which baseline learns faster? Runs under each, from the same policy and with the
     OMP_NUM_THREADS=1 python -m recipes.studies.learning_curves --task calculator   # again beside it, on another core
     python -m recipes.studies.learning_curves --task calculator --plot_only --publish
 
-Every run trains the policy of a task with 16 problems per step (SmolLM2 and lake_6_few: 4; blocks: 8). Learning rates
-are tuned per arm by the mean reward over the run, on seeds of their own and the same grid, by halving: two seeds for
-every rate, three more for the best two (`--tune_by 1` or `2`: that many, and no more). The other seeds use the best
-one. SmolLM2 has one rate. A saved run is not repeated; with an adapter, an unfinished one goes on where it was. Several
-processes share the work (`--processes 16`), on a GPU if there is one.
+Every run trains the policy of a task with 16 problems per step (SmolLM2: 4, with the vocabulary of a task 8). Learning
+rates are tuned per arm by the mean reward over the run, on seeds of their own and the same grid, by halving: two seeds
+for every rate, three more for the best two (`--tune_by 1` or `2`: that many, and no more). The other seeds use the best
+one. Where a task has one rate nothing is tuned. A saved run is not repeated; with an adapter, an unfinished one goes on
+where it was. Several processes share the work (`--processes 16`), on a GPU if there is one.
 """
 
 import argparse
@@ -70,35 +70,20 @@ TASKS = {
     "calculator": Schedule({4: 100}, (2e-4, 4e-4, 8e-4, 1.6e-3)),
     # The same with another N and 64 completions per step
     "calculator_64": Schedule(dict.fromkeys((1, 32), 100), (2e-4, 4e-4, 8e-4), problems="calculator", completions=64),
-    "lake_14_turns": Schedule({4: 50}, (2e-4, 4e-4, 8e-4)),
-    "lake_6_few": Schedule({4: 100}, (1e-4, 2e-4, 4e-4), prompts=4, problems="lake_6"),
-    **{f"{name}_scaled": Schedule({4: 100}, (8e-4,), problems=name, scaled=True) for name in ("sums", "calculator")},
+    # Against TRL's default, by `value` with a running scale
+    "calculator_scaled": Schedule({4: 100}, (8e-4,), problems="calculator", scaled=True),
     "lake_6_scaled": Schedule({4: 50}, (8e-4,), problems="lake_6", scaled=True),
-    "scratchpad_100_scaled": Schedule({4: 100}, (1e-4, 2e-4, 4e-4), 16, problems="scratchpad_100", scaled=True),
-    "scratchpad_mixed_scaled": Schedule({4: 100}, (2e-4, 4e-4, 8e-4), 8, problems="scratchpad_mixed", scaled=True),
+    "scratchpad_100_scaled": Schedule({4: 100}, (2e-4,), 16, problems="scratchpad_100", scaled=True),
+    "column_sums_scaled": Schedule({4: 20}, (3e-4,), 1, prompts=4, problems="column_sums", scaled=True),
     # Asynchronous, with samples that wait for no or four steps
     **{
         f"{name}_async_{steps}": replace(schedule, problems=name, staleness=steps)
         for name, schedule in {
             "sums": Schedule({4: 200}, (4e-4, 8e-4, 1.6e-3)),
             "calculator": Schedule({4: 80}, (4e-4, 8e-4, 1.6e-3)),
-            "copy": Schedule({4: 20}, (3e-4,), held_out_samples=1, prompts=4),
         }.items()
         for steps in (0, 4)
     },
-    "calculator_async_4_low": Schedule({4: 80}, (4e-4,), problems="calculator", staleness=4),
-    "copy": Schedule({4: 20}, (3e-4,), held_out_samples=1, prompts=4),
-    "chain_sum": Schedule({4: 30}, (2e-4,), held_out_samples=2, prompts=4, scaled=True),
-    **dict.fromkeys(language.REASONING, Schedule({4: 30}, (3e-4,), held_out_samples=2, prompts=4)),
-    # Against TRL's default, with the reward of the text so far as an arm, `value_progress`
-    "words_scaled": Schedule({4: 20}, (2e-4, 5e-4), held_out_samples=2, prompts=4, problems="words", scaled=True),
-    "word_sequence_reversal_scaled": Schedule(
-        {4: 30}, (2e-4, 5e-4), held_out_samples=1, prompts=4, problems="word_sequence_reversal", scaled=True
-    ),
-    "column_sums_scaled": Schedule(
-        {4: 20}, (3e-4,), held_out_samples=1, prompts=4, problems="column_sums", scaled=True
-    ),
-    **dict.fromkeys(language.GEMMA, Schedule({4: 20}, (3e-4,), held_out_samples=1, prompts=4)),
     # SmolLM2's first blocks, or all, which learn in fewer steps; 32 completions per step
     **{
         f"{size}_{kind}": Schedule({1: steps, 4: steps}, grid, 1, completions=32, scaled=True, parts=2)
@@ -107,6 +92,10 @@ TASKS = {
     },
     # Twice the prompts per step, in as many tokens
     "blocks_sorting_16": Schedule({4: 30}, (1.25e-3,), 1, 16, problems="blocks_sorting", scaled=True, parts=4),
+    # With a quarter of the completions per step, of which noise is a larger part
+    "whole_columns_8": Schedule(
+        {1: 60, 4: 60}, (5e-4,), 1, problems="whole_columns", completions=8, scaled=True, parts=2
+    ),
     # As short, and with as few prompts, as language models were trained
     "blocks_columns_short": Schedule({4: 30}, (5e-4,), 1, 4, problems="blocks_columns", scaled=True, parts=2),
 }

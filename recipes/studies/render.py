@@ -6,11 +6,12 @@ The studies' results as data, results/*.json, and the pages' tables and pictures
 Below a line such as `<!-- value.json: 4; otb; value | T = 10; sums -->` stands the noise at N = 4 of these baselines on
 these tasks (on all, if none is named), on the same prompts; with `step 4` in the place of N that of a step whose
 prompts are drawn, with `both 4` the two and how many more prompts the group mean needs.
-Below `<!-- runs: task; task -->` stand these tasks' runs, below `<!-- tokens: task -->` their tokens to a threshold, below
-`<!-- saved: task; task | value -->` how many tokens these baselines (all, if none is named) save beside the group mean,
-below `<!-- helps: task; task -->` the README's table, below `<!-- rates: task; task -->` the rewards that chose rates,
-below `<!-- signal: task -->` signal over noise in its runs, below `<!-- bias: all -->`, `<!-- predicted: all -->` and
-`<!-- later_trl: all -->` the studies of these names. An interval is `[value, low, high]`; `null` is lost in noise.
+Below `<!-- runs: task; task -->` stand these tasks' runs, below `<!-- tokens: task -->` their tokens to a threshold,
+below `<!-- saved: task; task | value -->` how many tokens these baselines (all, if none is named) save beside the group
+mean, below `<!-- helps: task; task -->` the README's table, below `<!-- rates: task; task -->` the rewards that chose
+rates, below `<!-- signal: task; task -->` signal over noise in its runs, below `<!-- bias: all -->`,
+`<!-- predicted: all -->` and `<!-- later_trl: all -->` the studies of these names. An interval is `[value, low, high]`;
+`null` is lost in noise.
 """
 
 import json
@@ -32,10 +33,7 @@ from recipes.studies.runs import arms, estimate, points, tokens_saved, tokens_un
 
 HERE = Path(__file__).parent
 RUN = ("task", "n", "baseline", "learning_rate", "seed", "policy")  # what tells one run from another
-LEARNING = {  # by picture, its tasks
-    "default": ("blocks_counting", "blocks_sorting", "lake_6_scaled"),
-    "language": ("copy", "word_sequence_reversal"),
-}
+LEARNING = {"default": ("blocks_counting", "blocks_sorting", "whole_columns")}  # by picture, its tasks
 PAGES = ("../../README", "learning", "value", "progress", "asynchronous", "later_trl")
 # Of tasks, in pictures and tables
 NAMES = {
@@ -48,47 +46,28 @@ NAMES = {
     "calculator": "calculator, unscaled",
     "calculator_async_0": "calculator, asynchronous, at once",
     "calculator_async_4": "calculator, asynchronous, four steps late",
-    "chain_sum": "SmolLM2, sums of two digits",
     "column_sums_scaled": "SmolLM2, sums by column",
-    "copy": "SmolLM2, copying",
-    "gemma_copy": "Gemma, copying",
     "lake_6_scaled": "game of 6 turns",
-    "lake_6_few": "game of 6 turns, 4 prompts, unscaled",
-    "lake_14_turns": "game of 14 turns, rewards per turn",
     "scratchpad_100_scaled": "scratchpad of 100 tokens",
-    "scratchpad_mixed_scaled": "mixed lengths",
     "sums_async_0": "sums, asynchronous, at once",
     "sums_async_4": "sums, asynchronous, four steps late",
-    "sums_scaled": "sums",
     "whole_columns": "30 blocks of SmolLM2, column sums",
-    "word_sequence_reversal": "SmolLM2, reversing words",
-    "word_sequence_reversal_scaled": "SmolLM2, reversing words, against TRL's default",
-    "word_sorting": "SmolLM2, sorting words",
-    "words_scaled": "SmolLM2, stories",
+    "whole_columns_8": "30 blocks of SmolLM2, column sums, 8 completions per step",
 }
 PROGRESS = "value_progress"  # the arm of `value` that reads the reward of the text so far
 ARM_NAMES = {"dr_grpo": "Dr. GRPO", PROGRESS: "value, with progress", "value_learned": "value that has learned"}
-# Of tasks with runs against the group mean: where the noise of 16 prompts is, and a run's prompts per step, and steps
+# Of tasks with runs against the group mean: where the noise of 16 prompts is, if it was measured, and a run's prompts
+# per step, and steps
 PREDICTED = {
-    "scratchpad_100_scaled, policy ed31": ("steps", "T = 100", 16, 100),
+    "scratchpad_100_scaled": ("steps", "T = 100", 16, 100),
+    "calculator_scaled": ("steps", "calculator", 16, 100),
     "blocks_columns": ("steps", "SmolLM2's blocks, column sums", 8, 60),
     "blocks_counting": ("steps", "SmolLM2's blocks, counting", 8, 60),
     "blocks_sorting": ("steps", "SmolLM2's blocks, sorting digits", 8, 60),
     "blocks_columns_short": ("steps", "SmolLM2's blocks, column sums", 4, 30),
-    "calculator_scaled, policy 681f": ("steps", "calculator", 16, 100),
-    "calculator_scaled, policy b3cf": ("steps", "calculator", 16, 100),
-    "scratchpad_mixed_scaled, policy 0f91": ("steps", "mixed lengths, 16 prompts", 16, 100),
-    "sums_scaled": ("steps", "sums", 16, 400),
-    "copy": ("steps", "SmolLM2 copying", 4, 20),
-    "chain_sum": ("later_luck", "SmolLM2 sums", 4, 30),
-    "gemma_copy": ("later_luck", "Gemma3 copying", 4, 20),
-    "words_scaled": ("progress", "SmolLM2 stories, compared", 4, 20),
-    "word_sequence_reversal_scaled": ("progress", "SmolLM2 reversing words, compared", 4, 30),
-    "word_sequence_reversal": ("later_luck", "SmolLM2 reversing words", 4, 30),
-    "word_sorting": ("later_luck", "SmolLM2 sorting words", 4, 30),
+    "whole_columns": ("steps", "SmolLM2 column sums", 8, 30),
+    "whole_columns_8": ("steps", "SmolLM2 column sums", 2, 60),
     "lake_6_scaled": ("steps", "6 turns", 16, 50),
-    "lake_6_few": ("steps", "6 turns", 4, 100),
-    "lake_14_turns": ("later_luck", "14 turns, rewards per turn", 16, 50),
 }
 SINCE = "0.12.1"  # release from which on `value` computes the same, to the bit (value.md)
 TOY = "84 thousand"
@@ -310,9 +289,17 @@ def of_tokens(key: str) -> str:
     return markdown(rows)
 
 
+def check_releases(task: str, releases: Collection[str]) -> None:
+    """A `ValueError` if one of them is before `SINCE`: pages have numbers of what `value` is now alone."""
+    if old := [of for of in releases if Version(of) < Version(SINCE)]:
+        raise ValueError(f"{task}: a number is of release {old[0]}; this table has those since {SINCE} alone.")
+
+
 def saved_rows(task: str, names: Sequence[str] = ()) -> list[dict[str, Any]]:
     """[`tokens_saved`] of a task, or of `"task, policy hash"`, and of these baselines."""
-    return [row for row in tokens_saved(runs_of(task)) if not names or row["baseline"] in names]
+    rows = [row for row in tokens_saved(runs_of(task)) if not names or row["baseline"] in names]
+    check_releases(task, {release for row in rows for release in row["releases"]})
+    return rows
 
 
 def row_of_value(task: str) -> dict[str, Any] | None:
@@ -324,32 +311,27 @@ def row_of_value(task: str) -> dict[str, Any] | None:
 def of_saved(key: str) -> str:
     """A task and an arm per row: its tokens to the group mean's reward after 50, 75 and 95 % of that one's gain."""
     tasks, _, names = key.partition(" | ")
-    rows = [["task", "arm", "GRPO's reward", "50 %", "75 %", "95 %", "pairs sooner, by level", "release"]]
+    rows = [["task", "arm", "GRPO's reward", "50 %", "75 %", "95 %", "pairs sooner, by level"]]
     for task in tasks.split("; "):
         for row in saved_rows(task, names.split("; ") if names else ()):
             first, most = row["gain"]
             arm = ARM_NAMES.get(row["baseline"], row["baseline"]) + (f", N = {row['n']}" if row["n"] != 4 else "")
             sooner = f"{', '.join(map(str, row['sooner']))} of {row['pairs']}"
             texts = map(compare.per_cent, row["changes"])
-            rows.append([named(task), arm, f"{first:.2f} → {most:.2f}", *texts, sooner, row["release"]])
+            rows.append([named(task), arm, f"{first:.2f} → {most:.2f}", *texts, sooner])
     return markdown(rows)
 
 
 def of_helps(key: str) -> str:
-    """
-    A task per row: the variance of a step of `value`, and the tokens that it saves. A `ValueError` if a number is of a
-    release before `SINCE`.
-    """
+    """A task per row: the variance of a step of `value`, and the tokens that it saves."""
     first = ["policy and task", "variance of a step"]
     rows = [[*first, "tokens to 75 % of GRPO's gain", "to 95 %", "pairs of runs sooner"]]
     for task in key.split("; "):
         row = row_of_value(task)
         name, title, *_ = PREDICTED.get(task, ("", ""))
-        cells = load(name)["tables"][title] if name else []
+        cells = load(name)["tables"].get(title, []) if name else []
         cell = next((cell for cell in cells if (cell["estimator"], cell["n"]) == (row["baseline"], 4)), None)
-        releases = [*row["release"].split(", "), *([cell.get("release", "0")] if cell else [])]
-        if old := [of for of in releases if Version(of) < Version(SINCE)]:
-            raise ValueError(f"{task}: a number is of release {old[0]}; this table has those since {SINCE} alone.")
+        check_releases(task, [cell.get("release", "0")] if cell else [])
         arm = ", with progress" if row["baseline"] == PROGRESS else ""
         variance = f"{of_step(cell)[0]:.2f} ×" if cell else "not measured"
         saved = [compare.per_cent(change) for change in row["changes"][1:]]
@@ -387,14 +369,18 @@ def of_predicted(key: str) -> str:
     return markdown(rows)
 
 
-def of_signal(task: str) -> str:
-    """An arm with N = 4 per row: the signal over the noise of a step as its runs logged it, medians over thirds."""
-    rows = [["baseline", "first third", "second", "last"]]
-    for arm in (arm for arm in arms(runs_of(task)) if arm["n"] == 4 and arm["runs"]):
-        scales = numpy.array([row["steps"]["noise_scale"] for row in arm["runs"]], dtype=float)  # NaN: no signal
-        thirds = [PREDICTED[task][2] / part[part > 0] for part in numpy.array_split(scales, 3, axis=1)]
-        medians = [number(numpy.median(of) if len(of) else None, ".2f") for of in thirds]
-        rows.append([ARM_NAMES.get(arm["baseline"], arm["baseline"]), *medians])
+def of_signal(key: str) -> str:
+    """
+    A task's arm with N = 4 per row: the signal over the noise of a step as its runs logged it, medians over thirds; 0
+    where the signal is lost in noise.
+    """
+    rows = [["task", "baseline", "first third", "second", "last"]]
+    found = [(task, arm) for task in key.split("; ") for arm in arms(runs_of(task)) if arm["n"] == 4 and arm["runs"]]
+    for task, arm in found:
+        scales = numpy.array([row["steps"]["noise_scale"] for row in arm["runs"]], dtype=float)
+        thirds = numpy.array_split(PREDICTED[task][2] / numpy.nan_to_num(scales, nan=numpy.inf), 3, axis=1)
+        medians = [f"{numpy.median(of):.2f}" for of in thirds]
+        rows.append([named(task), ARM_NAMES.get(arm["baseline"], arm["baseline"]), *medians])
     return markdown(rows)
 
 

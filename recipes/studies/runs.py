@@ -71,8 +71,8 @@ def tokens_saved(rows: list[dict[str, Any]], reference: str = "group_mean") -> l
             changes, sooner = compare.tokens_saved(first, second)
             mean = compare.stacked(first).mean(axis=0)
             row = {"baseline": baseline, "n": n, "pairs": len(pairs), "changes": changes, "sooner": sooner}
-            releases = sorted({own[key]["release"] for key in pairs})
-            found.append(row | {"gain": [mean[1][0], mean[1].max()], "release": ", ".join(releases)})
+            releases = {some[key]["release"] for some in (control, own) for key in pairs}
+            found.append(row | {"gain": [mean[1][0], mean[1].max()], "releases": releases})
     return found
 
 

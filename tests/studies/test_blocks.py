@@ -126,7 +126,7 @@ def test_processes_share_the_runs(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "recipes.studies.value", ModuleType("unused"))  # which registers baselines
     monkeypatch.setattr(learning_curves.subprocess, "Popen", Process)
     monkeypatch.setattr(learning_curves, "perform", lambda runs, folder: performed.extend(runs))
-    flags = ["--task", "copy", "--seeds", "1", "--processes", "3", "--publish", "--output_dir", str(tmp_path)]
+    flags = ["--task", "lake_6_scaled", "--seeds", "1", "--processes", "3", "--publish", "--output_dir", str(tmp_path)]
     with pytest.raises(SystemExit):  # since nothing was saved
         learning_curves.main(flags)
     assert len(started) == 2 and len(performed) == 3

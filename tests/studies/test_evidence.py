@@ -17,7 +17,7 @@ from scipy import stats
 
 import trl_otb
 from recipes import toy
-from recipes.studies import language, render, runs, tasks
+from recipes.studies import language, learning_curves, render, runs, tasks
 from recipes.toy import lake, scratchpad
 from tests.helpers import tiny
 from tests.maths.test_value import Task
@@ -367,20 +367,20 @@ def test_tokens_saved_in_prose_stand_in_a_table(page):
 def test_what_noise_predicts(monkeypatch):
     """A step with as much noise as signal, of which `value` has half: SGD needs three quarters of the steps."""
     cell = {"estimator": "value", "n": 4, "efficiency": [4 / 3, 1, 2], "noise": [0.5, 0.4, 0.6]}
-    saved = {"baseline": "value", "n": 4, "changes": [[-0.1, -0.2, 0.0]] * 3}
+    saved = {"baseline": "value", "n": 4, "changes": [[-0.1, -0.2, 0.0]] * 3, "releases": {"1"}}
     monkeypatch.setattr(render, "load", lambda name: {"tables": {"a": [cell]}})
     monkeypatch.setattr(
-        render, "PREDICTED", {"sums": ("", "a", 16, 9), "copy": ("", "a", 4, 9), "new": ("", "b", 4, 9)}
+        render, "PREDICTED", {"sums": ("", "a", 16, 9), "column_sums_scaled": ("", "a", 4, 9), "new": ("", "b", 4, 9)}
     )
     monkeypatch.setattr(render, "runs_of", lambda task: [])
     monkeypatch.setattr(render, "tokens_saved", lambda rows: [saved, saved | {"n": 1}])
-    sums, copy = render.of_predicted("all").splitlines()[2:]
+    sums, columns = render.of_predicted("all").splitlines()[2:]
     assert sums == "| sums | 144 | 50% | 0.50 | −25 | −13 | −10 (−20 to +0) | −10 (−20 to +0) | −10 (−20 to +0) |"
-    assert copy.startswith("| SmolLM2, copying | 36 | 20% | 0.50 | −40 | −23 |")  # (1/4 + 1/2) / (1/4 + 1)
+    assert columns.startswith("| SmolLM2, sums by column | 36 | 20% | 0.50 | −40 | −23 |")  # (1/4 + 1/2) / (1/4 + 1)
 
 
 def test_what_is_said_of_predictions():
-    """Their rank correlation with what was saved, and the savings of long runs and of the others."""
+    """Their rank correlation with what was saved, and what long runs and the others saved."""
     found = render.predictions()
     saved = [row["changes"][1][0] for row in found]
     said = (render.HERE / "learning.md").read_text().replace("\n", " ")
@@ -392,7 +392,7 @@ def test_what_is_said_of_predictions():
         [100 * of for of, kind in zip(saved, kinds, strict=True) if kind == is_long] for is_long in (True, False)
     )
     assert f"{-max(long):.0f} to {-min(long):.0f} % are saved" in said
-    assert f"from {-min(short):.0f} % fewer to {max(short):.0f} % more" in said
+    assert f"with 120 prompts, or in a game, {-max(short):.0f} to {-min(short):.0f} % are. " in said
     assert (
         max(row["prompts"] for row, kind in zip(found, kinds, strict=True) if not kind and "lake" not in row["task"])
         == 120
@@ -409,19 +409,29 @@ def test_both_units_of_a_cell():
     assert "| 0.40 (0.25–0.80) |" in render.noise({"task": [new]}, 4, ["value"], of_steps=True)
 
 
-def test_readme_has_no_number_of_an_older_release(monkeypatch):
+def test_no_table_has_a_number_of_an_older_release(monkeypatch):
     (line,) = re.findall("<!-- helps: (.*) -->", (render.HERE.parents[1] / "README.md").read_text())
     assert "blocks_columns" in line.split("; ")
-    with pytest.raises(ValueError, match="copy: a number is of release 0.2.0; this table has those since 0.12.1 alone"):
-        render.of_helps("copy")
-    tables = render.load("steps")["tables"]
+    tables, rows = render.load("steps")["tables"], render.runs_of("blocks_columns")
     tables["SmolLM2's blocks, column sums"] = [
         cell | {"release": "0.10.0"} for cell in tables["SmolLM2's blocks, column sums"]
     ]
     load = render.load
-    monkeypatch.setattr(render, "load", lambda name: {"tables": tables} if name == "steps" else load(name))
-    with pytest.raises(ValueError, match="blocks_columns: a number is of release 0.10.0"):
+    with monkeypatch.context() as patched, pytest.raises(ValueError, match="a number is of release 0.10.0"):
+        patched.setattr(render, "load", lambda name: {"tables": tables} if name == "steps" else load(name))
         render.of_helps("blocks_columns")
+    older = [row | {"release": "0.2.0"} if row["baseline"] == "group_mean" else row for row in rows]
+    monkeypatch.setattr(render, "runs_of", lambda task: older)
+    problem = "blocks_columns: a number is of release 0.2.0; this table has those since 0.12.1 alone"
+    for table in (render.of_helps, render.of_saved):
+        with pytest.raises(ValueError, match=problem):
+            table("blocks_columns")
+
+
+def test_runs_have_the_prompts_and_steps_that_tables_say():
+    for task, (_, _, prompts, steps) in render.PREDICTED.items():
+        schedule = learning_curves.TASKS[task]
+        assert (schedule.completions_per_step(4), schedule.steps[4]) == (4 * prompts, steps)
 
 
 SOON = [  # task, N, rate, prompts per step

@@ -80,27 +80,26 @@ def test_arms_have_one_policy_and_rate():
 
 def test_runs_are_published_beside_earlier_ones(tmp_path, monkeypatch, registry):
     """In the place of the same runs; the page and the picture follow. The page has the runs of one policy."""
-    for name, value in {"PAGES": ("value",), "LEARNING": {"learning": ("sums_scaled",)}}.items():
+    for name, value in {"PAGES": ("value",), "LEARNING": {"learning": ("calculator_scaled",)}}.items():
         monkeypatch.setattr(render, name, value)
     monkeypatch.setattr(render, "HERE", tmp_path)
     (tmp_path / "results").mkdir()
     other = summary(result(Run("calculator", "otb", 4, 1e-3, 1), [0.5] * 10))
-    before = summary(result(Run("sums_scaled", "otb", 4, 1e-3, 1), [0.9] * 10))
-    elsewhere = summary(result(Run("sums_scaled", "rloo", 4, 1e-3, 1), [0.7] * 10, policy="bb"))
+    before = summary(result(Run("calculator_scaled", "otb", 4, 1e-3, 1), [0.9] * 10))
+    elsewhere = summary(result(Run("calculator_scaled", "rloo", 4, 1e-3, 1), [0.7] * 10, policy="bb"))
     render.save("runs", {"runs": [other, before, elsewhere]})
-    (tmp_path / "value.md").write_text("Before.\n\n<!-- runs: sums_scaled, policy aa -->\n\nAfter.\n")
+    (tmp_path / "value.md").write_text("Before.\n\n<!-- runs: calculator_scaled, policy aa -->\n\nAfter.\n")
     for name, reward in (("group_mean", 0.5), ("otb", 0.6)):
         for seed in (101, 102, 103, 104, 105, 1, 2):
-            save(tmp_path, Run("sums_scaled", name, 4, 1e-3, seed), [reward] * 10)
-    flags = ["--task", "sums_scaled", "--plot_only", "--output_dir", str(tmp_path)]
+            save(tmp_path, Run("calculator_scaled", name, 4, 1e-3, seed), [reward] * 10)
+    flags = ["--task", "calculator_scaled", "--plot_only", "--output_dir", str(tmp_path)]
     learning_curves.main([*flags, "--publish"])
     page = (tmp_path / "value.md").read_text()
     assert page.startswith("Before.\n") and page.endswith("After.\n")
-    (row,) = [line for line in page.splitlines() if line.startswith("| 4 | otb |")]
+    (row,) = [line for line in page.splitlines() if line.startswith("| toy calculator | 4 | otb |")]
     assert "0.100 (0.100–0.100)" in row and "2 of 2" in row and "0.9" not in row
-    assert "rloo" not in page and len(render.runs_of("sums_scaled")) == 1 + len(
-        render.runs_of("sums_scaled, policy aa")
-    )
+    both = [len(render.runs_of(task)) for task in ("calculator_scaled", "calculator_scaled, policy aa")]
+    assert "rloo" not in page and both[0] == 1 + both[1]
     published = render.load("runs")["runs"]
     assert other in published and elsewhere in published and len(published) == 2 + 14
     assert (tmp_path / "learning.png").stat().st_size > 10_000
@@ -113,7 +112,7 @@ def test_tokens_saved_are_of_pairs(monkeypatch):
     of = [(Run("sums", name, n, 1e-3, seed), rewards) for name, n, rewards in arms for seed in (1, 2, 101)]
     rows = [summary(result(run, rewards)) for run, rewards in of] + rows_of({"value": lambda seed: 0.9}, policy="bb")
     single, grouped = runs.tokens_saved(rows)
-    assert (single["n"], grouped["n"], grouped["pairs"], grouped["release"]) == (1, 4, 2, "1")
+    assert (single["n"], grouped["n"], grouped["pairs"], grouped["releases"]) == (1, 4, 2, {"1"})
     assert single["sooner"] == [0, 0, 0] and grouped["sooner"] == [2, 2, 2]
     assert [of[0] for of in single["changes"]] == pytest.approx([0.0] * 3)
     by_step = [of[0] for of in grouped["changes"]]
@@ -121,8 +120,9 @@ def test_tokens_saved_are_of_pairs(monkeypatch):
     by_tenth = [of[0] for of in runs.tokens_saved(without)[1]["changes"]]
     assert by_step == pytest.approx(by_tenth, abs=0.02) and by_step != by_tenth
     monkeypatch.setattr(render, "runs_of", lambda task: rows)
-    first, second = render.of_saved("sums_scaled | value").splitlines()[2:]
-    assert first.startswith("| sums | value, N = 1 | 0.04 → 0.94 | +0 (+0 to +0) |") and "| value | 0.04" in second
+    first, second = render.of_saved("column_sums_scaled | value").splitlines()[2:]
+    assert first.startswith("| SmolLM2, sums by column | value, N = 1 | 0.04 → 0.94 | +0 (+0 to +0) |")
+    assert "| value | 0.04" in second
 
 
 def test_rates_and_signal_of_runs(monkeypatch):
@@ -138,7 +138,7 @@ def test_rates_and_signal_of_runs(monkeypatch):
         "| t | value | 4 | 0.500 | 0.250 |",
         "| t | Dr. GRPO | 4 | 0.500 | – |",
     ]
-    assert render.of_signal("t").splitlines()[2:] == ["| value | 0.50 | ? | 0.75 |"]
+    assert render.of_signal("t").splitlines()[2:] == ["| t | value | 0.50 | 0.00 | 0.75 |"]
 
 
 def test_tokens_to_threshold_at_64_completions(monkeypatch):
