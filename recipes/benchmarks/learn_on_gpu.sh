@@ -32,11 +32,15 @@ run)
     fi
     export PYTHONPATH="$PWD:$DIR/site" TRL_OTB_CACHE="$DIR/policies" HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
     ended=$((SECONDS + 60 * MINUTES))
+    within() { # the minutes; `timeout 0` has no limit
+        [ $((ended - SECONDS)) -gt 0 ] && timeout --signal INT $((ended - SECONDS)) "$@"
+    }
     for task in $TASKS; do
-        OMP_NUM_THREADS=$(nproc) "$PYTHON" -W ignore -m recipes.studies.blocks --task "$task" # the policy, on CPUs, once
-        timeout --signal INT $((ended - SECONDS)) "$PYTHON" -W ignore -m recipes.studies.learning_curves --task "$task" \
-            --baselines group_mean value value_progress --tune_by 2 --processes "$PROCESSES" --output_dir "$DIR/runs" \
-            || echo "$task: stopped after $MINUTES minutes; the same command goes on."
+        { # the policy, on CPUs, once; then the runs
+            within env OMP_NUM_THREADS="$(nproc)" "$PYTHON" -W ignore -m recipes.studies.blocks --task "$task" &&
+                within "$PYTHON" -W ignore -m recipes.studies.learning_curves --task "$task" --tune_by 2 \
+                    --baselines group_mean value value_progress --processes "$PROCESSES" --output_dir "$DIR/runs"
+        } || echo "$task: stopped after $MINUTES minutes; the same command goes on."
     done
     ;;
 *) sed -n '2,10s/^# \{0,1\}//p' "$0" && exit 2 ;;

@@ -3,10 +3,10 @@ Policies for long runs on a CPU: the first four blocks of SmolLM2, or all 30, wi
 
     python -m recipes.studies.blocks --task blocks_columns   # supervised training, once: minutes; and some answers
 
-Both begin after a supervised training on the work of a careless pupil. *blocks*: 15 million parameters, of which a core
+Both begin after a supervised training on the work of a careless pupil. *blocks*: 14 million parameters, of which a core
 samples and trains 1,000 tokens in two seconds. They are not a small language model: what they know of a task comes from
 the supervised training, so that likeness to SmolLM2 ends with its width, tokens and kind of weights. *whole*: SmolLM2
-but for the tokens that the task never uses, with adapters in the last ten blocks, which takes eight seconds.
+but for the tokens that the task never uses, with adapters in the last ten blocks; 1,000 tokens take eight seconds.
 
 *columns*: sums of two numbers of six digits, column by column, in 51 tokens: "3+8+1=12". The pupil forgets a carry, or
 writes a neighbouring digit. The reward is 1 if every line is right.

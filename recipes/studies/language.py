@@ -102,7 +102,7 @@ def names() -> set[str]:
 
 
 def any_task(name: str, seed: int = 0) -> Task:
-    """Of a language model, of the first blocks of one, or a toy's."""
+    """Of a language model, of blocks of one, or a toy's."""
     if name.startswith(("blocks_", "whole_")):
         from recipes.studies import blocks  # which uses this module
 

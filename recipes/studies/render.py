@@ -46,7 +46,7 @@ NAMES = {
     "calculator": "calculator, unscaled",
     "calculator_async_0": "calculator, asynchronous, at once",
     "calculator_async_4": "calculator, asynchronous, four steps late",
-    "column_sums_scaled": "SmolLM2, sums by column",
+    "column_sums_scaled": "SmolLM2 (full vocabulary), sums by column",
     "lake_6_scaled": "game of 6 turns",
     "scratchpad_100_scaled": "scratchpad of 100 tokens",
     "sums_async_0": "sums, asynchronous, at once",
@@ -65,18 +65,13 @@ PREDICTED = {
     "blocks_counting": ("steps", "SmolLM2's blocks, counting", 8, 60),
     "blocks_sorting": ("steps", "SmolLM2's blocks, sorting digits", 8, 60),
     "blocks_columns_short": ("steps", "SmolLM2's blocks, column sums", 4, 30),
-    "whole_columns": ("steps", "SmolLM2 column sums", 8, 30),
-    "whole_columns_8": ("steps", "SmolLM2 column sums", 2, 60),
+    "whole_columns": ("steps", "SmolLM2's 30 blocks, column sums", 8, 30),
+    "whole_columns_8": ("steps", "SmolLM2's 30 blocks, column sums", 2, 60),
     "lake_6_scaled": ("steps", "6 turns", 16, 50),
 }
 SINCE = "0.12.1"  # release from which on `value` computes the same, to the bit (value.md)
 TOY = "84 thousand"
-SIZES = {
-    "SmolLM2": "135 million",
-    "Gemma": "270 million",
-    "blocks": "14 million",
-    "30 blocks": "106 million",
-}  # by how a title starts
+SIZES = {"SmolLM2": "135 million", "blocks": "14 million", "30 blocks": "106 million"}  # by how a title starts
 THRESHOLDS = {"calculator": 0.85}  # of the mean reward
 Tables = dict[str, list[dict[str, Any]]]  # of cells, by task
 
@@ -136,9 +131,11 @@ def publish_runs(rows: list[dict]) -> None:
 
 
 def named(task: str) -> str:
-    """A task's title, or that of `"task, policy hash"`."""
-    name, _, policy = task.partition(", policy ")
-    return NAMES.get(name, name) + (f" ({policy})" if policy else "")
+    return NAMES.get(task, task)
+
+
+def arm_named(baseline: str) -> str:
+    return ARM_NAMES.get(baseline, baseline)
 
 
 # Tables
@@ -220,7 +217,7 @@ def both_units(tables: Tables, n: int, names: list[str]) -> str:
 
 ARM = {
     "n": ("N", str),
-    "baseline": ("baseline", str),
+    "baseline": ("baseline", arm_named),
     "learning_rate": ("learning rate", "{:g}".format),
     "seeds": ("seeds", str),
     "over_the_run": ("over the run", lambda x: interval(x, ".3f")),
@@ -256,7 +253,7 @@ def of_rates(key: str) -> str:
     rows = [["task", "baseline", "N", *rates]]
     for task, arm in found:
         scores = [f"{arm['rates'][rate]['score']:.3f}" if rate in arm["rates"] else "–" for rate in rates]
-        rows.append([task, ARM_NAMES.get(arm["baseline"], arm["baseline"]), str(arm["n"]), *scores])
+        rows.append([task, arm_named(arm["baseline"]), str(arm["n"]), *scores])
     return markdown(rows)
 
 
@@ -296,7 +293,7 @@ def check_releases(task: str, releases: Collection[str]) -> None:
 
 
 def saved_rows(task: str, names: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """[`tokens_saved`] of a task, or of `"task, policy hash"`, and of these baselines."""
+    """[`tokens_saved`] of a task and of these baselines."""
     rows = [row for row in tokens_saved(runs_of(task)) if not names or row["baseline"] in names]
     check_releases(task, {release for row in rows for release in row["releases"]})
     return rows
@@ -315,7 +312,7 @@ def of_saved(key: str) -> str:
     for task in tasks.split("; "):
         for row in saved_rows(task, names.split("; ") if names else ()):
             first, most = row["gain"]
-            arm = ARM_NAMES.get(row["baseline"], row["baseline"]) + (f", N = {row['n']}" if row["n"] != 4 else "")
+            arm = arm_named(row["baseline"]) + (f", N = {row['n']}" if row["n"] != 4 else "")
             sooner = f"{', '.join(map(str, row['sooner']))} of {row['pairs']}"
             texts = map(compare.per_cent, row["changes"])
             rows.append([named(task), arm, f"{first:.2f} → {most:.2f}", *texts, sooner])
@@ -380,7 +377,7 @@ def of_signal(key: str) -> str:
         scales = numpy.array([row["steps"]["noise_scale"] for row in arm["runs"]], dtype=float)
         thirds = numpy.array_split(PREDICTED[task][2] / numpy.nan_to_num(scales, nan=numpy.inf), 3, axis=1)
         medians = [f"{numpy.median(of):.2f}" for of in thirds]
-        rows.append([named(task), ARM_NAMES.get(arm["baseline"], arm["baseline"]), *medians])
+        rows.append([named(task), arm_named(arm["baseline"]), *medians])
     return markdown(rows)
 
 
@@ -464,7 +461,7 @@ def axes_of(titles: list[str]) -> tuple[Figure, Any]:
 
 def titled(task: str) -> str:
     """Above a task's curves: its name, how large the policy is, and for how many prompts it was trained, if known."""
-    title = NAMES.get(task.partition(",")[0], task.partition(",")[0])
+    title = named(task)
     size = next((size for start, size in SIZES.items() if title.startswith(start)), TOY)
     prompts = f", {PREDICTED[task][2] * PREDICTED[task][3]:,} prompts" if task in PREDICTED else ""
     return f"{title}\n{size} parameters{prompts}"
@@ -533,10 +530,10 @@ def render() -> None:
     for name in PAGES:
         page = HERE / f"{name}.md"
         page.write_text(rendered(page.read_text()))
+    names = ARM_NAMES | {"group_mean": "GRPO (TRL's default)"}
     for name, tasks in LEARNING.items():
         rows_of = {task: rows for task in tasks if (rows := runs_of(task))}
-        reference = {"group_mean": "GRPO (TRL's default)" if name == "default" else "GRPO, not scaled"}
-        learning(rows_of, HERE / f"{name}.png", ("group_mean", "value"), ARM_NAMES | reference)
+        learning(rows_of, HERE / f"{name}.png", ("group_mean", "value"), names)
 
 
 if __name__ == "__main__":

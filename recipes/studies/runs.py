@@ -22,7 +22,7 @@ def summary(result: dict[str, Any]) -> dict[str, Any]:
     What is published of a run: `curve`, the reward in each tenth of it, and `tokens`, all that it generated; and in
     `steps` what each step logged, which older rows lack.
     """
-    kept = ("task", "n", "baseline", "learning_rate", "seed", "policy", "held_out", "strata", "release")
+    kept = ("task", "n", "baseline", "learning_rate", "seed", "policy", "held_out", "release")
     rewards = numpy.array_split(result["reward"], 10)
     curve = [float(some.mean()) for some in rewards if len(some)]
     row = {key: result[key] for key in kept if key in result} | {"tokens": result["tokens"][-1], "curve": curve}
@@ -40,9 +40,9 @@ def collapsed(row: dict[str, Any]) -> bool:
     return row["curve"][-1] < 2 / 3 * max(row["curve"])
 
 
-def points(row: dict[str, Any], by_step: bool = True) -> compare.Curve:
+def points(row: dict[str, Any]) -> compare.Curve:
     """A run's reward over the tokens that it generated, as moving means over a tenth of it, or in its tenths."""
-    if by_step and "steps" in row:
+    if "steps" in row:
         return compare.smoothed(row["steps"]["tokens"], row["steps"]["reward"])
     tenths = (numpy.arange(len(row["curve"])) + 0.5) / len(row["curve"])
     return row["tokens"] * tenths, numpy.asarray(row["curve"])
@@ -66,8 +66,7 @@ def tokens_saved(rows: list[dict[str, Any]], reference: str = "group_mean") -> l
         own = {(run["seed"], run["policy"]): run for run in arm["runs"]}
         pairs = [key for key in own if key in control]
         if (baseline, n) != (reference, 4) and pairs:
-            by_step = all("steps" in some[key] for some in (control, own) for key in pairs)
-            first, second = ([points(some[key], by_step) for key in pairs] for some in (control, own))
+            first, second = ([points(some[key]) for key in pairs] for some in (control, own))
             changes, sooner = compare.tokens_saved(first, second)
             mean = compare.stacked(first).mean(axis=0)
             row = {"baseline": baseline, "n": n, "pairs": len(pairs), "changes": changes, "sooner": sooner}

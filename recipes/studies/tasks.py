@@ -131,20 +131,12 @@ def asynchronous_trainer_of(task: Task, staleness: int, **options) -> AsyncOTBGR
     """It takes samples of [`LocalWorker`] that are `staleness` steps old. Use it within `on_cpu()`."""
     settings = {"output_dir": "runs/studies/work", "token_budget": 0, "max_staleness": staleness}
     settings |= {"max_completion_length": task.max_completion_length, "max_tool_calling_iterations": task.max_calls}
-    if task.peft_config:
-        settings |= MACHINE
     args = AsyncOTBGRPOConfig(**(toy.QUIET | settings | options))
     tokenizer = AutoTokenizer.from_pretrained(task.policy, padding_side="left")
     policy, data = str(task.policy), task.train.shuffle(args.seed)
     worker = LocalWorker(policy, args, data, [task.reward], tokenizer, tools=task.tools, steps_ahead=staleness)
     trainer = AsyncOTBGRPOTrainer(
-        policy,
-        args=args,
-        train_dataset=data,
-        processing_class=tokenizer,
-        peft_config=task.peft_config,
-        rollout_worker=worker,
-        weight_transfer=worker,
+        policy, args=args, train_dataset=data, processing_class=tokenizer, rollout_worker=worker, weight_transfer=worker
     )
     trainer.remove_callback(PrinterCallback)
     return trainer

@@ -52,7 +52,7 @@ TASKS = {
     "blocks_columns": "SmolLM2's blocks, column sums",
     "blocks_counting": "SmolLM2's blocks, counting",
     "blocks_sorting": "SmolLM2's blocks, sorting digits",
-    "whole_columns": "SmolLM2 column sums",
+    "whole_columns": "SmolLM2's 30 blocks, column sums",
     "gemma_copy": "Gemma3 copying",
     "gemma_words": "Gemma3 stories",
     "gemma_word_sequence_reversal": "Gemma3 reversing words",

@@ -321,7 +321,7 @@ def intervals_of(records):
     """All that are in the data, as numbers or in a row of text, in the forms in which pages give them."""
     found = set()
     for record in records:
-        values = [*record.values(), *record.get("strata", {}).values()] if isinstance(record, dict) else record
+        values = record.values() if isinstance(record, dict) else record
         texts = [v for v in values if isinstance(v, str) and re.fullmatch(INTERVAL, v)]
         ends = [v for v in values if isinstance(v, list) and len(v) == 3 and not isinstance(v[0], dict)]
         ends += [[float(x) for x in re.findall(r"-?[\d.]+", text)] for text in texts]
@@ -370,13 +370,13 @@ def test_what_noise_predicts(monkeypatch):
     saved = {"baseline": "value", "n": 4, "changes": [[-0.1, -0.2, 0.0]] * 3, "releases": {"1"}}
     monkeypatch.setattr(render, "load", lambda name: {"tables": {"a": [cell]}})
     monkeypatch.setattr(
-        render, "PREDICTED", {"sums": ("", "a", 16, 9), "column_sums_scaled": ("", "a", 4, 9), "new": ("", "b", 4, 9)}
+        render, "PREDICTED", {"sums": ("", "a", 16, 9), "lake_6_scaled": ("", "a", 4, 9), "new": ("", "b", 4, 9)}
     )
     monkeypatch.setattr(render, "runs_of", lambda task: [])
     monkeypatch.setattr(render, "tokens_saved", lambda rows: [saved, saved | {"n": 1}])
-    sums, columns = render.of_predicted("all").splitlines()[2:]
+    sums, game = render.of_predicted("all").splitlines()[2:]
     assert sums == "| sums | 144 | 50% | 0.50 | −25 | −13 | −10 (−20 to +0) | −10 (−20 to +0) | −10 (−20 to +0) |"
-    assert columns.startswith("| SmolLM2, sums by column | 36 | 20% | 0.50 | −40 | −23 |")  # (1/4 + 1/2) / (1/4 + 1)
+    assert game.startswith("| game of 6 turns | 36 | 20% | 0.50 | −40 | −23 |")  # (1/4 + 1/2) / (1/4 + 1)
 
 
 def test_what_is_said_of_predictions():
