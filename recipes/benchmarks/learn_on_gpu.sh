@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Does less noise pay? Runs of SmolLM2 and of a part of it on one GPU, in 40 minutes, on a machine that may have no network.
+# Does less noise pay? Runs of SmolLM2 and of a part of it on one GPU, in 40 minutes; no network is needed.
 #
 #     recipes/benchmarks/learn_on_gpu.sh pack DIR    # where there is network: what a bare machine lacks, in parts of 60 MB
 #     recipes/benchmarks/learn_on_gpu.sh run DIR     # on the machine with the GPU; again: it goes on where it was
