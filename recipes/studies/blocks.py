@@ -144,6 +144,12 @@ SIZES = {"blocks": Size(4, 500, 1e-3, "all-linear"), "whole": Size(30, 120, 3e-4
 NAMES = [f"{size}_{kind}" for size in SIZES for kind in KINDS]
 
 
+def parts_of(name: str) -> tuple[str, Kind, Size]:
+    """Of one of `NAMES`."""
+    size, kind = name.split("_")
+    return kind, KINDS[kind], SIZES[size]
+
+
 def problems(kind: str, number: int, seed: int) -> list[dict[str, str]]:
     rng, found = random.Random(f"{kind} {seed}"), {}
     while len(found) < number:
@@ -195,8 +201,7 @@ def cut(texts: list[str], blocks: int):
 
 def policy(name: str) -> Path:
     """After a supervised training on the pupil's answers; cached."""
-    size, kind = name.split("_")
-    of, how = KINDS[kind], SIZES[size]
+    kind, of, how = parts_of(name)
 
     def make(folder: Path) -> None:
         torch.manual_seed(0)
@@ -246,10 +251,9 @@ def sampled(kind: str, model, tokenizer, number: int, show: int = 0) -> float:
 
 
 def task(name: str, seed: int = 0) -> Task:
-    size, kind = name.split("_")
+    kind, of, size = parts_of(name)
     train, held_out = (Dataset.from_list(problems(kind, *of)) for of in ((2000, seed + 1), (100, 0)))
-    of = KINDS[kind]
-    lora = LoraConfig(**language.LORA | {"target_modules": SIZES[size].adapted})
+    lora = LoraConfig(**language.LORA | {"target_modules": size.adapted})
     return Task(policy(name), train, held_out, of.reward, of.tokens, peft_config=lora)
 
 
@@ -259,8 +263,7 @@ def main(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     folder = policy(args.task)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    kind = args.task.split("_")[1]
-    print(f"reward {sampled(kind, model, tokenizer, 256, show=3):.2f}")
+    print(f"reward {sampled(parts_of(args.task)[0], model, tokenizer, 256, show=3):.2f}")
 
 
 if __name__ == "__main__":

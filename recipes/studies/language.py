@@ -103,9 +103,9 @@ def names() -> set[str]:
 
 def any_task(name: str, seed: int = 0) -> Task:
     """Of a language model, of blocks of one, or a toy's."""
-    if name.startswith(("blocks_", "whole_")):
-        from recipes.studies import blocks  # which uses this module
+    from recipes.studies import blocks  # which uses this module
 
+    if name in blocks.NAMES:
         return blocks.task(name, seed)
     return task_of(name, seed) if name in names() else tasks.task_of(name, seed)
 

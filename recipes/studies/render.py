@@ -15,6 +15,7 @@ rates, below `<!-- signal: task; task -->` signal over noise in its runs, below 
 """
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -33,7 +34,7 @@ from recipes.studies.runs import arms, estimate, points, tokens_saved, tokens_un
 
 HERE = Path(__file__).parent
 RUN = ("task", "n", "baseline", "learning_rate", "seed", "policy")  # what tells one run from another
-LEARNING = {"default": ("blocks_counting", "blocks_sorting", "whole_columns")}  # by picture, its tasks
+PICTURED = ("blocks_counting", "blocks_sorting", "whole_columns")  # tasks
 PAGES = ("../../README", "learning", "value", "progress", "asynchronous", "later_trl")
 # Of tasks, in pictures and tables
 NAMES = {
@@ -56,18 +57,18 @@ NAMES = {
 }
 PROGRESS = "value_progress"  # the arm of `value` that reads the reward of the text so far
 ARM_NAMES = {"dr_grpo": "Dr. GRPO", PROGRESS: "value, with progress", "value_learned": "value that has learned"}
-# Of tasks with runs against the group mean: where the noise of 16 prompts is, if it was measured, and a run's prompts
-# per step, and steps
+# Of tasks with runs against the group mean: the title of their noise in steps.json, which may not be measured, and a
+# run's prompts per step, and steps
 PREDICTED = {
-    "scratchpad_100_scaled": ("steps", "T = 100", 16, 100),
-    "calculator_scaled": ("steps", "calculator", 16, 100),
-    "blocks_columns": ("steps", "SmolLM2's blocks, column sums", 8, 60),
-    "blocks_counting": ("steps", "SmolLM2's blocks, counting", 8, 60),
-    "blocks_sorting": ("steps", "SmolLM2's blocks, sorting digits", 8, 60),
-    "blocks_columns_short": ("steps", "SmolLM2's blocks, column sums", 4, 30),
-    "whole_columns": ("steps", "SmolLM2's 30 blocks, column sums", 8, 30),
-    "whole_columns_8": ("steps", "SmolLM2's 30 blocks, column sums", 2, 60),
-    "lake_6_scaled": ("steps", "6 turns", 16, 50),
+    "scratchpad_100_scaled": ("T = 100", 16, 100),
+    "calculator_scaled": ("calculator", 16, 100),
+    "blocks_columns": ("SmolLM2's blocks, column sums", 8, 60),
+    "blocks_counting": ("SmolLM2's blocks, counting", 8, 60),
+    "blocks_sorting": ("SmolLM2's blocks, sorting digits", 8, 60),
+    "blocks_columns_short": ("SmolLM2's blocks, column sums", 4, 30),
+    "whole_columns": ("SmolLM2's 30 blocks, column sums", 8, 30),
+    "whole_columns_8": ("SmolLM2's 30 blocks, column sums", 2, 60),
+    "lake_6_scaled": ("6 turns", 16, 50),
 }
 SINCE = "0.12.1"  # release from which on `value` computes the same, to the bit (value.md)
 TOY = "84 thousand"
@@ -287,7 +288,7 @@ def of_tokens(key: str) -> str:
 
 
 def check_releases(task: str, releases: Collection[str]) -> None:
-    """A `ValueError` if one of them is before `SINCE`: pages have numbers of what `value` is now alone."""
+    """A `ValueError` if one of them is before `SINCE`: these tables show only what `value` computes now."""
     if old := [of for of in releases if Version(of) < Version(SINCE)]:
         raise ValueError(f"{task}: a number is of release {old[0]}; this table has those since {SINCE} alone.")
 
@@ -303,6 +304,16 @@ def row_of_value(task: str) -> dict[str, Any] | None:
     """The row of `value` at N = 4, of that with progress where there is no other."""
     rows = {row["baseline"]: row for row in saved_rows(task, ["value", PROGRESS]) if row["n"] == 4}
     return rows.get("value") or rows.get(PROGRESS)
+
+
+def noise_of(task: str, baseline: str) -> dict[str, Any] | None:
+    """The cell of a baseline's noise at N = 4, if it was measured."""
+    if task not in PREDICTED:
+        return None
+    cells = load("steps")["tables"].get(PREDICTED[task][0], [])
+    cell = next((cell for cell in cells if (cell["estimator"], cell["n"]) == (baseline, 4)), None)
+    check_releases(task, [cell.get("release", "0")] if cell else [])
+    return cell
 
 
 def of_saved(key: str) -> str:
@@ -325,10 +336,7 @@ def of_helps(key: str) -> str:
     rows = [[*first, "tokens to 75 % of GRPO's gain", "to 95 %", "pairs of runs sooner"]]
     for task in key.split("; "):
         row = row_of_value(task)
-        name, title, *_ = PREDICTED.get(task, ("", ""))
-        cells = load(name)["tables"].get(title, []) if name else []
-        cell = next((cell for cell in cells if (cell["estimator"], cell["n"]) == (row["baseline"], 4)), None)
-        check_releases(task, [cell.get("release", "0")] if cell else [])
+        cell = noise_of(task, row["baseline"])
         arm = ", with progress" if row["baseline"] == PROGRESS else ""
         variance = f"{of_step(cell)[0]:.2f} ×" if cell else "not measured"
         saved = [compare.per_cent(change) for change in row["changes"][1:]]
@@ -344,10 +352,9 @@ def predictions() -> list[dict[str, Any]]:
     divided by the root of signal and noise, at the same small rate the root of it.
     """
     found = []
-    for task, (name, title, prompts, steps) in PREDICTED.items():
-        of = {(cell["estimator"], cell["n"]): cell for cell in load(name)["tables"].get(title, [])}
-        if row := row_of_value(task) if ("value", 4) in of else None:
-            efficiency, noise = (of["value", 4][key][0] for key in ("efficiency", "noise"))
+    for task, (_, prompts, steps) in PREDICTED.items():
+        if (cell := noise_of(task, "value")) and (row := row_of_value(task)):
+            efficiency, noise = (cell[key][0] for key in ("efficiency", "noise"))
             signal = max((1 - efficiency * noise) / (efficiency - 1), 0) * prompts / 16
             needs = (signal + noise) / (signal + 1)
             expected = {"signal": signal, "noise": noise, "needs": needs, "root": needs**0.5}
@@ -375,7 +382,7 @@ def of_signal(key: str) -> str:
     found = [(task, arm) for task in key.split("; ") for arm in arms(runs_of(task)) if arm["n"] == 4 and arm["runs"]]
     for task, arm in found:
         scales = numpy.array([row["steps"]["noise_scale"] for row in arm["runs"]], dtype=float)
-        thirds = numpy.array_split(PREDICTED[task][2] / numpy.nan_to_num(scales, nan=numpy.inf), 3, axis=1)
+        thirds = numpy.array_split(PREDICTED[task][1] / numpy.nan_to_num(scales, nan=numpy.inf), 3, axis=1)
         medians = [f"{numpy.median(of):.2f}" for of in thirds]
         rows.append([named(task), arm_named(arm["baseline"]), *medians])
     return markdown(rows)
@@ -463,7 +470,7 @@ def titled(task: str) -> str:
     """Above a task's curves: its name, how large the policy is, and for how many prompts it was trained, if known."""
     title = named(task)
     size = next((size for start, size in SIZES.items() if title.startswith(start)), TOY)
-    prompts = f", {PREDICTED[task][2] * PREDICTED[task][3]:,} prompts" if task in PREDICTED else ""
+    prompts = f", {math.prod(PREDICTED[task][1:]):,} prompts" if task in PREDICTED else ""
     return f"{title}\n{size} parameters{prompts}"
 
 
@@ -530,10 +537,9 @@ def render() -> None:
     for name in PAGES:
         page = HERE / f"{name}.md"
         page.write_text(rendered(page.read_text()))
+    rows_of = {task: rows for task in PICTURED if (rows := runs_of(task))}
     names = ARM_NAMES | {"group_mean": "GRPO (TRL's default)"}
-    for name, tasks in LEARNING.items():
-        rows_of = {task: rows for task in tasks if (rows := runs_of(task))}
-        learning(rows_of, HERE / f"{name}.png", ("group_mean", "value"), names)
+    learning(rows_of, HERE / "default.png", ("group_mean", "value"), names)
 
 
 if __name__ == "__main__":

@@ -366,12 +366,10 @@ def test_tokens_saved_in_prose_stand_in_a_table(page):
 
 def test_what_noise_predicts(monkeypatch):
     """A step with as much noise as signal, of which `value` has half: SGD needs three quarters of the steps."""
-    cell = {"estimator": "value", "n": 4, "efficiency": [4 / 3, 1, 2], "noise": [0.5, 0.4, 0.6]}
+    cell = {"estimator": "value", "n": 4, "efficiency": [4 / 3, 1, 2], "noise": [0.5, 0.4, 0.6], "release": "1"}
     saved = {"baseline": "value", "n": 4, "changes": [[-0.1, -0.2, 0.0]] * 3, "releases": {"1"}}
     monkeypatch.setattr(render, "load", lambda name: {"tables": {"a": [cell]}})
-    monkeypatch.setattr(
-        render, "PREDICTED", {"sums": ("", "a", 16, 9), "lake_6_scaled": ("", "a", 4, 9), "new": ("", "b", 4, 9)}
-    )
+    monkeypatch.setattr(render, "PREDICTED", {"sums": ("a", 16, 9), "lake_6_scaled": ("a", 4, 9), "new": ("b", 4, 9)})
     monkeypatch.setattr(render, "runs_of", lambda task: [])
     monkeypatch.setattr(render, "tokens_saved", lambda rows: [saved, saved | {"n": 1}])
     sums, game = render.of_predicted("all").splitlines()[2:]
@@ -429,7 +427,7 @@ def test_no_table_has_a_number_of_an_older_release(monkeypatch):
 
 
 def test_runs_have_the_prompts_and_steps_that_tables_say():
-    for task, (_, _, prompts, steps) in render.PREDICTED.items():
+    for task, (_, prompts, steps) in render.PREDICTED.items():
         schedule = learning_curves.TASKS[task]
         assert (schedule.completions_per_step(4), schedule.steps[4]) == (4 * prompts, steps)
 

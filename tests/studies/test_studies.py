@@ -80,7 +80,7 @@ def test_arms_have_one_policy_and_rate():
 
 def test_runs_are_published_beside_earlier_ones(tmp_path, monkeypatch, registry):
     """In the place of the same runs; the page and the picture follow. The page has the runs of one policy."""
-    for name, value in {"PAGES": ("value",), "LEARNING": {"learning": ("calculator_scaled",)}}.items():
+    for name, value in {"PAGES": ("value",), "PICTURED": ("calculator_scaled",)}.items():
         monkeypatch.setattr(render, name, value)
     monkeypatch.setattr(render, "HERE", tmp_path)
     (tmp_path / "results").mkdir()
@@ -102,7 +102,7 @@ def test_runs_are_published_beside_earlier_ones(tmp_path, monkeypatch, registry)
     assert "rloo" not in page and both[0] == 1 + both[1]
     published = render.load("runs")["runs"]
     assert other in published and elsewhere in published and len(published) == 2 + 14
-    assert (tmp_path / "learning.png").stat().st_size > 10_000
+    assert all((tmp_path / f"{name}.png").stat().st_size > 10_000 for name in ("learning", "default"))
 
 
 def test_tokens_saved_are_of_pairs(monkeypatch):
@@ -129,7 +129,7 @@ def test_rates_and_signal_of_runs(monkeypatch):
     compared = [result(Run("t", "value", 4, 1e-3, seed), [0.5] * 3) for seed in (1, 2)]
     rows += [summary(of | {"noise_scale": [32.0, None, 16.0 * of["seed"]]}) for of in compared]
     monkeypatch.setattr(render, "runs_of", lambda task: rows)
-    monkeypatch.setattr(render, "PREDICTED", {"t": ("", "", 16, 3)})
+    monkeypatch.setattr(render, "PREDICTED", {"t": ("", 16, 3)})
     assert render.of_rates("t").splitlines()[0] == "| task | baseline | N | 0.001 | 0.002 |"
     assert render.of_rates("t").splitlines()[2:] == [
         "| t | value | 4 | 0.500 | 0.250 |",
