@@ -1,7 +1,7 @@
 """
 Does a baseline change the mean of the gradient? Exactly, for ten small policies, under TRL's kinds of loss.
 
-    python -m recipes.studies.bias --publish   # a minute on one core
+    python -m recipes.studies.bias --publish   # 10 seconds on one core
 
 A policy writes up to four of three letters, and an end; its logits are linear in a few numbers of what is written. All
 121 completions are listed, so expectations are sums. A baseline B adds −E[Σ_t B_t s_t / Z] to the mean of a step's
@@ -24,6 +24,7 @@ import warnings
 
 import torch
 
+import trl_otb
 from recipes.studies import render
 from trl_otb.baselines import Completions, Value, squeeze
 from trl_otb.energy import token_energy
@@ -146,7 +147,8 @@ def main(argv: list[str]) -> None:
     found = [{"seed": seed} | biases(seed) for seed in range(args.policies)]
     print(render.of_bias(found))
     if args.publish:
-        render.save("bias", {"command": "python -m recipes.studies.bias", "policies": found})
+        command = "python -m recipes.studies.bias"
+        render.save("bias", {"command": command, "release": trl_otb.__version__, "policies": found})
         render.render()
 
 

@@ -21,7 +21,7 @@ import sys
 import time
 import warnings
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
@@ -59,7 +59,6 @@ class Schedule:
     problems: str = ""  # the task that is sampled, where it has another name
     completions: int = 0  # per step, where they are the same for every N, and prompts are not
     staleness: int | None = None  # of asynchronous training: optimizer steps between sampling and training
-    scaled: bool = False  # the group mean by its group's deviation, as in TRL, the others by the running one
     parts: int = 4  # micro-batches of a step
 
     def completions_per_step(self, n: int) -> int:
@@ -67,37 +66,25 @@ class Schedule:
 
 
 TASKS = {
-    "calculator": Schedule({4: 100}, (2e-4, 4e-4, 8e-4, 1.6e-3)),
-    # The same with another N and 64 completions per step
-    "calculator_64": Schedule(dict.fromkeys((1, 32), 100), (2e-4, 4e-4, 8e-4), problems="calculator", completions=64),
-    # Against TRL's default, by `value` with a running scale
-    "calculator_scaled": Schedule({4: 100}, (8e-4,), problems="calculator", scaled=True),
-    "lake_6_scaled": Schedule({4: 50}, (8e-4,), problems="lake_6", scaled=True),
-    "scratchpad_100_scaled": Schedule({4: 100}, (2e-4,), 16, problems="scratchpad_100", scaled=True),
-    "column_sums_scaled": Schedule({4: 20}, (3e-4,), 1, prompts=4, problems="column_sums", scaled=True),
-    # Asynchronous, with samples that wait for no or four steps
-    **{
-        f"{name}_async_{steps}": replace(schedule, problems=name, staleness=steps)
-        for name, schedule in {
-            "sums": Schedule({4: 200}, (4e-4, 8e-4, 1.6e-3)),
-            "calculator": Schedule({4: 80}, (4e-4, 8e-4, 1.6e-3)),
-        }.items()
-        for steps in (0, 4)
-    },
+    "calculator": Schedule(dict.fromkeys((1, 4, 32), 100), (2e-4, 4e-4, 8e-4, 1.6e-3), completions=64),
+    "lake_6": Schedule({4: 50}, (8e-4,)),
+    "scratchpad_100": Schedule({4: 100}, (2e-4,), 16),
+    "column_sums": Schedule({4: 20}, (3e-4,), 1, prompts=4),
+    # Asynchronous, with samples that wait for four steps
+    "sums_async_4": Schedule({4: 200}, (8e-4,), problems="sums", staleness=4),
+    "calculator_async_4": Schedule({4: 80}, (4e-4,), problems="calculator", staleness=4),
     # SmolLM2's first blocks, or all, which learn in fewer steps; 32 completions per step
     **{
-        f"{size}_{kind}": Schedule({1: steps, 4: steps}, grid, 1, completions=32, scaled=True, parts=2)
+        f"{size}_{kind}": Schedule({1: steps, 4: steps}, grid, 1, completions=32, parts=2)
         for size, steps, grid in (("blocks", 60, (2e-4, 5e-4, 1.25e-3, 3e-3)), ("whole", 30, (5e-4, 1.25e-3)))
         for kind in blocks.KINDS
     },
     # Twice the prompts per step, in as many tokens
-    "blocks_sorting_16": Schedule({4: 30}, (1.25e-3,), 1, 16, problems="blocks_sorting", scaled=True, parts=4),
+    "blocks_sorting_16": Schedule({4: 30}, (1.25e-3,), 1, 16, problems="blocks_sorting", parts=4),
     # With a quarter of the completions per step, of which noise is a larger part
-    "whole_columns_8": Schedule(
-        {1: 60, 4: 60}, (5e-4,), 1, problems="whole_columns", completions=8, scaled=True, parts=2
-    ),
+    "whole_columns_8": Schedule({1: 60, 4: 60}, (5e-4,), 1, problems="whole_columns", completions=8, parts=2),
     # As short, and with as few prompts, as language models were trained
-    "blocks_columns_short": Schedule({4: 30}, (5e-4,), 1, 4, problems="blocks_columns", scaled=True, parts=2),
+    "blocks_columns_short": Schedule({4: 30}, (5e-4,), 1, 4, problems="blocks_columns", parts=2),
 }
 
 
@@ -129,8 +116,7 @@ def train(run: Run, folder: Path | None = None) -> dict:
         "warmup_steps": 10,
         "logging_steps": 1,
     }
-    if schedule.scaled:
-        options["scale_rewards"] = "group" if run.baseline == "group_mean" else "running"
+    options["scale_rewards"] = "group" if run.baseline == "group_mean" else "running"
     options |= ARMS.get(run.baseline, {})
     if problems in blocks.NAMES:  # a sixth faster in steps of one token
         options["model_init_kwargs"] = tasks.MACHINE["model_init_kwargs"] | {"attn_implementation": "eager"}
@@ -192,10 +178,9 @@ def train_with(task: tasks.Task, schedule: Schedule, options: dict, state: Path 
 
 
 def asynchronously(task: tasks.Task, schedule: Schedule, options: dict) -> dict:
-    """The group mean is TRL's own, divided by the deviation of the group; the other arms are not scaled."""
-    n = options["num_generations"]
-    options = options | {"scale_rewards": "group" if options["baseline"] == "group_mean" else "none"}
-    step = {"per_device_train_batch_size": schedule.completions_per_step(n)}
+    if options["scale_rewards"] == "running":  # which asynchronous training does not have
+        options = options | {"scale_rewards": "none"}
+    step = {"per_device_train_batch_size": schedule.completions_per_step(options["num_generations"])}
     with on_cpu():
         trainer = tasks.asynchronous_trainer_of(task, schedule.staleness, **step, **options)
         seconds = trainer.train().metrics["train_runtime"]

@@ -29,6 +29,7 @@ import torch
 from torch.nn import functional
 from transformers import DynamicCache
 
+import trl_otb
 from recipes.studies import language, render, tasks
 from recipes.studies.value import TASKS as TITLES
 from trl_otb import OTBGRPOTrainer
@@ -295,16 +296,17 @@ def measured_powers(pools: list[Completions], runs: dict[str, RunBaseline]) -> d
 
 
 def publish(paths: list[Path]) -> None:
-    """The shares of each task into results/progress.json and the page."""
+    """The shares of each task into results/oracle.json and the page."""
     tables: render.Tables = {}
+    titles = {"value": render.PROGRESS, "value_without_progress": "value"}
     for path in paths:
         of = json.loads(path.read_text())
-        tables[f"{TITLES[of['task']]}, shares"] = [
-            {"prompts": of["prompts"], "n": N, "estimator": name, "noise": shares}
+        tables[TITLES[of["task"]]] = [
+            {"prompts": of["prompts"], "release": of["release"], "estimator": titles.get(name, name), "noise": shares}
             for name, shares in of["shares"].items()
             if name not in ("rloo", "rloo_measured")
         ]
-    render.publish("progress", tables)
+    render.publish("oracle", tables)
 
 
 def main(argv: list[str]) -> None:
@@ -330,7 +332,8 @@ def main(argv: list[str]) -> None:
     def save(prompts: int, found: dict[str, Estimate]) -> None:
         shares = {name: [of.value, of.low, of.high] for name, of in found.items()}
         to = path if prompts == args.prompts else path.with_suffix(".unfinished")
-        to.write_text(json.dumps({"task": args.task, "prompts": prompts, "shares": shares}, indent=1))
+        result = {"task": args.task, "prompts": prompts, "release": trl_otb.__version__, "shares": shares}
+        to.write_text(json.dumps(result, indent=1))
 
     sizes = args.prompts, args.chosen, args.positions, args.continuations
     found = oracle(trainer, *sizes, seed=args.seed, save=save)

@@ -3,39 +3,36 @@ The studies' results as data, results/*.json, and the pages' tables and pictures
 
     python -m recipes.studies.render
 
-Below a line such as `<!-- value.json: 4; otb; value | T = 10; sums -->` stands the noise at N = 4 of these baselines on
-these tasks (on all, if none is named), on the same prompts; with `step 4` in the place of N that of a step whose
-prompts are drawn, with `both 4` the two and how many more prompts the group mean needs.
-Below `<!-- runs: task; task -->` stand these tasks' runs, below `<!-- tokens: task -->` their tokens to a threshold,
-below `<!-- saved: task; task | value -->` how many tokens these baselines (all, if none is named) save beside the group
-mean, below `<!-- helps: task; task -->` the README's table, below `<!-- rates: task; task -->` the rewards that chose
-rates, below `<!-- signal: task; task -->` signal over noise in its runs, below `<!-- bias: all -->`,
-`<!-- predicted: all -->` and `<!-- later_trl: all -->` the studies of these names. An interval is `[value, low, high]`;
-`null` is lost in noise.
+Below a line such as `<!-- noise: same; otb; value | T = 30; sums -->` stands the noise of these baselines on these
+tasks, on the same prompts; with `step` in the place of `same` that of a step whose prompts are drawn, with `both` the
+two and how many more prompts the group mean needs, with `fit` how well V fits before the last token.
+Below `<!-- runs: task; task -->` stand these tasks' runs, below `<!-- saved: task; task -->` how many tokens each arm
+saves beside the group mean, below `<!-- helps: task; task -->` the README's table, below `<!-- rates: task; task -->`
+the rewards that chose rates, below `<!-- signal: task; task -->` signal over noise in its runs, below
+`<!-- bias: all -->`, `<!-- predicted: all -->` and `<!-- later_trl: all -->` the studies of these names. An interval is
+`[value, low, high]`; `null` is lost in noise.
 """
 
 import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import numpy
 import pandas
 from matplotlib.figure import Figure
-from packaging.version import Version
 
 from recipes import compare
-from recipes.studies.runs import arms, estimate, points, tokens_saved, tokens_until
+from recipes.studies.runs import arms, points, tokens_saved
 
 
 HERE = Path(__file__).parent
 RUN = ("task", "n", "baseline", "learning_rate", "seed", "policy")  # what tells one run from another
 PICTURED = ("blocks_counting", "blocks_sorting", "whole_columns")  # tasks
-PAGES = ("../../README", "learning", "value", "progress", "asynchronous", "later_trl")
+PAGES = ("../../README", "learning", "value", "progress", "later_trl")
 # Of tasks, in pictures and tables
 NAMES = {
     "blocks_columns": "blocks of SmolLM2, column sums",
@@ -43,15 +40,12 @@ NAMES = {
     "blocks_counting": "blocks of SmolLM2, counting",
     "blocks_sorting": "blocks of SmolLM2, sorting digits",
     "blocks_sorting_16": "blocks of SmolLM2, sorting digits, 30 steps of 16 prompts",
-    "calculator_scaled": "toy calculator",
-    "calculator": "calculator, unscaled",
-    "calculator_async_0": "calculator, asynchronous, at once",
-    "calculator_async_4": "calculator, asynchronous, four steps late",
-    "column_sums_scaled": "SmolLM2 (full vocabulary), sums by column",
-    "lake_6_scaled": "game of 6 turns",
-    "scratchpad_100_scaled": "scratchpad of 100 tokens",
-    "sums_async_0": "sums, asynchronous, at once",
-    "sums_async_4": "sums, asynchronous, four steps late",
+    "calculator": "toy calculator",
+    "calculator_async_4": "toy calculator, samples four steps late",
+    "column_sums": "SmolLM2 (full vocabulary), sums by column",
+    "lake_6": "game of 6 turns",
+    "scratchpad_100": "scratchpad of 100 tokens",
+    "sums_async_4": "toy sums, samples four steps late",
     "whole_columns": "30 blocks of SmolLM2, column sums",
     "whole_columns_8": "30 blocks of SmolLM2, column sums, 8 completions per step",
 }
@@ -60,21 +54,20 @@ ARM_NAMES = {"dr_grpo": "Dr. GRPO", PROGRESS: "value, with progress", "value_lea
 # Of tasks with runs against the group mean: the title of their noise in steps.json, which may not be measured, and a
 # run's prompts per step, and steps
 PREDICTED = {
-    "scratchpad_100_scaled": ("T = 100", 16, 100),
-    "calculator_scaled": ("calculator", 16, 100),
+    "scratchpad_100": ("T = 100", 16, 100),
+    "calculator": ("calculator", 16, 100),
     "blocks_columns": ("SmolLM2's blocks, column sums", 8, 60),
     "blocks_counting": ("SmolLM2's blocks, counting", 8, 60),
     "blocks_sorting": ("SmolLM2's blocks, sorting digits", 8, 60),
     "blocks_columns_short": ("SmolLM2's blocks, column sums", 4, 30),
     "whole_columns": ("SmolLM2's 30 blocks, column sums", 8, 30),
     "whole_columns_8": ("SmolLM2's 30 blocks, column sums", 2, 60),
-    "lake_6_scaled": ("6 turns", 16, 50),
+    "lake_6": ("6 turns", 16, 50),
 }
-SINCE = "0.12.1"  # release from which on `value` computes the same, to the bit (value.md)
 TOY = "84 thousand"
 SIZES = {"SmolLM2": "135 million", "blocks": "14 million", "30 blocks": "106 million"}  # by how a title starts
-THRESHOLDS = {"calculator": 0.85}  # of the mean reward
 Tables = dict[str, list[dict[str, Any]]]  # of cells, by task
+KINDS = {"same": "noise", "step": "step", "fit": "r2_at_end"}  # of noise tables: what they show of cells
 
 
 def load(name: str) -> dict[str, Any]:
@@ -109,9 +102,8 @@ def publish(name: str, tables: Tables) -> None:
     results = load(name)
     published = results["tables"]
     for title, measured in tables.items():
-        both = published.get(title, []), measured
-        before, now = ({(cell["estimator"], cell["n"]) for cell in cells} for cells in both)
-        if lost := ", ".join(sorted({estimator for estimator, _ in before - now})):
+        before, now = ({cell["estimator"] for cell in cells} for cells in (published.get(title, []), measured))
+        if lost := ", ".join(sorted(before - now)):
             problem = f"results/{name}.json has {lost} for {title}, which was not measured now"
             raise ValueError(f"{problem}: measure it too.")
     save(name, results | {"tables": published | tables})
@@ -119,9 +111,8 @@ def publish(name: str, tables: Tables) -> None:
 
 
 def runs_of(task: str) -> list[dict]:
-    """The published runs of a task, or of `"task, policy hash"`."""
-    name, _, policy = task.partition(", policy ")
-    return [row for row in load("runs")["runs"] if row["task"] == name and row["policy"].startswith(policy)]
+    """The published runs of a task."""
+    return [row for row in load("runs")["runs"] if row["task"] == task]
 
 
 def publish_runs(rows: list[dict]) -> None:
@@ -157,62 +148,33 @@ def markdown(rows: list[list[str]]) -> str:
     return "".join([head, "|---" * len(rows[0]) + "|\n", *body])
 
 
-def _frame(tables: Tables, n: int, text: Callable[[dict], str]) -> pandas.DataFrame:
-    """An estimator per row, a task per column: `text` of each cell at group size `n`."""
-    columns = {
-        task: {f"`{cell['estimator']}`": text(cell) for cell in cells if cell["n"] == n}
-        for task, cells in tables.items()
-    }
-    return pandas.DataFrame({task: column for task, column in columns.items() if column})
-
-
 def _markdown(table: pandas.DataFrame, missing: str) -> str:
     return markdown([[*table], *table.fillna(missing).values.tolist()])
 
 
-def by_task(tables: Tables, n: int) -> str:
-    """An estimator per row, a task per column, at group size `n`."""
-
-    def text(cell: dict) -> str:
-        return f"{interval(cell['efficiency'])}; {interval(cell['noise'])}; {number(cell['cosine'], '.3f')}"
-
-    found = _frame(tables, n, text).rename(columns=lambda task: f"{task} (n = {tables[task][0]['prompts']})")
-    return _markdown(found.rename_axis("estimator").reset_index(), "–")
-
-
-def of_step(cell: dict) -> list[float | None]:
+def noise(tables: Tables, names: list[str], what: str = "noise") -> str:
     """
-    The variance of a step whose prompts are drawn; in older results, all of N = 4, that at as many completions, which
-    was measured on the same prompts alone, if the baseline was not certain to be unbiased.
+    A task per row, one of these estimators per column: noise to signal over the group mean's, on the same prompts; or,
+    if `what` is "step", of a step whose prompts are drawn; or, if it is "r2_at_end", how well V fits.
     """
-    if "step" in cell:
-        return cell["step"]
-    unknown = cell["equal_completions"] == cell["noise"] and cell["noise"][0] != 1
-    return [None, None, None] if unknown else cell["equal_completions"]
+    rows = [["task (prompts)", *(f"`{name}`" for name in names)]]
+    for task, cells in tables.items():
+        shown = {cell["estimator"]: cell[what] for cell in cells if what in cell}
+        of = {name: interval(x) if isinstance(x, list) else f"{x:.2f}" for name, x in shown.items()}
+        rows.append([f"{task} ({cells[0]['prompts']})", *(of.get(name, "–") for name in names)])
+    return markdown(rows)
 
 
-def noise(tables: Tables, n: int, names: list[str], of_steps: bool = False) -> str:
-    """
-    A task per row, one of these estimators per column: noise to signal over the group mean's, on the same prompts or of
-    a step whose prompts are drawn.
-    """
-    read = of_step if of_steps else lambda cell: cell["noise"]
-    found = _frame(tables, n, lambda cell: interval(read(cell))).reindex([f"`{name}`" for name in names])
-    found = found.dropna(axis="columns", how="all").T
-    found = found.rename(index=lambda task: f"{task} ({tables[task][0]['prompts']})")
-    return _markdown(found.rename_axis("task (prompts)").reset_index(), "–")
-
-
-def both_units(tables: Tables, n: int, names: list[str]) -> str:
-    """A task and estimator per row: noise and variance over the group mean's, and what the latter is worth."""
+def both_units(tables: Tables, names: Collection[str] = ()) -> str:
+    """A task and estimator (of these, if named) per row: noise and variance, and what the latter is worth."""
     rows = [["task (prompts)", "baseline", "noise, same prompts", "variance, prompts drawn", "more prompts (%)"]]
     for task, cells in tables.items():
-        of = {cell["estimator"]: cell for cell in cells if cell["n"] == n}
-        for cell in (of[name] for name in names if name in of):
-            value, low, high = step = of_step(cell)
-            more = [None if x is None else 100 / x - 100 for x in (value, high, low)]
-            texts = interval(cell["noise"]), *(("–", "–") if value is None else (interval(step), interval(more, ".0f")))
-            rows.append([f"{task} ({cell['prompts']})", f"`{cell['estimator']}`", *texts])
+        for cell in cells:
+            if "noise" in cell and (not names or cell["estimator"] in names):
+                value, low, high = step = cell["step"]
+                more = [None if x is None else 100 / x - 100 for x in (value, high, low)]
+                texts = [interval(cell["noise"]), interval(step), interval(more, ".0f")]
+                rows.append([f"{task} ({cell['prompts']})", f"`{cell['estimator']}`", *texts])
     return markdown(rows)
 
 
@@ -258,70 +220,23 @@ def of_rates(key: str) -> str:
     return markdown(rows)
 
 
-def of_tokens(key: str) -> str:
-    """
-    Of a task's runs (or `"task, policy hash"`) at 64 completions per step, an arm per row: tokens until the mean reward
-    is at the task's threshold, and how many fewer that are than with N = 32. N = 4 is the task without `_64`, from the
-    same policy.
-    """
-    task, _, policy = key.partition(", policy ")
-    wide = runs_of(f"{task}_64, policy {policy}")
-    policies = {row["policy"] for row in wide}
-    narrow = [row for row in runs_of(task) if row["n"] == 4 and row["policy"] in policies]
-    compared = {row["baseline"] for row in wide}
-    found = [arm for arm in arms([*narrow, *wide]) if arm["runs"] and arm["baseline"] in compared]
-    found.sort(key=lambda arm: (arm["baseline"], arm["n"]))
-    tokens = {
-        (arm["baseline"], arm["n"]): [tokens_until(run, THRESHOLDS[task]) for run in arm["runs"]] for arm in found
-    }
-    rows = [["baseline", "N", "learning rate", "seeds", "thousands of tokens", "than with N = 32", "over the run"]]
-    for arm in found:
-        own, most = (tokens.get((arm["baseline"], n), [None]) for n in (arm["n"], 32))
-        arrived = [x / 1000 for x in own if x is not None]
-        text = interval(estimate(arrived), ".0f") if arrived else "never"
-        text += f", {len(arrived)} of {len(own)} runs" if 0 < len(arrived) < len(own) else ""
-        known = None not in [*own, *most] and arm["n"] != 32
-        fewer = f"{fmean(own) / fmean(most) - 1:+.0%}" if known else ""
-        arm_of = [arm["baseline"], str(arm["n"]), f"{arm['learning_rate']:g}", str(arm["seeds"])]
-        rows.append([*arm_of, text, fewer, interval(arm["over_the_run"], ".3f")])
-    return markdown(rows)
-
-
-def check_releases(task: str, releases: Collection[str]) -> None:
-    """A `ValueError` if one of them is before `SINCE`: these tables show only what `value` computes now."""
-    if old := [of for of in releases if Version(of) < Version(SINCE)]:
-        raise ValueError(f"{task}: a number is of release {old[0]}; this table has those since {SINCE} alone.")
-
-
-def saved_rows(task: str, names: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """[`tokens_saved`] of a task and of these baselines."""
-    rows = [row for row in tokens_saved(runs_of(task)) if not names or row["baseline"] in names]
-    check_releases(task, {release for row in rows for release in row["releases"]})
-    return rows
-
-
 def row_of_value(task: str) -> dict[str, Any] | None:
     """The row of `value` at N = 4, of that with progress where there is no other."""
-    rows = {row["baseline"]: row for row in saved_rows(task, ["value", PROGRESS]) if row["n"] == 4}
+    rows = {row["baseline"]: row for row in tokens_saved(runs_of(task)) if row["n"] == 4}
     return rows.get("value") or rows.get(PROGRESS)
 
 
 def noise_of(task: str, baseline: str) -> dict[str, Any] | None:
-    """The cell of a baseline's noise at N = 4, if it was measured."""
-    if task not in PREDICTED:
-        return None
-    cells = load("steps")["tables"].get(PREDICTED[task][0], [])
-    cell = next((cell for cell in cells if (cell["estimator"], cell["n"]) == (baseline, 4)), None)
-    check_releases(task, [cell.get("release", "0")] if cell else [])
-    return cell
+    """The cell of a baseline's noise, if it was measured."""
+    cells = load("noise")["tables"].get(PREDICTED[task][0], []) if task in PREDICTED else []
+    return next((cell for cell in cells if cell["estimator"] == baseline), None)
 
 
 def of_saved(key: str) -> str:
     """A task and an arm per row: its tokens to the group mean's reward after 50, 75 and 95 % of that one's gain."""
-    tasks, _, names = key.partition(" | ")
     rows = [["task", "arm", "GRPO's reward", "50 %", "75 %", "95 %", "pairs sooner, by level"]]
-    for task in tasks.split("; "):
-        for row in saved_rows(task, names.split("; ") if names else ()):
+    for task in key.split("; "):
+        for row in tokens_saved(runs_of(task)):
             first, most = row["gain"]
             arm = arm_named(row["baseline"]) + (f", N = {row['n']}" if row["n"] != 4 else "")
             sooner = f"{', '.join(map(str, row['sooner']))} of {row['pairs']}"
@@ -338,7 +253,7 @@ def of_helps(key: str) -> str:
         row = row_of_value(task)
         cell = noise_of(task, row["baseline"])
         arm = ", with progress" if row["baseline"] == PROGRESS else ""
-        variance = f"{of_step(cell)[0]:.2f} ×" if cell else "not measured"
+        variance = f"{cell['step'][0]:.2f} ×" if cell else "not measured"
         saved = [compare.per_cent(change) for change in row["changes"][1:]]
         rows.append([f"{named(task)}{arm}", variance, *saved, f"{row['sooner'][1]} of {row['pairs']}"])
     return markdown(rows)
@@ -393,7 +308,6 @@ OF_RUNS: dict[str, Callable[[str], str]] = {
     "rates": of_rates,
     "signal": of_signal,
     "runs": lambda key: of_runs([row for task in key.split("; ") for row in runs_of(task)]),
-    "tokens": of_tokens,
     "saved": of_saved,
     "helps": of_helps,
 }
@@ -427,16 +341,12 @@ def rendered(page: str) -> str:
         elif name in OF_RUNS:
             text = OF_RUNS[name](key)
         else:
-            (n, *names), tables, tasks = key.split(" | ")[0].split("; "), load(name)["tables"], key.partition(" | ")[2]
-            tables = {task: tables[task] for task in tasks.split("; ")} if tasks else tables
-            unit, size = n.split() if " " in n else ("", n)
-            if unit == "both":
-                text = both_units(tables, int(size), names)
-            else:
-                text = noise(tables, int(size), names, of_steps=unit == "step")
+            (unit, *names), tasks = (part.split("; ") for part in key.split(" | "))
+            shown = {task: load(name)["tables"][task] for task in tasks}
+            text = both_units(shown, names) if unit == "both" else noise(shown, names, KINDS[unit])
         return f"{line}\n\n{text}\n"
 
-    pattern = r"^(<!-- (\w+)(?:\.json)?: (.+) -->)\n\n(?:(?:\|.*\n)+\n)?"
+    pattern = r"^(<!-- (\w+): (.+) -->)\n\n(?:(?:\|.*\n)+\n)?"
     return re.sub(pattern, table, page, flags=re.MULTILINE)
 
 
@@ -446,12 +356,10 @@ def rendered(page: str) -> str:
 COLORS = {
     "group_mean": "0.4",
     "otb": "tab:red",
-    "otb, one left out": "tab:orange",
     "ogb_pooled": "tab:blue",
     "value": "tab:green",
     PROGRESS: "tab:cyan",
     "dr_grpo": "tab:blue",
-    "value_weights_one": "tab:olive",
     "rloo": "tab:purple",
     "none": "tab:brown",
 }
@@ -522,14 +430,6 @@ def draw_levels(axis: Any, means: dict[str, numpy.ndarray], change: list[float])
     elif change:
         saved = f"tokens to {shares[1]}: {compare.per_cent(change)} %"
         axis.annotate(saved, (0.98, 0.27), xycoords="axes fraction", ha="right", fontsize=8)
-
-
-def report(tables: Tables, folder: Path) -> None:
-    """The tables beside a study's data, and on the screen."""
-    sizes = dict.fromkeys(cell["n"] for cells in tables.values() for cell in cells)
-    text = "\n".join(f"N = {n}:\n\n{by_task(tables, n)}" for n in sizes)
-    (folder / "tables.md").write_text(text)
-    print(f"{text}\n{folder}: tables.md, and by task noise.png and the data.")
 
 
 def render() -> None:

@@ -48,12 +48,6 @@ def points(row: dict[str, Any]) -> compare.Curve:
     return row["tokens"] * tenths, numpy.asarray(row["curve"])
 
 
-def tokens_until(row: dict[str, Any], reward: float) -> float | None:
-    """Generated tokens until a run's mean reward is at `reward`; `None` if never."""
-    (found,) = compare.tokens_until(numpy.stack(points(row)), numpy.array([reward])).tolist()
-    return None if math.isinf(found) else found
-
-
 def tokens_saved(rows: list[dict[str, Any]], reference: str = "group_mean") -> list[dict[str, Any]]:
     """
     Of one task's runs, an arm per row, each beside `reference` with N = 4, at their tuned rates: how many tokens fewer
@@ -70,8 +64,7 @@ def tokens_saved(rows: list[dict[str, Any]], reference: str = "group_mean") -> l
             changes, sooner = compare.tokens_saved(first, second)
             mean = compare.stacked(first).mean(axis=0)
             row = {"baseline": baseline, "n": n, "pairs": len(pairs), "changes": changes, "sooner": sooner}
-            releases = {some[key]["release"] for some in (control, own) for key in pairs}
-            found.append(row | {"gain": [mean[1][0], mean[1].max()], "releases": releases})
+            found.append(row | {"gain": [mean[1][0], mean[1].max()]})
     return found
 
 
@@ -106,8 +99,9 @@ def arms(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         of_arm.setdefault((row["n"], row["baseline"]), []).append(row)
     found, control = [], {}
     for (n, baseline), of in of_arm.items():
-        untuned = {row["learning_rate"] for row in of if row["seed"] not in TUNING_SEEDS}
-        best = (best_rates(of, TUNING_SEEDS) or ([*untuned] if len(untuned) == 1 else [None]))[-1]
+        chose = tried(of, TUNING_SEEDS).to_dict("index")
+        untuned = sorted({row["learning_rate"] for row in of if row["seed"] not in TUNING_SEEDS})
+        best = max(untuned, key=lambda rate: chose[rate]["score"] if rate in chose else -math.inf, default=None)
         at_best = [row for row in of if row["learning_rate"] == best and row["seed"] not in TUNING_SEEDS]
         scores = {(row["seed"], row["policy"]): score(row) for row in at_best}
         if baseline == "group_mean":
@@ -127,7 +121,7 @@ def arms(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             "held_out": estimate([100 * row["held_out"] for row in at_best]),
             "collapsed": sum(map(collapsed, at_best)) if at_best else None,
             "won": f"{sum(x > 0 for x in ahead)} of {sum(x != 0 for x in ahead)}" if ahead else None,
-            "rates": {f"{rate:g}": of for rate, of in tried(of, TUNING_SEEDS).to_dict("index").items()},
+            "rates": {f"{rate:g}": at for rate, at in chose.items()},
         }
         found.append(arm)
     return found

@@ -33,8 +33,7 @@ PROMPTS_PER_BATCH = 16  # of a step whose efficiency is published
 # Numbers of the sums, tokens of a completion, calls of the calculator
 CHAIN_SUMS = {"sums": (worked_sums.CHAIN_SUM, 24, None), "calculator": (dialogues.CHAIN_SUM, 72, 6)}
 MIXED = [10, 30, 100]  # tokens
-# In eighths, the chances of a prompt's completions: U-shaped, or even
-LUCKY = {"lucky_unequal": [1, 1, 1, 4, 7, 7, 7], "lucky_even": [1, 2, 3, 4, 5, 6, 7]}
+LUCKY = [1, 1, 1, 4, 7, 7, 7]  # in eighths, the chances of a prompt's completions
 
 
 @dataclass(frozen=True)
@@ -55,21 +54,21 @@ class Task:
 def task_of(name: str, seed: int = 0) -> Task:
     """
     One of `CHAIN_SUMS`, whose problems to train on `seed` chooses; "scratchpad_100" and the like, "scratchpad_mixed"
-    with prompts of three lengths, "lucky_even" or "lucky_unequal" whose rewards no state tells, "lake_6" and the like
-    with one reward at the end, or "lake_6_turns" with a reward per turn.
+    with prompts of three lengths, "lucky" whose rewards no state tells, "lake_6" and the like with one reward at the
+    end, or "lake_6_turns" with a reward per turn.
     """
-    policy = getattr(toy, "scratchpad_30" if name in LUCKY else name.removesuffix("_turns"))()
+    policy = getattr(toy, "scratchpad_30" if name == "lucky" else name.removesuffix("_turns"))()
     if name in CHAIN_SUMS:
         dial, tokens, calls = CHAIN_SUMS[name]
         options = ProblemOptions(dataset_options=json.dumps(dial), instruction="")
         train, held_out, accuracy = load_problems(options, seed)
         tools = [calculator_tool(max_operations=1)] if calls else None
         return Task(policy, train, held_out, accuracy, tokens, tools, max_calls=calls)
-    kind, dial, *_ = name.split("_")
+    kind, _, dial = name.removesuffix("_turns").partition("_")
     if kind == "lake":
         rows = lake.problems(lake.SIDES[int(dial)])
     elif kind == "lucky":
-        rows = scratchpad.lucky_letters(LUCKY[name])
+        rows = scratchpad.lucky_letters(LUCKY)
     else:
         lengths = MIXED if dial == "mixed" else [int(dial)]
         rows = [row for length in lengths for row in scratchpad.problems(scratchpad.STEPS[length])]

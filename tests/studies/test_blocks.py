@@ -90,7 +90,7 @@ class StopsAt(TrainerCallback):
 def test_stopped_run_goes_on(whole, tmp_path, monkeypatch):
     monkeypatch.setenv("TRL_OTB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setitem(blocks.KINDS, "columns", replace(blocks.KINDS["columns"], tokens=4))
-    schedule = Schedule({4: 3}, (1e-3,), held_out_samples=1, completions=8, parts=2, scaled=True)
+    schedule = Schedule({4: 3}, (1e-3,), held_out_samples=1, completions=8, parts=2)
     monkeypatch.setattr(learning_curves, "TASKS", {"blocks_columns": schedule})
     run, make = Run("blocks_columns", "value", 4, 1e-3, 1), tasks.trainer_of
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
@@ -126,7 +126,7 @@ def test_processes_share_the_runs(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "recipes.studies.value", ModuleType("unused"))  # which registers baselines
     monkeypatch.setattr(learning_curves.subprocess, "Popen", Process)
     monkeypatch.setattr(learning_curves, "perform", lambda runs, folder: performed.extend(runs))
-    flags = ["--task", "lake_6_scaled", "--seeds", "1", "--processes", "3", "--publish", "--output_dir", str(tmp_path)]
+    flags = ["--task", "lake_6", "--seeds", "1", "--processes", "3", "--publish", "--output_dir", str(tmp_path)]
     with pytest.raises(SystemExit):  # since nothing was saved
         learning_curves.main(flags)
     assert len(started) == 2 and len(performed) == 3

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
+from packaging.version import Version
 from safetensors.torch import load_file
 from scipy import stats
 
@@ -102,12 +103,12 @@ def test_demonstrated_games_match_the_lake(turns):
     ("name", "length", "calls", "right"),
     [
         ("sums", 24, None, "{}"), ("calculator", 72, 6, "={}"), ("scratchpad_10", 20, None, "a00{}"),
-        ("lake_6_turns", 192, 12, None), ("scratchpad_mixed", 200, None, "a00{}"), ("lucky_even", 60, None, "{}"),
+        ("lake_6_turns", 192, 12, None), ("scratchpad_mixed", 200, None, "a00{}"), ("lucky", 60, None, "{}"),
     ],
 )  # fmt: skip
 def test_trainer_samples_its_task(name, length, calls, right, tmp_path, monkeypatch):
     """A policy, problems of which none is held out and trained on, and a reward that knows a right answer."""
-    kind = {"lucky_even": "scratchpad_30"}.get(name, name.removesuffix("_turns"))
+    kind = {"lucky": "scratchpad_30"}.get(name, name.removesuffix("_turns"))
     monkeypatch.setattr(toy, kind, lambda: shortly_trained(kind, 1, tmp_path / "policy"))
     task = tasks.task_of(name)
     assert not {*task.train["question"]} & {*task.held_out["question"]} and len(task.train) > 70
@@ -162,23 +163,21 @@ def scratchpad_10(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_value_study_end_to_end(study, scratchpad_10, tmp_path, monkeypatch):
+def test_value_study_end_to_end(study, scratchpad_10, tmp_path, monkeypatch, capsys):
     """What is there is not measured again."""
     task, policy = "scratchpad_10", scratchpad_10
     monkeypatch.setattr(toy, task, lambda: policy)
-    monkeypatch.setitem(study.MEASURED, "completions_per_prompt", 16)
-    monkeypatch.setitem(study.MEASURED, "group_sizes", [2, 4])
+    monkeypatch.setitem(study.OF_TOYS, "completions_per_prompt", 16)
     monkeypatch.setattr(moments_module, "BATCH_PARTITIONS", 1)  # for speed
-    flags = ["--tasks", task, "--output_dir", str(tmp_path / "study"), "--num_prompts", "3"]
+    flags = ["--tasks", task, "--output_dir", str(tmp_path), "--num_prompts", "3", "--progress"]
     study.main(flags)
-    said = (tmp_path / "study" / "tables.md").read_text()
-    for estimator in ("otb", "otb, one left out", "ogb_pooled", *study.ABLATIONS):
-        assert said.count(f"| `{estimator}` |") == 2, estimator
-    assert "(n = 3)" in said and "nan" not in said
-    assert "<svg" in (tmp_path / "study" / f"{task}-seed0" / "report.html").read_text()
+    said = capsys.readouterr().out
+    for estimator in ("none", "group_mean", "value_progress", *study.NAMES):
+        assert said.count(f"| {task.replace('scratchpad_', 'T = ')} (3) | `{estimator}` |") == 1, estimator
+    assert "nan" not in said
     monkeypatch.setattr(study.trl_otb, "compare_baselines", None)
     study.main([*flags, "--plot_only"])
-    assert (tmp_path / "study" / "tables.md").read_text() == said
+    assert capsys.readouterr().out == said[said.index("| task") :]
     with pytest.raises(SystemExit):  # which nobody measured
         study.main([*flags, "--plot_only", "--seed", "1"])
 
@@ -210,52 +209,46 @@ def test_reasoning_tasks_begin_after_supervised_training(name, tiny_smollm2, mon
 
 def test_new_column_replaces_published_one(pages):
     """The others stay as they are, to the digit, and what is lost in noise stays lost."""
-    before, title = render.load("later_luck"), "sums"
+    before, title = render.load("noise"), "success by luck"
     cells = [dict(cell, prompts=65) for cell in before["tables"][title]]
-    at = next(i for i, cell in enumerate(cells) if (cell["estimator"], cell["n"]) == ("value", 4))
+    at = next(i for i, cell in enumerate(cells) if cell["estimator"] == "value")
     cells[at] |= {"noise": [None, 0.5, None]}
     cells.append(dict(cells[at], estimator="newest"))
-    render.publish("later_luck", {title: cells})
-    assert render.load("later_luck") == before | {"tables": before["tables"] | {title: cells}}
-    row = [line for line in (pages / "value.md").read_text().splitlines() if line.startswith("| sums (65) |")][-1]
-    assert row.endswith("| ? (0.50–?) |")
+    render.publish("noise", {title: cells})
+    assert render.load("noise") == before | {"tables": before["tables"] | {title: cells}}
+    rows = [line for line in (pages / "value.md").read_text().splitlines() if line.startswith(f"| {title} (65) |")]
+    assert any("| `value` | ? (0.50–?) |" in row for row in rows)
     with pytest.raises(ValueError, match=f"has newest for {title}, which was not measured now"):
-        render.publish("later_luck", {title: cells[:-1]})
+        render.publish("noise", {title: cells[:-1]})
+
+
+def report_of(*names):
+    """Of a comparison in which all numbers are 1, but for what `value` is worth beside itself without progress."""
+    ends = dict.fromkeys(("value", "low", "high"), 1.0)
+    figures = ("more_prompts", "over_group_mean", "noise_over_group_mean", "cosine")
+    more = {"value_no_progress": {"value": 2.0, "low": -0.5, "high": 3.0}}
+    rows = [{"name": name, "n": 4, "more_than": more, **dict.fromkeys(figures, ends)} for name in names]
+    learned = {"value/explained": 0.3}
+    return {"comparisons": rows, "num_prompts": 3, "group_size": 4, "learned": learned, "release": "1"}
 
 
 def test_study_cells_from_a_report(study):
-    """With N halved the group mean needs 1.25 times the completions; a biased baseline has its noise beside it."""
-
-    def row(name, n, more, noise):
-        ends = dict.fromkeys(("value", "low", "high"), 0.5)
-        return {
-            "name": name, "n": n, "more_completions": dict.fromkeys(ends, more), "over_group_mean": ends,
-            "noise_over_group_mean": dict.fromkeys(ends, noise), "cosine": ends,
-            "more_prompts": dict.fromkeys(ends, more),
-        }  # fmt: skip
-
-    rows = [row("group_mean", 4, 0.0, 1.0), row("group_mean", 2, -0.2, 1.0), row("value", 2, 1.0, 0.4)]
-    rows += [row("otb", 4, None, 0.8), row("otb", 2, None, 0.8), row("rloo_pooled", 2, 0.6, 0.5)]
-    report = {"comparisons": rows, "num_prompts": 3, "group_size": 4, "learned": {"value/explained": 0.3}}
-    cells = study.cells_of(report)
-    assert [cell["equal_completions"][0] for cell in cells] == pytest.approx([1, 1.25, 0.5, 0.8, 1.0, 0.625])
-    assert [cell["step"][0] for cell in cells] == pytest.approx([1, 1.25, 0.5, None, None, 0.625])
-    assert [cell.get("explained") for cell in cells] == [None, None, 0.3, None, None, None]
-    assert render.noise({"task": cells}, 2, ["value"]).splitlines()[2] == "| task (3) | 0.40 (0.40–0.40) |"
+    """A baseline beside which the group mean needs twice as many prompts has half its variance."""
+    report = report_of("group_mean", "value")
+    unknown = {"value": None, "low": None, "high": None}
+    report["comparisons"].append(report["comparisons"][0] | {"name": "otb", "more_prompts": unknown})
+    mean, value, biased = study.cells_of(report)
+    assert (value["estimator"], value["step"], value["explained"], value["release"]) == ("value", [0.5] * 3, 0.3, "1")
+    assert biased["step"] == [None] * 3 and "explained" not in mean
 
 
 def test_what_is_published_of_a_comparison_with_progress(study):
     """`value` needs a third of the prompts of the one without progress, or between a quarter and twice as many."""
-    ends = dict.fromkeys(("value", "low", "high"), 1.0)
-    figures = ("more_prompts", "more_completions", "over_group_mean", "noise_over_group_mean", "cosine")
-    rows = [{"name": name, "n": 4, **dict.fromkeys(figures, ends)} for name in ("group_mean", "value_no_progress")]
-    more = {"value": 2.0, "low": -0.5, "high": 3.0}
-    rows.append(rows[0] | {"name": "value", "more_than": {"value_no_progress": more}})
-    report = {"comparisons": rows, "num_prompts": 3, "group_size": 4, "learned": {}}
-    *cells, ratio = study.with_progress_over_without(report)
-    assert cells == study.cells_of(report)
+    *cells, ratio = study.cells_of(report_of("group_mean", "value", "value_no_progress"))
+    assert [cell["estimator"] for cell in cells] == ["group_mean", "value_progress", "value"]
     assert ratio["step"] == pytest.approx([1 / 3, 1 / 4, 2])
-    assert "0.33 (0.25–2.00)" in render.noise({"task": [*cells, ratio]}, 4, [ratio["estimator"]], of_steps=True)
+    table = render.noise({"task": [*cells, ratio]}, ["value", "new", ratio["estimator"]], "step").splitlines()
+    assert table[2] == "| task (3) | 0.50 (0.50–0.50) | – | 0.33 (0.25–2.00) |"
 
 
 OF_ROUNDING = {"MIN_WEIGHT", "NOT_ZERO", "ROUNDING", "LARGEST_RATIO", "BLOCK"}  # and of memory
@@ -332,13 +325,13 @@ def intervals_of(records):
 
 @functools.cache
 def arms_of_all():
-    of = {f"{row['task']}, policy {row['policy']}" for row in render.load("runs")["runs"]}
+    of = {row["task"] for row in render.load("runs")["runs"]}
     return [arm for task in of for arm in runs.arms(render.runs_of(task))]
 
 
 @pytest.mark.parametrize(
     ("page", "results", "least"),
-    [("studies/value", ["later_luck", "steps"], 0), ("studies/asynchronous", [], 2), ("studies/learning", [], 0)],
+    [("studies/value", ["noise"], 0), ("studies/progress", ["noise", "oracle"], 0), ("studies/learning", [], 2)],
 )
 def test_numbers_in_prose_match_results(page, results, least):
     """Every number with an interval, but for rendered tables."""
@@ -366,10 +359,10 @@ def test_tokens_saved_in_prose_stand_in_a_table(page):
 
 def test_what_noise_predicts(monkeypatch):
     """A step with as much noise as signal, of which `value` has half: SGD needs three quarters of the steps."""
-    cell = {"estimator": "value", "n": 4, "efficiency": [4 / 3, 1, 2], "noise": [0.5, 0.4, 0.6], "release": "1"}
-    saved = {"baseline": "value", "n": 4, "changes": [[-0.1, -0.2, 0.0]] * 3, "releases": {"1"}}
+    cell = {"estimator": "value", "efficiency": [4 / 3, 1, 2], "noise": [0.5, 0.4, 0.6]}
+    saved = {"baseline": "value", "n": 4, "changes": [[-0.1, -0.2, 0.0]] * 3}
     monkeypatch.setattr(render, "load", lambda name: {"tables": {"a": [cell]}})
-    monkeypatch.setattr(render, "PREDICTED", {"sums": ("a", 16, 9), "lake_6_scaled": ("a", 4, 9), "new": ("b", 4, 9)})
+    monkeypatch.setattr(render, "PREDICTED", {"sums": ("a", 16, 9), "lake_6": ("a", 4, 9), "new": ("b", 4, 9)})
     monkeypatch.setattr(render, "runs_of", lambda task: [])
     monkeypatch.setattr(render, "tokens_saved", lambda rows: [saved, saved | {"n": 1}])
     sums, game = render.of_predicted("all").splitlines()[2:]
@@ -398,32 +391,24 @@ def test_what_is_said_of_predictions():
 
 
 def test_both_units_of_a_cell():
-    """What a variance of 0.4 is worth, and what is not known of older results."""
-    new = {"prompts": 3, "n": 4, "estimator": "value", "noise": [0.25, 0.2, 0.5], "step": [0.4, 0.25, 0.8]}
-    old = {"prompts": 3, "n": 4, "estimator": "otb", "noise": [0.5, 0.4, 0.8], "equal_completions": [0.5, 0.4, 0.8]}
-    table = render.both_units({"task": [new, old]}, 4, ["value", "otb"]).splitlines()
+    """What a variance of 0.4 is worth, and what is lost in noise."""
+    of = {"prompts": 3, "estimator": "value", "noise": [0.25, 0.2, 0.5], "step": [0.4, 0.25, 0.8]}
+    cells = [of, of | {"estimator": "otb", "step": [None] * 3}, {"prompts": 3, "estimator": "ratio", "step": [1, 1, 1]}]
+    table = render.both_units({"task": cells}).splitlines()
     assert table[2] == "| task (3) | `value` | 0.25 (0.20–0.50) | 0.40 (0.25–0.80) | 150 (25–300) |"
-    assert table[3] == "| task (3) | `otb` | 0.50 (0.40–0.80) | – | – |"
-    assert "| 0.40 (0.25–0.80) |" in render.noise({"task": [new]}, 4, ["value"], of_steps=True)
+    assert table[3:] == ["| task (3) | `otb` | 0.25 (0.20–0.50) | ? (?–?) | ? (?–?) |"]
 
 
-def test_no_table_has_a_number_of_an_older_release(monkeypatch):
-    (line,) = re.findall("<!-- helps: (.*) -->", (render.HERE.parents[1] / "README.md").read_text())
-    assert "blocks_columns" in line.split("; ")
-    tables, rows = render.load("steps")["tables"], render.runs_of("blocks_columns")
-    tables["SmolLM2's blocks, column sums"] = [
-        cell | {"release": "0.10.0"} for cell in tables["SmolLM2's blocks, column sums"]
-    ]
-    load = render.load
-    with monkeypatch.context() as patched, pytest.raises(ValueError, match="a number is of release 0.10.0"):
-        patched.setattr(render, "load", lambda name: {"tables": tables} if name == "steps" else load(name))
-        render.of_helps("blocks_columns")
-    older = [row | {"release": "0.2.0"} if row["baseline"] == "group_mean" else row for row in rows]
-    monkeypatch.setattr(render, "runs_of", lambda task: older)
-    problem = "blocks_columns: a number is of release 0.2.0; this table has those since 0.12.1 alone"
-    for table in (render.of_helps, render.of_saved):
-        with pytest.raises(ValueError, match=problem):
-            table("blocks_columns")
+SINCE = Version("0.12.1")  # release from which on `value` computes the same, to the bit (value.md)
+
+
+def test_numbers_are_of_releases_that_compute_what_this_one_does():
+    """Those of noise and learning; what the best baseline leaves is older, and its page says so."""
+    cells = [cell for cells in render.load("noise")["tables"].values() for cell in cells]
+    rows = [*cells, *render.load("runs")["runs"], render.load("bias")]
+    assert all(Version(row["release"]) >= SINCE for row in rows)
+    older = {cell["release"] for cells in render.load("oracle")["tables"].values() for cell in cells}
+    assert all(f"release {of}" in (render.HERE / "progress.md").read_text() for of in older)
 
 
 def test_runs_have_the_prompts_and_steps_that_tables_say():
@@ -434,7 +419,7 @@ def test_runs_have_the_prompts_and_steps_that_tables_say():
 
 SOON = [  # task, N, rate, prompts per step
     ("blocks_columns_short", 4, 5e-4, 4), ("blocks_columns", 4, 1.25e-3, 8), ("blocks_columns", 1, 1.25e-3, 32),
-    ("calculator_scaled", 4, 8e-4, 16),
+    ("calculator", 4, 8e-4, 16),
 ]  # fmt: skip
 
 

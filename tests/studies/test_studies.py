@@ -10,7 +10,7 @@ from recipes.studies.runs import summary
 from tests.recipes.conftest import shortly_trained
 
 
-RATES = learning_curves.TASKS["calculator"].learning_rates
+RATES = learning_curves.TASKS["blocks_columns"].learning_rates
 
 
 def result(run, rewards, held_out=0.5, policy="aa"):
@@ -44,11 +44,11 @@ def test_rates_are_tuned_on_own_seeds(tmp_path, monkeypatch):
             save(folder, run, [rewards[run.learning_rate] - 0.3 * (run.seed > 102 and run.learning_rate == RATES[2])])
 
     monkeypatch.setattr(learning_curves, "perform", perform)
-    assert learning_curves.tune("calculator", [(4, "otb")], tmp_path) == {(4, "otb"): RATES[1]}
+    assert learning_curves.tune("blocks_columns", [(4, "otb")], tmp_path) == {(4, "otb"): RATES[1]}
     assert {seed for rate, seed in tried if rate in (RATES[0], RATES[3])} == {101, 102}
     assert {seed for rate, seed in tried if rate in RATES[1:3]} == {101, 102, 103, 104, 105}
     # With two seeds and no more, luck decides
-    assert learning_curves.tune("calculator", [(8, "otb")], tmp_path, by=2) == {(8, "otb"): RATES[2]}
+    assert learning_curves.tune("blocks_columns", [(8, "otb")], tmp_path, by=2) == {(8, "otb"): RATES[2]}
 
 
 def rows_of(scores, seeds=(101, 102, 103, 104, 105, 1, 2, 3, 4), rate=1e-3, **others):
@@ -79,29 +79,26 @@ def test_arms_have_one_policy_and_rate():
 
 
 def test_runs_are_published_beside_earlier_ones(tmp_path, monkeypatch, registry):
-    """In the place of the same runs; the page and the picture follow. The page has the runs of one policy."""
-    for name, value in {"PAGES": ("value",), "PICTURED": ("calculator_scaled",)}.items():
+    """In the place of the same runs; the page and the picture follow."""
+    for name, value in {"PAGES": ("value",), "PICTURED": ("calculator",)}.items():
         monkeypatch.setattr(render, name, value)
     monkeypatch.setattr(render, "HERE", tmp_path)
     (tmp_path / "results").mkdir()
-    other = summary(result(Run("calculator", "otb", 4, 1e-3, 1), [0.5] * 10))
-    before = summary(result(Run("calculator_scaled", "otb", 4, 1e-3, 1), [0.9] * 10))
-    elsewhere = summary(result(Run("calculator_scaled", "rloo", 4, 1e-3, 1), [0.7] * 10, policy="bb"))
-    render.save("runs", {"runs": [other, before, elsewhere]})
-    (tmp_path / "value.md").write_text("Before.\n\n<!-- runs: calculator_scaled, policy aa -->\n\nAfter.\n")
+    other = summary(result(Run("sums", "otb", 4, 1e-3, 1), [0.5] * 10))
+    before = summary(result(Run("calculator", "otb", 4, 1e-3, 1), [0.9] * 10))
+    render.save("runs", {"runs": [other, before]})
+    (tmp_path / "value.md").write_text("Before.\n\n<!-- runs: calculator -->\n\nAfter.\n")
     for name, reward in (("group_mean", 0.5), ("otb", 0.6)):
         for seed in (101, 102, 103, 104, 105, 1, 2):
-            save(tmp_path, Run("calculator_scaled", name, 4, 1e-3, seed), [reward] * 10)
-    flags = ["--task", "calculator_scaled", "--plot_only", "--output_dir", str(tmp_path)]
+            save(tmp_path, Run("calculator", name, 4, 1e-3, seed), [reward] * 10)
+    flags = ["--task", "calculator", "--plot_only", "--output_dir", str(tmp_path)]
     learning_curves.main([*flags, "--publish"])
     page = (tmp_path / "value.md").read_text()
     assert page.startswith("Before.\n") and page.endswith("After.\n")
     (row,) = [line for line in page.splitlines() if line.startswith("| toy calculator | 4 | otb |")]
     assert "0.100 (0.100–0.100)" in row and "2 of 2" in row and "0.9" not in row
-    both = [len(render.runs_of(task)) for task in ("calculator_scaled", "calculator_scaled, policy aa")]
-    assert "rloo" not in page and both[0] == 1 + both[1]
     published = render.load("runs")["runs"]
-    assert other in published and elsewhere in published and len(published) == 2 + 14
+    assert other in published and before not in published and len(published) == 1 + 14
     assert all((tmp_path / f"{name}.png").stat().st_size > 10_000 for name in ("learning", "default"))
 
 
@@ -112,12 +109,12 @@ def test_tokens_saved_are_of_pairs(monkeypatch):
     of = [(Run("sums", name, n, 1e-3, seed), rewards) for name, n, rewards in arms for seed in (1, 2, 101)]
     rows = [summary(result(run, rewards)) for run, rewards in of] + rows_of({"value": lambda seed: 0.9}, policy="bb")
     single, grouped = runs.tokens_saved(rows)
-    assert (single["n"], grouped["n"], grouped["pairs"], grouped["releases"]) == (1, 4, 2, {"1"})
+    assert (single["n"], grouped["n"], grouped["pairs"]) == (1, 4, 2)
     assert single["sooner"] == [0, 0, 0] and grouped["sooner"] == [2, 2, 2]
     assert [of[0] for of in single["changes"]] == pytest.approx([0.0] * 3)
     assert all(-0.6 < of[0] < -0.3 for of in grouped["changes"])  # twice as fast, in moving means
     monkeypatch.setattr(render, "runs_of", lambda task: rows)
-    first, second = render.of_saved("lake_6_scaled | value").splitlines()[2:]
+    first, second = render.of_saved("lake_6").splitlines()[2:]
     assert first.startswith("| game of 6 turns | value, N = 1 | 0.04 → 0.94 | +0 (+0 to +0) |")
     assert "| value | 0.04" in second
 
@@ -136,21 +133,6 @@ def test_rates_and_signal_of_runs(monkeypatch):
         "| t | Dr. GRPO | 4 | 0.500 | – |",
     ]
     assert render.of_signal("t").splitlines()[2:] == ["| t | value | 0.50 | 0.00 | 0.75 |"]
-
-
-def test_tokens_to_threshold_at_64_completions(monkeypatch):
-    """N = 4 is the task without _64, from the same policy only."""
-    of_n = {32: [0.0] * 5 + [1.0] * 5, 4: [0.0] + [1.0] * 9}
-    made = [("sums_64", 32, "aa"), ("sums", 4, "aa"), ("sums", 4, "bb")]
-    made = [(Run(task, "otb", n, 1e-3, seed), of_n[n], policy) for task, n, policy in made for seed in (1, 2)]
-    rows = [summary(result(run, curve, policy=policy)) for run, curve, policy in made]
-    never = summary(result(Run("sums_64", "value", 32, 1e-3, 1), [0.0] * 10))
-    late = [summary(result(Run("sums_64", "value", 32, 1e-3, 2), of_n[32]))]
-    monkeypatch.setattr(render, "load", lambda name: {"runs": [*rows, never, *late]})
-    monkeypatch.setitem(render.THRESHOLDS, "sums", 0.5)
-    few, many, value = render.of_tokens("sums").splitlines()[2:]
-    assert few.startswith("| otb | 4 | 0.001 | 2 | 0 (0–0) | -73% |") and many.startswith("| otb | 32 | 0.001 | 2 |")
-    assert "1 of 2 runs" in value
 
 
 @pytest.mark.slow
