@@ -109,7 +109,7 @@ def measured(task: str, folder: Path, args: argparse.Namespace) -> dict:
         else:
             trainer, options = language.trainer_at(task, args.seed, **progress), language.measured(task)
         names = [*NAMES, NO_PROGRESS] if args.progress else NAMES
-        options |= {"prompts_per_batch": PROMPTS_PER_BATCH, "projection": 4096, "seed": args.seed}
+        options = options | {"prompts_per_batch": PROMPTS_PER_BATCH, "projection": 4096, "seed": args.seed}
         report = trl_otb.compare_baselines(trainer, names, args.num_prompts, **options)
         folder.mkdir(parents=True, exist_ok=True)
         saved.write_text(json.dumps(report.to_json() | {"release": trl_otb.__version__}))
@@ -169,7 +169,7 @@ def main(argv: list[str]) -> None:
         for task in args.tasks:
             title = f"{TASKS[task]}{f', policy {args.policy}' if args.policy else ''}"
             columns[title] = cells_of(measured(task, args.output_dir, args))
-            print(render.both_units(columns), flush=True)
+            print(render.both_units({title: columns[title]}), flush=True)
         if args.publish:
             render.publish("noise", columns)
     except (FileNotFoundError, ValueError) as error:
