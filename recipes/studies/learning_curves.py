@@ -116,7 +116,8 @@ def train(run: Run, folder: Path | None = None) -> dict:
         "warmup_steps": 10,
         "logging_steps": 1,
     }
-    options["scale_rewards"] = "group" if run.baseline == "group_mean" else "running"
+    scale = "running" if schedule.staleness is None else "none"  # asynchronous training has no running scale
+    options["scale_rewards"] = "group" if run.baseline == "group_mean" else scale
     options |= ARMS.get(run.baseline, {})
     if problems in blocks.NAMES:  # a sixth faster in steps of one token
         options["model_init_kwargs"] = tasks.MACHINE["model_init_kwargs"] | {"attn_implementation": "eager"}
@@ -178,8 +179,6 @@ def train_with(task: tasks.Task, schedule: Schedule, options: dict, state: Path 
 
 
 def asynchronously(task: tasks.Task, schedule: Schedule, options: dict) -> dict:
-    if options["scale_rewards"] == "running":  # which asynchronous training does not have
-        options = options | {"scale_rewards": "none"}
     step = {"per_device_train_batch_size": schedule.completions_per_step(options["num_generations"])}
     with on_cpu():
         trainer = tasks.asynchronous_trainer_of(task, schedule.staleness, **step, **options)

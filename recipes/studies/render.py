@@ -51,7 +51,7 @@ NAMES = {
 }
 PROGRESS = "value_progress"  # the arm of `value` that reads the reward of the text so far
 ARM_NAMES = {"dr_grpo": "Dr. GRPO", PROGRESS: "value, with progress", "value_learned": "value that has learned"}
-# Of tasks with runs against the group mean: the title of their noise in steps.json, which may not be measured, and a
+# Of tasks with runs against the group mean: the title of their noise in noise.json, which may not be measured, and a
 # run's prompts per step, and steps
 PREDICTED = {
     "scratchpad_100": ("T = 100", 16, 100),
