@@ -1,3 +1,3 @@
 """The release, which pyproject.toml reads."""
 
-__version__ = "0.14.1"
+__version__ = "0.14.2"

@@ -26,7 +26,6 @@ from trl_otb.baselines import (
     least_squares,
     prefix,
     squeeze,
-    value_columns,
 )
 from trl_otb.run import baseline as run_baseline
 
@@ -310,28 +309,6 @@ def test_coefficients_are_least_squares_of_earlier_batches(functions):
     ridge = max(0.5 / (3 * PROMPTS), 38 / tokens)
     assert (x @ (fitted(of_both, ridge) - found)).abs().max() < 2e-3
     assert (x @ (fitted(of_both, 2 * ridge) - found)).abs().max() > 2e-3
-
-
-def test_what_a_study_leaves_out_is_not_fitted():
-    """By name, in V, φ and ψ; an unknown name is an error."""
-
-    def zeros(*parts):
-        value = learnt(range(2), Value(without=parts), seen=True)
-        found = zip(value_columns.PHI + value_columns.PSI, [*value.theta, *value.gamma], strict=True)
-        return {name for name, of in found if of == 0}
-
-    usual = zeros()
-    assert zeros("V √n") - usual == {"V √n", "σ V √n", "σ² V √n", "luck V √n", "luck σ V √n"}
-    assert zeros("σ²", "V") - usual >= {"σ² 1", "σ² m", "V", "luck V"} and "σ 1" not in zeros("σ²")
-    assert zeros("σ in ψ") - usual == {f"luck σ {part}" for part in value_columns.PARTS}
-    value = learnt(range(2), Value(without={"states", "energy"}))
-    found = dict(zip(value.state_dict()["_value_names"], value.eta, strict=False))
-    assert {name for name in found if found[name] == 0} >= {"state 0", "mean state 2", "energy"}
-    assert found["surprisal"] != 0 and value.eta[:2].any()
-    value.reset("a test")
-    assert value.without == {"states", "energy"}
-    with pytest.raises(ValueError, match=r"`without` holds \['V3'\]: 'value' is made of .*'V √n'"):
-        Value(without={"V3"})
 
 
 def test_spurious_slope_of_base_is_limited():

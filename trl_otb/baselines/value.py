@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
@@ -13,12 +13,12 @@ from torch import Tensor
 
 from .bound import ROUNDING, VARIES_NOT_RATIO, worse_than_b0
 from .completions import NOT_ZERO, Completions
-from .least_squares import B0, ONE, TARGET, Sums, confidences, products, solution
+from .least_squares import TARGET, Sums, confidences, products, solution
 from .luck import COLUMNS, LuckCheck, measured
 from .pooled import pooled
-from .prefix import MEAN_STATE, NUMBERS, PROGRESS, STATE, Prefix, later, read_in_blocks
+from .prefix import MEAN_STATE, PROGRESS, STATE, Prefix, later, read_in_blocks
 from .transport import numbered
-from .value_columns import PHI, PSI, columns_of, parts_of
+from .value_columns import PHI, PSI, columns_of
 from .value_metrics import KNOWING, KNOWING_SLOPE, BatchSums, by_prompt, slope_within
 from .value_state import load_state, saved_state
 
@@ -66,9 +66,6 @@ class Value:
     left out (`Completions.draw_ratio`), and from the next batch on where it is measured that its mean is not 0
     ([`~trl_otb.baselines.luck`]). Importance ratios of the loss weight only what it learns from; where they are cut, as
     completions by `sequence_mask`, no baseline is unbiased.
-
-    Args:
-        without: What it is not fitted to, for studies: names that [`parts_of`] returns of its columns.
     """
 
     decay_per_batch = 0.9  # of a batch's weight: at 1 the policy of the beginning would count, at 0 few batches
@@ -76,11 +73,7 @@ class Value:
     prompts_enough = 16  # for c = 1: what few prompts say of the next ones cannot be cross-validated
     _warned: ClassVar[set[str]] = set()  # of what is said once
 
-    def __init__(self, without: Collection[str] = ()) -> None:
-        self.without = frozenset(without)
-        known = set().union(*map(parts_of, (*PHI, *PSI, *NUMBERS, STATE))) - {ONE, B0}
-        if unknown := self.without - known:
-            raise ValueError(f"`without` holds {sorted(unknown)}: 'value' is made of {sorted(known)}.")
+    def __init__(self) -> None:
         self.eta: Tensor | None = None  # (K,) of V
         self.theta: Tensor | None = None  # of `PHI`
         self.gamma: Tensor | None = None  # of `PSI`
@@ -278,8 +271,7 @@ class Value:
     def _fit(self) -> None:
         """Fit θ and Γ to the sums; each c by how well its part predicts folds that it was not fitted to."""
         assert self.sums is not None
-        left_out = self._left_out(self.sums.names) | {*(PSI if self.luck_check.luck_left_out else ())}
-        sums = self.sums.without(left_out)
+        sums = self.sums.without(PSI if self.luck_check.luck_left_out else ())
         both, sizes = solution(sums.total(), self.ridge), [len(PHI), len(PSI)]
         if not both.isfinite().all():
             return self.reset("its linear system has no finite solution")
@@ -296,10 +288,7 @@ class Value:
         )
         if (sums.values.diagonal(dim1=-2, dim2=-1)[..., :-1][..., progress] > 0).any():
             ridge[states] *= STATES_RIDGE_FACTOR
-        return solution(sums.without(self._left_out(names)), ridge)
-
-    def _left_out(self, names: tuple[str, ...]) -> set[str]:
-        return {name for name in names if self.without and not self.without.isdisjoint(parts_of(name))}
+        return solution(sums, ridge)
 
     @property
     def ridge_of_v(self) -> float:
@@ -316,14 +305,13 @@ class Value:
         distrust what was found.
         """
         assert self.sums is not None
-        columns = len({*self.sums.names} - self._left_out(self.sums.names))
-        return max(0.5 / self.prompts, columns / self.tokens)
+        return max(0.5 / self.prompts, len(self.sums.names) / self.tokens)
 
     def reset(self, reason: str) -> None:
         logger.warning(f"The baseline 'value' discards what it has learned: {reason}. It continues as 'rloo_pooled'.")
-        kept = {name: vars(self)[name] for name in ("luck_check", "without")}  # of which rewards say nothing
+        luck_check = self.luck_check  # of which rewards say nothing
         Value.__init__(self)
-        vars(self).update(kept)
+        self.luck_check = luck_check
 
     # Checkpoints
 

@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .least_squares import B0, ONE
-from .prefix import MEAN_STATE, STATE, Prefix
+from .prefix import Prefix
 
 
 # What φ and ψ are made of, from V less the middle of the returns seen, and numbers of the text so far: each of these
@@ -36,12 +36,3 @@ def columns_of(
     of_b0 = (b0 * of.known).unsqueeze(-1)
     phi = torch.cat([parts[..., :1], of_b0, parts[..., 1:], *by_sure[1:], of.earned.unsqueeze(-1)], dim=-1)
     return phi, torch.cat(by_sure[:2], dim=-1)
-
-
-def parts_of(name: str) -> set[str]:
-    """The parts that a column of V, φ or ψ belongs to: what a study can leave out."""
-    if name.startswith((STATE, MEAN_STATE)):
-        return {"states"}
-    part = name.removeprefix("luck ").removeprefix("σ² ").removeprefix("σ ")
-    powers = {"σ²": name.startswith("σ²"), "σ in ψ": name.startswith("luck σ")}
-    return {part} | {power for power, has in powers.items() if has}
