@@ -31,7 +31,7 @@ from recipes.studies.runs import arms, points, tokens_saved
 
 HERE = Path(__file__).parent
 RUN = ("task", "n", "baseline", "learning_rate", "seed", "policy")  # what tells one run from another
-PICTURED = ("blocks_counting", "blocks_sorting", "whole_columns")  # tasks
+PICTURED = ("blocks_counting", "whole_counting", "whole_columns")  # tasks
 PAGES = ("../../README", "learning", "value", "progress", "later_trl")
 # Of tasks, in pictures and tables
 NAMES = {
@@ -48,6 +48,7 @@ NAMES = {
     "sums_async_4": "toy sums, samples four steps late",
     "whole_columns": "30 blocks of SmolLM2, column sums",
     "whole_columns_8": "30 blocks of SmolLM2, column sums, 8 completions per step",
+    "whole_counting": "30 blocks of SmolLM2, counting",
 }
 PROGRESS = "value_progress"  # the arm of `value` that reads the reward of the text so far
 ARM_NAMES = {"dr_grpo": "Dr. GRPO", PROGRESS: "value, with progress", "value_learned": "value that has learned"}
@@ -62,6 +63,7 @@ PREDICTED = {
     "blocks_columns_short": ("SmolLM2's blocks, column sums", 4, 30),
     "whole_columns": ("SmolLM2's 30 blocks, column sums", 8, 30),
     "whole_columns_8": ("SmolLM2's 30 blocks, column sums", 2, 60),
+    "whole_counting": ("SmolLM2's 30 blocks, counting", 8, 30),
     "lake_6": ("6 turns", 16, 50),
 }
 TOY = "84 thousand"

@@ -50,6 +50,7 @@ TASKS = TOY | {
     "blocks_counting": "SmolLM2's blocks, counting",
     "blocks_sorting": "SmolLM2's blocks, sorting digits",
     "whole_columns": "SmolLM2's 30 blocks, column sums",
+    "whole_counting": "SmolLM2's 30 blocks, counting",
     "gemma_copy": "Gemma3 copying",
     "gemma_words": "Gemma3 stories",
     "gemma_word_sequence_reversal": "Gemma3 reversing words",
@@ -70,7 +71,8 @@ class Part(Value):
     def _seen(self, local):
         states = local.states if self.states else local.states[..., :0]
         left_out = {} if self.luck else {"draw_ratio": torch.zeros_like(local.mask)}
-        left_out |= {} if self.energy else {"loss_energy": local.mask}
+        # Else the mask, beside energies, would read as ratios of the loss, for which luck would be left out
+        left_out |= {} if self.energy else {"loss_energy": local.mask, "draw_ratio": torch.ones_like(local.mask)}
         return replace(local, states=states, progress=None, **left_out)
 
     def adjust(self, local, b0):

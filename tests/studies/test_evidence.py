@@ -378,7 +378,7 @@ def test_what_is_said_of_predictions():
     assert (
         f"have a rank correlation of {stats.spearmanr([row['root'] for row in found], saved).statistic:.2f}. " in said
     )
-    kinds = [row["prompts"] >= 480 and not row["task"].startswith("lake") for row in found]
+    kinds = [row["prompts"] >= 240 and not row["task"].startswith("lake") for row in found]
     long, short = (
         [100 * of for of, kind in zip(saved, kinds, strict=True) if kind == is_long] for is_long in (True, False)
     )
