@@ -3,11 +3,13 @@
 import json
 
 import pytest
+import torch
 
 from recipes.studies import learning_curves, picture, render, runs, tasks
 from recipes.studies.learning_curves import Run, Schedule
 from recipes.studies.runs import summary
 from tests.recipes.conftest import shortly_trained
+from trl_otb.baselines import luck, prefix, squeeze
 
 
 RATES = learning_curves.TASKS["blocks_columns"].learning_rates
@@ -31,6 +33,20 @@ def test_run_summary_has_curve_and_collapse():
     assert row["tokens"] == 100 and not runs.collapsed(row)
     assert runs.collapsed(summary(result(run, [0.2] * 10 + [0.9] * 10 + [0.0] * 10)))
     assert not runs.collapsed(summary(result(run, [0.2] * 10 + [0.9] * 10 + [0.7] * 10)))
+
+
+def test_a_part_that_weighs_tokens_alike_keeps_later_luck(registry):
+    """Its weights of 1 beside energies are not taken for ratios of the loss, by which luck would not have mean 0."""
+    from recipes.studies import value  # which registers baselines
+
+    mask, draws = torch.ones(6, 5), torch.rand(6, 5, generator=torch.Generator().manual_seed(0))
+    of_tokens = {"energy": 1 - draws, "logps": draws.log(), "states": torch.zeros(6, 5, 1)}
+    batch = squeeze(torch.ones(6), mask, 2, **of_tokens)
+    seen = type("Alike", (value.Part,), value.PARTS["value_weights_one"])()._seen(batch)
+    assert (seen.loss_energy == 1).all()
+    for of_luck in (0, 1):  # what is checked of it, and the largest ratio
+        usual, alike = (luck.measured(x.once(prefix.read), x)[of_luck] for x in (batch, seen))
+        torch.testing.assert_close(alike, usual)
 
 
 def test_rates_are_tuned_on_own_seeds(tmp_path, monkeypatch):
