@@ -21,9 +21,7 @@ from recipes import toy
 from recipes.studies import language, learning_curves, render, runs, tasks
 from recipes.toy import lake, scratchpad
 from tests.helpers import tiny
-from tests.maths.test_value import Task
 from tests.recipes.conftest import shortly_trained
-from trl_otb.baselines import Value
 from trl_otb.comparison import moments as moments_module
 
 
@@ -282,21 +280,6 @@ def test_each_constant_of_the_maths_has_its_row():
         "PROGRESS_PLACES",
     ):
         assert f"`{name}`" in page
-
-
-@pytest.mark.parametrize("part", ["√n", "V", "V²", "m", "V m", "V √n", "σ²", "σ in ψ", "worst", "states"])
-def test_each_part_of_value_can_be_left_out(part):
-    """And B is another then."""
-    batch = Task(100, seen=True).batch().x
-    parts = [Value(), Value([part])]
-    for value in parts:
-        for seed in range(6):
-            x = Task(seed, seen=True).batch().x
-            value.update(x, value(x), lambda values: values)
-    whole, other = (value.adjust(batch, value(batch)) for value in parts)
-    assert other.isfinite().all() and not torch.equal(whole, other)
-    with pytest.raises(ValueError, match="`without` holds \\['V\\^2'\\]"):
-        Value(["V^2"])
 
 
 @pytest.mark.parametrize("page", render.PAGES)
