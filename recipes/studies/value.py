@@ -70,10 +70,10 @@ class Part(Value):
 
     def _seen(self, local):
         states = local.states if self.states else local.states[..., :0]
-        left_out = {} if self.luck else {"draw_ratio": torch.zeros_like(local.mask)}
-        # Else the mask, beside energies, would read as ratios of the loss, for which luck would be left out
-        left_out |= {} if self.energy else {"loss_energy": local.mask, "draw_ratio": torch.ones_like(local.mask)}
-        return replace(local, states=states, progress=None, **left_out)
+        weights = local.loss_energy if self.energy else local.mask
+        # Without a ratio of draws the mask, beside energies, would read as ratios of the loss, and luck be left out
+        ratio = torch.ones_like(local.mask) if local.draw_ratio is None else local.draw_ratio
+        return replace(local, states=states, progress=None, loss_energy=weights, draw_ratio=ratio * self.luck)
 
     def adjust(self, local, b0):
         return super().adjust(self._seen(local), b0)

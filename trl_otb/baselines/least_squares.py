@@ -32,7 +32,7 @@ class Sums:
 
     def without(self, names: Collection[str]) -> "Sums":
         """The same with 0 for some names."""
-        return self.of((*[name for name in self.names if name not in names],)).of(self.names) if names else self
+        return self.of((*[name for name in self.names if name not in names],)).of(self.names)
 
     def after(self, earlier: "Sums | None", decay: float) -> "Sums":
         """With the sums that an earlier one has of the same names, times `decay`."""

@@ -271,7 +271,7 @@ class Value:
     def _fit(self) -> None:
         """Fit θ and Γ to the sums; each c by how well its part predicts folds that it was not fitted to."""
         assert self.sums is not None
-        sums = self.sums.without(PSI if self.luck_check.luck_left_out else ())
+        sums = self.sums.without(PSI) if self.luck_check.luck_left_out else self.sums
         both, sizes = solution(sums.total(), self.ridge), [len(PHI), len(PSI)]
         if not both.isfinite().all():
             return self.reset("its linear system has no finite solution")
